@@ -240,9 +240,7 @@ def bench(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def progress(
-    costs: Sequence[float],
-) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+def progress(costs: Sequence[float]) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
     """Functions that hear what is being done, and that a row is: a bar in a terminal, else a line
     for each row, on stderr.
 
@@ -279,8 +277,7 @@ def progress(
         bar.update(rows, advance=1, left=left, refresh=True)
         if bar.disable:
             row = bar.tasks[0].description.partition(":")[0]
-            news = f"{done}/{total} {row}{', ' * bool(left)}{left}"
-            print(news, file=sys.stderr, flush=True)
+            print(f"{done}/{total} {row}{', ' * bool(left)}{left}", file=sys.stderr, flush=True)
 
     with bar:
         yield say, advance
@@ -316,16 +313,8 @@ def explain(options: argparse.Namespace) -> int:
             print(f"{name:<22} {about}".rstrip())
         return 0
     cell = find_cell(options.cell)
-    print(
-        anycell.explain(
-            cell,
-            hidden_size=options.hidden,
-            dtype=options.dtype,
-            llvm=options.llvm,
-            assembly=options.assembly,
-            **dict(options.size),
-        )
-    )
+    asked = {"llvm": options.llvm, "assembly": options.assembly}
+    print(anycell.explain(cell, options.hidden, options.dtype, **asked, **dict(options.size)))
     return 0
 
 

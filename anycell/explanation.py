@@ -7,7 +7,8 @@ import html
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -207,23 +208,20 @@ class Explanation:
 
     @functools.cached_property
     def llvm(self) -> str | None:
-        from anycell.engines.cpu import describe
-
-        return self._texts(describe.llvm)
+        return self._texts("llvm")
 
     @functools.cached_property
     def assembly(self) -> str | None:
-        from anycell.engines.cpu import describe
+        return self._texts("assembly")
 
-        return self._texts(describe.assembly)
-
-    def _texts(self, text: Callable[[Plan, bool], str]) -> str | None:
-        """The LLVM texts of both passes, where the plan's engine is the CPU's."""
+    def _texts(self, kind: str) -> str | None:
+        """The texts of both passes, where the plan's engine is the CPU's."""
         if self.plan is None or self.plan.engine != "cpu":
             return None
-        names = ("forward", "backward")[: 1 + self.backward]
-        texts = [f"; ---- {name}\n{text(self.plan, name == 'backward')}" for name in names]
-        return "\n".join(texts)
+        from anycell.engines.cpu import describe
+
+        text, names = getattr(describe, kind), ("forward", "backward")[: 1 + self.backward]
+        return "\n".join(f"; ---- {n}\n{text(self.plan, n == 'backward')}" for n in names)
 
     @functools.cached_property
     def triton(self) -> str | None:
@@ -399,14 +397,10 @@ class _Page:
         lines += _indent(listing([*again, *self.gradients()], known))
         return [*lines, "", *_indent(self._sums())]
 
-    def _gradient_of(self, name: str) -> str:
+    def _gradient_of(self, l: Linear) -> str:
         """The gradients of all outputs of a matmul, side by side."""
-        l = next(l for l in self.cell.linears if l.name == name)
-        if name == RECURRENT:
-            parts = [self._into(gate, "r") for gate in l.outputs]
-        else:
-            parts = [_gradient(name, output) for output in l.outputs]
-        return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
+        recurrent = l.name == RECURRENT
+        return _beside(self._into(o, "r") if recurrent else _gradient(l.name, o) for o in l.outputs)
 
     def _arriving(self, direct: Mapping[str, Expr]) -> Iterator[str]:
         """The gradients that arrive at the new states: from the output, and from the step after."""
@@ -415,25 +409,21 @@ class _Page:
             terms = ["d_output"] * (i == 0) + [f"d_s.{name}"] * (name in direct)
             for l in self.cell.linears:
                 if l.operand is Expr("state", (), (name,)):
-                    terms.append(f"{self._gradient_of(l.name)} @ W_{l.name}")
+                    terms.append(f"{self._gradient_of(l)} @ W_{l.name}")
             yield from _indent(_wrap(f"d_{name}' = {' + '.join(terms) or '0'}"))
 
     def _sums(self) -> Iterator[str]:
         cell = self.cell
-        d_x = ", ".join(self._into(gate, "x") for gate in cell.gates)
-        d_x = f"({d_x})" if len(cell.gates) > 1 else d_x
         yield "summed over rows and steps, by matmuls that each take many steps:"
-        line = f"d_W_ih += {d_x}.T @ input" + ("    d_b_ih += its rows" if cell.bias else "")
-        yield from _indent(_wrap(line))
+        sums = [("ih", _beside(self._into(gate, "x") for gate in cell.gates), "input", cell.bias)]
         for l in cell.linears:
             operand = show(l.operand, self.names, 5, False)
             bias = cell.bias if l.name == RECURRENT else l.bias
-            line = f"d_W_{l.name} += {self._gradient_of(l.name)}.T @ {operand}"
-            line += f"    d_b_{l.name} += its rows" if bias else ""
-            yield from _indent(_wrap(line))
-        summed = [f"d_p.{name}" for name in cell.param_names]
-        if summed:
-            yield from _wrap(f"    {', '.join(summed)}")
+            sums.append((l.name, self._gradient_of(l), operand, bias))
+        for name, gradient, operand, bias in sums:
+            rows = f"    d_b_{name} += its rows" * bias
+            yield from _indent(_wrap(f"d_W_{name} += {gradient}.T @ {operand}{rows}"))
+        yield from _indent(_wrap(", ".join(f"d_p.{name}" for name in cell.param_names)))
 
     # -- memory ------------------------------------------------------------------------------------
     def saved(self) -> list[str]:
@@ -446,19 +436,18 @@ class _Page:
         for name in plan.states:
             output = " (the output)" if name == cell.state_names[0] else ""
             rows.append((f"the sequence of states {name}{output}", sizes[name]))
-        lines = ["kept for the backward pass, in bytes per step and batch row"]
         column = min(max(len(what) for what, _ in rows), _WIDTH - 16)
-        for what, size in rows:
-            *above, last = _wrap(what, column)
-            lines += [f"    {line}" for line in above]
-            lines.append(f"    {last:{column}}  {self._bytes([size]):>9}")
         every = [size for _, size in rows]
-        lines.append(f"    {'together':{column}}  {self._bytes(every):>9}")
+        table = [(what, self._bytes([size])) for what, size in rows]
+        table.append(("together", self._bytes(every)))
         if self.batch is not None:
-            lines.append(
-                f"    {f'of {self.batch} rows':{column}}  {self._bytes(every, self.batch):>9}"
-            )
-        return [*lines, *_indent(self._again(every))]
+            table.append((f"of {self.batch} rows", self._bytes(every, self.batch)))
+        lines = []
+        for what, count in table:
+            *above, last = _wrap(what, column)
+            lines += [*above, f"{last:{column}}  {count:>9}"]
+        title = "kept for the backward pass, in bytes per step and batch row"
+        return [title, *_indent([*lines, *self._again(every)])]
 
     def _definition(self, node: Expr, name: str) -> str:
         known = {n: k for n, k in {**self.names, **self.saved_names}.items() if n is not node}
@@ -526,6 +515,12 @@ def _gradient(matmul: str, output: str) -> str:
     return f"d_{matmul}" if output == matmul else f"d_{matmul}.{output}"
 
 
+def _beside(parts: Iterable[str]) -> str:
+    """The one part, or all in brackets."""
+    shown = list(parts)
+    return shown[0] if len(shown) == 1 else f"({', '.join(shown)})"
+
+
 # ---- names and forms -----------------------------------------------------------------------------
 
 
@@ -542,7 +537,7 @@ def _gate_values(cell: Cell, new: Mapping[Expr, str]) -> Names:
             continue
         beneath = _reached(node.args, {**names, **new})
         gates = {
-            n.attrs[0 if n.op == "x" else 1]: None
+            n.attrs[-1]: None
             for n in beneath
             if n.op in ("x", "preact") or (n.op == "linear" and n.attrs[0] == RECURRENT)
         }
@@ -599,12 +594,8 @@ def _indent(lines: Iterable[str], by: str = "    ") -> list[str]:
 
 def _wrap(text: str, width: int = _WIDTH - 4) -> list[str]:
     """Breaks at spaces; what follows the first line is indented."""
-    lines, rest, indent = [], text, ""
-    while len(indent + rest) > width and " " in rest[: width - len(indent)].strip():
-        cut = rest.rindex(" ", 0, width - len(indent))
-        lines.append(indent + rest[:cut])
-        rest, indent = rest[cut + 1 :], "    "
-    return [*lines, indent + rest]
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, subsequent_indent="    ", **whole)
 
 
 __all__ = ["Explanation", "explain"]

@@ -437,7 +437,7 @@ def test_an_optimizer_step_that_is_refused_changes_nothing() -> None:
         optimizer.step()
     optimizer.lr = 0.1
     layer._grads["bias"] = np.zeros(3)
-    with pytest.raises(ValueError, match=r"grads\['bias'\]: given shape \(3,\), expected \(2,\)"):
+    with pytest.raises(ValueError, match=r"grads\['bias'\]: given shape \(3,\); expected \(2,\)"):
         optimizer.step()
     assert optimizer.steps == 0
     assert all(np.array_equal(p, before[name]) for name, p in layer.parameters.items())
@@ -620,10 +620,10 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: an.mse(X, X[0]), ValueError, r"target: .* \[2, 3\]; .* \[5, 2, 3\]"),
     (lambda: an.mse(X[:0], X[:0]), ValueError, r"prediction: given an empty array"),
     (lambda: an.Adam([]), ValueError, r"layers: given none, expected at least one"),
-    (lambda: an.Adam([3]), TypeError, r"layers: given 3, expected a layer, or several"),
-    (lambda: an.Adam("lstm"), TypeError, r"layers: given 'l', expected a layer"),
-    (lambda: an.Adam(np.zeros(())), TypeError, r"layers: given array\(0.\), expected a layer"),
-    (lambda: an.clip_by_global_norm([None], 1.0), TypeError, r"layers: given None, expected a"),
+    (lambda: an.Adam([3]), TypeError, r"layers: given 3; expected a layer, or several"),
+    (lambda: an.Adam("lstm"), TypeError, r"layers: given 'l'; expected a layer"),
+    (lambda: an.Adam(np.zeros(())), TypeError, r"layers: given array\(0.\); expected a layer"),
+    (lambda: an.clip_by_global_norm([None], 1.0), TypeError, r"layers: given None; expected a"),
     (lambda: an.Adam([LAYER, LAYER]), ValueError, r"layers: given one layer twice"),
     (lambda: an.Adam(lstm(), betas=0.9), TypeError, r"betas: given 0.9, expected two numbers"),
     (lambda: an.Adam(lstm(), betas=(0.9,)), TypeError, r"betas: given \(0.9,\), expected two"),

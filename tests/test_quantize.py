@@ -384,7 +384,7 @@ def test_numpy_layers(tmp_path: Path, rng: np.random.Generator) -> None:
     for call in (lambda: small_.forward(x, training=True), lambda: small_.backward(output)):
         with pytest.raises(NotImplementedError, match="weights of 8 bits, which have no gradients"):
             call()
-    with pytest.raises(TypeError, match="weight_ih_l0: given dtype float32, expected int8"):
+    with pytest.raises(TypeError, match="weight_ih_l0: given dtype float32; expected int8"):
         small_.set_parameters(dict(small_.arrays) | {"weight_ih_l0": np.ones((80, 6), "f4")})
 
 

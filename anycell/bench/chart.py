@@ -49,14 +49,10 @@ def draw(report: Report, folder: Path) -> Path | None:
     # The same limits for all panels, so that they can be compared; with room for the numbers.
     all_ratios = [ratio for peer in peers for ratio in ratios(report.rows, peer)]
     limits = min(0.8, 0.72 * min(all_ratios)), max(1.25, 1.5 * max(all_ratios))
+    size = 1.2 + 5.4 * columns, 1.0 + height * lines
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            lines,
-            columns,
-            figsize=(1.2 + 5.4 * columns, 1.0 + height * lines),
-            squeeze=False,
-            layout="constrained",
-        )
+        form = {"figsize": size, "squeeze": False, "layout": "constrained"}
+        figure, axes = plt.subplots(lines, columns, **form)
         for axis in axes.flat[len(panels) :]:
             axis.set_axis_off()
         for axis, (title, rows) in zip(axes.flat, panels, strict=False):
@@ -91,8 +87,7 @@ def _panel(
             label=f"{peer}: geometric mean {mean(rows, peer):.2f}x".replace("nanx", "unknown"),
             zorder=2,
         )
-        words = [_word(row, peer) for row in rows]
-        axis.bar_label(bars, words, padding=3, fontsize=7)
+        axis.bar_label(bars, [_word(row, peer) for row in rows], padding=3, fontsize=7)
     axis.axvline(1, color=INK, linewidth=1, zorder=3)
     axis.set_xlim(*limits)
     narrow = math.log10(limits[1] / limits[0]) < 1

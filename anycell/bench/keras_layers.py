@@ -64,23 +64,20 @@ def block(problem: Problem) -> Contender:
 
     def run(x: Tensor, weights: Direction, back: bool) -> Tensor:
         """Time-major, which suits it; its gradient by hand: TensorFlow registers another's."""
-        names = ("p_i", "p_f", "p_o")
-        peepholes = [weights[p] if p in weights else zeros[0] for p in names]
-        options = {"use_peephole": names[0] in weights}
+        peepholes = [weights.get(name, zeros[0]) for name in ("p_i", "p_f", "p_o")]
+        names = "x w b wci wcf wco".split()
+        rest = {"cs_prev": zeros, "h_prev": zeros, "use_peephole": "p_i" in weights}
+        rest["seq_len_max"] = tf.constant(shape.T, tf.int64)
 
         @tf.custom_gradient
-        def fused(x: Tensor, w: Tensor, b: Tensor, wci: Tensor, wcf: Tensor, wco: Tensor) -> Any:
-            given = {
-                "seq_len_max": tf.constant(shape.T, tf.int64), "x": x, "cs_prev": zeros,
-                "h_prev": zeros, "w": w, "wci": wci, "wcf": wcf, "wco": wco, "b": b, **options,
-            }  # fmt: skip
+        def fused(*arrays: Tensor) -> Any:
+            given = {**rest, **dict(zip(names, arrays, strict=True))}
             out = tf.raw_ops.BlockLSTMV2(**given, cell_clip=0.0)
 
             def gradient(dh: Tensor) -> Any:
-                grads = tf.raw_ops.BlockLSTMGradV2(
-                    **given, **out._asdict(), cs_grad=tf.zeros_like(dh), h_grad=dh
-                )
-                return [getattr(grads, f"{key}_grad") for key in "x w b wci wcf wco".split()]
+                arriving = {"cs_grad": tf.zeros_like(dh), "h_grad": dh}
+                grads = tf.raw_ops.BlockLSTMGradV2(**given, **out._asdict(), **arriving)
+                return [getattr(grads, f"{name}_grad") for name in names]
 
             return out.h, gradient
 
@@ -248,8 +245,7 @@ def _contender(
         "inference": Task(functools.partial(infer, x), output),
         "training": Task(functools.partial(train, x, dy), arrays),
     }
-    engine = getattr(stack[0][0], "engine", None)
-    return Contender(tasks, _alone, None if engine is None else (engine.name, engine.reason))
+    return Contender(tasks, _alone, getattr(stack[0][0], "engine", None))
 
 
 @contextmanager

@@ -241,8 +241,7 @@ def ours(problem: Problem) -> Contender:
     tasks: dict[Mode, Task] = {"inference": Task(lambda: layer.forward(x, static=static)[0])}
     if not problem.types.quantized:
         tasks["training"] = Task(train, lambda kept: {**kept, **layer.grads})
-    around = functools.partial(blas_threads, problem.threads)
-    return Contender(tasks, around, (layer.plan.engine, layer.plan.reason))
+    return Contender(tasks, functools.partial(blas_threads, problem.threads), layer.engine)
 
 
 def recurrence(problem: Problem) -> Task:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,11 +42,8 @@ def first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]
     problem = replace(problem, shape=shape)
     with tempfile.TemporaryDirectory(prefix="anycell-bench-") as cache:
         os.chmod(cache, 0o700)
-        extra = {"ANYCELL_CACHE_DIR": cache}
-        return {
-            name: 1e3 * _ask("first_call", contender, problem, mode, extra)
-            for name in ("cold", "warm")
-        }
+        asked = "first_call", contender, problem, mode, {"ANYCELL_CACHE_DIR": cache}
+        return {name: 1e3 * _ask(*asked) for name in ("cold", "warm")}
 
 
 def step_memory(contender: str, problem: Problem) -> int:
@@ -61,29 +57,24 @@ def alone(contender: str, problem: Problem, mode: Mode, seconds: float) -> list[
 
 
 def _ask(
-    what: str,
-    contender: str,
-    problem: Problem,
-    mode: Mode,
-    environment: Mapping[str, str],
-    seconds: float = 0.0,
+    what: str, name: str, problem: Problem, mode: Mode, extra: dict[str, str], seconds: float = 0.0
 ) -> Any:
-    request = {"what": what, "contender": contender, "mode": mode, "seconds": seconds}
+    request = {"what": what, "contender": name, "mode": mode, "seconds": seconds}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(
             [sys.executable, "-m", "anycell.bench.probe", json.dumps(request | problem.asdict())],
-            env={**os.environ, "PYTHONPATH": path, **environment},
+            env={**os.environ, "PYTHONPATH": path, **extra},
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ProbeError(f"{what} of {contender}: nothing after {TIMEOUT_S} s") from None
+        raise ProbeError(f"{what} of {name}: nothing after {TIMEOUT_S} s") from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ProbeError(f"{what} of {contender}: {last}")
+        raise ProbeError(f"{what} of {name}: {last}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -145,8 +145,7 @@ def ours(problem: Problem) -> Contender:
         return _load(layer(shape.I, shape.H, **problem.flags), problem)
 
     contender = from_module(build, problem, quantize=compress.quantize)
-    alone = [l.name for l in cell.definition.linears] == ["hh"]
-    if alone and not problem.types.quantized:
+    if [l.name for l in cell.definition.linears] == ["hh"] and not problem.types.quantized:
         contender.tasks["recurrence"] = recurrence(problem)
     return contender
 

@@ -28,31 +28,10 @@ from anycell.lang.ops import (
 )
 
 __all__ = [
-    "Cell",
-    "CellError",
-    "abs",
-    "cell",
-    "clip",
-    "exp",
-    "hard_sigmoid",
-    "keep",
-    "layer_norm",
-    "linear",
-    "log",
-    "log_sigmoid",
-    "max",
-    "maximum",
-    "mean",
-    "minimum",
-    "relu",
-    "sigmoid",
-    "softplus",
-    "sqrt",
-    "stop_gradient",
-    "sum",
-    "tanh",
-    "where",
-]
+    "Cell", "CellError", "abs", "cell", "clip", "exp", "hard_sigmoid", "keep", "layer_norm",
+    "linear", "log", "log_sigmoid", "max", "maximum", "mean", "minimum", "relu", "sigmoid",
+    "softplus", "sqrt", "stop_gradient", "sum", "tanh", "where",
+]  # fmt: skip
 
 # The functions that have a meaning in a cell.
 VOCABULARY = [name for name in __all__ if name not in ("Cell", "CellError", "cell")]

@@ -9,7 +9,7 @@ import inspect
 import linecache
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -101,12 +101,8 @@ class Cell:
         self.function, self.gates, self.states = function, gates, states
         self.params, self.static, self.bias = params, static, bias
         self.name = function.__name__
-        self.__name__, self.__qualname__, self.__module__ = (
-            self.name,
-            function.__qualname__,
-            function.__module__,
-        )
-        self.__doc__ = function.__doc__
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(self, name, getattr(function, name))
         self.given = given = {name: plain(value) for name, value in given.items()}
         self.hyper, self.structure = sort_hyperparameters(function, given)
         self._variants: dict[Any, Cell] = {}
@@ -128,25 +124,22 @@ class Cell:
             return self
         given = {**self.given, **{name: plain(value) for name, value in hyper.items()}}
         key = _exactly(given)
-        found = None if key is None else self._variants.get(key)
-        if found is None:
-            found = Cell(
-                self.function, self.gates, self.states, self.params, self.static, self.bias, given
-            )
-            if key is not None:
-                if len(self._variants) >= VARIANTS:
-                    self._variants.clear()
-                self._variants[key] = found
-        return found
+        if key in self._variants:
+            return self._variants[key]
+        declared = self.function, self.gates, self.states, self.params, self.static, self.bias
+        new = Cell(*declared, given)
+        if key is not None:
+            if len(self._variants) >= VARIANTS:
+                self._variants.clear()
+            self._variants[key] = new
+        return new
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.given.items())})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Cell) and (self.key, self.hyper, self.name) == (
-            other.key,
-            other.hyper,
-            other.name,
+        return isinstance(other, Cell) and all(
+            getattr(self, part) == getattr(other, part) for part in ("key", "hyper", "name")
         )
 
     def __hash__(self) -> int:
@@ -184,28 +177,22 @@ class Cell:
 
     # -- tracing ---------------------------------------------------------------------------------
     def _trace(self) -> None:
-        states = {s.name: Expr("state", (), (s.name,)) for s in self.states}
-        first = states[self.states[0].name]
-        x = {g: Expr("x", (), (g,)) for g in self.gates}
+        def leaves(op: str, names: Iterable[str]) -> dict[str, Expr]:
+            return {name: Expr(op, (), (name,)) for name in names}
+
+        x, states = leaves("x", self.gates), leaves("state", self.state_names)
+        first = states[self.state_names[0]]
         r = {g: Expr("linear", (first,), (RECURRENT, g)) for g in self.gates}
-        args: list[Any] = [
-            Gates("gate", x),
-            Gates("gate", r),
-            Gates("state", states),
-        ]
-        if self.params:
-            args.append(
-                Gates("parameter", {p.name: Expr("param", (), (p.name,)) for p in self.params})
-            )
-        if self.static is not None:
-            args.append(Expr("static", (), (self.static,)))
-        hyper = {name: Expr("hyper", (), (name,)) for name in self.hyper}
-        keywords = {**self.structure, **hyper}
-        values = [value for arg in args for value in (arg if isinstance(arg, Gates) else (arg,))]
-        trace = Trace({*values, *hyper.values()})
+        params, hyper = leaves("param", self.param_names), leaves("hyper", self.hyper)
+        static = leaves("static", () if self.static is None else (self.static,))
+        args: list[Any] = [Gates("gate", x), Gates("gate", r), Gates("state", states)]
+        args += [Gates("parameter", params)] * bool(params)
+        args += static.values()
+        kinds = x, r, states, params, static, hyper
+        trace = Trace({leaf for named in kinds for leaf in named.values()})
         code, outer = tracing.set(self.function.__code__), current.set(trace)
         try:
-            result = self.function(*args, **keywords)
+            result = self.function(*args, **self.structure, **hyper)
             self._finish(self._check_result(result, trace.given), trace)
         except ValueError as error:
             if isinstance(error, CellError) or "to unpack" not in str(error):
@@ -233,15 +220,15 @@ class Cell:
 
     def _check_names(self) -> None:
         """All that a layer learns must have names of their own; see ``layer.shapes``."""
+        matmuls = [(PROJECTION, "the projection of the input", True)]
+        matmuls += [(RECURRENT, "the projection of the first state", True)]
+        further = [l for l in self.linears if l.name != RECURRENT]
+        matmuls += [(l.name, f"linear(..., {l.name!r})", l.bias) for l in further]
         learned = [
-            (f"{kind}_{name}", f"the {kind} of the projection of the {what}")
-            for name, what in ((PROJECTION, "input"), (RECURRENT, "first state"))
-            for kind in ("weight", "bias")
+            (f"{kind}_{name}", f"the {kind} of {what}")
+            for name, what, bias in matmuls
+            for kind in ("weight", "bias")[: 1 + bias]
         ]
-        for l in self.linears:
-            if l.name != RECURRENT:
-                kinds = ("weight", "bias") if l.bias else ("weight",)
-                learned += [(f"{k}_{l.name}", f"the {k} of linear(..., {l.name!r})") for k in kinds]
         learned += [(name, f"the parameter {name!r}") for name in self.param_names]
         taken: dict[str, str] = {}
         for name in set(self.param_names) & ARRAYS:
@@ -283,18 +270,13 @@ class Cell:
         for node in topological(self.next):
             known[node] = _known(node, [known[arg] for arg in node.args], self.hyper)
             rate = known[node.args[0]] if node.op == "keep" else None
+            remedy = "change the hyperparameter, or the expression."
             if rate is not None and not 0.0 <= rate <= 1.0:
-                fail(
-                    f"{given}the probability of keeping, "
-                    f"{node.args[0]}, is {rate:g}; expected one in [0, 1].",
-                    "change the hyperparameter, or the expression.",
-                )
+                problem = f"{node.args[0]}, is {rate:g}; expected one in [0, 1]."
+                fail(f"{given}the probability of keeping, {problem}", remedy)
             if node.op == "div" and known[divisor := node.args[1]] == 0.0:
                 shown = "0" if is_const(divisor) else f"{divisor}, which is 0"
-                fail(
-                    f"{given}a value is divided by {shown}; expected another number.",
-                    "change the hyperparameter, or the expression.",
-                )
+                fail(f"{given}a value is divided by {shown}; expected another number.", remedy)
             if node.op == "minimum" and node.args[0].op == "maximum":  # clip
                 low, high = known[node.args[0].args[1]], known[node.args[1]]
                 if low is not None and high is not None and low > high:
@@ -327,10 +309,8 @@ class Cell:
                 )
             node = as_expr(value)
             if is_boolean(node):
-                fail(
-                    f"Cell {self.name} returned a condition for the new state {state.name!r}.",
-                    "where(condition, 1.0, 0.0).",
-                )
+                problem = f"Cell {self.name} returned a condition for the new state {state.name!r}."
+                fail(problem, "where(condition, 1.0, 0.0).")
             out.append(node)
         for node in topological(out):
             if node.op not in TABLE and node.op != "const" and node not in given:
@@ -395,20 +375,15 @@ class Cell:
         sizes = {state.name: state.size for state in self.states}
         named = {l.name: l.out_size for l in self.linears if l.out_size}
         order = topological(self.next)
+        fixed = dict.fromkeys(("x", "param", "static", "preact"), "H")
+        fixed |= {"input": INPUT, "recurrent_mask": self.states[0].size}
         numbers: set[Expr] = set()  # and what is computed from numbers alone: they fit any size
         for node in order:
-            if node.op in ("const", "hyper") or (
-                node.op in TABLE
-                and node.op not in REDUCTIONS
-                and all(arg in numbers for arg in node.args)
-            ):
+            by_unit = node.op in TABLE and node.op not in REDUCTIONS
+            if node.op in ("const", "hyper") or (by_unit and numbers.issuperset(node.args)):
                 numbers.add(node)
-            elif node.op in ("x", "param", "static", "preact"):
-                tie(node, "H", node)
-            elif node.op == "input":
-                tie(node, INPUT, node)
-            elif node.op == "recurrent_mask":
-                tie(node, self.states[0].size, node)
+            elif node.op in fixed:
+                tie(node, fixed[node.op], node)
             elif node.op == "linear":
                 name = node.attrs[0]  # all outputs of a matmul are of one size
                 tie(node, "H" if is_recurrent(node) else ("linear", name), node)
@@ -438,12 +413,9 @@ class Cell:
 
 def learned(cell: Cell) -> tuple[str, ...]:
     """Public names of all that one direction of a layer may learn."""
-    recurrent = any(l.recurrent for l in cell.linears)
-    names = [f"{kind}_{PROJECTION}" for kind in ("weight", "bias")]
-    names += [f"{kind}_hh" for kind in ("weight", "bias") if recurrent]
-    for l in cell.linears:
-        if not l.recurrent:
-            names += [l.weight, l.bias_name] if l.bias else [l.weight]
+    names = [f"weight_{PROJECTION}", f"bias_{PROJECTION}"]
+    for l in sorted(cell.linears, key=lambda l: not l.recurrent):
+        names += [l.weight, l.bias_name][: 1 + l.bias]
     return tuple(dict.fromkeys((*names, *cell.param_names)))
 
 
@@ -483,11 +455,7 @@ def _fuse(results: tuple[Expr, ...]) -> tuple[Expr, ...]:
             x, r = sorted(node.args, key=lambda arg: arg.op != "x")
             alone = all(len(users[arg]) == 1 and arg not in roots for arg in (x, r))
             if alone and r.attrs == (RECURRENT, x.attrs[0]):
-                return Expr(
-                    "preact",
-                    next(n for n, old in zip(args, node.args, strict=True) if old is r).args,
-                    r.attrs,
-                )
+                return Expr("preact", args[0 if node.args[0] is r else 1].args, r.attrs)
         return None
 
     return tuple(rewrite(results, rule))
@@ -524,8 +492,7 @@ def _known(node: Expr, values: Sequence[float | None], hyper: Mapping[str, float
         return None
     if None in values or (node.op == "div" and values[1] == 0.0):
         return None
-    value: float = TABLE[node.op].meaning(None, *values)
-    return value
+    return TABLE[node.op].meaning(None, *values)
 
 
 def _canonical(cell: Cell) -> str:
@@ -608,25 +575,19 @@ def cell(
         ...     return (1 - f) * s.h + f * tanh(x.g + r.g)
     """
     if function is not None:
-        fail(
-            f"@cell was given {function!r} in place of a declaration.",
-            '@cell(gates="i f g o", state="h c") above the function.',
-        )
+        problem = f"@cell was given {function!r} in place of a declaration."
+        fail(problem, '@cell(gates="i f g o", state="h c") above the function.')
     gate_names = tuple(name for name, _, _ in words(gates, "gates"))
     states = tuple(
         State(n, z or "H", number(v, "state") or 0.0) for n, z, v in words(state, "state")
     )
     parameters = tuple(Param(n, number(v, "params")) for n, _, v in words(params, "params"))
     if not gate_names:
-        fail(
-            "@cell(gates=''): a cell needs at least one gate, or the input never enters it.",
-            'name one: gates="a".',
-        )
+        problem = "@cell(gates=''): a cell needs at least one gate, or the input never enters it."
+        fail(problem, 'name one: gates="a".')
     if not states:
-        fail(
-            "@cell(state=''): a cell needs at least one state; the first is its output.",
-            'name one: state="h".',
-        )
+        problem = "@cell(state=''): a cell needs at least one state; the first is its output."
+        fail(problem, 'name one: state="h".')
     if static is not None and len(words(static, "static")) != 1:
         fail(
             f"@cell(static={static!r}): expected one name, or None.",
@@ -638,10 +599,8 @@ def cell(
 
     def decorate(function: Callable[..., Any]) -> Cell:
         if not (inspect.isfunction(function) or inspect.ismethod(function)):
-            fail(
-                f"@cell(...) was given {function!r}.",
-                "decorate a function, written with def or lambda.",
-            )
+            problem = f"@cell(...) was given {function!r}."
+            fail(problem, "decorate a function, written with def or lambda.")
         with said_at(line_of(function.__code__, _line_of_def(function.__code__))):
             check(function)
             return Cell(function, gate_names, states, parameters, static, bias, {})
@@ -655,19 +614,17 @@ def cell(
                     f"Cell {function.__name__} takes {p}, to which nothing is ever given.",
                     "name each hyperparameter, as a keyword-only argument with a default.",
                 )
-        positional = [
-            p for p in arguments if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-        ]
-        given = [p.name for p in positional]
+        positional = kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD
+        given = [p.name for p in arguments if p.kind in positional]
         if len(given) == len(expected) and given != expected and {*given} == {*expected}:
             fail(
                 f"Cell {function.__name__} takes ({', '.join(given)}); they are given in the order "
                 f"({', '.join(expected)}).",
                 f"write def {function.__name__}({', '.join(expected)}).",
             )
-        if len(positional) != len(expected):
+        if len(given) != len(expected):
             fail(
-                f"Cell {function.__name__} takes {len(positional)} positional arguments; "
+                f"Cell {function.__name__} takes {len(given)} positional arguments; "
                 f"with this declaration it must take {len(expected)}: ({', '.join(expected)}).",
                 f"write def {function.__name__}({', '.join(expected)}), hyperparameters behind a *,"
                 " and declare what is missing: gates=, state=, params=, static=.",

@@ -42,8 +42,8 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class State:
-    """A state: ``size`` is a symbol ("H" is the hidden size),
-    ``initial`` the value it starts from and resets to.
+    """A state: ``size`` is a symbol ("H" is the hidden size), ``initial`` where it starts from and
+    what it resets to.
     """
 
     name: str
@@ -138,13 +138,11 @@ def sort_hyperparameters(
             fail(f"{subject} has no default value.", f"write one where it is declared: {name}=0.5.")
         annotated = str(parameter.annotation)
         declared_float = "float" in annotated or isinstance(plain(parameter.default), float)
-        if declared_float and isinstance(value, (str, bool)):
-            kind = type(value).__name__
-            if kind not in annotated:
-                fail(f"{subject} is the {kind} {value!r}; expected a number.", f"{name}=0.5.")
-        if isinstance(value, float) or (
-            declared_float and isinstance(value, int) and not isinstance(value, bool)
-        ):
+        kind = type(value).__name__
+        if declared_float and isinstance(value, (str, bool)) and kind not in annotated:
+            fail(f"{subject} is the {kind} {value!r}; expected a number.", f"{name}=0.5.")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(value, float) or (declared_float and whole):
             if math.isnan(value):
                 fail(f"{subject} is NaN; expected a number.", f"{name}=0.5.")
             hyper[name] = float(value)
@@ -152,7 +150,7 @@ def sort_hyperparameters(
             structure[name] = value
         else:
             fail(
-                f"{subject} is a {type(value).__name__}; expected a float (a run-time value), or a "
+                f"{subject} is a {kind}; expected a float (a run-time value), or a "
                 "bool, int, str, tuple or None (which select the graph).",
                 "give one of these; an array is a per-unit parameter, params=.",
             )
@@ -165,6 +163,12 @@ _FORMS = {
     "state": ("name, name:size or name=value", "h:P c m=-inf"),
     "params": ("name or name=value", "p_i gain=1"),
     "static": ("name", "e"),
+}
+# What to say of a part that a word may not have.
+_ELSEWHERE = {
+    "size": ': it has H units. Of another size are states, state="h:P c", and results of '
+    'linear(value, "name", size="P").',
+    "value": '. Initial values have states, state="h c=1", and params="p=1".',
 }
 SYMBOL = re.compile(r"[A-Za-z]\w*")
 
@@ -185,17 +189,10 @@ def words(text: str | Sequence[str], what: str) -> list[tuple[str, str | None, s
         if match is None:
             fail(f"{declared}: cannot read {word!r}; expected {form}.", f"write {example}.")
         name, size, value = match.groups()
-        if size and "size" not in form:
-            fail(
-                f"{declared}: cannot read {word!r}; expected {form}.",
-                f'write {name!r}: it has H units. Of another size are states, state="h:P c", and '
-                'results of linear(value, "name", size="P").',
-            )
-        if value and "value" not in form:
-            fail(
-                f"{declared}: cannot read {word!r}; expected {form}.",
-                f'write {name!r}. Initial values have states, state="h c=1", and params="p=1".',
-            )
+        for part, given in (("size", size), ("value", value)):
+            if given and part not in form:
+                problem = f"{declared}: cannot read {word!r}; expected {form}."
+                fail(problem, f"write {name!r}{_ELSEWHERE[part]}")
         if size:
             check_symbol(size, declared)
         out.append((name, size, value))
@@ -224,8 +221,6 @@ def number(text: str | None, what: str) -> float | None:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        fail(
-            f"@cell({what}): initial value {text!r} is not a number.",
-            "write digits, or inf: name=0.5, name=-inf.",
-        )
+        problem = f"@cell({what}): initial value {text!r} is not a number."
+        fail(problem, "write digits, or inf: name=0.5, name=-inf.")
     return value

@@ -157,10 +157,8 @@ class Traced:
 
     def __format__(self, spec: str) -> str:
         if spec:
-            fail(
-                f"A traced value was formatted with {spec!r}: it has no digits yet.",
-                'print its expression, f"{value}".',
-            )
+            problem = f"A traced value was formatted with {spec!r}: it has no digits yet."
+            fail(problem, 'print its expression, f"{value}".')
         return str(self)
 
     @classmethod
@@ -183,6 +181,11 @@ ALL_AT_ONCE = (
     "All gates at once where one value was expected.",
     "unpack them first: `i, f, g, o = x + r`, or use x.i.",
 )
+
+
+def _operators(op: str) -> tuple[Callable[[Expr, Expr | Number], Expr], ...]:
+    """The methods of an operator of two values, for a node on its left and on its right."""
+    return (lambda self, other: apply(op, self, other), lambda self, other: apply(op, other, self))
 
 
 class Expr(Traced):
@@ -235,59 +238,26 @@ class Expr(Traced):
     def __abs__(self) -> Expr:
         return apply("abs", self)
 
-    def __add__(self, other: Expr | Number) -> Expr:
-        return apply("add", self, other)
-
-    def __radd__(self, other: Number) -> Expr:
-        return apply("add", other, self)
-
-    def __sub__(self, other: Expr | Number) -> Expr:
-        return apply("sub", self, other)
-
-    def __rsub__(self, other: Number) -> Expr:
-        return apply("sub", other, self)
-
-    def __mul__(self, other: Expr | Number) -> Expr:
-        return apply("mul", self, other)
-
-    def __rmul__(self, other: Number) -> Expr:
-        return apply("mul", other, self)
-
-    def __truediv__(self, other: Expr | Number) -> Expr:
-        return apply("div", self, other)
-
-    def __rtruediv__(self, other: Number) -> Expr:
-        return apply("div", other, self)
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("sub")
+    __mul__, __rmul__ = _operators("mul")
+    __truediv__, __rtruediv__ = _operators("div")
 
     def __pow__(self, power: Number, modulo: object = None) -> Expr:
-        number = plain(power) if modulo is None else None
-        if (
-            not isinstance(number, (int, float))
-            or not 1 <= abs(number) <= 16
-            or number != int(number)
-        ):
+        number: Any = plain(power) if modulo is None else None
+        real = isinstance(number, (int, float))
+        if not (real and 1 <= abs(number) <= 16 and number == int(number)):
             shown = f"x ** {power!r}" if modulo is None else f"pow(x, {power!r}, {modulo!r})"
-            fail(
-                f"{shown} is outside the cell language.",
-                "use exp(y * log(x)), sqrt(x) or products.",
-            )
+            problem = f"{shown} is outside the cell language."
+            fail(problem, "use exp(y * log(x)), sqrt(x) or products.")
         result = self
         for _ in range(int(abs(number)) - 1):
             result = result * self
         return result if number > 0 else 1.0 / result
 
-    # -- comparisons, for where() -----------------------------------------------------------------
-    def __lt__(self, other: Expr | Number) -> Expr:
-        return apply("lt", self, other)
-
-    def __le__(self, other: Expr | Number) -> Expr:
-        return apply("le", self, other)
-
-    def __gt__(self, other: Expr | Number) -> Expr:
-        return apply("gt", self, other)
-
-    def __ge__(self, other: Expr | Number) -> Expr:
-        return apply("ge", self, other)
+    # -- conditions, for where() ------------------------------------------------------------------
+    __lt__, __gt__ = _operators("lt")[0], _operators("gt")[0]
+    __le__, __ge__ = _operators("le")[0], _operators("ge")[0]
 
     def __eq__(self, other: object) -> Expr:  # type: ignore[override]
         return apply("eq", self, other)  # type: ignore[arg-type]
@@ -295,50 +265,30 @@ class Expr(Traced):
     def __ne__(self, other: object) -> Expr:  # type: ignore[override]
         return apply("ne", self, other)  # type: ignore[arg-type]
 
-    def __and__(self, other: Expr) -> Expr:
-        return apply("logical_and", self, other)
-
-    def __rand__(self, other: Expr) -> Expr:
-        return apply("logical_and", other, self)
-
-    def __or__(self, other: Expr) -> Expr:
-        return apply("logical_or", self, other)
-
-    def __ror__(self, other: Expr) -> Expr:
-        return apply("logical_or", other, self)
+    __and__, __rand__ = _operators("logical_and")
+    __or__, __ror__ = _operators("logical_or")
 
     def __invert__(self) -> Expr:
         return apply("logical_not", self)
 
     # -- what the language cannot say --------------------------------------------------------------
-    def __bool__(self) -> NoReturn:
-        fail(
-            "Control flow on a traced value: a cell is traced once, before there are numbers.",
-            "use where(condition, a, b); maximum(a, b) for Python's max(a, b), minimum(a, b) for "
-            "its min(a, b); (0 < a) & (a < 1) for 0 < a < 1; &, | and ~ for and, or and not. "
-            "Make structural choices with a bool keyword argument.",
-        )
+    __bool__ = refused(
+        "Control flow on a traced value: a cell is traced once, before there are numbers.",
+        "use where(condition, a, b); maximum(a, b) for Python's max(a, b), minimum(a, b) for "
+        "its min(a, b); (0 < a) & (a < 1) for 0 < a < 1; &, | and ~ for and, or and not. "
+        "Make structural choices with a bool keyword argument.",
+    )
+    __iter__ = __len__ = __reversed__ = __contains__ = refused(
+        "A traced value cannot be unpacked, or gone through: it is one gate, state or parameter.",
+        "unpack `x + r`, or name the gate; over the units of a row there are anycell's sum, "
+        "mean and max.",
+    )
 
     def __float__(self) -> NoReturn:
-        fail(
-            "A traced value was turned into a number (math.tanh, float(), a NumPy function?).",
-            instead_of(""),
-        )
+        problem = "A traced value was turned into a number (math.tanh, float(), a NumPy function?)."
+        fail(problem, instead_of(""))
 
     __int__ = __index__ = __complex__ = __float__
-
-    def __iter__(self) -> NoReturn:
-        fail(
-            "A traced value cannot be unpacked, or gone through: it is one gate, state or "
-            "parameter.",
-            "unpack `x + r`, or name the gate; over the units of a row there are anycell's sum, "
-            "mean and max.",
-        )
-
-    __len__ = __reversed__ = __iter__
-
-    def __contains__(self, item: object) -> NoReturn:
-        self.__iter__()
 
     def __getitem__(self, key: object) -> NoReturn:
         fail(
@@ -346,23 +296,13 @@ class Expr(Traced):
             "declare another gate or state; row reductions are mean, sum, max and layer_norm.",
         )
 
-    def __setitem__(self, key: object, value: object) -> NoReturn:
-        fail(
-            "In-place edit of a traced value.",
-            "compute a new value, for instance where(condition, new, old).",
-        )
-
-    def __delitem__(self, key: object) -> NoReturn:
-        self.__setitem__(key, None)
-
-    def __matmul__(self, other: object) -> NoReturn:
-        fail(
-            "The operator @ inside a cell: a state-dependent matrix is outside the language.",
-            LINEAR,
-        )
-
-    __rmatmul__ = __matmul__
-
+    __setitem__ = __delitem__ = refused(
+        "In-place edit of a traced value.",
+        "compute a new value, for instance where(condition, new, old).",
+    )
+    __matmul__ = __rmatmul__ = refused(
+        "The operator @ inside a cell: a state-dependent matrix is outside the language.", LINEAR
+    )
     __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = refused(
         "The operators ^, << and >> are outside the cell language.",
         "combine conditions with &, | and ~: a ^ b is (a & ~b) | (~a & b).",
@@ -481,10 +421,8 @@ def apply(op: str, *args: Expr | Number, attrs: Attrs = ()) -> Expr:
             if is_const(one, -1.0):
                 return apply("neg", other)
             if one.op == "neg":
-                return apply(
-                    "neg",
-                    apply("mul", *((one.args[0], other) if one is a else (other, one.args[0]))),
-                )
+                product = (one.args[0], b) if one is a else (a, one.args[0])
+                return apply("neg", apply("mul", *product))
     elif op == "div" and is_const(nodes[1], 1.0):
         return nodes[0]
     elif op == "neg":
@@ -553,6 +491,9 @@ _INFIX = {
     "add": ("+", 3), "sub": ("-", 3), "mul": ("*", 4), "div": ("/", 4),
 }  # fmt: skip
 _PREFIX = {"neg": "-", "logical_not": "~"}
+_LEAVES = {
+    "x": "x.", "preact": "a.", "state": "s.", "param": "p.", "grad": "d_", "static": "", "hyper": ""
+}  # fmt: skip
 
 
 def label(node: Expr) -> str | None:
@@ -563,10 +504,7 @@ def label(node: Expr) -> str | None:
         return str(int(value)) if whole else repr(value)
     if node.op == "linear":
         return f"r.{node.attrs[1]}" if node.attrs[0] == "hh" else None
-    prefix = {"x": "x.", "preact": "a.", "state": "s.", "param": "p.", "grad": "d_"}
-    if node.op in prefix or node.op in ("static", "hyper"):
-        return f"{prefix.get(node.op, '')}{node.attrs[0 if node.op != 'preact' else 1]}"
-    return None
+    return f"{_LEAVES[node.op]}{node.attrs[-1]}" if node.op in _LEAVES else None
 
 
 def show(
@@ -599,14 +537,12 @@ def show(
         return f"linear({inner[0]}, {matmul!r})" + (f".{output}" if output != matmul else "")
     elif node.op == "keep":  # numbered: two masks of one rate are two masks
         name = f"keep_{node.attrs[0]}"
-        inner += [] if node.attrs[1] == "step" else [f"per={node.attrs[1]!r}"]
+        inner += [f"per={node.attrs[1]!r}"] * (node.attrs[1] != "step")
     return f"{name}({', '.join(inner)})"
 
 
 def listing(
-    named: Iterable[tuple[str, Expr]],
-    known: Mapping[Expr, str] | None = None,
-    width: int = 76,
+    named: Iterable[tuple[str, Expr]], known: Mapping[Expr, str] | None = None, width: int = 76
 ) -> Iterator[str]:
     """Lines ``name = expression``.
 

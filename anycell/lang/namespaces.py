@@ -34,10 +34,10 @@ class Namespace:
 
     module: Any
     array: Callable[[Any, Array], Array]
-    cast: Callable[[Array, str], Array]
     sigmoid: Callable[[Array], Array]
-    stop_gradient: Callable[[Array], Array]
     round: Callable[[Array], Array]
+    cast: Callable[[Array, str], Array] = lambda array, dtype: array.astype(dtype)
+    stop_gradient: Callable[[Array], Array] = lambda array: array
     numbers: Callable[[Array], Array] = lambda array: np.asarray(array).astype(np.float64)
     steps: Callable[[Array], Sequence[Array]] = lambda array: array
     unchecked: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -64,9 +64,7 @@ def _numpy() -> Namespace:
     return Namespace(
         np,
         array=lambda value, like: np.asarray(value, like.dtype),
-        cast=lambda array, dtype: array.astype(dtype),
         sigmoid=_sigmoid,
-        stop_gradient=lambda array: array,
         round=np.rint,
         unchecked=lambda: np.errstate(all="ignore"),
     )
@@ -97,7 +95,6 @@ def _jax() -> Namespace:
     return Namespace(
         jax.numpy,
         array=lambda value, like: jax.numpy.asarray(value, like.dtype),
-        cast=lambda array, dtype: array.astype(dtype),
         sigmoid=jax.nn.sigmoid,
         stop_gradient=jax.lax.stop_gradient,
         round=jax.numpy.rint,

@@ -48,14 +48,15 @@ def _softplus(xp: Any, a: Any) -> Any:
     return xp.logaddexp(a, xp.zeros_like(a))
 
 
-def _row(reduce: Callable[..., Any]) -> Callable[..., Any]:
+def _row(reduction: str) -> Callable[..., Any]:
     """A reduction over each group of units, given back to every unit of the group."""
 
     def meaning(xp: Any, a: Any, groups: int) -> Any:
         # Nobody counts the rows: a graph of TensorFlow may not know their number.
         rows = (-1,) if len(a.shape) == 2 else a.shape[:-1]
         split = xp.reshape(a, (*rows, groups, a.shape[-1] // groups))
-        return xp.reshape(reduce(xp, split) + xp.zeros_like(split), (*rows, a.shape[-1]))
+        reduced = getattr(xp, reduction)(split, axis=-1, keepdims=True)
+        return xp.reshape(reduced + xp.zeros_like(split), (*rows, a.shape[-1]))
 
     return meaning
 
@@ -74,8 +75,7 @@ def _quotient_derivative(g: Expr, y: Expr, a: Expr, b: Expr) -> tuple[Expr, Expr
 
 def _max_derivative(g: Expr, y: Expr, a: Expr, groups: int) -> tuple[Expr]:
     hit = apply("where", apply("eq", a, y), 1.0, 0.0)
-    total, count = (apply("sum", v, attrs=(groups,)) for v in (g, hit))
-    return (hit * (total / count),)
+    return (hit * (sum(g, groups) / sum(hit, groups)),)
 
 
 _ANY: Interval = (-3.0, 3.0)
@@ -103,9 +103,7 @@ TABLE: dict[str, Op] = {
         lambda xp, a: -_softplus(xp, -a), lambda g, y, a: (g * apply("sigmoid", -a),), (_ANY,)
     ),
     "hard_sigmoid": Op(
-        _hard_sigmoid,
-        lambda g, y, a: (_select(g / 6.0, (y > 0.0) & (y < 1.0)),),
-        ((-2.5, 2.5),),
+        _hard_sigmoid, lambda g, y, a: (_select(g / 6.0, (y > 0.0) & (y < 1.0)),), ((-2.5, 2.5),)
     ),
     "minimum": Op(
         lambda xp, a, b: xp.where((a <= b) | (a != a), a, b),
@@ -134,21 +132,9 @@ TABLE: dict[str, Op] = {
         (_ANY, _ANY, _ANY),
     ),
     # reductions over the units of a row
-    "sum": Op(
-        _row(lambda xp, a: xp.sum(a, axis=-1, keepdims=True)),
-        lambda g, y, a, groups: (apply("sum", g, attrs=(groups,)),),
-        (_ANY,),
-    ),
-    "mean": Op(
-        _row(lambda xp, a: xp.mean(a, axis=-1, keepdims=True)),
-        lambda g, y, a, groups: (apply("mean", g, attrs=(groups,)),),
-        (_ANY,),
-    ),
-    "max": Op(
-        _row(lambda xp, a: xp.amax(a, axis=-1, keepdims=True)),
-        _max_derivative,
-        (_ANY,),
-    ),
+    "sum": Op(_row("sum"), lambda g, y, a, groups: (sum(g, groups),), (_ANY,)),
+    "mean": Op(_row("mean"), lambda g, y, a, groups: (mean(g, groups),), (_ANY,)),
+    "max": Op(_row("amax"), _max_derivative, (_ANY,)),
 }
 
 
@@ -216,9 +202,7 @@ def hard_sigmoid(value: Value) -> Expr:
 
 
 def where(condition: Expr, a: Value, b: Value) -> Expr:
-    """``a`` where the condition holds, else ``b``;
-    the branch not taken adds nothing to a gradient.
-    """
+    """``a`` where the condition holds, else ``b``, and so with their gradients."""
     return apply("where", condition, a, b)
 
 
@@ -254,16 +238,12 @@ def _reduced(op: str, value: Value, groups: int) -> Expr:
 
 
 def sum(value: Value, groups: int = 1) -> Expr:
-    """Sum over the units of the row (of each of ``groups`` equal groups),
-    given back to every unit.
-    """
+    """Sum over the units of the row (of each of ``groups`` equal groups), given to every unit."""
     return _reduced("sum", value, groups)
 
 
 def mean(value: Value, groups: int = 1) -> Expr:
-    """Mean over the units of the row (of each of ``groups`` equal groups),
-    given back to every unit.
-    """
+    """Mean over the units of the row (of each of ``groups`` equal groups), given to every unit."""
     return _reduced("mean", value, groups)
 
 

@@ -48,16 +48,12 @@ class Gates(Traced):
             return self._values[name]
         except KeyError:
             given = " ".join(self._values) or "none"
-            fail(
-                f"No {self._what} is named {name!r}; this cell declares: {given}.",
-                f"declare it, or use one of: {given}.",
-            )
+            problem = f"No {self._what} is named {name!r}; this cell declares: {given}."
+            fail(problem, f"declare it, or use one of: {given}.")
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        fail(
-            f"In-place edit of the {self._what} {name!r}.",
-            f"compute a new value with a name of its own: {name} = ...",
-        )
+        problem = f"In-place edit of the {self._what} {name!r}."
+        fail(problem, f"compute a new value with a name of its own: {name} = ...")
 
     def _combine(self, op: str, left: Any, right: Any) -> Gates:
         def pick(side: Any, name: str) -> Any:
@@ -117,10 +113,8 @@ current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar(
 def _inside(function: str) -> Trace:
     trace = current.get()
     if trace is None:
-        fail(
-            f"{function}() was called outside a cell.",
-            "call it in a function under @cell, where it has a meaning.",
-        )
+        problem = f"{function}() was called outside a cell."
+        fail(problem, "call it in a function under @cell, where it has a meaning.")
     return trace
 
 
@@ -194,11 +188,8 @@ def linear(
             f"({PROJECTION}, {RECURRENT}) or a bias (..._bias).",
             "choose another name.",
         )
-    heads = positive(
-        heads,
-        f"linear(..., heads={brief(heads)}).",
-        "give a positive integer that divides the sizes.",
-    )
+    remedy = "give a positive integer that divides the sizes."
+    heads = positive(heads, f"linear(..., heads={brief(heads)}).", remedy)
     bias = boolean(bias, f"linear(..., {name!r}, bias={brief(bias)})")
     if isinstance(gates, (list, tuple)):
         gates = " ".join(map(str, gates))
@@ -207,10 +198,8 @@ def linear(
     outputs = (name,) if gates is None else tuple(gates.split())
     named = all(output.isidentifier() for output in outputs)
     if not outputs or len(set(outputs)) < len(outputs) or not named:
-        fail(
-            f"linear(..., {name!r}, gates={gates!r}).",
-            'name each output once, with blanks between: gates="r z".',
-        )
+        problem = f"linear(..., {name!r}, gates={gates!r})."
+        fail(problem, 'name each output once, with blanks between: gates="r z".')
     if size is not None:
         if not isinstance(size, str) or not SYMBOL.fullmatch(size):
             fail(
@@ -238,10 +227,8 @@ def keep(rate: Expr | Number, per: str = "step") -> Expr:
         fail(f"keep(..., per={per!r}).", 'per="step" or per="sequence".')
     probability = operand("keep", rate)
     if is_const(probability) and not 0.0 <= probability.attrs[0] <= 1.0:
-        fail(
-            f"keep({rate!r}): the probability of keeping is outside [0, 1].",
-            "give a rate in [0, 1].",
-        )
+        problem = f"keep({rate!r}): the probability of keeping is outside [0, 1]."
+        fail(problem, "give a rate in [0, 1].")
     node = Expr("keep", (probability,), (trace.keeps, per))
     trace.given.add(node)
     trace.keeps += 1

@@ -30,29 +30,11 @@ from anycell.numpy.quantized import Quantized
 from anycell.numpy.schedules import EarlyStopping, Plateau, cosine, inverse_sigmoid, one_cycle
 
 __all__ = [
-    "GRU",
-    "LSTM",
-    "RNN",
-    "Adam",
-    "BatchNorm",
-    "Dense",
-    "EarlyStopping",
-    "Feedback",
-    "Layer",
-    "Plateau",
-    "Quantized",
-    "Standardise",
-    "Trainable",
-    "check_gradients",
-    "clip_by_global_norm",
-    "clip_by_value",
-    "cosine",
-    "cross_entropy",
-    "initializers",
-    "inverse_sigmoid",
-    "mse",
+    "GRU", "LSTM", "RNN", "Adam", "BatchNorm", "Dense", "EarlyStopping", "Feedback", "Layer",
+    "Plateau", "Quantized", "Standardise", "Trainable", "check_gradients", "clip_by_global_norm",
+    "clip_by_value", "cosine", "cross_entropy", "initializers", "inverse_sigmoid", "mse",
     "one_cycle",
-]
+]  # fmt: skip
 __all__ += named.__all__
 
 

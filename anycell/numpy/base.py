@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from anycell.layer.checks import refuse
 from anycell.numpy import archive, check
 from anycell.numpy.host import numpy_dtype
 from anycell.plan.dtype import dtypes
@@ -38,6 +39,7 @@ class Layer:
         self._grads: dict[str, Array] = {}
         self._writes = 0  # to the parameters, all that go through a method of ours
         self._prepared: Any = None
+        self._saved: Any = None
 
     if not TYPE_CHECKING:  # each class tells type checkers that it is called as its forward
 
@@ -59,6 +61,19 @@ class Layer:
     def grads(self) -> Mapping[str, Array]:
         """The gradients of the last ``backward``, by the same names; empty before the first."""
         return MappingProxyType(self._grads)
+
+    def _last_forward(self) -> Any:
+        """Returns what ``forward`` kept for ``backward``.
+
+        Raises:
+            RuntimeError: where no ``forward(..., training=True)`` went before.
+        """
+        if self._saved is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.backward() needs a forward(x, training=True) before it, "
+                "and no other call of forward between the two."
+            )
+        return self._saved
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, and a pickle, is of the layer, not of a pass that is under way.
@@ -115,10 +130,8 @@ class Layer:
             raise ValueError(f"{name}: given shape {given.shape}, expected {expected}.")
         known = given.dtype.kind in "fiu" or given.dtype.name in dtypes("cpu")
         if self.arrays[name].dtype == np.int8 and given.dtype != np.int8:
-            raise TypeError(
-                f"{name}: given dtype {given.dtype}, expected int8, of a quantized layer. Quantize "
-                "the layer whose parameters these are."
-            )
+            hint = "Quantize the layer whose parameters these are."
+            refuse(name, f"dtype {given.dtype}", "int8, of a quantized layer", hint, TypeError)
         if not (known or _nameless(given)):
             raise TypeError(f"{name}: given dtype {given.dtype}, expected real numbers.")
 

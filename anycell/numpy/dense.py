@@ -50,7 +50,6 @@ class Dense(Layer):
         if check.boolean("bias", bias):
             parameters["bias"] = np.zeros(self.output_size, self.dtype)
         super().__init__(parameters)
-        self._saved: Array | None = None
 
     def __repr__(self) -> str:
         return f"Dense({self.input_size}, {self.output_size}, bias={'bias' in self._parameters})"
@@ -76,9 +75,7 @@ class Dense(Layer):
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.
         """
-        if self._saved is None:
-            raise RuntimeError("Dense.backward() needs a forward(x, training=True) before it.")
-        x = self._saved
+        x: Array = self._last_forward()
         shape = (*x.shape[:-1], self.output_size)
         grad = check.array("grad_output", grad_output, shape, self.dtype)
         flat, rows = grad.reshape(-1, self.output_size), x.reshape(-1, self.input_size)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from anycell.explanation import Explained, Subject
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
+from anycell.layer.checks import Layout
 from anycell.layer.feedback import BY_GATE, all_forced, entering, entering_step, fed
 from anycell.layer.rounding import rounded
 from anycell.numpy import check
@@ -70,7 +71,7 @@ class Feedback(Explained, Layer):
         self.layer, self.readout = layer, readout
         with_feedback(layer.cell)  # or why there is none
         self._generator = check.generator("seed", seed)
-        self._saved: tuple[RNN, Any] | None = None
+        self._saved = None
 
     def _joined(self, kind: str) -> Mapping[str, Array]:
         parts = {"layer": self.layer, "readout": self.readout}
@@ -151,15 +152,10 @@ class Feedback(Explained, Layer):
         given = self._forced(forced, steps, rows)
         given = given.T if layer.batch_first else given
         run, training = self._layer(), check.boolean("training", training)
-        output, final = run.forward(
-            entering(namespace(x), x, given, self.readout.output_size, layer.plan.types.quantized),
-            state,
-            mask=mask,
-            lengths=lengths,
-            resets=resets,
-            static=static,
-            training=training,
-        )
+        width, rounds = self.readout.output_size, layer.plan.types.quantized
+        how: dict[str, Any] = {"mask": mask, "lengths": lengths, "resets": resets, "static": static}
+        fed_back = entering(namespace(x), x, given, width, rounds)
+        output, final = run.forward(fed_back, state, training=training, **how)
         self._saved = (run, given) if training else None
         return self.readout.forward(output, training=training), final
 
@@ -177,9 +173,7 @@ class Feedback(Explained, Layer):
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.
         """
-        if self._saved is None:
-            raise RuntimeError("Feedback.backward() needs a forward(x, training=True) before it.")
-        (run, given), layer, readout = self._saved, self.layer, self.readout
+        (run, given), layer, readout = self._last_forward(), self.layer, self.readout
         width = readout.output_size
         d = check.array("grad_y", grad_y, (*given.shape, width), layer.dtype)
         d_x, d_state = run.backward(readout.backward(d), grad_state)
@@ -237,12 +231,10 @@ class Feedback(Explained, Layer):
             before = [np.where(new, b, s) for b, s in zip(begin, before, strict=True)]
         given = all_forced(forced)
         flags = check.flags("forced", forced, (len(x),)) if given is None else given
-        entered = entering_step(
-            namespace(x), x, flags, readout.output_size, lambda: readout._read(before[0][0])
-        )
-        output, after = layer.step(
-            entered, tuple(before) if len(before) > 1 else before[0], static=static
-        )
+        width = readout.output_size
+        entered = entering_step(namespace(x), x, flags, width, lambda: readout._read(before[0][0]))
+        one = tuple(before) if len(before) > 1 else before[0]
+        output, after = layer.step(entered, one, static=static)
         return readout._read(output), after
 
     def _forced(self, forced: npt.ArrayLike | float, steps: int, rows: int) -> npt.NDArray[Any]:
@@ -254,7 +246,8 @@ class Feedback(Explained, Layer):
             flag = isinstance(forced, (bool, np.bool_))
             chance = check.probability("forced", float(forced) if flag else forced)  # type: ignore[arg-type]
             return self._generator.random((steps, rows)) < chance
-        return self.layer._flags("forced", forced, steps, rows).astype(bool)
+        layout = Layout(check.NUMPY, self.layer, steps, rows, self.layer.batch_first)
+        return layout.flags("forced", forced)
 
     def _layer(self) -> RNN:
         """A layer of the fed cell, with what it learns, and the scales of what has 8 bits."""

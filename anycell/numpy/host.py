@@ -133,8 +133,7 @@ class NumpyHost:
         """
         wide = self.wide
         if wide is self and a.size * b.shape[1] <= SMALL:
-            product: Array = a @ b
-            return product
+            return a @ b
         out = wide.empty((a.shape[0], b.shape[1]))
         multiply(self, self.dtype.name, a, b, out, False, cpu.pool.threads())
         return out

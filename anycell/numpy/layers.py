@@ -31,7 +31,7 @@ from anycell.named import shown
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import host_of
-from anycell.numpy.typed import Arguments, Flags, Names, State
+from anycell.numpy.typed import Arguments, Names, State
 from anycell.plan import CallOptions, Engine, Options, Plan, plan, takes
 
 if TYPE_CHECKING:
@@ -123,7 +123,6 @@ class RNN(Explained, Layer):
         self.checkpoint = check_checkpoint(checkpoint)
         self.sizes = check.check_sizes(cell, self.hidden_size, sizes)
         self._generator = check.generator("seed", seed)
-        self._saved: _Saved | None = None
         self.grad_static: Array | None = None
         self.grad_reset_state: State | None = None
         starts = _gate_bias(cell, self.bias, gate_bias)
@@ -263,8 +262,8 @@ class RNN(Explained, Layer):
                 layer, ``[T, B, D * size]``, laid out as x; at masked steps as ``masked_output``
                 says.
         """
-        given = check.array("x", x, self._layout("T", "B", self.input_size), self.dtype)
-        x = given.swapaxes(0, 1) if self.batch_first else given
+        x = check.array("x", x, self._layout("T", "B", self.input_size), self.dtype)
+        x = x.swapaxes(0, 1) if self.batch_first else x
         steps, rows = x.shape[:2]
         training = check.boolean("training", training)
         how = Options(
@@ -311,10 +310,8 @@ class RNN(Explained, Layer):
             output = output.copy()  # the caller's own; the backward pass reads what is kept
         if not wanted:
             return output, self._returned(finals)
-        if self.batch_first:
-            others = [whole.swapaxes(0, 1) for whole in others]
-        sequences = by_name(wanted, self.cell, output, [whole.copy() for whole in others])
-        return output, self._returned(finals), sequences
+        others = [(o.swapaxes(0, 1) if self.batch_first else o).copy() for o in others]
+        return output, self._returned(finals), by_name(wanted, self.cell, output, others)
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -342,12 +339,7 @@ class RNN(Explained, Layer):
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.
         """
-        if self._saved is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.backward() needs a forward(x, training=True) before it, "
-                "and no other call of forward between the two."
-            )
-        saved = self._saved
+        saved: _Saved = self._last_forward()
         d = check.array("grad_output", grad_output, saved.output_shape, self.dtype)
         d = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
         d_states = self._states("grad_state", grad_state, d.shape[1], start=0.0)
@@ -363,7 +355,7 @@ class RNN(Explained, Layer):
             d_sequences = {}
             d = result["x"] * saved.dropped[k - 1] if k and saved.dropped else result["x"]
             initial = [[result[name] for name in self._named("state")], *initial]
-            if result.keys() >= {*self._named("reset_state")}:
+            if f"reset_state {self.cell.state_names[0]}" in result:
                 restored = [[result[name] for name in self._named("reset_state")], *restored]
             if "static" in result:
                 below = 0 if self.grad_static is None else self.grad_static
@@ -373,8 +365,7 @@ class RNN(Explained, Layer):
         self._grads = {name: grads[name] for name in self._parameters}
         if restored:
             self.grad_reset_state = self._returned(restored)
-        if self.batch_first:
-            d = np.ascontiguousarray(d.swapaxes(0, 1))
+        d = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
         return d, self._returned(initial)
 
     def prepare(self) -> Self:
@@ -461,11 +452,6 @@ class RNN(Explained, Layer):
     def _layout(self, steps: int | str, rows: int | str, *rest: int) -> tuple[int | str, ...]:
         return (rows, steps, *rest) if self.batch_first else (steps, rows, *rest)
 
-    def _flags(self, name: str, value: npt.ArrayLike, steps: int, rows: int) -> Flags:
-        layout = Layout(check.NUMPY, self, steps, rows, self.batch_first)
-        flags: Flags = layout.flags(name, value)
-        return flags
-
     def _states(
         self, name: str, given: State | None, rows: int, start: float | None = None
     ) -> Sequence[Array]:
@@ -473,20 +459,17 @@ class RNN(Explained, Layer):
         cell, first = self.cell, (self.num_layers * (1 + self.bidirectional), rows)
         if given is not None:
             return check_states(check.NUMPY, name, given, cell, self.sizes, first, self)
-        states = []
-        for s in cell.states:
-            value = s.initial if start is None else start
-            states.append(np.full((*first, self.sizes[s.size]), value, self.dtype))
-        return states
+        starts = [s.initial if start is None else start for s in cell.states]
+        shapes = [(*first, self.sizes[s.size]) for s in cell.states]
+        return [np.full(*of, self.dtype) for of in zip(shapes, starts, strict=True)]
 
     def _sequences(self, given: Mapping[str, npt.ArrayLike], saved: _Saved) -> dict[str, Array]:
         """``grad_states`` by name, ``[T, B, D * size]``."""
         found = {}
         for name, value in check.mapping("grad_states", given, "arrays by state").items():
             if name not in saved.wanted:
-                expected = (
-                    f"names that return_states asked for: {', '.join(saved.wanted) or 'none'}"
-                )
+                asked = ", ".join(saved.wanted) or "none"
+                expected = f"names that return_states asked for: {asked}"
                 refuse("grad_states", repr(name), expected, "Ask for it in forward().")
             size = self.sizes[self.cell.states[self.cell.state_names.index(name)].size]
             shape = (*saved.output_shape[:2], (1 + self.bidirectional) * size)
@@ -499,10 +482,7 @@ class RNN(Explained, Layer):
         return [f"{kind} {name}" for name in self.cell.state_names]
 
     def _static(self, static: npt.ArrayLike | None, rows: int) -> Array | None:
-        checked: Array | None = check_static(
-            check.NUMPY, self.cell, static, (rows, self.hidden_size), self
-        )
-        return checked
+        return check_static(check.NUMPY, self.cell, static, (rows, self.hidden_size), self)
 
     def _directions(self, k: int) -> slice:
         """The slice of a layer's directions among the directions of all layers."""

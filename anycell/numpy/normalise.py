@@ -129,7 +129,6 @@ class BatchNorm(Layer):
             {"weight": np.ones(self.size, self.dtype), "bias": np.zeros(self.size, self.dtype)},
             _statistics(self.size, self.dtype, "running_mean", "running_var"),
         )
-        self._saved: tuple[Array, Array, Valid] | None = None
 
     def __repr__(self) -> str:
         return f"BatchNorm({self.size}, momentum={self.momentum}, eps={self.eps})"
@@ -171,8 +170,7 @@ class BatchNorm(Layer):
         scale = (1.0 / np.sqrt(variance.astype(np.float64) + self.eps)).astype(self.dtype)
         normal = (x - mean.astype(self.dtype)) * scale * valid
         self._saved = (normal, scale, valid) if training else None
-        y: Array = normal * self._parameters["weight"] + self._parameters["bias"] * valid
-        return y
+        return normal * self._parameters["weight"] + self._parameters["bias"] * valid
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -183,28 +181,22 @@ class BatchNorm(Layer):
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.
         """
-        if self._saved is None:
-            raise RuntimeError("BatchNorm.backward() needs a forward(x, training=True) before it.")
-        normal, scale, valid = self._saved
+        normal, scale, valid = self._last_forward()
         grad = check.array("grad_output", grad_output, normal.shape, self.dtype)
         grad = np.where(valid, grad, np.zeros_like(grad))
         by_weight, by_bias = ((grad * a).sum((0, 1), dtype=np.float64) for a in (normal, 1.0))
-        self._grads = {
-            "weight": by_weight.astype(self.dtype),
-            "bias": by_bias.astype(self.dtype),
-        }
+        summed = {"weight": by_weight, "bias": by_bias}
+        self._grads = {name: total.astype(self.dtype) for name, total in summed.items()}
         count = valid.sum()
         mean, slope = (by_bias / count).astype(self.dtype), (by_weight / count).astype(self.dtype)
-        d: Array = (grad - mean - normal * slope) * (scale * self._parameters["weight"]) * valid
-        return d
+        return (grad - mean - normal * slope) * (scale * self._parameters["weight"]) * valid
 
     def _valid(self, x: Array, mask: npt.ArrayLike | None, lengths: npt.ArrayLike | None) -> Valid:
         """``[., ., 1]``, laid out as x."""
         rows, steps = x.shape[:2] if self.batch_first else x.shape[1::-1]
         valid = Layout(check.NUMPY, x, steps, rows, self.batch_first).valid(mask, lengths)
         valid = np.ones((steps, rows), bool) if valid is None else valid
-        laid_out: Valid = (valid.T if self.batch_first else valid)[..., None]
-        return laid_out
+        return (valid.T if self.batch_first else valid)[..., None]
 
 
 def _statistics(size: int, dtype: np.dtype, mean: str, spread: str) -> dict[str, Array]:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from anycell.layer.checks import number, refuse
 from anycell.numpy.base import Layer
-from anycell.numpy.check import number
 
 Array = npt.NDArray[np.floating]
 
@@ -36,10 +36,10 @@ def as_layers(layers: Layers) -> list[Trainable]:
     for layer in chosen:
         arrays = getattr(layer, "parameters", None), getattr(layer, "grads", None)
         if not all(isinstance(named, Mapping) for named in arrays):
-            raise TypeError(
-                f"layers: given {layer!r}, expected a layer, or several: objects whose "
-                "`parameters` and `grads` are arrays by name."
+            expected = (
+                "a layer, or several: objects whose `parameters` and `grads` are arrays by name"
             )
+            refuse("layers", repr(layer), expected, "Pass one, or a list of them.", TypeError)
     parameters = [{id(array) for array in layer.parameters.values()} for layer in chosen]
     # A Feedback has those of two layers.
     twice = len(set().union(*parameters)) < sum(map(len, parameters))
@@ -59,19 +59,15 @@ def _pairs(layers: list[Trainable]) -> Iterator[tuple[Array, Array]]:
                 )
             grad = layer.grads[name]
             if np.shape(grad) != np.shape(parameter):
-                raise ValueError(
-                    f"grads[{name!r}]: given shape {np.shape(grad)}, expected "
-                    f"{np.shape(parameter)}."
-                )
+                expected = f"{np.shape(parameter)}, that of the parameter"
+                refuse(f"grads[{name!r}]", f"shape {np.shape(grad)}", expected, "Reshape it.")
             yield _floats(f"parameters[{name!r}]", parameter), _floats(f"grads[{name!r}]", grad)
 
 
 def _floats(name: str, array: Array) -> Array:
     if getattr(array, "dtype", None) == np.int8:
-        raise TypeError(
-            f"{name}: given weights of 8 bits, expected floats, which can be trained. Train the "
-            "float32 layer, and quantize it afterwards."
-        )
+        hint = "Train the float32 layer, and quantize it afterwards."
+        refuse(name, "weights of 8 bits", "floats, which can be trained", hint, TypeError)
     if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
         raise TypeError(f"{name}: given {array!r}, expected a NumPy array of floats.")
     return array
@@ -168,14 +164,11 @@ class Adam:
         self.eps = number("eps", eps, low=0.0)
         self.weight_decay = number("weight_decay", weight_decay, low=0.0)
         self.steps = 0
-        parameters = [
-            _floats(f"parameters[{name!r}]", p)
-            for layer in self.layers
-            for name, p in layer.parameters.items()
-        ]
-        kinds = [np.result_type(p.dtype, np.float32) for p in parameters]
-        pairs = zip(parameters, kinds, strict=True)
-        self._moments = [(np.zeros(p.shape, kind), np.zeros(p.shape, kind)) for p, kind in pairs]
+        self._moments: list[tuple[Array, Array]] = []
+        for layer in self.layers:
+            for name, p in layer.parameters.items():
+                kind = np.result_type(_floats(f"parameters[{name!r}]", p).dtype, np.float32)
+                self._moments.append((np.zeros(p.shape, kind), np.zeros(p.shape, kind)))
 
     def __repr__(self) -> str:
         return f"Adam({self.layers}, lr={self.lr}, steps={self.steps})"

@@ -106,5 +106,4 @@ def composite(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str]
 
 
 def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
-    projected: Array = x @ weight.T
-    return projected if bias is None else projected + bias
+    return x @ weight.T if bias is None else x @ weight.T + bias

@@ -113,8 +113,7 @@ def recurrence(
     arrays["resets"] = None if resets is None else layout.flags("resets", resets)
     how, seed = options_and_seed(options, recurrence, _OPTIONS)
     if how.training and cell.keeps and seed is None:
-        hint = f"Pass a seed: in training cell {cell.name} draws masks."
-        refuse("seed", "None", "an int", hint)
+        refuse("seed", "None", "an int", f"Pass a seed: in training cell {cell.name} draws masks.")
     how = how._replace(seed=seed or 0, threads=pool.threads())
     finals: passes.States
     if chosen.engine == "reference":

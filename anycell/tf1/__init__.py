@@ -37,24 +37,11 @@ from anycell.tf1.modules import (
 from anycell.tf1.wrappers import DeviceWrapper, DropoutWrapper, MultiRNNCell, ResidualWrapper
 
 __all__ = [
-    "BasicLSTMCell",
-    "BasicRNNCell",
-    "GRUCell",
-    "LSTMBlockCell",
-    "LSTMBlockFusedCell",
-    "LSTMCell",
-    "LSTMStateTuple",
-    "RNNCell",
-    "MultiRNNCell",
-    "DeviceWrapper",
-    "DropoutWrapper",
-    "ResidualWrapper",
-    "bidirectional_dynamic_rnn",
-    "dynamic_rnn",
-    "stack_bidirectional_dynamic_rnn",
-    "static_bidirectional_rnn",
-    "static_rnn",
-]
+    "BasicLSTMCell", "BasicRNNCell", "GRUCell", "LSTMBlockCell", "LSTMBlockFusedCell", "LSTMCell",
+    "LSTMStateTuple", "RNNCell", "MultiRNNCell", "DeviceWrapper", "DropoutWrapper",
+    "ResidualWrapper", "bidirectional_dynamic_rnn", "dynamic_rnn",
+    "stack_bidirectional_dynamic_rnn", "static_bidirectional_rnn", "static_rnn",
+]  # fmt: skip
 
 # Names of TensorFlow 1 that are not here, and the nearest thing.
 _INSTEAD = {

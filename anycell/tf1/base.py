@@ -13,6 +13,7 @@ from anycell.layer.checks import refuse
 from anycell.plan import Engine
 
 v1 = tf.compat.v1
+Result = tuple[Tensor, Any]  # outputs, and the state after them
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
@@ -72,13 +73,11 @@ class RNNCell(tf.Module):
         return self._base_name or super().name
 
     # -- of each cell ----------------------------------------------------------------------------
-    def call(self, inputs: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def call(self, inputs: Tensor, state: Any) -> Result:
         """One step."""
         raise NotImplementedError(f"{type(self).__name__}.call(inputs, state)")
 
-    def _sequence(
-        self, x: Tensor, state: Any, lengths: Tensor, reverse: bool
-    ) -> tuple[Tensor, Any]:
+    def _sequence(self, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
         """All steps of ``x`` ``[T, B, width]`` at once."""
         raise NotImplementedError
 
@@ -99,7 +98,7 @@ class RNNCell(tf.Module):
         return []
 
     # -- use -------------------------------------------------------------------------------------
-    def __call__(self, inputs: Tensor, state: Any, scope: Any = None) -> tuple[Tensor, Any]:
+    def __call__(self, inputs: Tensor, state: Any, scope: Any = None) -> Result:
         """One step: the output ``[B, output_size]`` and the new state from ``[B, width]``."""
         with self._scoped(scope):
             return self.call(inputs, state)
@@ -110,7 +109,7 @@ class RNNCell(tf.Module):
         initial_state: Any = None,
         sequence_length: Tensor = None,
         reverse: bool = False,
-    ) -> tuple[Tensor, Any]:
+    ) -> Result:
         """Outputs ``[T, B, output_size]`` and the final state, over inputs ``[T, B, width]``.
 
         Past a row's ``sequence_length`` outputs are zero and the state is held; ``reverse`` starts
@@ -122,10 +121,10 @@ class RNNCell(tf.Module):
         """The state to begin with, all zeros."""
         kind = dtype or self.dtype or tf.float32
 
-        return tf.nest.map_structure(
-            lambda size: tf.zeros([batch_size, *tf.TensorShape(size).as_list()], kind),
-            self.state_size,
-        )
+        def zeros(size: Any) -> Tensor:
+            return tf.zeros([batch_size, *tf.TensorShape(size).as_list()], kind)
+
+        return tf.nest.map_structure(zeros, self.state_size)
 
     def get_initial_state(
         self, inputs: Any = None, batch_size: Any = None, dtype: Any = None
@@ -144,11 +143,11 @@ class RNNCell(tf.Module):
     @property
     def named(self) -> dict[str, tf.Variable]:
         """The cell's variables, by their names in a checkpoint below its scope."""
-        variables = {}
-        for scope, cell in self._within():
-            for name, variable in getattr(cell, "named", {}).items():
-                variables[f"{scope}/{name}" if scope else name] = variable
-        return variables
+        return {
+            f"{scope}/{name}" if scope else name: variable
+            for scope, cell in self._within()
+            for name, variable in getattr(cell, "named", {}).items()
+        }
 
     def restore(self, checkpoint: str, scope: str) -> None:
         """Reads the variables of a checkpoint of TensorFlow 1.
@@ -162,17 +161,16 @@ class RNNCell(tf.Module):
             RuntimeError: in a graph of TensorFlow 1, where ``tf.compat.v1.train.Saver`` does it.
         """
         if not v1.executing_eagerly_outside_functions():
-            raise RuntimeError(
-                "restore: given a graph of TensorFlow 1; expected eager mode. In a graph variables "
-                "have their names of TensorFlow 1: tf.compat.v1.train.Saver().restore(session, "
-                "path)."
+            hint = (
+                "In a graph variables have their names of TensorFlow 1: "
+                "tf.compat.v1.train.Saver().restore(session, path)."
             )
+            refuse("restore", "a graph of TensorFlow 1", "eager mode", hint, RuntimeError)
         for below, cell in self._within():
             if not isinstance(cell, RNNCell):
-                raise ValueError(
-                    f"restore: given a {type(cell).__name__} within; expected cells of "
-                    "anycell.tf1, whose variables are known. Restore each cell alone."
-                )
+                expected = "cells of anycell.tf1, whose variables are known"
+                hint = "Restore each cell alone."
+                refuse("restore", f"a {type(cell).__name__} within", expected, hint)
             cell.restore(checkpoint, f"{scope}/{below}" if below else scope)
 
     @contextmanager
@@ -193,7 +191,7 @@ class RNNCell(tf.Module):
 # -- runs ------------------------------------------------------------------------------------------
 def run(
     cell: Any, x: Tensor, state: Any = None, sequence_length: Any = None, reverse: bool = False
-) -> tuple[Tensor, Any]:
+) -> Result:
     """Outputs and final state of any cell over ``x`` ``[T, B, width]``."""
     steps, rows = _sizes(x)
     state = cell.zero_state(rows, x.dtype) if state is None else state
@@ -203,9 +201,7 @@ def run(
     return sequence(cell, x, state, lengths, reverse)
 
 
-def sequence(
-    cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool
-) -> tuple[Tensor, Any]:
+def sequence(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
     """The results of ``run``: all steps at once where the cell can do it, else step by step."""
     if obstacle(cell) is not None:
         return _step_by_step(cell, x, state, lengths, reverse)
@@ -213,9 +209,7 @@ def sequence(
         return cell._begin()._sequence(x, state, lengths, reverse)
 
 
-def _step_by_step(
-    cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool
-) -> tuple[Tensor, Any]:
+def _step_by_step(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
     def flip(steps: Tensor) -> Tensor:
         if not reverse:
             return steps
@@ -231,7 +225,7 @@ def _step_by_step(
     return tf.nest.map_structure(flip, outputs), final
 
 
-def step(cell: Any, inputs: Tensor, state: Any, scope: Any = None) -> tuple[Tensor, Any]:
+def step(cell: Any, inputs: Tensor, state: Any, scope: Any = None) -> Result:
     """One step of any cell."""
     return cell(inputs, state) if scope is None else cell(inputs, state, scope)
 
@@ -264,11 +258,12 @@ def like_cell(name: str, cell: Any) -> Any:
     missing = [part for part in wanted if not hasattr(cell, part)]
     if isinstance(cell, type) or not callable(cell) or missing:
         given = f"the class {cell.__name__}" if isinstance(cell, type) else type(cell).__name__
-        raise TypeError(
-            f"{name}: given {given}; expected a cell of anycell.tf1, or another of TensorFlow 1, "
-            f"which has {', '.join(wanted)} and is called with inputs and a state. Make one, as "
-            "LSTMCell(128); a cell of Keras runs in keras.layers.RNN."
+        expected = (
+            "a cell of anycell.tf1, or another of TensorFlow 1, which has "
+            f"{', '.join(wanted)} and is called with inputs and a state"
         )
+        hint = "Make one, as LSTMCell(128); a cell of Keras runs in keras.layers.RNN."
+        refuse(name, given, expected, hint, TypeError)
     return cell
 
 
@@ -276,12 +271,9 @@ def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = Non
     """Inputs of that layout as a tensor; ``dtype`` is what a loop was told, if anything."""
     own = getattr(cell, "dtype", None)
     if None not in (dtype, own) and tf.as_dtype(dtype) != own:
-        expected = f"{tf.as_dtype(own).name}, that of the cell"
-        refuse(
-            "dtype", tf.as_dtype(dtype).name, expected, "Give the cell another by its own dtype."
-        )
-    wanted = dtype or own
-    x = tensor("inputs", inputs, wanted or (None if tf.is_tensor(inputs) else tf.float32))
+        given, expected = tf.as_dtype(dtype).name, f"{tf.as_dtype(own).name}, that of the cell"
+        refuse("dtype", given, expected, "Give the cell another by its own dtype.")
+    x = tensor("inputs", inputs, dtype or own or (None if tf.is_tensor(inputs) else tf.float32))
     _floating(x.dtype)
     if x.shape.rank != layout.count(",") + 1 or x.shape.as_list()[-1] is None:
         expected = f"{layout}, of which rank and width are known when a graph is made"
@@ -336,8 +328,6 @@ def _lengths(given: Any, known: int | None, rows: Any, steps: Any) -> Tensor:
     lengths = tf.cast(lengths, tf.int32)
     if known is not None and lengths.shape.is_fully_defined():
         return lengths
-    same = v1.assert_equal(
-        tf.size(lengths), rows, message="sequence_length: expected a length for each row."
-    )
-    with tf.control_dependencies([same]):
+    message = "sequence_length: expected a length for each row."
+    with tf.control_dependencies([v1.assert_equal(tf.size(lengths), rows, message=message)]):
         return tf.reshape(lengths, (-1,))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 from anycell.keras.cells import ACTIVATIONS, SimpleRNN
 from anycell.lang.cell import Cell, Gates, cell, linear
 from anycell.lang.expr import Expr
@@ -37,21 +40,12 @@ def _lstm(name: str, state: str, params: str, doc: str) -> Cell:
             h = h if proj_clip is None else clip(h, -proj_clip, proj_clip)
         return h, c
 
-    def without(
-        x: Gates,
-        r: Gates,
-        s: Gates,
-        *,
-        forget_bias: float = 1.0,
-        cell_clip: float | None = None,
-        proj_clip: float | None = None,
-        activation: str = "tanh",
-    ) -> tuple[Expr, Expr]:
-        return with_peepholes(
-            x, r, s, None, forget_bias=forget_bias, cell_clip=cell_clip, proj_clip=proj_clip,
-            activation=activation,
-        )  # fmt: skip
+    def without(x: Gates, r: Gates, s: Gates, **given: Any) -> tuple[Expr, Expr]:
+        return with_peepholes(x, r, s, None, **given)
 
+    whole = inspect.signature(with_peepholes)
+    others = [argument for name, argument in whole.parameters.items() if name != "p"]
+    without.__signature__ = whole.replace(parameters=others)  # type: ignore[attr-defined]
     step = with_peepholes if params else without
     step.__name__ = step.__qualname__ = name  # by which a pickle finds the cell
     step.__doc__ = doc

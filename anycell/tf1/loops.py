@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from anycell.keras.call import Tensor
 from anycell.layer.checks import refuse
-from anycell.tf1.base import like_cell, read, run, v1
+from anycell.tf1.base import Result, like_cell, read, run, v1
 
 
 def dynamic_rnn(
@@ -23,7 +23,7 @@ def dynamic_rnn(
     swap_memory: bool = False,
     time_major: bool = False,
     scope: Any = None,
-) -> tuple[Tensor, Any]:
+) -> Result:
     """Runs a cell over sequences.
 
     Args:
@@ -98,22 +98,20 @@ def stack_bidirectional_dynamic_rnn(
         outputs of the last layer, forwards and backwards side by side, and for each direction the
         tuple of the layers' final states; all else is as in ``dynamic_rnn``.
     """
-    for name, cells in (("cells_fw", cells_fw), ("cells_bw", cells_bw)):
+    for name, cells in {"cells_fw": cells_fw, "cells_bw": cells_bw}.items():
         if not isinstance(cells, list) or not cells:
             refuse(name, _shown(cells), "a list of cells", "Pass one cell for each layer.")
     depth = len(cells_fw)
     if len(cells_bw) != depth:
         hint = "Pass one cell for each layer."
         refuse("cells_bw", _shown(cells_bw), f"{depth} cells, as in cells_fw", hint)
-    for name, states in (
-        ("initial_states_fw", initial_states_fw), ("initial_states_bw", initial_states_bw)
-    ):  # fmt: skip
+    begin = {"initial_states_fw": initial_states_fw, "initial_states_bw": initial_states_bw}
+    for name, states in begin.items():
         if states is not None and not (isinstance(states, list) and len(states) == depth):
             hint = "Pass one state for each layer."
             refuse(name, _shown(states), f"a list of {depth} states", hint)
-    none = [None] * depth
-    begin = initial_states_fw or none, initial_states_bw or none
-    layers = zip(cells_fw, cells_bw, *begin, strict=True)
+    states = [states or [None] * depth for states in begin.values()]
+    layers = zip(cells_fw, cells_bw, *states, strict=True)
     final = []
     with v1.variable_scope(scope or "stack_bidirectional_rnn"):
         for k, (forwards, backwards, state_fw, state_bw) in enumerate(layers):
@@ -141,9 +139,8 @@ def static_rnn(
     Returns:
         the list of outputs, and the final state; all else is as in ``dynamic_rnn``.
     """
-    x = _stacked(inputs)
     outputs, final = dynamic_rnn(
-        cell, x, sequence_length, initial_state, dtype, time_major=True, scope=scope
+        cell, _stacked(inputs), sequence_length, initial_state, dtype, time_major=True, scope=scope
     )
     return tf.unstack(outputs, len(inputs)), final
 
@@ -187,17 +184,10 @@ def _stacked(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _direction(
-    cell: Any,
-    inputs: Tensor,
-    dtype: Any,
-    time_major: bool,
-    sequence_length: Tensor,
-    initial_state: Any,
-    reverse: bool,
-) -> tuple[Tensor, Any]:
-    x = read(cell, inputs, "[T, B, width]" if time_major else "[B, T, width]", dtype)
-    x = x if time_major else _swapped(x)
-    outputs, final = run(cell, x, initial_state, sequence_length, reverse)
+    cell: Any, x: Tensor, dtype: Any, time_major: bool, lengths: Tensor, state: Any, reverse: bool
+) -> Result:
+    x = read(cell, x, "[T, B, width]" if time_major else "[B, T, width]", dtype)
+    outputs, final = run(cell, x if time_major else _swapped(x), state, lengths, reverse)
     if not time_major:  # the outputs of a foreign cell may be several
         outputs = tf.nest.map_structure(_swapped, outputs)
     return outputs, final

@@ -17,7 +17,7 @@ from anycell.lang.cell import Cell
 from anycell.layer.checks import integer, refuse
 from anycell.plan import Call, Engine
 from anycell.tf1 import cells
-from anycell.tf1.base import LSTMStateTuple, RNNCell, mask, read, run, tensor, v1
+from anycell.tf1.base import LSTMStateTuple, Result, RNNCell, mask, read, run, tensor, v1
 
 # The names that TensorFlow 1 knew: of others Keras has changed the meaning since.
 _NAMES = "elu exponential linear relu selu sigmoid softplus softsign swish tanh".split()
@@ -152,13 +152,12 @@ class KernelCell(Explained, RNNCell):
         wanted = self._shapes(width)
         for name, shape in wanted.items():
             saved = shapes.get(f"{scope}/{name}")
+            found, expected = "missing", "one"
+            if saved is not None:
+                found, expected = f"of shape {tuple(saved)}", f"shape {shape}"
             if saved is None or tuple(saved) != shape:
-                raise ValueError(
-                    f"scope: given {scope!r}, whose {name} in the checkpoint is "
-                    f"{'missing' if saved is None else f'of shape {tuple(saved)}'}; expected "
-                    f"{'one' if saved is None else f'shape {shape}'}. It has: "
-                    f"{', '.join(sorted(shapes))}."
-                )
+                given = f"{scope!r}, whose {name} in the checkpoint is {found}"
+                refuse("scope", given, expected, f"It has: {', '.join(sorted(shapes))}.")
         for name in wanted:
             self._weights[name].assign(reader.get_tensor(f"{scope}/{name}"))
 
@@ -175,22 +174,17 @@ class KernelCell(Explained, RNNCell):
     def _engine(self) -> Engine:
         call, dtype = self._call(), tf.as_dtype(self.dtype or tf.float32)
         gpu = bool(tf.config.list_logical_devices("GPU"))
-        name, reason = choose(Facts(
-            call.cell, call.hidden_size, dict(call.sizes), self._computed.name, gpu=gpu,
-            traced=refusal(),
-        ))  # fmt: skip
-        wider = f"; {dtype.name} computes in float32"
-        return Engine(name, reason + wider * (dtype.size == 2))
+        about = call.cell, call.hidden_size, dict(call.sizes), self._computed.name
+        name, reason = choose(Facts(*about, gpu=gpu, traced=refusal()))
+        return Engine(name, reason + f"; {dtype.name} computes in float32" * (dtype.size == 2))
 
-    def call(self, inputs: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def call(self, inputs: Tensor, state: Any) -> Result:
         """One step."""
         x = read(self, inputs, "[B, width]")[None]
         outputs, final = self._sequence(x, state, None, False)
         return outputs[0], final
 
-    def _sequence(
-        self, x: Tensor, state: Any, lengths: Tensor, reverse: bool
-    ) -> tuple[Tensor, Any]:
+    def _sequence(self, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
         x = read(self, x)
         rows, width = x.shape.as_list()[1:]
         self._build(width, x.dtype)
@@ -208,14 +202,11 @@ class KernelCell(Explained, RNNCell):
         sizes = tf.nest.flatten(self.state_size)
         several = isinstance(state, (tuple, list)) and isinstance(self.state_size, tuple)
         parts = [tensor("state", part, self.dtype) for part in (state if several else [state])]
+        given = [part.shape for part in parts]
         expected = [tf.TensorShape((rows, size)) for size in sizes]
-        if len(parts) != len(sizes) or not all(
-            part.shape.is_compatible_with(shape)
-            for part, shape in zip(parts, expected, strict=True)
-        ):
-            shown = [", ".join(str(shape) for shape in shapes) for shapes in (
-                [part.shape for part in parts], expected
-            )]  # fmt: skip
+        pairs = zip(given, expected, strict=False)
+        if len(given) != len(expected) or not all(g.is_compatible_with(e) for g, e in pairs):
+            shown = [", ".join(map(str, shapes)) for shapes in (given, expected)]
             refuse("state", f"shapes {shown[0]}", shown[1], "cell.zero_state makes one.")
         return parts
 
@@ -313,9 +304,7 @@ class LSTMCell(KernelCell):
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         h = self.num_units
-        shapes: dict[str, tuple[int, ...]] = {
-            "kernel": (width + self.output_size, 4 * h), "bias": (4 * h,)
-        }  # fmt: skip
+        shapes = {"kernel": (width + self.output_size, 4 * h), "bias": (4 * h,)}
         shapes |= dict.fromkeys(self.cell.param_names, (h,))
         return shapes | ({"projection/kernel": (h, self.num_proj)} if self.num_proj else {})
 
@@ -441,20 +430,16 @@ class GRUCell(KernelCell):
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         h = self.num_units
-        rows = width + h
-        return {
-            "gates/kernel": (rows, 2 * h), "gates/bias": (2 * h,),
-            "candidate/kernel": (rows, h), "candidate/bias": (h,),
-        }  # fmt: skip
+        shapes = {"gates/kernel": (width + h, 2 * h), "gates/bias": (2 * h,)}
+        return shapes | {"candidate/kernel": (width + h, h), "candidate/bias": (h,)}
 
     def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
         width = x.shape.as_list()[2]
         gates, candidate = self._read("gates/kernel"), self._read("candidate/kernel")
-        biases = [self._read("gates/bias"), self._read("candidate/bias")]
         return {
             "x": x,
             "kernel": tf.concat([gates[:width], candidate[:width]], axis=1),
-            "bias_ih": tf.concat(biases, axis=0),
+            "bias_ih": tf.concat([self._read("gates/bias"), self._read("candidate/bias")], axis=0),
             "weight_gates": tf.transpose(gates[width:]),
             "weight_candidate": tf.transpose(candidate[width:]),
             **named_states(self.cell, state),

@@ -14,7 +14,7 @@ import tensorflow as tf
 from anycell.keras.call import Tensor
 from anycell.layer.checks import refuse
 from anycell.plan import Engine
-from anycell.tf1.base import RNNCell, engine, like_cell, masked, sequence, step, v1
+from anycell.tf1.base import Result, RNNCell, engine, like_cell, masked, sequence, step, v1
 
 
 class MultiRNNCell(RNNCell):
@@ -51,17 +51,13 @@ class MultiRNNCell(RNNCell):
         kind = dtype or self.dtype or tf.float32
         return tuple(cell.zero_state(batch_size, kind) for cell in self.cells)
 
-    def call(self, inputs: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def call(self, inputs: Tensor, state: Any) -> Result:
         return self._through(inputs, state, step)
 
-    def _sequence(
-        self, x: Tensor, state: Any, lengths: Tensor, reverse: bool
-    ) -> tuple[Tensor, Any]:
-        return self._through(
-            x, state, lambda cell, x, part: sequence(cell, x, part, lengths, reverse)
-        )
+    def _sequence(self, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
+        return self._through(x, state, sequence, lengths, reverse)
 
-    def _through(self, x: Tensor, state: Any, run: Callable[..., Any]) -> tuple[Tensor, Any]:
+    def _through(self, x: Tensor, state: Any, run: Callable[..., Any], *how: Any) -> Result:
         """Runs the cells one after the other, each on what the one before put out."""
         count = len(self.cells)
         if not self.state_is_tuple:
@@ -73,7 +69,7 @@ class MultiRNNCell(RNNCell):
         final = []
         for k, (cell, part) in enumerate(zip(self.cells, state, strict=True)):
             with v1.variable_scope(f"cell_{k}"):
-                x, new = run(cell, x, part)
+                x, new = run(cell, x, part, *how)
             final.append(new)
         return x, tuple(final) if self.state_is_tuple else tf.concat(final, axis=1)
 
@@ -101,12 +97,10 @@ class _Wrapper(RNNCell):
     def zero_state(self, batch_size: Any, dtype: Any = None) -> Any:
         return self.cell.zero_state(batch_size, dtype or self.dtype or tf.float32)
 
-    def __call__(self, inputs: Tensor, state: Any, scope: Any = None) -> tuple[Tensor, Any]:
+    def __call__(self, inputs: Tensor, state: Any, scope: Any = None) -> Result:
         return self._around(inputs, lambda x: step(self.cell, x, state, scope))
 
-    def _sequence(
-        self, x: Tensor, state: Any, lengths: Tensor, reverse: bool
-    ) -> tuple[Tensor, Any]:
+    def _sequence(self, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
         return self._around(x, lambda x: sequence(self.cell, x, state, lengths, reverse))
 
     def _begin(self) -> RNNCell:
@@ -115,7 +109,7 @@ class _Wrapper(RNNCell):
             run.cell = self.cell._begin()
         return run
 
-    def _around(self, x: Tensor, run: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
+    def _around(self, x: Tensor, run: Callable[[Tensor], Any]) -> Result:
         """Runs the inner cell on ``x``, with the wrapper's work around it."""
         raise NotImplementedError
 
@@ -167,11 +161,8 @@ class DropoutWrapper(_Wrapper):
                 f"dropout_state_filter_visitor: given {dropout_state_filter_visitor!r}; expected a "
                 "function of a part of the state."
             )
-        self.keep = {
-            "input": _probability("input_keep_prob", input_keep_prob),
-            "output": _probability("output_keep_prob", output_keep_prob),
-            "state": _probability("state_keep_prob", state_keep_prob),
-        }
+        given = {"input": input_keep_prob, "output": output_keep_prob, "state": state_keep_prob}
+        self.keep = {role: _probability(f"{role}_keep_prob", p) for role, p in given.items()}
         self.variational, self.seed = variational_recurrent, seed
         self._filter = dropout_state_filter_visitor or _all_but_c
         if variational_recurrent and dtype is None:
@@ -185,14 +176,14 @@ class DropoutWrapper(_Wrapper):
         self._widths = {"input": input_size, "output": self.output_size, "state": self.state_size}
         self._noise = self._drawn()
 
-    def __call__(self, inputs: Tensor, state: Any, scope: Any = None) -> tuple[Tensor, Any]:
+    def __call__(self, inputs: Tensor, state: Any, scope: Any = None) -> Result:
         output, new = super().__call__(inputs, state, scope)
         if self._drops("state"):
             parts = tf.__internal__.nest.get_traverse_shallow_structure(self._filter, new)
             new = self._dropped("state", new, parts)
         return output, new
 
-    def _around(self, x: Tensor, run: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
+    def _around(self, x: Tensor, run: Callable[[Tensor], Any]) -> Result:
         outputs, final = run(self._dropped("input", x))
         return self._dropped("output", outputs), final
 
@@ -277,13 +268,11 @@ class ResidualWrapper(_Wrapper):
             refuse("residual_fn", repr(residual_fn), expected, "Pass None to add them.", TypeError)
         self.residual_fn = residual_fn
 
-    def _around(self, x: Tensor, run: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
+    def _around(self, x: Tensor, run: Callable[[Tensor], Any]) -> Result:
         outputs, final = run(x)
         return (self.residual_fn or _sum)(x, outputs), final
 
-    def _sequence(
-        self, x: Tensor, state: Any, lengths: Tensor, reverse: bool
-    ) -> tuple[Tensor, Any]:
+    def _sequence(self, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
         x = masked(x, lengths)
         outputs, final = sequence(self.cell, x, state, lengths, reverse)
         if self.residual_fn is None:
@@ -306,7 +295,7 @@ class DeviceWrapper(_Wrapper):
         super().__init__(cell)
         self.device = device
 
-    def _around(self, x: Tensor, run: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
+    def _around(self, x: Tensor, run: Callable[[Tensor], Any]) -> Result:
         with v1.device(self.device):
             return run(x)
 
