@@ -15,7 +15,7 @@ from anycell.layer import shapes
 from anycell.plan import Call, Engine, Options
 from anycell.torch import ops
 from anycell.torch.arguments import check_states, check_static, check_tensor
-from anycell.torch.composite import States
+from anycell.torch.composite import Arrays, States
 from anycell.torch.dropin import vendors
 from anycell.torch.functional import layer
 from anycell.torch.fused import autocast
@@ -142,10 +142,7 @@ class RNNCell(OfCell):
         return _ONE_STEP if known else super().engine
 
     def forward(
-        self,
-        x: Tensor,
-        state: Tensor | States | None = None,
-        static: Tensor | None = None,
+        self, x: Tensor, state: Tensor | States | None = None, static: Tensor | None = None
     ) -> Tensor | States:
         """The new state; see the class."""
         if isinstance(x, Proxy):
@@ -153,47 +150,37 @@ class RNNCell(OfCell):
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         axes = "one step of the input" if rows else f"or [B, {self.input_size}], one step"
         check_tensor("x", x, (*rows, self.input_size), axes, self.weight_ih)
-        states = None
+        arrays = {"x": x}
         if state is not None:
             states = check_states("state", state, self.cell, self.sizes, rows, x)
+            arrays |= zip(state_names("state", self.cell), states, strict=True)
         static = check_static(self.cell, static, (*rows, self.hidden_size), x)
+        if static is not None:
+            arrays["static"] = static
         if not rows:
-            x = x.unsqueeze(0)
-            states = states and tuple([s.unsqueeze(0) for s in states])
-            static = None if static is None else static.unsqueeze(0)
+            arrays = {name: t.unsqueeze(0) for name, t in arrays.items()}
         if autocast():
-            dtype = self.weight_ih.dtype
-            x, static = x.to(dtype), None if static is None else static.to(dtype)
-            states = states and tuple([s.to(dtype) for s in states])
+            arrays = {name: t.to(self.weight_ih.dtype) for name, t in arrays.items()}
             with torch.autocast(x.device.type, enabled=False):
-                new = self._step(x, states, static)
+                new = self._step(arrays)
         else:
-            new = self._step(x, states, static)
+            new = self._step(arrays)
         if not rows:
             new = tuple(s.squeeze(0) for s in new)
         return new if len(new) > 1 else new[0]
 
-    def _step(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
-        return self._vendors(x, states) or self._ours(x, states, static)
-
-    def _vendors(self, x: Tensor, states: States | None) -> States | None:
-        """torch's own operator, of the cells that it has one for."""
-        operator: Any = _OPERATORS.get((self.cell.name, self.cell.key))
-        if operator is None:
-            return None
-        if states is None:
-            states = (x.new_zeros(len(x), self.hidden_size),) * len(self.cell.states)
-        new = operator(x, states if len(states) > 1 else states[0], *vendors(learned(self)))
-        return new if len(states) > 1 else (new,)
-
-    def _ours(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
-        draws = self.training and ops.draws(self.cell)
+    def _step(self, arrays: Arrays) -> States:
+        """The new states, ``[B, size]``: by torch's operator of the cell, if there is one."""
+        cell, x = self.cell, arrays["x"]
+        operator: Any = _OPERATORS.get((cell.name, cell.key))
+        if operator is not None:
+            given = [arrays[name] for name in state_names("state", cell) if name in arrays]
+            states = given or [x.new_zeros(len(x), self.hidden_size)] * len(cell.states)
+            new = operator(x, states if len(states) > 1 else states[0], *vendors(learned(self)))
+            return new if len(states) > 1 else (new,)
+        draws = self.training and ops.draws(cell)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        arrays = {"x": x.unsqueeze(0), **learned(self)}
-        if static is not None:
-            arrays["static"] = static
-        for name, state in zip(state_names("state", self.cell), states or (), strict=bool(states)):
-            arrays[name] = state.unsqueeze(0)
-        call = Call(self.cell, self.hidden_size, options, self._sizes)
-        _, final, _ = layer(call, arrays)
+        call = Call(cell, self.hidden_size, options, self._sizes)
+        of_call = {name: t if name == "static" else t.unsqueeze(0) for name, t in arrays.items()}
+        _, final, _ = layer(call, {**of_call, **learned(self)})
         return tuple([s.squeeze(0) for s in final])
