@@ -240,9 +240,7 @@ def bench(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def progress(
-    costs: Sequence[float],
-) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+def progress(costs: Sequence[float]) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
     """Functions that hear what is being done, and that a row is: a bar in a terminal, else a line
     for each row, on stderr.
 

@@ -189,10 +189,7 @@ class BatchNorm(Layer):
         grad = check.array("grad_output", grad_output, normal.shape, self.dtype)
         grad = np.where(valid, grad, np.zeros_like(grad))
         by_weight, by_bias = ((grad * a).sum((0, 1), dtype=np.float64) for a in (normal, 1.0))
-        self._grads = {
-            "weight": by_weight.astype(self.dtype),
-            "bias": by_bias.astype(self.dtype),
-        }
+        self._grads = {"weight": by_weight.astype(self.dtype), "bias": by_bias.astype(self.dtype)}
         count = valid.sum()
         mean, slope = (by_bias / count).astype(self.dtype), (by_weight / count).astype(self.dtype)
         d: Array = (grad - mean - normal * slope) * (scale * self._parameters["weight"]) * valid

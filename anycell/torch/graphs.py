@@ -63,10 +63,7 @@ class Replays:
     """
 
     def __init__(
-        self,
-        capture: Callable[[Run], Run],
-        blocks: tuple[int, ...] = BLOCKS,
-        plain: int = PLAIN,
+        self, capture: Callable[[Run], Run], blocks: tuple[int, ...] = BLOCKS, plain: int = PLAIN
     ) -> None:
         self.capture, self.blocks, self.plain = capture, blocks, plain
         # From filling the table to the last launch: on one stream, calls of a form share it.

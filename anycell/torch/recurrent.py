@@ -28,13 +28,7 @@ from anycell.torch.arguments import (
     check_tensor,
 )
 from anycell.torch.composite import Arrays, Result, States
-from anycell.torch.functional import (
-    autocast_dtype,
-    compiled,
-    exporting,
-    quantized,
-    stack,
-)
+from anycell.torch.functional import autocast_dtype, compiled, exporting, quantized, stack
 from anycell.torch.fused import autocast
 from anycell.torch.packed import Packing, parts
 from anycell.torch.streaming import Prepared, elsewhere
@@ -335,10 +329,7 @@ def _rows(t: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _in_its_dtype(
-    call: Call,
-    arrays: Arrays,
-    weights: Sequence[Arrays],
-    drop: Callable[[Tensor], Tensor] | None,
+    call: Call, arrays: Arrays, weights: Sequence[Arrays], drop: Callable[[Tensor], Tensor] | None
 ) -> Result:
     """``stack``, in the dtype that autocast asks for."""
     # What other layers hand on may be of 16 bits, whatever the dtype of this one.

@@ -18,11 +18,7 @@ from anycell.layer.checks import Shape, describe, integer, is_array, number, ref
 from anycell.named import shown
 from anycell.plan import CallOptions, Engine, Sizes, takes
 from anycell.torch import ops
-from anycell.torch.arguments import (
-    check_device,
-    check_layer,
-    check_static,
-)
+from anycell.torch.arguments import check_device, check_layer, check_static
 from anycell.torch.composite import Arrays, States
 from anycell.torch.functional import fused_plan, reason
 from anycell.torch.fused import autocast
