@@ -12,14 +12,15 @@ from anycell import cells
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import shapes
+from anycell.layer.signature import state_names
 from anycell.plan import Call, Engine, Options
 from anycell.torch import ops
 from anycell.torch.arguments import check_states, check_static, check_tensor
-from anycell.torch.composite import Arrays, States
+from anycell.torch.composite import States
 from anycell.torch.dropin import vendors
 from anycell.torch.functional import layer
 from anycell.torch.fused import autocast
-from anycell.torch.recurrent import draw_seed, state_names, subject
+from anycell.torch.recurrent import draw_seed, subject
 from anycell.torch.rnn import OfCell, learned
 from anycell.torch.symbolic import leaf
 
@@ -150,37 +151,37 @@ class RNNCell(OfCell):
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         axes = "one step of the input" if rows else f"or [B, {self.input_size}], one step"
         check_tensor("x", x, (*rows, self.input_size), axes, self.weight_ih)
-        arrays = {"x": x}
+        states: States = ()
         if state is not None:
             states = check_states("state", state, self.cell, self.sizes, rows, x)
-            arrays |= zip(state_names("state", self.cell), states, strict=True)
         static = check_static(self.cell, static, (*rows, self.hidden_size), x)
-        if static is not None:
-            arrays["static"] = static
+        given = [x, static, *states]
         if not rows:
-            arrays = {name: t.unsqueeze(0) for name, t in arrays.items()}
+            given = [t if t is None else t.unsqueeze(0) for t in given]
         if autocast():
-            arrays = {name: t.to(self.weight_ih.dtype) for name, t in arrays.items()}
+            given = [t if t is None else t.to(self.weight_ih.dtype) for t in given]
             with torch.autocast(x.device.type, enabled=False):
-                new = self._step(arrays)
+                new = self._step(*given)
         else:
-            new = self._step(arrays)
+            new = self._step(*given)
         if not rows:
             new = tuple(s.squeeze(0) for s in new)
         return new if len(new) > 1 else new[0]
 
-    def _step(self, arrays: Arrays) -> States:
+    def _step(self, x: Tensor, static: Tensor | None, *states: Tensor) -> States:
         """The new states, ``[B, size]``: by torch's operator of the cell, if there is one."""
-        cell, x = self.cell, arrays["x"]
+        cell = self.cell
         operator: Any = _OPERATORS.get((cell.name, cell.key))
         if operator is not None:
-            given = [arrays[name] for name in state_names("state", cell) if name in arrays]
-            states = given or [x.new_zeros(len(x), self.hidden_size)] * len(cell.states)
+            states = states or (x.new_zeros(len(x), self.hidden_size),) * len(cell.states)
             new = operator(x, states if len(states) > 1 else states[0], *vendors(learned(self)))
             return new if len(states) > 1 else (new,)
         draws = self.training and ops.draws(cell)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        call = Call(cell, self.hidden_size, options, self._sizes)
-        of_call = {name: t if name == "static" else t.unsqueeze(0) for name, t in arrays.items()}
-        _, final, _ = layer(call, {**of_call, **learned(self)})
+        arrays = {"x": x.unsqueeze(0), **learned(self)}
+        if static is not None:
+            arrays["static"] = static
+        for name, state in zip(state_names("state", cell), states, strict=bool(states)):
+            arrays[name] = state.unsqueeze(0)
+        _, final, _ = layer(Call(cell, self.hidden_size, options, self._sizes), arrays)
         return tuple([s.squeeze(0) for s in final])
