@@ -600,7 +600,7 @@ def test_numpys_layers_of_low_rank(rng: np.random.Generator) -> None:
 def test_layers_that_cannot_be_factorized() -> None:
     layer = an.GRU(3, COUNT, seed=0)
     for rank in (0, 1.5, True, "all"):
-        with pytest.raises(ValueError, match=r"rank: given .*; expected a whole number from 1"):
+        with pytest.raises((TypeError, ValueError), match=r"rank: .*expected an int from 1"):
             compress.factorize(layer, rank)
     with pytest.raises(ValueError, match="rank: given 17; expected at most 16, the full rank of"):
         compress.factorize(layer, 17)

@@ -406,7 +406,7 @@ READOUT = an.Dense(4, 1, seed=0)
         (lambda: an.Feedback(an.LSTM(2, 4, 2), READOUT), "layer: given .* of one layer"),
         (lambda: an.Feedback(an.LSTM(2, 4, bidirectional=True), READOUT), "layer: given"),
         (lambda: an.Feedback(LAYER, an.Dense(5, 1)), r"readout: given .* expected Dense\(4"),
-        (lambda: an.Feedback(LAYER, an.Dense(4, 3)), "readout: given .* at most the layer's 2"),
+        (lambda: an.Feedback(LAYER, an.Dense(4, 3)), "readout: given .* at most the 2 inputs"),
         (lambda: an.Feedback(an.RNN(Reads, 2, 4), READOUT), "cell: given Reads"),
         (lambda: run_numpy(forced=1.5), "forced: given 1.5"),
         (lambda: run_numpy(forced=np.ones((2, 3))), r"forced: given shape \[2, 3\]"),

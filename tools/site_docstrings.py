@@ -36,7 +36,7 @@ class Docstrings(griffe.Extension):
         os.environ.setdefault("KERAS_BACKEND", "torch")
         for item in _all(pkg):
             if item.docstring is not None:
-                if "{options}" in item.docstring.value:
+                if "options}" in item.docstring.value:
                     item.docstring.value = _running(item).__doc__
                 item.docstring.value = markdown(inspect.cleandoc(item.docstring.value))
         found = {name: pkg[path] for name, path in NAMESAKES.items()}

@@ -7,12 +7,7 @@ from anycell.lang.ops import clip, sigmoid, tanh
 
 @cell(gates="i f g o", state="h:P c")
 def LSTMP(
-    x: Gates,
-    r: Gates,
-    s: Gates,
-    *,
-    cell_clip: float | None = None,
-    proj_clip: float | None = None,
+    x: Gates, r: Gates, s: Gates, *, cell_clip: float | None = None, proj_clip: float | None = None
 ) -> tuple[Expr, Expr]:
     """LSTM whose output is projected to P numbers: ``torch.nn.LSTM`` with ``proj_size=P``.
 

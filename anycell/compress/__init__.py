@@ -25,17 +25,10 @@ from anycell.lang.cell import INPUT
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import RANK, low_rank
 from anycell.layer import view as views
+from anycell.layer.checks import integer, refuse
 from anycell.layer.signature import ENDS, place
 
-__all__ = [
-    "factorize",
-    "fake_quantize",
-    "gradual",
-    "low_rank",
-    "quantize",
-    "shrink",
-    "unit_norms",
-]
+__all__ = ["factorize", "fake_quantize", "gradual", "low_rank", "quantize", "shrink", "unit_norms"]
 
 
 def unit_norms(layer: Any, *, readouts: Sequence[Any] = (), size: str = "H") -> Any:
@@ -113,12 +106,9 @@ def shrink(
     if model.unsaid():
         gc.collect()  # a Feedback that has been dropped reads nothing
         for readout in model.unsaid():
-            raise ValueError(
-                f"readouts: given {[*readouts]!r}; expected {readout!r} among them, which reads "
-                "this layer in a Feedback. Pass readouts=[feedback.readout]."
-            )
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise ValueError(f"multiple: given {multiple!r}; expected a whole number from 1.")
+            expected = f"{readout!r} among them, which reads this layer in a Feedback"
+            refuse("readouts", repr([*readouts]), expected, "Pass readouts=[feedback.readout].")
+    multiple = integer("multiple", multiple)
     if np.ndim(keep) == 0:
         kept = model.strongest(_number(keep, model.count), multiple)
     else:
@@ -152,9 +142,10 @@ def gradual(final: float, begin: int, end: int, *, initial: float = 1.0) -> Any:
     """
     for name, value in (("final", final), ("initial", initial)):
         if not 0.0 < value <= 1.0:
-            raise ValueError(f"{name}: given {value!r}; expected a part in (0, 1].")
+            refuse(name, repr(value), "a part in (0, 1]", "Pass one in that range.")
     if not begin < end:
-        raise ValueError(f"begin, end: given {begin!r}, {end!r}; expected begin before end.")
+        hint = "Pass steps of training."
+        refuse("begin, end", f"{begin!r}, {end!r}", "begin before end", hint)
 
     def keep(step: float) -> float:
         left = min(1.0, max(0.0, 1.0 - (step - begin) / (end - begin)))
@@ -202,16 +193,13 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
     _refuse_quantized(layer)
     view = adapter.view_of(layer)
     cell = low_rank(view.cell, matmuls, bias=view.bias)
-    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 1:
-        raise ValueError(f"rank: given {rank!r}; expected a whole number from 1.")
-    sizes, linears = {**view.sizes, RANK: int(rank)}, []
+    rank = integer("rank", rank)
+    sizes, linears = {**view.sizes, RANK: rank}, []
     for l in view.cell.linears:
         most = min(l.shape(sizes)[-2:]) * l.heads
         if l.name in cell.matmuls and rank > most:
-            raise ValueError(
-                f"rank: given {rank}; expected at most {most}, the full rank of {l.weight} "
-                f"{list(l.shape(sizes))}. Choose a lower one, or other matmuls."
-            )
+            expected = f"at most {most}, the full rank of {l.weight} {list(l.shape(sizes))}"
+            refuse("rank", str(rank), expected, "Choose a lower one, or other matmuls.")
         linears += [(l, end) for end in ENDS[: 1 + view.bidirectional] if l.name in cell.matmuls]
     cell.check_sizes(sizes)
     learned: dict[str, Any] = {}
@@ -220,11 +208,10 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
         for l, end in linears:
             weight = views.numbers(arrays.pop(l.weight + end))
             if not np.isfinite(weight).all():
-                raise ValueError(
-                    f"layer: given one whose {place(l.weight + end, k)} has infinities or NaN; "
-                    "expected numbers, of which there is a singular value decomposition."
-                )
-            factors = _factors(weight, int(rank) // l.heads)
+                given = f"one whose {place(l.weight + end, k)} has infinities or NaN"
+                hint = "Others have no singular value decomposition."
+                refuse("layer", given, "numbers", hint)
+            factors = _factors(weight, rank // l.heads)
             arrays |= zip((f"{l.weight}_u{end}", f"{l.weight}_v{end}"), factors, strict=True)
             if l.bias_name + end in arrays:
                 arrays[f"{l.bias_name}_u{end}"] = arrays.pop(l.bias_name + end)
@@ -260,8 +247,7 @@ def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
         >>> small.arrays["weight_hh_l0"].dtype, small.error < 0.02
         (dtype('int8'), True)
     """
-    adapter = _adapter("quantized", "model", model)
-    return adapter.quantize(model, data)
+    return _adapter("quantized", "model", model).quantize(model, data)
 
 
 def fake_quantize(layer: Any) -> Any:
@@ -284,9 +270,8 @@ def fake_quantize(layer: Any) -> Any:
     """
     adapter = sys.modules.get("anycell.torch.quantized")
     if adapter is None or not adapter.is_layer(layer):
-        raise TypeError(
-            f"layer: given {type(layer).__name__}; expected RNN, LSTM or GRU of anycell.torch."
-        )
+        expected = "RNN, LSTM or GRU of anycell.torch"
+        refuse("layer", type(layer).__name__, expected, "Others cannot train so.", TypeError)
     return adapter.fake_quantize(layer)
 
 
@@ -309,20 +294,18 @@ class _Model:
         self.cell, self.sizes, self.axes = view.cell, view.sizes, units.axes(view.cell)
         self.layers, self.directions = view.num_layers, 1 + view.bidirectional
         if size not in self.sizes:
-            raise ValueError(f"size: given {size!r}; expected one of {', '.join(self.sizes)}.")
+            refuse("size", repr(size), f"one of {', '.join(self.sizes)}", "Pass one of them.")
         if not several:
-            raise TypeError(
-                f"readouts: given {type(readouts).__name__}; expected a list of layers."
-            )
+            hint = "Put them in one."
+            refuse("readouts", type(readouts).__name__, "a list of layers", hint, TypeError)
         first = self.cell.states[0].size
         width, self.reads, self.readouts = self.sizes[first] * self.directions, [], list(readouts)
         for readout in readouts:
             weights = self.adapter.reads(readout)
             if not weights or any(weight.shape[1] != width for weight in weights):
-                raise TypeError(
-                    f"readouts: given {readout!r}; expected "
-                    f"{self.adapter.READOUTS.format(width)}, the width of the layer's output."
-                )
+                hint = "That is the width of the layer's output."
+                expected = self.adapter.READOUTS.format(width)
+                refuse("readouts", repr(readout), expected, hint, TypeError)
             self.reads += weights
         self.count, self.split = self.sizes[size], units.parts(self.cell, size)
         self.columns = size == first
@@ -409,27 +392,28 @@ def _adapter(name: str, argument: str, given: Any) -> Any:
             adapter = importlib.import_module(f"anycell.{framework}.{name}")
             if isinstance(given, adapter.KINDS):
                 return adapter
-    if hasattr(given, "readout") and hasattr(given, "layer"):
-        raise TypeError(
-            f"{argument}: given {type(given).__name__}; expected its layer. Pass the layer, "
-            "and the readout beside it: shrink(feedback.layer, ..., readouts=[feedback.readout])."
-        )
-    models = ", or a torch.nn.Module or keras.Model with such layers" * (argument == "model")
-    raise TypeError(
-        f"{argument}: given {type(given).__name__}; expected a layer of anycell.torch (RNN, LSTM, "
-        f"GRU), anycell.keras or anycell.numpy{models}. anycell.torch.accelerate and "
-        "anycell.keras.accelerate turn those of torch.nn and Keras into ours."
+    expected = "a layer of anycell.torch (RNN, LSTM, GRU), anycell.keras or anycell.numpy"
+    expected += ", or a torch.nn.Module or keras.Model with such layers" * (argument == "model")
+    hint = (
+        "anycell.torch.accelerate and anycell.keras.accelerate turn those of torch.nn and Keras "
+        "into ours."
     )
+    if hasattr(given, "readout") and hasattr(given, "layer"):
+        expected = "its layer"
+        hint = (
+            "Pass the layer, and the readout beside it: shrink(feedback.layer, ..., "
+            "readouts=[feedback.readout])."
+        )
+    refuse(argument, type(given).__name__, expected, hint, TypeError)
 
 
 def _refuse_quantized(layer: Any) -> None:
     """Refuses a layer or readout whose weights are integers, also within ``Bidirectional``."""
     parts = [getattr(layer, name, layer) for name in ("forward_layer", "backward_layer")]
     if any(getattr(part, "rounded", False) for part in parts):
-        raise TypeError(
-            f"layer: given {type(layer).__name__} with weights of 8 bits; expected float32. Change "
-            "the float32 layer, and quantize it afterwards."
-        )
+        hint = "Change the float32 layer, and quantize it afterwards."
+        given = f"{type(layer).__name__} with weights of 8 bits"
+        refuse("layer", given, "float32", hint, TypeError)
 
 
 def _factors(weight: npt.NDArray[Any], rank: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -447,10 +431,8 @@ def _number(keep: Any, count: int) -> int:
         return max(1, math.ceil(keep * count))
     if whole and 1 <= keep <= count:
         return int(keep)
-    raise ValueError(
-        f"keep: given {keep!r}; expected a number of units from 1 to {count}, a part of them in "
-        "(0, 1), or their indices."
-    )
+    expected = f"a number of units from 1 to {count}, or a part of them in (0, 1)"
+    refuse("keep", repr(keep), expected, "Or pass the indices of those that stay.")
 
 
 def _indices(keep: Any, count: int, rows: int, split: int) -> Indices:
@@ -458,19 +440,17 @@ def _indices(keep: Any, count: int, rows: int, split: int) -> Indices:
     kept = np.asarray(keep)
     whole, single = kept.dtype.kind in "iu" and kept.size, kept.ndim == 1
     if not whole or not (single or (kept.ndim == 2 and len(kept) == rows)):
-        raise ValueError(
-            f"keep: given an array of shape {kept.shape} and dtype {kept.dtype}; expected indices "
-            f"of units, [units], or [{rows}, units] for each layer and direction."
-        )
+        given = f"an array of shape {kept.shape} and dtype {kept.dtype}"
+        expected = f"indices of units, [units], or [{rows}, units] for each layer and direction"
+        refuse("keep", given, expected, "Or pass a number of units.")
     kept = np.sort(np.broadcast_to(kept, (rows, kept.shape[-1])))
     if kept[:, 0].min() < 0 or kept[:, -1].max() >= count or not np.diff(kept).all():
-        raise ValueError(
-            f"keep: given the units {keep!r}; expected each at most once, from 0 to {count - 1}."
-        )
+        expected = f"each at most once, from 0 to {count - 1}"
+        refuse("keep", f"the units {keep!r}", expected, "Leave out the others.")
     per_part = (kept[:, :, None] // (count // split) == np.arange(split)).sum(1)
     if len(np.unique(per_part)) > 1:
-        raise ValueError(
-            f"keep: given units of which {per_part.tolist()} lie in the {split} parts that heads "
-            "or groups of the cell make; expected the same number in each."
+        given = (
+            f"units of which {per_part.tolist()} lie in the {split} parts that heads or groups make"
         )
+        refuse("keep", given, "the same number in each", "Choose others.")
     return kept.astype(np.int64)

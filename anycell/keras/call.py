@@ -9,6 +9,7 @@ from keras import backend, ops
 
 from anycell.lang.cell import Cell
 from anycell.layer.checks import refuse
+from anycell.layer.signature import state_names
 from anycell.plan import Call, scales_of
 
 Tensor = Any  # of the backend
@@ -27,7 +28,6 @@ Arrays = Mapping[str, Tensor]
 INTEGERS = "mask", "resets", "seed"  # of dtypes of their own
 # What Keras lays out the other way round, and its name below the frontends.
 KERNELS = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
-_SCALES = scales_of("weight_ih")
 
 
 def check(call: Call, arrays: Arrays) -> None:
@@ -78,11 +78,6 @@ def flags(name: str, values: Tensor) -> Tensor:
     return ops.cast(given, "bool")
 
 
-def quantized(arrays: Arrays) -> bool:
-    """Whether the weights are integers with scales."""
-    return _SCALES in arrays
-
-
 def dequantized(arrays: Arrays) -> Arrays:
     """Returns the weights with the real numbers that the integers stand for."""
     real = {}
@@ -107,7 +102,7 @@ def named_states(cell: Cell, states: Sequence[Tensor]) -> dict[str, Tensor]:
             f"initial_state: given {len(states)} tensor(s); expected {len(cell.states)}. Pass "
             f"a list of the states of {cell.name}: {', '.join(cell.state_names)}."
         )
-    return {f"state {name}": s for name, s in zip(cell.state_names, states, strict=True)}
+    return dict(zip(state_names("state", cell), states, strict=True))
 
 
 def expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str) -> None:
@@ -131,8 +126,8 @@ def lowered(call: Call, arrays: Arrays) -> tuple[Call, dict[str, Tensor]]:
     for theirs, ours in KERNELS.items():
         if theirs in below:
             below[ours] = below.pop(theirs).T
-    for name in call.cell.state_names:
-        below[f"state {name}"] = below[f"state {name}"][None]
+    for name in state_names("state", call.cell):
+        below[name] = below[name][None]
     if "seed" in below:  # two numbers in Keras
         low, high = (int(part) for part in below.pop("seed"))
         call = call._replace(options=call.options._replace(seed=low + high * 2**31))

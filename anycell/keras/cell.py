@@ -286,11 +286,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 
 
 def gathered(
-    cell: Any,
-    step: Cell,
-    arrays: Arrays,
-    states: Sequence[Tensor],
-    read: Callable[[Any], Tensor],
+    cell: Any, step: Cell, arrays: Arrays, states: Sequence[Tensor], read: Callable[[Any], Tensor]
 ) -> dict[str, Tensor]:
     """The arrays, and what else a run takes of a cell of Keras's or ours, as ``read`` has it."""
     given = {**arrays, "recurrent_kernel": cell.recurrent_kernel, "bias_ih": cell.bias}

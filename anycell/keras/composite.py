@@ -14,9 +14,10 @@ from keras import ops
 from keras.src import backend  # the loop of keras.layers.RNN has no public name
 
 from anycell.engines import reference
-from anycell.keras.call import INTEGERS, Arrays, Result, Tensor, dequantized, quantized
+from anycell.keras.call import INTEGERS, Arrays, Result, Tensor, dequantized
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr
+from anycell.layer.rounding import quantized
 from anycell.plan import DTYPES, Call, Options
 
 

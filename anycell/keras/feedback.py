@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 from keras import ops, tree
@@ -17,15 +17,12 @@ from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.checks import refuse
-from anycell.layer.feedback import all_forced, entering, entering_step, fed
+from anycell.layer.feedback import Fed, chance, check_width, entering, fed
 from anycell.plan import Engine
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @keras.saving.register_keras_serializable("anycell")
-class Feedback(Keywords, Explained, keras.layers.Layer):
+class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
     """Runs a layer whose input is a series, or, where that is not given, its own readout.
 
         y_t     = output_t @ readout.kernel + readout.bias
@@ -82,11 +79,7 @@ class Feedback(Keywords, Explained, keras.layers.Layer):
             self.layer.build(input_shape)
         if not self.readout.built:
             self.readout.build((*input_shape[:2], self._widths()[0]))
-        if self.readout.units > input_shape[-1]:
-            raise ValueError(
-                f"readout: given Dense({self.readout.units}); expected at most the "
-                f"{input_shape[-1]} inputs of the layer, because what is read out is fed back."
-            )
+        check_width(self.readout, self.readout.units, input_shape[-1])  # type: ignore[arg-type]
         self.built = True
 
     def compute_output_shape(self, sequences_shape: Any, **_: Any) -> Any:
@@ -142,13 +135,6 @@ class Feedback(Keywords, Explained, keras.layers.Layer):
         said = _Fed(self.layer, self.readout)._subject(False)
         return said._replace(about=f"{self.name}: inference")
 
-    def prepare(self) -> Self:
-        """Packs the layer's weights, as they are now, for ``step``; returns the layer itself. See
-        ``RNN``.
-        """
-        self.layer.prepare()
-        return self
-
     @as_written
     def step(
         self, x: Tensor, states: Any = None, *, forced: Any = True, resets: Tensor = None
@@ -174,36 +160,39 @@ class Feedback(Keywords, Explained, keras.layers.Layer):
         Raises:
             ValueError: for arguments of another shape.
         """
-        layer, width = self.layer, self.readout.units
-        dtype = layer.cell.compute_dtype
-        x = one_step(self, x, dtype)
-        before, given = layer._begin(x, states, resets), all_forced(forced)
-        if given is None:
-            forced = flags("forced", forced)
-            if len(forced.shape) != 1:
-                refuse("forced", f"shape {tuple(forced.shape)}", "[B]", "Pass a flag for each row.")
-        entered = entering_step(
-            namespace(x), x, forced if given is None else given, width,
-            lambda: ops.cast(self.readout(before[0]), dtype),
-        )  # fmt: skip
-        output, after = layer.step(entered, before)
-        return self.readout(output), after
+        return super().step(x, states, forced=forced, resets=resets)
+
+    def _one_step(self, x: Any) -> Tensor:
+        return one_step(self, x, self.layer.cell.compute_dtype)
+
+    def _before(self, x: Tensor, state: Any) -> list[Tensor]:
+        return self.layer._begin(x, state, None)
+
+    def _flags(self, name: str, value: Any, x: Tensor) -> Tensor:
+        given = flags(name, value)
+        if len(given.shape) != 1:
+            refuse(name, f"shape {tuple(given.shape)}", "[B]", "Pass a flag for each row.")
+        return given
+
+    def _read_state(self, state: Tensor) -> Tensor:
+        return ops.cast(self.readout(state), self.layer.cell.compute_dtype)
+
+    def _read(self, outputs: Tensor) -> Tensor:
+        return self.readout(outputs)
 
     def _given(self, forced: Any, sequences: Tensor) -> Tensor:
         """``[B, T]``: where the series is."""
-        if not isinstance(forced, (int, float)):
+        probability, shape = chance(forced), ops.shape(sequences)[:2]
+        if probability is None:
             forced, (rows, steps) = flags("forced", forced), sequences.shape[:2]
             if len(forced.shape) == 1:
                 expect("forced", forced.shape, (steps,), "steps")
-                return ops.broadcast_to(forced, ops.shape(sequences)[:2])
+                return ops.broadcast_to(forced, shape)
             expect("forced", forced.shape, (rows, steps), "rows, steps")
             return forced
-        if not 0.0 <= forced <= 1.0:
-            raise ValueError(f"forced: given {forced!r}; expected a probability in [0, 1].")
-        shape = ops.shape(sequences)[:2]
-        if forced in (0, 1):  # nothing is drawn, in an exported graph neither
+        if probability in (0, 1):  # nothing is drawn, in an exported graph neither
             return ops.full(shape, bool(forced), "bool")
-        return keras.random.uniform(shape, seed=self.seed_generator) < float(forced)
+        return keras.random.uniform(shape, seed=self.seed_generator) < probability
 
     def get_config(self) -> dict[str, Any]:
         """All arguments, for ``from_config``."""
@@ -258,10 +247,9 @@ class _Fed(Fused):
 
 def _check(layer: Any, readout: Any) -> None:
     if not isinstance(layer, Fused):
-        raise TypeError(
-            f"layer: given {type(layer).__name__}; expected LSTM, GRU, SimpleRNN or RNN of "
-            "anycell.keras. anycell.keras.accelerate turns those of Keras into ours."
-        )
+        hint = "anycell.keras.accelerate turns those of Keras into ours."
+        expected = "LSTM, GRU, SimpleRNN or RNN of anycell.keras"
+        refuse("layer", type(layer).__name__, expected, hint, TypeError)
     outer, cell = ("go_backwards", "stateful"), ("dropout", "recurrent_dropout")
     told = {n: getattr(layer, n) for n in outer} | {n: getattr(layer.cell, n) for n in cell}
     faults = [f"{name}={value}" for name, value in told.items() if value]
@@ -269,10 +257,11 @@ def _check(layer: Any, readout: Any) -> None:
     if isinstance(step, Cell) and step.static is not None:
         faults.append(f"a cell with the static input {step.static!r}")
     if faults:
-        raise ValueError(f"layer: given {', '.join(faults)}; expected a layer without.")
+        refuse("layer", ", ".join(faults), "a layer without", "Make another one.")
     linear = keras.activations.linear
     if not isinstance(readout, keras.layers.Dense) or readout.activation is not linear:
-        raise ValueError(f"readout: given {readout}; expected keras.layers.Dense, no activation.")
+        hint = "It is fed back as it is."
+        refuse("readout", str(readout), "keras.layers.Dense without activation", hint)
 
 
 __all__ = ["Feedback"]

@@ -25,7 +25,6 @@ class AlignedHost(NumpyHost):
         return block[start : start + size].view(self.dtype).reshape(shape)
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
-        """The same, all zeros."""
         array = self.empty(shape)
         array[...] = 0
         return array
@@ -33,11 +32,9 @@ class AlignedHost(NumpyHost):
     lasting = empty  # all of it is kept
 
     def like(self, array: Array) -> Array:
-        """Memory as it comes, of the shape of an array."""
         return self.empty(array.shape)
 
     def narrow(self, array: Array) -> Array:
-        """The array in this dtype, on memory of its own."""
         if self.wide is self or array.dtype == self.dtype:
             return array
         narrow = self.empty(array.shape)

@@ -21,7 +21,7 @@ from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.explanation import Explained, Explanation, Subject, about_layer
 from anycell.keras import cells
-from anycell.keras.call import Arrays, Result, Tensor, check, flags, tensor
+from anycell.keras.call import Arrays, Tensor, check, flags, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
 from anycell.keras.rule import FUSED, Facts, asked, choose
@@ -216,7 +216,9 @@ class Fused(Steps, Keywords, Explained):
         if resets is not None:
             arrays["resets"] = ops.swapaxes(flags("resets", resets), 0, -1)
         check(call, arrays)
-        run = _by_backend if engine == "cpu" or keras.backend.backend() == "jax" else composite
+        name, run = keras.backend.backend(), composite
+        if engine == "cpu" or name == "jax":
+            run = import_module(f"anycell.keras.{name}").run
         outputs, final = run(call, arrays)
         return self._as_keras(call, outputs, final, mask)
 
@@ -264,13 +266,6 @@ def _for_all(given: Tensor, sequences: Tensor) -> Tensor:
     if given.shape[:1] != (1,) or len(given.shape) != 2 or sequences.shape[0] == 1:
         return given
     return ops.broadcast_to(given, (ops.shape(sequences)[0], ops.shape(given)[1]))
-
-
-def _by_backend(call: Call, arrays: Arrays) -> Result:
-    """Runs a layer as the module of Keras's backend does."""
-    module: Any = import_module(f"anycell.keras.{keras.backend.backend()}")
-    result: Result = module.run(call, arrays)
-    return result
 
 
 def refusal() -> str | None:

@@ -100,12 +100,7 @@ class Steps:
 
     @as_written
     def step(
-        self,
-        x: Tensor,
-        states: Any = None,
-        *,
-        static: Tensor = None,
-        resets: Tensor = None,
+        self, x: Tensor, states: Any = None, *, static: Tensor = None, resets: Tensor = None
     ) -> tuple[Tensor, list[Tensor]]:
         """One step, as they arrive, in inference: what a call gives for sequences of one step.
 

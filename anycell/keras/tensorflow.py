@@ -33,22 +33,13 @@ from tensorflow.python.saved_model import save_context
 
 from anycell import layer
 from anycell.engines import cpu
-from anycell.keras.call import (
-    KERNELS,
-    Arrays,
-    Result,
-    Tensor,
-    check,
-    dequantized,
-    lowered,
-    quantized,
-)
+from anycell.keras.call import KERNELS, Arrays, Result, Tensor, check, dequantized, lowered
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, host_of
 from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
-from anycell.layer.rounding import with_integers
+from anycell.layer.rounding import quantized, with_integers
 from anycell.plan import Call, Options, Plan, plan
 
 Array = npt.NDArray[Any]

@@ -23,7 +23,7 @@ by side, size that of the first state.
     gpu.py          the two passes on a GPU
     stream.py       one step at a time, on weights packed once
     sequences.py    the states after every step, where a call asks for them
-    feedback.py     a readout that is fed back: what it adds to a layer's arrays
+    feedback.py     a readout that is fed back: what it adds to a layer's arrays, and its steps
     rounding.py     weights of 8 bits
     view.py         layers of every frontend, as anycell.compress sees them
 """

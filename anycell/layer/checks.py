@@ -125,6 +125,13 @@ def check_checkpoint(value: Any) -> str | int | None:
     )
 
 
+def check_one_direction(method: str, layer: Any) -> None:
+    """Refuses ``method`` of a layer of both directions."""
+    if layer.bidirectional:
+        hint = "The other one begins at the end of the sequence: call the layer on all of it."
+        refuse(method, "bidirectional=True", "a layer of one direction", hint)
+
+
 # -- cells and their sizes -------------------------------------------------------------------------
 
 

@@ -24,12 +24,15 @@ Networks*, 2015.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from anycell.lang.namespaces import Array, Namespace
-from anycell.layer.checks import refuse
+from anycell.lang.namespaces import Array, Namespace, namespace
+from anycell.layer.checks import number, refuse
 from anycell.plan import scales_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # What has rows for every gate, and what the rows of the one more gate are filled with.
 BY_GATE = {"weight_ih": 0, "weight_hh": 0, "bias_ih": 0, "bias_hh": 0}
@@ -81,34 +84,111 @@ def entering(xp: Namespace, x: Array, given: Array, width: int, quantized: bool)
     return xp.concatenate([row, xp.where(given, xp.zeros_like(free), free)], -1)
 
 
-def all_forced(forced: Any) -> bool | None:
-    """Whether a step is forced in all rows, or free in all; None for flags, one per row."""
+class Fed:
+    """The base of ``Feedback``: a layer and its readout, one step at a time."""
+
+    layer: Any
+    readout: Any
+    _namespace = staticmethod(namespace)
+
+    def prepare(self) -> Self:
+        """Packs the weights of the layer, as they are now, for ``step``; gives the object itself.
+        See ``RNN``.
+        """
+        self.layer.prepare()
+        return self
+
+    def step(
+        self, x: Any, state: Any = None, *, forced: Any = True, static: Any = None,
+        resets: Any = None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """One step, as they arrive: what a call gives for a sequence of one step, in evaluation.
+
+        Nothing has to be kept but the state: what is fed back is the readout of it. In between the
+        layer makes a ``step`` of its own, after ``prepare()`` a fast one. Of a layer in 8 bits
+        results are those of a call to within the rounding of what is fed back.
+
+        Args:
+            x: ``[B, input_size]``, the series in the first Y columns. Where the step is not forced,
+                what lies there never matters.
+            state: as the step before returned it. None for what a call begins with.
+            forced: whether the series is given: True or False, or bool ``[B]``.
+            static: as a call takes it.
+            resets: bool ``[B]``, True where the state is replaced, before the step, by what a call
+                begins with.
+
+        Returns:
+            y ``[B, Y]``, and the new state.
+
+        Raises:
+            ValueError, TypeError: naming the argument, what was given and what was expected.
+        """
+        x = self._one_step(x)
+        xp, before = self._namespace(x), self._before(x, state)
+        if resets is not None:
+            new, begin = self._flags("resets", resets, x)[:, None], self._before(x, None)
+            before = [xp.where(new, b, s) for b, s in zip(begin, before, strict=True)]
+        if isinstance(forced, (int, float)):  # all rows are forced, or all free
+            if forced not in (0, 1):
+                hint = "Draw the rows that are forced, and pass them."
+                refuse("forced", repr(forced), "True or False, or a bool for each row", hint)
+            rows = None
+        else:
+            rows = self._flags("forced", forced, x)[:, None]
+        if rows is not None or not forced:
+            series = self._read_state(before[0])
+            width = series.shape[1]
+            series = series if rows is None else xp.where(rows, x[:, :width], series)
+            x = xp.concatenate([series, x[:, width:]], -1)
+        further = {} if static is None else {"static": static}
+        output, after = self.layer.step(x, tuple(before), **further)
+        return self._read(output), after
+
+    def _one_step(self, x: Any) -> Array:
+        """``[B, inputs]``, checked."""
+        raise NotImplementedError
+
+    def _before(self, x: Array, state: Any) -> Sequence[Array]:
+        """The states before a step; for None those with which a call begins."""
+        raise NotImplementedError
+
+    def _flags(self, name: str, value: Any, x: Array) -> Array:
+        """bool ``[B]``, checked."""
+        raise NotImplementedError
+
+    def _read_state(self, state: Array) -> Array:
+        """The readout, ``[B, Y]``, of the first state before a step, with the dtype of x."""
+        return self._read(state[0])
+
+    def _read(self, outputs: Array) -> Array:
+        """The readout, ``[B, Y]``, of outputs ``[B, size]``."""
+        raise NotImplementedError
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def check_layer(layer: Any, ours: bool, expected: str, remedy: str) -> None:
+    """Refuses what is no layer of the frontend, and layers of several directions or layers."""
+    if not ours:
+        refuse("layer", type(layer).__name__, expected, remedy, TypeError)
+    if layer.num_layers > 1 or layer.bidirectional:
+        hint = "Of several cells make one: a cell may hold the states of all."
+        refuse("layer", repr(layer), "one of one layer and one direction", hint)
+
+
+def check_width(readout: Any, width: int, inputs: int) -> None:
+    """A readout of ``width`` outputs is fed back to a layer of as many ``inputs`` or more."""
+    if width > inputs:
+        expected = f"at most the {inputs} inputs of the layer"
+        refuse("readout", repr(readout), expected, f"Its {width} outputs are fed back.")
+
+
+def chance(forced: Any) -> float | None:
+    """The probability that a step is forced, in all steps and rows; None for flags."""
     if not isinstance(forced, (int, float)):
         return None
-    if forced not in (0, 1):
-        hint = "Draw the rows that are forced, and pass them."
-        refuse("forced", repr(forced), "True or False, or a bool for each row", hint)
-    return bool(forced)
+    return number("forced", float(forced), 0.0, 1.0, closed=True)
 
 
-def entering_step(
-    xp: Namespace, x: Array, forced: bool | Array, width: int, before: Callable[[], Array]
-) -> Array:
-    """The input of a layer's step: where it is not forced, the readout in place of the series.
-
-    Args:
-        xp: the arrays' namespace.
-        x: ``[B, inputs]``.
-        forced: for all rows, or bool ``[B]``.
-        width: Y.
-        before: gives the readout of the state before the step, ``[B, Y]``.
-    """
-    if forced is True:
-        return x
-    series = before()
-    if forced is not False:
-        series = xp.where(forced[:, None], x[:, :width], series)
-    return xp.concatenate([series, x[:, width:]], -1)
-
-
-__all__ = ["BY_GATE", "all_forced", "entering", "entering_step", "fed"]
+__all__ = ["BY_GATE", "Fed", "chance", "check_layer", "check_width", "entering", "fed"]

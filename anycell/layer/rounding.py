@@ -10,7 +10,7 @@ integers, and all else is float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from anycell.lang.namespaces import Array, Namespace, namespace
 from anycell.plan import scales_of
 
 STEPS = 127  # of 8 bits, on each side of 0
+SCALES = scales_of("weight_ih")  # what only a call has whose weights are integers
 
 
 def integers(xp: Namespace, weight: Array) -> tuple[Array, Array]:
@@ -43,6 +44,11 @@ def rounded(
     return integers(namespace(weight), weight.astype(np.float32, copy=False))
 
 
+def quantized(arrays: Mapping[str, Array]) -> bool:
+    """Whether the weights are integers with scales."""
+    return SCALES in arrays
+
+
 def with_integers(xp: Namespace, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Rounds the weights of a call that came as real numbers beside integers."""
     both = dict(arrays)
@@ -50,14 +56,6 @@ def with_integers(xp: Namespace, arrays: Mapping[str, Array]) -> dict[str, Array
         if name.startswith("weight_") and scales_of(name) not in arrays:
             both[name], both[scales_of(name)] = integers(xp, array)
     return both
-
-
-def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which a model is called for a batch of ``quantize(data=)``."""
-    given = batch if isinstance(batch, tuple) else (batch,)
-    if isinstance(batch, tuple) and batch and isinstance(batch[-1], dict):
-        return given[:-1], given[-1]
-    return given, {}
 
 
 @contextmanager
@@ -111,9 +109,12 @@ def measure(
     with ExitStack() as stack:
         for run in runs:
             stack.enter_context(replaced(run[0], method, beside(*run)))
-        given: tuple[Any, ...] | None = None
+        given: Sequence[Any] | None = None
+        named: Mapping[str, Any]
         for batch in data:
-            given, named = arguments(batch)
+            given, named = batch if isinstance(batch, tuple) else (batch,), {}
+            if isinstance(batch, tuple) and batch and isinstance(batch[-1], dict):
+                *given, named = batch
             try:
                 call(*given, **named)
             except TypeError as error:

@@ -120,13 +120,18 @@ def states(plan: Plan) -> tuple[tuple[str, int], ...]:
     return tuple((s.name, plan.sizes[s.size]) for s in plan.cell.states)
 
 
+def state_names(kind: str, cell: Cell) -> list[str]:
+    """The public names of the states of a call: ``kind`` is "state" or "reset_state"."""
+    return [f"{kind} {name}" for name in cell.state_names]
+
+
 def names(cell: Cell, directions: int) -> tuple[str, ...]:
     """All names that the arrays of a call may go by, in one order."""
     weights = [name for name in cell.learned if name.startswith("weight_")]
     return (
         *("x", "static", *FLAGS, "recurrent_mask"),
-        *(f"state {name}" for name in cell.state_names),
-        *(f"reset_state {name}" for name in cell.state_names),
+        *state_names("state", cell),
+        *state_names("reset_state", cell),
         *(name + end for end in ENDS[:directions] for name in cell.learned),
         *(scales_of(name) + end for end in ENDS[:directions] for name in weights),
     )
@@ -182,8 +187,8 @@ def _places(plan: Plan, d: int) -> tuple[tuple[str, str, bool], ...]:
         weights = [scales_of(name) for name in plan.cell.learned if name.startswith("weight_")]
         learns += [(name, name + ENDS[d], False) for name in weights]
     shared = [(name, name, False) for name in ("static", "recurrent_mask")]
-    kinds = [f"{kind} {name}" for kind in ("state", "reset_state") for name, _ in states(plan)]
-    return (*learns, *shared, *[(name, name, True) for name in kinds])
+    parted = [*state_names("state", plan.cell), *state_names("reset_state", plan.cell)]
+    return (*learns, *shared, *[(name, name, True) for name in parted])
 
 
 def of_a_matmul(name: str) -> bool:
@@ -216,6 +221,7 @@ __all__ = [
     "parameters",
     "places",
     "shapes",
+    "state_names",
     "states",
     "stepped",
 ]

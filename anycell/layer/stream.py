@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from anycell.engines import cpu
 from anycell.lang.cell import INPUT, Cell
@@ -252,14 +252,18 @@ class Stream:
         if flags and reset_state:
             self._restore(form, calls, reset_state)
         calls[-1][0][self._out] = pointer(output)
-        for layer, (entries, address, parts, _, _) in zip(self.layers, calls):  # noqa: B905
+        for layer, table in zip(self.layers, calls):  # noqa: B905
+            entries, address, parts, _, _ = table
             entries[self._x], entries[self._resets] = at, flags
             if parts > 1:
                 entries[self._gang] = cpu.pool.gang(parts)
             if cpu.check.ON:
-                self._check(
-                    layer, calls, entries, x, alive, static, resets, reset_state, [*new, output]
-                )
+                entering = x if layer is self.layers[0] else new[0]
+                each = {"gates": entering, "static": static}
+                restored = reset_state or () if flags else ()
+                for kind, arrays in (("state", alive), ("final", new), ("reset_state", restored)):
+                    each |= {f"{kind} {name}": a for name, a in zip(self.names, arrays)}  # noqa: B905
+                self._check(layer, table, {"out": output, "resets": resets}, each)
             layer.kernel.door(address)
             at, below = below, below + form.bytes[0]
         if flags and reset_state:
@@ -276,30 +280,13 @@ class Stream:
                 at += size
 
     def _check(
-        self,
-        layer: _Layer,
-        calls: Sequence[_Table],
-        entries: array[int],
-        x: Array,
-        states: Sequence[Array],
-        static: Array | None,
-        resets: Array | None,
-        reset_state: Sequence[Array] | None,
-        results: Sequence[Array],
+        self, layer: _Layer, table: _Table, shared: dict[str, Any], each: dict[str, Any]
     ) -> None:
         """Checks that arrays have all numbers that kernels touch."""
-        number = self.layers.index(layer)
-        *new, output = results
-        shared = {**layer.bounds, **calls[number].bounds, "out": extent(self.host, output)}
-        each = {**layer.learned_bounds, **calls[number].bounds}
-        each["gates"] = extent(self.host, x if number == 0 else new[0])
-        if static is not None:
-            each["static"] = extent(self.host, static)
-        if resets is not None:
-            shared["resets"] = extent(self.host, resets)
-            for name, value in zip(self.names, reset_state or ()):  # noqa: B905
-                each[f"reset_state {name}"] = extent(self.host, value)
-        for name, before, after in zip(self.names, states, new, strict=True):
-            each[f"state {name}"] = extent(self.host, before)
-            each[f"final {name}"] = extent(self.host, after)
-        cpu.check.check(layer.kernel, entries, (shared, [each]))
+        both = [
+            {name: extent(self.host, array) for name, array in arrays.items() if array is not None}
+            for arrays in (shared, each)
+        ]
+        shared = {**layer.bounds, **table.bounds, **both[0]}
+        each = {**layer.learned_bounds, **table.bounds, **both[1]}
+        cpu.check.check(layer.kernel, table.entries, (shared, [each]))

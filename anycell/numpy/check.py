@@ -50,11 +50,6 @@ def generator(name: str, seed: Any) -> np.random.Generator:
         refuse(name, f"{seed!r} ({error})", expected, "Pass None.", type(error))
 
 
-def probability(name: str, value: Any) -> float:
-    """The value as a float in ``[0, 1]``."""
-    return number(name, value, 0.0, 1.0, closed=True)
-
-
 def real_dtype(name: str, value: Any) -> np.dtype[Any]:
     """A dtype that the kernels compute in, in this machine's order of bytes."""
     try:

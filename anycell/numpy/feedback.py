@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ import numpy.typing as npt
 from anycell.explanation import Explained, Subject
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
-from anycell.layer.checks import Layout
-from anycell.layer.feedback import BY_GATE, all_forced, entering, entering_step, fed
+from anycell.layer.checks import Layout, refuse
+from anycell.layer.feedback import BY_GATE, Fed, chance, check_layer, check_width, entering, fed
 from anycell.layer.rounding import rounded
 from anycell.numpy import check
 from anycell.numpy.base import Array, Layer
@@ -23,11 +23,8 @@ from anycell.numpy.layers import RNN
 from anycell.numpy.typed import State
 from anycell.plan import Engine, scales_of
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
-
-class Feedback(Explained, Layer):
+class Feedback(Fed, Explained, Layer):
     """Runs a layer whose input is a series, or, where that is not given, its own readout.
 
         y_t     = W_readout output_t + b_readout
@@ -56,18 +53,13 @@ class Feedback(Explained, Layer):
     """
 
     def __init__(self, layer: RNN, readout: Dense, *, seed: int | None = None) -> None:
-        if not isinstance(layer, RNN) or layer.num_layers > 1 or layer.bidirectional:
-            raise ValueError(
-                f"layer: given {layer!r}, expected anycell.numpy.RNN, LSTM or GRU of one layer and "
-                "one direction. Of several cells make one: a cell may hold the states of all."
-            )
-        if not isinstance(readout, Dense) or readout.input_size != layer._width:
-            raise ValueError(f"readout: given {readout!r}, expected Dense({layer._width}, ...).")
-        if readout.output_size > layer.input_size or readout.dtype != layer.dtype:
-            raise ValueError(
-                f"readout: given {readout!r} of {readout.dtype}, expected at most the layer's "
-                f"{layer.input_size} inputs, of {layer.dtype}: what is read out is fed back."
-            )
+        ours = isinstance(layer, RNN)
+        check_layer(layer, ours, "RNN, LSTM or GRU of anycell.numpy", "Make one.")
+        fits = isinstance(readout, Dense) and readout.input_size == layer._width
+        if not fits or readout.dtype != layer.dtype:
+            expected = f"Dense({layer._width}, ...) of {layer.dtype}, as the layer"
+            refuse("readout", repr(readout), expected, "It reads the output of the layer.")
+        check_width(readout, readout.output_size, layer.input_size)
         self.layer, self.readout = layer, readout
         with_feedback(layer.cell)  # or why there is none
         self._generator = check.generator("seed", seed)
@@ -188,66 +180,30 @@ class Feedback(Explained, Layer):
         d_x[..., :width] *= given[..., None]
         return np.ascontiguousarray(d_x[..., :-1]), d_state
 
-    def prepare(self) -> Self:
-        """Packs the weights of the layer for ``step``; returns the object itself. See ``RNN``."""
-        self.layer.prepare()
-        return self
+    def _one_step(self, x: Any) -> Array:
+        return check.array("x", x, ("B", self.layer.input_size), self.layer.dtype)
 
-    def step(
-        self,
-        x: npt.ArrayLike,
-        state: State | None = None,
-        *,
-        forced: npt.ArrayLike | float = True,
-        static: npt.ArrayLike | None = None,
-        resets: npt.ArrayLike | None = None,
-    ) -> tuple[Array, State]:
-        """One step, as they arrive: ``forward`` of a sequence of length 1, in evaluation.
+    def _before(self, x: Array, state: State | None) -> Sequence[Array]:
+        return self.layer._states("state", state, len(x))
 
-        Nothing has to be kept but the state: what is fed back is the readout of it. In between the
-        layer makes a ``step`` of its own, after ``prepare()`` a fast one. Of a layer in 8 bits
-        results are those of ``forward`` to within the rounding of what is fed back.
+    def _flags(self, name: str, value: Any, x: Array) -> npt.NDArray[np.bool_]:
+        return check.flags(name, value, (len(x),))
 
-        Args:
-            x: ``[B, input_size]``, the series in the first Y columns. Where the step is not forced,
-                what lies there never matters.
-            state, static: as in ``forward``; pass the state that the step before returned.
-            forced: whether the series is given: True or False, or bool ``[B]``.
-            resets: bool ``[B]``, True where the state is replaced, before the step, by what
-                ``forward`` begins with.
-
-        Returns:
-            y ``[B, Y]`` and the state after it.
-
-        Raises:
-            ValueError, TypeError: naming the argument, what was given and what was expected.
-        """
-        layer, readout = self.layer, self.readout
-        x = check.array("x", x, ("B", layer.input_size), layer.dtype)
-        before = layer._states("state", state, len(x))
-        if resets is not None:
-            new = check.flags("resets", resets, (len(x),))[:, None]
-            begin = layer._states("state", None, len(x))
-            before = [np.where(new, b, s) for b, s in zip(begin, before, strict=True)]
-        given = all_forced(forced)
-        flags = check.flags("forced", forced, (len(x),)) if given is None else given
-        width = readout.output_size
-        entered = entering_step(namespace(x), x, flags, width, lambda: readout._read(before[0][0]))
-        one = tuple(before) if len(before) > 1 else before[0]
-        output, after = layer.step(entered, one, static=static)
-        return readout._read(output), after
+    def _read(self, outputs: Array) -> Array:
+        return self.readout._read(outputs)
 
     def _forced(self, forced: npt.ArrayLike | float, steps: int, rows: int) -> npt.NDArray[Any]:
         """``[T, B]``."""
+        probability = chance(np.asarray(forced).item() if np.ndim(forced) == 0 else forced)
+        if probability is not None:
+            return self._generator.random((steps, rows)) < probability
         if np.ndim(forced) == 1:
-            flags = check.flags("forced", forced, (steps,))
-            return np.broadcast_to(flags[:, None], (steps, rows))
-        if np.ndim(forced) == 0:
-            flag = isinstance(forced, (bool, np.bool_))
-            chance = check.probability("forced", float(forced) if flag else forced)  # type: ignore[arg-type]
-            return self._generator.random((steps, rows)) < chance
-        layout = Layout(check.NUMPY, self.layer, steps, rows, self.layer.batch_first)
-        return layout.flags("forced", forced)
+            flags = check.flags("forced", forced, (steps,))[:, None]
+        else:
+            flags = Layout(check.NUMPY, self, steps, rows, self.layer.batch_first).flags(
+                "forced", forced
+            )
+        return np.broadcast_to(flags, (steps, rows))
 
     def _layer(self) -> RNN:
         """A layer of the fed cell, with what it learns, and the scales of what has 8 bits."""

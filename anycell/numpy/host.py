@@ -42,7 +42,9 @@ def host_of(dtype: npt.DTypeLike) -> NumpyHost:
 
 
 class NumpyHost:
-    """Arrays of one dtype; of 16 bits with a host of what cells compute in, ``wide``."""
+    """Arrays of one dtype; of 16 bits with a host of what cells compute in, ``wide``. The methods
+    are those of ``layer.Host``.
+    """
 
     wide_states, library, blas = True, "numpy", 0
 
@@ -52,43 +54,33 @@ class NumpyHost:
 
     @functools.cached_property
     def eight_bits(self) -> NumpyHost:
-        """The host of weights of 8 bits."""
         return NumpyHost(np.int8)
 
     def widen(self, array: Array) -> Array:
-        """The array in the dtype that cells compute in."""
         return array if self.wide is self else array.astype(self.wide.dtype, copy=False)
 
     def narrow(self, array: Array) -> Array:
-        """The array in this dtype."""
         return array if self.wide is self else array.astype(self.dtype, copy=False)
 
     def empty(self, shape: tuple[int, ...]) -> Array:
-        """Memory as it comes."""
         return np.empty(shape, self.dtype)
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
-        """All zeros."""
         return np.zeros(shape, self.dtype)
 
     def lasting(self, shape: tuple[int, ...]) -> Array:
-        """Memory as it comes, kept for the next call when its last array is gone."""
         return cpu.memory.empty(shape, f"u{self.dtype.itemsize}").view(self.dtype)
 
     def template(self, shape: tuple[int, ...]) -> Array:
-        """Stands for an array of that shape, but holds one number."""
         return np.broadcast_to(self.empty(()), shape)
 
     def like(self, array: Array) -> Array:
-        """Memory as it comes, of the shape of an array."""
         return np.empty_like(array)
 
     def rows(self, array: Array) -> list[Array]:
-        """The parts along the first axis."""
         return list(array)
 
     def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
-        """The array, or a contiguous copy; None for another dtype."""
         flags = array.flags
         if array.dtype != (self.wide.dtype if wide else self.dtype):
             return None
@@ -101,7 +93,6 @@ class NumpyHost:
         return array if rows or (layout == MATRIX and size in strides[-2:]) else array.copy()
 
     def layout(self, arrays: Mapping[Any, Array]) -> tuple[Any, ...]:
-        """All that ``fit`` looks at."""
         key: list[Any] = []
         for name, array in arrays.items():
             if name not in FLAGS:
@@ -109,13 +100,11 @@ class NumpyHost:
         return tuple(key)
 
     def as_flags(self, array: Array) -> Array | None:
-        """Flags as contiguous uint8."""
         if array.dtype not in (np.bool_, np.uint8):
             return None
         return np.ascontiguousarray(array).view(np.uint8)
 
     def pointer(self, array: Array) -> int:
-        """Address of the first element."""
         return int(array.__array_interface__["data"][0])
 
     def pointers(self, arrays: Iterable[Array]) -> list[int]:
@@ -123,7 +112,6 @@ class NumpyHost:
         return [array.__array_interface__["data"][0] for array in arrays]
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """In elements, of an array that fits."""
         # Without a function of Python's for each: they are asked for often.
         return tuple(map(array.itemsize.__rfloordiv__, array.strides))
 

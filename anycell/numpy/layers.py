@@ -18,6 +18,7 @@ from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places, shapes
 from anycell.layer.checks import (
     Layout,
+    check_one_direction,
     check_options,
     check_recurrent_mask,
     check_states,
@@ -25,7 +26,7 @@ from anycell.layer.checks import (
     refuse,
 )
 from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.layer.signature import of_layer
+from anycell.layer.signature import of_layer, state_names
 from anycell.layer.stream import Stream
 from anycell.named import shown
 from anycell.numpy import check, initializers, passes
@@ -238,22 +239,9 @@ class RNN(Explained, Layer):
             state: in the cell's order a tuple of ``[num_layers * D, B, H]`` with D = 2 if
                 ``bidirectional`` else 1, or the array alone of a cell with one state. None starts
                 from the values that the cell declares, mostly zero.
-            mask: bool, laid out as x without its last axis: False where a step does nothing. The
-                state is held, and what lies there has no influence, not even NaN.
-            lengths: integers ``[B]`` from 0 to T, how many steps of each row count; the reverse
-                direction starts at each row's end. With a mask too, a step must pass both.
-            resets: bool, laid out as ``mask``: True where the state before the step is replaced, as
-                where an episode starts.
-            reset_state: what resets restore, as ``state``. None for what the cell declares.
-            static: ``[B, H]``, for a cell that declares a static input.
-            recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate, of the size of the first
-                state: multiplies it on its way into the recurrent matmul, of all layers and
-                directions. It has no gradient.
-            return_states: names of states whose values after every step are wanted too, or True for
-                all.
             training: dropout and the cell's random masks act, and what ``backward`` needs is kept,
                 x itself among it: do not write to x before ``backward``.
-            {options}
+            {mask lengths resets reset_state static recurrent_mask return_states options}
 
         Returns:
             output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
@@ -283,10 +271,11 @@ class RNN(Explained, Layer):
         if recurrent_mask is not None:
             sizes = self.cell, recurrent_mask, self.sizes, (rows,), self
             shared["recurrent_mask"] = check_recurrent_mask(check.NUMPY, *sizes)
-        states = dict(zip(self._named("state"), self._states("state", state, rows), strict=True))
+        names = state_names("state", self.cell)
+        states = dict(zip(names, self._states("state", state, rows), strict=True))
         if reset_state is not None:
             restored = self._states("reset_state", reset_state, rows)
-            states |= zip(self._named("reset_state"), restored, strict=True)
+            states |= zip(state_names("reset_state", self.cell), restored, strict=True)
         wanted = check_return_states(self.cell, return_states) if return_states else ()
         chosen, saved = self.plan, _Saved(wanted)
         finals: list[passes.States] = []
@@ -334,7 +323,7 @@ class RNN(Explained, Layer):
         Returns:
             the gradients of x and of the initial state, shaped as those. The attributes
             ``grad_static`` and ``grad_reset_state`` have those of a static input and of what resets
-            restore, or None.
+            restore, or None. A recurrent mask has none.
 
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.
@@ -350,13 +339,14 @@ class RNN(Explained, Layer):
         initial: list[passes.States] = []
         restored: list[passes.States] = []
         self.grad_static, self.grad_reset_state = None, None
+        entering, restoring = state_names("state", self.cell), state_names("reset_state", self.cell)
         for k in reversed(range(self.num_layers)):
             result = saved.pullbacks[k](d, [s[self._directions(k)] for s in d_states], d_sequences)
             d_sequences = {}
             d = result["x"] * saved.dropped[k - 1] if k and saved.dropped else result["x"]
-            initial = [[result[name] for name in self._named("state")], *initial]
-            if f"reset_state {self.cell.state_names[0]}" in result:
-                restored = [[result[name] for name in self._named("reset_state")], *restored]
+            initial = [[result[name] for name in entering], *initial]
+            if result.keys() >= {*restoring}:
+                restored = [[result[name] for name in restoring], *restored]
             if "static" in result:
                 below = 0 if self.grad_static is None else self.grad_static
                 self.grad_static = result["static"] + below
@@ -378,7 +368,7 @@ class RNN(Explained, Layer):
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.
         """
-        self._one_direction("prepare")
+        check_one_direction("prepare", self)
         stream, chosen = None, self.plan
         if chosen.engine == "cpu" and not chosen.types.mixed:
             weights = [self._learned(k) for k in range(self.num_layers)]
@@ -414,7 +404,7 @@ class RNN(Explained, Layer):
             ValueError: for a bidirectional layer, which needs the end before the start.
             ValueError, TypeError: naming the argument, what was given and what was expected.
         """
-        self._one_direction("step")
+        check_one_direction("step", self)
         x = check.array("x", x, ("B", self.input_size), self.dtype)
         if resets is not None:
             resets = check.flags("resets", resets, (len(x),)).view(np.uint8)
@@ -438,11 +428,6 @@ class RNN(Explained, Layer):
         output, state = self.forward(np.expand_dims(x, axis), state, **further)
         self._saved = pending
         return output.squeeze(axis), state
-
-    def _one_direction(self, method: str) -> None:
-        if self.bidirectional:
-            hint = "Call forward with the whole sequence: the other direction begins at its end."
-            refuse(method, "bidirectional=True", "a layer of one direction", hint)
 
     # -- arguments -------------------------------------------------------------------------------
     @property
@@ -476,10 +461,6 @@ class RNN(Explained, Layer):
             d = check.array(f"grad_states, {name!r}", value, shape, self.dtype)
             found[name] = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
         return found
-
-    def _named(self, kind: str) -> list[str]:
-        """The public names of the states of a call: ``kind`` is "state" or "reset_state"."""
-        return [f"{kind} {name}" for name in self.cell.state_names]
 
     def _static(self, static: npt.ArrayLike | None, rows: int) -> Array | None:
         return check_static(check.NUMPY, self.cell, static, (rows, self.hidden_size), self)

@@ -122,7 +122,7 @@ class BatchNorm(Layer):
         dtype: npt.DTypeLike = "float32",
     ) -> None:
         self.size, self.dtype = check.integer("size", size), check.real_dtype("dtype", dtype)
-        self.momentum = check.probability("momentum", momentum)
+        self.momentum = check.number("momentum", momentum, 0.0, 1.0, closed=True)
         self.eps = check.number("eps", eps, low=0.0)
         self.batch_first = check.boolean("batch_first", batch_first)
         super().__init__(

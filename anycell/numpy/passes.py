@@ -15,6 +15,7 @@ import numpy.typing as npt
 from anycell import layer
 from anycell.layer import ENDS
 from anycell.layer.sequences import keeping, sequences
+from anycell.layer.signature import state_names
 from anycell.layer.steps import directions
 from anycell.numpy.host import host_of
 from anycell.plan import Options, Plan
@@ -95,7 +96,7 @@ def composite(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str]
             states.append((*grad.state, *grad.reset_state))
             if grad.static is not None:
                 gradients["static"] = gradients.get("static", 0.0) + grad.static
-        kinds = [f"{kind} {name}" for kind in ("state", "reset_state") for name in cell.state_names]
+        kinds = state_names("state", cell) + state_names("reset_state", cell)
         for name, parts_ in zip(kinds, zip(*states, strict=True), strict=True):
             if parts_[0] is not None:
                 gradients[name] = np.stack(parts_)

@@ -63,20 +63,10 @@ def recurrence(
             where out counts all outputs of the matmul, one after the other. Biases, where there
             are any: ``bias_hh``, ``bias_<name>``.
         state: ``[B, size]`` per state (for one state one array will do); None, for all or for one
-            of them, starts from the declared initial value.
+            of them, starts from the declared initial value. ``reset_state`` may also be ``[size]``.
         params: the cell's per-unit parameters by name, ``[H]``.
-        mask: ``[T, B]``, False where a step does not exist: it holds the state, and what lies
-            beneath never matters.
-        lengths: ``[B]``, the number of steps of each row: a mask in short. With ``mask``, a step
-            exists where both say so.
-        resets: ``[T, B]``, True where the state is reset before the step.
-        reset_state: what resets restore, ``[size]`` or ``[B, size]`` per state; None restores the
-            declared initial value.
-        recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate; multiplies the hidden state
-            that enters the recurrent matmul.
-        static: ``[B, H]``, the input given once per sequence, for a cell that declares it.
         engine: "cpu" or "reference"; None takes what the plan says, see ``anycell.explain``.
-        {options}
+        {mask lengths resets reset_state static recurrent_mask options}
 
     Returns:
         the outputs ``[T, B, size of the first state]`` and a tuple of the final states.

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import numpy.typing as npt
 
 from anycell.numpy.base import Array
 from anycell.plan import CallOptions
 
 State = Array | tuple[Array, ...]  # the array alone where a cell has one state
-Flags = npt.NDArray[np.bool_]
 Names = Literal[True] | str | Sequence[str]
 
 

@@ -127,6 +127,23 @@ CODES = {name: option.codes for name, option in OPTIONS.items() if option.codes}
 OF_CALL = tuple(name for name, option in OPTIONS.items() if not option.attribute)
 
 
+# The sentences of docstrings on what else a call takes.
+ARRAYS = {
+    "mask": "bool ``[T, B]``, laid out as x, False where a step does nothing: the state is held, "
+    "and what lies there has no influence, not even NaN.",
+    "lengths": "integers ``[B]`` from 0 to T, how many steps of each row count. The reverse "
+    "direction starts at each row's end. With a mask too, both must let a step pass.",
+    "resets": "``[T, B]``, laid out as x, True where the state before the step is replaced: where "
+    "an episode starts. bool, or 0 and 1 of any real dtype.",
+    "reset_state": "what resets restore, as the state, for instance a learned one. Default: the "
+    "values that the cell declares.",
+    "static": "``[B, H]``, the input per sequence of a cell that declares one.",
+    "recurrent_mask": "``[B, H]``, or ``[G, B, H]`` for one per gate, of the size of the first "
+    "state: multiplies it on its way into the recurrent matmul, of all layers and directions.",
+    "return_states": "names of states whose values after every step are wanted, or True for all.",
+}
+
+
 class Call(NamedTuple):
     """A call of a layer besides its arrays.
 
@@ -171,17 +188,20 @@ class Engine(NamedTuple):
 
 def takes(names: Iterable[str] = OF_CALL) -> Callable[[Documented], Documented]:
     """Declares that a function takes these options by keyword, as ``**options``: its signature
-    shows them, and its docstring (or that of a class) explains them where it says ``{options}``.
+    shows them, and its docstring (or that of a class) explains them where it says ``{options}``;
+    and of ``ARRAYS`` those that it names there too.
     """
 
     def declare(function: Documented) -> Documented:
-        lines = [line for line in (function.__doc__ or "").split("\n") if "{options}" in line]
+        lines = [line for line in (function.__doc__ or "").split("\n") if "options}" in line]
         if lines:  # none under python -OO
+            *arrays, _ = lines[0].strip("{} ").split()
+            says = [(name, ARRAYS[name]) for name in arrays]
+            says += [(name, OPTIONS[name].says) for name in names]
             indent = " " * lines[0].index("{")
-            sentences = (f"{name}: {OPTIONS[name].says}" for name in names)
             further = indent + "    "
-            said = [textwrap.fill(s, 100, initial_indent=indent, subsequent_indent=further)
-                    for s in sentences]  # fmt: skip
+            said = [textwrap.fill(f"{name}: {text}", 100, initial_indent=indent,
+                    subsequent_indent=further) for name, text in says]  # fmt: skip
             function.__doc__ = (function.__doc__ or "").replace(lines[0], "\n".join(said))
         if inspect.isfunction(function):
             signature = inspect.signature(function)

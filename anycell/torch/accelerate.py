@@ -23,6 +23,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _OURS = DropIn, RNN, LSTMCell, GRUCell, RNNCell
 _STEPS = nn.RNNCellBase, RNNCell
 _NAMES = "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell", "RNNBase", "RNNCellBase"
+_PUBLIC = "anycell.torch.", "torch."
 _IN_PLACE_OF_A_LOOP = {
     nn.LSTMCell: "anycell.torch.LSTM",
     nn.GRUCell: "anycell.torch.GRU",
@@ -164,14 +165,11 @@ def _kind(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return f"{module.original_name} of TorchScript"
     kind = type(module)
-    derived = [base for base in kind.__mro__ if base.__name__ in _NAMES and _public(base)]
+    public = [base for base in kind.__mro__ if base.__module__.startswith(_PUBLIC)]
+    derived = [base for base in public if base.__name__ in _NAMES]
     whose = "anycell" if isinstance(module, _OURS) else "torch"
     known = f"{derived[0].__name__} of {whose}"
     return known if kind is derived[0] else f"{kind.__name__} ({known})"
-
-
-def _public(kind: type) -> bool:
-    return kind.__module__.startswith(("anycell.torch.", "torch."))
 
 
 def _engine(module: Any) -> tuple[str, str]:

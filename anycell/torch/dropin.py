@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell import cells
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint
+from anycell.layer.signature import state_names
 from anycell.plan import CallOptions, Engine, Plan, Sizes, takes
 from anycell.torch import ops
 from anycell.torch.composite import Arrays
@@ -29,7 +30,7 @@ from anycell.torch.functional import (
 )
 from anycell.torch.fused import autocast, plan_on
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent, state_names
+from anycell.torch.recurrent import Lengths, Recurrent
 from anycell.torch.symbolic import leaf
 
 if TYPE_CHECKING:
@@ -114,13 +115,9 @@ class DropIn(Recurrent):
         # No array is for names alone: torch.onnx's older exporter passes all by position.
         further: dict[str, Any] = dict(options) if options else {}
         for name, value in (
-            ("mask", mask),
-            ("lengths", lengths),
-            ("resets", resets),
-            ("reset_state", reset_state),
-            ("recurrent_mask", recurrent_mask),
-            ("return_states", return_states or None),
-        ):
+            ("mask", mask), ("lengths", lengths), ("resets", resets), ("reset_state", reset_state),
+            ("recurrent_mask", recurrent_mask), ("return_states", return_states or None),
+        ):  # fmt: skip
             if value is not None:
                 further[name] = value
         if isinstance(input, Proxy):
@@ -266,21 +263,9 @@ class LSTM(DropIn, nn.LSTM):
         h' = o tanh(c')
 
     ``forward`` takes ``input`` and ``hx`` and gives ``(output, (h, c))`` as torch's does, packed
-    for a ``PackedSequence``. What torch's does not take, pass by name. Masks and resets are laid
-    out as the input, ``[T, B]``, or ``[B, T]`` if ``batch_first``:
-        mask: bool, False where a step does nothing: the state is held, the output is zero, and
-            what lies there has no influence, not even NaN.
-        lengths: integers ``[B]``, how many steps of each row count. The reverse direction starts
-            at each row's end.
-        resets: True where the state before the step is replaced: where an episode starts. bool,
-            or 0 and 1 of any real dtype. Of a packed input it is packed alike, and mask and lengths
-            are in the input already.
-        reset_state: what resets restore, as ``hx``. Default: zeros.
-        recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate, of the size of h: multiplies
-            h on its way into the recurrent matmul, of all layers and directions.
-        return_states: names of states, "h" and "c" (of a GRU "h"), whose values after every step
-            are wanted too, or True for all: a third result, as of ``RNN``.
-        {options}
+    for a ``PackedSequence``, which has its lengths, and whose resets are packed alike. What torch's
+    does not take, pass by name; ``return_states`` adds a third result, as of ``RNN``:
+        {mask lengths resets reset_state recurrent_mask return_states options}
 
     ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
     for more time in training, see ``RNN``.

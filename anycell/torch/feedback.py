@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,26 +12,18 @@ from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.checks import refuse
-from anycell.layer.feedback import all_forced, entering, entering_step, fed
+from anycell.layer.feedback import Fed, chance, check_layer, check_width, entering, fed
+from anycell.layer.rounding import quantized
 from anycell.plan import Engine, Sizes
 from anycell.torch import ops
-from anycell.torch.arguments import (
-    check_flags,
-    check_states,
-    check_static,
-    check_tensor,
-    describe,
-)
+from anycell.torch.arguments import check_flags, check_states, check_static, check_tensor, describe
 from anycell.torch.dropin import DropIn
-from anycell.torch.functional import TORCH, fused_plan, quantized, reason
+from anycell.torch.functional import TORCH, fused_plan, reason
 from anycell.torch.recurrent import Lengths, sequence, subject
 from anycell.torch.rnn import RNN
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
-
-class Feedback(Explained, nn.Module):
+class Feedback(Fed, Explained, nn.Module):
     r"""Runs a layer whose input is a series, or, where that is not given, its own readout.
 
         y_t     = W_readout output_t + b_readout
@@ -68,40 +61,16 @@ class Feedback(Explained, nn.Module):
         (torch.Size([5, 2, 1]), torch.Size([1, 2, 8]))
     """
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            x: Tensor,
-            state: Any = None,
-            *,
-            forced: Tensor | float = True,
-            mask: Tensor | None = None,
-            lengths: Lengths | None = None,
-            resets: Tensor | None = None,
-            static: Tensor | None = None,
-        ) -> tuple[Tensor, Any]: ...
-
     def __init__(self, layer: Any, readout: nn.Linear) -> None:
         super().__init__()
-        if not isinstance(layer, (RNN, DropIn)):
-            raise TypeError(
-                f"layer: given {type(layer).__name__}; expected RNN, LSTM or GRU of anycell.torch. "
-                "anycell.torch.accelerate turns those of torch.nn into ours."
-            )
-        if layer.num_layers > 1 or layer.bidirectional:
-            raise ValueError(
-                f"layer: given {layer}; expected one layer and one direction. Of several cells "
-                "make one: a cell may hold the states of all."
-            )
+        remedy = "anycell.torch.accelerate turns those of torch.nn into ours."
+        ours = isinstance(layer, (RNN, DropIn))
+        check_layer(layer, ours, "RNN, LSTM or GRU of anycell.torch", remedy)
         width = dict(layer._sizes).get(layer.cell.states[0].size, layer.hidden_size)
         if not isinstance(readout, nn.Linear) or readout.in_features != width:
-            raise ValueError(f"readout: given {readout}; expected torch.nn.Linear({width}, ...).")
-        if readout.out_features > layer.input_size:
-            raise ValueError(
-                f"readout: given {readout}; expected at most the {layer.input_size} inputs of the "
-                "layer, because what is read out is fed back."
-            )
+            hint = "It reads the output of the layer."
+            refuse("readout", repr(readout), f"torch.nn.Linear({width}, ...)", hint)
+        check_width(readout, readout.out_features, layer.input_size)
         self.layer, self.readout = layer, readout
         self._made = self._fed()
 
@@ -177,92 +146,46 @@ class Feedback(Explained, nn.Module):
         )
         return self.readout(output), final if len(final) > 1 else final[0]
 
-    def prepare(self) -> Self:
-        """Packs the weights of the layer for ``step``; gives the module itself. See ``RNN``."""
-        self.layer.prepare()
-        return self
+    if TYPE_CHECKING:
+        __call__ = forward
 
-    def step(
-        self,
-        x: Tensor,
-        state: Any = None,
-        *,
-        forced: Tensor | float = True,
-        static: Tensor | None = None,
-        resets: Tensor | None = None,
-    ) -> tuple[Tensor, Any]:
-        """One step, as they arrive: what a call gives for a sequence of one step.
+    _namespace = staticmethod(lambda array: TORCH)
 
-        Nothing has to be kept but the state: what is fed back is the readout of it. In between the
-        layer makes a ``step`` of its own, after ``prepare()`` a fast one. Of a layer in 8 bits
-        results are those of a call to within the rounding of what is fed back.
+    def _one_step(self, x: Any) -> Tensor:
+        rows = x.shape[0] if isinstance(x, Tensor) and x.dim() == 2 else 1
+        shape = rows, self.layer.input_size
+        return check_tensor("x", x, shape, "one step of each row", self.layer._like)
 
-        Args:
-            x: ``[B, input_size]``, the series in the first Y columns. Where the step is not forced,
-                what lies there never matters.
-            state: as a call takes and gives it. None for what a call begins with.
-            forced: whether the series is given: True or False, or bool ``[B]``.
-            static: as a call takes it.
-            resets: ``[B]``, True where the state is replaced, before the step, by what a call
-                begins with.
-
-        Returns:
-            y ``[B, Y]``, and the new state.
-
-        Raises:
-            TypeError, ValueError: for arguments of another kind, shape or dtype.
-
-        Example:
-            >>> feedback = Feedback(RNN(anycell.cells.LSTM, 3, 8), torch.nn.Linear(8, 1)).prepare()
-            >>> with torch.no_grad():
-            ...     y, state = feedback.step(torch.zeros(2, 3), forced=True)
-            ...     y, state = feedback.step(torch.zeros(2, 3), state, forced=False)
-            >>> y.shape
-            torch.Size([2, 1])
-        """
-        layer, like = self.layer, self.layer._like
-        rows = tuple(x.shape[:1]) if isinstance(x, Tensor) and x.dim() == 2 else (1,)
-        check_tensor("x", x, (*rows, layer.input_size), "one step of each row", like)
+    def _before(self, x: Tensor, state: Any) -> Sequence[Tensor]:
+        layer, first = self.layer, (1, len(x))
         sizes = {"H": layer.hidden_size, **dict(layer._sizes)}
-        before: Any = None
         if state is not None:
-            before = check_states("state", state, layer.cell, sizes, (1, *rows), like)
-        if state is None or resets is not None:
-            states = layer.cell.states
-            begin = tuple([like.new_full((1, *rows, sizes[s.size]), s.initial) for s in states])
-            before = before or begin
-        if resets is not None:
-            new = check_flags("resets", resets, rows, "one per row", x)[:, None]
-            before = tuple([torch.where(new, b, s) for b, s in zip(begin, before, strict=True)])
-        whole, width = all_forced(forced), self.readout.out_features
-        if whole is None:
-            forced = check_flags("forced", forced, rows, "one per row", x)
-        entered = entering_step(
-            TORCH, x, forced if whole is None else whole, width, lambda: self.readout(before[0][0])
-        )
-        output, after = layer.step(entered, before, static=static)
-        return self.readout(output), after
+            return check_states("state", state, layer.cell, sizes, first, layer._like)
+        states = layer.cell.states
+        return [layer._like.new_full((*first, sizes[s.size]), s.initial) for s in states]
+
+    def _flags(self, name: str, value: Any, x: Tensor) -> Tensor:
+        return check_flags(name, value, (len(x),), "one per row", x)
+
+    def _read(self, outputs: Tensor) -> Tensor:
+        y: Tensor = self.readout(outputs)
+        return y
 
     def _forced(self, forced: Any, x: Tensor) -> Tensor:
         """The flags, laid out as x."""
         shape, steps = tuple(x.shape[:2]), x.shape[int(self.layer.batch_first)]
-        if isinstance(forced, Tensor):
-            if forced.dim() == 1:
-                flags = check_flags("forced", forced, (steps,), "of all rows", x)
-                return flags.reshape((1, steps) if self.layer.batch_first else (steps, 1)).expand(
-                    shape
-                )
-            return check_flags("forced", forced, shape, f"laid out as x, or [{steps}]", x)
-        if not isinstance(forced, (int, float)):
-            raise TypeError(
-                f"forced: given {describe(forced)}; expected a bool tensor {list(shape)}, laid out "
-                "as x, or a probability."
-            )
-        if not 0.0 <= forced <= 1.0:
-            raise ValueError(f"forced: given {forced!r}; expected a probability in [0, 1].")
-        if forced in (0, 1):  # nothing is drawn, in an exported graph neither
-            return (x.new_ones if forced else x.new_zeros)(shape, dtype=torch.bool)
-        return torch.rand(shape, device=x.device) < forced
+        probability = chance(forced)
+        if probability is not None:
+            if probability in (0, 1):  # nothing is drawn, in an exported graph neither
+                return torch.full(shape, bool(forced), device=x.device)
+            return torch.rand(shape, device=x.device) < probability
+        if not isinstance(forced, Tensor):
+            expected = f"a bool tensor {list(shape)}, laid out as x, or a probability"
+            refuse("forced", describe(forced), expected, "Pass one of them.", TypeError)
+        if forced.dim() == 1:
+            flags = check_flags("forced", forced, (steps,), "of all rows", x)
+            return (flags if self.layer.batch_first else flags.unsqueeze(1)).expand(shape)
+        return check_flags("forced", forced, shape, f"laid out as x, or [{steps}]", x)
 
 
 __all__ = ["Feedback"]

@@ -14,7 +14,7 @@ from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.layer import stepped
-from anycell.layer.rounding import with_integers
+from anycell.layer.rounding import SCALES, with_integers
 from anycell.layer.signature import FLAGS
 from anycell.plan import Call, Plan, Sizes, scales_of
 from anycell.torch import fused, ops
@@ -58,7 +58,8 @@ def stack(
         if k and drop is not None:
             x = drop(x)
         directions = slice(k * count, (k + 1) * count)
-        one = {n: t[directions] if _is_state(n) else t for n, t in arrays.items()}
+        parted = "state ", "reset_state "
+        one = {n: t[directions] if n.startswith(parted) else t for n, t in arrays.items()}
         wanted = call.sequences if k + 1 == len(weights) else ()
         this = changed(call, OPTIONS, changed(call.options, STREAM, k))
         x, final, sequences = layer(changed(this, SEQUENCES, wanted), {**one, "x": x, **learned})
@@ -66,15 +67,11 @@ def stack(
     return x, tuple(map(torch.cat, zip(*finals, strict=True))), sequences
 
 
-def _is_state(name: str) -> bool:
-    return name.startswith(("state ", "reset_state "))
-
-
 def layer(call: Call, arrays: Arrays) -> Result:
     """One layer of one or two directions, on the engine that fits."""
-    if _SCALES in arrays and not _multiplies_integers(arrays):
+    if SCALES in arrays and not _multiplies_integers(arrays):
         arrays = dequantized(arrays)
-    elif _SCALES in arrays:
+    elif SCALES in arrays:
         arrays = with_integers(TORCH, arrays)
     x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
@@ -116,7 +113,7 @@ def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
         if mask.requires_grad and torch.is_grad_enabled():
             return "no fused kernel has the gradient of recurrent_mask"
     dtype, device = x.dtype, x.device
-    integers = _SCALES in arrays
+    integers = SCALES in arrays
     for name, t in arrays.items():  # as ``memory``, which would be a call for each
         plain = type(t) in _ORDINARY and t.layout is torch.strided and not t.is_neg()
         same = t.dtype is dtype or name in FLAGS or (integers and name.startswith("weight_"))
@@ -126,13 +123,7 @@ def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
     return call.plan or fused_plan(cell, call.hidden_size, like, call.sizes)
 
 
-_SCALES = scales_of("weight_ih")
 TORCH = namespace(torch.empty(0))  # torch.compile cannot look it up
-
-
-def quantized(arrays: Arrays) -> bool:
-    """Whether the weights are integers with scales."""
-    return _SCALES in arrays
 
 
 def _multiplies_integers(arrays: Arrays) -> bool:

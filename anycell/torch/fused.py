@@ -18,12 +18,7 @@ from anycell.layer import gpu
 from anycell.layer.sequences import keeping, sequences
 from anycell.plan import Call, Options, Plan, Sizes, plan
 from anycell.plan.dtype import dtypes
-from anycell.torch.composite import (
-    Arrays,
-    Result,
-    States,
-    composite,
-)
+from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.device import DeviceHost, host_of
 from anycell.torch.host import HOSTS, threads
 

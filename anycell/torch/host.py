@@ -80,12 +80,15 @@ def _blas(name: str) -> int:
 
 
 class TorchHost:
-    """Tensors of one dtype on the CPU."""
+    """Tensors of one dtype on the CPU; of 16 bits with a host of what cells compute in, ``wide``.
+    The methods are those of ``layer.Host``.
+    """
 
     wide_states, library = True, "torch"
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.wide = dtype, self
+    def __init__(self, dtype: torch.dtype, wide: TorchHost | None = None) -> None:
+        self.dtype = dtype
+        self.wide: TorchHost = self if wide is None else wide
         # Without a function of Python's between, as below: they are called for everything.
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
@@ -110,10 +113,10 @@ class TorchHost:
     layout = staticmethod(layout)
 
     def widen(self, array: Tensor) -> Tensor:
-        return array
+        return array if self.wide is self else array.to(self.wide.dtype)
 
     def narrow(self, array: Tensor) -> Tensor:
-        return array
+        return array if self.wide is self else array.to(self.dtype)
 
     @property
     def blas(self) -> int:
@@ -134,31 +137,9 @@ class TorchHost:
     strides = staticmethod(Tensor.stride)
 
 
-class MixedTorchHost(TorchHost):
-    """Tensors of 16 bits on the CPU."""
-
-    def __init__(self, number: str, wide: TorchHost) -> None:
-        super().__init__(getattr(torch, number))
-        self.wide = wide
-
-    def widen(self, array: Tensor) -> Tensor:
-        return array.to(self.wide.dtype)
-
-    def narrow(self, array: Tensor) -> Tensor:
-        return array.to(self.dtype)
-
-
-def _hosts() -> dict[str, TorchHost]:
-    """A host per row."""
-    hosts: dict[str, TorchHost] = {}
-    for name, types in DTYPES.items():
-        if types.mixed:
-            hosts[name] = MixedTorchHost(name, hosts[types.math.name])
-        elif name == types.storage.name:
-            hosts[name] = TorchHost(getattr(torch, name))
-        else:
-            hosts[name] = hosts[types.storage.name]
-    return hosts
-
-
-HOSTS = _hosts()
+HOSTS: dict[str, TorchHost] = {}  # by the rows of ``DTYPES``
+for _name, _types in DTYPES.items():
+    _wide = HOSTS[_types.math.name] if _types.mixed else None
+    HOSTS[_name] = HOSTS.get(_types.storage.name) or TorchHost(
+        getattr(torch, _types.storage.name), _wide
+    )

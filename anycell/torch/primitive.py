@@ -53,8 +53,8 @@ def recurrence(
 
     Args:
         cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the tensors.
-        x: ``[T, B, I]``, or a ``PackedSequence`` of rows of I. Where ``weights`` have no
-            ``weight_ih``, it is projected already: the same as ``gates``.
+        x: ``[T, B, I]``, or a ``PackedSequence`` of rows of I, as resets then are. Where
+            ``weights`` have no ``weight_ih``, it is projected already: the same as ``gates``.
         weights: what the layer learns, by public names (``cell.learned``): ``weight_ih``
             ``[G*H, I]`` and ``weight_hh`` ``[G*H, size of the first state]``, with rows in the
             cell's order of gates; optionally ``bias_ih`` and ``bias_hh`` ``[G*H]``;
@@ -62,31 +62,20 @@ def recurrence(
             ``[heads, out/heads, in/heads]``; each parameter of the cell, ``[H]``. None means that
             there is none.
         state: ``[B, size]`` per state, or the tensor itself for one state; None, for all or for one
-            of them, begins with the declared value.
+            of them, begins with the declared value. ``reset_state`` may also be ``[size]``.
         params: the cell's parameters, where they are kept apart from the weights.
         gates: ``[T, B, G*H]`` or packed, the input's projection onto each gate, in the place of x:
             ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, if given.
-        mask: bool ``[T, B]``, False where a step does nothing: the states are held, and what lies
-            there has no influence, not even NaN.
-        lengths: integers ``[B]``, how many steps of each row count.
-        resets: ``[T, B]``, or packed as x, True where the states before the step are replaced:
-            bool, or 0 and 1 of any real dtype. Other values are an error on the CPU; elsewhere, and
-            in a trace, where nobody looks, all but 0 are resets.
-        reset_state: what resets restore, ``[size]`` or ``[B, size]`` per state, as ``state``.
-        recurrent_mask: ``[B, size of the first state]``, or ``[G, B, size]`` for one per gate;
-            multiplies the first state on its way into the recurrent matmul.
-        static: ``[B, H]``, the input per sequence of a cell that declares one.
-        return_states: the names of states whose values after every step are wanted, or True for
-            all states.
         engine: "cpu", "gpu" or "reference" (step by step); None takes what fits.
-        {options}
+        {mask lengths resets reset_state static recurrent_mask return_states options}
 
     Returns:
         the output ``[T, B, size of the first state]``, packed if x is, and a tuple of the final
         states ``[B, size]``. With ``return_states`` a third: a dictionary of ``[T, B, size]`` by
         names of states, packed if x is; at masked steps as ``masked_output`` says.
 
-    In training without a ``seed``, torch's default generator draws one.
+    In training without a ``seed``, torch's default generator draws one. Resets that are not 0 and 1
+    are an error on the CPU; elsewhere, and in a trace, where nobody looks, all but 0 are resets.
 
     What runs fused is as for ``RNN``: float32 and float64 on the CPU, and on a GPU with Triton also
     16 bits. Step by step go ``torch.func``, traces and second derivatives; on a GPU the

@@ -15,9 +15,10 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint
-from anycell.layer.checks import Layout, check_options, describe, refuse
+from anycell.layer.checks import Layout, check_one_direction, check_options, describe, refuse
+from anycell.layer.rounding import quantized
 from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.layer.signature import FLAGS
+from anycell.layer.signature import FLAGS, state_names
 from anycell.plan import Call, Options, Plan, Sizes
 from anycell.torch import ops
 from anycell.torch.arguments import (
@@ -28,13 +29,7 @@ from anycell.torch.arguments import (
     check_tensor,
 )
 from anycell.torch.composite import Arrays, Result, States
-from anycell.torch.functional import (
-    autocast_dtype,
-    compiled,
-    exporting,
-    quantized,
-    stack,
-)
+from anycell.torch.functional import autocast_dtype, compiled, exporting, stack
 from anycell.torch.fused import autocast
 from anycell.torch.packed import Packing, parts
 from anycell.torch.streaming import Prepared, elsewhere
@@ -88,7 +83,7 @@ class Recurrent(Explained):
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.
         """
-        self._one_direction("prepare")
+        check_one_direction("prepare", self)
         object.__setattr__(self, "_prepared", Prepared(self))
         return self
 
@@ -141,7 +136,7 @@ class Recurrent(Explained):
                 found = prepared.step(x, state, static, resets, reset_state)
                 if found is not None:
                     return found
-        self._one_direction("step")
+        check_one_direction("step", self)
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         axes = "one step of the input"
         check_tensor("x", x, (*rows, self.input_size), axes, self._like)
@@ -153,13 +148,6 @@ class Recurrent(Explained):
         given = {name: value for name, value in further.items() if value is not None}
         output, new = self(x.unsqueeze(time), state, **given)  # type: ignore[operator]
         return output.squeeze(time), new
-
-    def _one_direction(self, method: str) -> None:
-        if self.bidirectional:
-            raise ValueError(
-                f"{method}: given bidirectional=True; expected a layer of one direction. The other "
-                "one begins at the end of the sequence: call the layer on all of it."
-            )
 
     def _run_cell(
         self,
@@ -272,7 +260,10 @@ def sequence(
         the output and ``call.sequences``, laid out as x; and the final states.
     """
     if isinstance(x, PackedSequence):
-        refuse_beside_packed(mask=mask, lengths=lengths)
+        for name, given in (("mask", mask), ("lengths", lengths)):
+            if given is not None:
+                expected = "None with a PackedSequence, which has its lengths"
+                refuse(name, describe(given), expected, "Pass a padded tensor, or leave it out.")
         run = torch.compiler.disable(_packed) if compiled() else _packed
         return run(call, x, arrays, weights, resets, dropout)
     batched = x.dim() == 3
@@ -335,10 +326,7 @@ def _rows(t: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _in_its_dtype(
-    call: Call,
-    arrays: Arrays,
-    weights: Sequence[Arrays],
-    drop: Callable[[Tensor], Tensor] | None,
+    call: Call, arrays: Arrays, weights: Sequence[Arrays], drop: Callable[[Tensor], Tensor] | None
 ) -> Result:
     """``stack``, in the dtype that autocast asks for."""
     # What other layers hand on may be of 16 bits, whatever the dtype of this one.
@@ -355,19 +343,6 @@ def subject(module: Any, cell: Cell, sizes: Sizes, weight: Tensor) -> Subject:
     dtype = str(autocast_dtype(weight)).removeprefix("torch.")
     about, hidden = repr(module).splitlines()[0], module.hidden_size
     return Subject(about, module.engine, cell, hidden, dtype, dict(sizes))
-
-
-def state_names(kind: str, cell: Cell) -> list[str]:
-    """The public names of the states of a call: ``kind`` is "state" or "reset_state"."""
-    return [f"{kind} {name}" for name in cell.state_names]
-
-
-def refuse_beside_packed(**arguments: Any) -> None:
-    """A ``PackedSequence`` has its lengths."""
-    for name, given in arguments.items():
-        if given is not None:
-            expected = "None with a PackedSequence, which has its lengths"
-            refuse(name, describe(given), expected, "Pass a padded tensor, or leave it out.")
 
 
 def draw_seed() -> Any:

@@ -18,11 +18,7 @@ from anycell.layer.checks import Shape, describe, integer, is_array, number, ref
 from anycell.named import shown
 from anycell.plan import CallOptions, Engine, Sizes, takes
 from anycell.torch import ops
-from anycell.torch.arguments import (
-    check_device,
-    check_layer,
-    check_static,
-)
+from anycell.torch.arguments import check_device, check_layer, check_static
 from anycell.torch.composite import Arrays, States
 from anycell.torch.functional import fused_plan, reason
 from anycell.torch.fused import autocast
@@ -127,28 +123,16 @@ class RNN(Recurrent, OfCell):
 
     ``forward`` takes (pass all but the first two by name), and gives (output, final state):
         x: ``[T, B, input_size]``, ``[B, T, input_size]`` if ``batch_first``, or, with no batch,
-            ``[T, input_size]``; or a ``PackedSequence``, and then the output is one.
+            ``[T, input_size]``; or a ``PackedSequence``, and then the output is one, and so are
+            resets.
         state: a tuple in the cell's order, ``[num_layers * D, B, H]`` each, D = 2 if bidirectional
             else 1; of one state the tensor itself. Default: the values that the cell declares.
-        mask: bool ``[T, B]``, laid out as x, False where a step does nothing: the state is held,
-            and what lies there has no influence, not even NaN.
-        lengths: integers ``[B]``, how many steps of each row count. The reverse direction starts at
-            each row's end. With a mask too, both must let a step pass.
-        resets: ``[T, B]``, laid out as x, True where the state before the step is replaced: where
-            an episode starts. bool, or 0 and 1 of any real dtype, see ``recurrence``. Packed as x
-            if x is.
-        reset_state: what resets restore, as ``state``, for instance a learned one. Default: the
-            values that the cell declares.
-        static: ``[B, H]``, the input per sequence of a cell that declares one.
-        recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate, of the size of the first
-            state: multiplies it on its way into the recurrent matmul, of all layers and directions.
-        return_states: names of states whose values after every step are wanted too, or True for
-            all; see ``recurrence`` for what then runs fused.
-        {options}
+        {mask lengths resets reset_state static recurrent_mask return_states options}
         output: ``[T, B, D * H]``, laid out as x: the first state of the last layer.
         final state: as ``state``, after each row's last step.
         a third result, if ``return_states``: a dictionary by names of states, each of the last
             layer, ``[T, B, D * size]``, laid out as x; at masked steps as ``masked_output`` says.
+            ``recurrence`` says what then runs fused.
 
     Parameters, shaped as torch's: ``weight_ih_l{k}``, ``weight_hh_l{k}``, ``bias_ih_l{k}``,
     ``bias_hh_l{k}`` with rows in the cell's order of gates, ``{name}_l{k}`` ``[H]`` for each

@@ -12,6 +12,7 @@ from anycell import cells
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import shapes
+from anycell.layer.signature import state_names
 from anycell.plan import Call, Engine, Options
 from anycell.torch import ops
 from anycell.torch.arguments import check_states, check_static, check_tensor
@@ -19,7 +20,7 @@ from anycell.torch.composite import States
 from anycell.torch.dropin import vendors
 from anycell.torch.functional import layer
 from anycell.torch.fused import autocast
-from anycell.torch.recurrent import draw_seed, state_names, subject
+from anycell.torch.recurrent import draw_seed, subject
 from anycell.torch.rnn import OfCell, learned
 from anycell.torch.symbolic import leaf
 
@@ -142,10 +143,7 @@ class RNNCell(OfCell):
         return _ONE_STEP if known else super().engine
 
     def forward(
-        self,
-        x: Tensor,
-        state: Tensor | States | None = None,
-        static: Tensor | None = None,
+        self, x: Tensor, state: Tensor | States | None = None, static: Tensor | None = None
     ) -> Tensor | States:
         """The new state; see the class."""
         if isinstance(x, Proxy):
@@ -153,47 +151,37 @@ class RNNCell(OfCell):
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         axes = "one step of the input" if rows else f"or [B, {self.input_size}], one step"
         check_tensor("x", x, (*rows, self.input_size), axes, self.weight_ih)
-        states = None
+        states: States = ()
         if state is not None:
             states = check_states("state", state, self.cell, self.sizes, rows, x)
         static = check_static(self.cell, static, (*rows, self.hidden_size), x)
+        given = [x, static, *states]
         if not rows:
-            x = x.unsqueeze(0)
-            states = states and tuple([s.unsqueeze(0) for s in states])
-            static = None if static is None else static.unsqueeze(0)
+            given = [t if t is None else t.unsqueeze(0) for t in given]
         if autocast():
-            dtype = self.weight_ih.dtype
-            x, static = x.to(dtype), None if static is None else static.to(dtype)
-            states = states and tuple([s.to(dtype) for s in states])
+            given = [t if t is None else t.to(self.weight_ih.dtype) for t in given]
             with torch.autocast(x.device.type, enabled=False):
-                new = self._step(x, states, static)
+                new = self._step(*given)
         else:
-            new = self._step(x, states, static)
+            new = self._step(*given)
         if not rows:
             new = tuple(s.squeeze(0) for s in new)
         return new if len(new) > 1 else new[0]
 
-    def _step(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
-        return self._vendors(x, states) or self._ours(x, states, static)
-
-    def _vendors(self, x: Tensor, states: States | None) -> States | None:
-        """torch's own operator, of the cells that it has one for."""
-        operator: Any = _OPERATORS.get((self.cell.name, self.cell.key))
-        if operator is None:
-            return None
-        if states is None:
-            states = (x.new_zeros(len(x), self.hidden_size),) * len(self.cell.states)
-        new = operator(x, states if len(states) > 1 else states[0], *vendors(learned(self)))
-        return new if len(states) > 1 else (new,)
-
-    def _ours(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
-        draws = self.training and ops.draws(self.cell)
+    def _step(self, x: Tensor, static: Tensor | None, *states: Tensor) -> States:
+        """The new states, ``[B, size]``: by torch's operator of the cell, if there is one."""
+        cell = self.cell
+        operator: Any = _OPERATORS.get((cell.name, cell.key))
+        if operator is not None:
+            states = states or (x.new_zeros(len(x), self.hidden_size),) * len(cell.states)
+            new = operator(x, states if len(states) > 1 else states[0], *vendors(learned(self)))
+            return new if len(states) > 1 else (new,)
+        draws = self.training and ops.draws(cell)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
         arrays = {"x": x.unsqueeze(0), **learned(self)}
         if static is not None:
             arrays["static"] = static
-        for name, state in zip(state_names("state", self.cell), states or (), strict=bool(states)):
+        for name, state in zip(state_names("state", cell), states, strict=bool(states)):
             arrays[name] = state.unsqueeze(0)
-        call = Call(self.cell, self.hidden_size, options, self._sizes)
-        _, final, _ = layer(call, arrays)
+        _, final, _ = layer(Call(cell, self.hidden_size, options, self._sizes), arrays)
         return tuple([s.squeeze(0) for s in final])

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from anycell.layer.rounding import quantized
 from anycell.layer.stream import Stream
 from anycell.plan import Plan
-from anycell.torch.functional import fused_plan, memory, plain, quantized
+from anycell.torch.functional import fused_plan, memory, plain
 from anycell.torch.fused import autocast
 from anycell.torch.host import HOSTS, threads
 
