@@ -120,9 +120,10 @@ def states(plan: Plan) -> tuple[tuple[str, int], ...]:
     return tuple((s.name, plan.sizes[s.size]) for s in plan.cell.states)
 
 
-def state_names(kind: str, cell: Cell) -> list[str]:
+@functools.lru_cache(maxsize=512)
+def state_names(kind: str, cell: Cell) -> tuple[str, ...]:
     """The public names of the states of a call: ``kind`` is "state" or "reset_state"."""
-    return [f"{kind} {name}" for name in cell.state_names]
+    return tuple(f"{kind} {name}" for name in cell.state_names)
 
 
 def names(cell: Cell, directions: int) -> tuple[str, ...]:
