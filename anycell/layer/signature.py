@@ -100,10 +100,15 @@ def places(learned: tuple[str, ...], k: int, directions: int) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=512)
-def learned(plan: Plan) -> tuple[Learned, ...]:
-    """The arrays that one direction learns besides ``weight_ih``, whose width is that of x."""
-    named = shapes(plan.cell, dict(plan.sizes), 0, True)
-    del named["weight_ih"]
+def learned(plan: Plan, inputs: int | None) -> tuple[Learned, ...]:
+    """The arrays that one direction learns.
+
+    Args:
+        inputs: the last axis of x; None where that is projected already.
+    """
+    named = shapes(plan.cell, dict(plan.sizes), inputs or 0, True)
+    if inputs is None:
+        del named["weight_ih"]
     arrays, quantized = [], plan.types.quantized
     for name, shape in named.items():
         if len(shape) > 1:
