@@ -7,7 +7,7 @@ against the bounds of their arrays (``cpu.check``), and so is each operand of a 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anycell.engines import cpu
@@ -130,7 +130,7 @@ class _Walk:
         chunk = count * run.batch
         rows = chunk if row["along"] == 0 else row["rows"]
         inner, columns = chunk if row["along"] == 2 else row["inner"], row["columns"]
-        axes: dict[str, Axes]
+        axes: Mapping[str, Axes]
         if row["kind"] == driver.SUM:
             axes = {"a": ((rows, row["a_rows"]), (columns, 1)), "c": ((columns, 1),)}
         elif row["kind"] == driver.GATHER:

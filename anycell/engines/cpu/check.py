@@ -84,7 +84,7 @@ def check_product(
             inside(span, limits)
 
 
-def product_axes(table: Mapping[str, int]) -> dict[str, Axes]:
+def product_axes(table: Mapping[str, int]) -> Mapping[str, Axes]:
     """The axes of A, B and C of a matmul, of which A and B have one of stride 1."""
     rows, columns, inner = (table[name] for name in ("rows", "columns", "inner"))
     axes = {
