@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 def extent(host: Host, array: Array) -> Bounds:
     """The first byte of an array and that behind its last."""
-    address, size = host.pointer(array), array.dtype.itemsize
-    if 0 in array.shape:
-        return address, address
-    reach = [(n - 1) * s * size for n, s in zip(array.shape, host.strides(array), strict=True)]
-    first, last = sum(min(0, r) for r in reach), sum(max(0, r) for r in reach)
-    return address + first, address + last + size
+    address, axes = host.pointer(array), zip(array.shape, host.strides(array), strict=True)
+    for span in reach("", address, array.dtype.itemsize, 1, tuple(axes)):
+        return span.first, span.last
+    return address, address
 
 
 def check_pass(
