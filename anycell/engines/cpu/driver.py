@@ -21,7 +21,6 @@ where a direction is reversed.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -365,16 +364,13 @@ class Functions(NamedTuple):
     run: Callable[[int], None]
 
 
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
 @functools.lru_cache(maxsize=32)
 def compiled(dtype: str, target: Target) -> Functions:
     """The matmul and the driver; compiled once per process, kept on disk."""
     sources, types = fingerprint(), DTYPES[dtype]
     recipe = f"{sources}\n{target}\ndriver {types}" if sources else None
     library = jit.compile(lambda: text(target, types), Functions._fields, target, recipe)
-    return Functions(*(_CALL(library.address(name)) for name in Functions._fields))
+    return Functions(*map(library.function, Functions._fields))
 
 
 def text(target: Target, types: Dtype) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +35,7 @@ class Kernel:
         self.library, self.plan = library, layout.plan
         plan = self.plan
         self.address = library.address("door")
-        self.door, self.needs = _CALL(self.address), _CALL(library.address("needs"))
+        self.door, self.needs = library.function("door"), library.function("needs")
         names = table.names(plan, layout.backward)
         self.shared = {name: i for i, name in enumerate(names.shared)}
         # A direction has its parameters by their own names.
@@ -62,7 +61,6 @@ class Kernel:
         return len(self.shared) + direction * self.stride
 
 
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _kernels: dict[tuple[str, Target], Kernel] = {}
 
 
