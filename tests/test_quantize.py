@@ -143,10 +143,8 @@ def test_roads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return chosen
 
     monkeypatch.setattr("anycell.layer.run.form_of", watched)
-    problems = [
-        small(cells.LSTM, shape, seed)
-        for shape in ((30, 16, 16), (6, 1, 64), (3, 40, 8), (1, 2, 8))
-    ]
+    shapes = (30, 16, 16), (6, 1, 64), (3, 40, 8), (1, 2, 8)
+    problems = [small(cells.LSTM, shape, seed) for shape in shapes]
     for problem, threads, chunk in itertools.product(problems, (1, 2), (None, 1 << 10)):
         with monkeypatch.context() as patch:
             if chunk is not None:
