@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import oracle
 from tolerances import LIMITS, assert_close, error
 
 import anycell
@@ -398,7 +399,7 @@ def by_reference(problem: Problem, dtype: str = "float64") -> Arrays:
     cell, x, valid = problem.cell, problem["x"], problem.valid
     tape, finals, count = [], [], len(problem.reverse)
     for k in range(problem.layers):
-        runs = [reference.recurrence(cell, **problem.arguments(x, k, d)) for d in range(count)]
+        runs = [oracle.recurrence(cell, **problem.arguments(x, k, d)) for d in range(count)]
         tape.append((x if valid is None else np.where(valid[..., None], x, x.dtype.type(0)), runs))
         found, final = zip(*(run.sequences(cell.state_names) for run in runs), strict=True)
         sequences = [np.concatenate(parts, axis=-1) for parts in zip(*found, strict=True)]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 from numpy.testing import assert_array_equal
 from problems import Arrays, Problem, assert_right, assert_solved, by_cpu, random_problem
@@ -12,7 +13,6 @@ from tolerances import assert_close
 
 import anycell
 from anycell import Cell, cells, linear
-from anycell.engines import reference
 from anycell.lang import philox
 from anycell.plan import plan
 
@@ -359,8 +359,8 @@ def test_the_stabiliser_changes_nothing(rng: np.random.Generator) -> None:
     expected = torch.stack(outputs)
     expected.backward(torch.tensor(d_outputs))
     arguments = (cell, gates_x.detach().numpy(), {"weight_r": weight.detach().numpy()})
-    found, final = reference.run(*arguments, resets=resets)
-    grads = reference.backward(*arguments, resets=resets, d_outputs=d_outputs)
+    found, final = oracle.run(*arguments, resets=resets)
+    grads = oracle.backward(*arguments, resets=resets, d_outputs=d_outputs)
     assert_close(found, expected.detach(), "float64", "forward")
     assert_close(grads.gates_x, gates_x.grad, "float64", "gradient")
     assert_close(grads.weights["weight_r"], weight.grad, "float64", "gradient")
@@ -383,8 +383,8 @@ def test_the_stabiliser_at_its_limits(forget: str, rng: np.random.Generator) -> 
     d_outputs, d_final = rng.standard_normal((6, 5, 6)), list(rng.standard_normal((4, 5, 6)))
     options = {"mask": mask, "resets": resets}
     for state in (None, [None, None, None, np.full((5, 6), -np.inf)]):
-        outputs, final = reference.run(cell, gates_x, weights, state, **options)
-        grads = reference.backward(
+        outputs, final = oracle.run(cell, gates_x, weights, state, **options)
+        grads = oracle.backward(
             cell, gates_x, weights, state, **options, d_outputs=d_outputs, d_final=d_final
         )
         assert np.isfinite(outputs).all()
@@ -393,10 +393,10 @@ def test_the_stabiliser_at_its_limits(forget: str, rng: np.random.Generator) -> 
             assert np.isfinite(found).all()
     tensor = torch.tensor(gates_x, requires_grad=True)
     given = {name: torch.tensor(a) for name, a in options.items()}
-    again, _ = reference.run(cell, tensor, {"weight_r": torch.tensor(weights["weight_r"])}, **given)
+    again, _ = oracle.run(cell, tensor, {"weight_r": torch.tensor(weights["weight_r"])}, **given)
     (again * torch.tensor(d_outputs)).sum().backward()
     assert_close(again.detach(), outputs, "float64", "forward")
-    grads = reference.backward(cell, gates_x, weights, **options, d_outputs=d_outputs)
+    grads = oracle.backward(cell, gates_x, weights, **options, d_outputs=d_outputs)
     assert_close(tensor.grad, grads.gates_x, "float64", "gradient")
 
 
@@ -443,7 +443,7 @@ def test_masks_of_evaluation_and_of_rate_zero(cell: Cell, rng: np.random.Generat
     zero = dict.fromkeys(cell.hyper, 0.0)
     evaluation = {} if cell.name.startswith("Zoneout") else {"seed": 3}
     for same, options in ((cell(**zero), {"training": True, "seed": 3}), (cell, evaluation)):
-        found, _ = reference.run(same, weights=weights, **{**arguments, **options})
+        found, _ = oracle.run(same, weights=weights, **{**arguments, **options})
         if options:
             assert_close(found, problem.right["output"], "float64", "forward")
         else:
@@ -464,7 +464,7 @@ def test_forms_of_the_norm_are_named() -> None:
 def test_zoneout_keeps_old_values_exactly() -> None:
     cell = cells.ZoneoutLSTM(zoneout_c=1.0, zoneout_h=1.0)
     gates_x, state = np.ones((4, 2, 12)), [np.full((2, 3), 0.5), np.full((2, 3), -0.5)]
-    outputs, (h, c) = reference.run(cell, gates_x, {"weight_hh": np.ones((12, 3))}, state)
+    outputs, (h, c) = oracle.run(cell, gates_x, {"weight_hh": np.ones((12, 3))}, state)
     assert (outputs == 0.5).all()
     assert_array_equal((h, c), state)
 

@@ -21,6 +21,7 @@ from problems import (
     random_problem,
     rows_of,
 )
+from roads import ROADS
 from tolerances import assert_close
 
 import anycell
@@ -260,9 +261,9 @@ def test_threads(
         for threads in (2, 3):
             forms.clear()
             assert_same(by_cpu(problem, threads=threads), one)
-            assert all(map(layer.form.ROADS["several threads"], forms))
+            assert all(map(ROADS["several threads"], forms))
             if cell == cells.LSTM:
-                (split,) = set(map(layer.form.ROADS["threads split the units"], forms))
+                (split,) = set(map(ROADS["threads split the units"], forms))
                 assert split == (shape in SPLIT_UNITS)
 
 

@@ -23,6 +23,7 @@ if keras.backend.backend() != "tensorflow":
 from conformance.on_keras import by_layer  # noqa: E402
 from problems import assert_solved, axes, draw  # noqa: E402
 from processes import at_once, python  # noqa: E402
+from roads import ROADS  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
@@ -30,7 +31,6 @@ from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
 from anycell.keras import tensorflow  # noqa: E402
 from anycell.keras.host import host_of  # noqa: E402
 from anycell.keras.rule import Facts, choose  # noqa: E402
-from anycell.layer.form import ROADS  # noqa: E402
 from anycell.plan import DTYPES  # noqa: E402
 
 

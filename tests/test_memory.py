@@ -15,6 +15,7 @@ from conformance.frontend import Frontend
 from guarded import Everything
 from problems import LEARNED, Problem, draw, kind_of
 from processes import python
+from roads import ROADS
 from tolerances import assert_close
 from variants import variants
 
@@ -288,7 +289,7 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
         monkeypatch.setattr(module, name, call)
 
     def look_at_form(form: Any, *args: Any) -> None:
-        taken.update((road, bool(on(form))) for road, on in layer.form.ROADS.items())
+        taken.update((road, bool(on(form))) for road, on in ROADS.items())
         taken.add(("a mask with holes", args[8]))
         taken.add(("several panels of rows", args[4] > 48))
         taken.add(("groups of several rows", layer.row_group(args[4]) > 1))
@@ -303,7 +304,7 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
     for entry in (Entry(NUMPY, cells.LSTM), *ENTRIES[:2]):
         for case in CASES:
             entry.call(entry.problem(case))
-    roads = {*layer.form.ROADS, "groups of several rows"}
+    roads = {*ROADS, "groups of several rows"}
     roads |= {road for table in THRESHOLDS.values() for road in table.values() if road}
     assert taken == set(itertools.product(roads, (True, False)))
 

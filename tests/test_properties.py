@@ -6,6 +6,7 @@ How many, and from which seed: ``--random-cells N --seed S``.
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 from problems import (
     Problem,
@@ -19,7 +20,6 @@ from problems import (
 from random_cells import random_cell, source
 from tolerances import NO_WORSE_THAN, ONE_ULP, error, is_slope
 
-from anycell.engines import reference
 from anycell.engines.cpu import isa
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import topological
@@ -37,7 +37,7 @@ def situation(rng: np.random.Generator) -> dict[str, Any]:
 
 def loss(problem: Problem) -> float:
     """Outputs and final states, weighted by the gradients that arrive there."""
-    outputs, final = reference.run(problem.cell, **problem.arguments())
+    outputs, final = oracle.run(problem.cell, **problem.arguments())
     arriving = problem["d output"]
     if "mask" in problem.arrays and not problem.repeat:
         arriving = np.where(problem["mask"][..., None], arriving, 0.0)

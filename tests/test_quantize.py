@@ -20,6 +20,7 @@ from guarded import BUILT_IN, Everything, GuardedHost, guarded, scratch
 from integers import by_integers, by_rounding, dequantized, quantized, round_rows
 from problems import forget_passes, random_problem
 from processes import python
+from roads import ROADS
 from test_cpu_matmul import Padded
 from tolerances import assert_close, error, limit
 from torch import nn
@@ -132,20 +133,18 @@ def test_roads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever multiplies the input, in chunks or at once, on threads that share rows or units."""
     monkeypatch.setattr(form, "WORTH_A_THREAD", 0)
     forget_passes()
-    taken: dict[str, set[bool]] = {road: set() for road in form.ROADS}
+    taken: dict[str, set[bool]] = {road: set() for road in ROADS}
     form_of = form.form_of
 
     def watched(*args: Any) -> Any:
         chosen = form_of(*args)
-        for road, goes in form.ROADS.items():
+        for road, goes in ROADS.items():
             taken[road].add(goes(chosen))
         return chosen
 
     monkeypatch.setattr("anycell.layer.run.form_of", watched)
-    problems = [
-        small(cells.LSTM, shape, seed)
-        for shape in ((30, 16, 16), (6, 1, 64), (3, 40, 8), (1, 2, 8))
-    ]
+    shapes = (30, 16, 16), (6, 1, 64), (3, 40, 8), (1, 2, 8)
+    problems = [small(cells.LSTM, shape, seed) for shape in shapes]
     for problem, threads, chunk in itertools.product(problems, (1, 2), (None, 1 << 10)):
         with monkeypatch.context() as patch:
             if chunk is not None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 from numpy.testing import assert_array_equal
 from problems import (
@@ -31,7 +32,6 @@ from anycell import (
     tanh,
     where,
 )
-from anycell.engines import reference
 from anycell.lang import philox
 
 torch = pytest.importorskip("torch")
@@ -82,7 +82,7 @@ each_situation = pytest.mark.parametrize(
 
 
 def run(problem: Problem) -> Any:
-    return reference.run(problem.cell, **problem.arguments())
+    return oracle.run(problem.cell, **problem.arguments())
 
 
 def by_torch(problem: Problem, run: Callable[[Problem], Any] = run) -> Arrays:
@@ -256,15 +256,15 @@ def test_states_start_and_reset_as_declared(rng: np.random.Generator) -> None:
 
     gates_x, weights = rng.standard_normal((3, 2, 4)), {"weight_hh": np.zeros((4, 4))}
     resets = np.array([[0, 0], [0, 1], [0, 0]], bool)
-    outputs, (h, m) = reference.run(Declared, gates_x, weights, resets=resets)
+    outputs, (h, m) = oracle.run(Declared, gates_x, weights, resets=resets)
     first = np.array([[1, 1], [0, 1], [0, 0]])[:, :, None]
     assert_array_equal(outputs, np.tanh(gates_x) + first)
     assert_array_equal(m, np.tanh(gates_x[-1]))
-    outputs, (h, m) = reference.run(Declared, gates_x, weights, mask=np.zeros((3, 2), bool))
+    outputs, (h, m) = oracle.run(Declared, gates_x, weights, mask=np.zeros((3, 2), bool))
     assert (h == 0.25).all() and (m == -np.inf).all() and not outputs.any()
     start = [np.full((2, 4), 0.25), None]
-    same, _ = reference.run(Declared, gates_x, weights, start, mask=np.ones((3, 2), bool))
-    assert_array_equal(same, reference.run(Declared, gates_x, weights)[0])
+    same, _ = oracle.run(Declared, gates_x, weights, start, mask=np.ones((3, 2), bool))
+    assert_array_equal(same, oracle.run(Declared, gates_x, weights)[0])
 
 
 # -- random masks --------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def Masks(x, r, s, *, rate: float = 0.3):
 
 def masks(rate: float = 0.3, training: bool = True, **options: Any) -> tuple[Any, Any]:
     gates_x = np.zeros((50, 40, 2 * 30), np.float32)
-    outputs, (_, c) = reference.run(
+    outputs, (_, c) = oracle.run(
         Masks(rate=rate), gates_x, {}, training=training, **{"seed": 11, **options}
     )
     return outputs, c
@@ -341,7 +341,7 @@ def test_transforms_of_torch(rng: np.random.Generator) -> None:
     weights = {"weight_hh": torch.tensor(rng.standard_normal((24, 6)))}
 
     def outputs(gates: Any) -> Any:
-        return reference.run(cells.LSTM, gates, weights)[0]
+        return oracle.run(cells.LSTM, gates, weights)[0]
 
     together = torch.func.vmap(outputs, in_dims=1, out_dims=1)(gates_x)
     for copy in range(5):
@@ -355,7 +355,7 @@ def test_transforms_of_torch(rng: np.random.Generator) -> None:
 def test_half_precision(rng: np.random.Generator) -> None:
     gates_x = torch.tensor(rng.standard_normal((5, 2, 4 * 6)), dtype=torch.bfloat16)
     weights = {"weight_hh": torch.tensor(rng.standard_normal((24, 6)), dtype=torch.bfloat16)}
-    outputs, final = reference.run(cells.LSTM, gates_x, weights)
+    outputs, final = oracle.run(cells.LSTM, gates_x, weights)
     assert outputs.dtype == final[1].dtype == torch.bfloat16
 
 
@@ -367,4 +367,4 @@ def test_float32_stays_float32(rng: np.random.Generator) -> None:
 
 def test_unknown_arrays_are_refused() -> None:
     with pytest.raises(TypeError, match=r"given list"):
-        reference.run(cells.RNN, [[[0.0]]], {})
+        oracle.run(cells.RNN, [[[0.0]]], {})

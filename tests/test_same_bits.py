@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from roads import ROADS
 
 from anycell import layer
 from tools import same_bits
@@ -50,12 +51,12 @@ def test_the_layers_take_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatc
 
     def look(*args: Any) -> Any:
         form = form_of(*args)
-        taken.update((road, bool(on(form))) for road, on in layer.form.ROADS.items())
+        taken.update((road, bool(on(form))) for road, on in ROADS.items())
         return form
 
     monkeypatch.setattr(layer.run, "form_of", look)
     assert same_bits.digests("^torch (LSTM|GRU) .* float32( mask)?$")
-    assert taken == {(road, side) for road in layer.form.ROADS for side in (True, False)}
+    assert taken == {(road, side) for road in ROADS for side in (True, False)}
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from conformance.on_torch import by_rnn
 from guarded import BUILT_IN, Everything
 from integers import by_integers
 from problems import Unsolvable, assert_right, assert_solved, by_cpu, random_problem
+from roads import ROADS
 from test_quantize import assert_rounded
 from tolerances import assert_close, close
 
@@ -124,7 +125,7 @@ def test_threads_split_the_units_of_more_rows(
             forms.clear()
             two = by_cpu(problem, 2)
         few = door.FEW_TILED_ROWS if name in KINDS else door.FEW_ROWS
-        split = set(map(layer.form.ROADS["threads split the units"], forms))
+        split = set(map(ROADS["threads split the units"], forms))
         assert split == {batch < 2 * few}, name
         assert all(np.array_equal(two[key], value) for key, value in one.items())
 

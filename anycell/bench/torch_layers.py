@@ -17,7 +17,7 @@ from anycell.bench.numpy_loops import recurrence, recurrence_arguments
 from anycell.bench.problem import Problem
 from anycell.bench.tasks import Array, Contender, Mode, Task, Unsupported
 from anycell.bench.torch_loops import Loop
-from anycell.engines import reference as engine
+from anycell.engines.reference import Recurrence
 from anycell.plan.dtype import DTYPES
 
 
@@ -172,8 +172,7 @@ def compiled(problem: Problem) -> Contender:
 def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
     """Output, in training all gradients too, in float64: by ``torch.nn``, or by the plain loop."""
     if mode == "recurrence":
-        cell, gates, weights, state, params = recurrence_arguments(problem, "float64")
-        return {"output": engine.run(cell, gates, weights, state, params)[0]}
+        return {"output": Recurrence(*recurrence_arguments(problem, "float64")).forward()[0]}
     try:
         task = from_module(lambda: _nn_module(problem), problem, "float64").task(mode)
     except Unsupported:

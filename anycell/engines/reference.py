@@ -2,8 +2,8 @@
 
 Slow and obviously right. It is the oracle of the tests, what runs the cells that the other engines
 refuse, and, since it edits nothing in place, the differentiable composite behind a framework's
-double backward, ``vmap``, ``jvp`` and export. ``backward`` runs the derived backward pass, without
-any framework's autograd.
+double backward, ``vmap``, ``jvp`` and export. ``Recurrence.backward`` runs the derived backward
+pass, without any framework's autograd.
 
 What every engine keeps to:
 
@@ -34,7 +34,7 @@ Values = dict[Expr, Array]
 
 
 class Gradients(NamedTuple):
-    """A gradient for each argument of ``run``; None where that was None."""
+    """A gradient for each array of ``Recurrence``; None where that was None."""
 
     gates_x: Array
     weights: dict[str, Array]
@@ -42,67 +42,6 @@ class Gradients(NamedTuple):
     params: dict[str, Array]
     static: Array | None
     reset_state: tuple[Array | None, ...]
-
-
-def run(
-    cell: Cell,
-    gates_x: Array,
-    weights: Mapping[str, Array],
-    state: States | None = None,
-    params: Mapping[str, Array] | None = None,
-    **further: Any,
-) -> tuple[Array, tuple[Array, ...]]:
-    """The outputs ``[T, B, size of the first state]`` and the final states.
-
-    All arguments are the attributes of ``Recurrence``, and those of ``Options``.
-
-    Example:
-        >>> import numpy as np
-        >>> from anycell.cells import RNN
-        >>> gates_x, weights = np.zeros((5, 2, 3)), {"weight_hh": np.eye(3)}
-        >>> outputs, (h,) = run(RNN, gates_x, weights, [np.ones((2, 3))])
-        >>> outputs.shape, h.shape
-        ((5, 2, 3), (2, 3))
-    """
-    return recurrence(cell, gates_x, weights, state, params, **further).forward()
-
-
-def backward(
-    cell: Cell,
-    gates_x: Array,
-    weights: Mapping[str, Array],
-    state: States | None = None,
-    params: Mapping[str, Array] | None = None,
-    *,
-    d_outputs: Array | None = None,
-    d_final: States | None = None,
-    **further: Any,
-) -> Gradients:
-    """The gradients of ``run`` by the derived backward pass; the forward pass is computed again.
-
-    Args:
-        d_outputs: ``[T, B, size of the first state]``, what arrives at the outputs; None is zero.
-        d_final: what arrives at the final states; None is zero.
-    """
-    made = recurrence(cell, gates_x, weights, state, params, **further)
-    return made.backward(d_outputs, d_final or [None] * len(cell.states))
-
-
-def recurrence(
-    cell: Cell,
-    gates_x: Array,
-    weights: Mapping[str, Array],
-    state: States | None = None,
-    params: Mapping[str, Array] | None = None,
-    **further: Any,
-) -> Recurrence:
-    """The loop of ``run``, from the same arguments."""
-    options = {name: value for name, value in further.items() if name in Options._fields}
-    if "reverse" in options:
-        options["reverse"] = (options["reverse"],)
-    arrays = {name: value for name, value in further.items() if name not in options}
-    given = cell, gates_x, weights, state, params or {}
-    return Recurrence(*given, **arrays, options=Options(**options))
 
 
 @dataclass

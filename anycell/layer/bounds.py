@@ -7,12 +7,12 @@ against the bounds of their arrays (``cpu.check``), and so is each operand of a 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
-from anycell.engines.cpu.check import Bounds, inside, reach
+from anycell.engines.cpu.check import Axes, Bounds, inside, product_axes, reach
 from anycell.layer.arguments import Array, Host
 
 if TYPE_CHECKING:
@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 def extent(host: Host, array: Array) -> Bounds:
     """The first byte of an array and that behind its last."""
-    address, size = host.pointer(array), array.dtype.itemsize
-    if 0 in array.shape:
-        return address, address
-    reach = [(n - 1) * s * size for n, s in zip(array.shape, host.strides(array), strict=True)]
-    first, last = sum(min(0, r) for r in reach), sum(max(0, r) for r in reach)
-    return address + first, address + last + size
+    address, axes = host.pointer(array), zip(array.shape, host.strides(array), strict=True)
+    for span in reach("", address, array.dtype.itemsize, 1, tuple(axes)):
+        return span.first, span.last
+    return address, address
 
 
 def check_pass(
@@ -130,20 +128,14 @@ class _Walk:
         chunk = count * run.batch
         rows = chunk if row["along"] == 0 else row["rows"]
         inner, columns = chunk if row["along"] == 2 else row["inner"], row["columns"]
-        axes = {
-            "a": ((rows, row["a_rows"]), (inner, row["a_inner"])),
-            "b": ((inner, row["b_inner"]), (columns, row["b_columns"])),
-            "c": ((rows, row["c_rows"]), (columns, 1)),
-        }
+        axes: Mapping[str, Axes]
         if row["kind"] == driver.SUM:
-            axes = {"a": ((rows, row["a_rows"]), (columns, 1)), "c": ((columns, 1),)}  # type: ignore[dict-item]
+            axes = {"a": ((rows, row["a_rows"]), (columns, 1)), "c": ((columns, 1),)}
         elif row["kind"] == driver.GATHER:
             of_x = (count, row["a_inner"]), (run.batch, row["a_rows"]), (columns, 1)
-            axes |= {"a": of_x, "b": ((rows, 1),)}  # type: ignore[dict-item]
+            axes = {"a": of_x, "b": ((rows, 1),), "c": ((rows, row["c_rows"]), (columns, 1))}
         else:
-            for name, strides in (("a", ("a_rows", "a_inner")), ("b", ("b_inner", "b_columns"))):
-                dense = 1 in [row[stride] for stride in strides]
-                assert dense or not (rows and inner and columns), f"{name}: neither stride is 1"
+            axes = product_axes({**row, "rows": rows, "inner": inner})
         for name, view in zip("abc", views, strict=True):
             if name in axes and view.slot >= 0:
                 first = self.address(view) + time * view.time + window * view.window

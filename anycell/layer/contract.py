@@ -26,25 +26,22 @@ call; see ``anycell/engines/cpu/check.py``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from anycell.lang.expr import topological
 from anycell.layer.arguments import Array, Arrays, Direction, Entering, Host, Kept
 from anycell.layer.signature import (
     ANY,
     DENSE,
     ENDS,
     FLAGS,
-    MATRIX,
     ROWS,
     Shape,
     direction,
     learned,
     states,
 )
-from anycell.plan import Options, Plan, scales_of
+from anycell.plan import Options, Plan, recurrent_masks
 
 # -- the calls -------------------------------------------------------------------------------------
 
@@ -119,14 +116,14 @@ def _fitted(
     for end in ends:
         learns = weights(host, plan, arrays, inputs, end)
         fitted |= {name + end: array for name, array in learns.items()}
-    static, mask, per_gate = arrays.get("static"), arrays.get("recurrent_mask"), _masks(plan)
+    static, mask, masks = arrays.get("static"), arrays.get("recurrent_mask"), recurrent_masks(plan)
     if cell.static is not None or static is not None:
         once: Shape = () if cell.static is None else (batch, plan.hidden_size)
         fitted["static"] = _fit(host, "static", static, once, DENSE)
-    if mask is not None or per_gate:
+    if mask is not None or masks:
         rows = batch, states(plan)[0][1]
-        each = per_gate > 1 or (mask is not None and len(mask.shape) == 3)
-        wanted: Shape = () if not per_gate else (len(cell.gates), *rows) if each else rows
+        each = masks > 1 or (mask is not None and len(mask.shape) == 3)
+        wanted: Shape = () if not masks else (len(cell.gates), *rows) if each else rows
         fitted["recurrent_mask"] = _fit(host, "recurrent_mask", mask, wanted, DENSE)
     for name, size in states(plan):
         state, reset = arrays.get(f"state {name}"), arrays.get(f"reset_state {name}")
@@ -152,22 +149,14 @@ def weights(
         ValueError, TypeError: as ``entering``.
     """
     direction: Direction = {}
-    weight = arrays.get(f"weight_ih{end}")
+    width = None if arrays.get(f"weight_ih{end}") is None else inputs
     # Only the CPU engine has plans of integers.
     of_weights = cast("Host", host).eight_bits if plan.types.quantized else host
-    if weight is not None:
-        gates = len(plan.cell.gates) * plan.hidden_size
-        entering: Shape = gates, inputs
-        direction["weight_ih"] = _fit(of_weights, "weight_ih", weight, entering, MATRIX, end)
-        if plan.types.quantized:
-            name = scales_of("weight_ih")
-            direction[name] = _fit(host, name, arrays.get(name + end), (gates,), DENSE, end)
-    for name, shape, layout, optional, integers in learned(plan):
-        array, suited = arrays.get(name + end), of_weights if integers else host
-        if array is None and optional:
-            continue
-        fit = suited.fit(array, layout) if array is not None and array.shape == shape else None
-        direction[name] = _fit(suited, name, array, shape, layout, end) if fit is None else fit
+    for name, shape, layout, optional, integers in learned(plan, width):
+        array = arrays.get(name + end)
+        if array is not None or not optional:
+            suited = of_weights if integers else host
+            direction[name] = _fit(suited, name + end, array, shape, layout)
     return direction
 
 
@@ -235,7 +224,7 @@ def arriving(
                 parts.pop(place, None)
             else:
                 said = f"kept state {name!r}"
-                parts[place] = _fit(host, said, parts.get(place), whole, DENSE, wide=wide)
+                parts[place] = _fit(host, said, parts.get(place), whole, DENSE, wide)
     for name, size in sizes:
         place, final = f"d_final {name}", (directions, batch, size)
         if place in parts:
@@ -276,13 +265,6 @@ def kept_shapes(
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=512)
-def _masks(plan: Plan) -> int:
-    """Counts the masks by which the cell multiplies its first state: none, one, or one per gate."""
-    masks = [n.attrs[0] for n in topological(plan.cell.next) if n.op == "recurrent_mask"]
-    return 0 if not masks else 1 + max(masks)
-
-
 # -- one array -------------------------------------------------------------------------------------
 
 
@@ -292,20 +274,19 @@ def _fit(
     array: Array | None,
     shape: Shape,
     layout: int,
-    end: str = "",
     wide: bool = False,
 ) -> Array:
-    """The array, or a copy where strides or alignment do not fit; ``end`` is part of its name."""
+    """The array, or a copy where strides or alignment do not fit."""
     if array is None or array.shape != shape:
         raise ValueError(
-            f"{name}{end}: given {'nothing' if array is None else f'shape {tuple(array.shape)}'}; "
+            f"{name}: given {'nothing' if array is None else f'shape {tuple(array.shape)}'}; "
             f"expected {tuple(shape)}, from the sizes of the layer and the input. "
             "Pass an array of that shape."
         )
     fitted = host.fit(array, layout, wide)
     if fitted is None:
         raise TypeError(
-            f"{name}{end}: given {_kind(array)}; expected {host.dtype}, as the plan of the layer, "
+            f"{name}: given {_kind(array)}; expected {host.dtype}, as the plan of the layer, "
             "and on its device. Convert the array."
         )
     return fitted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable
 from typing import NamedTuple
 
 from anycell.engines import cpu
@@ -129,24 +128,6 @@ def recurrent_alone(plan: Plan) -> bool:
     """Whether the cell's only matmul is its first state's, onto all gates, by real weights."""
     linears = [(l.name, l.outputs, l.operand.op) for l in plan.cell.linears]
     return linears == [(RECURRENT, plan.cell.gates, "state")] and not plan.types.quantized
-
-
-def _entry(name: str) -> Callable[[Form], int]:
-    return lambda form: form.entries[form.kernel.shared[name]]
-
-
-# Choices that do not change results; tests cover both sides of each.
-ROADS: dict[str, Callable[[Form], bool]] = {
-    "the kernel multiplies the input": lambda form: form.inputs > 0,
-    "a single step": lambda form: form.single,
-    "a single step of few rows": lambda form: form.few,
-    "several chunks": lambda form: form.chunk < form.steps,
-    "several threads": lambda form: _entry("parts")(form) > 1,
-    "threads split the units": lambda form: _entry("units_split")(form) > 0,
-    "threads pack the weights": lambda form: (
-        form.packed > cpu.WORTH_SPREADING * form.kernel.itemsize
-    ),
-}
 
 
 def projects(

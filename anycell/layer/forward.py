@@ -152,17 +152,8 @@ def project(run: Run) -> None:
         if form.single:
             product = run.recipe.buffer((run.batch, width), plan.types.accumulate.bytes)
             run.place_of(d, {"product": product})
-            run.multiply(run.before, d, _first(run, w), w["weight_hh"].T, product, kind=kind)
-
-
-def _first(run: Run, w: Mapping[str, View]) -> View:
-    """The first state of a single step."""
-    state, host = run.plan.cell.states[0], run.host
-    if f"state {state.name}" in w:
-        return w[f"state {state.name}"]
-    values = host.empty((run.batch, run.plan.sizes[state.size]))
-    values[:] = state.initial
-    return run.recipe.constant(values)
+            state = w.get(f"state {plan.cell.state_names[0]}") or run.declared(0, run.batch)
+            run.multiply(run.before, d, state, w["weight_hh"].T, product, kind=kind)
 
 
 def _borders(run: Run, count: int, finals: list[View]) -> Kept:

@@ -12,7 +12,7 @@ from anycell.layer.form import WORTH_A_THREAD, form_of, slot_bytes
 from anycell.layer.products import kind_of
 from anycell.layer.recipe import CHUNK, Recipe, View
 from anycell.layer.schedule import segment_steps
-from anycell.layer.signature import direction, states
+from anycell.layer.signature import direction
 from anycell.plan import CODES, Options, Plan, padded
 
 Views = Mapping[str, View]
@@ -73,12 +73,17 @@ class Run:
 
     def _restore(self) -> None:
         """Says what resets restore, where the call does not: what the cell declares."""
-        for i, (name, size) in enumerate(states(self.plan)):
-            restored, host = f"reset_state {name}", self.host.wide if i else self.host
+        for i, name in enumerate(self.plan.cell.state_names):
+            restored = f"reset_state {name}"
             if self.resets is not None and restored not in self.recipe.views:
-                values = host.empty((len(self.directions), size))
-                values[:] = self.plan.cell.states[i].initial
-                self.place_parts({restored: self.recipe.constant(values)})
+                self.place_parts({restored: self.declared(i, len(self.directions))})
+
+    def declared(self, i: int, rows: int) -> View:
+        """Rows ``[rows, size]`` of what the cell declares for state i."""
+        host, state = self.host.wide if i else self.host, self.plan.cell.states[i]
+        values = host.empty((rows, self.plan.sizes[state.size]))
+        values[:] = state.initial
+        return self.recipe.constant(values)
 
     def _switch(self) -> None:
         """Sets what the table says of the options of a call, and its threads."""

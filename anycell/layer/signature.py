@@ -95,14 +95,20 @@ def parameters(
 @functools.lru_cache(maxsize=512)
 def places(learned: tuple[str, ...], k: int, directions: int) -> dict[str, str]:
     """The names of a layer's parameters by the names of this file; ``learned`` is the cell's."""
-    return {name + end: f"{name}_l{k}{end}" for end in ENDS[:directions] for name in learned}
+    public = [name + end for end in ENDS[:directions] for name in learned]
+    return {name: place(name, k) for name in public}
 
 
 @functools.lru_cache(maxsize=512)
-def learned(plan: Plan) -> tuple[Learned, ...]:
-    """The arrays that one direction learns besides ``weight_ih``, whose width is that of x."""
-    named = shapes(plan.cell, dict(plan.sizes), 0, True)
-    del named["weight_ih"]
+def learned(plan: Plan, inputs: int | None) -> tuple[Learned, ...]:
+    """The arrays that one direction learns.
+
+    Args:
+        inputs: the last axis of x; None where that is projected already.
+    """
+    named = shapes(plan.cell, dict(plan.sizes), inputs or 0, True)
+    if inputs is None:
+        del named["weight_ih"]
     arrays, quantized = [], plan.types.quantized
     for name, shape in named.items():
         if len(shape) > 1:
@@ -147,13 +153,11 @@ def of_layer(cell: Cell, arrays: Mapping[str, Any], k: int, directions: int) -> 
         k: the layer's number.
     """
     learned = {}
-    for end in ENDS[:directions]:
-        for name in cell.learned:
-            place = f"{name}_l{k}{end}"
-            if place in arrays:
-                learned[name + end] = arrays[place]
-            if f"{place}_scales" in arrays:
-                learned[scales_of(name + end)] = arrays[f"{place}_scales"]
+    for name, place in places(cell.learned, k, directions).items():
+        if place in arrays:
+            learned[name] = arrays[place]
+        if f"{place}_scales" in arrays:
+            learned[scales_of(name)] = arrays[f"{place}_scales"]
     return learned
 
 
@@ -202,27 +206,3 @@ def stepped(cell: Cell, recurrent_mask: object) -> Cell:
     if recurrent_mask is None:
         return cell
     return with_recurrent_mask(cell, len(recurrent_mask.shape) == 3)  # type: ignore[attr-defined]
-
-
-__all__ = [
-    "ANY",
-    "DENSE",
-    "ENDS",
-    "FLAGS",
-    "MATRIX",
-    "ROWS",
-    "Learned",
-    "Shape",
-    "direction",
-    "learned",
-    "names",
-    "of_a_matmul",
-    "of_layer",
-    "place",
-    "parameters",
-    "places",
-    "shapes",
-    "state_names",
-    "states",
-    "stepped",
-]

@@ -47,6 +47,13 @@ def multiplies_input(plan: Plan) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
+def recurrent_masks(plan: Plan) -> int:
+    """Counts the masks by which the cell multiplies its first state: none, one, or one per gate."""
+    masks = [n.attrs[0] for n in topological(plan.cell.next) if n.op == "recurrent_mask"]
+    return 1 + max(masks, default=-1)
+
+
+@functools.lru_cache(maxsize=512)
 def arrays(plan: Plan, backward: bool) -> dict[str, Array]:
     """The arrays of a kernel by name.
 
@@ -57,13 +64,12 @@ def arrays(plan: Plan, backward: bool) -> dict[str, Array]:
     cell, types, h = plan.cell, plan.types, plan.hidden_size
     numbers, sums, gates = types.storage, types.accumulate, len(cell.gates) * h
     (first, size), *others = states = [(s.name, plan.sizes[s.size]) for s in cell.states]
-    masks = [n.attrs[0] for n in topological(cell.next) if n.op == "recurrent_mask"]
     table = {
         "mask": Array("T B", 1, FLAG, "call", whole=True),
         "resets": Array("T B", 1, FLAG, "call", whole=True),
         "static": Array("B", h, numbers),
         # One mask, or one for each gate: [B, size] or [G, B, size].
-        "recurrent_mask": Array("B", (1 + max(masks, default=0)) * size, numbers),
+        "recurrent_mask": Array("B", max(1, recurrent_masks(plan)) * size, numbers),
         "bias_ih": Array("", gates, numbers),
         "saved": Array("T B", plan.saved_stride, types.saved, "kept"),
         "hidden": Array("T B", size, numbers, "states", whole=True, beside=True),

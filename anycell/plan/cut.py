@@ -130,39 +130,24 @@ class _Flow:
         self.room.setdefault(a, {})[b] = self.room.get(a, {}).get(b, 0) + capacity
         self.room.setdefault(b, {}).setdefault(a, 0)
 
-    def _path(self) -> list[object] | None:
-        before: dict[object, object] = {"source": None}
-        queue = deque(["source"])
-        while queue:
-            a = queue.popleft()
-            for b, capacity in self.room[a].items():
-                if capacity > 0 and b not in before:
-                    before[b] = a
-                    queue.append(b)  # type: ignore[arg-type]
-        if "sink" not in before:
-            return None
-        path: list[object] = ["sink"]
-        while path[-1] != "source":
-            path.append(before[path[-1]])
-        return path[::-1]
-
     def sink_side(self) -> set[object]:
         """After the maximum flow: every node from which the sink can still be reached."""
-        while path := self._path():
+        while True:
+            after: dict[object, object] = {"sink": None}  # the next node on the way to the sink
+            queue: deque[object] = deque(["sink"])
+            while queue:
+                b = queue.popleft()
+                for a in self.room[b]:
+                    if self.room[a][b] > 0 and a not in after:
+                        after[a] = b
+                        queue.append(a)
+            if "source" not in after:
+                return set(after)
+            path: list[object] = ["source"]
+            while path[-1] != "sink":
+                path.append(after[path[-1]])
             steps = list(itertools.pairwise(path))
             amount = min(self.room[a][b] for a, b in steps)
             for a, b in steps:
                 self.room[a][b] -= amount
                 self.room[b][a] += amount
-        into: dict[object, list[object]] = {}
-        for a, edges in self.room.items():
-            for b, capacity in edges.items():
-                if capacity > 0:
-                    into.setdefault(b, []).append(a)
-        side, stack = {"sink"}, ["sink"]
-        while stack:
-            for a in into.get(stack.pop(), ()):
-                if a not in side:
-                    side.add(a)  # type: ignore[arg-type]
-                    stack.append(a)  # type: ignore[arg-type]
-        return side  # type: ignore[return-value]

@@ -113,11 +113,7 @@ class Plan:
 
     def shares_gradient(self, linear: Linear) -> bool:
         """Whether a matmul's gradient is the input projection's, and needs no memory of its own."""
-        return linear.name == RECURRENT and self._all_fused
-
-    @functools.cached_property
-    def _all_fused(self) -> bool:
-        return all(g in self.cell.fused for g in self.cell.gates)
+        return linear.name == RECURRENT and self.cell.fused.issuperset(self.cell.gates)
 
     @functools.cached_property
     def carried_back(self) -> frozenset[str]:

@@ -13,22 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from anycell.engines.cpu import check, driver, gemm, isa, memory, pool
-from anycell.engines.cpu import kernel as _kernel
 from anycell.engines.cpu.door import WORTH_SPREADING
-from anycell.engines.cpu.kernel import Kernel
+from anycell.engines.cpu.kernel import Kernel, compiled
 from anycell.plan import DTYPES, LINE, Plan
-
-
-def compiled(plan: Plan, backward: bool = False) -> Kernel:
-    """The machine code of a plan, forward or backward; see ``kernel.compiled``.
-
-    Raises:
-        ValueError: for the backward pass of weights of integers, which there is not.
-    """
-    if backward and plan.types.quantized:
-        given = f"backward: given a plan of {plan.dtype}"
-        raise ValueError(f"{given}; expected one of a dtype that has gradients.")
-    return _kernel.compiled(plan, backward)
 
 
 def rounded(plan: Plan, precision: str) -> Plan:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from anycell import environment
+from anycell.engines.cpu import gemm
 from anycell.plan import scales_of
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 ON = environment.switch("ANYCELL_CHECK", False)
 
+Axes = tuple[tuple[int, int], ...]  # counts and strides
 Bounds = tuple[int, int]  # the address of the first byte, and that behind the last
 # Of a call's arrays, by the names of its table's entries: those of the whole call, and those of
 # each direction.
@@ -75,17 +77,25 @@ def check_product(
     Raises:
         AssertionError: as ``check``.
     """
-    rows, columns, inner, a, a_rows, a_inner, b, b_inner, b_columns, c, c_rows = entries[:11]
-    arrays = (
-        ("a", a, ((rows, a_rows), (inner, a_inner))),
-        ("b", b, ((inner, b_inner), (columns, b_columns))),
-        ("c", c, ((rows, c_rows), (columns, 1))),
-    )
-    assert 1 in (a_rows, a_inner), f"a: strides {a_rows} and {a_inner}, neither is 1"
-    assert 1 in (b_inner, b_columns), f"b: strides {b_inner} and {b_columns}, neither is 1"
-    for (name, address, axes), size, limits in zip(arrays, sizes, bounds, strict=True):
-        for span in reach(name, address, size, 1, axes):
+    table = dict(zip(gemm.ENTRIES, entries, strict=True))
+    operands = product_axes(table).items()
+    for (name, axes), size, limits in zip(operands, sizes, bounds, strict=True):
+        for span in reach(name, table[name], size, 1, axes):
             inside(span, limits)
+
+
+def product_axes(table: Mapping[str, int]) -> Mapping[str, Axes]:
+    """The axes of A, B and C of a matmul, of which A and B have one of stride 1."""
+    rows, columns, inner = (table[name] for name in ("rows", "columns", "inner"))
+    axes = {
+        "a": ((rows, table["a_rows"]), (inner, table["a_inner"])),
+        "b": ((inner, table["b_inner"]), (columns, table["b_columns"])),
+        "c": ((rows, table["c_rows"]), (columns, 1)),
+    }
+    for name, ((_, first), (_, second)) in axes.items():
+        dense = 1 in (first, second) or not (rows and columns and inner)
+        assert dense, f"{name}: strides {first} and {second}, neither is 1"
+    return axes
 
 
 def _laid_out(kernel: Kernel, entries: array[int], d: int) -> dict[str, int]:
@@ -113,9 +123,7 @@ def inside(span: Span, bounds: Bounds | None) -> None:
     assert whole, f"{name}: address {first:#x} is no multiple of {size} bytes"
 
 
-def reach(
-    name: str, address: int, size: int, width: int, axes: tuple[tuple[int, int], ...]
-) -> Iterator[Span]:
+def reach(name: str, address: int, size: int, width: int, axes: Axes) -> Iterator[Span]:
     """The bytes of ``width`` elements along axes of (count, stride); none if the address is 0."""
     if address and all(count > 0 for count, _ in axes):
         far = [(count - 1) * stride for count, stride in axes]

@@ -73,8 +73,6 @@ class Door:
         self.names = names(self.plan, self.backward)
         self.arrays, self.index = layout.arrays, layout.entries
         self.sequences, self.projecting = layout.sequences, layout.projecting
-        self.shared_index = {name: i for i, name in enumerate(self.names.shared)}
-        self.each_index = {name: i for i, name in enumerate(self.names.each)}
         self.gates = len(self.cell.gates) * self.plan.hidden_size
         # Of scratch memory: how many directions and where their tables are, the kernel's tables,
         # each with the counter of its barrier on a line of its own, and the counters of packing.
@@ -120,7 +118,7 @@ class Door:
                 b.call("write_final", call)
 
     def _shared(self, b: Builder) -> Entries:
-        return Entries(b, b.args[0], self.shared_index)
+        return Entries(b, b.args[0], self.names.shared)
 
     @contextmanager
     def _directions(self, b: Builder) -> Iterator[Direction]:
@@ -128,7 +126,7 @@ class Door:
         shared = self._shared(b)
         with b.loop(0, shared["directions"]) as d:
             at = d * len(self.names.each) + len(self.names.shared)
-            yield Direction(shared, Entries(b, b.gep(b.args[0], at, "i64"), self.each_index), d)
+            yield Direction(shared, Entries(b, b.gep(b.args[0], at, "i64"), self.names.each), d)
 
     # ---- memory ----------------------------------------------------------------------------------
     def _print_needs(self) -> None:
@@ -381,7 +379,6 @@ class Door:
         at, base = 0, shared["packed"]
         base += d * self._packed_bytes(shared)
         there = shared["packed"].ne(0)
-        index = {name: i for i, name in enumerate(PACKING)}
 
         def input_bias() -> Value | int:
             if self.backward:
@@ -395,7 +392,7 @@ class Door:
         def packing(
             place: int, name: str, bias: Value | int, packed: Value, inner: Value | int
         ) -> None:
-            entries = Entries(b, b.gep(tables, place * PACKING_BYTES, "i8"), index)
+            entries = Entries(b, b.gep(tables, place * PACKING_BYTES, "i8"), PACKING)
             entries.set(
                 source=each[name], heads=each[f"{name} heads"], rows=each[f"{name} rows"],
                 columns=each[f"{name} columns"], packed=packed, inner=inner,

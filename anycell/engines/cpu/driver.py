@@ -21,7 +21,6 @@ where a direction is reversed.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -87,7 +86,7 @@ class Driver:
     # ---- the loops -------------------------------------------------------------------------------
     def _run(self) -> None:
         b = self.module.function("run", "ptr pass")
-        table = _entries(b, b.args[0], PASS)
+        table = Entries(b, b.args[0], PASS)
         backward = table["backward"].ne(0)
         first, last, segment = table["first"], table["last"], table["segment"]
         count = b.smax((last - first + segment - 1) // b.smax(segment, 1), 1)
@@ -102,7 +101,7 @@ class Driver:
                     self._move(b, table, "rest", None)
             with b.when(table["again"].ne(0)):
                 again = table.pointer("again")
-                for each in (table, _entries(b, again, PASS)):
+                for each in (table, Entries(b, again, PASS)):
                     for name, value in (("origin", begin), ("span", end - begin)):
                         b.store(value, b.gep(each.pointer("call"), each[name], "i64"))
                 b.call("chunks", again, begin, end)
@@ -110,7 +109,7 @@ class Driver:
 
     def _move(self, b: Builder, table: Entries, name: str, slot: Value | None) -> None:
         with b.loop(0, table["moves"]) as i:
-            move = _entries(b, b.gep(table.address, i * len(MOVE) + len(PASS), "i64"), MOVE)
+            move = Entries(b, b.gep(table.address, i * len(MOVE) + len(PASS), "i64"), MOVE)
             value = move[name] if slot is None else move[name] + slot * move["step"]
             b.store(value, move.pointer("place"))
 
@@ -124,7 +123,7 @@ class Driver:
     def _chunks(self) -> None:
         b = self.module.private("chunks", "ptr pass, i64 begin, i64 end")
         address, begin, end = b.args
-        table = _entries(b, address, PASS)
+        table = Entries(b, address, PASS)
         backward, chunk = table["backward"].ne(0), table["chunk"]
         total = b.smax((end - begin + chunk - 1) // chunk, 1)
         before, after = table["before"], table["after"]
@@ -148,13 +147,13 @@ class Driver:
     def _product(self) -> None:
         b = self.module.private("product", "ptr pass, ptr row, i64 done, i64 count")
         address, row_address, done, count = b.args
-        table, row = _entries(b, address, PASS), _entries(b, row_address, PRODUCT)
+        table, row = Entries(b, address, PASS), Entries(b, row_address, PRODUCT)
         call, steps, reverse = table.pointer("call"), table["steps"], row["reverse"].ne(0)
         origin, span = (b.load(b.gep(call, table[n], "i64"), "i64") for n in ("origin", "span"))
         time = b.select(reverse, steps - done - count, done)
         window = time - b.select(reverse, steps - origin - span, origin)
         scratch, along = table.pointer("scratch"), row["along"]
-        one = _entries(b, scratch, gemm.ENTRIES)
+        one = Entries(b, scratch, gemm.ENTRIES)
         for name in (*_KEPT, "scales"):
             one[name] = row[name]
         for name in "abc":
@@ -211,7 +210,7 @@ class Driver:
         """Copies rows of the input, zeros for those under a mask; threads share the rows."""
         b = self.module.private("gather", "ptr table, i64 part, i64 parts")
         address, part, parts = b.args
-        one, element = _entries(b, address, gemm.ENTRIES), f"i{8 * self.bytes}"
+        one, element = Entries(b, address, gemm.ENTRIES), f"i{8 * self.bytes}"
         rows, batch, columns, mask = one["rows"], one["inner"], one["columns"], one["b"]
         kind = vector(b.lanes, element)
         with b.loop(rows * part // parts, rows * (part + 1) // parts) as row:
@@ -302,7 +301,7 @@ class Driver:
         """A function of the gang: its matmul, and its columns, counted in pieces of a width."""
         b = self.module.private(name, "ptr table, i64 part, i64 parts")
         address, part, parts = b.args
-        one = _entries(b, address, gemm.ENTRIES)
+        one = Entries(b, address, gemm.ENTRIES)
         pieces = (one["columns"] + (width - 1)) // width
         return b, one, pieces * part // parts, pieces * (part + 1) // parts
 
@@ -310,7 +309,7 @@ class Driver:
         """Calls a Fortran gemm, whose matrices are column by column: C.T = B.T @ A.T."""
         b = self.module.private("blas", "ptr blas, ptr table")
         blas, address = b.args
-        one = _entries(b, address, gemm.ENTRIES)
+        one = Entries(b, address, gemm.ENTRIES)
         letters = b.module.table([ord("N"), ord("T")], "i8")
         sizes = b.alloca("i32", 6)
         factors = b.alloca(b.real, 2)
@@ -341,23 +340,19 @@ class Driver:
 
     def _room(self) -> None:
         b = self.module.function("room", "ptr pass")
-        table, space = _entries(b, b.args[0], PASS), b.alloca("i64", len(gemm.ENTRIES))
-        one = _entries(b, space, gemm.ENTRIES)
+        table, space = Entries(b, b.args[0], PASS), b.alloca("i64", len(gemm.ENTRIES))
+        one = Entries(b, space, gemm.ENTRIES)
         rows = b.gep(b.args[0], table["moves"] * len(MOVE) + len(PASS), "i64")
         most = b.variable(0)
         chunk = table["chunk"] * table["batch"]
         with b.loop(0, table["before"] + table["after"]) as i:
-            row = _entries(b, b.gep(rows, i * len(PRODUCT), "i64"), PRODUCT)
+            row = Entries(b, b.gep(rows, i * len(PRODUCT), "i64"), PRODUCT)
             with b.when(row["kind"].eq(OURS)):
                 one["columns"], one["threads"] = row["columns"], table["threads"]
                 one["inner"] = b.select(row["along"].eq(2), chunk, row["inner"])
                 b.call("needs", space)
                 most.value = b.smax(most.value, one["scratch_bytes"])
         table["scratch_bytes"] = most.value + _TABLE
-
-
-def _entries(b: Builder, address: Value, names: list[str]) -> Entries:
-    return Entries(b, address, {name: i for i, name in enumerate(names)})
 
 
 class Functions(NamedTuple):
@@ -369,16 +364,13 @@ class Functions(NamedTuple):
     run: Callable[[int], None]
 
 
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
 @functools.lru_cache(maxsize=32)
 def compiled(dtype: str, target: Target) -> Functions:
     """The matmul and the driver; compiled once per process, kept on disk."""
     sources, types = fingerprint(), DTYPES[dtype]
     recipe = f"{sources}\n{target}\ndriver {types}" if sources else None
     library = jit.compile(lambda: text(target, types), Functions._fields, target, recipe)
-    return Functions(*(_CALL(library.address(name)) for name in Functions._fields))
+    return Functions(*map(library.function, Functions._fields))
 
 
 def text(target: Target, types: Dtype) -> str:

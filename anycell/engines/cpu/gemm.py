@@ -298,10 +298,10 @@ class Gemm:
         return b, scratch, self._call(b, state.pointer("call")), state, part
 
     def _state(self, b: Builder, scratch: Value) -> Entries:
-        return Entries(b, scratch, {name: i for i, name in enumerate(STATE)})
+        return Entries(b, scratch, STATE)
 
     def _call(self, b: Builder, call: Value) -> Entries:
-        return Entries(b, call, {name: i for i, name in enumerate(ENTRIES)})
+        return Entries(b, call, ENTRIES)
 
     def _next(self, b: Builder, scratch: Value) -> Value:
         """The number of a piece that nobody has taken."""

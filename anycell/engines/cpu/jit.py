@@ -20,6 +20,7 @@ followed, read nor deleted, and does not count.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import platform
@@ -51,6 +52,7 @@ _SEAL = len(_MAGIC) + hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}(?P<draft>\.[0-9a-f]{16})?")
 
 Text = str | Callable[[], str]  # or what prints it
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 # LLVM contexts are not thread-safe. Held across a fork, so that a child never inherits it locked,
 # nor LLVM in the middle of something.
@@ -82,6 +84,10 @@ class Library:
     def address(self, symbol: str) -> int:
         """The address of a function that `compile` was asked for."""
         return self._addresses[symbol]
+
+    def function(self, symbol: str) -> Callable[[int], None]:
+        """Such a function, of the address of a table."""
+        return _FUNCTION(self.address(symbol))
 
     def assembly(self) -> str:
         """The assembly that the text becomes, for reading."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +35,7 @@ class Kernel:
         self.library, self.plan = library, layout.plan
         plan = self.plan
         self.address = library.address("door")
-        self.door, self.needs = _CALL(self.address), _CALL(library.address("needs"))
+        self.door, self.needs = library.function("door"), library.function("needs")
         names = table.names(plan, layout.backward)
         self.shared = {name: i for i, name in enumerate(names.shared)}
         # A direction has its parameters by their own names.
@@ -62,7 +61,6 @@ class Kernel:
         return len(self.shared) + direction * self.stride
 
 
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _kernels: dict[tuple[str, Target], Kernel] = {}
 
 
@@ -72,18 +70,22 @@ def loaded(plan: Plan, backward: bool, target: Target) -> Kernel | None:
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
-    """The kernel of a plan for the instruction set in use; compiled once, kept on disk."""
+    """The kernel of a plan for the instruction set in use; compiled once, kept on disk.
+
+    Raises:
+        ValueError: for the backward pass of weights of integers, which there is not.
+    """
+    if backward and plan.types.quantized:
+        given = f"backward: given a plan of {plan.dtype}"
+        raise ValueError(f"{given}; expected one of a dtype that has gradients.")
     target = isa.current()
     key = description(plan, backward), target
-    found = _kernels.get(key)
-    if found is None:
+    if key not in _kernels:
         with jit.lock:
-            found = _kernels.get(key)
-            if found is None:
+            if key not in _kernels:
                 layout = Layout(plan, backward, target)
-                library = jit.compile(*request(layout))
-                found = _kernels[key] = Kernel(layout, library)
-    return found
+                _kernels[key] = Kernel(layout, jit.compile(*request(layout)))
+    return _kernels[key]
 
 
 def request(layout: Layout) -> tuple[Callable[[], str], tuple[str, ...], Target, str | None]:

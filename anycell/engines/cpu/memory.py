@@ -64,9 +64,3 @@ def empty(shape: Sequence[int], dtype: str) -> np.ndarray:
         at = next((i for i in reversed(range(len(_idle))) if _idle[i].size == size), None)
         block = np.empty(size, np.uint8) if at is None else _idle.pop(at)
     return np.asarray(_Lease(block, tuple(shape), kind))
-
-
-def release() -> None:
-    """Gives all idle blocks back to the system."""
-    with _lock:
-        _idle.clear()

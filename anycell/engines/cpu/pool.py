@@ -243,7 +243,7 @@ class _Workers:
     def __init__(self) -> None:
         self.pid, self._sleep = os.getpid(), _sleep()
         self._library = _compiled(self._sleep)
-        self._work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._library.address("worker"))
+        self._work = self._library.function("worker")
         self._threads: list[threading.Thread] = []  # those that the system did not grant, too
         lines = np.zeros((MOST + 1) * 8 + 7, np.int64)
         self._lines = lines[-lines.ctypes.data // 8 % 8 :][: (MOST + 1) * 8].reshape(-1, 8)

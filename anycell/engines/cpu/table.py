@@ -8,6 +8,7 @@ address that is 0 stands for an array that is not there. Strides count elements.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from anycell.engines.cpu.ir import Builder, Value
@@ -127,10 +128,11 @@ def align(size: int) -> int:
 
 
 class Entries:
-    """A table of 64-bit numbers in memory, by name."""
+    """A table of 64-bit numbers in memory, by their names in order."""
 
-    def __init__(self, b: Builder, address: Value, index: dict[str, int]) -> None:
-        self.b, self.address, self.index = b, address, index
+    def __init__(self, b: Builder, address: Value, names: Iterable[str]) -> None:
+        self.b, self.address = b, address
+        self.index = {name: place for place, name in enumerate(names)}
 
     def at(self, name: str) -> Value:
         """The address of an entry."""

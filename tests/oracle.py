@@ -1,0 +1,30 @@
+"""The reference engine by one call, from the attributes of ``Recurrence`` and of ``Options``."""
+
+from typing import Any
+
+from anycell.engines.reference import Gradients, Recurrence
+from anycell.lang.cell import Cell
+from anycell.plan import Options
+
+
+def recurrence(
+    cell: Cell, gates_x: Any, weights: Any, state: Any = None, params: Any = None, **further: Any
+) -> Recurrence:
+    """The loop over the steps of one direction."""
+    options = {name: value for name, value in further.items() if name in Options._fields}
+    if "reverse" in options:
+        options["reverse"] = (options["reverse"],)
+    arrays = {name: value for name, value in further.items() if name not in options}
+    given = cell, gates_x, weights, state, params or {}
+    return Recurrence(*given, **arrays, options=Options(**options))
+
+
+def run(*arrays: Any, **further: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The outputs ``[T, B, size of the first state]`` and the final states."""
+    return recurrence(*arrays, **further).forward()
+
+
+def backward(*arrays: Any, d_outputs: Any = None, d_final: Any = None, **further: Any) -> Gradients:
+    """The gradients by the derived backward pass, from what arrives at the results of ``run``."""
+    loop = recurrence(*arrays, **further)
+    return loop.backward(d_outputs, d_final or [None] * len(loop.cell.states))
