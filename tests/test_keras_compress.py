@@ -247,17 +247,33 @@ def test_full_rank_changes_nothing(name: str) -> None:
     assert np.array_equal(number(again(x)), number(small(x)))
 
 
-def test_what_a_factorized_layer_was_told_stays() -> None:
-    layer = ak.LSTM(
-        COUNT, return_sequences=True, go_backwards=True, dropout=0.1, recurrent_dropout=0.2, seed=3,
-        kernel_regularizer="l2", name="memory",
-    )  # fmt: skip
+@pytest.mark.parametrize("kind", ["LSTM", "RNN of an LSTMCell", "RNN"])
+def test_what_a_factorized_layer_was_told_stays(kind: str) -> None:
+    of_layer = {"return_sequences": True, "go_backwards": True, "activity_regularizer": "l1"}
+    of_layer["name"] = "memory"
+    of_cell = {"dropout": 0.1, "recurrent_dropout": 0.2, "seed": 3, "kernel_regularizer": "l2"}
+    of_cell["recurrent_constraint"], of_cell["use_bias"] = "non_neg", False
+    layer: Any
+    if kind == "LSTM":
+        layer = ak.LSTM(COUNT, **of_cell, **of_layer)
+    elif kind == "RNN":
+        layer = ak.RNN(cells.LSTM, COUNT, **of_cell, **of_layer)
+    else:
+        cell = keras.layers.LSTMCell(COUNT, **of_cell)
+        layer = ak.accelerate(keras.layers.RNN(cell, **of_layer))
     layer(np.zeros((2, 5, 3), "float32"))
-    config = compress.factorize(layer, 4).get_config()
-    for name, value in layer.get_config().items():
-        if name in config:
-            assert config[name] == value, name
-    assert config["dropout"] == 0.1 and config["go_backwards"] and config["name"] == "memory"
+    given = layer.cell.get_config() | layer.get_config()
+    for name, value in compress.factorize(layer, 4).get_config().items():
+        assert value == given[name] if name in {*of_cell, *of_layer} else True, name
+        given.pop(name, None)
+    assert not given.keys() & {*of_cell, *of_layer}
+
+
+def test_a_prepared_layer_packs_again() -> None:
+    layer, x = ak.GRU(COUNT), np.ones((4, 5, 3), "float32")
+    layer(x)
+    compress.shrink(layer.prepare(), 8)
+    assert_close(number(layer.step(x[:, 0])[0]), number(layer(x[:, :1])), "float32", "forward")
 
 
 # -- weights of 8 bits -----------------------------------------------------------------------------
