@@ -342,12 +342,14 @@ def test_variables_have_the_names_and_shapes_of_version_1() -> None:
     assert cell.named["gates/bias"].numpy().tolist() == [1.0] * 10
 
 
+@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:UserWarning")
 def test_variables_have_the_order_of_version_1(legacy: Any) -> None:
     """In which programs list them, and seeds are given out; that of contrib's cells was another."""
     listed = []
     for kind in (legacy.LSTMCell, t1.LSTMCell):
         with tf.Graph().as_default():
-            kind(UNITS, use_peepholes=True, num_proj=2, name="cell").build((None, WIDTH))
+            given = {"use_peepholes": True, "num_proj": 2, "dtype": "float32", "name": "cell"}
+            kind(UNITS, **given).build((None, WIDTH))
             listed.append([v.op.name for v in tf.compat.v1.trainable_variables()])
     assert [name.rpartition("cell/")[2] for name in listed[0]] == [
         name.rpartition("cell/")[2] for name in listed[1]
