@@ -183,7 +183,7 @@ def _recorded(tensors: Sequence[Any]) -> bool:
     if keras.backend.backend() == "tensorflow":
         from anycell.keras import tensorflow
 
-        return tensorflow.record.could_possibly_record()
+        return tensorflow.recorded()
     import torch
 
     return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
