@@ -213,6 +213,20 @@ def test_training_goes_on(optimizer: str, tmp_path: Path) -> None:
     loaded.fit(x, y, epochs=1, verbose=0)
 
 
+@pytest.mark.parametrize("kind", ["both directions", "RNN of a cell"])
+def test_readouts_with_layers_within_are_loaded(kind: str, tmp_path: Path) -> None:
+    """Which a file builds for the width that is left."""
+    readout: Any = keras.layers.Bidirectional(ak.LSTM(3))
+    if kind == "RNN of a cell":
+        readout = ak.accelerate(keras.layers.RNN(keras.layers.GRUCell(3)))
+    layer, x = ak.GRU(COUNT, return_sequences=True), np.ones((4, 5, 3), "float32")
+    model = keras.Sequential([keras.Input((5, 3)), layer, readout])
+    compress.shrink(layer, 8, readouts=[readout])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert_close(number(loaded(x)), number(model(x)), "float32", "forward")
+
+
 def test_stateful_layers_start_anew() -> None:
     layer = ak.RNN(cells.LSTMP, COUNT, P=8, stateful=True)
     x = np.ones((4, 5, 3), "float32")

@@ -155,10 +155,11 @@ def take(
         width = reads(readout)[0].shape[1]
         if isinstance(readout, keras.layers.Dense):
             readout.input_spec = keras.InputSpec(min_ndim=2, axes={-1: width})
-        shapes = readout._build_shapes_dict
-        for name, shape in dict(shapes or {}).items():  # with which a file builds it again
-            if name != "initial_state_shape":
-                shapes[name] = (*shape[:-1], width)
+        for each in readout._flatten_layers():  # the directions and their cells among them
+            shapes = each._build_shapes_dict
+            for name, shape in dict(shapes or {}).items():  # with which a file builds it again
+                if name != "initial_state_shape":
+                    shapes[name] = (*shape[:-1], width)
     _resize(view, size, count)
 
 
