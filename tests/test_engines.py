@@ -145,7 +145,7 @@ def each_instruction_set() -> Any:
         return pytest.param(name, cell, dtype, id=f"{name}-{cell}-{dtype}", marks=marks)
 
     cases = itertools.product(isa.available(), CELLS, ("float32", "float64"))
-    return pytest.mark.parametrize(("name", "cell", "dtype"), itertools.starmap(case, cases))
+    return pytest.mark.parametrize(("name", "cell", "dtype"), [*itertools.starmap(case, cases)])
 
 
 @pytest.fixture(autouse=True)

@@ -419,6 +419,8 @@ X, H, FLAG = np.ones((2, 5, 3), "float32"), np.ones((2, 4), "float32"), np.ones(
         ({"mask": FLAG[:, :1]}, r"mask: given shape \(2, 1\); expected \(2, 5\)"),
         ({"mask": FLAG[:, 1:]}, r"mask: given shape \(2, 4\); expected \(2, 5\)"),
         ({"mask": FLAG.T}, r"mask: given shape \(5, 2\); expected \(2, 5\)"),
+        ({"mask": FLAG[0, 0]}, r"mask: given shape \(\); expected \(2, 5\)"),
+        ({"mask": [[True] * 4] * 2}, r"mask: given shape \(2, 4\); expected \(2, 5\)"),
         ({"resets": FLAG[:1]}, r"resets: given shape \(1, 5\); expected \(2, 5\)"),
         ({"resets": FLAG[:, :1]}, r"resets: given shape \(2, 1\); expected \(2, 5\)"),
         ({"resets": FLAG[:, 1:]}, r"resets: given shape \(2, 4\); expected \(2, 5\)"),
@@ -463,6 +465,17 @@ def test_one_row_of_states_or_mask_stands_for_all(step: Any, rng: np.random.Gene
             for given in (more, all_rows)
         )
         assert np.array_equal(number(one), number(every))
+
+
+def test_masks_and_static_inputs_in_lists(rng: np.random.Generator) -> None:
+    """Of rows, and of one mask, as Keras passes it behind a layer of several inputs."""
+    layer, x = ak.RNN(cells.EALSTM, 4), rng.normal(size=(2, 5, 3)).astype("float32")
+    mask, static = np.array([[1, 0, 1, 1, 0], [1, 1, 1, 0, 0]], bool), np.ones((2, 4), "float32")
+    right = number(layer(x, mask=mask, static=static))
+    for given in (mask.tolist(), [*mask], mask.astype(int).tolist(), [mask]):
+        assert np.array_equal(number(layer(x, mask=given, static=static.tolist())), right)
+    with pytest.raises(ValueError, match=r"static: given of shape \(2, 4\); expected None"):
+        ak.LSTMP(4, P=2)(x, static=static.tolist())
 
 
 @pytest.mark.parametrize("what", ["static", "resets"])

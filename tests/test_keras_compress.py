@@ -213,6 +213,20 @@ def test_training_goes_on(optimizer: str, tmp_path: Path) -> None:
     loaded.fit(x, y, epochs=1, verbose=0)
 
 
+@pytest.mark.parametrize("kind", ["both directions", "RNN of a cell"])
+def test_readouts_with_layers_within_are_loaded(kind: str, tmp_path: Path) -> None:
+    """Which a file builds for the width that is left."""
+    readout: Any = keras.layers.Bidirectional(ak.LSTM(3))
+    if kind == "RNN of a cell":
+        readout = ak.accelerate(keras.layers.RNN(keras.layers.GRUCell(3)))
+    layer, x = ak.GRU(COUNT, return_sequences=True), np.ones((4, 5, 3), "float32")
+    model = keras.Sequential([keras.Input((5, 3)), layer, readout])
+    compress.shrink(layer, 8, readouts=[readout])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert_close(number(loaded(x)), number(model(x)), "float32", "forward")
+
+
 def test_stateful_layers_start_anew() -> None:
     layer = ak.RNN(cells.LSTMP, COUNT, P=8, stateful=True)
     x = np.ones((4, 5, 3), "float32")
@@ -247,17 +261,33 @@ def test_full_rank_changes_nothing(name: str) -> None:
     assert np.array_equal(number(again(x)), number(small(x)))
 
 
-def test_what_a_factorized_layer_was_told_stays() -> None:
-    layer = ak.LSTM(
-        COUNT, return_sequences=True, go_backwards=True, dropout=0.1, recurrent_dropout=0.2, seed=3,
-        kernel_regularizer="l2", name="memory",
-    )  # fmt: skip
+@pytest.mark.parametrize("kind", ["LSTM", "RNN of an LSTMCell", "RNN"])
+def test_what_a_factorized_layer_was_told_stays(kind: str) -> None:
+    of_layer = {"return_sequences": True, "go_backwards": True, "activity_regularizer": "l1"}
+    of_layer["name"] = "memory"
+    of_cell = {"dropout": 0.1, "recurrent_dropout": 0.2, "seed": 3, "kernel_regularizer": "l2"}
+    of_cell["recurrent_constraint"], of_cell["use_bias"] = "non_neg", False
+    layer: Any
+    if kind == "LSTM":
+        layer = ak.LSTM(COUNT, **of_cell, **of_layer)
+    elif kind == "RNN":
+        layer = ak.RNN(cells.LSTM, COUNT, **of_cell, **of_layer)
+    else:
+        cell = keras.layers.LSTMCell(COUNT, **of_cell)
+        layer = ak.accelerate(keras.layers.RNN(cell, **of_layer))
     layer(np.zeros((2, 5, 3), "float32"))
-    config = compress.factorize(layer, 4).get_config()
-    for name, value in layer.get_config().items():
-        if name in config:
-            assert config[name] == value, name
-    assert config["dropout"] == 0.1 and config["go_backwards"] and config["name"] == "memory"
+    given = layer.cell.get_config() | layer.get_config()
+    for name, value in compress.factorize(layer, 4).get_config().items():
+        assert value == given[name] if name in {*of_cell, *of_layer} else True, name
+        given.pop(name, None)
+    assert not given.keys() & {*of_cell, *of_layer}
+
+
+def test_a_prepared_layer_packs_again() -> None:
+    layer, x = ak.GRU(COUNT), np.ones((4, 5, 3), "float32")
+    layer(x)
+    compress.shrink(layer.prepare(), 8)
+    assert_close(number(layer.step(x[:, 0])[0]), number(layer(x[:, :1])), "float32", "forward")
 
 
 # -- weights of 8 bits -----------------------------------------------------------------------------

@@ -66,6 +66,39 @@ def test_what_was_prepared_stays_until_it_is_prepared_again() -> None:
     assert not np.allclose(before, after)
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="nothing is packed there")
+def test_a_gradient_goes_through_steps_that_are_prepared() -> None:
+    """To the input, and the weights as they are now."""
+    layer, x = ak.LSTM(5), X.astype("float32")
+    layer(x)
+    layer.prepare().set_weights([2 * w for w in layer.get_weights()])
+
+    def gradients(run: Any) -> list[Any]:
+        given = keras.ops.convert_to_tensor(x)
+        weights = [w.value for w in layer.trainable_weights]
+        if BACKEND == "torch":
+            given.requires_grad_()
+            (run(given) ** 2).sum().backward()
+            return [number(t.grad) for t in (given, *weights)]
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            total = tf.reduce_sum(run(given) ** 2)
+        return [number(g) for g in tape.gradient(total, [given, *weights])]
+
+    def steps(given: Any) -> Any:
+        states = None
+        for t in range(6):
+            output, states = layer.step(given[:, t], states)
+        return output
+
+    found = gradients(steps)
+    layer.zero_grad() if BACKEND == "torch" else None
+    for a, b in zip(found, gradients(layer), strict=True):
+        assert_close(a, b, "float32", "gradient")
+
+
 @pytest.mark.parametrize("kind", ["16 bits", "8 bits"])
 def test_what_is_not_packed_is_a_call(kind: str) -> None:
     layer = ak.GRU(5, dtype="mixed_bfloat16" if kind == "16 bits" else "float32")

@@ -302,6 +302,23 @@ def test_variables_have_the_names_and_shapes_of_version_1() -> None:
     assert cell.named["gates/bias"].numpy().tolist() == [1.0] * 10
 
 
+@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:UserWarning")
+def test_variables_have_the_order_of_version_1(legacy: Any) -> None:
+    """In which programs list them, and seeds are given out; that of contrib's cells was another."""
+    listed = []
+    for kind in (legacy.LSTMCell, t1.LSTMCell):
+        with tf.Graph().as_default():
+            given = {"use_peepholes": True, "num_proj": 2, "dtype": "float32", "name": "cell"}
+            kind(UNITS, **given).build((None, WIDTH))
+            listed.append([v.op.name for v in tf.compat.v1.trainable_variables()])
+    assert [name.rpartition("cell/")[2] for name in listed[0]] == [
+        name.rpartition("cell/")[2] for name in listed[1]
+    ]
+    block = t1.LSTMBlockCell(UNITS, use_peephole=True)
+    block.build(WIDTH)
+    assert [*block.named] == ["kernel", "bias", "w_i_diag", "w_f_diag", "w_o_diag"]
+
+
 CELLS = "BasicLSTMCell BasicRNNCell GRUCell LSTMCell".split()
 WRAPPERS = "DeviceWrapper DropoutWrapper MultiRNNCell ResidualWrapper".split()
 LOOPS = "bidirectional_dynamic_rnn dynamic_rnn static_bidirectional_rnn static_rnn".split()

@@ -166,6 +166,9 @@ def _swapped(kind: type[keras.layers.RNN], of_anycell: bool) -> type[Fused]:
     if kind is base:
         return ours
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if of_anycell:  # whose layer is made of other arguments than one of a subclass
+        made = "__init__", "get_config", "from_config"
+        names |= {name: inspect.getattr_static(kind, name) for name in made}
     derived: type[Fused] = type(kind.__name__, (ours, kind), names)
     # Files hold a layer of the subclass, so that its name leads to it when they are read.
     object_registration.GLOBAL_CUSTOM_NAMES[derived] = keras.saving.get_registered_name(kind)

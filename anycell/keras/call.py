@@ -126,8 +126,8 @@ def lowered(call: Call, arrays: Arrays) -> tuple[Call, dict[str, Tensor]]:
     for theirs, ours in KERNELS.items():
         if theirs in below:
             below[ours] = below.pop(theirs).T
-    for name in state_names("state", call.cell):
-        below[name] = below[name][None]
+    for name in call.cell.state_names:
+        below[f"state {name}"] = below[f"state {name}"][None]
     if "seed" in below:  # two numbers in Keras
         low, high = (int(part) for part in below.pop("seed"))
         call = call._replace(options=call.options._replace(seed=low + high * 2**31))

@@ -155,10 +155,11 @@ def take(
         width = reads(readout)[0].shape[1]
         if isinstance(readout, keras.layers.Dense):
             readout.input_spec = keras.InputSpec(min_ndim=2, axes={-1: width})
-        shapes = readout._build_shapes_dict
-        for name, shape in dict(shapes or {}).items():  # with which a file builds it again
-            if name != "initial_state_shape":
-                shapes[name] = (*shape[:-1], width)
+        for each in readout._flatten_layers():  # the directions and their cells among them
+            shapes = each._build_shapes_dict
+            for name, shape in dict(shapes or {}).items():  # with which a file builds it again
+                if name != "initial_state_shape":
+                    shapes[name] = (*shape[:-1], width)
     _resize(view, size, count)
 
 
@@ -204,6 +205,8 @@ def _resize(view: View, size: str, count: int) -> None:
             _replace(variable, np.zeros((variable.shape[0], width)))
         if part.states is not None:
             part.reset_state()
+        if part._prepared.stream is not None:
+            part.prepare()
     # A compiled model has traced the old variables, and would go on with them. Layers do not know
     # the models that they are in, and a model may be in no other's layers.
     changed = {id(part) for part in view.parts}
@@ -240,5 +243,6 @@ def input_shape(part: Any) -> tuple[int | None, ...]:
 def told(part: Any, cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
     """The arguments of a layer, for an ``RNN`` of another cell."""
     of_cell: dict[str, Any] = {"units" if n == "H" else n: size for n, size in sizes.items()}
-    known = RNN(cell, **of_cell).get_config().keys() - {"cell"}
-    return {n: v for n, v in part.get_config().items() if n in known} | of_cell
+    known = RNN(cell, **of_cell).get_config().keys() - {"cell"} | {"activity_regularizer"}
+    config = part.cell.get_config() | part.get_config()  # RNN(LSTMCell(4)) has not the cell's
+    return {n: v for n, v in config.items() if n in known} | of_cell

@@ -21,7 +21,7 @@ from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.explanation import Explained, Explanation, Subject, about_layer
 from anycell.keras import cells
-from anycell.keras.call import Arrays, Tensor, check, flags, tensor
+from anycell.keras.call import Arrays, Tensor, check, expect, flags, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
 from anycell.keras.rule import FUSED, Facts, asked, choose
@@ -162,7 +162,7 @@ class Fused(Steps, Keywords, Explained):
         step = self._step()
         wanted = step.static if isinstance(step, Cell) else None
         if (static is None) != (wanted is None):
-            given = "None" if static is None else f"of shape {tuple(static.shape)}"
+            given = "None" if static is None else f"of shape {tuple(tensor(static).shape)}"
             expected = f"[B, {self.cell.units}], its {wanted}" if wanted else "None"
             about = f"cell {step.name}" if isinstance(step, Cell) else f"Keras's loop: {step}"
             raise ValueError(f"static: given {given}; expected {expected}, for {about}.")
@@ -186,8 +186,7 @@ class Fused(Steps, Keywords, Explained):
             expected = "None, for Keras's loop, which has no place for it, runs the layer"
             refuse("resets", "a tensor", f"{expected}: {reason}", hint)
         if mask is not None:
-            mask = ops.cast(tensor(tree.flatten(mask)[0]), "bool")
-            mask = ops.squeeze(mask, -1) if len(mask.shape) == 3 else mask
+            mask = _as_tensor(mask, sequences)
         if engine in ("keras", "cudnn"):
             if mask is not None and engine == "keras":  # NaN under a mask reaches no gradient
                 zeros = ops.zeros_like(sequences)
@@ -259,6 +258,19 @@ def _attached_mask(x: Tensor) -> Tensor:
     if hasattr(backend, "get_keras_mask"):  # since Keras 3.6
         return backend.get_keras_mask(x)
     return getattr(x, "_keras_mask", None)
+
+
+def _as_tensor(mask: Any, sequences: Tensor) -> Tensor:
+    """A mask as bool ``[B, T]``, also out of a list of one, as Keras passes it, or of rows."""
+    first = tree.flatten(mask)[0]
+    if mask is not first and len(getattr(first, "shape", ())) < 2:
+        mask = ops.stack([tensor(row) for row in mask])
+    else:
+        mask = tensor(first)
+    mask = ops.squeeze(mask, -1) if len(mask.shape) == 3 else mask
+    if len(mask.shape) != 2:
+        expect("mask", mask.shape, tuple(sequences.shape[:2]), "rows, steps")
+    return ops.cast(mask, "bool")
 
 
 def _for_all(given: Tensor, sequences: Tensor) -> Tensor:
@@ -608,6 +620,7 @@ class RNN(Fused, keras.layers.RNN):
         inner = self.cell.get_config()
         for name in ("name", *_OF_BOTH):
             inner.pop(name, None)
+        config["trainable"] = self.trainable and self.cell.trainable  # the cell has all weights
         return {**inner, **config}
 
     @classmethod

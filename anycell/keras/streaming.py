@@ -104,7 +104,9 @@ class Steps:
     ) -> tuple[Tensor, list[Tensor]]:
         """One step, as they arrive, in inference: what a call gives for sequences of one step.
 
-        After ``prepare()`` it is one native call on packed weights, from which no gradients come.
+        After ``prepare()``, and where no gradient is wanted, it is one native call on packed
+        weights. One may be wanted under a tape of TensorFlow, and of torch's tensors that require
+        it: there a step is an ordinary call.
 
         Args:
             x: ``[B, in]``.
@@ -125,7 +127,8 @@ class Steps:
         x = one_step(me, x, dtype)
         given = self._begin(x, states, resets)
         stream = self._prepared.stream
-        if stream is not None and hasattr(x, "numpy"):  # which symbols of a graph have not
+        eager = hasattr(x, "numpy")  # which symbols of a graph have not
+        if stream is not None and eager and not _recorded((x, *given, static)):
             return self._packed_step(stream, x, given, static)
         with me._beside(static, None), backend.AutocastScope(dtype):
             last, _, final = me.inner_loop(ops.expand_dims(x, 1), given, None, False)
@@ -168,6 +171,17 @@ class Steps:
         if self.go_backwards:  # type: ignore[attr-defined]
             hint = "Call the layer with the whole sequence: it begins at its end."
             refuse(method, "go_backwards=True", "a layer that goes forwards", hint)
+
+
+def _recorded(tensors: Sequence[Any]) -> bool:
+    """Whether a gradient may be wanted of what is made of these tensors now."""
+    if keras.backend.backend() == "tensorflow":
+        from anycell.keras import tensorflow
+
+        return tensorflow.recorded()
+    import torch
+
+    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
 
 
 def one_step(layer: Any, x: Tensor, dtype: str) -> Tensor:

@@ -52,6 +52,11 @@ def on_gpu(x: Tensor) -> bool:
     return "CPU" not in x.device  # a graph places what has no device of its own
 
 
+def recorded() -> bool:
+    """Whether a tape, or an accumulator of forward mode, may watch what is computed now."""
+    return bool(record.could_possibly_record())
+
+
 def refusal() -> str | None:
     """Why the kernels cannot be called here and now, or None: looks at what is being traced."""
     why = asked()

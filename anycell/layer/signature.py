@@ -126,7 +126,6 @@ def states(plan: Plan) -> tuple[tuple[str, int], ...]:
     return tuple((s.name, plan.sizes[s.size]) for s in plan.cell.states)
 
 
-@functools.lru_cache(maxsize=512)
 def state_names(kind: str, cell: Cell) -> tuple[str, ...]:
     """The public names of the states of a call: ``kind`` is "state" or "reset_state"."""
     return tuple(f"{kind} {name}" for name in cell.state_names)

@@ -339,14 +339,14 @@ class RNN(Explained, Layer):
         initial: list[passes.States] = []
         restored: list[passes.States] = []
         self.grad_static, self.grad_reset_state = None, None
-        entering, restoring = state_names("state", self.cell), state_names("reset_state", self.cell)
+        names = self.cell.state_names
         for k in reversed(range(self.num_layers)):
             result = saved.pullbacks[k](d, [s[self._directions(k)] for s in d_states], d_sequences)
             d_sequences = {}
             d = result["x"] * saved.dropped[k - 1] if k and saved.dropped else result["x"]
-            initial = [[result[name] for name in entering], *initial]
-            if result.keys() >= {*restoring}:
-                restored = [[result[name] for name in restoring], *restored]
+            initial = [[result[f"state {name}"] for name in names], *initial]
+            if f"reset_state {names[0]}" in result:
+                restored = [[result[f"reset_state {name}"] for name in names], *restored]
             if "static" in result:
                 below = 0 if self.grad_static is None else self.grad_static
                 self.grad_static = result["static"] + below

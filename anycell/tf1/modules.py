@@ -262,9 +262,11 @@ class LSTMCell(KernelCell):
         activation, reuse, name, dtype, kwargs: as in ``BasicRNNCell``.
 
     Variables: ``kernel`` ``[width + output_size, 4 * H]`` with gates i c f o, ``bias``
-    ``[4 * H]``, ``w_i_diag``, ``w_f_diag``, ``w_o_diag`` ``[H]``, ``projection/kernel``
+    ``[4 * H]``, ``w_f_diag``, ``w_i_diag``, ``w_o_diag`` ``[H]``, ``projection/kernel``
     ``[H, num_proj]``.
     """
+
+    _diagonals = "w_f_diag", "w_i_diag", "w_o_diag"  # in the order in which TensorFlow 1 made them
 
     def __init__(
         self,
@@ -305,7 +307,7 @@ class LSTMCell(KernelCell):
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         h = self.num_units
         shapes = {"kernel": (width + self.output_size, 4 * h), "bias": (4 * h,)}
-        shapes |= dict.fromkeys(self.cell.param_names, (h,))
+        shapes |= dict.fromkeys(self._diagonals if self.use_peepholes else (), (h,))
         return shapes | ({"projection/kernel": (h, self.num_proj)} if self.num_proj else {})
 
     def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
@@ -345,6 +347,8 @@ class BasicLSTMCell(LSTMCell):
 
 class LSTMBlockCell(LSTMCell):
     """``tf.contrib.rnn.LSTMBlockCell``: the same, with its own spelling of the arguments."""
+
+    _diagonals = "w_i_diag", "w_f_diag", "w_o_diag"
 
     def __init__(
         self,

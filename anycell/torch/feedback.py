@@ -149,6 +149,11 @@ class Feedback(Fed, Explained, nn.Module):
     if TYPE_CHECKING:
         __call__ = forward
 
+        def step(
+            self, x: Tensor, state: Any = None, *, forced: Tensor | float = True,
+            static: Tensor | None = None, resets: Tensor | None = None,
+        ) -> tuple[Tensor, Any]: ...  # fmt: skip
+
     _namespace = staticmethod(lambda array: TORCH)
 
     def _one_step(self, x: Any) -> Tensor:
@@ -177,7 +182,7 @@ class Feedback(Fed, Explained, nn.Module):
         probability = chance(forced)
         if probability is not None:
             if probability in (0, 1):  # nothing is drawn, in an exported graph neither
-                return torch.full(shape, bool(forced), device=x.device)
+                return (x.new_ones if forced else x.new_zeros)(shape, dtype=torch.bool)
             return torch.rand(shape, device=x.device) < probability
         if not isinstance(forced, Tensor):
             expected = f"a bool tensor {list(shape)}, laid out as x, or a probability"
