@@ -128,7 +128,7 @@ def states(plan: Plan) -> tuple[tuple[str, int], ...]:
 
 def state_names(kind: str, cell: Cell) -> tuple[str, ...]:
     """The public names of the states of a call: ``kind`` is "state" or "reset_state"."""
-    return tuple(f"{kind} {name}" for name in cell.state_names)
+    return tuple([f"{kind} {name}" for name in cell.state_names])
 
 
 def names(cell: Cell, directions: int) -> tuple[str, ...]:

@@ -147,7 +147,12 @@ class Feedback(Fed, Explained, nn.Module):
         return self.readout(output), final if len(final) > 1 else final[0]
 
     if TYPE_CHECKING:
-        __call__ = forward
+
+        def __call__(
+            self, x: Tensor, state: Any = None, *, forced: Tensor | float = True,
+            mask: Tensor | None = None, lengths: Lengths | None = None,
+            resets: Tensor | None = None, static: Tensor | None = None,
+        ) -> tuple[Tensor, Any]: ...  # fmt: skip
 
         def step(
             self, x: Tensor, state: Any = None, *, forced: Tensor | float = True,
