@@ -283,7 +283,7 @@ def test_checkpoints_of_a_stack(tmp_path: Path, rng: np.random.Generator) -> Non
     missing = r"scope: given 'rnn', whose kernel .* missing; .*rnn/multi_rnn_cell/cell_0/a-b"
     with pytest.raises(ValueError, match=missing):
         t1.BasicLSTMCell(UNITS).restore(path, "rnn")
-    with pytest.raises(ValueError, match=r"w_i_diag in the checkpoint is missing"):
+    with pytest.raises(ValueError, match=r"w_f_diag in the checkpoint is missing"):
         t1.LSTMCell(UNITS, use_peepholes=True).restore(path, f"{scope}/cell_0/a-b")
 
 
