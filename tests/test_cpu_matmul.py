@@ -205,6 +205,23 @@ def test_bits(layout: tuple[bool, bool, bool], dtype: str, rng: np.random.Genera
         assert np.array_equal(product(left, right, part), whole[rows, columns])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", isa.available())
+def test_bits_do_not_depend_on_the_distance_of_rows(
+    name: str, dtype: str, rng: np.random.Generator
+) -> None:
+    """Rows of A that share few sets of the near cache are copied, others read where they lie."""
+    inner = 100
+    a, b, _ = operands((gemm.ROWS + 1, 70, inner), (False, False, False), dtype, rng)
+    step = gemm.CONFLICT // 4 // a.itemsize
+    with isa.force(name):
+        right = product(a, b)
+        for distance in (n * step + more for n in (1, 2, 3, 4, 6, 8) for more in (-1, 0, 1)):
+            for threads in (1, 2):
+                result = product(a, b, threads=threads, make=Padded(distance - inner, 0))
+                assert np.array_equal(result, right), distance
+
+
 def test_sums_go_on(rng: np.random.Generator) -> None:
     """C += of one part of the sum after the other is the whole sum, where parts are whole blocks;
     and what numbers of 0 add changes nothing."""

@@ -154,6 +154,12 @@ class Feedback(Fed, Explained, Layer):
     if TYPE_CHECKING:
         __call__ = forward
 
+        def step(
+            self, x: npt.ArrayLike, state: State | None = None, *,
+            forced: npt.ArrayLike | float = True, static: npt.ArrayLike | None = None,
+            resets: npt.ArrayLike | None = None,
+        ) -> tuple[Array, State]: ...  # fmt: skip
+
     def backward(
         self, grad_y: npt.ArrayLike, grad_state: State | None = None
     ) -> tuple[Array, State]:
