@@ -414,6 +414,8 @@ FATES: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.fixture
 def begun(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run of these processes; those that hang have so many seconds."""
+    # Children of a run in the background would ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(check, "LAST_WORDS", ((signal.SIGINT, 0.7), (signal.SIGABRT, 2.0)))
 
