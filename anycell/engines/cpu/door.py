@@ -195,7 +195,7 @@ class Door:
             with b.when(column.eq(1)) as otherwise, b.loop(0, width, b.lanes) as i:
                 mask = b.lane_mask(width - i)
                 numbers = b.masked_load(b.gep(start, i, real), mask, 0, vec)
-                b.masked_store(numbers, b.gep(into, i, real), mask)
+                b.store_first(numbers, b.gep(into, i, real), width - i)
             with otherwise, b.loop(0, width) as i:
                 value = b.load(b.gep(start, i * column, real), real)
                 b.store(value, b.gep(into, i, real))
@@ -203,9 +203,8 @@ class Door:
         b = self.module.private(f"fill_rows{suffix}", params)
         to, to_row, value, count, width = b.args
         with b.loop(0, count) as r, b.loop(0, width, b.lanes) as i:
-            mask = b.lane_mask(width - i)
             at = b.gep(b.gep(to, r * to_row, real), i, real)
-            b.masked_store(b.splat(value), at, mask)
+            b.store_first(b.splat(value), at, width - i)
 
     def _suffix(self, array: Array) -> str:
         """The suffix of the functions that copy and fill rows of an array."""

@@ -188,7 +188,8 @@ class Driver:
         add, end = one["add"].ne(0), b.smin(one["columns"], last * b.lanes)
         with b.loop(first, last, BLOCK) as block:
             columns = [(block + n) * b.lanes for n in range(BLOCK)]
-            masks = [b.lane_mask(end - column) for column in columns]
+            counts = [end - column for column in columns]
+            masks = list(map(b.lane_mask, counts))
             totals = [b.variable(0.0, b.vec) for _ in columns]
             places = [b.gep(one.pointer("c"), column) for column in columns]
             with b.when(add):
@@ -203,8 +204,8 @@ class Driver:
                         sum_.value += masked_numbers(b, at, mask, self.left)
                 for total, sum_ in zip(totals, sums, strict=True):
                     total.value += sum_.value
-            for total, place, mask in zip(totals, places, masks, strict=True):
-                b.masked_store(total.value, place, mask)
+            for total, place, count in zip(totals, places, counts, strict=True):
+                b.store_first(total.value, place, count)
 
     def _gather(self) -> None:
         """Copies rows of the input, zeros for those under a mask; threads share the rows."""
@@ -225,7 +226,7 @@ class Driver:
                 inside = b.lane_mask(columns - i)
                 read = inside & b.splat(there)
                 numbers = b.masked_load(b.gep(source, i, element), read, 0, kind)
-                b.masked_store(numbers, b.gep(to, i, element), inside)
+                b.store_first(numbers, b.gep(to, i, element), columns - i)
 
     def _few(self) -> None:
         """Multiplies few dense rows of A by B, which is read once and not packed; threads share the
@@ -271,7 +272,8 @@ class Driver:
                 dots(column, 1)
         with otherwise, b.loop(first, last, BLOCK * b.lanes) as column:
             # Rows of B that are dense: each number of A times so many of them.
-            masks = [b.lane_mask(last - column - n * b.lanes) for n in range(BLOCK)]
+            counts = [last - column - n * b.lanes for n in range(BLOCK)]
+            masks = list(map(b.lane_mask, counts))
 
             def multiply(start: Value, to: Value) -> None:
                 sums = [b.variable(0.0, b.vec) for _ in masks]
@@ -285,8 +287,8 @@ class Driver:
                         place = b.gep(at, n * b.lanes, self.right)
                         right = masked_numbers(b, place, mask, self.right)
                         sum_.value = b.fma(left, right, sum_.value)
-                for n, (sum_, mask) in enumerate(zip(sums, masks, strict=True)):
-                    b.masked_store(sum_.value, b.gep(to, n * b.lanes), mask)
+                for n, (sum_, count) in enumerate(zip(sums, counts, strict=True)):
+                    b.store_first(sum_.value, b.gep(to, n * b.lanes), count)
 
             rows(column, multiply)
 

@@ -236,12 +236,11 @@ class Gemm:
         b = self.module.private("merge", params)
         tile, c, c_rows, rows, columns, add = b.args
         with b.loop(0, rows) as r, b.loop(0, columns, b.lanes) as n:
-            mask = b.lane_mask(columns - n)
-            at = b.gep(c, r * c_rows + n)
+            left, at = columns - n, b.gep(c, r * c_rows + n)
             total = b.variable(b.load(b.gep(tile, r * self.width + n)))
             with b.when(add.ne(0)):
-                total.value = b.masked_load(at, mask) + total.value
-            b.masked_store(total.value, at, mask)
+                total.value = b.masked_load(at, b.lane_mask(left)) + total.value
+            b.store_first(total.value, at, left)
 
     def _panel(self) -> None:
         """Multiplies all rows of a piece by one block of columns of a panel."""

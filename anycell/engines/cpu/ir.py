@@ -52,6 +52,7 @@ class Target:
     registers: int  # how many of them a function can name
     fma: bool
     half: bool = False  # whether it converts float16
+    masks: bool = False  # whether it writes some lanes as fast as all of them
     dot: bool = False  # whether it adds up products of 8 bits
     pairs: bool = False  # whether it adds up products of bfloat16, two by two
     bfloat: bool = False  # whether it converts to bfloat16, numbers too small to be normal to 0
@@ -480,11 +481,12 @@ class Builder:
         lanes, element = shape(type or self.ivec)
         return constants(range(lanes), element)
 
-    def lane_mask(self, count: Value) -> Value:
+    def lane_mask(self, count: Value, lanes: int | None = None) -> Value:
         """The mask of the first `count` lanes; an i64 of any size and sign."""
+        lanes = lanes or self.lanes
         element = shape(self.ivec)[1]
-        few = self.trunc(self.smin(count, self.lanes), element)
-        return self.iota() < self.splat(few)
+        few = self.trunc(self.smin(count, lanes), element)
+        return self.iota(vector(lanes, element)) < self.splat(few, lanes)
 
     def _reduce(self, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
         """Folds the upper half onto the lower until one lane is left: an order that never moves."""
@@ -572,6 +574,25 @@ class Builder:
         values = value, address, constant(_natural(value.type), "i32"), mask
         types = [value.type, "ptr"]
         self.intrinsic("llvm.masked.store", *values, returns="void", overload=types)
+
+    def store_first(self, value: Value, address: Value, count: Value) -> None:
+        """Writes the first `count` lanes, an i64 of any size and sign, and touches no other memory.
+
+        AMD's processors with AVX2 take 20 cycles for a store under a mask, others a branch for each
+        lane: there a whole vector is written as one.
+        """
+        (lanes, type), register = shape(value.type), self.target.lanes(self.real)
+        if self.target.masks:
+            self.masked_store(value, address, self.lane_mask(count, lanes))
+            return
+        with self.when(count >= lanes) as otherwise:
+            self.store(value, address)
+        with otherwise, self.when(count > 0):
+            if lanes == register:
+                self.masked_store(value, address, self.lane_mask(count, lanes))
+            for first in range(0, lanes if lanes > register else 0, register):
+                part = self.shuffle(value, None, range(first, first + register))
+                self.store_first(part, self.gep(address, first, type), count - first)
 
     def alloca(self, type: str, count: int = 1, align: int | None = None) -> Value:
         """Stack memory for the whole call, wherever it is asked for."""

@@ -55,12 +55,14 @@ class Lanes(NamedTuple):
     Attributes:
         vector: its number.
         unit: the first unit.
-        mask: the lanes that hold a unit; None for all.
+        left: how many units there are from it on; None where every lane holds one.
+        mask: the lanes that do, likewise.
     """
 
     span: Value | None
     vector: Value
     unit: Value
+    left: Value | None
     mask: Value | None
 
 
@@ -144,8 +146,8 @@ class Rows:
             end = b.smin(begin + layout.geometry.span, end)
         with b.loop(begin, end, layout.width) as number:
             unit = number * layout.lanes
-            mask = b.lane_mask(units - unit) if units % b.lanes else None
-            yield Lanes(span, number, unit, mask)
+            left = units - unit if units % b.lanes else None
+            yield Lanes(span, number, unit, left, None if left is None else b.lane_mask(left))
 
     def load(self, row: Row, lanes: Lanes, offset: int = 0) -> Value:
         """The vector of units at hand from a row of an array in user layout (no padding)."""
@@ -179,10 +181,10 @@ class Rows:
         """Writes the vector of units at hand to a row."""
         b, value = self.b, self._narrow(value, row.type)
         address = b.gep(row.address, lanes.unit + offset, row.type)
-        if lanes.mask is None:
+        if lanes.left is None:
             b.store(value, address)
         else:
-            b.masked_store(value, address, lanes.mask)
+            b.store_first(value, address, lanes.left)
 
     def store_one(self, value: Value, row: Row, place: int) -> None:
         """Writes a number that all lanes share."""

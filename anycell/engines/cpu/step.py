@@ -60,7 +60,7 @@ class Step:
         roots = [*(layout.roots if last else ()), *arguments, *(node for _, node, _ in operands)]
         # What all units share is computed once, before the loop.
         zero = constant(0, "i64")
-        shared = Values(self, task, Lanes(None, zero, zero, None), known)
+        shared = Values(self, task, Lanes(None, zero, zero, None, None), known)
         for node in topological(roots):
             if node in known.reduced or (node.narrow and self._ready(node, known)):
                 shared.get(node)
@@ -163,8 +163,7 @@ class Step:
                 total.value = self._both(node, total.value, part)
             result = b.splat(self._whole(node, total.value, size))
             with b.loop(0, size, b.lanes) as i:
-                lanes = b.lane_mask(size - i)
-                b.masked_store(result, b.gep(target, start + i), lanes)
+                b.store_first(result, b.gep(target, start + i), size - i)
 
     # ---- what a step writes ----------------------------------------------------------------------
     def _results(self, size: str, values: Values) -> None:
