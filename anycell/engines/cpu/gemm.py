@@ -11,12 +11,13 @@ into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where thes
 columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
 Of up to ``ROWS`` rows a piece is some panels, and its thread packs them: they would cost more to
 fetch from another core than to multiply.
-Where the rows of A are not dense in memory, or would drive each other out of the near cache, a
-thread copies the rows of its piece, block by block.
+Where the rows of A would drive each other out of the near cache, a thread copies the rows of its
+piece, block by block; where its columns are dense, so that the first numbers of all rows of a
+register block lie side by side, then the second ones.
 A and B of 16 bits give a C of 32: rows of A are then widened as they are copied, and B is packed in
 pairs, see ``matmul``. Of integers B is given with the scales of its columns, and A in float32: its
 rows are rounded as they are copied.
-While it multiplies, it fetches the panel and the rows that come next.
+While it multiplies, it fetches the panel that comes next.
 
 An element of C is the sum over blocks of ``INNER`` numbers, one after the other, each of them a sum
 from its first number to its last. So its bits follow from its row of A and its column of B alone:
@@ -31,11 +32,23 @@ from collections.abc import Iterable, Iterator
 from anycell.engines.cpu import tiles
 from anycell.engines.cpu.door import print_gang
 from anycell.engines.cpu.geometry import L1_WEIGHTS, ROW_HEADER, Geometry, paired
-from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, constant, element_bits
+from anycell.engines.cpu.idioms import widen
+from anycell.engines.cpu.ir import (
+    Builder,
+    Module,
+    Target,
+    Value,
+    Variable,
+    constant,
+    element_bits,
+    integer_of,
+    vector,
+)  # fmt: skip
 from anycell.engines.cpu.matmul import (
     Ahead,
     add_products,
     add_scaled,
+    masked_numbers,
     negative_sums,
     print_pack_block,
     print_quantizing,
@@ -51,6 +64,7 @@ ROWS = 96  # of a piece: enough to read a panel for, few enough to divide the wo
 # rows come and go, half as many are too many.
 CONFLICT = 4 << 10
 SPAN_INNER, SPAN_COLUMNS = 8 * INNER, 1024  # of B, packed at a time
+COLUMNS_AHEAD = 16  # of A, from one that is copied to one that is fetched
 PIECES = 8  # per thread, where there is the work
 
 # Strides count elements. A and B have one of 1 (A from column to column, where B is integers), C is
@@ -104,7 +118,9 @@ class Gemm:
         # vectors.
         copied = ROW_HEADER + INNER // self.packs if self.quantized else INNER
         self.row = copied + LINE // self.size  # or all rows would share a few lines of the cache
-        self.copied = align((ROWS + self.lanes) * self.row * self.size)
+        self.copied_block = INNER * self.rows + LINE // self.size  # of the rows of a register block
+        blocks = -(-ROWS // self.rows) * self.copied_block
+        self.copied = align(max((ROWS + self.lanes) * self.row, blocks) * self.size)
         self.staged = geometry.rounded and not self.quantized
         if self.staged:
             self.copied *= 2
@@ -117,9 +133,11 @@ class Gemm:
         print_pack_block(self.module, self.geometry, self.right.llvm, self.operands.llvm)
         if self.quantized:
             print_quantizing(self.module)
-        elif self.narrow:
+        elif self.staged:
             plain = Geometry(0, 0, 0, self.lanes, self.module.target.registers)
             print_pack_block(self.module, plain, self.left.llvm, self.real, name="widen_block")
+        else:
+            self._interleave()
         staged = {self.left.llvm, self.real} if self.staged else {self.left.llvm}
         for number in sorted(set() if self.quantized else staged):
             print_staging(self.module, number, self.geometry, self.operands.llvm)
@@ -143,10 +161,10 @@ class Gemm:
         """c[rows, vectors] (+)= a[rows, :count] @ panel[:count, vectors]."""
         b = self.module.private(
             f"block{vectors}_x{rows}",
-            "ptr noalias panel, ptr noalias a, i64 a_rows, ptr noalias c, i64 c_rows, i64 count, "
-            "i64 add, ptr ahead, i64 apart",
+            "ptr noalias panel, ptr noalias a, i64 a_rows, i64 a_inner, ptr noalias c, i64 c_rows, "
+            "i64 count, i64 add, ptr ahead, i64 apart",
         )
-        panel, a, a_rows, c, c_rows, count, add, first, apart = b.args
+        panel, a, a_rows, a_inner, c, c_rows, count, add, first, apart = b.args
         sums = [[b.variable(0.0, b.vec) for _ in range(vectors)] for _ in range(rows)]
         results: list[Variable] = []
         for r in range(rows):
@@ -165,7 +183,8 @@ class Gemm:
         number = self.operands.llvm
         ahead = [Ahead(first, apart, 2)]
         columns = [b.gep(weights, n * b.lanes) for n in range(vectors)]
-        add_products(b, totals, operand, columns, self.width, bounds, number, ahead)
+        between = 1 if self.quantized or self.staged else a_inner
+        add_products(b, totals, operand, columns, self.width, bounds, number, ahead, between)
         if self.quantized:
             add_scaled(b, sums, totals, operand, scales)
         _write(b, add.ne(0), results, itertools.chain(*sums))
@@ -246,33 +265,29 @@ class Gemm:
         """Multiplies all rows of a piece by one block of columns of a panel."""
         b = self.module.private(
             "panel",
-            "ptr panel, ptr a, i64 a_rows, ptr c, i64 c_rows, i64 rows, i64 columns, i64 count, "
-            "i64 add, ptr tile, ptr rows_ahead, i64 rows_apart",
+            "ptr panel, ptr a, i64 a_blocks, i64 a_rows, i64 a_inner, ptr c, i64 c_rows, i64 rows, "
+            "i64 columns, i64 count, i64 add, ptr tile",
         )
-        panel, a, a_rows, c, c_rows, rows, columns, count, add, tile, *ahead_of_rows = b.args
-        rows_ahead, rows_apart = ahead_of_rows
+        panel, a, a_blocks, a_rows, a_inner, c, c_rows, rows, columns, count, add, tile = b.args
         vectors = _parts(columns, b.lanes)
         with b.loop(0, rows, self.rows) as first:
             left = b.smin(rows - first, self.rows)
-            at, into = b.gep(a, first * a_rows), b.gep(c, first * c_rows)
-            # Each register block fetches INNER lines: the first ones of the next panel, the others
-            # of the rows that are copied next.
+            # Each of the first register blocks fetches INNER lines of the next panel.
             block, most = first // self.rows, self.width * self.size // LINE
+            at, into = b.gep(a, block * a_blocks), b.gep(c, first * c_rows)
             early = block < most
             following = b.gep(panel, self.packed_rows * self.width)
             of_panel = b.gep(following, block * (self.packed_rows * LINE), "i8")
-            of_rows = b.gep(rows_ahead, (block - most) * LINE, "i8")
-            ahead = b.select(early, of_panel, of_rows)
-            step = b.select(early, LINE, rows_apart)
+            ahead, step = b.select(early, of_panel, panel), b.select(early, LINE, 0)
 
             def multiply(vectors: int, to: Value, to_row: Value | int, adds: Value | int) -> None:
-                operands = panel, at, a_rows, to, to_row
                 if self.tiled:
-                    b.call(f"tiles{vectors}", *operands, left, count, adds)
+                    b.call(f"tiles{vectors}", panel, at, a_rows, to, to_row, left, count, adds)
                     return
+                operands = panel, at, a_rows, a_inner, to, to_row, count, adds, ahead, step
                 for n in range(1, self.rows + 1):
                     with b.when(left.eq(n)):
-                        b.call(f"block{vectors}_x{n}", *operands, count, adds, ahead, step)
+                        b.call(f"block{vectors}_x{n}", *operands)
 
             with b.when(columns.eq(self.width)) as otherwise:
                 multiply(self.vectors, into, c_rows, add)
@@ -390,8 +405,7 @@ class Gemm:
                     place = (state["k"] + k) * a_inner
                     at = row * a_rows + place
                     source = b.gep(call.pointer("a"), at, self.left.llvm)
-                    following = b.gep(source, a_inner * INNER, self.left.llvm)
-                    left, apart = self._rows(b, call, source, space, height, count)
+                    left = self._rows(b, call, source, space, height, count, call["rows"] - row)
                     add = state["add"] | b.zext(block > 0, "i64")
                     with b.loop(begin, end) as n:
                         column = n * self.width
@@ -404,57 +418,83 @@ class Gemm:
                         into = b.gep(call.pointer("c"), at)
                         width = b.smin(state["columns"] - column, self.width)
                         numbers = whole_chunks(count, self.geometry.chunk)
-                        b.call(
-                            "panel", panel, left, apart, into, c_rows, height, width, numbers,
-                            add, tile, following, a_inner * self.left.bytes,
-                        )  # fmt: skip
+                        of_panel = into, c_rows, height, width, numbers, add, tile
+                        b.call("panel", panel, *left, *of_panel)
             again(more)
         if self.tiled:
             tiles.release(b)
 
     def _rows(
-        self, b: Builder, call: Entries, source: Value, space: Value, height: Value, count: Value
-    ) -> tuple[Value, Value]:
-        """The address of a block of rows of A, copied or in place, and from one row to the next."""
+        self, b: Builder, call: Entries, source: Value, space: Value, height: Value, count: Value,
+        rest: Value,
+    ) -> tuple[Value, ...]:  # fmt: skip
+        """A block of rows of A, copied or in place: its address, and how far it is to the next
+        register block, row and number of a row. A has ``rest`` rows from there on.
+        """
         a_rows, a_inner, number = call["a_rows"], call["a_inner"], self.left.llvm
-        row = b.value(self.row, "i64")
+        row, one = b.value(self.row, "i64"), constant(1, "i64")
         if self.quantized:
             with b.loop(0, height) as r:
                 header = b.gep(space, r * row)
                 start = b.gep(source, r * a_rows, number)
                 b.call("quantize", start, header, b.gep(header, ROW_HEADER), count)
-            return b.gep(space, ROW_HEADER), row
-
-        copying = "widen_block" if self.narrow else "pack_block"
-
-        def copy(to: Value) -> None:
-            # Lanes are numbers of the sum: those of a row come to lie side by side.
-            with b.loop(0, count, self.lanes) as n:
-                start, left = b.gep(source, n * a_inner, number), count - n
-                strides = a_inner, a_rows
-                b.call(copying, start, *strides, left, height, b.gep(to, n), row)
+            return b.gep(space, ROW_HEADER), row * self.rows, row, one
 
         def stage(rows: Value, apart: Value, number: str) -> None:
             with b.loop(0, height) as r:
                 start, to = b.gep(rows, r * apart, number), b.gep(space, r * row)
                 b.call(f"stage_{number}", start, to, count)
 
-        where, apart = b.variable(source), b.variable(a_rows)
+        where, apart, inner = b.variable(source), b.variable(a_rows), b.variable(one)
+        blocks = b.variable(a_rows * self.rows)
         with b.when(a_inner.eq(1)) as otherwise:
             conflict = CONFLICT // 2 if self.panel < L1_WEIGHTS else CONFLICT
             conflicts = (a_rows * self.left.bytes % conflict).eq(0)
             with b.when(constant(1, "i1") if self.narrow else conflicts):
                 stage(source, a_rows, number)
-                where.value, apart.value = space, row
+                where.value, apart.value, blocks.value = space, row, row * self.rows
         with otherwise:
-            where.value, apart.value = space, row
+            where.value = space
             if self.staged:
+                apart.value, blocks.value = row, row * self.rows
                 transposed = b.gep(space, self.copied // 2, "i8")
-                copy(transposed)
+                # Lanes are numbers of the sum: those of a row come to lie side by side.
+                with b.loop(0, count, self.lanes) as n:
+                    start, to = b.gep(source, n * a_inner, number), b.gep(transposed, n)
+                    strides = a_inner, a_rows
+                    b.call("widen_block", start, *strides, count - n, height, to, row)
                 stage(transposed, row, self.real)
             else:
-                copy(space)
-        return where.value, apart.value
+                apart.value = one
+                inner.value = b.value(self.rows, "i64")
+                blocks.value = b.value(self.copied_block, "i64")
+                b.call("interleave", source, a_inner, space, height, count, rest)
+        return where.value, blocks.value, apart.value, inner.value
+
+    def _interleave(self) -> None:
+        """Copies a block of dense columns of A: of the rows of a register block first all first
+        numbers, then all second ones. A has ``rest`` rows from the first on.
+        """
+        params = "ptr source, i64 a_inner, ptr to, i64 rows, i64 count, i64 rest"
+        b = self.module.private("interleave", params)
+        source, a_inner, to, rows, count, rest = b.args
+        number = self.left.llvm
+        with b.loop(0, whole_chunks(count, self.geometry.chunk)) as k:
+            start, into = b.gep(source, k * a_inner, number), b.gep(to, k * self.rows)
+            there = b.select(k < count, rest, 0)  # zeros behind the last numbers
+            with b.loop(0, _parts(rows, self.rows)) as block:
+                for n in range(0, self.rows, self.lanes):
+                    first = block * self.rows + n
+                    at, left = b.gep(start, first, number), there - first
+                    b.prefetch(b.gep(at, a_inner * COLUMNS_AHEAD, number))
+                    numbers = b.unset(b.vec)
+                    with b.when(left >= self.lanes) as otherwise:
+                        whole = b.load(at, vector(self.lanes, integer_of(number)))
+                        numbers.value = widen(b, whole, number)
+                    with otherwise:
+                        numbers.value = masked_numbers(b, at, b.lane_mask(left), number)
+                    # What is too much the next numbers overwrite, or nobody reads.
+                    b.store(numbers.value, b.gep(into, block * self.copied_block + n))
 
     # ---- the call --------------------------------------------------------------------------------
     def _needs(self) -> None:

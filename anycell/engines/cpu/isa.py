@@ -35,9 +35,7 @@ TARGETS: dict[str, Target] = {
 }
 if X86:
     TARGETS["avx2"] = Target("avx2", bits=256, registers=16, fma=True, half=True)
-    TARGETS["avx512"] = Target(
-        "avx512", bits=512, registers=32, fma=True, half=True, masks=True
-    )
+    TARGETS["avx512"] = Target("avx512", bits=512, registers=32, fma=True, half=True, masks=True)
     TARGETS["avx512vnni"] = dataclasses.replace(TARGETS["avx512"], name="avx512vnni", dot=True)
     TARGETS["avx512bf16"] = dataclasses.replace(
         TARGETS["avx512vnni"], name="avx512bf16", pairs=True, bfloat=True

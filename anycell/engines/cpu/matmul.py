@@ -245,9 +245,9 @@ class Ahead(NamedTuple):
 def add_products(
     b: Builder, sums: Sequence[Sequence[Variable]], operand: Sequence[Value],
     weights: Sequence[Value], width: int, bounds: tuple[Operand, Operand], number: str,
-    ahead: Sequence[Ahead] = (),
+    ahead: Sequence[Ahead] = (), apart: Operand = 1,
 ) -> None:  # fmt: skip
-    """The hot loop: ``sums[r][c] += operand[r][k] * weights[c][k * width]`` for k within bounds.
+    """The hot loop: ``sums[r][c] += operand[r][k * apart] * weights[c][k * width]``, k in bounds.
 
     ``sums`` are vectors on the stack, ``c`` counts vectors, weights lie on a vector's alignment.
     Weights of a narrower ``number`` have a row for two or four k, of which bounds are whole
@@ -282,7 +282,7 @@ def add_products(
                 if together:
                     value = b.splat(b.load(b.gep(address, k, number), "i32", align=1))
                 else:
-                    at = b.gep(address, k + part if packs == 2 else k)
+                    at = b.gep(address, (k + part if packs == 2 else k) * apart)
                     value = b.splat(b.load(at, b.real))
                 for total, weight in zip(row, w, strict=True):
                     if integers:
