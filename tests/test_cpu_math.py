@@ -347,6 +347,27 @@ def test_masks_touch_only_their_lanes(target, real):
         assert (y[inside:] == 5).all() and (z[inside:] == 9).all()
 
 
+@everywhere
+@pytest.mark.parametrize("vectors", [1, 2])
+def test_first_lanes_are_stored(target, real, vectors):
+    """As many as there are, from none to more than a whole vector; what lies around stays."""
+    lanes = vectors * isa.TARGETS[target].lanes(real)
+    for integer, number in ((None, REALS[real]), ("i16", np.int16)):
+        counts = np.arange(-2, lanes + 3)
+        out = np.zeros((len(counts), lanes + 3), number)
+
+        def body(b, to, counts, integer=integer, vectors=vectors, lanes=lanes):
+            type = integer or b.real
+            value = b.value(1, vector(lanes, type))
+            with b.loop(0, lanes + 5) as i:
+                count = b.load(b.gep(counts, i, "i64"), "i64")
+                b.store_first(value, b.gep(to, i * (lanes + 3) + 1, type), count)
+
+        run(target, real, body, out, counts)
+        place = np.arange(-1, lanes + 2)
+        assert np.array_equal(out, (place >= 0) & (place < np.minimum(counts, lanes)[:, None]))
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_control_flow(target):
     for n, step in itertools.product([-3, 0, 1, 7, 10], [1, 3]):
