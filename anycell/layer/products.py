@@ -40,7 +40,7 @@ class Rule(NamedTuple):
 #     processor                       MKL (PyTorch)      OpenBLAS (NumPy)
 #     AMD Zen 5, AVX-512              - / 2.0            -
 #     AMD Zen 4, AVX-512              1.1 / 1.15         1.1 / 1.15
-#     AMD Zen 3, AVX2                 0.93 / 1.2         0.87 / 0.86
+#     AMD Zen 3, AVX2                 1.05 / 0.95        0.99 / 0.89
 #     Intel Cascade Lake, AVX-512     0.9 / 0.9          -
 #
 # The threads of NumPy's OpenBLAS spin for a while after each matmul, on cores that the kernels
