@@ -11,9 +11,10 @@ into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where thes
 columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
 Of up to ``ROWS`` rows a piece is some panels, and its thread packs them: they would cost more to
 fetch from another core than to multiply.
-Where the rows of A would drive each other out of the near cache, a thread copies the rows of its
-piece, block by block; where its columns are dense, so that the first numbers of all rows of a
-register block lie side by side, then the second ones.
+A thread reads the rows of its piece where they lie, if they are dense, and copies them, block by
+block, where they would drive each other out of the near cache. Where the columns of A are dense
+instead, it copies them in the order in which a register block reads them: the first number of each
+of its rows, then the second ones.
 A and B of 16 bits give a C of 32: rows of A are then widened as they are copied, and B is packed in
 pairs, see ``matmul``. Of integers B is given with the scales of its columns, and A in float32: its
 rows are rounded as they are copied.
@@ -472,8 +473,8 @@ class Gemm:
         return where.value, blocks.value, apart.value, inner.value
 
     def _interleave(self) -> None:
-        """Copies a block of dense columns of A: of the rows of a register block first all first
-        numbers, then all second ones. A has ``rest`` rows from the first on.
+        """Copies a block of A whose columns are dense: for each register block the first number of
+        each of its rows, then the second ones. A has ``rest`` rows from the first one on.
         """
         params = "ptr source, i64 a_inner, ptr to, i64 rows, i64 count, i64 rest"
         b = self.module.private("interleave", params)
@@ -493,7 +494,7 @@ class Gemm:
                         numbers.value = widen(b, whole, number)
                     with otherwise:
                         numbers.value = masked_numbers(b, at, b.lane_mask(left), number)
-                    # What is too much the next numbers overwrite, or nobody reads.
+                    # The next numbers overwrite the lanes beyond the rows, or nobody reads them.
                     b.store(numbers.value, b.gep(into, block * self.copied_block + n))
 
     # ---- the call --------------------------------------------------------------------------------

@@ -590,7 +590,8 @@ class Builder:
         with otherwise, self.when(count > 0):
             if lanes == register:
                 self.masked_store(value, address, self.lane_mask(count, lanes))
-            for first in range(0, lanes if lanes > register else 0, register):
+                return
+            for first in range(0, lanes, register):
                 part = self.shuffle(value, None, range(first, first + register))
                 self.store_first(part, self.gep(address, first, type), count - first)
 
