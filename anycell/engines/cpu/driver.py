@@ -369,10 +369,15 @@ class Functions(NamedTuple):
 @functools.lru_cache(maxsize=32)
 def compiled(dtype: str, target: Target) -> Functions:
     """The matmul and the driver; compiled once per process, kept on disk."""
-    sources, types = fingerprint(), DTYPES[dtype]
-    recipe = f"{sources}\n{target}\ndriver {types}" if sources else None
-    library = jit.compile(lambda: text(target, types), Functions._fields, target, recipe)
+    library = jit.compile(*request(DTYPES[dtype], target))
     return Functions(*map(library.function, Functions._fields))
+
+
+def request(types: Dtype, target: Target) -> jit.Request:
+    """The request to ``jit``."""
+    sources = fingerprint()
+    recipe = f"{sources}\n{target}\ndriver {types}" if sources else None
+    return lambda: text(target, types), Functions._fields, target, recipe
 
 
 def text(target: Target, types: Dtype) -> str:

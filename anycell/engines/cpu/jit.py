@@ -52,6 +52,9 @@ _SEAL = len(_MAGIC) + hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}(?P<draft>\.[0-9a-f]{16})?")
 
 Text = str | Callable[[], str]  # or what prints it
+# What to compile: the text, its functions, the target, and the name in the cache that stands for
+# the text; None for the text itself.
+Request = tuple[Text, Sequence[str], Target, str | None]
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 # LLVM contexts are not thread-safe. Held across a fork, so that a child never inherits it locked,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from anycell.engines.cpu import isa, jit, table
 from anycell.engines.cpu.ir import Target
@@ -88,8 +88,8 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
     return _kernels[key]
 
 
-def request(layout: Layout) -> tuple[Callable[[], str], tuple[str, ...], Target, str | None]:
-    """The request to ``jit``: how to print the text, functions, target and recipe."""
+def request(layout: Layout) -> jit.Request:
+    """The request to ``jit``."""
     sources, target = fingerprint(), layout.target
     described = description(layout.plan, layout.backward)
     recipe = f"{sources}\n{target}\n{described}" if sources else None

@@ -1,0 +1,362 @@
+"""A pass of a layer needs no Python: a C program and XLA call it with its one table, forward and
+backward, and get the bits that the layer gets.
+"""
+
+import ctypes
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from processes import python
+
+from anycell import Cell, cells, layer
+from anycell.engines import cpu
+from anycell.engines.cpu import driver, ir, isa, jit
+from anycell.engines.cpu.image import SUPPORTED, link
+from anycell.engines.cpu.kernel import request
+from anycell.engines.cpu.layout import Layout
+from anycell.layer.recipe import Recipe
+from anycell.layer.run import Run
+from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
+from anycell.plan import DTYPES, plan
+
+Array = npt.NDArray[Any]
+Case = tuple[Cell, str, dict[str, Any]]
+STEPS, ROWS, INPUTS, UNITS = 7, 5, 9, 20
+
+CASES: dict[str, Case] = {
+    "both directions under a mask": (cells.LSTM, "float32", {"reverse": (False, True)}),
+    "segments": (cells.GRU, "float64", {"checkpoint": 2}),
+    "16 bits": (cells.LSTM, "float16", {}),
+    "hyperparameters": (cells.LayerNormLSTM, "float32", {}),
+    "random numbers": (cells.ZoneoutLSTM, "float32", {"training": True, "seed": 3}),
+}
+
+
+class Called(NamedTuple):
+    """A pass that has run: its recipe, what it read, and copies of what it made."""
+
+    recipe: Recipe
+    options: layer.Options
+    read: list[Array]
+    made: list[Array]
+
+    @property
+    def runs(self) -> list[Run]:
+        """The pass itself, and the one that computes the states of a segment once more."""
+        return [run for run in (self.recipe.pass_, self.recipe.pass_.again) if run is not None]
+
+    def table(self) -> Array:
+        """The table, without addresses."""
+        table = np.array(self.recipe.template)
+        for places in self.recipe.seeds:
+            table[list(places)] = self.options.seed, self.options.stream
+        return table
+
+
+def problem(rng: np.random.Generator, cell: Cell, dtype: str, how: Mapping[str, Any]) -> Any:
+    """The arrays of a layer and its options."""
+    sizes, ends = {"H": UNITS}, ("", "_reverse")[: len(how.get("reverse", [0]))]
+    shapes: dict[str, tuple[int, ...]] = {"x": (STEPS, ROWS, INPUTS)}
+    for end in ends:
+        learned = layer.shapes(cell, sizes, INPUTS, True)
+        shapes |= {name + end: shape for name, shape in learned.items()}
+    shapes |= {f"state {name}": (len(ends), ROWS, UNITS) for name in cell.state_names}
+    arrays = {n: rng.standard_normal(s).astype(numpy_dtype(dtype)) for n, s in shapes.items()}
+    if len(ends) > 1:
+        arrays["mask"] = rng.random((STEPS, ROWS)) < 0.6
+    return arrays, layer.Options(**how)
+
+
+def passes(rng: np.random.Generator, case: Case) -> list[Called]:
+    """The forward and the backward pass of a layer."""
+    cell, dtype, how = case
+    host, one, called = host_of(dtype), plan(cell, UNITS, dtype), list[Called]()
+    run = Recipe.run
+
+    def watched(self: Recipe, host: Any, arrays: Any, options: layer.Options) -> list[Array]:
+        read = [arrays[name].copy() for name in self.names]
+        made = run(self, host, arrays, options)
+        called.append(Called(self, options, read, [array.copy() for array in made]))
+        return made
+
+    def poisoned(make: Callable[[NumpyHost, Any], Array]) -> Callable[[NumpyHost, Any], Array]:
+        def filled(self: NumpyHost, what: Any) -> Array:
+            array = make(self, what)
+            array.view(np.uint8)[:] = 255  # as the others do, so that what is not written is equal
+            return array
+
+        return filled
+
+    arrays, options = problem(rng, cell, dtype, how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recipe, "run", watched)
+        for name in ("like", "lasting"):
+            patch.setattr(NumpyHost, name, poisoned(getattr(NumpyHost, name)))
+        out, finals, kept = layer.forward(host, one, arrays, options, keep=True)
+        assert kept is not None
+        layer.backward(host, one, arrays, options, kept, out.copy(), [f.copy() for f in finals])
+    return called
+
+
+def objects(run: Run) -> bytes:
+    """The object file of a pass's kernel."""
+    code = jit.stored(*request(Layout(run.plan, run.backward, isa.current())))
+    assert code is not None
+    return code
+
+
+def test_a_kernel_refers_to_nothing_outside_itself(rng: np.random.Generator) -> None:
+    """Or a second process would have to load LLVM."""
+    if not SUPPORTED:
+        pytest.skip("the loader is for Linux on x86-64")
+    for called in passes(rng, CASES["both directions under a mask"]):
+        for run in called.runs:
+            assert link(objects(run)) is not None
+
+
+# -- C ---------------------------------------------------------------------------------------------
+PROGRAM = """
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void take(void *to, int64_t bytes) {
+    if (fread(to, 1, bytes, stdin) != (size_t)bytes) exit(2);
+}
+
+static int64_t number(void) {
+    int64_t value;
+    take(&value, sizeof value);
+    return value;
+}
+
+static void *function(const char *library, const char *name) {
+    void *code = dlopen(library, RTLD_NOW | RTLD_LOCAL), *found = code ? dlsym(code, name) : NULL;
+    if (!found) exit(3);
+    return found;
+}
+
+int main(int count, char **libraries) {
+    int64_t bytes = 8 * number(), *table = malloc(bytes);
+    take(table, bytes);
+    int64_t slots = number(), kind[slots], size[slots];
+    char *address[slots];
+    for (int64_t i = 0; i < slots; i++) {
+        kind[i] = number(), size[i] = number();
+        address[i] = aligned_alloc(64, (size[i] + 64) / 64 * 64);
+        memset(address[i], kind[i] == 'z' ? 0 : 255, size[i]);
+        if (kind[i] == 'r') take(address[i], size[i]);
+        if (kind[i] == 't') address[i] = (char *)table;
+        if (kind[i] == '0') address[i] = NULL;
+    }
+    for (int64_t n = number(); n; n--) {
+        int64_t place = number(), slot = number();
+        table[place] = (int64_t)(address[slot] + number());
+    }
+    for (int i = 2; i < count; i++) table[number()] = (int64_t)function(libraries[i], "door");
+    void (*run)(int64_t *) = (void (*)(int64_t *))function(libraries[1], "run");
+    run(table + number());
+    for (int64_t i = 0; i < slots; i++)
+        if (kind[i] == 'z' || kind[i] == 'm') fwrite(address[i], 1, size[i], stdout);
+}
+"""
+
+
+def described(called: Called) -> bytes:
+    """A pass for the C program: its table, what addresses point to, where these go, and doors."""
+    recipe, words = called.recipe, list[bytes]()
+
+    def say(*values: int) -> None:
+        words.append(np.array(values, np.int64).tobytes())
+
+    def slot(kind: str, bytes: int, content: Array | None = None) -> None:
+        say(ord(kind), bytes)
+        if content is not None:
+            words.append(content.tobytes())
+
+    table, hyper = called.table(), [run.form.hyper for run in called.runs]
+    say(len(table), *table)
+    read = called.read, recipe.constants, hyper
+    say(sum(map(len, read)) + len(called.made) + 3)
+    for array in called.read:
+        slot("r", array.nbytes, array)
+    for (_, how, _), array in zip(recipe.made, called.made, strict=True):
+        slot("z" if how == "zeros" else "m", array.nbytes)
+    for array in recipe.constants:
+        slot("r", array.nbytes, array)
+    slot("b", recipe.bytes), slot("t", 0), slot("0", 0)
+    for array in hyper:
+        slot("r", array.nbytes, array)
+    patches = list(recipe.steps)
+    first = len(read[0]) + len(called.made) + len(read[1]) + 3
+    for i, run in enumerate(called.runs):
+        patches.append((run.base + run.kernel.shared["hyper"], first + i, 0))
+    say(len(patches), *[value for patch in patches for value in patch])
+    for run in called.runs:
+        (place,) = np.flatnonzero(table == run.kernel.address)
+        say(place)
+    say(recipe.driver // 8)
+    return b"".join(words)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc: apt-get install gcc")
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "main.c").write_text(PROGRAM)
+    subprocess.run(["gcc", "-Wall", "-Werror", "main.c", "-o", "main"], cwd=folder, check=True)
+    return folder / "main"
+
+
+def shared(code: bytes, library: Path) -> Path:
+    """Links an object file to a library."""
+    library.with_suffix(".o").write_bytes(code)
+    command = ["gcc", "-shared", library.with_suffix(".o"), "-o", library]
+    subprocess.run(command, check=True)
+    return library
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_c_program(rng: np.random.Generator, tmp_path: Path, program: Path, case: str) -> None:
+    types = DTYPES[CASES[case][1]]
+    both = passes(rng, CASES[case])
+    code = jit.stored(*driver.request(types, isa.current()))
+    assert code is not None
+    native = shared(code, tmp_path / "driver.so")
+    for called in both:
+        doors = [
+            shared(objects(run), tmp_path / f"{'backward' if run.backward else 'forward'}.so")
+            for run in called.runs
+        ]
+        command = [program, native, *doors]
+        result = subprocess.run(command, input=described(called), capture_output=True, check=True)
+        assert result.stdout == b"".join(array.tobytes() for array in called.made)
+
+
+# -- XLA -------------------------------------------------------------------------------------------
+
+alive: list[object] = []  # tables that handlers read
+
+
+def handler(called: Called) -> Any:
+    """An XLA handler of a pass, which fills in the addresses of its buffers: of what it reads, of
+    what it makes, and of memory.
+    """
+    recipe, made = called.recipe, called.made
+    module = ir.Module(isa.TARGETS["generic"])
+    b = module.function("handler", "ptr frame", "ptr")
+    (frame,), null = b.args, ir.Value("null", "ptr")
+
+    def at(address: int) -> ir.Value:
+        return ir.Value(f"inttoptr (i64 {address} to ptr)", "ptr")
+
+    def word(base: ir.Value, offset: int, type: str = "ptr") -> ir.Value:
+        return b.load(b.gep(base, offset, "i8"), type)
+
+    # Where XLA's call frame has its extension, and the buffers of arguments and of results; and a
+    # buffer its address. In an extension that asks for it: the metadata, and in these the version.
+    with b.when(word(frame, 8, "i64").ne(0)):
+        metadata = word(word(frame, 8), 24)
+        for offset, number in ((24, 0), (28, 1), (32, 0)):
+            b.store(ir.constant(number, "i32"), b.gep(metadata, offset, "i8"))
+        b.ret(null)
+    template = np.array(called.table())
+    alive.append(template)
+    table = b.alloca("i64", len(template))
+    with b.loop(0, len(template)) as i:
+        b.store(b.load(b.gep(at(template.ctypes.data), i, "i64"), "i64"), b.gep(table, i, "i64"))
+    addresses = [
+        word(word(word(frame, offset), 8 * number), 24, "i64")
+        for offset, count in ((72, len(called.read)), (112, len(made) + 1))
+        for number in range(count)
+    ]
+    for address, array, (_, how, _) in zip(
+        addresses[len(called.read) : -1], made, recipe.made, strict=True
+    ):
+        with b.loop(0, array.nbytes) as i:
+            into = b.gep(b.inttoptr(address, "ptr"), i, "i8")
+            b.store(ir.constant(0 if how == "zeros" else 255, "i8"), into)
+    block = addresses.pop() + (cpu.LINE - 1) & -cpu.LINE
+    constants = [ir.constant(address, "i64") for address in recipe.fixed]
+    addresses += [*constants, block, b.ptrtoint(table, "i64"), ir.constant(0, "i64")]
+    for place, slot, offset in recipe.steps:
+        b.store(addresses[slot] + offset, b.gep(table, place, "i64"))
+    run = ctypes.cast(recipe.native, ctypes.c_void_p).value or 0
+    b.call(at(run), b.gep(table, recipe.driver, "i8"), returns="void")
+    b.ret(null)
+    import jax
+
+    code = jit.compile(str(module), ["handler"], module.target)
+    return jax.ffi.pycapsule(ctypes.c_void_p(code.address("handler")))
+
+
+def under_xla() -> None:
+    """Both passes within one ``jax.jit``, beside another thread of Python's."""
+    import jax
+    import jax.numpy as jnp
+
+    forward, backward = passes(np.random.default_rng(0), CASES["both directions under a mask"])
+
+    def call(name: str, called: Called) -> Callable[..., Any]:
+        jax.ffi.register_ffi_target(name, handler(called), platform="cpu")
+        results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in called.made]
+        memory = jax.ShapeDtypeStruct((called.recipe.bytes + cpu.LINE - 1,), jnp.uint8)
+        run = jax.ffi.ffi_call(name, (*results, memory))
+        return lambda *read: run(*read)[:-1]
+
+    # What the backward pass reads: of what the forward pass reads, or makes, or from outside.
+    entering = dict(zip(forward.recipe.names, forward.read, strict=True))
+    arriving = dict(zip(backward.recipe.names, backward.read, strict=True))
+    keeps = {
+        name: number
+        for name, array in arriving.items()
+        for number, made in enumerate(forward.made)
+        if not name.startswith("d_") and array.tobytes() == made.tobytes()
+    }
+    outside = {n: array for n, array in arriving.items() if n not in {*entering, *keeps}}
+    assert len(keeps) > 3
+    assert all(name.startswith("d_") for name in outside)
+    run, pull = call("pass_forward", forward), call("pass_backward", backward)
+
+    @jax.jit
+    def both(entering: dict[str, Any], outside: dict[str, Any]) -> Any:
+        made = run(*[entering[name] for name in forward.recipe.names])
+        known = entering | outside | {name: made[number] for name, number in keeps.items()}
+        return made, pull(*[known[name] for name in backward.recipe.names])
+
+    turns, done = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        for _ in range(20):
+            results = jax.block_until_ready(both(entering, outside))
+    finally:
+        done.set()
+        thread.join()
+    assert turns > 0
+    for called, made in zip((forward, backward), results, strict=True):
+        for ours, theirs in zip(made, called.made, strict=True):
+            assert np.asarray(ours).tobytes() == theirs.tobytes()
+    print("right")
+
+
+@pytest.mark.slow
+def test_under_xla() -> None:
+    pytest.importorskip("jax")
+    assert "right" in python("import test_pass; test_pass.under_xla()", JAX_PLATFORMS="cpu")
