@@ -67,6 +67,7 @@ CONFLICT = 4 << 10
 SPAN_INNER, SPAN_COLUMNS = 8 * INNER, 1024  # of B, packed at a time
 COLUMNS_AHEAD = 16  # of A, from one that is copied to one that is fetched
 PIECES = 8  # per thread, where there is the work
+UNROLL = 4  # rows of weights that a whole register block takes in a turn of its loop
 
 # Strides count elements. A and B have one of 1 (A from column to column, where B is integers), C is
 # [rows, columns] with a stride of 1 from column to column. ``add`` is 1 for C += A @ B, ``gang`` as
@@ -123,6 +124,8 @@ class Gemm:
         blocks = -(-ROWS // self.rows) * self.copied_block
         self.copied = align(max((ROWS + self.lanes) * self.row, blocks) * self.size)
         self.staged = geometry.rounded and not self.quantized
+        # Distances between the numbers of a row, as register blocks read them.
+        self.kinds = sorted({1} if self.quantized or self.staged else {1, self.rows})
         if self.staged:
             self.copied *= 2
         self.panel = self.packed_rows * self.width * self.size  # bytes of a block of it
@@ -146,8 +149,8 @@ class Gemm:
             if self.tiled:
                 self._tiles(vectors)
                 continue
-            for rows in range(1, self.rows + 1):
-                self._register_block(rows, vectors)
+            for rows, inner in itertools.product(range(1, self.rows + 1), self.kinds):
+                self._register_block(rows, vectors, inner)
         if self.tiled and not self.quantized:
             self._fetch()
         self._merge()
@@ -158,14 +161,18 @@ class Gemm:
         self._gemm()
 
     # ---- register blocks -------------------------------------------------------------------------
-    def _register_block(self, rows: int, vectors: int) -> None:
-        """c[rows, vectors] (+)= a[rows, :count] @ panel[:count, vectors]."""
+    def _register_block(self, rows: int, vectors: int, inner: int) -> None:
+        """c[rows, vectors] (+)= a[rows, :count] @ panel[:count, vectors].
+
+        Args:
+            inner: how far it is from number to number of a row; of rows side by side all of them.
+        """
         b = self.module.private(
-            f"block{vectors}_x{rows}",
-            "ptr noalias panel, ptr noalias a, i64 a_rows, i64 a_inner, ptr noalias c, i64 c_rows, "
+            f"block{vectors}_x{rows}_{inner}",
+            "ptr noalias panel, ptr noalias a, i64 a_rows, ptr noalias c, i64 c_rows, "
             "i64 count, i64 add, ptr ahead, i64 apart",
         )
-        panel, a, a_rows, a_inner, c, c_rows, count, add, first, apart = b.args
+        panel, a, a_rows, c, c_rows, count, add, first, apart = b.args
         sums = [[b.variable(0.0, b.vec) for _ in range(vectors)] for _ in range(rows)]
         results: list[Variable] = []
         for r in range(rows):
@@ -173,7 +180,7 @@ class Gemm:
             results += [Variable(b, b.gep(row, n * b.lanes), b.vec) for n in range(vectors)]
         for result in results:
             b.prefetch(result.address)
-        operand = [b.gep(a, a_rows * r) for r in range(rows)]
+        operand = [b.gep(a, a_rows * r if inner == 1 else r) for r in range(rows)]
         bounds, totals, weights = (constant(0, "i64"), count), sums, panel
         if self.quantized:
             scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
@@ -184,8 +191,8 @@ class Gemm:
         number = self.operands.llvm
         ahead = [Ahead(first, apart, 2)]
         columns = [b.gep(weights, n * b.lanes) for n in range(vectors)]
-        between = 1 if self.quantized or self.staged else a_inner
-        add_products(b, totals, operand, columns, self.width, bounds, number, ahead, between)
+        turn = UNROLL if rows == self.rows else 1
+        add_products(b, totals, operand, columns, self.width, bounds, number, ahead, inner, turn)
         if self.quantized:
             add_scaled(b, sums, totals, operand, scales)
         _write(b, add.ne(0), results, itertools.chain(*sums))
@@ -285,10 +292,10 @@ class Gemm:
                 if self.tiled:
                     b.call(f"tiles{vectors}", panel, at, a_rows, to, to_row, left, count, adds)
                     return
-                operands = panel, at, a_rows, a_inner, to, to_row, count, adds, ahead, step
-                for n in range(1, self.rows + 1):
-                    with b.when(left.eq(n)):
-                        b.call(f"block{vectors}_x{n}", *operands)
+                operands = panel, at, a_rows, to, to_row, count, adds, ahead, step
+                for n, inner in itertools.product(range(1, self.rows + 1), self.kinds):
+                    with b.when(left.eq(n) & a_inner.eq(inner)):
+                        b.call(f"block{vectors}_x{n}_{inner}", *operands)
 
             with b.when(columns.eq(self.width)) as otherwise:
                 multiply(self.vectors, into, c_rows, add)

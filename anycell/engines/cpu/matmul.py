@@ -245,24 +245,25 @@ class Ahead(NamedTuple):
 def add_products(
     b: Builder, sums: Sequence[Sequence[Variable]], operand: Sequence[Value],
     weights: Sequence[Value], width: int, bounds: tuple[Operand, Operand], number: str,
-    ahead: Sequence[Ahead] = (), apart: Operand = 1,
+    ahead: Sequence[Ahead] = (), apart: int = 1, unroll: int = 1,
 ) -> None:  # fmt: skip
     """The hot loop: ``sums[r][c] += operand[r][k * apart] * weights[c][k * width]``, k in bounds.
 
     ``sums`` are vectors on the stack, ``c`` counts vectors, weights lie on a vector's alignment.
     Weights of a narrower ``number`` have a row for two or four k, of which bounds are whole
     multiples. Meanwhile memory is fetched for later, a line for each row: ``ahead`` is the first
-    one's address, and bytes to the next.
+    one's address, and bytes to the next. ``unroll`` rows of weights are a turn of the loop: its own
+    instructions fit beside the multiply-adds, unless another thread shares the core, but several
+    rows take longer to compile.
     """
     full = b.lanes * element_bits(b.real) // 8
     packs = element_bits(b.real) // element_bits(number)
     shift, integers = packs.bit_length() - 1, packs == QUANTIZED
     pairs = in_pairs(b.target, number)
     together = integers or pairs
-    first, last = (b.ashr(b.value(k, "i64"), shift) if shift else k for k in bounds)
-    # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
-    # compiles twice as long.
-    with b.loop(first, last) as line:
+    first, last = (b.ashr(b.value(k, "i64"), shift) if shift else b.value(k, "i64") for k in bounds)
+
+    def add(line: Value) -> None:
         row_of_weights = line * width
         k = line << shift if shift else line
         for later in ahead:
@@ -291,6 +292,15 @@ def add_products(
                         total.value = dot_pairs(b, total.value, value, weight)
                     else:
                         total.value = b.fma(value, weight, total.value)
+
+    if unroll > 1:
+        whole = first + (last - first) // unroll * unroll
+        with b.loop(first, whole, unroll) as line:
+            for n in range(unroll):
+                add(line + n)
+        first = whole
+    with b.loop(first, last) as line:
+        add(line)
 
 
 def add_scaled(
