@@ -403,6 +403,8 @@ def refused() -> Iterator[Any]:
     yield lambda: compress.shrink(heads, [0, 1]), ValueError, "the same number in each"
     yield lambda: compress.shrink(layer, 8, multiple=0), ValueError, "multiple: given 0"
     yield lambda: compress.shrink(layer, 8, size="P"), ValueError, "size: given 'P'"
+    projected = at.LSTM(3, COUNT, proj_size=8)
+    yield lambda: compress.shrink(projected, 8), ValueError, "keep: given 8 .* more than proj_size"
     yield lambda: compress.shrink(layer, 8, readouts=[nn.Linear(5, 1)]), TypeError, "in_features=16"
     yield lambda: compress.shrink(layer, 8, readouts=nn.Linear(16, 1)), TypeError, "a list"
     yield lambda: compress.shrink(layer, 8, readouts=iter([])), TypeError, "a list of layers"

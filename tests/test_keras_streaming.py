@@ -66,6 +66,31 @@ def test_what_was_prepared_stays_until_it_is_prepared_again() -> None:
     assert not np.allclose(before, after)
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_steps_take_lists_and_a_row_for_all(prepared: bool) -> None:
+    """Numbers of Python keep the digits that a layer of float64 has."""
+    both, x = rng.normal(size=(2, 4, 5)), X[:, 0]
+    for name, states in (("LSTM", both), ("GRU", both[:1]), ("static", both)):
+        with double("float64"):
+            layer = LAYERS[name](dtype="float64")
+            static = {"static": STATIC} if name == "static" else {}
+            layer(X, **static)
+            if prepared:
+                layer.prepare()
+            right, lists = number(layer.step(x, [*states], **static)[0]), states.tolist()
+            nested = {key: value.tolist() for key, value in static.items()}
+            results = []
+            if BACKEND != "jax":  # where Keras's own loop takes no lists
+                results.append(layer(X[:, :1], initial_state=lists, **nested))
+            for given in (lists, tuple(lists), *lists[: len(lists) == 1]):
+                results.append(layer.step(x.tolist(), given, **nested)[0])
+            for result in results:
+                assert_close(number(result), right, "float64", "forward")
+            row = number(layer.step(x, [*states[:, :1]], **static)[0])
+            same = [*np.repeat(states[:, :1], 4, 1)]
+            assert_close(row, number(layer.step(x, same, **static)[0]), "float64", "forward")
+
+
 @pytest.mark.skipif(BACKEND == "jax", reason="nothing is packed there")
 def test_a_gradient_goes_through_steps_that_are_prepared() -> None:
     """To the input, and the weights as they are now."""
@@ -157,11 +182,19 @@ BAD: list[tuple[Any, str]] = [
         r"static: given of shape .*; expected None, for cell GRU",
     ),
     (lambda e: e.step(X[:, 0]), "static"),
-    (lambda e: e.step(X[:, 0], [STATIC], static=STATIC), "states"),
+    (
+        lambda e: e.step(X[:, 0], [STATIC], static=STATIC),
+        r"states: given 1 of them; expected 2, each \[B, size\]",
+    ),
     (lambda e: e.step(X[:, 0], [STATIC, STATIC[:2]], static=STATIC), r"shape [\[(]2, 5"),
     (lambda e: e.step(X[:, 0], [STATIC[:, :2], STATIC], static=STATIC), r"shape [\[(]4, 2"),
     (lambda e: e.step(X[:, 0, :2], static=STATIC), "shape"),
     (lambda e: e.step(X[:, 0], static=STATIC[:2]), "static"),
+    (
+        lambda e: e.step(X[:, 0], static=STATIC, resets=[True]),
+        r"resets: given shape \(1,\); expected \(4,\)",
+    ),
+    (lambda e: e.step(X[:, 0], static=STATIC, resets=np.ones((4, 1))), r"resets: given shape"),
 ]
 
 

@@ -55,10 +55,23 @@ def check(call: Call, arrays: Arrays) -> None:
             expect(name, arrays[name].shape[::-1], (rows, steps), "rows, steps")
 
 
-def tensor(given: Any) -> Tensor:
-    """``given`` as a tensor. ``keras.ops`` leaves TensorFlow's own variables as they are."""
+def tensor(given: Any, dtype: str | None = None) -> Tensor:
+    """``given`` as a tensor. ``keras.ops`` leaves TensorFlow's own variables as they are.
+
+    Args:
+        dtype: of numbers of Python, in lists or alone, which are of float32 otherwise.
+    """
     read = getattr(given, "read_value", None)
-    return ops.convert_to_tensor(given) if read is None else read()
+    if read is not None:
+        return read()
+    return ops.convert_to_tensor(given, dtype if isinstance(given, (list, tuple)) else None)
+
+
+def for_all(given: Tensor, like: Tensor) -> Tensor:
+    """One row stands for all of ``like``, as in Keras's loop."""
+    if given.shape[:1] != (1,) or len(given.shape) != 2 or like.shape[0] == 1:
+        return given
+    return ops.broadcast_to(given, (ops.shape(like)[0], ops.shape(given)[1]))
 
 
 def flags(name: str, values: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.explanation import Explained, Explanation, Subject, about_layer
 from anycell.keras import cells
-from anycell.keras.call import Arrays, Tensor, check, expect, flags, tensor
+from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
 from anycell.keras.rule import FUSED, Facts, asked, choose
@@ -193,7 +193,7 @@ class Fused(Steps, Keywords, Explained):
                 sequences = ops.where(ops.expand_dims(mask, -1), sequences, zeros)
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
-        states = [_for_all(tensor(state), sequences) for state in states]
+        states = [for_all(tensor(state, self.cell.compute_dtype), sequences) for state in states]
         if self.stateful and keras.backend.backend() == "torch":  # type: ignore[attr-defined]
             states = [ops.copy(state) for state in states]  # Keras overwrites what gradients read
         x = ops.transpose(sequences, (1, 0, 2))
@@ -211,7 +211,7 @@ class Fused(Steps, Keywords, Explained):
         )
         arrays = dict(self._arrays(x, states, training))
         if mask is not None:
-            mask = arrays["mask"] = ops.swapaxes(_for_all(mask, sequences), 0, -1)
+            mask = arrays["mask"] = ops.swapaxes(for_all(mask, sequences), 0, -1)
         if resets is not None:
             arrays["resets"] = ops.swapaxes(flags("resets", resets), 0, -1)
         check(call, arrays)
@@ -271,13 +271,6 @@ def _as_tensor(mask: Any, sequences: Tensor) -> Tensor:
     if len(mask.shape) != 2:
         expect("mask", mask.shape, tuple(sequences.shape[:2]), "rows, steps")
     return ops.cast(mask, "bool")
-
-
-def _for_all(given: Tensor, sequences: Tensor) -> Tensor:
-    """One row stands for all, as in Keras's loop."""
-    if given.shape[:1] != (1,) or len(given.shape) != 2 or sequences.shape[0] == 1:
-        return given
-    return ops.broadcast_to(given, (ops.shape(sequences)[0], ops.shape(given)[1]))
 
 
 def refusal() -> str | None:
@@ -602,7 +595,9 @@ class RNN(Fused, keras.layers.RNN):
         factor = drawn.pop("factor", None)
         static, _ = _further.get()
         if static is not None:
-            drawn["static"] = ops.cast(tensor(static), self.cell.compute_dtype)
+            drawn["static"] = ops.cast(
+                tensor(static, self.cell.compute_dtype), self.cell.compute_dtype
+            )
         return self.cell.gather(x if factor is None else x * factor, states, **drawn)
 
     def reset_state(self) -> None:

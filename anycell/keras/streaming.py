@@ -12,7 +12,7 @@ from keras import ops, tree
 from keras.src import backend  # the scope in which Keras calls layers has no public name
 
 from anycell.engines.cpu import pool
-from anycell.keras.call import Tensor, flags
+from anycell.keras.call import Tensor, expect, flags, for_all, tensor
 from anycell.layer.checks import refuse
 from anycell.layer.stream import Stream
 from anycell.layer.view import value
@@ -110,7 +110,8 @@ class Steps:
 
         Args:
             x: ``[B, in]``.
-            states: as the step before returned them; None for what a call begins with.
+            states: as the step before returned them, or one row ``[1, size]`` for all; None for
+                what a call begins with.
             static: as a call takes it.
             resets: bool ``[B]``, True where the state is replaced, before the step, by what a call
                 begins with: where an episode starts.
@@ -137,15 +138,23 @@ class Steps:
     def _begin(self, x: Tensor, states: Any, resets: Tensor) -> list[Tensor]:
         """The states with which a step begins."""
         me: Any = self
-        given: Any = None if states is None else tree.flatten(states)
-        if given is None or resets is not None:
-            start = me.get_initial_state(ops.shape(x)[0])
-            start = [ops.cast(s, me.cell.compute_dtype) for s in start]
-            given = start if given is None else given
-        if resets is not None:
-            new = ops.expand_dims(flags("resets", resets), 1)
-            given = [ops.where(new, s, g) for s, g in zip(start, given, strict=True)]
-        return list(given)
+        dtype = me.cell.compute_dtype
+        before: list[Tensor] = []
+        start: list[Tensor] = []
+        if states is None or resets is not None:
+            start = [ops.cast(s, dtype) for s in me.get_initial_state(ops.shape(x)[0])]
+        if states is not None:
+            count = len(tree.flatten(me.cell.state_size))
+            before = [for_all(tensor(s, dtype), x) for s in _one_by_one(states, count)]
+            if len(before) != count:
+                hint = "Pass those that the step before returned."
+                refuse("states", f"{len(before)} of them", f"{count}, each [B, size]", hint)
+        if resets is None:
+            return before or start
+        new = flags("resets", resets)
+        expect("resets", new.shape, (x.shape[0],), "rows")
+        new = ops.expand_dims(new, 1)
+        return [ops.where(new, s, b) for s, b in zip(start, before or start, strict=True)]
 
     def _packed_step(
         self, stream: Stream, x: Tensor, states: Sequence[Tensor], static: Tensor
@@ -156,12 +165,12 @@ class Steps:
         def read(name: str, tensor: Tensor, width: int) -> Any:
             return check.array(name, ops.convert_to_numpy(tensor), (rows, width), kind)
 
-        widths = [width for _, width in stream.shape]
-        if len(states) != len(widths) or (static is None) is not (stream.static is None):
-            wanted = f"{len(widths)} states" + ", and static" * (stream.static is not None)
-            given = f"{len(states)} states" + ", and static" * (static is not None)
-            refuse("states", given, wanted, "Pass those that the step before returned.")
-        before = [read("states", s, width)[None] for s, width in zip(states, widths, strict=True)]
+        if (static is None) is not (stream.static is None):
+            given = "None" if static is None else f"shape {tuple(tensor(static).shape)}"
+            expected = f"[B, {stream.hidden}]" if stream.static else "None"
+            refuse("static", given, expected, "It is the input that a cell may declare.")
+        pairs = zip(states, stream.shape, strict=True)
+        before = [read("states", state, width)[None] for state, (_, width) in pairs]
         static = None if static is None else read("static", static, stream.hidden)
         arrays = read("x", x, stream.width), before, static
         output, new = stream.step(rows, *arrays, pool.threads())
@@ -171,6 +180,15 @@ class Steps:
         if self.go_backwards:  # type: ignore[attr-defined]
             hint = "Call the layer with the whole sequence: it begins at its end."
             refuse(method, "go_backwards=True", "a layer that goes forwards", hint)
+
+
+def _one_by_one(states: Any, count: int) -> list[Any]:
+    """The states of a cell in a list. Nested lists may be the numbers of the only one."""
+    first, axes = states, 0
+    while isinstance(first, (list, tuple)) and first:
+        first, axes = first[0], axes + 1
+    single = count == 1 and axes + len(getattr(first, "shape", ())) < 3
+    return [states] if single or not axes else list(states)
 
 
 def _recorded(tensors: Sequence[Any]) -> bool:
@@ -186,7 +204,7 @@ def _recorded(tensors: Sequence[Any]) -> bool:
 
 def one_step(layer: Any, x: Tensor, dtype: str) -> Tensor:
     """One step of an input ``[B, in]``, for a layer that is built for it where it was not yet."""
-    x = ops.cast(ops.convert_to_tensor(x), dtype)
+    x = ops.cast(tensor(x, dtype), dtype)
     if len(x.shape) != 2:
         refuse("x", f"shape {tuple(x.shape)}", "[B, in], one step", "Take it out: x[:, t].")
     if not layer.built:

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from anycell.lang.cell import Cell
 from anycell.layer import view as views
+from anycell.layer.checks import refuse
 from anycell.layer.view import View
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.rnn import RNN
@@ -54,6 +55,9 @@ def take(
     New ones, because graphs of earlier passes still know the shapes of the old.
     """
     (layer,), parameters = view.parts, [parameter for parameter, _ in taken]
+    if size == "H" and count <= getattr(layer, "proj_size", 0):
+        expected = f"more than proj_size, {layer.proj_size}, as torch.nn.LSTM requires"
+        refuse("keep", f"{count} units", expected, 'Keep more, or shrink it first: size="P".')
     if len(set(parameters)) < len(parameters):
         raise ValueError(
             "layer: given one with a parameter in two places; expected a parameter for each, since "
