@@ -78,7 +78,7 @@ def pair(name: str, units: int, **kwargs: Any) -> tuple[Any, Any]:
 def test_results_and_gradients(
     name: str, flags: dict[str, Any], masked: bool, dtype: str, rng: np.random.Generator
 ) -> None:
-    rows, steps, width, units = 4, 6, 3, 5
+    rows, steps, width, units = 4, 6, 3, 6
     theirs, ours = pair(name, units, dtype=dtype, **flags)
     copy_weights(theirs, ours, (rows, steps, width))
     x = rng.normal(size=(rows, steps, width))
@@ -131,7 +131,7 @@ def test_arguments_that_the_cell_language_knows(
     own = {k: v for k, v in kwargs.items() if name == "LSTM" or k != "unit_forget_bias"}
     if name == "SimpleRNN":
         own.pop("recurrent_activation", None)
-    theirs, ours = pair(name, 5, return_sequences=True, dtype=dtype, **own)
+    theirs, ours = pair(name, 6, return_sequences=True, dtype=dtype, **own)
     copy_weights(theirs, ours, (3, 4, 2))
     # exp of what exp gave before overflows in a few steps.
     steps = 2 if own.get("activation") == "exponential" else 4
@@ -223,7 +223,7 @@ def test_recurrent_dropout_draws_what_keras_draws(
     name: str, masked: bool, dropout: float, dtype: str
 ) -> None:
     theirs, ours = pair(
-        name, 5, recurrent_dropout=0.4, dropout=dropout, seed=4, return_sequences=True,
+        name, 6, recurrent_dropout=0.4, dropout=dropout, seed=4, return_sequences=True,
         dtype=dtype,
     )  # fmt: skip
     copy_weights(theirs, ours, (3, 4, 2))

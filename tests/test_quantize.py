@@ -118,7 +118,7 @@ def test_cells(part: int, name: str, seed: int) -> None:
 def test_sizes(part: int, cell: Any, seed: int) -> None:
     """Around vectors and fours; one row, no rows, no steps; more rows than a panel."""
     sizes = [4, 60] if cell is cells.sLSTM else [1, 3, 4, 5, 16, 17, 65]
-    shapes = [(3, 2, h) for h in sizes] + [(0, 3, 8), (4, 0, 8), (1, 1, 8), (2, 50, 8)]
+    shapes = [(3, 2, h) for h in sizes] + [(0, 3, 16), (4, 0, 16), (1, 1, 16), (2, 50, 16)]
     for n, shape in list(enumerate(shapes))[part::3]:
         problem = small(cell, shape, seed + n)
         assert_rounded(problem, threads=1 + n % 3, projected=n % 2 == 0)
