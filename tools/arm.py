@@ -23,7 +23,7 @@ PACKAGES = ROOT / "packages"  # wheels
 PYTHON = ROOT / "usr" / "bin" / "python"  # emulates the one beside it, also for subprocesses
 COMPILER = "ANYCELL_TEST_ARM_COMPILER"  # the host's Python, within the emulation
 
-# The layers of NumPy, which took 6 minutes; what alone takes minutes is left out. Other files may be
+# The layers of NumPy, which took 6 minutes, without what takes minutes alone. Other files may be
 # named: not all of their tests have been seen to pass here.
 TESTS = ["tests/test_numpy.py", "-q", "-k", "not slopes"]
 TESTS += ["-m", "not slow and not more and not gpu"]
