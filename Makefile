@@ -77,6 +77,9 @@ test-oldest: $(OLDEST)/stamp ## those of every frontend, on the oldest versions 
 test-tritons: $(TRITONS:%=$(TRITON)/%/stamp) $(VENV)/dev.stamp ## kernels and the interpreter, under every Triton (4 GB)
 	$(RUN) tools/gpu_tritons.py --jobs $(JOBS)
 
+test-arm: out/arm/stamp ## those of the NumPy engine, on 64-bit ARM that QEMU emulates (Debian)
+	$(RUN) tools/arm.py
+
 lint: $(VENV)/dev.stamp ## ruff and mypy
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
@@ -128,6 +131,10 @@ $(OLDEST)/stamp: requirements/oldest.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	@touch $@
 
+out/arm/stamp: requirements/arm.txt tools/arm.py $(VENV)/dev.stamp
+	$(RUN) tools/arm.py --set-up
+	@touch $@
+
 # In a directory of its own, which goes in front of the environment's packages.
 $(TRITON)/%/stamp: | $(RUN)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
@@ -138,5 +145,5 @@ $(RUN):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "anycell needs Python 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV)
 
-.PHONY: help demo test test-all test-oldest test-tritons lint format bench docs gallery notebooks wheel clean
+.PHONY: help demo test test-all test-oldest test-tritons test-arm lint format bench docs gallery notebooks wheel clean
 .DELETE_ON_ERROR:

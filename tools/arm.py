@@ -1,0 +1,145 @@
+"""Tests on an emulated 64-bit ARM: `make test-arm`, or `python tools/arm.py tests/test_numpy.py`.
+
+The emulation is QEMU's of a process, whose calls of the system reach the host's Linux. Debian's
+Python for ARM and the wheels that PyPI has for it lie in `out/arm`; nothing is installed.
+
+LLVM takes ten times as long when it is emulated. So the host's LLVM compiles what the tests ask
+for, with the same release of llvmlite; processes that tests start compile for themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+ROOT = HERE / "out" / "arm"
+PACKAGES = ROOT / "packages"  # wheels
+PYTHON = ROOT / "usr" / "bin" / "python"  # emulates the one beside it, also for subprocesses
+COMPILER = "ANYCELL_TEST_ARM_COMPILER"  # the host's Python, within the emulation
+
+# The layers of NumPy, which took 6 minutes, without what takes minutes alone. Other files may be
+# named: not all of their tests have been seen to pass here.
+TESTS = ["tests/test_numpy.py", "-q", "-k", "not slopes"]
+TESTS += ["-m", "not slow and not more and not gpu"]
+
+
+# ------------------------------------------------------------------------------------------- set up
+
+
+def set_up() -> None:
+    """Fetch Python and its libraries for ARM from the system's Debian, the wheels from PyPI."""
+    for program, package in (("qemu-aarch64", "qemu-user"), ("apt-get", "apt"), ("dpkg", "dpkg")):
+        if shutil.which(program) is None:
+            sys.exit(
+                f"{program}: not found; expected on Debian. Instead: apt-get install {package}."
+            )
+    state = ROOT / "apt"
+    (state / "lists" / "partial").mkdir(parents=True, exist_ok=True)
+    (state / "cache" / "archives" / "partial").mkdir(parents=True, exist_ok=True)
+    (state / "status").touch()  # nothing is installed
+    options = {
+        **{"APT::Architecture": "arm64", "APT::Architectures": "arm64", "Debug::NoLocking": "1"},
+        **{"Dir::State::lists": state / "lists", "Dir::State::status": state / "status"},
+        **{"Dir::Cache": state / "cache", "APT::Keep-Downloaded-Packages": "1"},
+    }
+    apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
+    _run(*apt, "update")
+    _run(
+        *apt,
+        "-y",
+        "--no-install-recommends",
+        "--download-only",
+        "install",
+        "python3.11",
+        "libstdc++6",
+    )
+    for archive in sorted((state / "cache" / "archives").glob("*.deb")):
+        _run("dpkg", "-x", archive, ROOT)
+    pip: list[Any] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    pip += ["--no-compile", "--upgrade", "--target", PACKAGES, "--only-binary=:all:"]
+    pip += ["--python-version", "3.11"]
+    for glibc in ("2_28", "2_27", "2_17"):
+        pip += ["--platform", f"manylinux_{glibc}_aarch64"]
+    _run(*pip, "-r", HERE / "requirements" / "arm.txt")
+    PYTHON.write_text(
+        f'#!/bin/sh\nexec qemu-aarch64 -L "{ROOT}" -cpu "${{ARM_CPU:-max}}" -0 "$0" "$0"3.11 "$@"\n'
+    )
+    PYTHON.chmod(0o755)
+
+
+def _run(*command: Any) -> None:
+    subprocess.run([str(word) for word in command], check=True)
+
+
+# --------------------------------------------------------------------------------------------- run
+
+
+def test(arguments: Sequence[str]) -> int:
+    environment = {
+        **os.environ,
+        **{"PYTHONPATH": f"{HERE}:{HERE / 'tools'}:{PACKAGES}", COMPILER: sys.executable},
+        "ANYCELL_CACHE_DIR": str(ROOT / "kernels"),
+        # Its products of float32 by SVE are wrong under QEMU 7.2.
+        "OPENBLAS_CORETYPE": "ARMV8",
+    }
+    pytest = [PYTHON, "-m", "pytest", "-p", "arm", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run([str(word) for word in pytest], cwd=HERE, env=environment).returncode
+
+
+# ----------------------------------------------------------------------------------------- compile
+
+
+def compile_on_host() -> None:
+    """Stands for a step of the JIT, within the emulation."""
+    from anycell.engines.cpu import isa, jit
+
+    def compiled(text: str, symbols: Sequence[str], target: Any) -> bytes:
+        cpu, features, _ = isa.machine(target)
+        command = [os.environ[COMPILER], __file__, "--compile", cpu, features]
+        # With nothing of the environment: its paths lead to wheels for ARM.
+        done = subprocess.run(command, input=text.encode(), env={}, capture_output=True)
+        if done.returncode:
+            return emulated(text, symbols, target)  # for its error
+        return done.stdout
+
+    emulated, jit._object = jit._object, compiled
+
+
+def compile_here(cpu: str, features: str) -> None:
+    sys.path.insert(0, str(HERE))
+    import llvmlite.binding as llvm
+
+    from anycell.engines.cpu import jit
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    machine = llvm.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc="pic", codemodel="small"
+    )
+    module = jit._optimised(sys.stdin.read(), machine)
+    sys.stdout.buffer.write(machine.emit_object(module))
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["--set-up"]:
+            set_up()
+        case ["--compile", cpu, features]:
+            compile_here(cpu, features)
+        case arguments:
+            sys.exit(test(arguments or TESTS))
+elif COMPILER in os.environ:
+    compile_on_host()
