@@ -92,7 +92,7 @@ def test(arguments: Sequence[str]) -> int:
         **os.environ,
         **{"PYTHONPATH": f"{HERE}:{HERE / 'tools'}:{PACKAGES}", COMPILER: sys.executable},
         "ANYCELL_CACHE_DIR": str(ROOT / "kernels"),
-        # Its products of float32 by SVE are wrong under QEMU 7.2.
+        # With its choice for `-cpu max` a QR of float32 was wrong under QEMU 7.2.
         "OPENBLAS_CORETYPE": "ARMV8",
     }
     pytest = [PYTHON, "-m", "pytest", "-p", "arm", "-p", "no:cacheprovider", *arguments]
