@@ -92,11 +92,17 @@ def parameters(
         width = directions * sizes[cell.states[0].size]
 
 
-@functools.lru_cache(maxsize=512)
+_places: dict[tuple[tuple[str, ...], int, int], dict[str, str]] = {}
+
+
 def places(learned: tuple[str, ...], k: int, directions: int) -> dict[str, str]:
     """The names of a layer's parameters by the names of this file; ``learned`` is the cell's."""
-    public = [name + end for end in ENDS[:directions] for name in learned]
-    return {name: place(name, k) for name in public}
+    # Not by functools.lru_cache, of which torch.compile warns.
+    key = learned, k, directions
+    if key not in _places:
+        public = [name + end for end in ENDS[:directions] for name in learned]
+        _places[key] = {name: place(name, k) for name in public}
+    return _places[key]
 
 
 @functools.lru_cache(maxsize=512)
