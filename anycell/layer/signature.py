@@ -92,17 +92,17 @@ def parameters(
         width = directions * sizes[cell.states[0].size]
 
 
-_places: dict[tuple[tuple[str, ...], int, int], dict[str, str]] = {}
+_place_names: dict[tuple[tuple[str, ...], int, int], dict[str, str]] = {}
 
 
 def places(learned: tuple[str, ...], k: int, directions: int) -> dict[str, str]:
     """The names of a layer's parameters by the names of this file; ``learned`` is the cell's."""
     # Not by functools.lru_cache, of which torch.compile warns.
     key = learned, k, directions
-    if key not in _places:
+    if key not in _place_names:
         public = [name + end for end in ENDS[:directions] for name in learned]
-        _places[key] = {name: place(name, k) for name in public}
-    return _places[key]
+        _place_names[key] = {name: place(name, k) for name in public}
+    return _place_names[key]
 
 
 @functools.lru_cache(maxsize=512)
