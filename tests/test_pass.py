@@ -89,7 +89,7 @@ def passes(rng: np.random.Generator, case: Case) -> list[Called]:
     def poisoned(make: Callable[[NumpyHost, Any], Array]) -> Callable[[NumpyHost, Any], Array]:
         def filled(self: NumpyHost, what: Any) -> Array:
             array = make(self, what)
-            array.view(np.uint8)[:] = 255  # as the others do, so that what is not written is equal
+            array.view(np.uint8)[:] = 255  # as C and XLA do: bytes that no pass writes are equal
             return array
 
         return filled
@@ -140,9 +140,9 @@ static int64_t number(void) {
 }
 
 static void *function(const char *library, const char *name) {
-    void *code = dlopen(library, RTLD_NOW | RTLD_LOCAL), *found = code ? dlsym(code, name) : NULL;
-    if (!found) exit(3);
-    return found;
+    void *code = dlopen(library, RTLD_NOW | RTLD_LOCAL), *symbol = code ? dlsym(code, name) : NULL;
+    if (!symbol) exit(3);
+    return symbol;
 }
 
 int main(int count, char **libraries) {

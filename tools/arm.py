@@ -50,27 +50,13 @@ def set_up() -> None:
     }
     apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
     _run(*apt, "update")
-    _run(
-        *apt,
-        "-y",
-        "--no-install-recommends",
-        "--download-only",
-        "install",
-        "python3.11",
-        "libstdc++6",
-    )
+    packages = "--no-install-recommends --download-only install python3.11 libstdc++6"
+    _run(*apt, "-y", *packages.split())
     for archive in sorted((state / "cache" / "archives").glob("*.deb")):
         _run("dpkg", "-x", archive, ROOT)
-    pip: list[Any] = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
-    pip += ["--no-compile", "--upgrade", "--target", PACKAGES, "--only-binary=:all:"]
-    pip += ["--python-version", "3.11"]
+    how = "--quiet --disable-pip-version-check --no-compile --upgrade --only-binary=:all:"
+    pip: list[Any] = [sys.executable, "-m", "pip", "install", *how.split()]
+    pip += ["--target", PACKAGES, "--python-version", "3.11"]
     for glibc in ("2_28", "2_27", "2_17"):
         pip += ["--platform", f"manylinux_{glibc}_aarch64"]
     _run(*pip, "-r", HERE / "requirements" / "arm.txt")
