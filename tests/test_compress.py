@@ -41,7 +41,7 @@ def Grouped(x: Any, r: Any, s: Any, p: Any) -> Any:
 TORCH: dict[str, Callable[[], Any]] = {
     "LSTM of both directions": lambda: at.LSTM(3, COUNT, 2, bidirectional=True),
     "GRU without biases": lambda: at.GRU(3, COUNT, 2, bias=False, batch_first=True),
-    "projected LSTM": lambda: at.LSTM(3, COUNT, 2, proj_size=8),
+    "projected LSTM": lambda: at.LSTM(3, COUNT, 2, proj_size=6),
     "LSTMP": lambda: at.RNN(cells.LSTMP, 3, COUNT, 2, P=8, bidirectional=True),
     "PeepholeLSTM": lambda: at.RNN(cells.PeepholeLSTM, 3, COUNT),
     "sLSTM": lambda: at.RNN(cells.sLSTM(heads=2), 3, COUNT),

@@ -97,8 +97,12 @@ _place_names: dict[tuple[tuple[str, ...], int, int], dict[str, str]] = {}
 
 def places(learned: tuple[str, ...], k: int, directions: int) -> dict[str, str]:
     """The names of a layer's parameters by the names of this file; ``learned`` is the cell's."""
-    public = [name + end for end in ENDS[:directions] for name in learned]
-    return _place_names.setdefault((learned, k, directions), {n: place(n, k) for n in public})
+    # Not by functools.lru_cache, of which torch.compile warns.
+    key = learned, k, directions
+    if key not in _place_names:
+        public = [name + end for end in ENDS[:directions] for name in learned]
+        _place_names[key] = {name: place(name, k) for name in public}
+    return _place_names[key]
 
 
 @functools.lru_cache(maxsize=512)
@@ -154,9 +158,7 @@ def of_layer(cell: Cell, arrays: Mapping[str, Any], k: int, directions: int) -> 
         k: the layer's number.
     """
     learned = {}
-    # Not by functools.lru_cache, of which torch.compile warns.
-    known = _place_names.get((cell.learned, k, directions))
-    for name, place in (known or places(cell.learned, k, directions)).items():
+    for name, place in places(cell.learned, k, directions).items():
         if place in arrays:
             learned[name] = arrays[place]
         if f"{place}_scales" in arrays:
