@@ -50,7 +50,7 @@ class Called(NamedTuple):
     @property
     def runs(self) -> list[Run]:
         """The pass itself, and the one that computes the states of a segment once more."""
-        return [run for run in (self.recipe.pass_, self.recipe.pass_.again) if run is not None]
+        return [run for one in self.recipe.runs for run in (one, one.again) if run is not None]
 
     def table(self) -> Array:
         """The table, without addresses."""

@@ -11,7 +11,7 @@ from anycell.layer.arguments import Array, Factors, Host, Kept
 from anycell.layer.form import chunk_of, row_group
 from anycell.layer.forward import project, remember, widened
 from anycell.layer.recipe import Recipe, View, recipe_of
-from anycell.layer.run import Run
+from anycell.layer.run import Run, finish
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import ENDS, of_a_matmul, states
 from anycell.layer.sums import Sums, finished, leaving
@@ -64,7 +64,8 @@ def backward(
         parts |= {name: host.widen(d) for name, d in parts.items() if name.startswith("d_final ")}
     given |= parts
     known: Backward = recipe_of(key, lambda: _draft(host, plan, given, options, wants))
-    made = known.recipe.run(host, given, options)
+    recipe = known.recipe
+    made = recipe.run(list(map(given.__getitem__, recipe.names)), options)
     gradients = {name: made[i] for name, i in known.whole.items()}
     wide, learned = host.wide, []
     for d, (biases, *numbers) in enumerate(known.sums):
@@ -134,7 +135,7 @@ def _draft(
         direction.multiply(hidden)
         if run.form.single and of_first:
             direction.add_product(states_[_of_first(plan)].at(direction.d))
-    run.finish()
+    finish(recipe, [run])
 
     def numbers(views: Mapping[str, View]) -> dict[str, int]:
         return {name: recipe.number(view) for name, view in views.items()}

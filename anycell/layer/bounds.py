@@ -43,11 +43,17 @@ def check_pass(
     """
     limits = [extent(recipe.host, array) for array in arrays]
     limits.append((block.address, block.address + block.size))
-    runs = [recipe.pass_] if recipe.pass_.again is None else [recipe.pass_, recipe.pass_.again]
-    walks = [_Walk(recipe, run, table, limits) for run in runs]
-    run, moved = runs[0], walks[-1]
-    for slot in range(-(-run.steps // run.segment_length) if run.steps else 1):
-        begin = slot * run.segment_length
+    nothing = 0, 0  # of what no kernel is given: tables, and the gang
+    limits += [nothing, nothing, *[limit for _, limit in recipe.kept]]
+    for run in recipe.runs:
+        _check_run(recipe, run, table, limits)
+
+
+def _check_run(recipe: Recipe, run: Run, table: array[int], limits: list[Bounds]) -> None:
+    walks = [_Walk(recipe, one, table, limits) for one in (run, run.again) if one is not None]
+    moved = walks[-1]
+    for slot in range(max(1, -(-(run.steps - run.begin) // run.segment_length))):
+        begin = run.begin + slot * run.segment_length
         end = min(begin + run.segment_length, run.steps)
         moved.move(run, slot)
         if run.again is None and run.moves:

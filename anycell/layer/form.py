@@ -40,6 +40,7 @@ class Form(NamedTuple):
             kernel would cost more than it saves.
         few: one of so few rows, that products read the weights where they lie.
         scratch, packed: bytes of memory that the door asks for.
+        parts: threads that it takes.
         entries: the table of a call, with all that does not change.
         firsts: where in it the entries of each direction begin.
         hyper: what it points at.
@@ -53,6 +54,7 @@ class Form(NamedTuple):
     few: bool
     scratch: int
     packed: int
+    parts: int
     entries: array[int]
     firsts: list[int]
     hyper: Array
@@ -110,7 +112,10 @@ def form_of(
     entries[at["packed"]] = 0
     firsts = [kernel.first(d) for d in range(directions)]
     few, packed = single and batch < FEW_ROWS, 0 if single else packed
-    return Form(kernel, steps, chunk, inputs, single, few, scratch, packed, entries, firsts, hyper)
+    return Form(
+        kernel, steps, chunk, inputs, single, few, scratch, packed, entries[at["parts"]], entries,
+        firsts, hyper,
+    )  # fmt: skip
 
 
 def chunk_of(plan: Plan, steps: int, rows: int) -> int:

@@ -10,7 +10,7 @@ from anycell.layer import contract
 from anycell.layer.arguments import Array, Host, Kept
 from anycell.layer.form import sparse
 from anycell.layer.recipe import Recipe, View, recipe_of
-from anycell.layer.run import Run
+from anycell.layer.run import Run, finish
 from anycell.layer.signature import states
 from anycell.plan import Options, Plan, scales_of
 
@@ -58,7 +58,8 @@ def forward(
     if plan.types.mixed:
         given = widened(host, plan, given)
     known: Forward = recipe_of(key, lambda: _draft(host, plan, given, options, keep, holes))
-    made = known.recipe.run(host, given, options)
+    recipe = known.recipe
+    made = recipe.run(list(map(given.__getitem__, recipe.names)), options)
     finals = list(map(made.__getitem__, known.finals))
     if plan.types.mixed:
         finals = [host.narrow(state) for state in finals]
@@ -96,7 +97,8 @@ def _draft(
     if keep and not everything:
         kept = _borders(run, -(-steps // segment), finals)
         run.segment_length = segment
-    recipe, number = run.finish(), recipe.number
+    finish(recipe, [run])
+    number = recipe.number
     numbers = Kept(
         number(kept.hidden),
         [[None if view is None else number(view) for view in views] for views in kept.states],
@@ -114,8 +116,10 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
     """
     recipe, plan, batch, directions = run.recipe, run.plan, run.batch, len(run.directions)
     (_, first), *others = states(plan)
-    slots, how = (steps + 1 + any(run.options.reverse), "lasting") if whole else (2, "empty")
-    hidden, bits = recipe.new((slots, batch, directions * first), how), int(whole)
+    slots, how = (steps + 1 + any(run.options.reverse), "lasting") if whole else (2, "")
+    shape = slots, batch, directions * first
+    hidden = recipe.new(shape, how) if whole else recipe.buffer(shape, recipe.host.dtype.itemsize)
+    bits = int(whole)
     sequences: list[list[View | None]] = [[None] for _ in run.directions]
     for i, (name, size) in enumerate(others, 1):
         all_of_it = everything and name in plan.states

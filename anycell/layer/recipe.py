@@ -72,6 +72,7 @@ class Recipe:
     def __init__(self, host: Host, arrays: Mapping[str, Array], options: Options) -> None:
         self.host, self.options, self.cells = host, options, list[int]()
         self.sources: list[tuple[Any, ...]] = [("block",), ("table",), ("gang",)]
+        self.kept: list[tuple[object, cpu.check.Bounds]] = []
         self.patches: list[tuple[int, int, int]] = []
         self.seeds: list[tuple[int, int]] = []  # places of seeds and streams
         self.bytes = 0  # of memory that is given back
@@ -96,16 +97,21 @@ class Recipe:
         what: Any = shape
         if how == "empty":
             how, what = "like", host.template(shape)
-        return self._slot(("new", how, wide, what), shape, _dense(shape), host.dtype.itemsize)
+        return self._slot(("new", how, wide, what), shape, dense(shape), host.dtype.itemsize)
 
     def constant(self, values: Array) -> View:
         """An array that all calls share, and read."""
         dtype = values.dtype.itemsize
         return self._slot(("constant", values), values.shape, self.host.strides(values), dtype)
 
+    def keep(self, values: object, first: int, last: int) -> View:
+        """Memory that the recipe keeps, whose address its tables have: bytes from ``first`` on."""
+        self.kept.append((values, (first, last)))
+        return self._slot(("kept", first), (last - first,), (1,), 1)
+
     def buffer(self, shape: tuple[int, ...], size: int) -> View:
         """Memory that is given back after the call, on a line of the cache."""
-        view = View(0, shape, _dense(shape), size, self.bytes)
+        view = View(0, shape, dense(shape), size, self.bytes)
         self.bytes += -(-math.prod(shape) * size // LINE) * LINE
         return view
 
@@ -136,41 +142,55 @@ class Recipe:
         """The threads of the call, see ``pool.gang``."""
         return View(2, (), (), 8)
 
-    def finish(self, dtype: str, driver: int, run: Run) -> Recipe:
+    def finish(self, dtype: str, driver: int, runs: Sequence[Run]) -> Recipe:
         """Ends the draft.
 
         Args:
             dtype: of the plan.
             driver: place of the driver's table.
-            run: the pass, which keeps its kernel loaded.
+            runs: the passes, which keep their kernels loaded.
         """
         # Slots are sorted by where their arrays come from.
-        order = ["given", "new", "constant", "block", "table", "gang"]
+        order = ["given", "new", "constant", "block", "table", "gang", "kept"]
         kinds = [source[0] for source in self.sources]
         slots = sorted(range(len(kinds)), key=lambda slot: order.index(kinds[slot]))
         self.place = {slot: i for i, slot in enumerate(slots)}
-        self.steps = [(at, self.place[slot], offset) for at, slot, offset in self.patches]
+        self.steps = []
+        for at, slot, offset in self.patches:
+            if kinds[slot] == "kept":
+                self.cells[at] = self.sources[slot][1] + offset
+            else:
+                self.steps.append((at, self.place[slot], offset))
         of = {kind: [self.sources[s] for s in slots if kinds[s] == kind] for kind in order}
         self.names = [name for _, name in of["given"]]
-        self.made = [(wide, how, what) for _, how, wide, what in of["new"]]
+        self.made = [
+            (getattr(self.host.wide if wide else self.host, how), what)
+            for _, how, wide, what in of["new"]
+        ]
         self.first = len(self.names)
         self.constants = [values for _, values in of["constant"]]
         self.fixed = [self.host.pointer(values) for values in self.constants]
         self.template = array("q", self.cells)
         self.native = cpu.driver.compiled(dtype, cpu.isa.current()).run
-        self.driver, self.pass_ = 8 * driver, run
+        self.driver, self.runs = 8 * driver, runs
         return self
 
     # ---- a call ----------------------------------------------------------------------------------
-    def run(self, host: Host, arrays: Mapping[str, Array], options: Options) -> list[Array]:
-        """Runs the pass; returns the arrays that it made, by ``number``."""
-        wide = host.wide
-        given = list(map(arrays.__getitem__, self.names))
-        made = [getattr(wide if w else host, how)(what) for w, how, what in self.made]
+    def run(self, given: list[Array], options: Options) -> list[Array]:
+        """Runs the pass.
+
+        Args:
+            given: the arrays of ``names``.
+
+        Returns:
+            the arrays that it made, by ``number``.
+        """
+        made = [make(what) for make, what in self.made]
         block, table = cpu.scratch.take(self.bytes), self.template[:]
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0
         address = table.buffer_info()[0]
-        addresses = [*host.pointers(given + made), *self.fixed, block.address, address, gang]
+        pointers = self.host.pointers(given + made)
+        addresses = [*pointers, *self.fixed, block.address, address, gang]
         for place, slot, offset in self.steps:
             table[place] = addresses[slot] + offset
         for seed, stream in self.seeds:
@@ -187,7 +207,7 @@ class Recipe:
         return self.place[view.slot] - self.first
 
 
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous array."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 

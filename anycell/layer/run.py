@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
@@ -13,13 +13,17 @@ from anycell.layer.products import kind_of
 from anycell.layer.recipe import CHUNK, Recipe, View
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import direction
-from anycell.plan import CODES, Options, Plan, padded
+from anycell.plan import CODES, Options, Plan, multiplies_input, padded
 
 Views = Mapping[str, View]
 
 
 class Run:
     """A pass of a layer.
+
+    Args:
+        views: the arrays of the call, by the names of ``signature``; those of the recipe, if None.
+        packed: where the packed weights lie, by their bytes; None for memory of this call.
 
     Attributes:
         directions: what each direction learns and starts from, see ``signature.direction``.
@@ -30,18 +34,27 @@ class Run:
             and after them.
         moves: rows of ``driver.MOVE``.
         again: the pass that computes the states of a segment once more.
+        begin: the first step; behind the last in a pass that only packs the weights.
     """
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, options: Options, backward: bool, holes: bool
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        options: Options,
+        backward: bool,
+        holes: bool,
+        views: Views | None = None,
+        packed: Callable[[int], View] | None = None,
     ) -> None:
         self.recipe, self.plan, self.options, self.backward = recipe, plan, options, backward
         self.host: Host = recipe.host
-        views = recipe.views
+        self.views = views = recipe.views if views is None else views
         self.x, self.mask, self.resets = views["x"], views.get("mask"), views.get("resets")
         self.directions = [direction(plan, views, d, View.at) for d in range(len(options.reverse))]
-        self.projects = "weight_ih" in self.directions[0]
+        self.projects = "weight_ih" in self.directions[0] and not multiplies_input(plan)
         self.steps, self.batch, width = self.x.shape
+        self.begin = 0
         self.segment_length = self.steps
         state = self.directions[0].get(f"state {plan.cell.state_names[0]}")
         self.form = form = form_of(
@@ -61,7 +74,9 @@ class Run:
         self.products: list[tuple[int, list[View | int], tuple[View, ...]]] = []
         self.moved: list[tuple[int, str, View]] = []
         self.place("scratch", recipe.buffer((form.scratch,), 1))
-        if form.packed:
+        if packed is not None:
+            self.place("packed", packed(form.packed))
+        elif form.packed:
             self.place("packed", recipe.buffer((form.packed,), 1))
         self._switch()
         for name in ("mask", "resets"):
@@ -75,7 +90,7 @@ class Run:
         """Says what resets restore, where the call does not: what the cell declares."""
         for i, name in enumerate(self.plan.cell.state_names):
             restored = f"reset_state {name}"
-            if self.resets is not None and restored not in self.recipe.views:
+            if self.resets is not None and restored not in self.views:
                 self.place_parts({restored: self.declared(i, len(self.directions))})
 
     def declared(self, i: int, rows: int) -> View:
@@ -92,7 +107,8 @@ class Run:
             recipe.put(self.base + at["gang"], recipe.gang)
         for name, codes in CODES.items():
             recipe.put(self.base + at[name], codes[getattr(options, name)])
-        recipe.seeds.append((self.base + at["seed"], self.base + at["stream"]))
+        if self.plan.cell.keeps:
+            recipe.seeds.append((self.base + at["seed"], self.base + at["stream"]))
 
     def place(self, name: str, view: View, axes: int = 0) -> None:
         """Sets the address of an array of the whole call, and strides of its first ``axes``."""
@@ -248,11 +264,12 @@ class Run:
         ]
 
     # ---- the driver ------------------------------------------------------------------------------
-    def append(self, again: int | None = None) -> int:
+    def append(self, again: int | None = None, then: int | None = None) -> int:
         """Adds the table of the driver to the recipe; returns its place.
 
         Args:
             again: that of the pass that computes states once more.
+            then: that of the pass that runs next.
         """
         recipe, at, options = self.recipe, self.kernel.shared, self.options
         threads = min(options.threads, cpu.pool.MOST)
@@ -260,8 +277,9 @@ class Run:
         values: list[View | int] = [
             self.kernel.address, recipe.table._replace(offset=8 * self.base),
             *[at[name] for name in ("begin", "count", "pack", "origin", "span")],
-            int(self.backward), self.steps, self.batch, 0, self.steps, self.form.chunk,
-            self.segment_length, 0 if again is None else recipe.table._replace(offset=8 * again),
+            int(self.backward), self.steps, self.batch, self.begin, self.steps, self.form.chunk,
+            self.segment_length,
+            *[0 if at is None else recipe.table._replace(offset=8 * at) for at in (again, then)],
             len(self.moves), len(self.before), len(self.after),
             recipe.gang if threads > 1 else 0, threads, WORTH_A_THREAD, blas, 0, 0,
         ]  # fmt: skip
@@ -271,14 +289,17 @@ class Run:
         recipe.put_all(first, values)
         return first
 
-    def finish(self) -> Recipe:
-        """Ends the draft of the recipe, whose pass this is."""
-        recipe, dtype, tables = self.recipe, self.plan.dtype, list[int]()
-        if self.again is not None:
-            tables.append(self.again.append())
-        tables.append(self.append(*tables))
-        room = max(cpu.room(dtype, recipe.cells[first:]) for first in tables)
-        memory = recipe.buffer((room,), 1)
-        for first in tables:
-            recipe.put(first + driver.PASS.index("scratch"), memory)
-        return recipe.finish(dtype, tables[-1], self)
+
+def finish(recipe: Recipe, runs: Sequence[Run]) -> Recipe:
+    """Ends the draft of a recipe, whose passes run one after the other."""
+    dtype, tables, then = runs[0].plan.dtype, list[int](), None
+    for run in reversed(runs):
+        again = None if run.again is None else run.again.append()
+        tables += [] if again is None else [again]
+        then = run.append(again, then)
+        tables.append(then)
+    room = max(cpu.room(dtype, recipe.cells[first:]) for first in tables)
+    memory = recipe.buffer((room,), 1)
+    for first in tables:
+        recipe.put(first + driver.PASS.index("scratch"), memory)
+    return recipe.finish(dtype, tables[-1], runs)

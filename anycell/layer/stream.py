@@ -1,149 +1,70 @@
-"""One step at a time: the weights packed once, then a call of the door per layer and step.
+"""One step at a time: the weights packed once, then one native call for all layers.
 
-The kernel runs the cell with the input projection inside (``with_projection``), so that a
-step is one call, and reads every weight once. The Python around it must be short: at 64
-units it takes longer than the kernel.
+The kernel runs the cell with the input projection inside (``with_projection``), so that it reads
+every weight once. The Python around it must be short: at 64 units it takes longer than the kernel.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines import cpu
 from anycell.lang.cell import INPUT, Cell
 from anycell.lang.transform import with_projection
-from anycell.layer import Array, Direction, Host, contract, form, row_group
+from anycell.layer import Array, Host, contract
 from anycell.layer.bounds import extent
-from anycell.layer.signature import DENSE
-from anycell.plan import plan
+from anycell.layer.forward import project, remember
+from anycell.layer.recipe import Recipe, View, dense
+from anycell.layer.run import Run, finish
+from anycell.layer.signature import DENSE, state_names
+from anycell.plan import Options, Plan, plan
 
-FORMS = 16  # numbers of rows whose tables and memory are kept
-
-
-def place(
-    host: Host, kernel: cpu.Kernel, entries: array[int], first: int, arrays: Mapping[str, Array]
-) -> None:
-    """Sets the addresses of arrays in the table of a call, and those strides that their names have.
-
-    Args:
-        first: where the entries of a direction begin.
-        arrays: by name; those that the table has no entry for are left out.
-    """
-    each, axes, pointer = kernel.each, kernel.axes, host.pointer
-    for name, value in arrays.items():
-        if name in each:
-            at = first + each[name]
-            entries[at] = pointer(value)
-            if name in axes:
-                strides = array("q", host.strides(value))
-                last = at + 1 + axes[name]
-                entries[last - len(strides) : last] = strides
+FORMS = 32  # forms of a step, by its rows and by what is given, whose recipes are kept
 
 
 class _Layer:
-    """A layer: its kernel, and its weights as that reads them."""
+    """A layer: its plan, and its weights as its kernel reads them."""
 
-    def __init__(
-        self, host: Host, cell: Cell, sizes: dict[str, int], dtype: str, w: Direction, threads: int
-    ) -> None:
-        self.inputs = w["weight_ih"].shape[1]
-        self.plan = plan(
-            with_projection(cell), sizes["H"], dtype, sizes={**sizes, INPUT: self.inputs}
-        )
-        self.kernel = kernel = cpu.compiled(self.plan)
-        self.hyper, self.learned = cpu.hyperparameters(self.plan), w
-        self.entries = array("q", bytes(8 * kernel.first(1)))
-        self.set(
-            self.entries, directions=1, steps=1, span=1, pack=1, packed=1, row_group=1,
-            threads=min(threads, cpu.pool.MOST), gang=cpu.pool.gang(threads),
-            least_work=form.WORTH_A_THREAD, hyper=self.hyper.__array_interface__["data"][0],
-        )  # fmt: skip
-        kernel.needs(self.entries.buffer_info()[0])
-        at = kernel.shared
-        self.packed = cpu.Block(self.entries[at["packed_bytes"]])
-        self.bounds = {"packed": (self.packed.address, self.packed.address + self.packed.size)}
-        self.learned_bounds = {}
-        place(host, kernel, self.entries, kernel.first(0), w)
-        if cpu.check.ON:
-            self.learned_bounds.update({name: extent(host, weight) for name, weight in w.items()})
-        # A call of no rows and no steps, behind the first, packs and does nothing else.
-        scratch = cpu.Block(self.entries[at["scratch_bytes"]])
-        self.set(self.entries, begin=1, scratch=scratch.address, packed=self.packed.address)
-        self.bounds["scratch"] = scratch.address, scratch.address + scratch.size
-        cpu.run(kernel, self.entries, (self.bounds, [self.learned_bounds]))
-        self.set(self.entries, begin=0, count=1, pack=0)
+    def __init__(self, host: Host, whole: Plan, w: Mapping[str, Array], threads: int) -> None:
+        inputs = w["weight_ih"].shape[1]
+        self.host, self.learned = host, contract.weights(host, whole, w, inputs)
+        sizes = {**whole.sizes, INPUT: inputs}
+        self.plan = plan(with_projection(whole.cell), sizes["H"], whole.dtype, sizes=sizes)
+        self.packed: cpu.Block | None = None
+        recipe = Recipe(host, {}, Options(threads=threads))
+        run = self.run(recipe, {"x": recipe.constant(host.empty((1, 1, inputs)))})
+        run.begin = run.steps
+        finish(recipe, [run]).run([], recipe.options)
 
-    def set(self, entries: array[int], **values: int) -> None:
-        """Sets entries of the whole call."""
-        for name, value in values.items():
-            entries[self.kernel.shared[name]] = value
+    def run(self, recipe: Recipe, views: dict[str, View]) -> Run:
+        """A pass of the layer, which packs its weights if it is the first.
+
+        Args:
+            views: all arrays but what it learns.
+        """
+        for name, array in self.learned.items():
+            view = recipe.keep(array, *extent(self.host, array))
+            strides = self.host.strides(array)
+            views[name] = view._replace(shape=tuple(array.shape), strides=strides)
+        known = self.packed is not None
+
+        def packed(size: int) -> View:
+            block = self.packed = self.packed or cpu.Block(size)
+            return recipe.keep(block, block.address, block.address + block.size)
+
+        run = Run(recipe, self.plan, recipe.options, False, False, views, packed)
+        if known:
+            recipe.put(run.base + run.kernel.shared["pack"], 0)
+        return run
 
 
-class _Table(NamedTuple):
-    """The table of a step of one layer, for one number of rows."""
+class _Step(NamedTuple):
+    """A step that is drafted, and which of the arrays that it makes are the results."""
 
-    entries: array[int]
-    address: int
-    threads: int
-    alive: tuple[object, ...]
-    bounds: dict[str, cpu.check.Bounds]
-
-
-class _Steps:
-    """Values that steps on one number of rows share, and their tables, a set for each caller.
-
-    Attributes:
-        output, states: arrays of the shapes of the results.
-        start: the states that the cell declares, which resets restore unless others are given.
-        slots: per state an array of its shape, its entries in the tables, before and after the
-            step, and the bytes of a layer.
-        free: sets of tables that are not in use.
-    """
-
-    def __init__(self, stream: Stream, rows: int, threads: int) -> None:
-        host, layers = stream.host, stream.layers
-        sizes, itemsize = layers[0].plan.sizes, layers[0].plan.itemsize
-        self.stream, self.rows, self.threads = stream, rows, threads
-        self.widths = [sizes[state.size] for state in stream.states]
-        self.states = [host.empty((len(layers), rows, width)) for width in self.widths]
-        self.start = [host.empty((len(layers), rows, width)) for width in self.widths]
-        for array_, state in zip(self.start, stream.states, strict=True):
-            array_[:] = state.initial
-        self.output = host.empty((rows, self.widths[0]))
-        self.bytes = [rows * width * itemsize for width in self.widths]
-        self.slots = list(zip(self.states, stream.before, stream.after, self.bytes, strict=True))
-        self.free = [self.calls()]
-
-    def calls(self) -> list[_Table]:
-        """Tables for a step; they go to ``free`` after it."""
-        return [self._call(layer, k) for k, layer in enumerate(self.stream.layers)]
-
-    def _call(self, layer: _Layer, k: int) -> _Table:
-        entries, kernel, host = layer.entries[:], layer.kernel, self.stream.host
-        threads = min(self.threads, cpu.pool.MOST)
-        layer.set(entries, batch=self.rows, threads=threads, row_group=row_group(self.rows))
-        kernel.needs(entries.buffer_info()[0])
-        threads = entries[kernel.shared["parts"]]
-        # The states before and after the step: two slots that take turns.
-        slots = [host.empty((2, self.rows, width)) for width in self.widths]
-        block = cpu.Block(entries[kernel.shared["scratch_bytes"]])
-        layer.set(
-            entries, threads=threads, gang=0, scratch=block.address, hidden=host.pointer(slots[0])
-        )
-        entries[kernel.first(0) + kernel.each["gates rows"]] = layer.inputs
-        bounds = {"scratch": (block.address, block.address + block.size)}
-        for name, slot, start in zip(self.stream.names, slots, self.start, strict=True):
-            # Addresses of states come with each step, strides stay.
-            arrays = {f"{what} {name}": slot[0] for what in ("state", "final")}
-            lasting = {f"sequence {name}": slot, f"reset_state {name}": start[k]}
-            place(host, kernel, entries, kernel.first(0), {**arrays, **lasting})
-            if cpu.check.ON:
-                bounds.update({what: extent(host, array_) for what, array_ in lasting.items()})
-        if cpu.check.ON:
-            bounds["hidden"] = extent(host, slots[0])
-        return _Table(entries, entries.buffer_info()[0], threads, (block, slots), bounds)
+    recipe: Recipe
+    output: int
+    finals: list[int]
 
 
 class Stream:
@@ -153,7 +74,7 @@ class Stream:
         host: array operations of the framework.
         cell: one that the CPU engine runs.
         sizes: what its size symbols stand for.
-        dtype: "float32" or "float64".
+        dtype: one whose cells compute in it.
         weights: what each layer learns, by name; they are copied as they are now, all but the
             parameters of the cell.
         threads: for packing.
@@ -168,27 +89,14 @@ class Stream:
         weights: Sequence[Mapping[str, Array]],
         threads: int,
     ) -> None:
-        self.host, self.states, self.static = host, cell.states, cell.static
-        self.names = cell.state_names
-        self._like, self._pointer, self._fit = host.like, host.pointer, host.fit
+        self.host, self.cell, self.static = host, cell, cell.static
+        self.target = cpu.isa.current()
         whole = plan(cell, sizes["H"], dtype, sizes=sizes)
-        self.layers = []
-        for w in weights:
-            fit = contract.weights(host, whole, w, w["weight_ih"].shape[1])
-            self.layers.append(_Layer(host, cell, sizes, dtype, fit, threads))
-        self.itemsize = self.layers[0].plan.itemsize
+        self.layers = [_Layer(host, whole, w, threads) for w in weights]
         self.hidden, self.width = sizes["H"], weights[0]["weight_ih"].shape[1]
         self.shape = [(len(weights), sizes[state.size]) for state in cell.states]
-        # Layers differ in the size of their input, and their tables in nothing but numbers.
-        kernel = self.layers[0].kernel
-        first, each = kernel.first(0), kernel.each
-        self._x, self._static = first + each["gates"], first + each["static"]
-        self._out, self._gang = kernel.shared["out"], kernel.shared["gang"]
-        self.before = [first + each[f"state {name}"] for name in self.names]
-        self.after = [first + each[f"final {name}"] for name in self.names]
-        self._restored = [first + each[f"reset_state {name}"] for name in self.names]
-        self._resets = kernel.shared["resets"]
-        self._forms: dict[tuple[int, int], _Steps] = {}
+        self.before, self.restored = (state_names(k, cell) for k in ("state", "reset_state"))
+        self._steps: dict[tuple[Any, ...], _Step] = {}
 
     def step(
         self,
@@ -209,84 +117,82 @@ class Stream:
             threads: at most this many.
             resets: ``[rows]``, of bytes, not zero where a row's states are restored before the
                 step.
-            reset_state: what they restore, as ``states``, but aligned; None, or empty, for what the
-                cell declares.
+            reset_state: what they restore, as ``states``; None, or empty, for what the cell
+                declares.
 
         Returns:
             the output ``[rows, size]`` and the new states.
         """
-        form = self._forms.get((rows, threads))
-        if form is None:
-            if len(self._forms) == FORMS:
-                self._forms.clear()
-            form = self._forms[rows, threads] = _Steps(self, rows, threads)
-        like, pointer = self._like, self._pointer
-        # A set of tables belongs to one step at a time, of all threads that step this layer.
-        try:
-            calls = form.free.pop()
-        except IndexError:
-            calls = form.calls()
-        new, output, itemsize = [], like(form.output), self.itemsize
-        alive = []  # the states before, as long as the kernels run
-        for state, (template, before, after, size) in zip(states or form.start, form.slots):  # noqa: B905
-            result = like(template)
-            new.append(result)
-            here, there = pointer(state), pointer(result)
-            if here % itemsize:  # what comes from a file or a packed record may lie anywhere
-                state = self._fit(state, DENSE)
-                here = pointer(state)
-            alive.append(state)
-            for call in calls:
-                entries = call[0]
-                entries[before], entries[after] = here, there
-                here, there = here + size, there + size
-        at, below = pointer(x), pointer(new[0])
-        if at % itemsize:
-            x = self._fit(x, DENSE)
-            at = pointer(x)
+        given = [x]
         if static is not None:
-            static = self._fit(static, DENSE)
-            for call in calls:
-                call[0][self._static] = pointer(static)
-        flags = 0 if resets is None else pointer(resets)
-        if flags and reset_state:
-            self._restore(form, calls, reset_state)
-        calls[-1][0][self._out] = pointer(output)
-        for layer, table in zip(self.layers, calls):  # noqa: B905
-            entries, address, parts, _, _ = table
-            entries[self._x], entries[self._resets] = at, flags
-            if parts > 1:
-                entries[self._gang] = cpu.pool.gang(parts)
-            if cpu.check.ON:
-                entering = x if layer is self.layers[0] else new[0]
-                each = {"gates": entering, "static": static}
-                restored = reset_state or () if flags else ()
-                for kind, arrays in (("state", alive), ("final", new), ("reset_state", restored)):
-                    each |= {f"{kind} {name}": a for name, a in zip(self.names, arrays)}  # noqa: B905
-                self._check(layer, table, {"out": output, "resets": resets}, each)
-            layer.kernel.door(address)
-            at, below = below, below + form.bytes[0]
-        if flags and reset_state:
-            self._restore(form, calls, form.start)
-        form.free.append(calls)
-        return output, new
+            given.append(static)
+        if states:
+            given += states
+        if resets is not None and reset_state:
+            given += reset_state
+        if self.host.misaligned(given):  # what comes from a file or a record may lie anywhere
+            given = [self.host.fit(array, DENSE) for array in given]
+        if resets is not None:
+            given.append(resets)
+        key = rows, threads, not states, resets is None, not reset_state
+        try:
+            recipe, output, finals = self._steps[key]
+        except KeyError:
+            names = ["x", *["static"] * (static is not None), *self.before * bool(states)]
+            if resets is not None:
+                names += [*self.restored * bool(reset_state), "resets"]
+            step = self._draft(rows, threads, dict(zip(names, given, strict=True)))
+            if len(self._steps) >= FORMS:
+                self._steps.clear()
+            recipe, output, finals = self._steps[key] = step
+        made = recipe.run(given, recipe.options)
+        return made[output], [made[final] for final in finals]
 
-    def _restore(self, form: _Steps, calls: Sequence[_Table], values: Sequence[Array]) -> None:
-        """Says in the tables of a step what resets restore."""
-        for value, entry, size in zip(values, self._restored, form.bytes):  # noqa: B905
-            at = self._pointer(value)
-            for call in calls:
-                call[0][entry] = at
-                at += size
+    def _draft(self, rows: int, threads: int, given: Mapping[str, Array]) -> _Step:
+        """Drafts the step of so many rows, for arrays of these names."""
+        if cpu.isa.current() is not self.target:
+            raise RuntimeError(
+                f"step: given {cpu.isa.current().name!r} as the instruction set; expected "
+                f"{self.target.name!r}, for which the weights are packed. Call prepare() again."
+            )
+        recipe = Recipe(self.host, given, Options(threads=threads))
+        shapes = [(len(self.layers), rows, size) for _, size in self.shape]
+        finals = [recipe.new(shape) for shape in shapes]
+        views = {name: _dense(view) for name, view in recipe.views.items()}
+        if "resets" in views:
+            views["resets"] = views["resets"]._replace(shape=(1, rows))
+        entering, runs = views.pop("x"), []
+        parted = {*self.before, *self.restored}
+        for k, layer in enumerate(self.layers):
+            of_layer = {n: _part(v, k) if n in parted else v for n, v in views.items()}
+            run = layer.run(recipe, of_layer | {"x": _one(entering)})
+            project(run)
+            remember(run, 1, False, False)
+            after = [_part(final, k) for final in finals]
+            names = (f"final {name}" for name in self.cell.state_names)
+            run.place_parts(dict(zip(names, after, strict=True)))
+            entering = finals[0].at(k)
+            runs.append(run)
+        output = recipe.new((rows, self.shape[0][1]))
+        runs[-1].place("out", output)
+        if threads > 1 and all(run.form.parts < 2 for run in runs):
+            return self._draft(rows, 1, given)  # which asks for no threads
+        finish(recipe, runs)
+        return _Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
 
-    def _check(
-        self, layer: _Layer, table: _Table, shared: dict[str, Any], each: dict[str, Any]
-    ) -> None:
-        """Checks that arrays have all numbers that kernels touch."""
-        both = [
-            {name: extent(self.host, array) for name, array in arrays.items() if array is not None}
-            for arrays in (shared, each)
-        ]
-        shared = {**layer.bounds, **table.bounds, **both[0]}
-        each = {**layer.learned_bounds, **table.bounds, **both[1]}
-        cpu.check.check(layer.kernel, table.entries, (shared, [each]))
+
+def _dense(view: View) -> View:
+    """The view of a contiguous array: of an axis of one element a framework may say any stride."""
+    return view._replace(strides=dense(view.shape))
+
+
+def _one(view: View) -> View:
+    """The view with an axis of one element before the others."""
+    return view._replace(
+        shape=(1, *view.shape), strides=(view.shape[0] * view.strides[0], *view.strides)
+    )
+
+
+def _part(view: View, k: int) -> View:
+    """A part along the first axis, which stays."""
+    return _one(view.at(k))

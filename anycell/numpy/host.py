@@ -104,6 +104,9 @@ class NumpyHost:
             return None
         return np.ascontiguousarray(array).view(np.uint8)
 
+    def misaligned(self, arrays: Iterable[Array]) -> bool:
+        return False in [array.flags.aligned for array in arrays]
+
     def pointer(self, array: Array) -> int:
         return int(array.__array_interface__["data"][0])
 

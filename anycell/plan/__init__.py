@@ -3,7 +3,7 @@
 ``docs/internals.md`` says what each file does.
 """
 
-from anycell.plan.arrays import Array, arrays, recurrent_masks
+from anycell.plan.arrays import Array, arrays, multiplies_input, recurrent_masks
 from anycell.plan.call import (
     CODES,
     OF_CALL,
@@ -24,5 +24,6 @@ from anycell.plan.plan import LINE, Plan, padded, plan
 __all__ = [
     "CODES", "DTYPES", "FREE", "HEAVY", "LINE", "MATMULS", "OF_CALL", "OPTIONS", "Array", "Call",
     "CallOptions", "Dtype", "Engine", "FunctionOptions", "Options", "Plan", "Sizes", "arrays",
-    "gradient_roots", "padded", "passes", "plan", "recurrent_masks", "scales_of", "takes",
+    "gradient_roots", "multiplies_input", "padded", "passes", "plan", "recurrent_masks",
+    "scales_of", "takes",
 ]  # fmt: skip

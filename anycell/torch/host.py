@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,9 @@ class TorchHost:
         if math.prod(shape) < 2:  # ``empty_like`` keeps the strides of such a one, which are 0
             return self.empty(shape)
         return self.empty(()).expand(shape)
+
+    def misaligned(self, arrays: Iterable[Tensor]) -> bool:
+        return sum([array.data_ptr() % array.element_size() for array in arrays]) > 0
 
     like = staticmethod(torch.empty_like)
     rows = staticmethod(Tensor.unbind)

@@ -13,6 +13,8 @@ numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``.
     void run(int64_t *pass)      runs the pass
     void room(int64_t *pass)     writes scratch_bytes
 
+``next`` chains passes: those of a stack of layers are one call.
+
 A product reads and writes arrays along time. An operand begins at its address and so many bytes
 further on for each step before the chunk: ``time`` for steps of the sequence, ``window`` for steps
 of the segment at hand, with which arrays of states begin. Steps are counted along the arrays, also
@@ -35,10 +37,11 @@ from anycell.plan import DTYPES, Dtype
 
 # ``call`` is the table of the door, and ``begin`` to ``span`` are places in it. ``first`` and
 # ``last`` say in the order of the forward pass which steps to run. ``again`` is the pass that
-# computes the states of a segment, or 0; ``blas`` the address of a Fortran sgemm or dgemm.
+# computes the states of a segment, or 0; ``next`` the pass that runs when this one is through, or
+# 0; ``blas`` the address of a Fortran sgemm or dgemm.
 PASS = (
     "door call begin count pack origin span backward steps batch first last chunk segment again "
-    "moves before after gang threads least_work blas scratch scratch_bytes"
+    "next moves before after gang threads least_work blas scratch scratch_bytes"
 ).split()
 # Before a segment ``base``, and ``step`` for each segment before it, are written to the address
 # ``place``. A forward pass then has the door write the states before the segment there, as if they
@@ -106,6 +109,8 @@ class Driver:
                         b.store(value, b.gep(each.pointer("call"), each[name], "i64"))
                 b.call("chunks", again, begin, end)
             b.call("chunks", b.args[0], begin, end)
+        with b.when(table["next"].ne(0)):
+            b.call("run", table.pointer("next"))
 
     def _move(self, b: Builder, table: Entries, name: str, slot: Value | None) -> None:
         with b.loop(0, table["moves"]) as i:
