@@ -52,12 +52,9 @@ class Called(NamedTuple):
         """The pass itself, and the one that computes the states of a segment once more."""
         return [run for one in self.recipe.runs for run in (one, one.again) if run is not None]
 
-    def table(self) -> Array:
-        """The table, without addresses."""
-        table = np.array(self.recipe.template)
-        for places in self.recipe.seeds:
-            table[list(places)] = self.options.seed, self.options.stream
-        return table
+    def numbers(self) -> dict[str, int]:
+        """What the call has besides arrays and memory."""
+        return {"gang": 0, "seed": self.options.seed, "stream": self.options.stream}
 
 
 def problem(rng: np.random.Generator, cell: Cell, dtype: str, how: Mapping[str, Any]) -> Any:
@@ -80,9 +77,9 @@ def passes(rng: np.random.Generator, case: Case) -> list[Called]:
     host, one, called = host_of(dtype), plan(cell, UNITS, dtype), list[Called]()
     run = Recipe.run
 
-    def watched(self: Recipe, host: Any, arrays: Any, options: layer.Options) -> list[Array]:
-        read = [arrays[name].copy() for name in self.names]
-        made = run(self, host, arrays, options)
+    def watched(self: Recipe, given: list[Array], options: layer.Options) -> list[Array]:
+        read = [array.copy() for array in given]
+        made = run(self, given, options)
         called.append(Called(self, options, read, [array.copy() for array in made]))
         return made
 
@@ -96,6 +93,7 @@ def passes(rng: np.random.Generator, case: Case) -> list[Called]:
 
     arrays, options = problem(rng, cell, dtype, how)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("anycell.layer.recipe.known", {})  # recipes know how to make arrays
         patch.setattr(Recipe, "run", watched)
         for name in ("like", "lasting"):
             patch.setattr(NumpyHost, name, poisoned(getattr(NumpyHost, name)))
@@ -146,8 +144,8 @@ static void *function(const char *library, const char *name) {
 }
 
 int main(int count, char **libraries) {
-    int64_t bytes = 8 * number(), *table = malloc(bytes);
-    take(table, bytes);
+    int64_t length = number(), *template = malloc(8 * length);
+    take(template, 8 * length);
     int64_t slots = number(), kind[slots], size[slots];
     char *address[slots];
     for (int64_t i = 0; i < slots; i++) {
@@ -155,16 +153,18 @@ int main(int count, char **libraries) {
         address[i] = aligned_alloc(64, (size[i] + 64) / 64 * 64);
         memset(address[i], kind[i] == 'z' ? 0 : 255, size[i]);
         if (kind[i] == 'r') take(address[i], size[i]);
-        if (kind[i] == 't') address[i] = (char *)table;
-        if (kind[i] == '0') address[i] = NULL;
+        if (kind[i] == '#') address[i] = (char *)number();
     }
-    for (int64_t n = number(); n; n--) {
-        int64_t place = number(), slot = number();
-        table[place] = (int64_t)(address[slot] + number());
-    }
-    for (int i = 2; i < count; i++) table[number()] = (int64_t)function(libraries[i], "door");
-    void (*run)(int64_t *) = (void (*)(int64_t *))function(libraries[1], "run");
-    run(table + number());
+    int64_t rows = number(), *places = malloc(24 * rows);
+    take(places, 24 * rows);
+    for (int i = 2; i < count; i++) template[number()] = (int64_t)function(libraries[i], "door");
+    int64_t table = number(), first = number(), call[2 + slots];
+    int64_t form[] = {(int64_t)template, length, (int64_t)places, rows, first};
+    call[0] = (int64_t)form;
+    call[1] = (int64_t)address[table];
+    memcpy(call + 2, address, 8 * slots);
+    void (*play)(int64_t *) = (void (*)(int64_t *))function(libraries[1], "play");
+    play(call);
     for (int64_t i = 0; i < slots; i++)
         if (kind[i] == 'z' || kind[i] == 'm') fwrite(address[i], 1, size[i], stdout);
 }
@@ -183,28 +183,30 @@ def described(called: Called) -> bytes:
         if content is not None:
             words.append(content.tobytes())
 
-    table, hyper = called.table(), [run.form.hyper for run in called.runs]
+    table, hyper = np.array(recipe.template), [run.form.hyper for run in called.runs]
     say(len(table), *table)
-    read = called.read, recipe.constants, hyper
-    say(sum(map(len, read)) + len(called.made) + 3)
+    read, numbers = (called.read, recipe.constants, hyper), called.numbers()
+    first = len(read[0]) + len(called.made) + len(read[1])  # after these "block" and "table"
+    say(first + 2 + len(numbers) + len(hyper))
     for array in called.read:
         slot("r", array.nbytes, array)
-    for (_, how, _), array in zip(recipe.made, called.made, strict=True):
+    for how, array in zip(recipe.hows, called.made, strict=True):
         slot("z" if how == "zeros" else "m", array.nbytes)
     for array in recipe.constants:
         slot("r", array.nbytes, array)
-    slot("b", recipe.bytes), slot("t", 0), slot("0", 0)
+    slot("b", recipe.bytes), slot("b", 8 * len(table))
+    for value in numbers.values():
+        slot("#", 0, np.array([value]))
     for array in hyper:
         slot("r", array.nbytes, array)
-    patches = list(recipe.steps)
-    first = len(read[0]) + len(called.made) + len(read[1]) + 3
-    for i, run in enumerate(called.runs):
-        patches.append((run.base + run.kernel.shared["hyper"], first + i, 0))
-    say(len(patches), *[value for patch in patches for value in patch])
+    places = list(recipe.places)
+    for i, run in enumerate(called.runs, first + 2 + len(numbers)):
+        places.append((run.base + run.kernel.shared["hyper"], i, 0))
+    say(len(places), *[value for place in places for value in place])
     for run in called.runs:
         (place,) = np.flatnonzero(table == run.kernel.address)
         say(place)
-    say(recipe.driver // 8)
+    say(first + 1, recipe.form[-1])
     return b"".join(words)
 
 
@@ -270,29 +272,28 @@ def handler(called: Called) -> Any:
         for offset, number in ((24, 0), (28, 1), (32, 0)):
             b.store(ir.constant(number, "i32"), b.gep(metadata, offset, "i8"))
         b.ret(null)
-    template = np.array(called.table())
-    alive.append(template)
-    table = b.alloca("i64", len(template))
-    with b.loop(0, len(template)) as i:
-        b.store(b.load(b.gep(at(template.ctypes.data), i, "i64"), "i64"), b.gep(table, i, "i64"))
+    alive.append(recipe)
     addresses = [
         word(word(word(frame, offset), 8 * number), 24, "i64")
         for offset, count in ((72, len(called.read)), (112, len(made) + 1))
         for number in range(count)
     ]
-    for address, array, (_, how, _) in zip(
-        addresses[len(called.read) : -1], made, recipe.made, strict=True
+    for address, array, how in zip(
+        addresses[len(called.read) : -1], made, recipe.hows, strict=True
     ):
         with b.loop(0, array.nbytes) as i:
             into = b.gep(b.inttoptr(address, "ptr"), i, "i8")
             b.store(ir.constant(0 if how == "zeros" else 255, "i8"), into)
     block = addresses.pop() + (cpu.LINE - 1) & -cpu.LINE
     constants = [ir.constant(address, "i64") for address in recipe.fixed]
-    addresses += [*constants, block, b.ptrtoint(table, "i64"), ir.constant(0, "i64")]
-    for place, slot, offset in recipe.steps:
-        b.store(addresses[slot] + offset, b.gep(table, place, "i64"))
-    run = ctypes.cast(recipe.native, ctypes.c_void_p).value or 0
-    b.call(at(run), b.gep(table, recipe.driver, "i8"), returns="void")
+    table = block + recipe.table
+    addresses += [*constants, block, table]
+    words = [recipe.address, table, *addresses, *called.numbers().values()]
+    call = b.alloca("i64", len(words))
+    for i, value in enumerate(words):
+        b.store(b.value(value, "i64"), b.gep(call, i, "i64"))
+    play = ctypes.cast(recipe.native, ctypes.c_void_p).value or 0
+    b.call(at(play), call, returns="void")
     b.ret(null)
     import jax
 

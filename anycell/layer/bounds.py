@@ -28,13 +28,11 @@ def extent(host: Host, array: Array) -> Bounds:
     return address, address
 
 
-def check_pass(
-    recipe: Recipe, table: array[int], arrays: Sequence[Array], block: cpu.Block
-) -> None:
+def check_pass(recipe: Recipe, call: bytes, arrays: Sequence[Array], block: cpu.Block) -> None:
     """Checks that a pass stays within its arrays.
 
     Args:
-        table: all tables, with addresses.
+        call: see ``driver.CALL``.
         arrays: of the recipe's slots, in order.
         block: the memory that is given back.
 
@@ -43,8 +41,13 @@ def check_pass(
     """
     limits = [extent(recipe.host, array) for array in arrays]
     limits.append((block.address, block.address + block.size))
-    nothing = 0, 0  # of what no kernel is given: tables, and the gang
-    limits += [nothing, nothing, *[limit for _, limit in recipe.kept]]
+    addresses = array("Q", call)[len(driver.CALL) :]
+    limits += [(0, 0)] * (len(addresses) - len(limits))  # numbers that point to no array
+    limits += [limit for _, limit in recipe.kept]
+    table = recipe.template[:]
+    for at, address, offset in recipe.places:
+        # As the native code adds: modulo 2**64.
+        table[at] = (addresses[address] + offset + (1 << 63)) % (1 << 64) - (1 << 63)
     for run in recipe.runs:
         _check_run(recipe, run, table, limits)
 

@@ -2,12 +2,13 @@
 
 Which tables the driver and the doors are called with follows from shapes and strides. So it is
 drafted once, with a ``View`` where an address will be, and kept; a call makes the arrays of its
-results, fills in addresses, and runs. What a layer of a few units takes is what happens here.
+results and hands over addresses. What a layer of a few units takes is what happens here.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from anycell.layer.run import Run
 
 CHUNK = -1  # a size that is the rows of a chunk
-_SIGN, _WORD = 1 << 63, (1 << 64) - 1  # a seed is 64 bits, an entry a signed number
 _RECIPES = 512  # passes that are known at most
+_SEEDS = "seed stream".split()
+_OF_CALL = ["block", "table", "gang", *_SEEDS]  # numbers of each call, behind its addresses
 
 
 class View(NamedTuple):
@@ -71,10 +73,9 @@ class Recipe:
 
     def __init__(self, host: Host, arrays: Mapping[str, Array], options: Options) -> None:
         self.host, self.options, self.cells = host, options, list[int]()
-        self.sources: list[tuple[Any, ...]] = [("block",), ("table",), ("gang",)]
+        self.sources: list[tuple[Any, ...]] = [(kind,) for kind in _OF_CALL]
         self.kept: list[tuple[object, cpu.check.Bounds]] = []
-        self.patches: list[tuple[int, int, int]] = []
-        self.seeds: list[tuple[int, int]] = []  # places of seeds and streams
+        self.places = list[tuple[int, int, int]]()  # rows of ``driver.PLACE``
         self.bytes = 0  # of memory that is given back
         self.views = {}
         for name, given in arrays.items():
@@ -123,7 +124,7 @@ class Recipe:
     def put(self, place: int, value: View | int) -> None:
         """Sets an entry of a table to a number, or to the address that a view will have."""
         if isinstance(value, View):
-            self.patches.append((place, value.slot, value.offset))
+            self.places.append((place, value.slot, value.offset))
         else:
             self.cells[place] = value
 
@@ -132,15 +133,15 @@ class Recipe:
         for i, value in enumerate(values):
             self.put(place + i, value)
 
-    @property
-    def table(self) -> View:
-        """The tables themselves."""
-        return View(1, (len(self.cells),), (1,), 8)
+    def entry(self, place: int) -> View:
+        """The address of a number in the tables."""
+        return self.of_call("table")._replace(offset=8 * place)
 
-    @property
-    def gang(self) -> View:
-        """The threads of the call, see ``pool.gang``."""
-        return View(2, (), (), 8)
+    def of_call(self, kind: str) -> View:
+        """What each call has: its "table", memory for the tables; its "gang" of threads, see
+        ``pool.gang``; or "seed" and "stream" of its random masks.
+        """
+        return View(_OF_CALL.index(kind), (), (), 8)
 
     def finish(self, dtype: str, driver: int, runs: Sequence[Run]) -> Recipe:
         """Ends the draft.
@@ -151,18 +152,20 @@ class Recipe:
             runs: the passes, which keep their kernels loaded.
         """
         # Slots are sorted by where their arrays come from.
-        order = ["given", "new", "constant", "block", "table", "gang", "kept"]
+        order = ["given", "new", "constant", *_OF_CALL, "kept"]
         kinds = [source[0] for source in self.sources]
         slots = sorted(range(len(kinds)), key=lambda slot: order.index(kinds[slot]))
         self.place = {slot: i for i, slot in enumerate(slots)}
-        self.steps = []
-        for at, slot, offset in self.patches:
+        places = []
+        for at, slot, offset in self.places:
             if kinds[slot] == "kept":
                 self.cells[at] = self.sources[slot][1] + offset
             else:
-                self.steps.append((at, self.place[slot], offset))
+                places.append((at, self.place[slot], offset))
+        self.places = places
         of = {kind: [self.sources[s] for s in slots if kinds[s] == kind] for kind in order}
         self.names = [name for _, name in of["given"]]
+        self.hows = [how for _, how, _, _ in of["new"]]
         self.made = [
             (getattr(self.host.wide if wide else self.host, how), what)
             for _, how, wide, what in of["new"]
@@ -171,8 +174,14 @@ class Recipe:
         self.constants = [values for _, values in of["constant"]]
         self.fixed = [self.host.pointer(values) for values in self.constants]
         self.template = array("q", self.cells)
-        self.native = cpu.driver.compiled(dtype, cpu.isa.current()).run
-        self.driver, self.runs = 8 * driver, runs
+        self.flat = array("q", [number for row in places for number in row])
+        (template, length), (rows, _) = self.template.buffer_info(), self.flat.buffer_info()
+        self.form = array("q", [template, length, rows, len(places), driver])
+        self.address, _ = self.form.buffer_info()
+        self.pack = struct.Struct(f"{2 + len(slots) - len(of['kept']) - len(_SEEDS)}q2Q").pack
+        self.table = self.buffer((length,), 8).offset
+        self.native = cpu.driver.compiled(dtype, cpu.isa.current()).play
+        self.runs = runs
         return self
 
     # ---- a call ----------------------------------------------------------------------------------
@@ -186,19 +195,15 @@ class Recipe:
             the arrays that it made, by ``number``.
         """
         made = [make(what) for make, what in self.made]
-        block, table = cpu.scratch.take(self.bytes), self.template[:]
+        block = cpu.scratch.take(self.bytes)
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0
-        address = table.buffer_info()[0]
-        pointers = self.host.pointers(given + made)
-        addresses = [*pointers, *self.fixed, block.address, address, gang]
-        for place, slot, offset in self.steps:
-            table[place] = addresses[slot] + offset
-        for seed, stream in self.seeds:
-            table[seed] = ((options.seed + _SIGN) & _WORD) - _SIGN
-            table[stream] = options.stream
+        address, pointers = block.address, self.host.pointers(given + made)
+        table = address + self.table
+        of_call = address, table, gang, options.seed, options.stream
+        call = self.pack(self.address, table, *pointers, *self.fixed, *of_call)
         if cpu.check.ON:
-            bounds.check_pass(self, table, [*given, *made, *self.constants], block)
-        self.native(address + self.driver)
+            bounds.check_pass(self, call, [*given, *made, *self.constants], block)
+        self.native(call)
         cpu.scratch.give_back(block)
         return made
 

@@ -104,11 +104,11 @@ class Run:
         """Sets what the table says of the options of a call, and its threads."""
         recipe, at, options = self.recipe, self.kernel.shared, self.options
         if options.threads > 1:
-            recipe.put(self.base + at["gang"], recipe.gang)
+            recipe.put(self.base + at["gang"], recipe.of_call("gang"))
         for name, codes in CODES.items():
             recipe.put(self.base + at[name], codes[getattr(options, name)])
-        if self.plan.cell.keeps:
-            recipe.seeds.append((self.base + at["seed"], self.base + at["stream"]))
+        for name in ("seed", "stream") if self.plan.cell.keeps else ():
+            recipe.put(self.base + at[name], recipe.of_call(name))
 
     def place(self, name: str, view: View, axes: int = 0) -> None:
         """Sets the address of an array of the whole call, and strides of its first ``axes``."""
@@ -254,7 +254,7 @@ class Run:
             rest: ``[B, n]``, where the entry is set to in between.
         """
         at = self.base + self.form.firsts[d] + self.kernel.each[name]
-        places = [self.recipe.table._replace(offset=8 * (at + i)) for i in range(3)]
+        places = [self.recipe.entry(at + i) for i in range(3)]
         segments, *strides = moving.strides
         there: list[View | int] = [0, 0, 0] if rest is None else [rest, *rest.strides]
         self.moved.append((d, name, moving))
@@ -275,13 +275,13 @@ class Run:
         threads = min(options.threads, cpu.pool.MOST)
         blas = self.host.blas
         values: list[View | int] = [
-            self.kernel.address, recipe.table._replace(offset=8 * self.base),
+            self.kernel.address, recipe.entry(self.base),
             *[at[name] for name in ("begin", "count", "pack", "origin", "span")],
             int(self.backward), self.steps, self.batch, self.begin, self.steps, self.form.chunk,
             self.segment_length,
-            *[0 if at is None else recipe.table._replace(offset=8 * at) for at in (again, then)],
+            *[0 if at is None else recipe.entry(at) for at in (again, then)],
             len(self.moves), len(self.before), len(self.after),
-            recipe.gang if threads > 1 else 0, threads, WORTH_A_THREAD, blas, 0, 0,
+            recipe.of_call("gang") if threads > 1 else 0, threads, WORTH_A_THREAD, blas, 0, 0,
         ]  # fmt: skip
         for row in (*self.moves, *self.before, *self.after):
             values += row

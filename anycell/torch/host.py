@@ -92,6 +92,7 @@ class TorchHost:
         # Without a function of Python's between, as below: they are called for everything.
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
+        self._beyond = dtype.itemsize.__rmod__  # bytes beyond a whole number of elements
 
     @functools.cached_property
     def eight_bits(self) -> TorchHost:
@@ -132,7 +133,7 @@ class TorchHost:
         return self.empty(()).expand(shape)
 
     def misaligned(self, arrays: Iterable[Tensor]) -> bool:
-        return sum([array.data_ptr() % array.element_size() for array in arrays]) > 0
+        return any(map(self._beyond, map(Tensor.data_ptr, arrays)))
 
     like = staticmethod(torch.empty_like)
     rows = staticmethod(Tensor.unbind)

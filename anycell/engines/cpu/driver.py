@@ -7,11 +7,12 @@
             the door of the kernel: the steps
             products: gradients of weights and of the input
 
-The backward pass takes segments and chunks from the last to the first. A call is a table of 64-bit
-numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``.
+The backward pass takes segments and chunks from the last to the first. A pass is a table of 64-bit
+numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``. Passes of one form differ in addresses
+alone. So a call gives the template of such tables, and the addresses that go into them.
 
-    void run(int64_t *pass)      runs the pass
-    void room(int64_t *pass)     writes scratch_bytes
+    void play(const int64_t *call)    fills in the addresses and runs the pass
+    void room(int64_t *pass)          writes scratch_bytes
 
 ``next`` chains passes: those of a stack of layers are one call.
 
@@ -43,6 +44,13 @@ PASS = (
     "door call begin count pack origin span backward steps batch first last chunk segment again "
     "next moves before after gang threads least_work blas scratch scratch_bytes"
 ).split()
+# A call: a form, memory for the tables, and behind these its addresses.
+CALL = "form table".split()
+# A form: the template, and how many numbers that has; rows of ``PLACE``, and how many; where in the
+# template the first pass begins.
+FORM = "template length places count first".split()
+# A number of the tables that is an address of the call, counted from 0, plus an offset.
+PLACE = "at address offset".split()
 # Before a segment ``base``, and ``step`` for each segment before it, are written to the address
 # ``place``. A forward pass then has the door write the states before the segment there, as if they
 # were final ones, and writes ``rest``.
@@ -74,7 +82,7 @@ class Driver:
         self.blas = not (matmul.narrow or matmul.quantized)
 
     def print(self) -> None:
-        """Adds ``run``, ``room`` and what they call."""
+        """Adds ``play``, ``room`` and what they call."""
         self._sum()
         self._gather()
         if not self.matmul.quantized:
@@ -84,11 +92,26 @@ class Driver:
         self._product()
         self._chunks()
         self._run()
+        self._play()
         self._room()
 
     # ---- the loops -------------------------------------------------------------------------------
+    def _play(self) -> None:
+        b = self.module.function("play", "ptr call")
+        call = Entries(b, b.args[0], CALL)
+        table, form = call.pointer("table"), Entries(b, call.pointer("form"), FORM)
+        template, places = form.pointer("template"), form.pointer("places")
+        addresses = b.gep(b.args[0], len(CALL), "i64")
+        with b.loop(0, form["length"]) as i:
+            b.store(b.load(b.gep(template, i, "i64"), "i64"), b.gep(table, i, "i64"))
+        with b.loop(0, form["count"]) as i:
+            place = Entries(b, b.gep(places, i * len(PLACE), "i64"), PLACE)
+            address = b.load(b.gep(addresses, place["address"], "i64"), "i64")
+            b.store(address + place["offset"], b.gep(table, place["at"], "i64"))
+        b.call("run", b.gep(table, form["first"], "i64"))
+
     def _run(self) -> None:
-        b = self.module.function("run", "ptr pass")
+        b = self.module.private("run", "ptr pass")
         table = Entries(b, b.args[0], PASS)
         backward = table["backward"].ne(0)
         first, last, segment = table["first"], table["last"], table["segment"]
@@ -368,7 +391,7 @@ class Functions(NamedTuple):
     needs: Callable[[int], None]
     gemm: Callable[[int], None]
     room: Callable[[int], None]
-    run: Callable[[int], None]
+    play: Callable[[bytes], None]
 
 
 @functools.lru_cache(maxsize=32)

@@ -88,8 +88,8 @@ class Library:
         """The address of a function that `compile` was asked for."""
         return self._addresses[symbol]
 
-    def function(self, symbol: str) -> Callable[[int], None]:
-        """Such a function, of the address of a table."""
+    def function(self, symbol: str) -> Callable[[int | bytes], None]:
+        """Such a function, of a table or its address."""
         return _FUNCTION(self.address(symbol))
 
     def assembly(self) -> str:
