@@ -12,7 +12,7 @@ from tolerances import assert_close, close
 
 import anycell.numpy as an
 from anycell import cells
-from anycell.engines.cpu import pool
+from anycell.engines.cpu import isa, pool
 from anycell.lang.declare import INPUT, PROJECTION
 from anycell.lang.transform import with_projection
 from anycell.layer import stream
@@ -101,6 +101,28 @@ def test_bits_do_not_depend_on_threads(rng: np.random.Generator) -> None:
         finally:
             pool.set_threads(None)
     assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+
+
+def test_another_instruction_set(rng: np.random.Generator) -> None:
+    """Weights are packed for one: a step by another is refused, until they are packed again."""
+    if isa.current().name == "generic":
+        pytest.skip("there is no narrower one")
+    layer, x = an.LSTM(3, 5, dtype="float64", seed=0).prepare(), rng.standard_normal((2, 3))
+    with isa.force("generic"):
+        with pytest.raises(RuntimeError, match=r"given 'generic' .* Call prepare\(\) again"):
+            layer.step(x)
+        layer.prepare()
+        assert_close(layer.step(x)[0], layer.forward(x[None])[0][0], "float64", "forward")
+
+
+def test_many_forms(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More numbers of rows than recipes are kept."""
+    monkeypatch.setattr(stream, "FORMS", 3)
+    layer = an.GRU(3, 5, 2, dtype="float64", seed=0).prepare()
+    for rows in (*range(9), 0, 3):
+        x = rng.standard_normal((rows, 3))
+        assert_close(layer.step(x)[0], layer.forward(x[None])[0][0], "float64", "forward")
+        assert len(layer._prepared[2]._steps) <= 3
 
 
 def test_numpy_errors(rng: np.random.Generator) -> None:

@@ -35,6 +35,7 @@ from anycell.bench.shapes import Shape, select
 from anycell.bench.stats import geometric_mean, median, paired_ratio
 from anycell.bench.tasks import Task
 from anycell.bench.timing import interleave, once
+from anycell.engines import cpu
 
 Call = Callable[[], object]
 THREADS = 2
@@ -148,16 +149,14 @@ def _steps(h: int) -> dict[str, Call | Task]:
     x, state = torch.randn(1, h), (torch.zeros(1, 1, h), torch.zeros(1, 1, h))
     theirs, weights = (state[0][0], state[1][0]), torch.ones(8 * h * h)
     layer.step(x, state)
-    stream = layer._prepared.stream
-    (form,) = stream._forms.values()
-    (native,) = form.calls()
-    memory_ = [torch.zeros(2, h), torch.zeros(2, h), torch.empty(1, h), x]
-    for place, s in zip(stream.places, memory_, strict=False):
-        native.entries[place], native.entries[place + 1] = s.data_ptr(), h
-    native.entries[stream._x], native.entries[stream._out] = x.data_ptr(), memory_[2].data_ptr()
+    ((recipe, *_),) = layer._prepared.stream._steps.values()
+    native, calls = recipe.native, list[bytes]()
+    recipe.native = calls.append
+    alive = layer.step(x, state), cpu.scratch.idle[:]  # what the call has addresses of
+    recipe.native = native
 
-    def run(alive: Any = memory_) -> None:
-        native.run(native.address, 0, 1)
+    def run(alive: Any = alive) -> None:
+        native(calls[0])
 
     return {
         "anycell": lambda: layer.step(x, state),
