@@ -55,7 +55,8 @@ def check_pass(recipe: Recipe, call: bytes, arrays: Sequence[Array], block: cpu.
 def _check_run(recipe: Recipe, run: Run, table: array[int], limits: list[Bounds]) -> None:
     walks = [_Walk(recipe, one, table, limits) for one in (run, run.again) if one is not None]
     moved = walks[-1]
-    for slot in range(max(1, -(-(run.steps - run.begin) // run.segment_length))):
+    steps = run.steps - run.begin
+    for slot in range(-(-steps // run.segment_length) if steps else 1):
         begin = run.begin + slot * run.segment_length
         end = min(begin + run.segment_length, run.steps)
         moved.move(run, slot)

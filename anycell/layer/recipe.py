@@ -138,8 +138,8 @@ class Recipe:
         return self.of_call("table")._replace(offset=8 * place)
 
     def of_call(self, kind: str) -> View:
-        """What each call has: its "table", memory for the tables; its "gang" of threads, see
-        ``pool.gang``; or "seed" and "stream" of its random masks.
+        """A number that each call has: the address of its "table", memory for the tables, or of its
+        "gang" of threads, see ``pool.gang``; "seed" or "stream" of its random masks.
         """
         return View(_OF_CALL.index(kind), (), (), 8)
 
