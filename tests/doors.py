@@ -6,7 +6,6 @@ import numpy as np
 
 from anycell.engines import cpu
 from anycell.layer.bounds import extent
-from anycell.layer.stream import place
 from anycell.numpy.host import Array, NumpyHost
 
 
@@ -38,7 +37,15 @@ def packed(kernel: cpu.Kernel, weights: dict[str, Array], inputs: int = 0) -> tu
     fill(scratch=scratch.address, packed=address)
     bounds = {"packed": (address, address + size)}
     bounds["scratch"] = scratch.address, scratch.address + scratch.size
-    place(host, kernel, entries, kernel.first(0), weights)
+    for name, weight in weights.items():
+        if name in kernel.each:
+            at, axes = kernel.first(0) + kernel.each[name], kernel.axes.get(name, 0)
+            entries[at] = host.pointer(weight)
+            strides = host.strides(weight)[-axes:] if axes else ()
+            last = at + 1 + axes
+            entries[last - len(strides) : last] = array("q", strides)
     each = {name: extent(host, weight) for name, weight in weights.items()}
-    cpu.run(kernel, entries, (bounds, [each]))
+    if cpu.check.ON:
+        cpu.check.check(kernel, entries, (bounds, [each]))
+    kernel.door(entries.buffer_info()[0])
     return memory[start:], size

@@ -43,6 +43,8 @@ class Rule(NamedTuple):
 #     AMD Zen 3, AVX2                 1.05 / 0.95        0.99 / 0.89
 #     Intel Cascade Lake, AVX-512     0.9 / 0.9          -
 #
+# On Intel's Sapphire Rapids (AVX-512, two threads) layers take with ours 0.99 (inference) and 1.07
+# (training) times as long as with MKL.
 # The threads of NumPy's OpenBLAS spin for a while after each matmul, on cores that the kernels
 # need. Other processors have not been measured.
 RULES = {

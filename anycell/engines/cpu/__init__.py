@@ -79,19 +79,6 @@ def hyperparameters(plan: Plan) -> np.ndarray:
     return np.array(list(plan.cell.hyper.values()) or [0.0], plan.types.math.name)
 
 
-def run(kernel: Kernel, entries: array[int], bounds: check.CallBounds | None = None) -> None:
-    """One call of a kernel's door.
-
-    Args:
-        entries: its table, see ``door``.
-        bounds: of the arrays that addresses point into, for ``check``.
-    """
-    address = entries.buffer_info()[0]
-    if check.ON:
-        check.check(kernel, entries, bounds)
-    kernel.door(address)
-
-
 def room(dtype: str, table: Sequence[int]) -> int:
     """The bytes of memory that the driver asks for in a pass of a table, see ``driver``."""
     entries = array("q", table)
@@ -137,5 +124,5 @@ def multiply(
 
 __all__ = [
     "WORTH_SPREADING", "Block", "Kernel", "Scratch", "check", "compiled", "driver", "gemm",
-    "hyperparameters", "isa", "memory", "multiply", "pool", "room", "run", "scratch",
+    "hyperparameters", "isa", "memory", "multiply", "pool", "room", "scratch",
 ]  # fmt: skip

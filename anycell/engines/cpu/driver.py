@@ -12,6 +12,7 @@ numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``. Passes of one form 
 alone. So a call gives the template of such tables, and the addresses that go into them.
 
     void play(const int64_t *call)    fills in the addresses and runs the pass
+    void run(int64_t *pass)           runs the pass of a table that has them
     void room(int64_t *pass)          writes scratch_bytes
 
 ``next`` chains passes: those of a stack of layers are one call.
@@ -82,7 +83,7 @@ class Driver:
         self.blas = not (matmul.narrow or matmul.quantized)
 
     def print(self) -> None:
-        """Adds ``play``, ``room`` and what they call."""
+        """Adds ``play``, ``run``, ``room`` and what they call."""
         self._sum()
         self._gather()
         if not self.matmul.quantized:
@@ -111,7 +112,7 @@ class Driver:
         b.call("run", b.gep(table, form["first"], "i64"))
 
     def _run(self) -> None:
-        b = self.module.private("run", "ptr pass")
+        b = self.module.function("run", "ptr pass")
         table = Entries(b, b.args[0], PASS)
         backward = table["backward"].ne(0)
         first, last, segment = table["first"], table["last"], table["segment"]
@@ -391,6 +392,7 @@ class Functions(NamedTuple):
     needs: Callable[[int], None]
     gemm: Callable[[int], None]
     room: Callable[[int], None]
+    run: Callable[[int], None]
     play: Callable[[bytes], None]
 
 
