@@ -388,7 +388,7 @@ class RNN(Explained, Layer):
     ) -> tuple[Array, State]:
         """One step, as they arrive: ``forward`` of a sequence of length 1, in evaluation.
 
-        After ``prepare()`` it is one native call per layer on packed weights.
+        After ``prepare()`` it is one native call on packed weights.
 
         Args:
             x: ``[B, input_size]``.

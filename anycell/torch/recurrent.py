@@ -99,7 +99,7 @@ class Recurrent(Explained):
         """One step, as they arrive: what a call gives for a sequence of one step.
 
         After ``prepare()``, and where no gradient is wanted (under ``torch.no_grad()`` or
-        ``torch.inference_mode()``), it is one native call per layer on packed weights. That is for
+        ``torch.inference_mode()``), it is one native call on packed weights. That is for
         float32 and float64 on the CPU; all else is an ordinary call.
 
         Args:
