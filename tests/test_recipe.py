@@ -269,3 +269,21 @@ def test_bits_do_not_depend_on_threads(
         for other in found[1:]:
             for name, value in found[0].items():
                 assert value.tobytes() == other[name].tobytes(), (rows, name)
+
+
+def test_seeds_of_64_bits(rng: np.random.Generator) -> None:
+    """As they come: those of a framework are signed."""
+    arrays = {
+        name: rng.standard_normal(shape)
+        for name, shape in layer.shapes(cells.ZoneoutLSTM, {"H": 5}, 3, True).items()
+    }
+    arrays["x"] = rng.standard_normal((4, 2, 3))
+    one, host = plan(cells.ZoneoutLSTM, 5, "float64"), host_of("float64")
+
+    def output(seed: int) -> npt.NDArray[Any]:
+        options = layer.Options(training=True, seed=seed)
+        return layer.forward(host, one, arrays, options, keep=False)[0]
+
+    for seed in (-1, -(1 << 63), -7):
+        assert np.array_equal(output(seed), output(seed + (1 << 64)))
+    assert not np.array_equal(output(1), output(-1))

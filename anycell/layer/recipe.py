@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CHUNK = -1  # a size that is the rows of a chunk
 _RECIPES = 512  # passes that are known at most
+_WORD = (1 << 64) - 1  # a seed is 64 bits, signed or not
 _SEEDS = "seed stream".split()
 _OF_CALL = ["block", "table", "gang", *_SEEDS]  # numbers of each call, behind its addresses
 
@@ -199,7 +200,7 @@ class Recipe:
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0
         address, pointers = block.address, self.host.pointers(given + made)
         table = address + self.table
-        of_call = address, table, gang, options.seed, options.stream
+        of_call = address, table, gang, options.seed & _WORD, options.stream
         call = self.pack(self.address, table, *pointers, *self.fixed, *of_call)
         if cpu.check.ON:
             bounds.check_pass(self, call, [*given, *made, *self.constants], block)

@@ -419,7 +419,6 @@ class RNN(Explained, Layer):
                 start = None
                 if reset_state is not None:
                     start = self._states("reset_state", reset_state, len(x))
-                    start = [np.require(values, requirements="A") for values in start]
                 output, new = stream.step(len(x), x, states, static, pool.threads(), resets, start)
                 return output, tuple(new) if len(new) > 1 else new[0]
         pending, axis = self._saved, 1 if self.batch_first else 0

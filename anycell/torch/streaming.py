@@ -93,8 +93,6 @@ class Prepared:
                 shapes += [(layers, rows, width) for layers, width in stream.shape]
         if not plain(arrays, self.dtype, shapes):
             return None
-        if restored is not None and any(t.data_ptr() % self.dtype.itemsize for t in restored):
-            return None
         if resets is not None:
             if type(resets) is not Tensor or not resets.is_cpu or resets.shape != (rows,):
                 return None
