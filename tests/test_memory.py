@@ -235,6 +235,7 @@ THRESHOLDS = {
         "ROWS": None,
         "PIECES": None,
         "CONFLICT": None,
+        "NEAR": None,
         "COLUMNS_AHEAD": None,
         "UNROLL": None,
     },

@@ -11,10 +11,10 @@ into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where thes
 columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
 Of up to ``ROWS`` rows a piece is some panels, and its thread packs them: they would cost more to
 fetch from another core than to multiply.
-A thread reads the rows of its piece where they lie, if they are dense, and copies them, block by
-block, where they would drive each other out of the near cache. Where the columns of A are dense
-instead, it copies them in the order in which a register block reads them: the first number of each
-of its rows, then the second ones.
+A thread reads the rows of its piece where they lie, and copies them, block by block, where they
+would drive each other or a panel out of the near cache. Where the columns of A are dense, copies
+have the order in which a register block reads them: the first number of each of its rows, then the
+second ones.
 A and B of 16 bits give a C of 32: rows of A are then widened as they are copied, and B is packed in
 pairs, see ``matmul``. Of integers B is given with the scales of its columns, and A in float32: its
 rows are rounded as they are copied.
@@ -64,6 +64,9 @@ ROWS = 96  # of a piece: enough to read a panel for, few enough to divide the wo
 # Bytes between rows of A that share their sets of the near cache; where a panel stays there, while
 # rows come and go, half as many are too many.
 CONFLICT = 4 << 10
+# Bytes from column to column of A, where columns are dense, from which on a panel does not stay in
+# the near cache beside them.
+NEAR = 1 << 10
 SPAN_INNER, SPAN_COLUMNS = 8 * INNER, 1024  # of B, packed at a time
 COLUMNS_AHEAD = 16  # of A, from one that is copied to one that is fetched
 PIECES = 8  # per thread, where there is the work
@@ -124,8 +127,8 @@ class Gemm:
         blocks = -(-ROWS // self.rows) * self.copied_block
         self.copied = align(max((ROWS + self.lanes) * self.row, blocks) * self.size)
         self.staged = geometry.rounded and not self.quantized
-        # Distances between the numbers of a row, as register blocks read them.
-        self.kinds = sorted({1} if self.quantized or self.staged else {1, self.rows})
+        # Whether the numbers of a row, or else of a column, lie side by side in a register block.
+        self.kinds = [True] if self.quantized or self.staged else [True, False]
         if self.staged:
             self.copied *= 2
         self.panel = self.packed_rows * self.width * self.size  # bytes of a block of it
@@ -149,8 +152,8 @@ class Gemm:
             if self.tiled:
                 self._tiles(vectors)
                 continue
-            for rows, inner in itertools.product(range(1, self.rows + 1), self.kinds):
-                self._register_block(rows, vectors, inner)
+            for rows, dense in itertools.product(range(1, self.rows + 1), self.kinds):
+                self._register_block(rows, vectors, dense)
         if self.tiled and not self.quantized:
             self._fetch()
         self._merge()
@@ -161,18 +164,18 @@ class Gemm:
         self._gemm()
 
     # ---- register blocks -------------------------------------------------------------------------
-    def _register_block(self, rows: int, vectors: int, inner: int) -> None:
+    def _register_block(self, rows: int, vectors: int, dense: bool) -> None:
         """c[rows, vectors] (+)= a[rows, :count] @ panel[:count, vectors].
 
         Args:
-            inner: how far it is from number to number of a row; of rows side by side all of them.
+            dense: rows of ``a`` are, or else columns.
         """
         b = self.module.private(
-            f"block{vectors}_x{rows}_{inner}",
-            "ptr noalias panel, ptr noalias a, i64 a_rows, ptr noalias c, i64 c_rows, "
+            self._name(rows, vectors, dense),
+            "ptr noalias panel, ptr noalias a, i64 a_apart, ptr noalias c, i64 c_rows, "
             "i64 count, i64 add, ptr ahead, i64 apart",
         )
-        panel, a, a_rows, c, c_rows, count, add, first, apart = b.args
+        panel, a, a_apart, c, c_rows, count, add, first, apart = b.args
         sums = [[b.variable(0.0, b.vec) for _ in range(vectors)] for _ in range(rows)]
         results: list[Variable] = []
         for r in range(rows):
@@ -180,7 +183,7 @@ class Gemm:
             results += [Variable(b, b.gep(row, n * b.lanes), b.vec) for n in range(vectors)]
         for result in results:
             b.prefetch(result.address)
-        operand = [b.gep(a, a_rows * r if inner == 1 else r) for r in range(rows)]
+        operand = [b.gep(a, a_apart * r if dense else r) for r in range(rows)]
         bounds, totals, weights = (constant(0, "i64"), count), sums, panel
         if self.quantized:
             scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
@@ -189,13 +192,16 @@ class Gemm:
             weights = b.gep(panel, self.header * self.width)
             totals = [[b.variable(offset) for offset in offsets] for _ in operand]
         number = self.operands.llvm
-        ahead = [Ahead(first, apart, 2)]
+        ahead, inner = [Ahead(first, apart, 2)], constant(1, "i64") if dense else a_apart
         columns = [b.gep(weights, n * b.lanes) for n in range(vectors)]
         turn = UNROLL if rows == self.rows else 1
         add_products(b, totals, operand, columns, self.width, bounds, number, ahead, inner, turn)
         if self.quantized:
             add_scaled(b, sums, totals, operand, scales)
         _write(b, add.ne(0), results, itertools.chain(*sums))
+
+    def _name(self, rows: int, vectors: int, dense: bool) -> str:
+        return f"block{vectors}_x{rows}_{'rows' if dense else 'columns'}"
 
     def _tiles(self, vectors: int) -> None:
         """Prints the register block of up to 16 rows, by matrix tiles."""
@@ -292,10 +298,12 @@ class Gemm:
                 if self.tiled:
                     b.call(f"tiles{vectors}", panel, at, a_rows, to, to_row, left, count, adds)
                     return
-                operands = panel, at, a_rows, to, to_row, count, adds, ahead, step
-                for n, inner in itertools.product(range(1, self.rows + 1), self.kinds):
-                    with b.when(left.eq(n) & a_inner.eq(inner)):
-                        b.call(f"block{vectors}_x{n}_{inner}", *operands)
+                dense = a_inner.eq(1)
+                operands = to, to_row, count, adds, ahead, step
+                for n, kind in itertools.product(range(1, self.rows + 1), self.kinds):
+                    with b.when(left.eq(n) & (dense if kind else ~dense)):
+                        apart = a_rows if kind else a_inner
+                        b.call(self._name(n, vectors, kind), panel, at, apart, *operands)
 
             with b.when(columns.eq(self.width)) as otherwise:
                 multiply(self.vectors, into, c_rows, add)
@@ -462,9 +470,8 @@ class Gemm:
                 stage(source, a_rows, number)
                 where.value, apart.value, blocks.value = space, row, row * self.rows
         with otherwise:
-            where.value = space
             if self.staged:
-                apart.value, blocks.value = row, row * self.rows
+                where.value, apart.value, blocks.value = space, row, row * self.rows
                 transposed = b.gep(space, self.copied // 2, "i8")
                 # Lanes are numbers of the sum: those of a row come to lie side by side.
                 with b.loop(0, count, self.lanes) as n:
@@ -474,9 +481,13 @@ class Gemm:
                 stage(transposed, row, self.real)
             else:
                 apart.value = one
-                inner.value = b.value(self.rows, "i64")
-                blocks.value = b.value(self.copied_block, "i64")
-                b.call("interleave", source, a_inner, space, height, count, rest)
+                blocks.value, inner.value = b.value(self.rows, "i64"), a_inner
+                far = constant(int(self.panel < L1_WEIGHTS), "i1") & (a_inner * self.size >= NEAR)
+                with b.when(constant(1, "i1") if self.narrow else far):
+                    where.value = space
+                    blocks.value = b.value(self.copied_block, "i64")
+                    inner.value = b.value(self.rows, "i64")
+                    b.call("interleave", source, a_inner, space, height, count, rest)
         return where.value, blocks.value, apart.value, inner.value
 
     def _interleave(self) -> None:

@@ -245,7 +245,7 @@ class Ahead(NamedTuple):
 def add_products(
     b: Builder, sums: Sequence[Sequence[Variable]], operand: Sequence[Value],
     weights: Sequence[Value], width: int, bounds: tuple[Operand, Operand], number: str,
-    ahead: Sequence[Ahead] = (), apart: int = 1, unroll: int = 1,
+    ahead: Sequence[Ahead] = (), apart: Operand = 1, unroll: int = 1,
 ) -> None:  # fmt: skip
     """The hot loop: ``sums[r][c] += operand[r][k * apart] * weights[c][k * width]``, k in bounds.
 
