@@ -10,7 +10,7 @@ from tolerances import limit
 
 from anycell import cells
 from anycell.engines.cpu import isa, jit, ops
-from anycell.engines.cpu.idioms import narrow, widen
+from anycell.engines.cpu.idioms import dot, dot_pairs, in_pairs, narrow, widen
 from anycell.engines.cpu.ir import Module, Value, constant, vector
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
@@ -585,3 +585,45 @@ def test_16_bits_are_widened_and_rounded(target, dtype):
     nan = np.isnan(floats)
     assert np.array_equal(np.isnan(found.astype(np.float32)), nan)
     assert np.array_equal(found[~nan].view(np.uint16), right[~nan].view(np.uint16))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("edge", [(), (255, 127), (255, -128), (0, -128), (128, -127)])
+def test_dot(target, edge, rng):
+    """Four products of bytes a lane, exactly, the largest ones too."""
+    lanes = isa.TARGETS[target].lanes("float")
+    sums = rng.integers(-(1 << 20), 1 << 20, lanes, np.int32)
+    unsigned = rng.integers(0, 256, 4 * lanes, np.uint8)
+    signed = rng.integers(-128, 128, 4 * lanes, np.int8)
+    if edge:
+        unsigned[:], signed[:] = edge
+    wanted = sums + (unsigned.astype(int) * signed).reshape(lanes, 4).sum(1)
+
+    def add(b, *places):
+        total, left, right = (b.load(at, b.ivec, align=1) for at in places)
+        b.store(dot(b, total, left, right), places[0], align=1)
+
+    run(target, "float", add, sums, unsigned, signed)
+    assert np.array_equal(sums, wanted)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_dot_of_pairs(target, rng):
+    """Two products of bfloat16 a lane."""
+    if not in_pairs(isa.TARGETS[target], "bfloat"):
+        pytest.skip(f"{target} multiplies no pairs")
+    lanes = isa.TARGETS[target].lanes("float")
+    left, right = (rng.normal(size=2 * lanes).astype(numpy_dtype("bfloat16")) for _ in "lr")
+    sums = rng.normal(size=lanes).astype("float32")
+    products = left.astype("float64") * right.astype("float64")
+    wanted = sums + products.reshape(lanes, 2).sum(1)
+
+    def add(b, *places):
+        total, *pairs = (
+            b.load(places[0], align=1),
+            *(b.load(at, b.ivec, align=1) for at in places[1:]),
+        )
+        b.store(dot_pairs(b, total, *pairs), places[0], align=1)
+
+    run(target, "float", add, sums, left.view("uint16"), right.view("uint16"))
+    assert np.abs(sums - wanted).max() < 1e-6

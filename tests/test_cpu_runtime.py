@@ -33,12 +33,14 @@ import anycell
 from anycell import Cell, cell, cells, environment, tanh
 from anycell.engines.cpu import image, ir, isa, jit, kernel, pool, sources
 from anycell.engines.cpu.layout import Layout
+from anycell.engines.cpu.sequence import print_kernel
 from anycell.plan import plan
 
 pool.PATIENCE = LIMIT  # on a busy machine a new thread may take its time to begin
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions and fork")
 x86 = pytest.mark.skipif(not ir.X86, reason="about x86 instructions")
+arm = pytest.mark.skipif(not ir.ARM, reason="about ARM's instructions")
 
 
 def axpy(target: ir.Target) -> str:
@@ -107,6 +109,44 @@ def test_assembly_stays_within_the_instruction_set(name: str) -> None:
     assert mine in code
     assert not re.search(wider, code), code
     assert fused == target.fma
+
+
+@arm
+@pytest.mark.parametrize(
+    ("name", "dtype", "instruction"),
+    [("neondot", "int8", "sdot"), ("neonbf16", "int8", "usdot"), ("neonbf16", "bfloat16", "bfdot")],
+)
+def test_products_of_arm(name: str, dtype: str, instruction: str) -> None:
+    """Bytes are multiplied in fours and bfloat16 in pairs, where the target can."""
+    for target in (isa.TARGETS["generic"], isa.TARGETS[name]):
+        text = str(print_kernel(Layout(plan(cells.RNN, 8, dtype, "cpu"), False, target)))
+        code = jit.Library(text, target, {}, False).assembly()
+        assert (f"\t{instruction}\t" in code) is (target.name == name)
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+@pytest.mark.parametrize("missing", ["", "bf16", "i8mm", "dotprod"])
+def test_features_of_arm(system: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux and macOS report them."""
+    bits = {"neon": (16, 1), "dotprod": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
+    there = bits.keys() - {missing}
+
+    class Libc:
+        @staticmethod
+        def getauxval(entry: int) -> int:
+            return sum(1 << bit for name in there for at, bit in [bits[name]] if at == entry)
+
+        @staticmethod
+        def sysctlbyname(key: bytes, value: Any, size: Any, *new: Any) -> int:
+            names = {"AdvSIMD": "neon", "FEAT_DotProd": "dotprod", "FEAT_I8MM": "i8mm"}
+            names["FEAT_BF16"] = "bf16"
+            assert size._obj.value == ctypes.sizeof(value._obj)
+            value._obj.value = names[key.decode().split(".")[-1]] in there
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Libc)
+    monkeypatch.setattr(sys, "platform", system)
+    assert isa._arm_features() == there
 
 
 @pytest.fixture

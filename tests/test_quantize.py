@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import ctypes
 import functools
 import itertools
 import pickle
@@ -29,9 +28,7 @@ import anycell.numpy as an
 import anycell.torch as at
 from anycell import cells, compress, layer
 from anycell.engines import cpu
-from anycell.engines.cpu import gemm, isa, jit, kernel
-from anycell.engines.cpu.idioms import dot
-from anycell.engines.cpu.ir import Module
+from anycell.engines.cpu import gemm, isa, kernel
 from anycell.layer import form, products
 from anycell.layer.rounding import rounded
 from anycell.numpy.host import host_of
@@ -80,29 +77,6 @@ def _forget() -> None:
 
 
 # -- kernels ---------------------------------------------------------------------------------------
-@every_isa
-def test_dot(name: str, rng: np.random.Generator) -> None:
-    """Four products of bytes a lane, the largest ones too."""
-    target = isa.TARGETS[name]
-    module = Module(target, "float")
-    b = module.function("dot", "ptr total, ptr left, ptr right")
-    total, left, right = (b.load(at, b.ivec, align=1) for at in b.args)
-    b.store(dot(b, total, left, right), b.args[0], align=1)
-    run = jit.compile(str(module), ["dot"], target).address("dot")
-    function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(run)
-    lanes = target.lanes("float")
-    for edge in (None, (255, 127), (255, -128), (0, -128), (128, -127)):
-        sums = rng.integers(-(1 << 20), 1 << 20, lanes, np.int32)
-        unsigned = rng.integers(0, 256, 4 * lanes, np.uint8)
-        signed = rng.integers(-128, 128, 4 * lanes, np.int8)
-        if edge is not None:
-            unsigned[:], signed[:] = edge
-        products = unsigned.astype(int) * signed.astype(int)
-        wanted = sums + products.reshape(lanes, 4).sum(1)
-        function(*(array.ctypes.data for array in (sums, unsigned, signed)))
-        assert np.array_equal(sums, wanted)
-
-
 @widest
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_cells(part: int, name: str, seed: int) -> None:

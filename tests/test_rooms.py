@@ -4,6 +4,7 @@ And files that are long say why.
 """
 
 import ast
+import functools
 import itertools
 import re
 import sys
@@ -82,7 +83,11 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.args[0].value
 
 
-SOURCES = {path: list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))}
+@functools.cache
+def sources() -> dict[Path, list[tuple[int, str]]]:
+    """What each file of the package imports. Asked by tests alone: workers of pytest that run none
+    of them need not read the package."""
+    return {path: list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def home(path: Path) -> str:
@@ -93,13 +98,13 @@ def home(path: Path) -> str:
 
 def test_every_file_has_a_room() -> None:
     """One that is on the list of floors, and no floor names a room that is gone."""
-    homes = {home(path) for path in SOURCES if path != PACKAGE / "engines" / "__init__.py"}
+    homes = {home(path) for path in sources() if path != PACKAGE / "engines" / "__init__.py"}
     assert homes == set(LEVEL)
 
 
 def test_imports_go_down_only() -> None:
     upward = []
-    for path, imported in SOURCES.items():
+    for path, imported in sources().items():
         for line, name in imported:
             if name.split(".")[0] != "anycell" or room(name) in (home(path), "engines"):
                 continue
@@ -112,7 +117,7 @@ def test_imports_go_down_only() -> None:
 def test_frameworks_stay_in_their_frontends(name: str) -> None:
     """And the list above allows nothing that nobody does."""
     places: dict[str, list[str]] = {}
-    for path, imported in SOURCES.items():
+    for path, imported in sources().items():
         for line, other in imported:
             if other.split(".")[0] == name:
                 places.setdefault(home(path), []).append(f"{path}:{line}")
@@ -131,7 +136,7 @@ SPELLED |= {"engines/cpu/tiles.py", "engines/cpu/idioms.py"}  # by which instruc
 def test_one_place_says_what_a_dtype_means() -> None:
     """All else below the frontends asks ``Plan.types``."""
     found = set()
-    for path in SOURCES:
+    for path in sources():
         place = path.relative_to(PACKAGE)
         if place.parts[0] in ("plan", "engines", "layer"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -148,7 +153,7 @@ PRIVATE = re.compile(
 
 
 def test_arrays_have_one_name() -> None:
-    for path in SOURCES:
+    for path in sources():
         place = path.relative_to(PACKAGE)
         if place.parts[0] in ("plan", "engines", "layer"):
             assert not PRIVATE.search(path.read_text(encoding="utf-8")), place

@@ -23,9 +23,12 @@ PACKAGES = ROOT / "packages"  # wheels
 PYTHON = ROOT / "usr" / "bin" / "python"  # emulates the one beside it, also for subprocesses
 COMPILER = "ANYCELL_TEST_ARM_COMPILER"  # the host's Python, within the emulation
 
-# The layers of NumPy, which took 6 minutes, without what takes minutes alone. Other files may be
-# named: not all of their tests have been seen to pass here.
+# The layers of NumPy, without what takes minutes alone; and the instructions that ARM has. Other
+# files may be named: not all of their tests have been seen to pass here.
 TESTS = ["tests/test_numpy.py", "-q", "-k", "not slopes"]
+TESTS += ["tests/test_cpu_math.py::test_dot", "tests/test_cpu_math.py::test_dot_of_pairs"]
+TESTS += ["tests/test_cpu_matmul.py::test_sizes_and_layouts"]
+TESTS += ["tests/test_cpu_runtime.py::test_products_of_arm"]
 TESTS += ["-m", "not slow and not more and not gpu"]
 
 

@@ -74,8 +74,10 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
     """``total`` and four products: of each lane's four unsigned bytes with its four signed
     ones. Exact, up to the size of ``total``.
     """
+    if b.target.dot and b.target.x86:
+        return b.intrinsic(b.target.dot, total, unsigned, signed, overload=())
     if b.target.dot:
-        return b.intrinsic("llvm.x86.avx512.vpdpbusd.512", total, unsigned, signed, overload=())
+        return _dot_arm(b, total, unsigned, signed)
     pairs = vector(2 * shape(total.type)[0], "i16")
     if b.target.x86 and b.target.bits >= 256:
         # Bytes 0 and 2 as one pair of 16 bits, bytes 1 and 3 as another one.
@@ -99,9 +101,24 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
     return total
 
 
+def _dot_arm(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
+    """``dot`` by an instruction of ARM, which may take signed bytes alone."""
+    numbers = vector(4 * shape(total.type)[0], "i8")
+
+    def add(total: Value, left: Value) -> Value:
+        operands = (b.bitcast(x, numbers) for x in (left, signed))
+        return b.intrinsic(b.target.dot, total, *operands, returns=total.type, overload=())
+
+    if "usdot" in b.target.dot:
+        return add(total, unsigned)
+    # An unsigned byte is 128 more than the signed one whose first bit is the other.
+    of_128 = add(b.value(0, total.type), b.value(0x80808080, total.type))
+    return add(total, unsigned ^ 0x80808080) - of_128
+
+
 def in_pairs(target: Target, number: str) -> bool:
     """Whether one instruction adds two products of numbers of this type."""
-    return target.pairs and number == "bfloat"
+    return bool(target.pairs) and number == "bfloat"
 
 
 def dot_pairs(b: Builder, total: Value, left: Value, right: Value) -> Value:
@@ -111,4 +128,4 @@ def dot_pairs(b: Builder, total: Value, left: Value, right: Value) -> Value:
     assert b.target.pairs, b.target.name
     pairs = vector(2 * shape(total.type)[0], "bfloat")
     operands = (b.bitcast(x, pairs) for x in (left, right))
-    return b.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total, *operands, overload=())
+    return b.intrinsic(b.target.pairs, total, *operands, returns=total.type, overload=())

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 X86 = platform.machine().lower() in {"x86_64", "amd64"}
+ARM = platform.machine().lower() in {"aarch64", "arm64"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +54,8 @@ class Target:
     fma: bool
     half: bool = False  # whether it converts float16
     masks: bool = False  # whether it writes some lanes as fast as all of them
-    dot: bool = False  # whether it adds up products of 8 bits
-    pairs: bool = False  # whether it adds up products of bfloat16, two by two
+    dot: str = ""  # the intrinsic that adds up products of 8 bits, by fours
+    pairs: str = ""  # that which adds up products of bfloat16, two by two
     bfloat: bool = False  # whether it converts to bfloat16, numbers too small to be normal to 0
     tiles: str = ""  # "amx" if it has matrix tiles, "emulated" if vectors stand in for them
     x86: bool = X86
@@ -633,6 +634,8 @@ class Builder:
         """A hint that this is a spin loop."""
         if self.target.x86:
             self.intrinsic("llvm.x86.sse2.pause", returns="void", overload=[])
+        elif ARM:
+            self.intrinsic("llvm.aarch64.hint", constant(1, "i32"), returns="void", overload=[])
 
     # ---- calls
 

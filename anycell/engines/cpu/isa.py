@@ -18,15 +18,14 @@ import ctypes
 import dataclasses
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .ir import X86, Target
+from .ir import ARM, X86, Target
 
 ENV = "ANYCELL_ISA"
-
-ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 # Narrowest first. "generic" is what every machine of its kind has: SSE2 or NEON, and elsewhere
 # 128 bits that LLVM legalises as it can.
@@ -36,17 +35,28 @@ TARGETS: dict[str, Target] = {
 if X86:
     TARGETS["avx2"] = Target("avx2", bits=256, registers=16, fma=True, half=True)
     TARGETS["avx512"] = Target("avx512", bits=512, registers=32, fma=True, half=True, masks=True)
-    TARGETS["avx512vnni"] = dataclasses.replace(TARGETS["avx512"], name="avx512vnni", dot=True)
-    TARGETS["avx512bf16"] = dataclasses.replace(
-        TARGETS["avx512vnni"], name="avx512bf16", pairs=True, bfloat=True
+    TARGETS["avx512vnni"] = dataclasses.replace(
+        TARGETS["avx512"], name="avx512vnni", dot="llvm.x86.avx512.vpdpbusd.512"
     )
+    TARGETS["avx512bf16"] = dataclasses.replace(
+        TARGETS["avx512vnni"], name="avx512bf16", pairs="llvm.x86.avx512bf16.dpbf16ps.512",
+        bfloat=True,
+    )  # fmt: skip
     for _name, _tiles in (("amx", "amx"), ("amx-emulated", "emulated")):
         TARGETS[_name] = dataclasses.replace(
             TARGETS["avx512vnni"], name=_name, tiles=_tiles, bfloat=_tiles == "amx"
         )
+if ARM:
+    TARGETS["neondot"] = dataclasses.replace(
+        TARGETS["generic"], name="neondot", dot="llvm.aarch64.neon.sdot.v4i32.v16i8"
+    )
+    TARGETS["neonbf16"] = dataclasses.replace(
+        TARGETS["generic"], name="neonbf16", dot="llvm.aarch64.neon.usdot.v4i32.v16i8",
+        pairs="llvm.aarch64.neon.bfdot.v4f32.v8bf16", bfloat=True,
+    )  # fmt: skip
 # Only for those who ask: the emulation that tests run; and where Intel made the processor, products
 # of bfloat16 in pairs, which take twice as long there as those of float32 (on AMD's half as long).
-ASKED_FOR = ("amx-emulated", "avx512bf16")
+ASKED_FOR = ("amx-emulated", "avx512bf16") if X86 else ()
 
 
 class Machine(NamedTuple):
@@ -74,6 +84,9 @@ def _machine(cpu: str, needs: list[str], *more: str) -> Machine:
 
 
 _MACHINES = {"generic": _machine("x86-64" if X86 else "generic", ["neon"] if ARM else [])}
+if ARM:
+    _MACHINES["neondot"] = _machine("generic", ["neon", "dotprod"])
+    _MACHINES["neonbf16"] = _machine("generic", ["neon", "dotprod", "i8mm", "bf16"])
 if X86:
     _MACHINES["avx2"] = _machine("x86-64-v3", _V3)
     # LLVM splits 512-bit vectors in two on the older cores unless it is told not to.
@@ -94,8 +107,6 @@ def available() -> tuple[str, ...]:
     """The names that this host can run, narrowest first, without those of ``ASKED_FOR`` that pay
     nowhere or not here. Where it has tiles, it asks Linux for their use.
     """
-    if not X86:
-        return ("generic",)
     paying = {"avx512bf16"} if amd() else set()
     known = [name for name in TARGETS if name not in {*ASKED_FOR} - paying and runs(name)]
     return tuple(name for name in known if TARGETS[name].tiles != "amx" or permitted())
@@ -126,8 +137,36 @@ _LINUX = {
 }
 
 
+# Of ARM: LLVM's name; the number of the entry of Linux's auxiliary vector, and the bit there; the
+# name of macOS.
+_ARM = [
+    ("neon", 16, 1, "AdvSIMD"),
+    ("dotprod", 16, 20, "arm.FEAT_DotProd"),
+    ("i8mm", 26, 13, "arm.FEAT_I8MM"),
+    ("bf16", 26, 14, "arm.FEAT_BF16"),
+]
+
+
+def _arm_features() -> set[str]:
+    """The features that this host reports, of those of ``_ARM``."""
+    libc, found = ctypes.CDLL(None), set()
+    for name, entry, bit, apple in _ARM:
+        if sys.platform == "linux":
+            on = libc.getauxval(entry) >> bit & 1  # an int, whose bits are enough
+        else:
+            value, size = ctypes.c_int(), ctypes.c_size_t(4)
+            key = f"hw.optional.{apple}".encode()
+            libc.sysctlbyname(key, ctypes.byref(value), ctypes.byref(size), None, 0)
+            on = value.value
+        if on:
+            found.add(name)
+    return found
+
+
 def _features() -> set[str]:
     """The features that this host reports, by LLVM's names."""
+    if ARM and sys.platform in ("linux", "darwin"):
+        return _arm_features()
     # Linux knows what it has enabled as well as LLVM does, and need not be imported.
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:

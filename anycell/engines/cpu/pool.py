@@ -162,7 +162,7 @@ def _address(function: Any) -> int:
 
 
 def _compiled(sleep: _Sleep | None) -> jit.Library:
-    processor = "x86" if ir.X86 else "arm" if isa.ARM else "other"
+    processor = "x86" if ir.X86 else "arm" if ir.ARM else "other"
     waiting, waking = (sleep.waiting, sleep.waking) if sleep else ("", "")
     text = Template(_file("gang.ll") + _file(f"gang_{processor}.ll")).substitute(
         pause=_PAUSES[processor], spin=SPIN, wait=waiting, wake=waking
