@@ -381,6 +381,20 @@ def _dropped() -> Any:
 
 
 @needs_torch
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_steps_of_fused_optimizers(kind: str, taken: list[int]) -> None:
+    """Their kernels write in place, and autograd does not count it."""
+    layer, x = at.LSTM(3, 5, dtype=torch.float64).prepare(), torch.randn(2, 3).double()
+    optimizer = getattr(torch.optim, kind)(layer.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        layer(x[None])[0].sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert_close(layer.step(x)[0], layer(x[None])[0][0], "float64", "forward")
+    assert taken == [2, 2]
+
+
+@needs_torch
 def test_torch_weights_dropped_anew_in_each_step_of_training() -> None:
     layer, x = at.LSTM(3, 5), torch.randn(2, 3)
     torch.nn.utils.parametrize.register_parametrization(layer, "weight_ih_l0", _dropped())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anycell.layer.rounding import quantized
 from anycell.layer.stream import Stream
@@ -28,6 +30,8 @@ class Prepared:
         self.stamps: list[tuple[dict[str, Any], str, Tensor, int | None, int]] = []
         if module is None:
             return
+        _watch()
+        self.written = _WRITTEN[0]
         owners = list(module.modules())  # of a parametrised weight the originals lie in a child
         places = [d for owner in owners for d in (owner._parameters, owner._buffers)]
         for place in [*places, module.__dict__]:  # in the last, weights that are not parameters
@@ -58,7 +62,7 @@ class Prepared:
 
     def stale(self, module: Any) -> bool:
         """Whether cell or weights of the module are others by now, as far as torch can tell."""
-        if not self.stamps or module.cell is not self.cell:
+        if not self.stamps or module.cell is not self.cell or self.written is not _WRITTEN[0]:
             return True
         if self.mode is not None and self.mode is not module.training:
             return True
@@ -128,3 +132,18 @@ def elsewhere() -> bool:
 def _version(tensor: Tensor) -> int | None:
     """The number of writes that autograd has seen; None for what it does not count."""
     return None if tensor.is_inference() else tensor._version
+
+
+_WRITTEN = [object()]  # another after each step of an optimizer whose writes torch does not count
+
+
+@functools.cache
+def _watch() -> None:
+    """Has torch report, from now on, the steps of all optimizers."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Notes a step with ``fused=True``: autograd counts no write of these kernels."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        _WRITTEN[0] = object()
