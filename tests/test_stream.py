@@ -370,6 +370,24 @@ def test_torch_weights_that_change(taken: list[int]) -> None:
     assert right()
 
 
+@needs_torch
+def test_parametrisations_come_and_go(taken: list[int]) -> None:
+    """With the same original tensors."""
+    layer, x = at.GRU(3, 5, dtype=torch.float64).eval(), torch.randn(2, 3).double()
+    parametrize, given = torch.nn.utils.parametrize, ("weight_ih_l0", torch.nn.Softplus())
+    layer.prepare()
+    for change in (
+        lambda: parametrize.register_parametrization(layer, *given),
+        lambda: parametrize.register_parametrization(layer, *given),
+        lambda: layer.parametrizations.weight_ih_l0.__setitem__(0, torch.nn.Tanh()),
+        lambda: parametrize.remove_parametrizations(layer, "weight_ih_l0", False),
+    ):
+        change()
+        with torch.no_grad():
+            assert_close(layer.step(x)[0], layer(x[None])[0][0], "float64", "forward")
+        assert taken.pop() == 2
+
+
 def _dropped() -> Any:
     class Dropped(torch.nn.Module):
         """DropConnect: in training other weights in each call."""

@@ -32,15 +32,15 @@ class Prepared:
             return
         _watch()
         self.written = _WRITTEN[0]
-        owners = list(module.modules())  # of a parametrised weight the originals lie in a child
+        owners = _modules(module)  # of a parametrised weight the originals lie in a child
         places = [d for owner in owners for d in (owner._parameters, owner._buffers)]
         for place in [*places, module.__dict__]:  # in the last, weights that are not parameters
             for name, tensor in place.items():
                 if isinstance(tensor, Tensor):
                     self.stamps.append((place, name, tensor, _version(tensor), tensor.data_ptr()))
         self.cell = module.cell
-        # A parametrisation may be another in training.
-        self.mode: bool | None = module.training if len(owners) > 1 else None
+        # Where there are parametrisations: in training one may be another.
+        self.mode = (module.training, owners) if len(owners) > 1 else None
         weight = module.weight_ih_l0
         self.dtype: torch.dtype = module._like.dtype
         # In training: random masks of the cell, or a parametrisation that drops weights.
@@ -64,7 +64,7 @@ class Prepared:
         """Whether cell or weights of the module are others by now, as far as torch can tell."""
         if not self.stamps or module.cell is not self.cell or self.written is not _WRITTEN[0]:
             return True
-        if self.mode is not None and self.mode is not module.training:
+        if self.mode is not None and self.mode != (module.training, _modules(module)):
             return True
         for owner, name, tensor, version, address in self.stamps:
             if owner.get(name) is not tensor or tensor.data_ptr() != address:
@@ -127,6 +127,11 @@ def elsewhere() -> bool:
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
     )
+
+
+def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The module and those within it, one that is there twice twice, as parametrisations may be."""
+    return [each for _, each in module.named_modules(remove_duplicate=False)]
 
 
 def _version(tensor: Tensor) -> int | None:
