@@ -75,10 +75,10 @@ class Recurrent(Explained):
 
         ``step`` packs them anew by itself when a weight has been replaced, or written to in any way
         that autograd notices: by an optimizer, ``load_state_dict``, ``copy_``; and for another
-        ``cell``. A write in place through ``.data``, to a weight made in inference mode, or to an
-        attribute of a parametrisation goes unnoticed: call this again. Where the module has forward
-        hooks, as of ``weight_norm`` in its older form, or all modules have, and in training
-        parametrised weights, a step is an ordinary call.
+        ``cell``. A write in place through ``.data`` or ``torch.distributed``, to a weight made in
+        inference mode, or to an attribute of a parametrisation goes unnoticed: call this again.
+        Where the module has forward hooks, as of ``weight_norm`` in its older form, or all modules
+        have, and in training parametrised weights, a step is an ordinary call.
 
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.
