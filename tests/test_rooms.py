@@ -85,8 +85,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 @functools.cache
 def sources() -> dict[Path, list[tuple[int, str]]]:
-    """What each file of the package imports. Asked by tests alone: workers of pytest that run none
-    of them need not read the package."""
+    """What each file of the package imports, read by the first test that asks."""
     return {path: list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))}
 
 

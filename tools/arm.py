@@ -28,7 +28,6 @@ COMPILER = "ANYCELL_TEST_ARM_COMPILER"  # the host's Python, within the emulatio
 TESTS = ["tests/test_numpy.py", "-q", "-k", "not slopes"]
 TESTS += ["tests/test_cpu_math.py::test_dot", "tests/test_cpu_math.py::test_dot_of_pairs"]
 TESTS += ["tests/test_cpu_matmul.py::test_sizes_and_layouts"]
-TESTS += ["tests/test_cpu_runtime.py::test_products_of_arm"]
 TESTS += ["-m", "not slow and not more and not gpu"]
 
 

@@ -130,8 +130,8 @@ def elsewhere() -> bool:
 
 
 def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The module and those within it, one that is there twice twice, as parametrisations may be."""
-    return [each for _, each in module.named_modules(remove_duplicate=False)]
+    """The module and those within it; a parametrisation registered twice is listed twice."""
+    return [inner for _, inner in module.named_modules(remove_duplicate=False)]
 
 
 def _version(tensor: Tensor) -> int | None:

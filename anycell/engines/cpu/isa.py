@@ -46,14 +46,14 @@ if X86:
         TARGETS[_name] = dataclasses.replace(
             TARGETS["avx512vnni"], name=_name, tiles=_tiles, bfloat=_tiles == "amx"
         )
-if ARM:
-    TARGETS["neondot"] = dataclasses.replace(
-        TARGETS["generic"], name="neondot", dot="llvm.aarch64.neon.sdot.v4i32.v16i8"
-    )
-    TARGETS["neonbf16"] = dataclasses.replace(
-        TARGETS["generic"], name="neonbf16", dot="llvm.aarch64.neon.usdot.v4i32.v16i8",
-        pairs="llvm.aarch64.neon.bfdot.v4f32.v8bf16", bfloat=True,
-    )  # fmt: skip
+TARGETS["neondot"] = Target(
+    "neondot", bits=128, registers=32, fma=True, half=True, x86=False,
+    dot="llvm.aarch64.neon.sdot.v4i32.v16i8",
+)  # fmt: skip
+TARGETS["neonbf16"] = dataclasses.replace(
+    TARGETS["neondot"], name="neonbf16", dot="llvm.aarch64.neon.usdot.v4i32.v16i8",
+    pairs="llvm.aarch64.neon.bfdot.v4f32.v8bf16", bfloat=True,
+)  # fmt: skip
 # Only for those who ask: the emulation that tests run; and where Intel made the processor, products
 # of bfloat16 in pairs, which take twice as long there as those of float32 (on AMD's half as long).
 ASKED_FOR = ("amx-emulated", "avx512bf16") if X86 else ()
@@ -84,9 +84,8 @@ def _machine(cpu: str, needs: list[str], *more: str) -> Machine:
 
 
 _MACHINES = {"generic": _machine("x86-64" if X86 else "generic", ["neon"] if ARM else [])}
-if ARM:
-    _MACHINES["neondot"] = _machine("generic", ["neon", "dotprod"])
-    _MACHINES["neonbf16"] = _machine("generic", ["neon", "dotprod", "i8mm", "bf16"])
+_MACHINES["neondot"] = _machine("generic", ["neon", "dotprod"])
+_MACHINES["neonbf16"] = _machine("generic", ["neon", "dotprod", "i8mm", "bf16"])
 if X86:
     _MACHINES["avx2"] = _machine("x86-64-v3", _V3)
     # LLVM splits 512-bit vectors in two on the older cores unless it is told not to.
@@ -149,7 +148,7 @@ _ARM = [
 
 def _arm_features() -> set[str]:
     """The features that this host reports, of those of ``_ARM``."""
-    libc, found = ctypes.CDLL(None), set()
+    libc, names = ctypes.CDLL(None), set()
     for name, entry, bit, apple in _ARM:
         if sys.platform == "linux":
             on = libc.getauxval(entry) >> bit & 1  # an int, whose bits are enough
@@ -159,8 +158,8 @@ def _arm_features() -> set[str]:
             libc.sysctlbyname(key, ctypes.byref(value), ctypes.byref(size), None, 0)
             on = value.value
         if on:
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 def _features() -> set[str]:
