@@ -675,10 +675,15 @@ def test_examples_of_docstrings(name: str) -> None:
     assert not failed
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.PeepholeLSTM], ids=lambda cell: cell.name)
-def test_a_call_is_few_calls(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_few_calls(
+    cell: Any, threads: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """What a small layer takes follows from it."""
     monkeypatch.setattr(cpu.check, "ON", False)
+    request.addfinalizer(lambda: cpu.pool.set_threads(None))
+    cpu.pool.set_threads(threads)
     layer, x = an.RNN(cell, 32, 64), np.ones((20, 8, 32), np.float32)
     assert calls_of_ours(lambda: layer.forward(x)) <= 40
     d = np.ones((20, 8, 64), np.float32)

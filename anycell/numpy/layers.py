@@ -443,9 +443,10 @@ class RNN(Explained, Layer):
         cell, first = self.cell, (self.num_layers * (1 + self.bidirectional), rows)
         if given is not None:
             return check_states(check.NUMPY, name, given, cell, self.sizes, first, self)
-        starts = [s.initial if start is None else start for s in cell.states]
-        shapes = [(*first, self.sizes[s.size]) for s in cell.states]
-        return [np.full(*of, self.dtype) for of in zip(shapes, starts, strict=True)]
+        return [
+            np.full((*first, self.sizes[s.size]), s.initial if start is None else start, self.dtype)
+            for s in cell.states
+        ]
 
     def _sequences(self, given: Mapping[str, npt.ArrayLike], saved: _Saved) -> dict[str, Array]:
         """``grad_states`` by name, ``[T, B, D * size]``."""

@@ -238,13 +238,18 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Workers:
-    """Threads of our own, of one process."""
+    """Threads of our own, of one process.
+
+    Attributes:
+        threads: those that were started or that the system did not grant.
+        address: of their record.
+    """
 
     def __init__(self) -> None:
         self.pid, self._sleep = os.getpid(), _sleep()
         self._library = _compiled(self._sleep)
         self._work = self._library.function("worker")
-        self._threads: list[threading.Thread] = []  # those that the system did not grant, too
+        self.threads: list[threading.Thread] = []
         lines = np.zeros((MOST + 1) * 8 + 7, np.int64)
         self._lines = lines[-lines.ctypes.data // 8 % 8 :][: (MOST + 1) * 8].reshape(-1, 8)
         if self._sleep:
@@ -253,31 +258,29 @@ class _Workers:
         # Workers read the table until the process ends, and so after the interpreter has.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(lines))
         self._record = self.record("own", 0)
+        self.address = ctypes.addressof(self._record)
 
     def record(self, function: str, runtime: int) -> Any:
         """The four addresses that ``gang`` speaks of."""
         address = self._library.address(function)
         return (ctypes.c_int64 * 4)(address, self._table, runtime, yield_address())
 
-    def hire(self, count: int) -> int:
-        """Starts workers until there are ``count``, or as far as the system grants them; returns
-        the address of their record.
-        """
-        if count > len(self._threads) and self._sleep:
+    def hire(self, count: int) -> None:
+        """Starts workers until there are ``count``, or as far as the system grants them."""
+        if count > len(self.threads) and self._sleep:
             with jit.lock:  # no fork sees this half done
                 with contextlib.suppress(RuntimeError):  # no more threads to be had
-                    while len(self._threads) < count:
+                    while len(self.threads) < count:
                         # Daemons, for they never end; they hold no lock of Python's after this.
                         thread = threading.Thread(
                             target=self._work, args=(self._table,), name="anycell", daemon=True
                         )
-                        self._threads.append(thread)
+                        self.threads.append(thread)
                         thread.start()
-                started = sum(thread.ident is not None for thread in self._threads)
+                started = sum(thread.ident is not None for thread in self.threads)
                 until = time.monotonic() + PATIENCE
                 while self._lines[0, 3] < started and time.monotonic() < until:
                     time.sleep(1e-5)
-        return ctypes.addressof(self._record)
 
 
 class _Gangs(NamedTuple):
@@ -350,4 +353,7 @@ def gang(parts: int) -> int:
         gangs = _current()
     if gangs.openmp is not None:
         return ctypes.addressof(gangs.record)
-    return gangs.workers.hire(min(parts, MOST) - 1)
+    count = min(parts, MOST) - 1
+    if count > len(gangs.workers.threads):  # likewise
+        gangs.workers.hire(count)
+    return gangs.workers.address
