@@ -1,7 +1,7 @@
 # Every target builds the environment it needs: Python 3.10 or newer and make are enough.
 
 # To be set by the caller: the interpreter, test processes, and of test-all how many random cells it
-# builds and over how many days it spreads the largest grids of cases.
+# builds and over how many days it spreads them, and the cases of slow tests.
 PYTHON ?= python3
 JOBS   ?= 2
 CELLS  ?= 300
@@ -12,6 +12,7 @@ OLDEST := .venv-oldest
 TRITON := .venv-tritons
 RUN    := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n $(JOBS) --dist worksteal
+SPREAD := $(PYTEST) --days $(DAYS)
 FAST   := -m "not slow and not more and not gpu"
 NARROW := -m "not slow and not fixed_isa and not gpu"
 
@@ -53,7 +54,7 @@ test: $(VENV)/keras.stamp ## the fast tests, and a list of the 40 slowest
 test-all: export ANYCELL_CACHE_DIR := $(CURDIR)/out/test-kernels
 test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp $(VENV)/rl.stamp ## every test but those for a GPU, under every instruction set
 	rm -rf $(ANYCELL_CACHE_DIR)
-	$(PYTEST) -m "not gpu" --random-cells $(CELLS) --days $(DAYS) --edits 100
+	$(SPREAD) -m "not gpu" --random-cells $(CELLS) --edits 100
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
 	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW); done
 	case " $$($(RUN) -c "$(NARROWER)") " in *" avx2 "*) \
@@ -61,11 +62,11 @@ test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp $(VENV)/rl.stamp ## every te
 	set -e; untiled=$$($(RUN) -c "$(UNTILED)"); \
 	for isa in $$untiled; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW) tests/test_quantize.py \
 		tests/test_cpu_matmul.py tests/test_memory.py tests/test_engines.py tests/test_edited_weights.py; \
-	ANYCELL_ISA=$$isa $(PYTEST) tests/conformance -k "16_bits and (numpy or torch) and not keras"; done
-	for whose in ours host; do ANYCELL_MATMUL=$$whose $(PYTEST) tests/conformance tests/test_memory.py \
+	ANYCELL_ISA=$$isa $(SPREAD) tests/conformance -k "16_bits and (numpy or torch) and not keras"; done
+	for whose in ours host; do ANYCELL_MATMUL=$$whose $(SPREAD) tests/conformance tests/test_memory.py \
 		tests/test_layer_runtime.py tests/test_torch_operators.py -k "(numpy or torch) and not keras" || exit 1; done
-	KERAS_BACKEND=torch $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
-	KERAS_BACKEND=jax $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_jax.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
+	KERAS_BACKEND=torch $(SPREAD) -k keras tests/conformance tests/test_keras.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
+	KERAS_BACKEND=jax $(SPREAD) -k keras tests/conformance tests/test_keras.py tests/test_keras_jax.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
 	$(RUN) tools/run_keras_tests.py
 
 test-oldest: $(OLDEST)/stamp ## those of every frontend, on the oldest versions that it runs on (Python 3.10)

@@ -34,7 +34,7 @@ OPTIONS = {
     "random-cells": (5, "how many random cells the property test builds"),
     "random-calls": (40, "how many random calls of layers, in groups of a cell and dtype"),
     "edits": (30, "how many edits of weights are tried per layer"),
-    "days": (1, "spread the tests marked 'grid' over N days (1: run all now)"),
+    "days": (1, "spread slow cases, and those of grids, over N days (1: run all now)"),
     "day": (datetime.date.today().toordinal(), "which day's share of them"),
     "mutations": (100, "how many damaged files of a kind; 10 times as many where slow tests run"),
 }
@@ -50,13 +50,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     isa = os.environ.get("ANYCELL_ISA", "widest")
     seed, cells, day, days = map(config.getoption, ("seed", "random_cells", "day", "days"))
-    share = f"day {day} of every {days}" if days > 1 else "all of every grid"
+    share = f"day {day} of every {days}" if days > 1 else "all slow cases"
     return f"anycell: seed {seed}, {cells} random cells, {share}, instruction set: {isa}"
 
 
 # -- selection -----------------------------------------------------------------------------------
 def day_of(item: str, days: int) -> int:
-    """On which of ``days`` a case of a grid runs, by its name: so many days in a row run all."""
+    """On which of ``days`` a case runs, by its name: so many days in a row run all."""
     return zlib.crc32(item.encode()) % days
 
 
@@ -77,7 +77,7 @@ FIXED_ISA = {
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the tests of those files, and as slow the cases that are not of a sample; leaves out
-    the cases of grids that other days run.
+    what other days run: of a slow test with parameters, and of a grid, most cases.
     """
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
     for item in items:
@@ -93,7 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     day, days = map(config.getoption, ("day", "days"))
 
     def due(item: pytest.Item) -> bool:
-        return not item.get_closest_marker("grid") or day_of(item.name, days) == day % days
+        many = "[" in item.name and any(map(item.get_closest_marker, ("slow", "grid")))
+        return not many or day_of(item.name, days) == day % days
 
     config.hook.pytest_deselected(items=[item for item in items if not due(item)])
     items[:] = [item for item in items if due(item)]

@@ -180,7 +180,6 @@ def test_plainly(tier: int, exchange: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.grid
 @pytest.mark.parametrize(
     ("cell", "tier"),
     [(cell, tier) for cell in EVERY for tier in (3, 1)] + [(cell, 2) for cell in SHARED],
@@ -936,7 +935,6 @@ def test_kernels_compile_without_a_card() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.grid
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("cell", sorted(BUILT_IN))

@@ -57,6 +57,7 @@ def slope(problem: Problem, step: float, rng: np.random.Generator) -> tuple[floa
     return by_gradients, (ahead - behind) / (2 * step)
 
 
+@pytest.mark.grid
 def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(cell_seed)
     steps, rows, hidden = (int(rng.choice(n)) for n in ([1, 2, 5], [1, 3, 7], [6, 9, 18, 33]))

@@ -26,12 +26,16 @@ class Case:
 
     def __init__(self, name: str, file: str = "test_new.py", **marks: Any) -> None:
         self.name, self.path, self.marked = name, Path(file), list[str]()
-        self.get_closest_marker, self.add_marker = marks.get, self.marked.append
+        self.get_closest_marker, self.marks = marks.get, marks
+
+    def add_marker(self, name: str) -> None:
+        self.marked.append(name)
+        self.marks[name] = True
 
 
-def chosen(grid: bool, **options: int) -> list[str]:
+def chosen(names: list[str] = NAMES, *, marks: dict[str, Any], **options: int) -> list[str]:
     """The names of the cases that a run with these options keeps."""
-    return [case.name for case in selected(*(Case(n, grid=grid) for n in NAMES), **options)]
+    return [case.name for case in selected(*(Case(n, **marks) for n in names), **options)]
 
 
 def test_cases_behind_a_sample_are_slow() -> None:
@@ -54,17 +58,23 @@ def test_new_files_run_under_every_instruction_set() -> None:
 
 @pytest.mark.parametrize("days", [1, 2, 7])
 @pytest.mark.parametrize("first", [0, 739000])
-def test_days_in_a_row_run_every_case_once(days: int, first: int) -> None:
+@pytest.mark.parametrize("mark", ["slow", "grid", "sample"])
+def test_days_in_a_row_run_every_case_once(days: int, first: int, mark: str) -> None:
+    marks = {mark: SimpleNamespace(args=(0,), kwargs={})}
     ran = Counter(
-        name for day in range(first, first + days) for name in chosen(True, day=day, days=days)
+        name
+        for day in range(first, first + days)
+        for name in chosen(marks=marks, day=day, days=days)
     )
     assert ran == Counter(NAMES)
 
 
 def test_a_day_runs_about_its_share() -> None:
     for day in range(7):
-        assert 15 <= len(chosen(True, day=day, days=7)) <= 45
+        assert 15 <= len(chosen(marks={"slow": True}, day=day, days=7)) <= 45
 
 
 def test_other_tests_run_every_day() -> None:
-    assert chosen(False, day=3, days=7) == NAMES
+    assert chosen(marks={"more": True}, day=3, days=7) == NAMES
+    without = ["test_a_thing", "test_another"]
+    assert chosen(without, marks={"slow": True}, day=3, days=7) == without

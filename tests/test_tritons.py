@@ -449,7 +449,6 @@ def test_the_tools_run_under_each(
 
 
 @pytest.mark.slow
-@pytest.mark.grid
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
 @pytest.mark.parametrize("capability", [75, 120])
 def test_older_and_newer_cards(capability: int, cell: str) -> None:
