@@ -23,7 +23,7 @@ from anycell.engines.gpu.text import Printed, apart, keeps
 from anycell.lang.cell import Linear
 from anycell.layer import contract
 from anycell.layer.arguments import Direction, Entering, Factors, Kept, initial, reset_values
-from anycell.layer.schedule import Chunk, before, chunk_steps, chunks, segment_steps
+from anycell.layer.schedule import chunk_steps, segment_steps
 from anycell.layer.signature import of_a_matmul
 from anycell.layer.sums import Sums, finished, leaving
 from anycell.plan import Options, Plan
@@ -217,6 +217,17 @@ def backward(
     return leaving(host.empty, given.directions, dx, gradients)
 
 
+class _Chunk(NamedTuple):
+    """A chunk of one direction: it has the times from ``begin`` to before ``end``, runs that of
+    ``time`` first, and goes the way of ``sign``.
+    """
+
+    begin: int
+    end: int
+    time: int
+    sign: int
+
+
 class _Memory(NamedTuple):
     """Memory of a direction: its states, and the values that the backward pass reads.
 
@@ -224,8 +235,6 @@ class _Memory(NamedTuple):
         hidden: the first state, from ``column`` on: the other direction's may be beside it.
         states, values: of one direction, as in ``Kept``.
         first: the earliest time that all these are of.
-        steps: of the whole sequence.
-        names: of all states.
     """
 
     hidden: Array
@@ -233,24 +242,6 @@ class _Memory(NamedTuple):
     states: Sequence[Array | None]
     values: Array | None
     first: int
-    steps: int
-    reverse: bool
-    names: tuple[str, ...]
-
-    def slot(self, i: int, done: int) -> int:
-        """The slot of state i after ``done`` steps."""
-        return (self.steps + (i == 0) - done if self.reverse else done) - self.first
-
-    def spans(self, chunk: Chunk) -> dict[str, Span]:
-        """The states before each step of a chunk, and what is saved of the step."""
-        done = self.steps - 1 - chunk.time if self.reverse else chunk.time
-        found = {"hidden": Span(self.hidden, self.slot(0, done), chunk.sign, self.column)}
-        for i, (name, sequence) in enumerate(zip(self.names, self.states, strict=True)):
-            if sequence is not None:
-                found[f"sequence {name}"] = Span(sequence, self.slot(i, done), chunk.sign)
-        if self.values is not None:
-            found["saved"] = Span(self.values, chunk.time - self.first, chunk.sign)
-        return found
 
 
 class _Run:
@@ -279,18 +270,41 @@ class _Run:
         self.turn = 0  # of buffers that take turns
         self.done = 0  # steps by which programs that wait for one another have counted
 
-    def chunks(self, begin: int, end: int) -> Iterator[Chunk]:
-        """The chunks between two numbers of steps of the direction."""
-        backward, steps = self.variant.backward, self.steps
-        for done, count in chunks(begin, end, self.chunk, steps, backward):
-            yield Chunk.of(self.reverse is not backward, steps, done, count)
+    def chunks(self, begin: int, end: int) -> Iterator[_Chunk]:
+        """The chunks between two numbers of steps of the direction. The backward pass has the same,
+        the last one first, with or without checkpoints: so sums have the same bits.
+        """
+        starts, backward = range(begin, end, self.chunk), self.variant.backward
+        for done in reversed(starts) if backward else starts:
+            count = min(self.chunk, end - done)
+            first = self.steps - done - count if self.reverse else done
+            if self.reverse is backward:
+                yield _Chunk(first, first + count, first, 1)
+            else:
+                yield _Chunk(first, first + count, first + count - 1, -1)
 
-    def over(self, array: Array, chunk: Chunk) -> Span:
+    def slot(self, memory: _Memory, i: int, done: int) -> int:
+        """The slot of state i after ``done`` steps."""
+        return (self.steps + (i == 0) - done if self.reverse else done) - memory.first
+
+    def spans(self, memory: _Memory, chunk: _Chunk) -> dict[str, Span]:
+        """The states before each step of a chunk, and what is saved of the step."""
+        done = self.steps - 1 - chunk.time if self.reverse else chunk.time
+        hidden = Span(memory.hidden, self.slot(memory, 0, done), chunk.sign, memory.column)
+        found = {"hidden": hidden}
+        for i, (name, states) in enumerate(zip(self.cell.state_names, memory.states, strict=True)):
+            if states is not None:
+                found[f"sequence {name}"] = Span(states, self.slot(memory, i, done), chunk.sign)
+        if memory.values is not None:
+            found["saved"] = Span(memory.values, chunk.time - memory.first, chunk.sign)
+        return found
+
+    def over(self, array: Array, chunk: _Chunk) -> Span:
         """This direction's columns of an array of all times, or of one for all of them."""
         every = array.shape[0] == self.steps
         return Span(array, every * chunk.time, every * chunk.sign, self.d * self.widths[0])
 
-    def run(self, chunk: Chunk, spans: dict[str, Span]) -> None:
+    def run(self, chunk: _Chunk, spans: dict[str, Span]) -> None:
         """The kernels, over the steps of a chunk."""
         time, sign, options = chunk.time, chunk.sign, self.options
         flags = {"mask": self.given.mask, "resets": self.given.resets}
@@ -355,10 +369,7 @@ class _Forward(_Run):
         first = self.steps - end if self.reverse else begin
         hidden = self.hidden[first:] if self.whole else self.hidden
         column = self.d * self.widths[0] if self.whole else 0
-        return _Memory(
-            hidden, column, self.states, self.kept, first, self.steps, self.reverse,
-            self.cell.state_names,
-        )  # fmt: skip
+        return _Memory(hidden, column, self.states, self.kept, first)
 
     def advance(
         self, begin: int, end: int, states: Sequence[Array | float], out: Array
@@ -370,9 +381,9 @@ class _Forward(_Run):
             self.values[f"work{i}"][self.turn & 1] = state
             sequence = memory.states[i]
             if sequence is not None:
-                sequence[memory.slot(i, begin)] = state
+                sequence[self.slot(memory, i, begin)] = state
         for chunk in self.chunks(begin, end):
-            spans = memory.spans(chunk)
+            spans = self.spans(memory, chunk)
             spans["gates"] = Span(self.x, chunk.time, chunk.sign)
             if self.projected is not None:
                 count = chunk.end - chunk.begin
@@ -388,8 +399,8 @@ class _Forward(_Run):
 
     def _hidden(self, memory: _Memory, done: int) -> Array:
         """The first state after ``done`` steps."""
-        columns = slice(memory.column, memory.column + self.widths[0])
-        return memory.hidden[memory.slot(0, done), :, columns]
+        slot = self.slot(memory, 0, done)
+        return Span(memory.hidden, slot, 1, memory.column).at(0, self.widths[0])
 
 
 class _Backward(_Run):
@@ -430,8 +441,7 @@ class _Backward(_Run):
         kept, d, first, steps = self.kept, self.d, self.widths[0], self.steps
         segment = self.call.segment
         if segment == steps:
-            sequences = kept.hidden, d * first, kept.states[d], kept.values[d]
-            yield 0, steps, _Memory(*sequences, 0, steps, self.reverse, self.cell.state_names)
+            yield 0, steps, _Memory(kept.hidden, d * first, kept.states[d], kept.values[d], 0)
             return
         again = _Forward(self.call, d, segment, True, None)
         nowhere = self.host.empty((1, *kept.hidden.shape[1:]))
@@ -446,7 +456,7 @@ class _Backward(_Run):
         """
         host = self.host
         for chunk in self.chunks(begin, end):
-            spans = memory.spans(chunk)
+            spans = self.spans(memory, chunk)
             for name in set(spans) - {"saved"}:  # from a state before a step to that after it
                 self.values[f"{name}__next"] = -chunk.sign * host.strides(spans[name].array)[0]
             time = chunk.time - chunk.begin
@@ -460,17 +470,15 @@ class _Backward(_Run):
             if dg is None:
                 dg = dx[chunk.begin : chunk.end].reshape(rows, self.width)
             if self.need:
-                columns = slice(memory.column, memory.column + self.widths[0])
-                hidden = before(memory.hidden, chunk, memory.reverse, memory.first)[:, :, columns]
+                width = self.widths[0]
+                hidden = spans["hidden"].over(0, chunk.end - chunk.begin, width)
                 factors = [self._factors(l.name, rows) for l in self.cell.linears]
-                self.sums.add(
-                    dg, self._input(chunk, rows), hidden.reshape(rows, self.widths[0]), factors
-                )
+                self.sums.add(dg, self._input(chunk, rows), hidden.reshape(rows, width), factors)
             if self.given.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
                 (host.matmul_add if self.d else host.matmul)(dg, self.w["weight_ih"], into)
 
-    def _input(self, chunk: Chunk, rows: int) -> Array:
+    def _input(self, chunk: _Chunk, rows: int) -> Array:
         """The rows of the input of a chunk."""
         x, mask = self.x[chunk.begin : chunk.end], self.given.mask
         if mask is not None:
