@@ -551,7 +551,7 @@ def _gate_values(cell: Cell, new: Mapping[Expr, str]) -> Names:
 
 def _reached(roots: Iterable[Expr], stop: Mapping[Expr, Any]) -> dict[Expr, None]:
     """The nodes under ``roots``, none beneath ``stop``."""
-    return dict.fromkeys(topological(roots, stop))
+    return dict.fromkeys(topological(roots, stop.__contains__))
 
 
 def _varies(node: Expr) -> bool:

@@ -15,7 +15,7 @@ import functools
 import keyword
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -287,7 +287,7 @@ class Text:
     def evaluate(self, roots: Iterable[Expr], labels: Mapping[Expr, str] | None = None) -> None:
         """Prints what the roots need; each then has a name in ``names``."""
         roots, labels = list(roots), labels or {}
-        order = topological(roots, Where(self.is_leaf))
+        order = topological(roots, self.is_leaf)
         wanted = set(roots)
         uses = dict.fromkeys(order, 0)
         for node in order:
@@ -613,16 +613,6 @@ def keeps(plan: Plan, variant: Variant, i: int) -> bool:
 def symbol(name: str) -> str:
     """The name of an array as Python and C know names."""
     return re.sub(r"\W", "_", name)
-
-
-class Where:
-    """A container of all expressions that a condition holds for."""
-
-    def __init__(self, condition: Callable[[Expr], bool]) -> None:
-        self.condition = condition
-
-    def __contains__(self, node: object) -> bool:
-        return isinstance(node, Expr) and self.condition(node)
 
 
 def gate_of(node: Expr) -> str | None:
