@@ -596,6 +596,3 @@ def _wrap(text: str, width: int = _WIDTH - 4) -> list[str]:
     """Breaks at spaces; what follows the first line is indented."""
     whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.wrap(text, width, subsequent_indent="    ", **whole)
-
-
-__all__ = ["Explanation", "explain"]

@@ -262,6 +262,3 @@ def _check(layer: Any, readout: Any) -> None:
     if not isinstance(readout, keras.layers.Dense) or readout.activation is not linear:
         hint = "It is fed back as it is."
         refuse("readout", str(readout), "keras.layers.Dense without activation", hint)
-
-
-__all__ = ["Feedback"]

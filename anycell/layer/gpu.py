@@ -586,6 +586,3 @@ def _row_blocks(kernels: Kernels, batch: int) -> int:
     # Of several kernels, the one that writes results of that size.
     rows = next(k.tile[0] for k in last if k.size == "H" or len(last) == 1)
     return -(-batch // rows)
-
-
-__all__ = ["backward", "forward", "keeps_state"]

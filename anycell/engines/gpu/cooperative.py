@@ -519,6 +519,3 @@ class _Slice(Loop):
         self.say("if alive == 0:")
         with self.indented():
             self.say(f"tl.store({trouble}, 1)")
-
-
-__all__ = ["Slice", "print_cooperative", "refusal"]

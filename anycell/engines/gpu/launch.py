@@ -211,6 +211,3 @@ def _loaded(
             raise Refused(printed, f"{what} failed (CUDA_ERROR_INVALID_VALUE)")
         _check(result, what)
     return binary, handle
-
-
-__all__ = ["Launch", "limits", "missing"]

@@ -176,6 +176,3 @@ def run_plainly(kernels: Step, work: Work) -> None:
     steps.load(work, table)
     steps.run(work.steps)
     steps.close(work.steps)
-
-
-__all__ = ["BLOCKS", "Arguments", "Steps", "arguments", "run_plainly"]
