@@ -190,19 +190,16 @@ def initial(plan: Plan, w: Direction) -> list[Array | float]:
 
 
 def reset_values(
-    empty: Callable[[tuple[int, ...]], Array],
-    plan: Plan,
-    w: Direction,
-    wide: Callable[[tuple[int, ...]], Array] | None = None,
+    empty: Callable[[tuple[int, ...]], Array], plan: Plan, w: Direction
 ) -> list[Array]:
     """Returns the values that resets restore, ``[size]`` or ``[B, size]`` per state: as given, else
-    as declared; ``wide`` makes arrays for states but the first, where these are wider.
+    as declared.
     """
     values = []
-    for i, state in enumerate(plan.cell.states):
+    for state in plan.cell.states:
         value = w.get(f"reset_state {state.name}")
         if value is None:
-            value = (wide if i and wide else empty)((plan.sizes[state.size],))
+            value = empty((plan.sizes[state.size],))
             value[:] = state.initial
         values.append(value)
     return values

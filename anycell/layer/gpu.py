@@ -259,7 +259,7 @@ class _Run:
         self.choice, self.kernels = call.kernels(self.variant)
         self.matrices = [_used(host, plan, l, self.w[l.weight]) for l in plan.cell.linears]
         if backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
-            self.matrices = [host.rounded(host.turned(matrix)) for matrix in self.matrices]
+            self.matrices = [host.rounded(matrix.mT) for matrix in self.matrices]
         self.values = _constants(host, plan, self.w)
         self.values |= _exchange(host, plan, self.kernels, self.batch)
         if given.resets is not None:
@@ -389,7 +389,7 @@ class _Forward(_Run):
                 count = chunk.end - chunk.begin
                 rows = self.x[chunk.begin : chunk.end].reshape(count * self.batch, self.x.shape[2])
                 into = self.projected[:count].reshape(count * self.batch, self.width)
-                host.matmul(rows, host.turned(self.w["weight_ih"]), into)
+                host.matmul(rows, self.w["weight_ih"].mT, into)
                 spans["gates"] = Span(self.projected, chunk.time - chunk.begin, chunk.sign)
             if self.variant.apart:
                 spans["out"] = self.over(out, chunk)
@@ -533,7 +533,7 @@ class _DeviceSums(Sums):
         host, out = self.host, d.shape[1] // heads
         blocks = weight.reshape(heads, -1, weight.shape[-1])[:, first : first + out]
         one, parts = (host.by_head(a.reshape(-1, 1, a.shape[1]), heads) for a in (d, operand))
-        host.matmul_add(host.turned(one), parts, blocks)
+        host.matmul_add(one.mT, parts, blocks)
 
     def add_rows(self, d: Array, vector: Array) -> None:
         vector += self.host.summed(d)
