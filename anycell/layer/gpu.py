@@ -54,39 +54,6 @@ class _Call(NamedTuple):
         steps, batch = self.given.x.shape[:2]
         return segment_steps(self.options.checkpoint, steps, _chunk(self.plan, steps, batch))
 
-    def variant(self, d: int, backward: bool, keep: bool) -> Variant:
-        """The variant of the kernels of a direction."""
-        cell, given, w = self.plan.cell, self.given, self.given.directions[d]
-        return Variant(
-            backward=backward,
-            mask=given.mask is not None,
-            resets=given.resets is not None,
-            draw=self.options.training and bool(cell.keeps),
-            keep=keep,
-            input_bias="bias_ih" in w and not backward,
-            biases=tuple(l.bias_name in w and not backward for l in cell.linears),
-            by_data=self.host.exchange == "data",
-            options=self.options.printed(given.mask is not None),
-        )
-
-    def choices(self, backward: bool) -> tuple[capacity.Choice, ...]:
-        """The choices that may run a pass, the best first."""
-        host, batch = self.host, self.given.x.shape[1]
-        return capacity.choices(self.plan, host.limits, backward, host.tier, batch, host.tf32)
-
-    def kernels(self, variant: Variant) -> tuple[capacity.Choice, Kernels]:
-        """The best choice that the device has not refused, and its kernels."""
-        host, plan, batch = self.host, self.plan, self.given.x.shape[1]
-        for choice in self.choices(variant.backward):
-            kernels = _printed(plan, variant, choice)
-            if not isinstance(kernels, Printed):
-                return choice, kernels
-            programs = math.prod(gpu.grid(kernels, plan, batch))
-            if not refusals.refuses(host.limits, kernels, programs):
-                return choice, kernels
-        refused = "; ".join(map(str, refusals.of_plan(plan)))
-        raise RuntimeError(f"tier={host.tier} cannot run cell {plan.cell.name} here: {refused}.")
-
 
 class _Again(Exception):
     """The device has refused a kernel: the next choice takes its place."""
@@ -250,13 +217,17 @@ class _Run:
     def __init__(self, call: _Call, d: int, backward: bool, keep: bool = False) -> None:
         self.call, self.d, (host, plan, given, options) = call, d, call
         self.host, self.plan, self.given, self.options = host, plan, given, options
-        self.variant = call.variant(d, backward, keep)
         self.w, self.cell, self.reverse = given.directions[d], plan.cell, options.reverse[d]
         self.x, (self.steps, self.batch) = given.x, given.x.shape[:2]
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
         self.chunk = _chunk(plan, self.steps, self.batch)
-        self.choice, self.kernels = call.kernels(self.variant)
+        self.variant = self._variant(backward, keep)
+        # Those that may run the pass, the best first.
+        self.choices = capacity.choices(
+            plan, host.limits, backward, host.tier, self.batch, host.tf32
+        )
+        self.choice, self.kernels = self._kernels()
         self.matrices = [_used(host, plan, l, self.w[l.weight]) for l in plan.cell.linears]
         if backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
             self.matrices = [host.rounded(matrix.mT) for matrix in self.matrices]
@@ -269,6 +240,34 @@ class _Run:
                 self.values |= {f"reset_state {name}": value, f"reset_state {name}__b": row}
         self.turn = 0  # of buffers that take turns
         self.done = 0  # steps by which programs that wait for one another have counted
+
+    def _variant(self, backward: bool, keep: bool) -> Variant:
+        """The variant of the kernels."""
+        cell, given, w = self.cell, self.given, self.w
+        return Variant(
+            backward=backward,
+            mask=given.mask is not None,
+            resets=given.resets is not None,
+            draw=self.options.training and bool(cell.keeps),
+            keep=keep,
+            input_bias="bias_ih" in w and not backward,
+            biases=tuple(l.bias_name in w and not backward for l in cell.linears),
+            by_data=self.host.exchange == "data",
+            options=self.options.printed(given.mask is not None),
+        )
+
+    def _kernels(self) -> tuple[capacity.Choice, Kernels]:
+        """The best choice that the device has not refused, and its kernels."""
+        host, plan = self.host, self.plan
+        for choice in self.choices:
+            kernels = _printed(plan, self.variant, choice)
+            if not isinstance(kernels, Printed):
+                return choice, kernels
+            programs = math.prod(gpu.grid(kernels, plan, self.batch))
+            if not refusals.refuses(host.limits, kernels, programs):
+                return choice, kernels
+        refused = "; ".join(map(str, refusals.of_plan(plan)))
+        raise RuntimeError(f"tier={host.tier} cannot run cell {plan.cell.name} here: {refused}.")
 
     def chunks(self, begin: int, end: int) -> Iterator[_Chunk]:
         """The chunks between two numbers of steps of the direction. The backward pass has the same,
@@ -331,8 +330,7 @@ class _Run:
         limits = self.host.limits
         if limits is None or not isinstance(self.kernels, Printed):
             raise refused
-        choices = self.call.choices(self.variant.backward)
-        rest = choices[choices.index(self.choice) + 1 :]
+        rest = self.choices[self.choices.index(self.choice) + 1 :]
         about = self.plan, self.variant, self.choice, rest[0] if rest else None
         refusals.remember(
             self.kernels, refusals.Refusal(limits, *about, refused.why, refused.programs)
