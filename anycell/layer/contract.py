@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from anycell.layer.arguments import Array, Arrays, Direction, Entering, Host, Kept
+from anycell.layer.checks import refuse
 from anycell.layer.signature import (
     ANY,
     DENSE,
@@ -278,17 +279,13 @@ def _fit(
 ) -> Array:
     """The array, or a copy where strides or alignment do not fit."""
     if array is None or array.shape != shape:
-        raise ValueError(
-            f"{name}: given {'nothing' if array is None else f'shape {tuple(array.shape)}'}; "
-            f"expected {tuple(shape)}, from the sizes of the layer and the input. "
-            "Pass an array of that shape."
-        )
+        given = "nothing" if array is None else f"shape {tuple(array.shape)}"
+        expected = f"{tuple(shape)}, from the sizes of the layer and the input"
+        refuse(name, given, expected, "Pass an array of that shape.")
     fitted = host.fit(array, layout, wide)
     if fitted is None:
-        raise TypeError(
-            f"{name}: given {_kind(array)}; expected {host.dtype}, as the plan of the layer, "
-            "and on its device. Convert the array."
-        )
+        expected = f"{host.dtype}, as the plan of the layer, and on its device"
+        refuse(name, _kind(array), expected, "Convert the array.", TypeError)
     return fitted
 
 
@@ -312,5 +309,5 @@ def _kind(array: Array) -> str:
 def _all(name: str, values: Sequence[Any], declared: Sequence[Any]) -> Sequence[Any]:
     """``values``, if there is one for each that the cell declares."""
     if len(values) != len(declared):
-        raise ValueError(f"{name}: given {len(values)}; expected {len(declared)}, as the cell has.")
+        refuse(name, f"{len(values)}", f"{len(declared)}, as the cell has")
     return values
