@@ -31,17 +31,7 @@ from typing import Any, cast
 
 from anycell.layer.arguments import Array, Arrays, Direction, Entering, Host, Kept
 from anycell.layer.checks import refuse
-from anycell.layer.signature import (
-    ANY,
-    DENSE,
-    ENDS,
-    FLAGS,
-    ROWS,
-    Shape,
-    direction,
-    learned,
-    states,
-)
+from anycell.layer.signature import ANY, DENSE, ENDS, FLAGS, ROWS, Shape, direction, learned, states
 from anycell.plan import Options, Plan, recurrent_masks
 
 # -- the calls -------------------------------------------------------------------------------------
@@ -270,12 +260,7 @@ def kept_shapes(
 
 
 def _fit(
-    host: Arrays,
-    name: str,
-    array: Array | None,
-    shape: Shape,
-    layout: int,
-    wide: bool = False,
+    host: Arrays, name: str, array: Array | None, shape: Shape, layout: int, wide: bool = False
 ) -> Array:
     """The array, or a copy where strides or alignment do not fit."""
     if array is None or array.shape != shape:

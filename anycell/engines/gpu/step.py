@@ -364,10 +364,8 @@ class _Kernel(Text):
     def load_preact(self, node: Expr) -> tuple[str, str]:
         """A gate's input projection and its part of the recurrent matmul."""
         gate = node.attrs[1]
-        x, r = (
-            self.assign(*self.load_x(Expr("x", (), (gate,)))),
-            self.assign(*self.load_linear(node)),
-        )
+        x = self.assign(*self.load_x(Expr("x", (), (gate,))))
+        r = self.assign(*self.load_linear(node))
         return f"a_{gate}", f"{x} + {r}"
 
     # -- backward --------------------------------------------------------------------------------
