@@ -29,9 +29,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from anycell.layer.arguments import Array, Arrays, Direction, Entering, Host, Kept
+from anycell.layer.arguments import Array, Arrays, Direction, Host, Kept
 from anycell.layer.checks import refuse
-from anycell.layer.signature import ANY, DENSE, ENDS, FLAGS, ROWS, Shape, direction, learned, states
+from anycell.layer.signature import ANY, DENSE, ENDS, FLAGS, ROWS, Shape, learned, states
 from anycell.plan import Options, Plan, recurrent_masks
 
 # -- the calls -------------------------------------------------------------------------------------
@@ -70,15 +70,6 @@ def fit(
         # What lies under a mask never matters, a reset no more than an input.
         fitted["resets"] = fitted["resets"] & fitted["mask"]
     return fitted, key
-
-
-def entering(
-    host: Arrays, plan: Plan, arrays: Mapping[str, Array], options: Options, read: bool = True
-) -> Entering:
-    """``fit``, direction by direction."""
-    fitted, _ = fit(host, plan, arrays, options, read)
-    directions = [direction(plan, fitted, d) for d in range(len(options.reverse))]
-    return Entering(fitted["x"], fitted.get("mask"), fitted.get("resets"), directions)
 
 
 _MOST = 1024  # sets of layouts that are known at most
@@ -137,7 +128,7 @@ def weights(
         end: of the names in ``arrays``.
 
     Raises:
-        ValueError, TypeError: as ``entering``.
+        ValueError, TypeError: as ``fit``.
     """
     direction: Direction = {}
     width = None if arrays.get(f"weight_ih{end}") is None else inputs
@@ -176,7 +167,7 @@ def arriving(
         "d_sequence c", as far as they are there, and how they lie: something to look up.
 
     Raises:
-        ValueError, TypeError: as ``entering``.
+        ValueError, TypeError: as ``fit``.
     """
     steps, batch, _ = shape
     sizes, borders, directions = states(plan), segment < steps, len(reverse)
