@@ -141,12 +141,12 @@ def project(run: Run) -> None:
     """Has the gates of each chunk projected, where the kernel does not multiply the input."""
     plan, x, form = run.plan, run.x, run.form
     if form.inputs:
-        run.place("input", x, axes=2)
+        run.place("input", x)
         return
     width = len(plan.cell.gates) * plan.hidden_size
     for d, w in enumerate(run.directions):
         if not run.projects:
-            run.place_steps(d, "gates", x, *x.strides[:2])
+            run.place_of(d, {"gates": x})
             continue
         gates = run.rows(width, wide=True)
         run.place_rows(d, "gates", gates)
