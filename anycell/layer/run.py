@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
 from anycell.layer.arguments import Host, Kept
-from anycell.layer.form import WORTH_A_THREAD, form_of, slot_bytes
+from anycell.layer.form import WORTH_A_THREAD, form_of
 from anycell.layer.products import kind_of
 from anycell.layer.recipe import CHUNK, Recipe, View
 from anycell.layer.schedule import segment_steps
@@ -140,11 +140,6 @@ class Run:
         """Sets those of a buffer of the rows of a chunk."""
         row, _ = rows.strides
         self.place_of(d, {name: rows._replace(strides=(self.batch * row, row))})
-
-    def place_slots(self, d: int, name: str, size: int) -> None:
-        """Memory for a state whose sequence nobody reads: two slots, which take turns."""
-        slots = self.recipe.buffer((slot_bytes(self.plan, self.batch, size),), 1)
-        self.place_of(d, {f"sequence {name}": slots})
 
     def place_kept(self, kept: Kept) -> None:
         """Says where the sequences of states lie, and the values that are saved."""
