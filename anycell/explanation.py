@@ -551,7 +551,7 @@ def _gate_values(cell: Cell, new: Mapping[Expr, str]) -> Names:
 
 def _reached(roots: Iterable[Expr], stop: Mapping[Expr, Any]) -> dict[Expr, None]:
     """The nodes under ``roots``, none beneath ``stop``."""
-    return dict.fromkeys(topological(roots, stop))
+    return dict.fromkeys(topological(roots, stop.__contains__))
 
 
 def _varies(node: Expr) -> bool:
@@ -596,6 +596,3 @@ def _wrap(text: str, width: int = _WIDTH - 4) -> list[str]:
     """Breaks at spaces; what follows the first line is indented."""
     whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.wrap(text, width, subsequent_indent="    ", **whole)
-
-
-__all__ = ["Explanation", "explain"]

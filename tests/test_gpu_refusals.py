@@ -164,13 +164,13 @@ class Launches:
         self.ran: set[str] = set()
         run = Launch._interpret
 
-        def start(launch: Launch) -> None:
+        def start(launch: Launch, t: int) -> None:
             kind = launch.printed.name
             if refuse(launch):
                 self.refused.append(kind)
                 raise Refused(launch.printed, "the test says so")
             self.ran.add(kind)
-            run(launch)
+            run(launch, t)
 
         monkeypatch.setattr(Launch, "_interpret", start)
 

@@ -27,21 +27,9 @@ from anycell.keras.quantized import Quantized
 from anycell.keras.rule import step_by_step
 
 __all__ = [
-    "GRU",
-    "LSTM",
-    "RNN",
-    "Feedback",
-    "GRUCell",
-    "LSTMCell",
-    "Quantized",
-    "RNNCell",
-    "SimpleRNN",
-    "SimpleRNNCell",
-    "accelerate",
-    "recurrent_layers",
-    "restore",
-    "step_by_step",
-]
+    "GRU", "LSTM", "RNN", "Feedback", "GRUCell", "LSTMCell", "Quantized", "RNNCell", "SimpleRNN",
+    "SimpleRNNCell", "accelerate", "recurrent_layers", "restore", "step_by_step",
+]  # fmt: skip
 __all__ += named.__all__
 
 

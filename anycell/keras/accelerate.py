@@ -14,7 +14,7 @@ from keras.src.saving import object_registration  # the name of a class has no p
 from anycell.explanation import Found
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
-from anycell.keras.layers import GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed
+from anycell.keras.layers import CALLS, GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed
 
 Model = TypeVar("Model", bound=keras.layers.Layer)
 _SWAPS: dict[type[keras.layers.RNN], type[Fused]] = {
@@ -24,13 +24,7 @@ _SWAPS: dict[type[keras.layers.RNN], type[Fused]] = {
     keras.layers.RNN: OfCell,
 }
 _BACK: dict[type, type[keras.layers.RNN]] = {ours: kind for kind, ours in _SWAPS.items()}
-_CELLS = (
-    keras.layers.LSTMCell,
-    keras.layers.GRUCell,
-    keras.layers.SimpleRNNCell,
-    keras.layers.StackedRNNCells,
-    RNNCell,
-)
+_CELLS = (*CALLS, keras.layers.StackedRNNCells)
 # What a subclass may have of its own, and yet be run as its parent is.
 _HARMLESS = {"__init__", "get_config", "from_config", "__doc__", "__module__", "__qualname__"}
 _HARMLESS |= {"__annotations__", "__firstlineno__", "__static_attributes__"}

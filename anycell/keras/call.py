@@ -111,10 +111,8 @@ def named_states(cell: Cell, states: Sequence[Tensor]) -> dict[str, Tensor]:
         ValueError: for another number of them.
     """
     if len(states) != len(cell.states):
-        raise ValueError(
-            f"initial_state: given {len(states)} tensor(s); expected {len(cell.states)}. Pass "
-            f"a list of the states of {cell.name}: {', '.join(cell.state_names)}."
-        )
+        hint = f"Pass a list of the states of {cell.name}: {', '.join(cell.state_names)}."
+        refuse("initial_state", f"{len(states)} tensor(s)", f"{len(cell.states)}", hint)
     return dict(zip(state_names("state", cell), states, strict=True))
 
 
@@ -127,10 +125,8 @@ def expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str
         return
     pairs = zip(sizes, expected, strict=False)
     if len(sizes) != len(expected) or any(None not in (g, e) and g != e for g, e in pairs):
-        raise ValueError(
-            f"{name}: given shape {sizes}; expected {expected}, that is [{meaning}] of this call. "
-            "Pass a tensor of that shape."
-        )
+        wanted = f"{expected}, that is [{meaning}] of this call"
+        refuse(name, f"shape {sizes}", wanted, "Pass a tensor of that shape.")
 
 
 def lowered(call: Call, arrays: Arrays) -> tuple[Call, dict[str, Tensor]]:

@@ -15,7 +15,7 @@ from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.composite import composite
 from anycell.lang.cell import Cell
 from anycell.lang.transform import LowRank, low_rank
-from anycell.layer.checks import check_cell, check_sizes, declared_sizes
+from anycell.layer.checks import check_cell, check_sizes, declared_sizes, refuse
 from anycell.plan import Call, Options
 
 if TYPE_CHECKING:
@@ -256,10 +256,9 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
             if isinstance(inputs, jax.core.Tracer) and (drops or self.cell.keeps):
                 obstacle = "random masks within a compiled loop of JAX, which lets out no seed"
         if obstacle is not None:
-            raise NotImplementedError(
-                f"{self.name}: given {obstacle}; expected none in training one step at a time, as "
-                "in keras.layers.RNN. Use anycell.keras.RNN, which draws before its loop."
-            )
+            expected = "none in training one step at a time, as in keras.layers.RNN"
+            hint = "Use anycell.keras.RNN, which draws before its loop."
+            refuse(self.name, obstacle, expected, hint, NotImplementedError)
 
     def get_initial_state(self, batch_size: Any = None) -> list[Tensor]:
         """The values that the cell declares, ``[B, size]`` each."""

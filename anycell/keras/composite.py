@@ -153,10 +153,8 @@ class _Step(reference.Recurrence):
         linear = self._matmul(name)
         if name not in self.products:
             operand = self._rows(values[linear.operand], linear.in_size)
-            product, bias = (
-                ops.matmul(operand, self.kernels[name]),
-                self.weights.get(linear.bias_name),
-            )
+            product = ops.matmul(operand, self.kernels[name])
+            bias = self.weights.get(linear.bias_name)
             self.products[name] = product if bias is None else product + bias
         return self.products[name][:, self._span(linear, output)]
 

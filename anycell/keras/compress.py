@@ -17,6 +17,7 @@ from anycell.keras.cell import RNNCell
 from anycell.keras.layers import RNN, Fused
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
+from anycell.layer.checks import refuse
 from anycell.layer.signature import ENDS, place
 from anycell.layer.view import View, check_optimizer, numbers
 
@@ -76,17 +77,14 @@ def view_of(layer: Any) -> View:
     if isinstance(layer, keras.layers.Bidirectional):
         parts = layer.forward_layer, layer.backward_layer
         if layer.merge_mode != "concat":
-            raise ValueError(
-                f"layer: given Bidirectional with merge_mode={layer.merge_mode!r}; expected "
-                "'concat', where each direction has outputs of its own."
-            )
+            given = f"Bidirectional with merge_mode={layer.merge_mode!r}"
+            refuse("layer", given, "'concat', where each direction has outputs of its own")
     for part in parts:
         step = part._step() if isinstance(part, Fused) else "a layer of Keras"
         if isinstance(step, str):
-            raise ValueError(
-                f"layer: given {layer.name}, whose step is unknown ({step}); expected a layer of "
-                "anycell.keras. anycell.keras.accelerate turns those of Keras into ours."
-            )
+            hint = "anycell.keras.accelerate turns those of Keras into ours."
+            given = f"{layer.name}, whose step is unknown ({step})"
+            refuse("layer", given, "a layer of anycell.keras", hint)
         if not part.cell.built:
             raise ValueError(f"layer: given {layer.name}, which has no weights yet. Call it first.")
     weights: dict[str, Any] = {}
@@ -136,11 +134,9 @@ def take(
     for weight, index in taken:
         _, before = indices.setdefault(id(weight.variable), (weight, index))
         if any(not np.array_equal(a, b) for a, b in zip(before, index, strict=True)):
-            raise ValueError(
-                f"layer: given one with the variable {weight.variable.path} in two places; "
-                "expected a variable for each, since units of both places would have to be the "
-                "same."
-            )
+            given = f"one with the variable {weight.variable.path} in two places"
+            why = "units of both places would have to be the same"
+            refuse("layer", given, f"a variable for each, since {why}")
     while hasattr(optimizer, "inner_optimizer"):  # one that scales losses
         optimizer = optimizer.inner_optimizer
     known = optimizer is not None and optimizer.built  # or it has no variables yet

@@ -223,10 +223,8 @@ class _Fed(Fused):
     def _step(self) -> Cell:
         step = self.layer._step()
         if isinstance(step, str):
-            raise ValueError(
-                f"layer: given {self.layer.name}, which only Keras's loop can run: {step}; "
-                "expected one whose step is known."
-            )
+            given = f"{self.layer.name}, which only Keras's loop can run: {step}"
+            refuse("layer", given, "one whose step is known")
         return with_feedback(step)
 
     def _sizes(self) -> tuple[tuple[str, int], ...]:
@@ -262,6 +260,3 @@ def _check(layer: Any, readout: Any) -> None:
     if not isinstance(readout, keras.layers.Dense) or readout.activation is not linear:
         hint = "It is fed back as it is."
         refuse("readout", str(readout), "keras.layers.Dense without activation", hint)
-
-
-__all__ = ["Feedback"]

@@ -178,7 +178,7 @@ class Fused(Steps, Keywords, Explained):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Keras's hook: last output, all outputs in the order of processing, final states."""
         training = bool(training)
-        facts = self._facts(training, *_place(sequences))
+        facts = self._facts(training, _on_gpu(sequences), refusal())
         engine, reason = choose(facts)
         _, resets = _further.get()
         if engine in ("keras", "cudnn") and resets is not None:
@@ -282,16 +282,16 @@ def refusal() -> str | None:
     return asked()
 
 
-def _place(x: Tensor) -> tuple[bool, str | None]:
-    """Whether ``x`` is on a GPU, and why nothing outside the graph can be called now."""
+def _on_gpu(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU."""
     backend = keras.backend.backend()
     if backend == "tensorflow":
         from anycell.keras import tensorflow
 
-        return tensorflow.on_gpu(x), refusal()
+        return tensorflow.on_gpu(x)
     if backend == "torch":
-        return x.device.type != "cpu", refusal()
-    return gpu_visible(), refusal()
+        return bool(x.device.type != "cpu")
+    return gpu_visible()
 
 
 def gpu_visible() -> bool:

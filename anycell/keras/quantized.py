@@ -16,6 +16,7 @@ from anycell.keras.call import KERNELS, Arrays, Tensor
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import CALLS, RNN, Fused
+from anycell.layer.checks import refuse
 from anycell.layer.rounding import described, measure, replaced, rounded
 from anycell.layer.view import numbers
 from anycell.plan import scales_of
@@ -92,11 +93,9 @@ def quantize(model: Any, data: Iterable[Any] | None) -> Any:
         and (single or not isinstance(layer._step(), str))
     ]
     if not layers:
-        raise TypeError(
-            f"model: given {type(model).__name__} without a float32 layer of anycell.keras; "
-            "expected LSTM, GRU, SimpleRNN or RNN in it. anycell.keras.accelerate turns those of "
-            "Keras into ours."
-        )
+        given = f"{type(model).__name__} without a float32 layer of anycell.keras"
+        hint = "anycell.keras.accelerate turns those of Keras into ours."
+        refuse("model", given, "LSTM, GRU, SimpleRNN or RNN in it", hint, TypeError)
     small = [_quantized(layer) for layer in layers]
     if data is not None:
         _measure(model, layers, small, data)
@@ -107,10 +106,9 @@ def _quantized(layer: Any) -> Quantized:
     view = compress.view_of(layer)
     for variable in layer.cell.weights:
         if variable.dtype != "float32" or layer.cell.compute_dtype != "float32":
-            raise ValueError(
-                f"model: given {layer.name} of {layer.dtype_policy.name}; expected float32, from "
-                "which weights are rounded. Copy its weights to a layer of that dtype."
-            )
+            given = f"{layer.name} of {layer.dtype_policy.name}"
+            hint = "Copy its weights to a layer of that dtype."
+            refuse("model", given, "float32, from which weights are rounded", hint)
     new = Quantized(view.cell, **compress.told(layer, view.cell, view.sizes))
     new.build(compress.input_shape(layer))
     (arrays,), scales = view.learned, new.cell._scales

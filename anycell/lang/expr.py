@@ -14,7 +14,7 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
@@ -448,10 +448,10 @@ def operand(op: str, value: Any, condition: bool = False) -> Expr:
     fail(f"{op}() got `{node}`, a condition, where it takes a number.", instead)
 
 
-def topological(roots: Iterable[Expr], stop: Container[Expr] = ()) -> list[Expr]:
+def topological(roots: Iterable[Expr], leaf: Callable[[Expr], bool] | None = None) -> list[Expr]:
     """All nodes under ``roots``, arguments before their users, in a fixed order.
 
-    Whatever nodes in ``stop`` (a set or dictionary) depend on is left out.
+    Whatever a node depends on that is a ``leaf`` is left out.
     """
     order: dict[Expr, None] = {}
     stack: list[tuple[Expr, bool]] = [(root, False) for root in reversed(list(roots))]
@@ -459,7 +459,7 @@ def topological(roots: Iterable[Expr], stop: Container[Expr] = ()) -> list[Expr]
         node, done = stack.pop()
         if node in order:
             continue
-        if done or node in stop:
+        if done or (leaf is not None and leaf(node)):
             order[node] = None
         else:
             stack.append((node, True))
@@ -552,7 +552,7 @@ def listing(
     """
     named = list(named)
     known = known or {}
-    order = topological((root for _, root in named), known)
+    order = topological((root for _, root in named), known.__contains__)
     uses = dict.fromkeys(order, 0)
     for node in order:
         if node not in known:

@@ -1,11 +1,9 @@
-"""The arguments of a layer, on a CPU or a GPU, and the arrays that its backward pass needs."""
+"""The operations that a layer asks of a framework, and the arrays that its backward pass needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
-
-from anycell.plan import Plan
 
 Array = Any
 
@@ -105,26 +103,6 @@ class Host(Arrays, Protocol):
 Direction = dict[str, Array]
 
 
-class Entering(NamedTuple):
-    """The arrays of a call, fit for a kernel.
-
-    Attributes:
-        x: ``[T, B, I]`` or ``[T, B, G*H]``.
-        mask, resets: uint8 ``[T, B]``; no reset is under a mask.
-        directions: what each of them learns and starts from, and what they share besides.
-    """
-
-    x: Array
-    mask: Array | None
-    resets: Array | None
-    directions: list[Direction]
-
-    @property
-    def projects(self) -> bool:
-        """Whether x is to be projected."""
-        return "weight_ih" in self.directions[0]
-
-
 class Kept(NamedTuple):
     """The arrays that the forward pass keeps for the backward pass, which only reads them.
 
@@ -182,27 +160,3 @@ class Factors(NamedTuple):
 
     outputs: Array | None
     operand: Array | None
-
-
-def initial(plan: Plan, w: Direction) -> list[Array | float]:
-    """The states before the first step: as given, else what the cell declares."""
-    return [w.get(f"state {s.name}", s.initial) for s in plan.cell.states]
-
-
-def reset_values(
-    empty: Callable[[tuple[int, ...]], Array],
-    plan: Plan,
-    w: Direction,
-    wide: Callable[[tuple[int, ...]], Array] | None = None,
-) -> list[Array]:
-    """Returns the values that resets restore, ``[size]`` or ``[B, size]`` per state: as given, else
-    as declared; ``wide`` makes arrays for states but the first, where these are wider.
-    """
-    values = []
-    for i, state in enumerate(plan.cell.states):
-        value = w.get(f"reset_state {state.name}")
-        if value is None:
-            value = (wide if i and wide else empty)((plan.sizes[state.size],))
-            value[:] = state.initial
-        values.append(value)
-    return values

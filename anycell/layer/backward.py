@@ -127,7 +127,7 @@ def _draft(
         dx = recipe.new(run.x.shape, how, wide=run.projects)
     for name, view in views.items():
         if name == "d_output" or name.startswith("d_sequence "):
-            run.place(name, view, axes=2)
+            run.place(name, view)
     states_, totals = _totals(run)
     directions = [_Direction(run, d, dx, need) for d in range(count)]
     hidden = _states(run)
@@ -262,7 +262,7 @@ class _Direction:
         else:
             assert dx is not None
             self.gates = run.over_steps(dx)
-            run.place_steps(d, "d_gates", dx, *dx.strides[:2])
+            run.place_of(d, {"d_gates": dx})
         self.pairs: list[tuple[View | None, View | None]] = []
         for l in cell.linears:
             outputs = operand = None

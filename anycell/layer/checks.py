@@ -21,10 +21,10 @@ MOST = (1 << 31) - 1  # of a size: frameworks have their own words for products 
 
 
 def refuse(
-    name: str, given: str, expected: str, hint: str, error: type[Exception] = ValueError
+    name: str, given: str, expected: str, hint: str = "", error: type[Exception] = ValueError
 ) -> NoReturn:
     """Raises the error about an argument."""
-    raise error(f"{name}: given {given}; expected {expected}. {hint}")
+    raise error(f"{name}: given {given}; expected {expected}. {hint}".rstrip())
 
 
 def remedy(value: Any, axes: int, otherwise: str) -> str:
@@ -119,10 +119,8 @@ def check_checkpoint(value: Any) -> str | int | None:
     number = isinstance(value, int) and not isinstance(value, bool) and value > 0
     if value is None or word or number:
         return value
-    raise ValueError(
-        f"checkpoint: given {value!r}; expected 'sqrt', a number of steps from 1, or None to keep "
-        "all that the backward pass needs."
-    )
+    expected = "'sqrt', a number of steps from 1, or None to keep all that the backward pass needs"
+    refuse("checkpoint", repr(value), expected)
 
 
 def check_one_direction(method: str, layer: Any) -> None:

@@ -29,18 +29,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from anycell.layer.arguments import Array, Arrays, Direction, Entering, Host, Kept
-from anycell.layer.signature import (
-    ANY,
-    DENSE,
-    ENDS,
-    FLAGS,
-    ROWS,
-    Shape,
-    direction,
-    learned,
-    states,
-)
+from anycell.layer.arguments import Array, Arrays, Direction, Host, Kept
+from anycell.layer.checks import refuse
+from anycell.layer.signature import ANY, DENSE, ENDS, FLAGS, ROWS, Shape, learned, states
 from anycell.plan import Options, Plan, recurrent_masks
 
 # -- the calls -------------------------------------------------------------------------------------
@@ -79,15 +70,6 @@ def fit(
         # What lies under a mask never matters, a reset no more than an input.
         fitted["resets"] = fitted["resets"] & fitted["mask"]
     return fitted, key
-
-
-def entering(
-    host: Arrays, plan: Plan, arrays: Mapping[str, Array], options: Options, read: bool = True
-) -> Entering:
-    """``fit``, direction by direction."""
-    fitted, _ = fit(host, plan, arrays, options, read)
-    directions = [direction(plan, fitted, d) for d in range(len(options.reverse))]
-    return Entering(fitted["x"], fitted.get("mask"), fitted.get("resets"), directions)
 
 
 _MOST = 1024  # sets of layouts that are known at most
@@ -146,7 +128,7 @@ def weights(
         end: of the names in ``arrays``.
 
     Raises:
-        ValueError, TypeError: as ``entering``.
+        ValueError, TypeError: as ``fit``.
     """
     direction: Direction = {}
     width = None if arrays.get(f"weight_ih{end}") is None else inputs
@@ -185,7 +167,7 @@ def arriving(
         "d_sequence c", as far as they are there, and how they lie: something to look up.
 
     Raises:
-        ValueError, TypeError: as ``entering``.
+        ValueError, TypeError: as ``fit``.
     """
     steps, batch, _ = shape
     sizes, borders, directions = states(plan), segment < steps, len(reverse)
@@ -269,26 +251,17 @@ def kept_shapes(
 
 
 def _fit(
-    host: Arrays,
-    name: str,
-    array: Array | None,
-    shape: Shape,
-    layout: int,
-    wide: bool = False,
+    host: Arrays, name: str, array: Array | None, shape: Shape, layout: int, wide: bool = False
 ) -> Array:
     """The array, or a copy where strides or alignment do not fit."""
     if array is None or array.shape != shape:
-        raise ValueError(
-            f"{name}: given {'nothing' if array is None else f'shape {tuple(array.shape)}'}; "
-            f"expected {tuple(shape)}, from the sizes of the layer and the input. "
-            "Pass an array of that shape."
-        )
+        given = "nothing" if array is None else f"shape {tuple(array.shape)}"
+        expected = f"{tuple(shape)}, from the sizes of the layer and the input"
+        refuse(name, given, expected, "Pass an array of that shape.")
     fitted = host.fit(array, layout, wide)
     if fitted is None:
-        raise TypeError(
-            f"{name}: given {_kind(array)}; expected {host.dtype}, as the plan of the layer, "
-            "and on its device. Convert the array."
-        )
+        expected = f"{host.dtype}, as the plan of the layer, and on its device"
+        refuse(name, _kind(array), expected, "Convert the array.", TypeError)
     return fitted
 
 
@@ -312,5 +285,5 @@ def _kind(array: Array) -> str:
 def _all(name: str, values: Sequence[Any], declared: Sequence[Any]) -> Sequence[Any]:
     """``values``, if there is one for each that the cell declares."""
     if len(values) != len(declared):
-        raise ValueError(f"{name}: given {len(values)}; expected {len(declared)}, as the cell has.")
+        refuse(name, f"{len(values)}", f"{len(declared)}, as the cell has")
     return values

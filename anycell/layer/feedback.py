@@ -189,6 +189,3 @@ def chance(forced: Any) -> float | None:
     if not isinstance(forced, (int, float)):
         return None
     return number("forced", float(forced), 0.0, 1.0, closed=True)
-
-
-__all__ = ["BY_GATE", "Fed", "chance", "check_layer", "check_width", "entering", "fed"]

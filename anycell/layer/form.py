@@ -12,7 +12,7 @@ from anycell.engines.cpu.ir import Target
 from anycell.lang.cell import RECURRENT
 from anycell.layer.arguments import Array
 from anycell.layer.schedule import chunk_steps
-from anycell.plan import LINE, Plan
+from anycell.plan import Plan
 
 # Of projected gates, for all directions together: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
@@ -128,7 +128,6 @@ def chunk_of(plan: Plan, steps: int, rows: int) -> int:
     return chunk_steps(plan, steps, rows, limit)
 
 
-@functools.lru_cache(maxsize=512)
 def recurrent_alone(plan: Plan) -> bool:
     """Whether the cell's only matmul is its first state's, onto all gates, by real weights."""
     linears = [(l.name, l.outputs, l.operand.op) for l in plan.cell.linears]
@@ -164,12 +163,6 @@ def projects(
 def sparse(mask: Array | None) -> bool:
     """Whether a mask lets so few rows of steps pass that it pays to go without the others."""
     return mask is not None and int(mask.sum()) < FILLED * mask.shape[0] * mask.shape[1]
-
-
-@functools.lru_cache(maxsize=256)
-def slot_bytes(plan: Plan, batch: int, size: int) -> int:
-    """Bytes of two slots of a state, up to the next line of the cache."""
-    return -(-2 * batch * size * plan.types.math.bytes // LINE) * LINE
 
 
 def row_group(batch: int) -> int:

@@ -127,8 +127,9 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
         shape = steps + 1, batch, size
         for d, sequence in enumerate(sequences):
             sequence.append(recipe.new(shape, "lasting", True) if all_of_it else None)
-            if not all_of_it:
-                run.place_slots(d, name, size)
+            if not all_of_it:  # nobody reads the sequence: two slots, which take turns
+                two = recipe.buffer((2, batch, size), plan.types.math.bytes)
+                run.place_of(d, {f"sequence {name}": two})
     saved = steps, batch, plan.saved_stride
     values = [recipe.new(saved, "lasting") for _ in run.directions] if everything else []
     kept = Kept(hidden, sequences, values)
@@ -141,12 +142,12 @@ def project(run: Run) -> None:
     """Has the gates of each chunk projected, where the kernel does not multiply the input."""
     plan, x, form = run.plan, run.x, run.form
     if form.inputs:
-        run.place("input", x, axes=2)
+        run.place("input", x)
         return
     width = len(plan.cell.gates) * plan.hidden_size
     for d, w in enumerate(run.directions):
         if not run.projects:
-            run.place_steps(d, "gates", x, *x.strides[:2])
+            run.place_of(d, {"gates": x})
             continue
         gates = run.rows(width, wide=True)
         run.place_rows(d, "gates", gates)

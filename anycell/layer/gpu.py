@@ -22,9 +22,9 @@ from anycell.engines.gpu.steps import BLOCKS
 from anycell.engines.gpu.text import Printed, apart, keeps
 from anycell.lang.cell import Linear
 from anycell.layer import contract
-from anycell.layer.arguments import Direction, Entering, Factors, Kept, initial, reset_values
-from anycell.layer.schedule import Chunk, before, chunk_steps, chunks, segment_steps
-from anycell.layer.signature import of_a_matmul
+from anycell.layer.arguments import Direction, Factors, Kept
+from anycell.layer.schedule import chunk_steps, segment_steps
+from anycell.layer.signature import direction, of_a_matmul
 from anycell.layer.sums import Sums, finished, leaving
 from anycell.plan import Options, Plan
 
@@ -41,51 +41,42 @@ def _printed(plan: Plan, variant: Variant, choice: capacity.Choice) -> Kernels:
 
 
 class _Call(NamedTuple):
-    """A call of either pass."""
+    """A call of either pass, whose arrays are fit for kernels.
+
+    Attributes:
+        x: ``[T, B, I]`` or ``[T, B, G*H]``.
+        mask, resets: uint8 ``[T, B]``; no reset is under a mask.
+        directions: what each of them learns and starts from, and what they share besides.
+    """
 
     host: GpuHost
     plan: Plan
-    given: Entering
     options: Options
+    x: Array
+    mask: Array | None
+    resets: Array | None
+    directions: list[Direction]
+
+    @classmethod
+    def of(
+        cls, host: GpuHost, plan: Plan, arrays: Mapping[str, Array], options: Options, read: bool
+    ) -> _Call:
+        """The call with these arrays, see ``contract.fit``."""
+        fitted, _ = contract.fit(host, plan, arrays, options, read)
+        directions = [direction(plan, fitted, d) for d in range(len(options.reverse))]
+        flags = fitted.get("mask"), fitted.get("resets")
+        return cls(host, plan, options, fitted["x"], *flags, directions)
+
+    @property
+    def projects(self) -> bool:
+        """Whether x is to be projected."""
+        return "weight_ih" in self.directions[0]
 
     @property
     def segment(self) -> int:
         """Steps of which the backward pass needs all at once."""
-        steps, batch = self.given.x.shape[:2]
+        steps, batch = self.x.shape[:2]
         return segment_steps(self.options.checkpoint, steps, _chunk(self.plan, steps, batch))
-
-    def variant(self, d: int, backward: bool, keep: bool) -> Variant:
-        """The variant of the kernels of a direction."""
-        cell, given, w = self.plan.cell, self.given, self.given.directions[d]
-        return Variant(
-            backward=backward,
-            mask=given.mask is not None,
-            resets=given.resets is not None,
-            draw=self.options.training and bool(cell.keeps),
-            keep=keep,
-            input_bias="bias_ih" in w and not backward,
-            biases=tuple(l.bias_name in w and not backward for l in cell.linears),
-            by_data=self.host.exchange == "data",
-            options=self.options.printed(given.mask is not None),
-        )
-
-    def choices(self, backward: bool) -> tuple[capacity.Choice, ...]:
-        """The choices that may run a pass, the best first."""
-        host, batch = self.host, self.given.x.shape[1]
-        return capacity.choices(self.plan, host.limits, backward, host.tier, batch, host.tf32)
-
-    def kernels(self, variant: Variant) -> tuple[capacity.Choice, Kernels]:
-        """The best choice that the device has not refused, and its kernels."""
-        host, plan, batch = self.host, self.plan, self.given.x.shape[1]
-        for choice in self.choices(variant.backward):
-            kernels = _printed(plan, variant, choice)
-            if not isinstance(kernels, Printed):
-                return choice, kernels
-            programs = math.prod(gpu.grid(kernels, plan, batch))
-            if not refusals.refuses(host.limits, kernels, programs):
-                return choice, kernels
-        refused = "; ".join(map(str, refusals.of_plan(plan)))
-        raise RuntimeError(f"tier={host.tier} cannot run cell {plan.cell.name} here: {refused}.")
 
 
 class _Again(Exception):
@@ -137,14 +128,14 @@ def forward(
     what is kept at the borders of segments all states but the first are float32, as they are
     between two steps.
     """
-    given = contract.entering(host, plan, arrays, options)
-    call, (steps, batch) = _Call(host, plan, given, options), given.x.shape[:2]
+    call = _Call.of(host, plan, arrays, options, read=True)
+    steps, batch = call.x.shape[:2]
     widths = [plan.sizes[s.size] for s in plan.cell.states]
-    directions, both = len(given.directions), len(given.directions) * widths[0]
+    directions, both = len(call.directions), len(call.directions) * widths[0]
     segment = call.segment if keep else steps
     borders, count = segment < steps, -(-steps // max(1, segment))
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own.
-    zeroed = options.apart(given.mask is not None)
+    zeroed = options.apart(call.mask is not None)
     hidden = out = None
     if not (zeroed and borders):
         hidden = host.empty((steps + 1 + any(options.reverse), batch, both))
@@ -155,7 +146,7 @@ def forward(
     first = host.empty((count, batch, both)) if borders else hidden
     kept_states, kept_values = list[list[Array | None]](), list[Array]()
     kept = Kept(first, kept_states, kept_values)
-    for d, w in enumerate(given.directions):
+    for d, w in enumerate(call.directions):
         run = _Forward(call, d, segment, keep, hidden)
         sequences, values = run.states, run.kept
         if borders:
@@ -163,7 +154,9 @@ def forward(
             sequences, values = [None, *wide], host.empty((0, batch, plan.saved_stride))
         kept_states.append(sequences)
         kept_values.append(values)
-        states: Sequence[Array | float] = initial(plan, w)
+        # As given, else what the cell declares.
+        states: Sequence[Array | float]
+        states = [w.get(f"state {s.name}", s.initial) for s in plan.cell.states]
         for slot, begin in enumerate(range(0, max(1, steps), max(1, segment))):
             if borders:
                 for array, value in zip(kept.border(d, slot, widths[0]), states, strict=True):
@@ -188,8 +181,8 @@ def backward(
 ) -> dict[str, Array]:
     """The gradients of a layer; arguments and results are those of ``anycell.layer.backward``."""
     again = options.checkpoint is not None  # the forward pass, which may read x
-    given = contract.entering(host, plan, arrays, options, read=again)
-    call, x, count = _Call(host, plan, given, options), given.x, len(given.directions)
+    call = _Call.of(host, plan, arrays, options, read=again)
+    x, count = call.x, len(call.directions)
     parts, _ = contract.arriving(
         host, plan, x.shape, options.reverse, kept, d_output, d_final, {},
         segment=call.segment, keeps=keeps_state,
@@ -202,7 +195,7 @@ def backward(
     )
     d_final = [parts.get(f"d_final {name}") for name in names]
     dx = None
-    if wanted is None or "x" in wanted or not given.projects:
+    if wanted is None or "x" in wanted or not call.projects:
         dx = host.empty(tuple(x.shape))
     need = wanted is None or any(map(of_a_matmul, wanted))
     if dy is None:
@@ -214,7 +207,18 @@ def backward(
         for begin, end, memory in run.parts():
             run.advance(begin, end, memory, dy, dx)
         gradients.append(run.result())
-    return leaving(host.empty, given.directions, dx, gradients)
+    return leaving(host.empty, call.directions, dx, gradients)
+
+
+class _Chunk(NamedTuple):
+    """A chunk of one direction: it has the times from ``begin`` to before ``end``, runs that of
+    ``time`` first, and goes the way of ``sign``.
+    """
+
+    begin: int
+    end: int
+    time: int
+    sign: int
 
 
 class _Memory(NamedTuple):
@@ -224,8 +228,6 @@ class _Memory(NamedTuple):
         hidden: the first state, from ``column`` on: the other direction's may be beside it.
         states, values: of one direction, as in ``Kept``.
         first: the earliest time that all these are of.
-        steps: of the whole sequence.
-        names: of all states.
     """
 
     hidden: Array
@@ -233,67 +235,101 @@ class _Memory(NamedTuple):
     states: Sequence[Array | None]
     values: Array | None
     first: int
-    steps: int
-    reverse: bool
-    names: tuple[str, ...]
-
-    def slot(self, i: int, done: int) -> int:
-        """The slot of state i after ``done`` steps."""
-        return (self.steps + (i == 0) - done if self.reverse else done) - self.first
-
-    def spans(self, chunk: Chunk) -> dict[str, Span]:
-        """The states before each step of a chunk, and what is saved of the step."""
-        done = self.steps - 1 - chunk.time if self.reverse else chunk.time
-        found = {"hidden": Span(self.hidden, self.slot(0, done), chunk.sign, self.column)}
-        for i, (name, sequence) in enumerate(zip(self.names, self.states, strict=True)):
-            if sequence is not None:
-                found[f"sequence {name}"] = Span(sequence, self.slot(i, done), chunk.sign)
-        if self.values is not None:
-            found["saved"] = Span(self.values, chunk.time - self.first, chunk.sign)
-        return found
 
 
 class _Run:
     """One direction in one pass: its kernels, and what they take in all chunks of time."""
 
     def __init__(self, call: _Call, d: int, backward: bool, keep: bool = False) -> None:
-        self.call, self.d, (host, plan, given, options) = call, d, call
-        self.host, self.plan, self.given, self.options = host, plan, given, options
-        self.variant = call.variant(d, backward, keep)
-        self.w, self.cell, self.reverse = given.directions[d], plan.cell, options.reverse[d]
-        self.x, (self.steps, self.batch) = given.x, given.x.shape[:2]
+        self.call, self.d, (host, plan, options, x, *_) = call, d, call
+        self.host, self.plan, self.options = host, plan, options
+        self.w, self.cell, self.reverse = call.directions[d], plan.cell, options.reverse[d]
+        self.x, (self.steps, self.batch) = x, x.shape[:2]
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
         self.chunk = _chunk(plan, self.steps, self.batch)
-        self.choice, self.kernels = call.kernels(self.variant)
+        self.variant = self._variant(backward, keep)
+        # Those that may run the pass, the best first.
+        self.choices = capacity.choices(
+            plan, host.limits, backward, host.tier, self.batch, host.tf32
+        )
+        self.choice, self.kernels = self._kernels()
         self.matrices = [_used(host, plan, l, self.w[l.weight]) for l in plan.cell.linears]
         if backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
-            self.matrices = [host.rounded(host.turned(matrix)) for matrix in self.matrices]
+            self.matrices = [host.rounded(matrix.mT) for matrix in self.matrices]
         self.values = _constants(host, plan, self.w)
         self.values |= _exchange(host, plan, self.kernels, self.batch)
-        if given.resets is not None:
-            restored = reset_values(host.empty, plan, self.w)
-            for name, value in zip(self.cell.state_names, restored, strict=True):
-                row = value.shape[1] if len(value.shape) == 2 else 0
-                self.values |= {f"reset_state {name}": value, f"reset_state {name}__b": row}
+        if call.resets is not None:
+            self.values |= _restored(host, plan, self.w)
         self.turn = 0  # of buffers that take turns
         self.done = 0  # steps by which programs that wait for one another have counted
 
-    def chunks(self, begin: int, end: int) -> Iterator[Chunk]:
-        """The chunks between two numbers of steps of the direction."""
-        backward, steps = self.variant.backward, self.steps
-        for done, count in chunks(begin, end, self.chunk, steps, backward):
-            yield Chunk.of(self.reverse is not backward, steps, done, count)
+    def _variant(self, backward: bool, keep: bool) -> Variant:
+        """The variant of the kernels."""
+        cell, call, w = self.cell, self.call, self.w
+        return Variant(
+            backward=backward,
+            mask=call.mask is not None,
+            resets=call.resets is not None,
+            draw=self.options.training and bool(cell.keeps),
+            keep=keep,
+            input_bias="bias_ih" in w and not backward,
+            biases=tuple(l.bias_name in w and not backward for l in cell.linears),
+            by_data=self.host.exchange == "data",
+            options=self.options.printed(call.mask is not None),
+        )
 
-    def over(self, array: Array, chunk: Chunk) -> Span:
+    def _kernels(self) -> tuple[capacity.Choice, Kernels]:
+        """The best choice that the device has not refused, and its kernels."""
+        host, plan = self.host, self.plan
+        for choice in self.choices:
+            kernels = _printed(plan, self.variant, choice)
+            if not isinstance(kernels, Printed):
+                return choice, kernels
+            programs = math.prod(gpu.grid(kernels, plan, self.batch))
+            if not refusals.refuses(host.limits, kernels, programs):
+                return choice, kernels
+        refused = "; ".join(map(str, refusals.of_plan(plan)))
+        raise RuntimeError(f"tier={host.tier} cannot run cell {plan.cell.name} here: {refused}.")
+
+    def chunks(self, begin: int, end: int) -> Iterator[_Chunk]:
+        """The chunks between two numbers of steps of the direction. The backward pass has the same,
+        the last one first, with or without checkpoints: so sums have the same bits.
+        """
+        starts, backward = range(begin, end, self.chunk), self.variant.backward
+        for done in reversed(starts) if backward else starts:
+            count = min(self.chunk, end - done)
+            first = self.steps - done - count if self.reverse else done
+            if self.reverse is backward:
+                yield _Chunk(first, first + count, first, 1)
+            else:
+                yield _Chunk(first, first + count, first + count - 1, -1)
+
+    def slot(self, memory: _Memory, i: int, done: int) -> int:
+        """The slot of state i after ``done`` steps."""
+        return (self.steps + (i == 0) - done if self.reverse else done) - memory.first
+
+    def spans(self, memory: _Memory, chunk: _Chunk) -> dict[str, Span]:
+        """The states before each step of a chunk, and what is saved of the step."""
+        done = self.steps - 1 - chunk.time if self.reverse else chunk.time
+        hidden = Span(memory.hidden, self.slot(memory, 0, done), chunk.sign, memory.column)
+        found = {"hidden": hidden}
+        for i, (name, states) in enumerate(zip(self.cell.state_names, memory.states, strict=True)):
+            if states is not None:
+                found[f"sequence {name}"] = Span(states, self.slot(memory, i, done), chunk.sign)
+        if memory.values is not None:
+            found["saved"] = Span(memory.values, chunk.time - memory.first, chunk.sign)
+        return found
+
+    def over(self, array: Array, chunk: _Chunk) -> Span:
         """This direction's columns of an array of all times, or of one for all of them."""
         every = array.shape[0] == self.steps
         return Span(array, every * chunk.time, every * chunk.sign, self.d * self.widths[0])
 
-    def run(self, chunk: Chunk, spans: dict[str, Span]) -> None:
+    def run(self, chunk: _Chunk, spans: dict[str, Span]) -> None:
         """The kernels, over the steps of a chunk."""
         time, sign, options = chunk.time, chunk.sign, self.options
-        flags = {"mask": self.given.mask, "resets": self.given.resets}
+        flags = {"mask": self.call.mask, "resets": self.call.resets}
         spans |= {name: Span(a, time, sign) for name, a in flags.items() if a is not None}
         # What random masks count from.
         draws = options.seed, 2 * options.stream + self.d, time, sign
@@ -317,8 +353,7 @@ class _Run:
         limits = self.host.limits
         if limits is None or not isinstance(self.kernels, Printed):
             raise refused
-        choices = self.call.choices(self.variant.backward)
-        rest = choices[choices.index(self.choice) + 1 :]
+        rest = self.choices[self.choices.index(self.choice) + 1 :]
         about = self.plan, self.variant, self.choice, rest[0] if rest else None
         refusals.remember(
             self.kernels, refusals.Refusal(limits, *about, refused.why, refused.programs)
@@ -347,7 +382,7 @@ class _Forward(_Run):
         self.kept = host.empty((segment, batch, plan.saved_stride)) if keep else None
         for i, width in enumerate(self.widths[1:], 1):
             self.values[f"work{i}"] = host.empty((2, batch, width), wide=True)
-        projects = self.given.projects
+        projects = call.projects
         self.projected = host.empty((self.chunk, batch, self.width)) if projects else None
 
     def memory(self, begin: int, end: int) -> _Memory:
@@ -355,10 +390,7 @@ class _Forward(_Run):
         first = self.steps - end if self.reverse else begin
         hidden = self.hidden[first:] if self.whole else self.hidden
         column = self.d * self.widths[0] if self.whole else 0
-        return _Memory(
-            hidden, column, self.states, self.kept, first, self.steps, self.reverse,
-            self.cell.state_names,
-        )  # fmt: skip
+        return _Memory(hidden, column, self.states, self.kept, first)
 
     def advance(
         self, begin: int, end: int, states: Sequence[Array | float], out: Array
@@ -370,15 +402,15 @@ class _Forward(_Run):
             self.values[f"work{i}"][self.turn & 1] = state
             sequence = memory.states[i]
             if sequence is not None:
-                sequence[memory.slot(i, begin)] = state
+                sequence[self.slot(memory, i, begin)] = state
         for chunk in self.chunks(begin, end):
-            spans = memory.spans(chunk)
+            spans = self.spans(memory, chunk)
             spans["gates"] = Span(self.x, chunk.time, chunk.sign)
             if self.projected is not None:
                 count = chunk.end - chunk.begin
                 rows = self.x[chunk.begin : chunk.end].reshape(count * self.batch, self.x.shape[2])
                 into = self.projected[:count].reshape(count * self.batch, self.width)
-                host.matmul(rows, host.turned(self.w["weight_ih"]), into)
+                host.matmul(rows, self.w["weight_ih"].mT, into)
                 spans["gates"] = Span(self.projected, chunk.time - chunk.begin, chunk.sign)
             if self.variant.apart:
                 spans["out"] = self.over(out, chunk)
@@ -388,8 +420,8 @@ class _Forward(_Run):
 
     def _hidden(self, memory: _Memory, done: int) -> Array:
         """The first state after ``done`` steps."""
-        columns = slice(memory.column, memory.column + self.widths[0])
-        return memory.hidden[memory.slot(0, done), :, columns]
+        slot = self.slot(memory, 0, done)
+        return Span(memory.hidden, slot, 1, memory.column).at(0, self.widths[0])
 
 
 class _Backward(_Run):
@@ -399,13 +431,13 @@ class _Backward(_Run):
         self, call: _Call, d: int, kept: Kept, d_final: Sequence[Array | None], need: bool
     ) -> None:
         super().__init__(call, d, backward=True)
-        host, plan, given, cell = self.host, self.plan, self.given, self.cell
+        host, plan, cell = self.host, self.plan, self.cell
         self.kept, values, batch = kept, self.values, self.batch
         for name, size, arriving in zip(cell.state_names, self.widths, d_final, strict=True):
             values[f"d_state {name}"] = host.zeros((2, batch, size), wide=True)
             if arriving is not None:
                 values[f"d_state {name}"][0] = arriving
-            if given.resets is not None:
+            if call.resets is not None:
                 values[f"d_reset {name}"] = host.zeros((batch, size), wide=True)
         if cell.params:
             rows = _row_blocks(self.kernels, batch)
@@ -415,7 +447,7 @@ class _Backward(_Run):
         self.need, self.sums = need, _DeviceSums(host, plan, self.w, need)
         # Of a chunk: gradients of the projected gates, then for each matmul those of its outputs
         # and what it multiplied, where they are not at hand.
-        sizes = {"d_gates": self.width} if given.projects else {}
+        sizes = {"d_gates": self.width} if call.projects else {}
         for l in cell.linears:
             if not plan.shares_gradient(l):
                 sizes[f"d_outputs {l.name}"] = len(l.outputs) * plan.sizes[l.out_size]
@@ -430,8 +462,7 @@ class _Backward(_Run):
         kept, d, first, steps = self.kept, self.d, self.widths[0], self.steps
         segment = self.call.segment
         if segment == steps:
-            sequences = kept.hidden, d * first, kept.states[d], kept.values[d]
-            yield 0, steps, _Memory(*sequences, 0, steps, self.reverse, self.cell.state_names)
+            yield 0, steps, _Memory(kept.hidden, d * first, kept.states[d], kept.values[d], 0)
             return
         again = _Forward(self.call, d, segment, True, None)
         nowhere = self.host.empty((1, *kept.hidden.shape[1:]))
@@ -446,12 +477,12 @@ class _Backward(_Run):
         """
         host = self.host
         for chunk in self.chunks(begin, end):
-            spans = memory.spans(chunk)
+            spans = self.spans(memory, chunk)
             for name in set(spans) - {"saved"}:  # from a state before a step to that after it
                 self.values[f"{name}__next"] = -chunk.sign * host.strides(spans[name].array)[0]
             time = chunk.time - chunk.begin
             spans |= {name: Span(b, time, chunk.sign) for name, b in self.buffers.items()}
-            if not self.given.projects:
+            if not self.call.projects:
                 spans["d_gates"] = Span(dx, chunk.time, chunk.sign)
             spans["d_output"] = self.over(dy, chunk)
             self.run(chunk, spans)
@@ -460,19 +491,17 @@ class _Backward(_Run):
             if dg is None:
                 dg = dx[chunk.begin : chunk.end].reshape(rows, self.width)
             if self.need:
-                columns = slice(memory.column, memory.column + self.widths[0])
-                hidden = before(memory.hidden, chunk, memory.reverse, memory.first)[:, :, columns]
+                width = self.widths[0]
+                hidden = spans["hidden"].over(0, chunk.end - chunk.begin, width)
                 factors = [self._factors(l.name, rows) for l in self.cell.linears]
-                self.sums.add(
-                    dg, self._input(chunk, rows), hidden.reshape(rows, self.widths[0]), factors
-                )
-            if self.given.projects and dx is not None:
+                self.sums.add(dg, self._input(chunk, rows), hidden.reshape(rows, width), factors)
+            if self.call.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
                 (host.matmul_add if self.d else host.matmul)(dg, self.w["weight_ih"], into)
 
-    def _input(self, chunk: Chunk, rows: int) -> Array:
+    def _input(self, chunk: _Chunk, rows: int) -> Array:
         """The rows of the input of a chunk."""
-        x, mask = self.x[chunk.begin : chunk.end], self.given.mask
+        x, mask = self.x[chunk.begin : chunk.end], self.call.mask
         if mask is not None:
             # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
             x = self.host.masked(x, mask[chunk.begin : chunk.end])
@@ -525,7 +554,7 @@ class _DeviceSums(Sums):
         host, out = self.host, d.shape[1] // heads
         blocks = weight.reshape(heads, -1, weight.shape[-1])[:, first : first + out]
         one, parts = (host.by_head(a.reshape(-1, 1, a.shape[1]), heads) for a in (d, operand))
-        host.matmul_add(host.turned(one), parts, blocks)
+        host.matmul_add(one.mT, parts, blocks)
 
     def add_rows(self, d: Array, vector: Array) -> None:
         vector += self.host.summed(d)
@@ -549,6 +578,19 @@ def _constants(host: GpuHost, plan: Plan, w: Direction) -> dict[str, Any]:
     values |= {name: w.get(name) for name in names}
     if cell.hyper:
         values["hyper"] = host.numbers(list(cell.hyper.values()))
+    return values
+
+
+def _restored(host: GpuHost, plan: Plan, w: Direction) -> dict[str, Any]:
+    """The values that resets restore, as given, else as declared: of each row, or of all."""
+    values: dict[str, Any] = {}
+    for state in plan.cell.states:
+        name = f"reset_state {state.name}"
+        value = w.get(name)
+        if value is None:
+            value = host.empty((plan.sizes[state.size],))
+            value[:] = state.initial
+        values |= {name: value, f"{name}__b": value.shape[1] if len(value.shape) == 2 else 0}
     return values
 
 
@@ -578,6 +620,3 @@ def _row_blocks(kernels: Kernels, batch: int) -> int:
     # Of several kernels, the one that writes results of that size.
     rows = next(k.tile[0] for k in last if k.size == "H" or len(last) == 1)
     return -(-batch // rows)
-
-
-__all__ = ["backward", "forward", "keeps_state"]

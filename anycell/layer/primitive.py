@@ -156,6 +156,3 @@ def _sizes(cell: Cell, x: Any, learned: Mapping[str, Any], states: Sequence[Any]
         refuse("weight_ih", describe(weight), expected, "Pass one of these rows.")
     rows = x.shape[-1] if weight is None else weight.shape[0]
     return reference.sizes(cell, rows // gates, learned, states)
-
-
-__all__ = ["arguments", "check_input", "learned_by_name", "options_and_seed"]

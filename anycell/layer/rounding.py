@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.lang.namespaces import Array, Namespace, namespace
+from anycell.layer.checks import refuse
 from anycell.plan import scales_of
 
 STEPS = 127  # of 8 bits, on each side of 0
@@ -127,10 +128,8 @@ def measure(
                     ) from error
                 raise
     if given is None:
-        raise ValueError(
-            "data: given nothing to iterate over; expected a batch or more. A generator gives its "
-            "batches once: make a new one, or leave data out."
-        )
+        hint = "A generator gives its batches once: make a new one, or leave data out."
+        refuse("data", "nothing to iterate over", "a batch or more", hint)
     for small, pairs in sums.items():
         wrong, size = map(sum, zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
         relative = math.sqrt(wrong / size) if size else math.inf if wrong else 0.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
 from anycell.layer.arguments import Host, Kept
-from anycell.layer.form import WORTH_A_THREAD, form_of, slot_bytes
+from anycell.layer.form import WORTH_A_THREAD, form_of
 from anycell.layer.products import kind_of
 from anycell.layer.recipe import CHUNK, Recipe, View
 from anycell.layer.schedule import segment_steps
@@ -110,47 +110,36 @@ class Run:
         for name in ("seed", "stream") if self.plan.cell.keeps else ():
             recipe.put(self.base + at[name], recipe.of_call(name))
 
-    def place(self, name: str, view: View, axes: int = 0) -> None:
-        """Sets the address of an array of the whole call, and strides of its first ``axes``."""
-        at = self.base + self.kernel.shared[name]
+    def _entries(self, name: str, view: View) -> list[View | int]:
+        """The entries of an array: its address, and the strides that its name has."""
+        array, axes = self.kernel.arrays.get(name), self.kernel.axes.get(name, 0)
+        if array is not None and array.strided:  # from step to step, and from row to row
+            return [view, *view.strides[:2]]
+        strides = view.strides[-axes:] if axes else ()
+        return [view, *[0] * (axes - len(strides)), *strides]
+
+    def place(self, name: str, view: View) -> None:
+        """Sets the entries of an array of the whole call."""
         self.shared[name] = view
-        self.recipe.put_all(at, [view, *view.strides[:axes]])
+        self.recipe.put_all(self.base + self.kernel.shared[name], self._entries(name, view))
 
     def place_of(self, d: int, views: Views) -> None:
-        """Sets the addresses of arrays of one direction, and those strides that their names have.
-        Those that the table has no entry for are left out.
-        """
-        kernel, first = self.kernel, self.base + self.form.firsts[d]
+        """Sets those of arrays of one direction, of those that the table has entries for."""
+        each, first = self.kernel.each, self.base + self.form.firsts[d]
         for name, view in views.items():
-            if name not in kernel.each:
-                continue
-            at, axes = first + kernel.each[name], kernel.axes.get(name, 0)
-            self.each[d][name] = view
-            self.recipe.put(at, view)
-            strides = view.strides[-axes:] if axes else ()
-            self.recipe.put_all(at + 1 + axes - len(strides), strides)
+            if name in each:
+                self.each[d][name] = view
+                self.recipe.put_all(first + each[name], self._entries(name, view))
 
     def place_parts(self, views: Views) -> None:
         """Sets those of arrays whose first axis is directions, ``[D, B, size]``."""
         for d in range(len(self.directions)):
             self.place_of(d, {name: view.at(d) for name, view in views.items()})
 
-    def place_steps(self, d: int, name: str, view: View, steps: int, rows: int) -> None:
-        """Sets the address of an array of every step, and its strides from step to step and from
-        row to row.
-        """
-        at = self.base + self.form.firsts[d] + self.kernel.each[name]
-        self.each[d][name] = view
-        self.recipe.put_all(at, [view, steps, rows])
-
     def place_rows(self, d: int, name: str, rows: View) -> None:
         """Sets those of a buffer of the rows of a chunk."""
-        self.place_steps(d, name, rows, self.batch * rows.strides[0], rows.strides[0])
-
-    def place_slots(self, d: int, name: str, size: int) -> None:
-        """Memory for a state whose sequence nobody reads: two slots, which take turns."""
-        slots = self.recipe.buffer((slot_bytes(self.plan, self.batch, size),), 1)
-        self.place_of(d, {f"sequence {name}": slots})
+        row, _ = rows.strides
+        self.place_of(d, {name: rows._replace(strides=(self.batch * row, row))})
 
     def place_kept(self, kept: Kept) -> None:
         """Says where the sequences of states lie, and the values that are saved."""

@@ -14,6 +14,7 @@ from anycell.lang.cell import INPUT, Cell
 from anycell.lang.transform import with_projection
 from anycell.layer import Array, Host, contract
 from anycell.layer.bounds import extent
+from anycell.layer.checks import refuse
 from anycell.layer.forward import project, remember
 from anycell.layer.recipe import Recipe, View, dense
 from anycell.layer.run import Run, finish
@@ -151,10 +152,9 @@ class Stream:
     def _draft(self, rows: int, threads: int, given: Mapping[str, Array]) -> _Step:
         """Drafts the step of so many rows, for arrays of these names."""
         if cpu.isa.current() is not self.target:
-            raise RuntimeError(
-                f"step: given {cpu.isa.current().name!r} as the instruction set; expected "
-                f"{self.target.name!r}, for which the weights are packed. Call prepare() again."
-            )
+            current = f"{cpu.isa.current().name!r} as the instruction set"
+            expected = f"{self.target.name!r}, for which the weights are packed"
+            refuse("step", current, expected, "Call prepare() again.", RuntimeError)
         recipe = Recipe(self.host, given, Options(threads=threads))
         shapes = [(len(self.layers), rows, size) for _, size in self.shape]
         finals = [recipe.new(shape) for shape in shapes]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import Array, namespace
+from anycell.layer.checks import refuse
 
 TOLD = "input_size num_layers bias batch_first dropout bidirectional checkpoint".split()
 
@@ -64,12 +65,8 @@ def check_optimizer(optimizer: Any, trains: bool, follows: bool, remedy: str) ->
     """Refuses an optimizer that does not train the layer, or cannot go on with less of it."""
     kind = type(optimizer).__name__
     if not trains:
-        raise ValueError(
-            f"optimizer: given {kind} of none of the parameters; expected the one that trains the "
-            "layer. Leave it out if there is none."
-        )
+        given, hint = f"{kind} of none of the parameters", "Leave it out if there is none."
+        refuse("optimizer", given, "the one that trains the layer", hint)
     if not follows:
-        raise ValueError(
-            f"optimizer: given {kind}, whose state does not follow each number of a parameter; "
-            f"expected one such as Adam or SGD. Leave it out, and {remedy}."
-        )
+        given = f"{kind}, whose state does not follow each number of a parameter"
+        refuse("optimizer", given, "one such as Adam or SGD", f"Leave it out, and {remedy}.")

@@ -226,6 +226,3 @@ class Feedback(Fed, Explained, Layer):
         run._parameters = {f"{name}_l0": array for name, array in learned.items()}
         vars(run)["_learned"] = lambda k: learned
         return run
-
-
-__all__ = ["Feedback"]

@@ -109,6 +109,3 @@ def _arrays(results: Any) -> list[Array]:
         return [results]
     parts = results.values() if isinstance(results, dict) else results
     return [array for part in parts for array in _arrays(part)]
-
-
-__all__ = ["check_gradients"]

@@ -212,6 +212,3 @@ def _moments(x: Array, counts: Valid) -> tuple[Array, Array, npt.NDArray[np.int6
         mean = np.where(counts, x, 0.0).sum(axes, dtype=np.float64) / divisor
         centred = np.where(counts, x - mean, 0.0)
         return mean, np.square(centred).sum(axes) / divisor, count
-
-
-__all__ = ["BatchNorm", "Standardise"]

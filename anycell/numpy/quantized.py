@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from anycell.layer.checks import refuse
 from anycell.layer.rounding import described, measure, rounded
 from anycell.numpy.feedback import Feedback
 from anycell.numpy.layers import RNN
@@ -35,10 +36,9 @@ class Quantized(RNN):
         if isinstance(layer, Quantized):
             raise ValueError("layer: given one that is quantized; expected one of float32.")
         if layer.dtype != np.float32:
-            raise ValueError(
-                f"layer: given dtype {layer.dtype}; expected float32, from which weights are "
-                "rounded. Copy its parameters to a float32 layer."
-            )
+            hint = "Copy its parameters to a float32 layer."
+            expected = "float32, from which weights are rounded"
+            refuse("layer", f"dtype {layer.dtype}", expected, hint)
         self.__dict__.update(layer.__getstate__())
         self._writes, self._parameters = 0, {}
         parameters: dict[str, Any] = self._parameters

@@ -114,6 +114,3 @@ def recurrence(
         arrays = {name: array for name, array in arrays.items() if array is not None}
         outputs, finals, _ = layer.forward(host, chosen, arrays, how, keep=False)
     return outputs, tuple([final[0] for final in finals])
-
-
-__all__ = ["recurrence"]

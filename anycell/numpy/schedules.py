@@ -208,6 +208,3 @@ class EarlyStopping:
 
     def _arrays(self) -> list[Mapping[str, Array]]:
         return [l.arrays if isinstance(l, Layer) else l.parameters for l in self.layers]
-
-
-__all__ = ["EarlyStopping", "Plateau", "Schedule", "cosine", "inverse_sigmoid", "one_cycle"]

@@ -38,10 +38,8 @@ class MultiRNNCell(RNNCell):
         self.cells, self.state_is_tuple = cells, state_is_tuple
         sizes = [cell.state_size for cell in cells]
         if not state_is_tuple and any(tf.nest.is_nested(size) for size in sizes):
-            raise ValueError(
-                f"state_is_tuple: given False, with cells whose states are of sizes {sizes}; "
-                "expected True, or cells that have state_is_tuple=False too."
-            )
+            given = f"False, with cells whose states are of sizes {sizes}"
+            refuse("state_is_tuple", given, "True, or cells that have state_is_tuple=False too")
         self.state_size = tuple(sizes) if state_is_tuple else sum(sizes)
         self.output_size = cells[-1].output_size
 
@@ -157,10 +155,8 @@ class DropoutWrapper(_Wrapper):
     ) -> None:
         super().__init__(cell, dtype)
         if dropout_state_filter_visitor is not None and not callable(dropout_state_filter_visitor):
-            raise TypeError(
-                f"dropout_state_filter_visitor: given {dropout_state_filter_visitor!r}; expected a "
-                "function of a part of the state."
-            )
+            visitor, expected = "dropout_state_filter_visitor", "a function of a part of the state"
+            refuse(visitor, repr(dropout_state_filter_visitor), expected, error=TypeError)
         given = {"input": input_keep_prob, "output": output_keep_prob, "state": state_keep_prob}
         self.keep = {role: _probability(f"{role}_keep_prob", p) for role, p in given.items()}
         self.variational, self.seed = variational_recurrent, seed
@@ -333,8 +329,7 @@ def _all_but_c(part: Any) -> Any:
 def _sum(inputs: Any, outputs: Tensor) -> Tensor:
     inputs = tf.convert_to_tensor(inputs)
     if not inputs.shape.is_compatible_with(outputs.shape):
-        raise ValueError(
-            f"inputs: given shape {inputs.shape}; expected {outputs.shape}, that of the outputs "
-            "they are added to. Give the cell as many units, or the wrapper a residual_fn."
-        )
+        expected = f"{outputs.shape}, that of the outputs they are added to"
+        hint = "Give the cell as many units, or the wrapper a residual_fn."
+        refuse("inputs", f"shape {inputs.shape}", expected, hint)
     return inputs + outputs

@@ -32,20 +32,9 @@ from anycell.torch.rnn import RNN
 from anycell.torch.step import GRUCell, LSTMCell, RNNCell
 
 __all__ = [
-    "GRU",
-    "LSTM",
-    "RNN",
-    "Engine",
-    "Feedback",
-    "GRUCell",
-    "LSTMCell",
-    "Quantized",
-    "RNNCell",
-    "accelerate",
-    "recurrence",
-    "recurrent_layers",
-    "restore",
-]
+    "GRU", "LSTM", "RNN", "Engine", "Feedback", "GRUCell", "LSTMCell", "Quantized", "RNNCell",
+    "accelerate", "recurrence", "recurrent_layers", "restore",
+]  # fmt: skip
 __all__ += named.__all__
 
 

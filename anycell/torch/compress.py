@@ -36,10 +36,9 @@ def reads(readout: Any) -> list[Tensor]:
 def check_plain(name: str, module: Any) -> None:
     """Refuses parametrizations: their parameters are others than the layer knows."""
     if isinstance(module, nn.Module) and parametrize.is_parametrized(module):
-        raise ValueError(
-            f"{name}: given {type(module).__name__} with parametrizations; expected plain "
-            "parameters. Call torch.nn.utils.parametrize.remove_parametrizations first."
-        )
+        given = f"{type(module).__name__} with parametrizations"
+        hint = "Call torch.nn.utils.parametrize.remove_parametrizations first."
+        refuse(name, given, "plain parameters", hint)
 
 
 def take(
@@ -59,10 +58,9 @@ def take(
         expected = f"more than proj_size, {layer.proj_size}, as torch.nn.LSTM requires"
         refuse("keep", f"{count} units", expected, 'Keep more, or shrink it first: size="P".')
     if len(set(parameters)) < len(parameters):
-        raise ValueError(
-            "layer: given one with a parameter in two places; expected a parameter for each, since "
-            "units of both places would have to be the same. Give each its own copy first."
-        )
+        expected = "a parameter for each, since units of both places would have to be the same"
+        given, hint = "one with a parameter in two places", "Give each its own copy first."
+        refuse("layer", given, expected, hint)
     if optimizer is not None:
         _check(optimizer, parameters)
     smaller: dict[Tensor, nn.Parameter] = {}

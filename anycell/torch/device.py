@@ -78,8 +78,8 @@ class DeviceHost:
     def zeros(self, shape: tuple[int, ...], wide: bool = False) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32 if wide else self.dtype, device=self.device)
 
-    def rounded(self, array: Tensor, copy: bool = False) -> Tensor:
-        return array.to(self.dtype, copy=copy).contiguous()
+    def rounded(self, array: Tensor) -> Tensor:
+        return array.to(self.dtype).contiguous()
 
     def numbers(self, values: Sequence[float]) -> Tensor:
         return self._filled(values, torch.float32)
@@ -149,9 +149,6 @@ class DeviceHost:
 
     def summed(self, array: Tensor) -> Tensor:
         return array.sum(0, dtype=torch.float32)
-
-    def turned(self, array: Tensor) -> Tensor:
-        return array.transpose(-1, -2)
 
     def by_head(self, array: Tensor, heads: int) -> Tensor:
         rows, outputs, width = array.shape

@@ -302,9 +302,9 @@ class LSTM(DropIn, nn.LSTM):
         return (("P", self.proj_size),) if self.proj_size else ()
 
 
-def vendors(weights: Arrays, end: str = "") -> list[Any]:
+def vendors(weights: Arrays) -> list[Any]:
     """The arguments of torch's operators of one step: weights, and biases or None."""
-    return [weights.get(name + end) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    return [weights.get(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
 
 
 class GRU(DropIn, nn.GRU):

@@ -196,6 +196,3 @@ class Feedback(Fed, Explained, nn.Module):
             flags = check_flags("forced", forced, (steps,), "of all rows", x)
             return (flags if self.layer.batch_first else flags.unsqueeze(1)).expand(shape)
         return check_flags("forced", forced, shape, f"laid out as x, or [{steps}]", x)
-
-
-__all__ = ["Feedback"]

@@ -143,6 +143,3 @@ def _seed(cell: Cell, training: bool, seed: Any) -> Any:
     if compiled() or exporting():  # as a signed number of 64 bits, which has the same bits
         return torch.tensor(seed - (seed >> 63 << 64), dtype=torch.int64)
     return seed
-
-
-__all__ = ["recurrence"]

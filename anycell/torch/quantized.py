@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.random import fork_rng
 
 from anycell.layer import view as views
+from anycell.layer.checks import refuse
 from anycell.layer.rounding import described, integers, measure, rounded
 from anycell.layer.signature import of_layer
 from anycell.torch.composite import Arrays
@@ -47,10 +48,8 @@ class Quantized(RNN):
 
     def __init__(self, layer: Any) -> None:
         if layer.weight_ih_l0.dtype is not torch.float32:
-            raise ValueError(
-                f"model: given a layer of {layer.weight_ih_l0.dtype}; expected torch.float32, from "
-                "which weights are rounded. Call model.float() first."
-            )
+            given, hint = f"a layer of {layer.weight_ih_l0.dtype}", "Call model.float() first."
+            refuse("model", given, "torch.float32, from which weights are rounded", hint)
         told = views.told(layer, {"H": layer.hidden_size, **dict(layer._sizes)})
         super().__init__(layer.cell, **told | {"checkpoint": None}, device="meta")
         self.training = layer.training
@@ -104,11 +103,9 @@ def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
     """See ``anycell.compress.quantize``."""
     layers = {m: name for name, m in model.named_modules() if is_layer(m)}
     if not layers:
-        raise TypeError(
-            f"model: given {type(model).__name__} without a float32 layer of anycell.torch; "
-            "expected RNN, LSTM or GRU in it. anycell.torch.accelerate turns those of torch.nn "
-            "into ours."
-        )
+        given = f"{type(model).__name__} without a float32 layer of anycell.torch"
+        hint = "anycell.torch.accelerate turns those of torch.nn into ours."
+        refuse("model", given, "RNN, LSTM or GRU in it", hint, TypeError)
     small = {layer: Quantized(layer) for layer in layers}
     if data is not None:
         _measure(model, small, data)

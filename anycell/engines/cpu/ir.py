@@ -596,10 +596,10 @@ class Builder:
                 part = self.shuffle(value, None, range(first, first + register))
                 self.store_first(part, self.gep(address, first, type), count - first)
 
-    def alloca(self, type: str, count: int = 1, align: int | None = None) -> Value:
+    def alloca(self, type: str, count: int = 1) -> Value:
         """Stack memory for the whole call, wherever it is asked for."""
         value = Value("%" + self._fresh("slot"), "ptr", self)
-        alignment = align or max(_natural(type), min(64, shape(type)[0] * element_bits(type) // 8))
+        alignment = max(_natural(type), min(64, shape(type)[0] * element_bits(type) // 8))
         self._allocas.append(f"{value.text} = alloca {type}, i64 {count}, align {alignment}")
         return value
 

@@ -178,12 +178,7 @@ def _llvm() -> Any:
 @lru_cache(maxsize=1)
 def _context() -> Any:
     """A context of our own, apart from other users of llvmlite."""
-    import llvmlite
-
-    llvm = _llvm()
-    if hasattr(llvmlite, "opaque_pointers_enabled"):  # 0.44, where they are off by default
-        return llvm.context.ContextRef(llvm.ffi.lib.LLVMPY_ContextCreate(True))
-    return llvm.create_context()
+    return _llvm().create_context()
 
 
 def _machine(target: Target) -> Any:

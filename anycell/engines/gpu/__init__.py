@@ -35,7 +35,7 @@ class GpuHost(Protocol):
     """The operations of a framework that the engine needs, on arrays of a device.
 
     Arrays slice and assign as NumPy's do (``a[i:j] = b`` rounds to the dtype of ``a``), and have
-    ``shape`` and ``reshape``. ``wide`` arrays are float32, others of the plan's dtype.
+    ``shape``, ``reshape`` and ``mT``. ``wide`` arrays are float32, others of the plan's dtype.
 
     Attributes:
         dtype: of the plan, as the framework has it.
@@ -72,8 +72,8 @@ class GpuHost(Protocol):
 
     def zeros(self, shape: tuple[int, ...], wide: bool = False) -> Array: ...
 
-    def rounded(self, array: Array, copy: bool = False) -> Array:
-        """The array in the plan's dtype, contiguous; itself where it is, unless ``copy``."""
+    def rounded(self, array: Array) -> Array:
+        """The array in the plan's dtype, contiguous; itself where it is."""
         ...
 
     def numbers(self, values: Sequence[float]) -> Array:
@@ -120,10 +120,6 @@ class GpuHost(Protocol):
 
     def summed(self, array: Array) -> Array:
         """The sum of the rows of a matrix: wide, and never rounded on the way."""
-        ...
-
-    def turned(self, array: Array) -> Array:
-        """A view with the last two axes exchanged."""
         ...
 
     def by_head(self, array: Array, heads: int) -> Array:
@@ -187,7 +183,7 @@ class Work(NamedTuple):
         """All values, by name of the argument."""
         arguments = dict(self.values, batch=self.batch, count=self.steps)
         arguments |= {f"weight{k}": weight for k, weight in enumerate(self.weights)}
-        if self.draws is not None and "draws" not in arguments:
+        if self.draws is not None:
             arguments["draws"] = self.host.integers(self.draws)
         for name, span in self.spans.items():
             arguments |= span.values(name, self.host)

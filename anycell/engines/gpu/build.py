@@ -275,6 +275,3 @@ def usage(cubin: bytes) -> dict[str, int]:
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     kernel = printed.rpartition("Function")[2]
     return {name: int(n) for name, n in re.findall(r"\b([A-Z]+):(\d+)", kernel)}
-
-
-__all__ = ["Binary", "binary", "function", "interpreted", "spilled", "unusable", "usage"]

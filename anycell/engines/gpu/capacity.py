@@ -434,17 +434,3 @@ def table(plan: Plan, batch: int = BATCH) -> list[tuple[str, str, str]]:
         for backward in (False, True)
         for c in [choose(plan, device, backward, batch=batch)]
     ]
-
-
-__all__ = [
-    "BATCH",
-    "DEVICES",
-    "Choice",
-    "Device",
-    "choices",
-    "choose",
-    "shared_bytes",
-    "slice_bytes",
-    "table",
-    "tiles",
-]

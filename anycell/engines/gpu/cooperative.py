@@ -49,7 +49,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from anycell.engines.gpu.resident import LEAST, NEXT, Loop
-from anycell.engines.gpu.text import Printed, Variant, Where, gradients_of, plus, power_of_two
+from anycell.engines.gpu.text import Printed, Variant, gradients_of, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import is_reduction
@@ -419,7 +419,7 @@ class _Slice(Loop):
 
     def _before(self, roots: list[Expr], arriving: Callable[[Expr], bool]) -> None:
         """Computes everything that does not depend on values yet to come from other programs."""
-        order = topological(roots, Where(self.is_leaf))
+        order = topological(roots, self.is_leaf)
         late = set[Expr]()
         for node in order:
             if arriving(node) or (not self.is_leaf(node) and not late.isdisjoint(node.args)):
@@ -519,6 +519,3 @@ class _Slice(Loop):
         self.say("if alive == 0:")
         with self.indented():
             self.say(f"tl.store({trouble}, 1)")
-
-
-__all__ = ["Slice", "print_cooperative", "refusal"]

@@ -63,7 +63,7 @@ class Launch:
         if build.interpreted():
             self.function = build.function(printed)
             self.arguments = [0 if name == "t" else values[name] for name in names]
-            self.start: Callable[[], None] = self._interpret
+            self.start: Callable[[int], None] = self._interpret
             return
         self.kept = values  # arrays stay alive as long as the launch
         self.cells, aligned = list[Any](), set[str]()
@@ -82,17 +82,16 @@ class Launch:
 
     def __call__(self, t: int) -> None:
         """Runs the kernel for step t of the call; asynchronous on a device."""
-        if self.place is not None:
-            if build.interpreted():
-                self.arguments[self.place] = t
-            else:
-                self.cells[self.place].value = t
-        self.start()
+        self.start(t)
 
-    def _interpret(self) -> None:
+    def _interpret(self, t: int) -> None:
+        if self.place is not None:
+            self.arguments[self.place] = t
         self.function[self.grid](*self.arguments)
 
-    def _launch(self) -> None:
+    def _launch(self, t: int) -> None:
+        if self.place is not None:
+            self.cells[self.place].value = t
         shape = *self.grid, 1, 32 * self.binary.warps, 1, 1, self.binary.shared
         stream, parameters = ctypes.c_void_p(self.stream), self.parameters
         if self.printed.cooperative:  # refused, unless all programs can run at once
@@ -177,10 +176,9 @@ def limits(device: int) -> Device:
     for attribute in _ATTRIBUTES:
         _call("cuDeviceGetAttribute", ctypes.byref(value), attribute, handle)
         values.append(value.value)
-    major, minor, *rest = values
+    major, minor, shared, registers, processors = values
     name = ctypes.create_string_buffer(100)
     _call("cuDeviceGetName", name, len(name), handle)
-    shared, registers, processors = rest
     return Device(
         name.value.decode(), 10 * major + minor, shared, registers, processors, build.compiler()
     )
@@ -211,6 +209,3 @@ def _loaded(
             raise Refused(printed, f"{what} failed (CUDA_ERROR_INVALID_VALUE)")
         _check(result, what)
     return binary, handle
-
-
-__all__ = ["Launch", "limits", "missing"]

@@ -76,6 +76,3 @@ def of_plan(plan: Plan) -> list[Refusal]:
 def forget() -> None:
     """Devices are asked again."""
     _remembered.clear()
-
-
-__all__ = ["Refusal", "Refused", "forget", "of_plan", "refuses", "remember"]

@@ -252,7 +252,8 @@ class Loop(Text):
             for i, s in enumerate(cell.states):
                 if variant.resets:
                     self.say(f"s_{s.name} = tl.where(reset, {self.restored(i)}, s_{s.name})")
-                self._know(Expr("state", (), (s.name,)), f"s_{s.name}")
+                self.names[Expr("state", (), (s.name,))] = f"s_{s.name}"
+                self.taken.add(f"s_{s.name}")
             self.before_wait()
             self.wait()
             self._step()
@@ -319,10 +320,6 @@ class Loop(Text):
             self.once("valid", self.flags("mask"))
         if self.variant.resets:
             self.once("reset", self.flags("resets"))
-
-    def _know(self, node: Expr, name: str) -> None:
-        self.names[node] = name
-        self.taken.add(name)
 
     def _constants(self, roots: Iterable[Expr]) -> None:
         """Loads what no step changes."""

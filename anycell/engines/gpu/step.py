@@ -29,7 +29,6 @@ from anycell.engines.gpu.text import (
     Printed,
     Text,
     Variant,
-    Where,
     apart,
     keeps,
     kept,
@@ -182,7 +181,7 @@ def _levels(plan: Plan, variant: Variant) -> dict[Expr, int]:
             return text.is_leaf(node)
         return not variant.backward and not staged(plan, variant, linears[node.attrs[0]])
 
-    for node in topological(_roots(plan, variant), Where(leaf)):
+    for node in topological(_roots(plan, variant), leaf):
         if leaf(node):
             level[node] = 0
         else:
@@ -365,10 +364,8 @@ class _Kernel(Text):
     def load_preact(self, node: Expr) -> tuple[str, str]:
         """A gate's input projection and its part of the recurrent matmul."""
         gate = node.attrs[1]
-        x, r = (
-            self.assign(*self.load_x(Expr("x", (), (gate,)))),
-            self.assign(*self.load_linear(node)),
-        )
+        x = self.assign(*self.load_x(Expr("x", (), (gate,))))
+        r = self.assign(*self.load_linear(node))
         return f"a_{gate}", f"{x} + {r}"
 
     # -- backward --------------------------------------------------------------------------------

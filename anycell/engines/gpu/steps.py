@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.step import (
@@ -34,20 +34,10 @@ Array = Any
 BLOCKS = (64, 16)
 
 
-class Arguments(NamedTuple):
-    """A call as launches see it.
-
-    Attributes:
-        numbers: what they take; calls that differ in these need launches of their own.
-        table: what the table holds, by place.
+def arguments(kernels: Step, work: Work) -> tuple[dict[str, int], list[int]]:
+    """The numbers that launches of a call take, by name, and what the table holds, by place. Calls
+    that differ in the numbers need launches of their own.
     """
-
-    numbers: dict[str, int]
-    table: list[int]
-
-
-def arguments(kernels: Step, work: Work) -> Arguments:
-    """The arguments of a call."""
     values = work._replace(draws=None).all_values()  # the table has a place for each of these
     values |= {DONE: 0} | {f"draws{n}": number for n, number in enumerate(work.draws or ())}
     table, odd = [], 0
@@ -60,7 +50,7 @@ def arguments(kernels: Step, work: Work) -> Arguments:
         table.append((number + (1 << 63)) % (1 << 64) - (1 << 63))
     values["odd"] = int(odd)
     names = {name for kernel in kernels.all for name, kind in kernel.arguments if kind == "i64"}
-    return Arguments({name: values[name] for name in sorted(names)}, table)
+    return {name: values[name] for name in sorted(names)}, table
 
 
 def anew(_: str, make: Callable[..., Array], *shape: Any) -> Array:
@@ -109,7 +99,7 @@ class Steps:
             if memory is not anew:
                 weight = memory(f"weight{k}", host.empty, tuple(weight.shape), False)
                 self.weights.append((k, weight))
-            right = weight if variant.backward else host.turned(weight)
+            right = weight if variant.backward else weight.mT
             multiply[k] = functools.partial(host.matmul, left, right, result)
             if not variant.backward and not staged(plan, variant, l):
                 self.begins.append((l, left))
@@ -176,6 +166,3 @@ def run_plainly(kernels: Step, work: Work) -> None:
     steps.load(work, table)
     steps.run(work.steps)
     steps.close(work.steps)
-
-
-__all__ = ["BLOCKS", "Arguments", "Steps", "arguments", "run_plainly"]

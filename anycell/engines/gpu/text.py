@@ -15,7 +15,7 @@ import functools
 import keyword
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,6 +122,7 @@ class Text:
         self.names: dict[Expr, str] = {}
         self.variables: list[str] = []  # by number: how ``assign`` would name them
         self.taken: set[str] = set()  # names that mean one value
+        self.tiled: list[str] = []  # sizes of whose units it has a tile
         self.said: dict[str, str] = {}  # lines that are printed once, by what they assign
         self.saved = plan.saved_places  # what the backward pass finds in memory
         kept = zip(self.cell.states, self.cell.next, strict=True)
@@ -187,8 +188,9 @@ class Text:
     def units(self, size: str) -> str:
         """The units of the tile, ``[1, units]``."""
         name = f"units_{size}"
-        if name in self.said:
+        if size in self.tiled:
             return name
+        self.tiled.append(size)
         width = power_of_two(self.plan.sizes[size], self.width) if self.whole else self.width
         first = "" if self.whole else f"tl.program_id(1) * {width} + "
         self.once(name, f"({first}tl.arange(0, {width}))[None, :]")
@@ -287,7 +289,7 @@ class Text:
     def evaluate(self, roots: Iterable[Expr], labels: Mapping[Expr, str] | None = None) -> None:
         """Prints what the roots need; each then has a name in ``names``."""
         roots, labels = list(roots), labels or {}
-        order = topological(roots, Where(self.is_leaf))
+        order = topological(roots, self.is_leaf)
         wanted = set(roots)
         uses = dict.fromkeys(order, 0)
         for node in order:
@@ -539,8 +541,7 @@ class Text:
         imports = f"from anycell.engines.gpu.library import {', '.join(short)}\n" if used else ""
         about = f"{about}\n\n{self.equations()}\n"
         text = source(name, about, self.arguments, body, f"{imports}\n" if imports else "")
-        size = next((n[6:] for n in self.said if n.startswith("units_")), "H")
-        tile = self.rows, self.lanes
+        size, tile = self.tiled[0] if self.tiled else "H", (self.rows, self.lanes)
         warps = self.warps or (4 if self.lanes <= 4096 else 8 if self.lanes <= 16384 else 16)
         arguments = tuple(self.arguments.items())
         return Printed(name, text, arguments, tile, size, warps, self.shared, self.alone)
@@ -564,8 +565,7 @@ class Text:
         """Units of the widest tile."""
         if not self.whole:
             return self.width
-        sizes = [n[6:] for n in self.said if n.startswith("units_")] or ["H"]
-        return max(power_of_two(self.plan.sizes[s], self.width) for s in sizes)
+        return max(power_of_two(self.plan.sizes[s], self.width) for s in self.tiled or ["H"])
 
     def equations(self) -> str:
         """The cell's own lines, for the head of the file."""
@@ -613,16 +613,6 @@ def keeps(plan: Plan, variant: Variant, i: int) -> bool:
 def symbol(name: str) -> str:
     """The name of an array as Python and C know names."""
     return re.sub(r"\W", "_", name)
-
-
-class Where:
-    """A container of all expressions that a condition holds for."""
-
-    def __init__(self, condition: Callable[[Expr], bool]) -> None:
-        self.condition = condition
-
-    def __contains__(self, node: object) -> bool:
-        return isinstance(node, Expr) and self.condition(node)
 
 
 def gate_of(node: Expr) -> str | None:
