@@ -377,6 +377,59 @@ def test_forward_mode(name: str, watched: str, graph: bool, rng: np.random.Gener
         assert_close(a.numpy(), b.numpy(), "float64", "gradient")
 
 
+WITHIN: dict[str, Callable[[Any, Any], Any]] = {
+    "vectorized_map": lambda layer, x: tf.vectorized_map(layer, x),
+    "map_fn": tf.function(lambda layer, x: tf.map_fn(layer, x)),
+    "cond": tf.function(
+        lambda layer, x: tf.cond(tf.size(x) > 0, lambda: _each(layer, x), lambda: x[..., 0, :])
+    ),
+}
+
+
+def _each(layer: Any, x: Any) -> Any:
+    return tf.stack([layer(part) for part in tf.unstack(x)])
+
+
+@pytest.mark.parametrize(
+    "within", ["vectorized_map", "cond", pytest.param("map_fn", marks=pytest.mark.more)]
+)
+def test_two_derivatives_through_loops_and_branches(within: str, rng: np.random.Generator) -> None:
+    layer, x = ak.SimpleRNN(2, dtype="float64"), tf.constant(rng.normal(size=(2, 3, 4, 2)))
+    layer.build((None, None, 2))
+    kernel, found = layer.cell.recurrent_kernel.value, []
+    for run in (WITHIN[within], _each):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                total = tf.reduce_sum(tf.sin(run(layer, x)))
+            first = inner.gradient(total, [x, kernel])
+            total = sum(tf.reduce_sum(part**2) for part in first)
+        found.append([*first, *outer.gradient(total, [x, kernel])])
+    for a, b in zip(*found, strict=True):
+        assert_close(a.numpy(), b.numpy(), "float64", "gradient")
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_the_gradient_of_a_jacobian(graph: bool, rng: np.random.Generator) -> None:
+    """As a penalty on it has, in TensorFlow's vectorized loop as in any other."""
+    layer, x = ak.GRU(3, dtype="float64"), tf.constant(rng.normal(size=(2, 4, 3)))
+    layer.build(x.shape)
+
+    def penalty(vectorized: bool) -> Any:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape(persistent=True) as inner:
+                inner.watch(x)
+                y = layer(x)
+            slope = inner.batch_jacobian(y, x, experimental_use_pfor=vectorized)
+            total = tf.reduce_sum(slope**2)
+        return outer.gradient(total, layer.trainable_weights)
+
+    run = tf.function(penalty) if graph else penalty
+    for a, b in zip(run(True), penalty(False), strict=True):
+        assert_close(a.numpy(), b.numpy(), "float64", "gradient")
+
+
 def test_second_derivatives_under_random_masks_are_refused(rng: np.random.Generator) -> None:
     layer, x = ak.RNN(Noisy, 3), data(rng, 2, 4, 2)
     with tf.GradientTape() as outer:

@@ -122,13 +122,7 @@ def run(call: Call, arrays: Arrays) -> Result:
     cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name
     kernels = _kernels(call, cell, dtype, names, tuple(flags), wanted, keep)
-    outputs, final, kept = kernels.forward(tensors)
-
-    def gradient(*arriving: Tensor) -> Any:
-        return _gradient(kernels, tensors, arriving, kept)
-
-    ends = [outputs, *final] if call.outputs else final
-    ends = _differentiable(FORWARD, ends, flat, gradient)
+    ends = _ends(kernels, *tensors)
     return (ends[0], tuple(ends[1:])) if call.outputs else (None, tuple(ends))
 
 
@@ -155,9 +149,15 @@ FORWARD, BACKWARD = "AnycellRecurrence", "AnycellRecurrenceGradient"
 
 
 def _differentiable(
-    name: str, results: Sequence[Tensor], args: Sequence[Tensor], gradient: Callable[..., Any]
+    name: str,
+    results: Sequence[Tensor],
+    args: Sequence[Tensor],
+    others: Sequence[Tensor],
+    gradient: Callable[..., Any],
+    again: Callable[..., list[Tensor]],
 ) -> list[Tensor]:
-    """``results``, whose gradient for ``args`` is ``gradient``.
+    """``results``, whose gradient for ``args`` is ``gradient``; ``again(*args, *others)`` is how to
+    compute them.
 
     As ``tf.custom_gradient`` does it, but that registers a function for every graph, which keeps
     the graph for ever. Ours are registered once, by ``name``, and find all they need from the
@@ -166,15 +166,48 @@ def _differentiable(
     if tf.executing_eagerly():
         record.record_operation(name, results, args, gradient)
         return list(results)
-    inputs, count = [*results, *args], len(results)
+    inputs, count = [*results, *args, *others], len(results)
     with graphs.get_default_graph().gradient_override_map({"IdentityN": name}):
         outputs = list(tf.identity_n(inputs))
+    # ``tf.vectorized_map`` and Jacobians would make an operation without the gradient of it.
+    outputs[0].op.pfor_converter = functools.partial(_one_by_one, count, again)
 
     def recorded(*arriving: Tensor) -> list[Tensor]:
-        return [None] * count + list(gradient(*arriving[:count]))
+        return [None] * count + list(gradient(*arriving[:count])) + [None] * len(others)
 
     record.record_operation(name, outputs, inputs, recorded)
     return outputs[:count]
+
+
+def _one_by_one(count: int, again: Callable[..., list[Tensor]], operation: Any) -> list[Any]:
+    """An operation of ``_differentiable`` for all iterations of a loop that TensorFlow vectorizes:
+    a loop in which it has its gradient.
+    """
+    from tensorflow.python.ops.parallel_for.pfor import wrap
+
+    given = operation.inputs[count:]
+    kinds = [output.dtype for output in operation.outputs[:count]]
+
+    def one(i: Tensor) -> list[Tensor]:
+        return again(*(part.t[i] if part.is_stacked else part.t for part in given))
+
+    iterations = tf.range(operation.pfor.loop_len_vector[0])
+    results = tf.map_fn(one, iterations, fn_output_signature=kinds)
+    for result, output in zip(results, operation.outputs, strict=False):
+        result.set_shape([None, *output.shape])
+    return [*(wrap(result) for result in results), *given]
+
+
+def _ends(kernels: _Kernels, *tensors: Tensor) -> list[Tensor]:
+    """Outputs, where they are wanted, and final states."""
+    outputs, final, kept = kernels.forward(tensors)
+
+    def gradient(*arriving: Tensor) -> Any:
+        return _gradient(kernels, tensors, arriving, kept)
+
+    ends, parts = [outputs, *final] if kernels.call.outputs else final, len(kernels.parts)
+    again = functools.partial(_ends, kernels)
+    return _differentiable(FORWARD, ends, tensors[:parts], tensors[parts:], gradient, again)
 
 
 def _of(op: Any) -> tuple[_Kernels, list[Tensor], list[Tensor]]:
@@ -188,17 +221,19 @@ def _of(op: Any) -> tuple[_Kernels, list[Tensor], list[Tensor]]:
 def _of_forward(op: Any, *arriving: Tensor) -> list[Tensor]:
     kernels, inputs, outputs = _of(op)
     kernels = replace(kernels, wanted=kernels.parts)
-    count = len(op.inputs) - len(kernels.parts)
+    count, flags = kernels.ends, len(kernels.flags)
     kept = outputs[len(outputs) - kernels.kept :]
-    return [None] * count + _gradient(kernels, inputs, arriving[:count], kept)
+    grads = _gradient(kernels, inputs, arriving[:count], kept)
+    return [None] * count + grads + [None] * flags
 
 
 @tf.RegisterGradient(BACKWARD)
 def _of_backward(op: Any, *seconds: Tensor) -> list[Tensor]:
     kernels, inputs, _ = _of(op)
     count, given = len(kernels.wanted), len(kernels.names)
-    arriving = inputs[given : given + len(op.inputs) - count - len(kernels.parts)]
-    return [None] * count + list(_second(kernels, inputs[:given], arriving, seconds[:count]))
+    arriving = inputs[given : given + kernels.ends]
+    grads = [*_second(kernels, inputs[:given], arriving, seconds[:count])]
+    return [None] * count + grads + [None] * (len(op.inputs) - count - len(grads))
 
 
 def _gradient(
@@ -218,10 +253,21 @@ def _gradient(
             def twice(*seconds: Tensor) -> Any:
                 return _second(kernels, tensors, arriving, seconds)
 
-            args = [*tensors[: len(kernels.parts)], *arriving]
-            grads = _differentiable(BACKWARD, grads, args, twice)
+            parts = len(kernels.parts)
+            args, others = [*tensors[:parts], *arriving], [*tensors[parts:], *kept]
+            again = functools.partial(_gradient_again, kernels)
+            grads = _differentiable(BACKWARD, grads, args, others, twice, again)
     named = dict(zip(kernels.wanted, grads, strict=True))
     return [named.get(name) for name in kernels.parts]
+
+
+def _gradient_again(kernels: _Kernels, *inputs: Tensor) -> list[Tensor]:
+    """The gradients that are wanted: ``inputs`` are the args and others of the operation."""
+    counts = len(kernels.parts), kernels.ends, len(kernels.flags)
+    at = [0, *itertools.accumulate(counts), len(inputs)]
+    parts, arriving, flags, kept = (inputs[a:b] for a, b in itertools.pairwise(at))
+    grads = _gradient(kernels, [*parts, *flags], arriving, kept)
+    return [grad for grad in grads if grad is not None]
 
 
 def _second(
@@ -230,11 +276,19 @@ def _second(
     arriving: Sequence[Tensor],
     seconds: Sequence[Tensor],
 ) -> Any:
+    tensors, arriving = _here(tensors), _here(arriving)
     args = [*tensors[: len(kernels.parts)], *arriving]
     with tf.GradientTape() as outer:
         outer.watch(args)
         first = _first(kernels, tensors, arriving)
     return outer.gradient(first, args, seconds, tf.UnconnectedGradients.ZERO)
+
+
+def _here(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in the graph that is being made: no tape follows those that the graph of a
+    gradient, of a loop or a branch, takes from others.
+    """
+    return [tf.identity(tensor) for tensor in tensors]
 
 
 def _first(kernels: _Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tensor]) -> Any:
@@ -247,7 +301,7 @@ def _first(kernels: _Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tens
         )
     if _carries_tangents([*tensors, *arriving]):
         call = _unlooped(call, tensors[0])
-    named = dict(zip(kernels.names, tensors, strict=True))
+    named = dict(zip(kernels.names, _here(tensors), strict=True))
     wanted = [named[name] for name in kernels.wanted]
     with tf.GradientTape() as inner:
         inner.watch(wanted)
@@ -335,6 +389,11 @@ class _Kernels:
     wanted: tuple[str, ...]
     keep: bool
 
+    @property
+    def ends(self) -> int:
+        """Counts the results that have a gradient: outputs, where they are wanted, and states."""
+        return len(self.call.cell.states) + self.call.outputs
+
     @functools.cached_property
     def separate(self) -> bool:
         """Whether the outputs are an array apart from what is kept."""
@@ -414,7 +473,7 @@ class _Kernels:
         host, (options, arrays) = host_of(self.plan.types), self._arguments(tensors)
         names, others = self.call.cell.state_names, self.others
         first = len(self.names)
-        last = first + len(names) + self.call.outputs
+        last = first + self.ends
         arriving = list(tensors[first:last])
         kept = layer.Kept.of(tensors[last:], [n in others for n in names], 1)
         d_output = arriving.pop(0) if self.call.outputs else None
