@@ -10,9 +10,10 @@ import keras
 from keras import ops, tree
 
 from anycell.explanation import Explained, Subject
+from anycell.keras.backends import as_written, uncompiled
 from anycell.keras.call import KERNELS, Arrays, Tensor, expect, flags
-from anycell.keras.layers import Fused, _attached_mask, _uncompiled
-from anycell.keras.streaming import Keywords, as_written, one_step
+from anycell.keras.layers import Fused, _attached_mask
+from anycell.keras.streaming import Keywords, one_step
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
@@ -95,7 +96,7 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
         step, sizes = _Fed(self.layer, self.readout)._step(), dict(self.layer._sizes())
         return [sizes.get(s.size, self.layer.cell.units) for s in step.states]
 
-    @_uncompiled
+    @uncompiled
     def call(
         self,
         sequences: Tensor,

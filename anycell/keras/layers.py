@@ -21,6 +21,7 @@ from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.explanation import Explained, Explanation, Subject, about_layer
 from anycell.keras import cells
+from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
 from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
@@ -38,15 +39,6 @@ if TYPE_CHECKING:
 # ``static`` and ``resets``, on their way to `inner_loop`: Keras's `call` does not know them.
 _further: ContextVar[tuple[Tensor, Tensor]] = ContextVar("further", default=(None, None))
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
-
-
-def _uncompiled(function: Any) -> Any:
-    """``torch.compile`` calls it as it is; else it compiles cell, plan and printer, for minutes."""
-    if keras.backend.backend() != "torch":
-        return function
-    from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of Dynamo
-
-    return _disable_dynamo(function)
 
 
 @dataclass(frozen=True)
@@ -172,13 +164,13 @@ class Fused(Steps, Keywords, Explained):
         finally:
             _further.reset(token)
 
-    @_uncompiled
+    @uncompiled
     def inner_loop(
         self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Keras's hook: last output, all outputs in the order of processing, final states."""
         training = bool(training)
-        facts = self._facts(training, _on_gpu(sequences), refusal())
+        facts = self._facts(training, on_gpu(sequences), refusal())
         engine, reason = choose(facts)
         _, resets = _further.get()
         if engine in ("keras", "cudnn") and resets is not None:
@@ -273,50 +265,11 @@ def _as_tensor(mask: Any, sequences: Tensor) -> Tensor:
     return ops.cast(mask, "bool")
 
 
-def refusal() -> str | None:
-    """Why nothing outside the graph can be called now, or None."""
-    if keras.backend.backend() == "tensorflow":
-        from anycell.keras import tensorflow
-
-        return tensorflow.refusal()
-    return asked()
-
-
-def _on_gpu(x: Tensor) -> bool:
-    """Whether ``x`` is on a GPU."""
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
-        from anycell.keras import tensorflow
-
-        return tensorflow.on_gpu(x)
-    if backend == "torch":
-        return bool(x.device.type != "cpu")
-    return gpu_visible()
-
-
-def gpu_visible() -> bool:
-    """Whether Keras's backend would place a layer on a GPU here."""
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
-        import tensorflow as tf
-
-        return bool(tf.config.list_logical_devices("GPU"))
-    if backend == "torch":
-        import torch
-
-        return bool(torch.cuda.is_available())
-    if backend == "jax":
-        import jax
-
-        return bool(jax.default_backend() != "cpu")
-    return False
-
-
 class DropIn(Fused):
     """The base of ``LSTM``, ``GRU`` and ``SimpleRNN``: Keras's weights, and Keras's loop to fall
     back on."""
 
-    @_uncompiled
+    @uncompiled
     def call(
         self,
         sequences: Tensor,
@@ -566,7 +519,7 @@ class RNN(Fused, keras.layers.RNN):
         """H."""
         return self.cell.units
 
-    @_uncompiled
+    @uncompiled
     def call(
         self,
         sequences: Tensor,

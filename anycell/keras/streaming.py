@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import keras
 import numpy as np
 from keras import ops, tree
 from keras.src import backend  # the scope in which Keras calls layers has no public name
 
 from anycell.engines.cpu import pool
+from anycell.keras.backends import as_written, recorded
 from anycell.keras.call import Tensor, expect, flags, for_all, tensor
 from anycell.layer.checks import refuse
 from anycell.layer.stream import Stream
@@ -21,15 +21,6 @@ from anycell.numpy.host import host_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def as_written(function: Any) -> Any:
-    """Keeps TensorFlow from rewriting the Python of a step, which a user's graph calls."""
-    if keras.backend.backend() != "tensorflow":
-        return function
-    import tensorflow as tf
-
-    return tf.autograph.experimental.do_not_convert(function)
 
 
 # What the calls of other frontends take, and Keras's do not.
@@ -129,7 +120,7 @@ class Steps:
         given = self._begin(x, states, resets)
         stream = self._prepared.stream
         eager = hasattr(x, "numpy")  # which symbols of a graph have not
-        if stream is not None and eager and not _recorded((x, *given, static)):
+        if stream is not None and eager and not recorded((x, *given, static)):
             return self._packed_step(stream, x, given, static)
         with me._beside(static, None), backend.AutocastScope(dtype):
             last, _, final = me.inner_loop(ops.expand_dims(x, 1), given, None, False)
@@ -189,17 +180,6 @@ def _one_by_one(states: Any, count: int) -> list[Any]:
         first, axes = first[0], axes + 1
     single = count == 1 and axes + len(getattr(first, "shape", ())) < 3
     return [states] if single or not axes else list(states)
-
-
-def _recorded(tensors: Sequence[Any]) -> bool:
-    """Whether a gradient may be wanted of what is made of these tensors now."""
-    if keras.backend.backend() == "tensorflow":
-        from anycell.keras import tensorflow
-
-        return tensorflow.recorded()
-    import torch
-
-    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
 
 
 def one_step(layer: Any, x: Tensor, dtype: str) -> Tensor:

@@ -1,0 +1,82 @@
+"""Keras's backends: what layers ask of whichever is in use, but for the kernels themselves.
+
+No backend is imported but the one that is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from anycell.keras.call import Tensor
+from anycell.keras.rule import asked
+
+
+def refusal() -> str | None:
+    """Why nothing outside the graph can be called now, or None."""
+    if keras.backend.backend() == "tensorflow":
+        from anycell.keras import tensorflow
+
+        return tensorflow.refusal()
+    return asked()
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU."""
+    name = keras.backend.backend()
+    if name == "tensorflow":
+        from anycell.keras import tensorflow
+
+        return tensorflow.on_gpu(x)
+    if name == "torch":
+        return bool(x.device.type != "cpu")
+    return gpu_visible()
+
+
+def gpu_visible() -> bool:
+    """Whether the backend would place a layer on a GPU here."""
+    name = keras.backend.backend()
+    if name == "tensorflow":
+        import tensorflow as tf
+
+        return bool(tf.config.list_logical_devices("GPU"))
+    if name == "torch":
+        import torch
+
+        return bool(torch.cuda.is_available())
+    if name == "jax":
+        import jax
+
+        return bool(jax.default_backend() != "cpu")
+    return False
+
+
+def recorded(tensors: Sequence[Any]) -> bool:
+    """Whether a gradient may be wanted of what is made of these tensors now."""
+    if keras.backend.backend() == "tensorflow":
+        from anycell.keras import tensorflow
+
+        return tensorflow.recorded()
+    import torch
+
+    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+
+
+def uncompiled(function: Any) -> Any:
+    """Keeps ``torch.compile`` out: it would compile cell, plan and printer, for minutes."""
+    if keras.backend.backend() != "torch":
+        return function
+    from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of Dynamo
+
+    return _disable_dynamo(function)
+
+
+def as_written(function: Any) -> Any:
+    """Keeps TensorFlow from rewriting the Python of a step, which a user's graph calls."""
+    if keras.backend.backend() != "tensorflow":
+        return function
+    import tensorflow as tf
+
+    return tf.autograph.experimental.do_not_convert(function)
