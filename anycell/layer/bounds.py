@@ -16,7 +16,7 @@ from anycell.engines.cpu.check import Axes, Bounds, inside, product_axes, reach
 from anycell.layer.arguments import Array, Host
 
 if TYPE_CHECKING:
-    from anycell.layer.recipe import Recipe, View
+    from anycell.layer.recipe import Recipe, Row, View
     from anycell.layer.run import Run
 
 
@@ -78,10 +78,7 @@ class _Walk:
         self.bounds: tuple[dict[str, Bounds], list[dict[str, Bounds]]] = (
             self._of(run.shared), [self._of(views) for views in run.each]
         )  # fmt: skip
-        self.products: list[tuple[int, dict[str, Any], tuple[View, ...]]] = [
-            (d, dict(zip(driver.PRODUCT, row, strict=True)), views)
-            for d, row, views in run.products
-        ]
+        self.products: list[tuple[int, dict[str, Any], tuple[View, ...]]] = run.products
 
     def _of(self, views: Any) -> dict[str, Bounds]:
         return {name: self.limits[self.recipe.place[view.slot]] for name, view in views.items()}
@@ -98,19 +95,23 @@ class _Walk:
     def move(self, run: Run, slot: int) -> None:
         """Sets what the driver sets before a segment."""
         self.before = self.entries[:], [named.copy() for named in self.bounds[1]]
-        for place, base, step, _ in run.moves:
-            at = place.offset // 8 - self.run.base  # type: ignore[union-attr]
+        for row in run.moves:
+            at, base = self._moved(row), row["base"]
             first = base if isinstance(base, int) else self.address(base)
-            self.entries[at] = first + slot * step  # type: ignore[operator]
+            self.entries[at] = first + slot * row["step"]  # type: ignore[operator]
         for d, name, view in run.moved:
             self.bounds[1][d] |= self._of({name: view})
 
     def rest(self, run: Run) -> None:
         """Sets what the driver sets after it has the states before a segment."""
-        for place, *_ in run.moves:
-            at = place.offset // 8 - self.run.base  # type: ignore[union-attr]
+        for row in run.moves:
+            at = self._moved(row)
             self.entries[at] = self.before[0][at]
         self.bounds[1][:] = self.before[1]
+
+    def _moved(self, row: Row) -> int:
+        """The entry that a row of ``driver.MOVE`` sets."""
+        return row["place"].offset // 8 - self.run.base  # type: ignore[union-attr]
 
     def door(self, begin: int, count: int) -> None:
         """Checks a call of the door."""

@@ -64,6 +64,9 @@ class View(NamedTuple):
         return self._replace(shape=(*self.shape[:-1], end - begin), offset=offset)
 
 
+Row = dict[str, View | int]  # of a table, by names: numbers, and views that will be addresses
+
+
 class Recipe:
     """A pass that is drafted once, and then run by ``run``.
 
@@ -121,6 +124,12 @@ class Recipe:
         """Adds a table; returns its place."""
         self.cells += cells
         return len(self.cells) - len(cells)
+
+    def append_row(self, names: Sequence[str], row: Row) -> int:
+        """Adds a row whose entries have these names, in order; returns its place."""
+        place = self.append([0] * len(names))
+        self.put_all(place, [row[name] for name in names])
+        return place
 
     def put(self, place: int, value: View | int) -> None:
         """Sets an entry of a table to a number, or to the address that a view will have."""
