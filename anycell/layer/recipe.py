@@ -72,7 +72,9 @@ class Recipe:
 
     Attributes:
         views: of the arrays that calls give, by name.
-        cells: the tables, one behind the other; the first is the driver's.
+        cells: the tables, one behind the other.
+        arrays: by the places of addresses there, the number of the array: that of its address in a
+            call; behind these, of memory that is kept.
     """
 
     def __init__(self, host: Host, arrays: Mapping[str, Array], options: Options) -> None:
@@ -166,6 +168,7 @@ class Recipe:
         kinds = [source[0] for source in self.sources]
         slots = sorted(range(len(kinds)), key=lambda slot: order.index(kinds[slot]))
         self.place = {slot: i for i, slot in enumerate(slots)}
+        self.arrays = {at: self.place[slot] for at, slot, _ in self.places}
         places = []
         for at, slot, offset in self.places:
             if kinds[slot] == "kept":

@@ -28,8 +28,7 @@ class Run:
     Attributes:
         directions: what each direction learns and starts from, see ``signature.direction``.
         base: where the table of the door begins in the recipe.
-        shared, each: what its addresses point to, by the names of its entries: of the whole call,
-            and of each direction.
+        table: where the driver's begins, once it is appended.
         before, after: rows by the names of ``driver.PRODUCT``, of what is multiplied before the
             steps of a chunk and after them.
         moves: rows by the names of ``driver.MOVE``.
@@ -64,15 +63,10 @@ class Run:
         )  # fmt: skip
         self.kernel = form.kernel
         self.base = recipe.append(form.entries.tolist())
-        self.shared: dict[str, View] = {}
-        self.each: list[dict[str, View]] = [{} for _ in self.directions]
         self.before: list[Row] = []
         self.after: list[Row] = []
         self.moves: list[Row] = []
         self.again: Run | None = None
-        # For ``check``: directions, rows and operands of products; what moves, and where to.
-        self.products: list[tuple[int, Row, tuple[View, ...]]] = []
-        self.moved: list[tuple[int, str, View]] = []
         self.place("scratch", recipe.buffer((form.scratch,), 1))
         if packed is not None:
             self.place("packed", packed(form.packed))
@@ -120,7 +114,6 @@ class Run:
 
     def place(self, name: str, view: View) -> None:
         """Sets the entries of an array of the whole call."""
-        self.shared[name] = view
         self.recipe.put_all(self.base + self.kernel.shared[name], self._entries(name, view))
 
     def place_of(self, d: int, views: Views) -> None:
@@ -128,7 +121,6 @@ class Run:
         each, first = self.kernel.each, self.base + self.form.firsts[d]
         for name, view in views.items():
             if name in each:
-                self.each[d][name] = view
                 self.recipe.put_all(first + each[name], self._entries(name, view))
 
     def place_parts(self, views: Views) -> None:
@@ -236,7 +228,6 @@ class Run:
         for name, view in zip("abc", (a, b, out), strict=True):
             row |= {f"{name}_time": view.time, f"{name}_window": view.window}
         when.append(row)
-        self.products.append((d, row, (a, b, out)))
 
     def moving(self, d: int, name: str, moving: View, rest: View | None = None) -> list[Row]:
         """Rows of ``moves``, which set the address and the strides of an entry before each segment.
@@ -254,7 +245,6 @@ class Run:
             for i, (base, there) in enumerate(zip(bases, rests, strict=True))
         ]
         rows[0]["step"] = segments * moving.size  # the address moves, the strides do not
-        self.moved.append((d, name, moving))
         return rows
 
     # ---- the driver ------------------------------------------------------------------------------
@@ -280,12 +270,12 @@ class Run:
             "least_work": WORTH_A_THREAD, "blas": self.host.blas,
             "scratch": 0, "scratch_bytes": 0,  # ``finish`` sets the one, ``room`` the other
         }  # fmt: skip
-        first = recipe.append_row(driver.PASS, row)
+        self.table = recipe.append_row(driver.PASS, row)
         for move in self.moves:
             recipe.append_row(driver.MOVE, move)
         for product in (*self.before, *self.after):
             recipe.append_row(driver.PRODUCT, product)
-        return first
+        return self.table
 
 
 def finish(recipe: Recipe, runs: Sequence[Run]) -> Recipe:
