@@ -329,7 +329,6 @@ def _states(run: Run) -> View:
             assert border is not None
             again.place_of(d, {f"state {name}": border.at(0)})
             run.moves += again.moving(d, f"state {name}", border)
-    run.moved = again.moved
     hidden: View = memory.hidden
     return hidden
 

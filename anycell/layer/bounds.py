@@ -1,14 +1,14 @@
 """``ANYCELL_CHECK=1``: what a pass will touch, chunk by chunk, before the driver runs it.
 
-The same walk as the driver's, in Python: the door's tables are laid out for each chunk and held
-against the bounds of their arrays (``cpu.check``), and so is each operand of a product.
+The same walk as the driver's, in Python, on the same tables: the door's are laid out for each chunk
+and held against the bounds of their arrays (``cpu.check``), and so is each operand of a product.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
@@ -16,7 +16,7 @@ from anycell.engines.cpu.check import Axes, Bounds, inside, product_axes, reach
 from anycell.layer.arguments import Array, Host
 
 if TYPE_CHECKING:
-    from anycell.layer.recipe import Recipe, View
+    from anycell.layer.recipe import Recipe
     from anycell.layer.run import Run
 
 
@@ -39,115 +39,119 @@ def check_pass(recipe: Recipe, call: bytes, arrays: Sequence[Array], block: cpu.
     Raises:
         AssertionError: naming the array, what would be touched, and what may be.
     """
+    addresses = array("Q", call)[len(driver.CALL) :]
     limits = [extent(recipe.host, array) for array in arrays]
     limits.append((block.address, block.address + block.size))
-    addresses = array("Q", call)[len(driver.CALL) :]
     limits += [(0, 0)] * (len(addresses) - len(limits))  # numbers that point to no array
     limits += [limit for _, limit in recipe.kept]
-    table = recipe.template[:]
-    for at, address, offset in recipe.places:
-        # As the native code adds: modulo 2**64.
-        table[at] = (addresses[address] + offset + (1 << 63)) % (1 << 64) - (1 << 63)
+    walk = _Walk(recipe, block.address + recipe.table, addresses, limits)
     for run in recipe.runs:
-        _check_run(recipe, run, table, limits)
-
-
-def _check_run(recipe: Recipe, run: Run, table: array[int], limits: list[Bounds]) -> None:
-    walks = [_Walk(recipe, one, table, limits) for one in (run, run.again) if one is not None]
-    moved = walks[-1]
-    steps = run.steps - run.begin
-    for slot in range(-(-steps // run.segment_length) if steps else 1):
-        begin = run.begin + slot * run.segment_length
-        end = min(begin + run.segment_length, run.steps)
-        moved.move(run, slot)
-        if run.again is None and run.moves:
-            walks[0].door(begin, 0)
-            moved.rest(run)
-        for walk in walks if run.again else ():
-            walk.set(origin=begin, span=end - begin)
-        for walk in walks:
-            walk.chunks(begin, end)
+        walk.run(run)
 
 
 class _Walk:
-    """The walk through one of the passes, on a copy of its door's table."""
+    """The walk, on tables that are filled in as the driver will. ``driver.Driver`` prints the same,
+    method by method.
 
-    def __init__(self, recipe: Recipe, run: Run, table: array[int], limits: list[Bounds]) -> None:
-        self.recipe, self.run, self.limits = recipe, run, limits
-        self.entries = table[run.base : run.base + len(run.form.entries)]
-        self.bounds: tuple[dict[str, Bounds], list[dict[str, Bounds]]] = (
-            self._of(run.shared), [self._of(views) for views in run.each]
-        )  # fmt: skip
-        self.products: list[tuple[int, dict[str, Any], tuple[View, ...]]] = [
-            (d, dict(zip(driver.PRODUCT, row, strict=True)), views)
-            for d, row, views in run.products
-        ]
+    Args:
+        table: the address that the tables will have.
+        addresses, limits: of arrays, by the numbers that ``recipe.arrays`` has.
+    """
 
-    def _of(self, views: Any) -> dict[str, Bounds]:
-        return {name: self.limits[self.recipe.place[view.slot]] for name, view in views.items()}
-
-    def address(self, view: View) -> int:
-        """The address of a view's first element. Its array has no negative strides."""
-        return self.limits[self.recipe.place[view.slot]][0] + view.offset
-
-    def set(self, **values: int) -> None:
-        """Sets entries of the whole call."""
-        for name, value in values.items():
-            self.entries[self.run.kernel.shared[name]] = value
-
-    def move(self, run: Run, slot: int) -> None:
-        """Sets what the driver sets before a segment."""
-        self.before = self.entries[:], [named.copy() for named in self.bounds[1]]
-        for place, base, step, _ in run.moves:
-            at = place.offset // 8 - self.run.base  # type: ignore[union-attr]
-            first = base if isinstance(base, int) else self.address(base)
-            self.entries[at] = first + slot * step  # type: ignore[operator]
-        for d, name, view in run.moved:
-            self.bounds[1][d] |= self._of({name: view})
-
-    def rest(self, run: Run) -> None:
-        """Sets what the driver sets after it has the states before a segment."""
-        for place, *_ in run.moves:
-            at = place.offset // 8 - self.run.base  # type: ignore[union-attr]
-            self.entries[at] = self.before[0][at]
-        self.bounds[1][:] = self.before[1]
-
-    def door(self, begin: int, count: int) -> None:
-        """Checks a call of the door."""
-        self.set(begin=begin, count=count)
-        cpu.check.check(self.run.kernel, self.entries, self.bounds)
-
-    def chunks(self, begin: int, end: int) -> None:
-        """Checks the chunks between two steps of the forward pass."""
-        run = self.run
-        for done in range(begin, max(end, begin + 1), run.form.chunk):
-            count = min(run.form.chunk, end - done)
-            self.door(run.steps - done - count if run.backward else done, count)
-            for d, row, views in self.products if count else ():
-                self.product(d, row, views, done, count)
-
-    def product(
-        self, d: int, row: dict[str, Any], views: tuple[View, ...], done: int, count: int
+    def __init__(
+        self, recipe: Recipe, table: int, addresses: Sequence[int], limits: Sequence[Bounds]
     ) -> None:
+        self.table, self.entries = table, recipe.template[:]
+        for at, number, offset in recipe.places:
+            # As the native code adds: modulo 2**64.
+            self.entries[at] = (addresses[number] + offset + (1 << 63)) % (1 << 64) - (1 << 63)
+        self.limits = {at: limits[number] for at, number in recipe.arrays.items()}
+
+    def row(self, names: Iterable[str], at: int) -> tuple[dict[str, int], dict[str, Bounds]]:
+        """A row of the tables by the names of its entries, and of those that are addresses the
+        bounds of their arrays.
+        """
+        places = {name: at + i for i, name in enumerate(names)}
+        return (
+            {name: self.entries[place] for name, place in places.items()},
+            {name: self.limits[place] for name, place in places.items() if place in self.limits},
+        )
+
+    def set(self, run: Run, **values: int) -> None:
+        """Sets entries of the door's table."""
+        for name, value in values.items():
+            self.entries[run.base + run.kernel.shared[name]] = value
+
+    def run(self, run: Run) -> None:
+        """Checks a pass, segment by segment."""
+        table, _ = self.row(driver.PASS, run.table)
+        first, last, segment = table["first"], table["last"], table["segment"]
+        for slot in range(max(1, -(-(last - first) // max(1, segment)))):
+            begin = first + slot * segment
+            end = min(begin + segment, last)
+            if table["moves"]:
+                self.move(run, "base", slot)
+                if not table["backward"]:
+                    self.door(run, begin, 0)
+                    self.move(run, "rest", 0)
+            if run.again is not None:
+                for each in (run, run.again):
+                    self.set(each, origin=begin, span=end - begin)
+                self.chunks(run.again, begin, end)
+            self.chunks(run, begin, end)
+
+    def move(self, run: Run, name: str, slot: int) -> None:
+        """Sets what is moved before a segment."""
+        for i in range(len(run.moves)):
+            at = run.table + len(driver.PASS) + i * len(driver.MOVE)
+            move, limits = self.row(driver.MOVE, at)
+            place = (move["place"] - self.table) // 8
+            self.entries[place] = move[name] + slot * move["step"]
+            if name in limits:
+                self.limits[place] = limits[name]
+
+    def door(self, run: Run, begin: int, count: int) -> None:
+        """Checks a call of the door."""
+        self.set(run, begin=begin, count=count)
+        kernel, form, base = run.kernel, run.form, run.base
+        _, shared = self.row(kernel.shared, base)
+        each = [self.row(kernel.each, base + first)[1] for first in form.firsts]
+        entries = self.entries[base : base + len(form.entries)]
+        cpu.check.check(kernel, entries, (shared, each))
+
+    def chunks(self, run: Run, begin: int, end: int) -> None:
+        """Checks the chunks between two steps of the forward pass."""
+        table, _ = self.row(driver.PASS, run.table)
+        first = run.table + len(driver.PASS) + table["moves"] * len(driver.MOVE)
+        for done in range(begin, max(end, begin + 1), table["chunk"]):
+            count = min(table["chunk"], end - done)
+            self.door(run, table["steps"] - done - count if table["backward"] else done, count)
+            for i in range(table["before"] + table["after"]) if count else ():
+                self.product(run, first + i * len(driver.PRODUCT), done, count)
+
+    def product(self, run: Run, at: int, done: int, count: int) -> None:
         """Checks the operands of a product."""
-        run, at = self.run, self.run.kernel.shared
-        reverse, steps = run.options.reverse[d], run.steps
-        time = steps - done - count if reverse else done
-        origin, span = self.entries[at["origin"]], self.entries[at["span"]]
-        window = time - (steps - origin - span if reverse else origin)
-        chunk = count * run.batch
-        rows = chunk if row["along"] == 0 else row["rows"]
-        inner, columns = chunk if row["along"] == 2 else row["inner"], row["columns"]
+        row, limits = self.row(driver.PRODUCT, at)
+        of_call, _ = self.row(run.kernel.shared, run.base)
+        origin, span, steps, batch = (of_call[n] for n in ("origin", "span", "steps", "batch"))
+        time = steps - done - count if row["reverse"] else done
+        window = time - (steps - origin - span if row["reverse"] else origin)
+        along, kind, types = row["along"], row["kind"], run.plan.types
+        if along != 1:
+            row["inner" if along else "rows"] = count * batch
+        rows, columns = row["rows"], row["columns"]
+        sizes = types.storage.bytes, types.weights.bytes, types.accumulate.bytes
         axes: Mapping[str, Axes]
-        if row["kind"] == driver.SUM:
+        if kind == driver.SUM:
             axes = {"a": ((rows, row["a_rows"]), (columns, 1)), "c": ((columns, 1),)}
-        elif row["kind"] == driver.GATHER:
-            of_x = (count, row["a_inner"]), (run.batch, row["a_rows"]), (columns, 1)
+        elif kind == driver.GATHER:
+            of_x = (count, row["a_inner"]), (batch, row["a_rows"]), (columns, 1)
             axes = {"a": of_x, "b": ((rows, 1),), "c": ((rows, row["c_rows"]), (columns, 1))}
+            sizes = types.storage.bytes, 1, types.storage.bytes
         else:
-            axes = product_axes({**row, "rows": rows, "inner": inner})
-        for name, view in zip("abc", views, strict=True):
-            if name in axes and view.slot >= 0:
-                first = self.address(view) + time * view.time + window * view.window
-                for touched in reach(name, first, view.size, 1, axes[name]):
-                    inside(touched, self.limits[self.recipe.place[view.slot]])
+            axes = product_axes(row)
+        for name, size in zip("abc", sizes, strict=True):
+            if name in axes and row[name]:  # 0 where there is no mask
+                moved = time * row[f"{name}_time"] + window * row[f"{name}_window"]
+                for touched in reach(name, row[name] + moved, size, 1, axes[name]):
+                    inside(touched, limits.get(name))

@@ -64,12 +64,17 @@ class View(NamedTuple):
         return self._replace(shape=(*self.shape[:-1], end - begin), offset=offset)
 
 
+Row = dict[str, View | int]  # of a table, by names: numbers, and views that will be addresses
+
+
 class Recipe:
     """A pass that is drafted once, and then run by ``run``.
 
     Attributes:
         views: of the arrays that calls give, by name.
-        cells: the tables, one behind the other; the first is the driver's.
+        cells: the tables, one behind the other.
+        arrays: by the places of addresses there, the number of the array: that of its address in a
+            call; behind these, of memory that is kept.
     """
 
     def __init__(self, host: Host, arrays: Mapping[str, Array], options: Options) -> None:
@@ -122,6 +127,12 @@ class Recipe:
         self.cells += cells
         return len(self.cells) - len(cells)
 
+    def append_row(self, names: Sequence[str], row: Row) -> int:
+        """Adds a row whose entries have these names, in order; returns its place."""
+        place = self.append([0] * len(names))
+        self.put_all(place, [row[name] for name in names])
+        return place
+
     def put(self, place: int, value: View | int) -> None:
         """Sets an entry of a table to a number, or to the address that a view will have."""
         if isinstance(value, View):
@@ -157,6 +168,7 @@ class Recipe:
         kinds = [source[0] for source in self.sources]
         slots = sorted(range(len(kinds)), key=lambda slot: order.index(kinds[slot]))
         self.place = {slot: i for i, slot in enumerate(slots)}
+        self.arrays = {at: self.place[slot] for at, slot, _ in self.places}
         places = []
         for at, slot, offset in self.places:
             if kinds[slot] == "kept":

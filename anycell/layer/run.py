@@ -10,7 +10,7 @@ from anycell.engines.cpu import driver
 from anycell.layer.arguments import Host, Kept
 from anycell.layer.form import WORTH_A_THREAD, form_of
 from anycell.layer.products import kind_of
-from anycell.layer.recipe import CHUNK, Recipe, View
+from anycell.layer.recipe import CHUNK, Recipe, Row, View
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import direction
 from anycell.plan import CODES, Options, Plan, multiplies_input, padded
@@ -28,11 +28,10 @@ class Run:
     Attributes:
         directions: what each direction learns and starts from, see ``signature.direction``.
         base: where the table of the door begins in the recipe.
-        shared, each: what its addresses point to, by the names of its entries: of the whole call,
-            and of each direction.
-        before, after: rows of ``driver.PRODUCT``, of what is multiplied before the steps of a chunk
-            and after them.
-        moves: rows of ``driver.MOVE``.
+        table: where the driver's begins, once it is appended.
+        before, after: rows by the names of ``driver.PRODUCT``, of what is multiplied before the
+            steps of a chunk and after them.
+        moves: rows by the names of ``driver.MOVE``.
         again: the pass that computes the states of a segment once more.
         begin: the first step; behind the last in a pass that only packs the weights.
     """
@@ -64,15 +63,10 @@ class Run:
         )  # fmt: skip
         self.kernel = form.kernel
         self.base = recipe.append(form.entries.tolist())
-        self.shared: dict[str, View] = {}
-        self.each: list[dict[str, View]] = [{} for _ in self.directions]
-        self.before: list[list[View | int]] = []
-        self.after: list[list[View | int]] = []
-        self.moves: list[list[View | int]] = []
+        self.before: list[Row] = []
+        self.after: list[Row] = []
+        self.moves: list[Row] = []
         self.again: Run | None = None
-        # For ``check``: directions, rows and operands of products; what moves, and where to.
-        self.products: list[tuple[int, list[View | int], tuple[View, ...]]] = []
-        self.moved: list[tuple[int, str, View]] = []
         self.place("scratch", recipe.buffer((form.scratch,), 1))
         if packed is not None:
             self.place("packed", packed(form.packed))
@@ -120,7 +114,6 @@ class Run:
 
     def place(self, name: str, view: View) -> None:
         """Sets the entries of an array of the whole call."""
-        self.shared[name] = view
         self.recipe.put_all(self.base + self.kernel.shared[name], self._entries(name, view))
 
     def place_of(self, d: int, views: Views) -> None:
@@ -128,7 +121,6 @@ class Run:
         each, first = self.kernel.each, self.base + self.form.firsts[d]
         for name, view in views.items():
             if name in each:
-                self.each[d][name] = view
                 self.recipe.put_all(first + each[name], self._entries(name, view))
 
     def place_parts(self, views: Views) -> None:
@@ -181,7 +173,7 @@ class Run:
             **{"window" if window else "time": between},
         )
 
-    def entering(self, when: list[list[View | int]], d: int, masked: bool = False) -> View:
+    def entering(self, when: list[Row], d: int, masked: bool = False) -> View:
         """The rows of the input of a chunk: where they are, or gathered first.
 
         Args:
@@ -202,7 +194,7 @@ class Run:
 
     def multiply(
         self,
-        when: list[list[View | int]],
+        when: list[Row],
         d: int,
         a: View,
         b: View,
@@ -225,17 +217,19 @@ class Run:
         rows, inner = a.shape
         if kind is None:
             kind = kind_of(self.host, self.plan, a, b)
-        row = [
-            rows, out.shape[1], inner, a, *a.strides, b if b.slot >= 0 else 0, *b.strides, out,
-            out.strides[0], int(add), scales, kind, along, int(self.options.reverse[d]), int(sums),
-            a.time, a.window, b.time, b.window, out.time, out.window,
-        ]  # fmt: skip
+        row: Row = {
+            "rows": rows, "columns": out.shape[1], "inner": inner,
+            "a": a, "a_rows": a.strides[0], "a_inner": a.strides[1],
+            "b": b if b.slot >= 0 else 0, "b_inner": b.strides[0], "b_columns": b.strides[1],
+            "c": out, "c_rows": out.strides[0],
+            "add": int(add), "scales": scales, "kind": kind, "along": along,
+            "reverse": int(self.options.reverse[d]), "sums": int(sums),
+        }  # fmt: skip
+        for name, view in zip("abc", (a, b, out), strict=True):
+            row |= {f"{name}_time": view.time, f"{name}_window": view.window}
         when.append(row)
-        self.products.append((d, row, (a, b, out)))
 
-    def moving(
-        self, d: int, name: str, moving: View, rest: View | None = None
-    ) -> list[list[View | int]]:
+    def moving(self, d: int, name: str, moving: View, rest: View | None = None) -> list[Row]:
         """Rows of ``moves``, which set the address and the strides of an entry before each segment.
 
         Args:
@@ -243,14 +237,15 @@ class Run:
             rest: ``[B, n]``, where the entry is set to in between.
         """
         at = self.base + self.form.firsts[d] + self.kernel.each[name]
-        places = [self.recipe.entry(at + i) for i in range(3)]
         segments, *strides = moving.strides
-        there: list[View | int] = [0, 0, 0] if rest is None else [rest, *rest.strides]
-        self.moved.append((d, name, moving))
-        return [
-            [places[0], moving, segments * moving.size, there[0]],
-            *([places[i], strides[i - 1], 0, there[i]] for i in (1, 2)),
+        bases: list[View | int] = [moving, *strides]
+        rests: list[View | int] = [0, 0, 0] if rest is None else [rest, *rest.strides]
+        rows: list[Row] = [
+            {"place": self.recipe.entry(at + i), "base": base, "step": 0, "rest": there}
+            for i, (base, there) in enumerate(zip(bases, rests, strict=True))
         ]
+        rows[0]["step"] = segments * moving.size  # the address moves, the strides do not
+        return rows
 
     # ---- the driver ------------------------------------------------------------------------------
     def append(self, again: int | None = None, then: int | None = None) -> int:
@@ -262,21 +257,25 @@ class Run:
         """
         recipe, at, options = self.recipe, self.kernel.shared, self.options
         threads = min(options.threads, cpu.pool.MOST)
-        blas = self.host.blas
-        values: list[View | int] = [
-            self.kernel.address, recipe.entry(self.base),
-            *[at[name] for name in ("begin", "count", "pack", "origin", "span")],
-            int(self.backward), self.steps, self.batch, self.begin, self.steps, self.form.chunk,
-            self.segment_length,
-            *[0 if at is None else recipe.entry(at) for at in (again, then)],
-            len(self.moves), len(self.before), len(self.after),
-            recipe.of_call("gang") if threads > 1 else 0, threads, WORTH_A_THREAD, blas, 0, 0,
-        ]  # fmt: skip
-        for row in (*self.moves, *self.before, *self.after):
-            values += row
-        first = recipe.append([0] * len(values))
-        recipe.put_all(first, values)
-        return first
+        row: Row = {
+            "door": self.kernel.address, "call": recipe.entry(self.base),
+            **{name: at[name] for name in ("begin", "count", "pack", "origin", "span")},
+            "backward": int(self.backward), "steps": self.steps, "batch": self.batch,
+            "first": self.begin, "last": self.steps,
+            "chunk": self.form.chunk, "segment": self.segment_length,
+            "again": 0 if again is None else recipe.entry(again),
+            "next": 0 if then is None else recipe.entry(then),
+            "moves": len(self.moves), "before": len(self.before), "after": len(self.after),
+            "gang": recipe.of_call("gang") if threads > 1 else 0, "threads": threads,
+            "least_work": WORTH_A_THREAD, "blas": self.host.blas,
+            "scratch": 0, "scratch_bytes": 0,  # ``finish`` sets the one, ``room`` the other
+        }  # fmt: skip
+        self.table = recipe.append_row(driver.PASS, row)
+        for move in self.moves:
+            recipe.append_row(driver.MOVE, move)
+        for product in (*self.before, *self.after):
+            recipe.append_row(driver.PRODUCT, product)
+        return self.table
 
 
 def finish(recipe: Recipe, runs: Sequence[Run]) -> Recipe:
