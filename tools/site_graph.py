@@ -94,7 +94,7 @@ def graph(roots: list[tuple[str, Expr, str]], known: dict[Expr, tuple[str, str]]
     Args:
         known: texts and kinds of nodes whose arguments are not drawn.
     """
-    nodes = topological([node for _, node, _ in roots], known)
+    nodes = topological([node for _, node, _ in roots], known.__contains__)
     order = [node for node in nodes if node.op not in INLINED]
     boxes: dict[Hashable, Node] = {node: Node(*known.get(node, text(node))) for node in order}
     edges: list[tuple[Hashable, Hashable, str]] = []
