@@ -411,6 +411,19 @@ def test_two_derivatives_through_loops_and_branches(within: str, rng: np.random.
         assert_close(a.numpy(), b.numpy(), "float64", "gradient")
 
 
+@pytest.mark.parametrize("loop", [tf.map_fn, tf.vectorized_map])
+def test_a_loop_that_is_vectorized(loop: Any, rng: np.random.Generator) -> None:
+    """Values as ever; under a tape an error, for TensorFlow would lose the gradient."""
+    layer, x = ak.SimpleRNN(2, dtype="float64"), tf.constant(rng.normal(size=(2, 2, 3, 4, 2)))
+    right = tf.stack([_each(layer, part) for part in x])
+    ours = tf.vectorized_map(lambda part: loop(layer, part), x)
+    assert_close(ours.numpy(), right.numpy(), "float64", "forward")
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        with pytest.raises(NotImplementedError, match="vectorized_map: given a loop or a branch"):
+            tf.vectorized_map(lambda part: loop(layer, part), x)
+
+
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_the_gradient_of_a_jacobian(graph: bool, rng: np.random.Generator) -> None:
     """As a penalty on it has, in TensorFlow's vectorized loop as in any other."""

@@ -39,10 +39,12 @@ from anycell.keras.host import LINE, host_of
 from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
+from anycell.layer.checks import refuse
 from anycell.layer.rounding import quantized, with_integers
 from anycell.plan import Call, Options, Plan, plan
 
 Array = npt.NDArray[Any]
+_CONTROL_FLOW = control_flow_graphs.ControlFlowFuncGraph  # the body of a loop, or a branch
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -185,6 +187,19 @@ def _one_by_one(count: int, again: Callable[..., list[Tensor]], operation: Any) 
     """
     from tensorflow.python.ops.parallel_for.pfor import wrap
 
+    graph = outer = graphs.get_default_graph()
+    while isinstance(outer, FuncGraph) and not isinstance(outer, _CONTROL_FLOW):
+        outer = outer.outer_graph
+    # Of a loop that is vectorized from outside TensorFlow makes branches, which have no gradient.
+    nested = isinstance(outer, _CONTROL_FLOW) and graph is not operation.op.graph
+    if nested and record.could_possibly_record():
+        refuse(
+            "vectorized_map",
+            "a loop or a branch with a layer of anycell, under a tape",
+            "the layer alone",
+            "Call tf.map_fn in its place, or the layer within anycell.keras.step_by_step().",
+            NotImplementedError,
+        )
     given = operation.inputs[count:]
     kinds = [output.dtype for output in operation.outputs[:count]]
 
@@ -329,7 +344,7 @@ def _out_of_graph(
     """``compute``, a method on arrays, as an operation of the graph that is being traced."""
     number, graph = next(_numbers), graphs.get_default_graph()
     _work[number] = compute
-    while isinstance(graph, control_flow_graphs.ControlFlowFuncGraph):
+    while isinstance(graph, _CONTROL_FLOW):
         graph = graph.outer_graph  # a loop or branch has no life of its own, but its function
     if isinstance(graph, FuncGraph):  # not one of TensorFlow 1, which keeps its callbacks for ever
         with tf.init_scope(), tf.device("CPU:0"):
