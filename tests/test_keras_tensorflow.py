@@ -386,6 +386,35 @@ WITHIN: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("within", ["map_fn", "cond"])
+@pytest.mark.parametrize("traced", ["outside", "within"])
+def test_a_function_in_loops_and_branches(
+    within: str, traced: str, rng: np.random.Generator
+) -> None:
+    layer = ak.SimpleRNN(2, dtype="float64")
+    x = tf.constant(rng.normal(size=(1 if within == "cond" else 2, 3, 4, 2)))
+    layer.build((None, None, 2))
+    parts = [x, *layer.trainable_weights]
+
+    def gradients(run: Any, layer: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(tf.sin(run(layer, x)))
+        gradients: list[Any] = tape.gradient(total, parts)
+        return gradients
+
+    function, outer = tf.function(lambda x: layer(x)), tf.function(WITHIN[within].python_function)
+    right = gradients(_each, layer)
+    if traced == "outside":  # its own gradient has been made too
+        gradients(_each, function)
+    found = gradients(outer, function)
+    del function
+    gc.collect()
+    for a, b, c in zip(found, right, gradients(outer, layer), strict=True):
+        assert_close(a.numpy(), b.numpy(), "float64", "gradient")
+        assert_close(c.numpy(), b.numpy(), "float64", "gradient")
+
+
 def _each(layer: Any, x: Any) -> Any:
     return tf.stack([layer(part) for part in tf.unstack(x)])
 
@@ -494,9 +523,11 @@ def left_behind() -> tuple[int, int, int]:
     from tensorflow.python.framework.func_graph import FuncGraph
     from tensorflow.python.ops import script_ops
 
+    from anycell.keras.tensorflow import _work as work
+
     gc.collect()
     graphs = sum(issubclass(type(o), FuncGraph) for o in gc.get_objects())  # no proxy is asked
-    return graphs, script_ops._py_funcs.size(), len(ops.gradient_registry._registry)
+    return graphs, script_ops._py_funcs.size() + len(work), len(ops.gradient_registry._registry)
 
 
 @pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow)])

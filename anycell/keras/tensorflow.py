@@ -216,6 +216,8 @@ def _one_by_one(count: int, again: Callable[..., list[Tensor]], operation: Any) 
 def _ends(kernels: _Kernels, *tensors: Tensor) -> list[Tensor]:
     """Outputs, where they are wanted, and final states."""
     outputs, final, kept = kernels.forward(tensors)
+    if not tf.executing_eagerly():
+        kernels = _behind(final[0].op)
 
     def gradient(*arriving: Tensor) -> Any:
         return _gradient(kernels, tensors, arriving, kept)
@@ -228,8 +230,13 @@ def _ends(kernels: _Kernels, *tensors: Tensor) -> list[Tensor]:
 def _of(op: Any) -> tuple[_Kernels, list[Tensor], list[Tensor]]:
     """The kernels behind an operation of ``_differentiable``, their inputs and outputs."""
     source = next(t.op for t in op.inputs if t.op.type == "PyFuncStateless")  # results come first
-    number, *inputs = source.inputs
-    return _work[int(tf.get_static_value(number))].__self__, inputs, list(source.outputs)
+    return _behind(source), list(source.inputs[1:]), list(source.outputs)
+
+
+def _behind(source: Any) -> _Kernels:
+    """The kernels that an operation of ``_out_of_graph`` calls."""
+    kernels: _Kernels = _work[int(tf.get_static_value(source.inputs[0]))].__self__
+    return kernels
 
 
 @tf.RegisterGradient(FORWARD)
@@ -341,20 +348,28 @@ _REFUSAL = (
 def _out_of_graph(
     compute: Callable[..., list[Array]], tensors: Sequence[Tensor], kinds: Sequence[Any]
 ) -> list[Tensor]:
-    """``compute``, a method on arrays, as an operation of the graph that is being traced."""
+    """``compute``, a method of ``_Kernels`` on arrays, as an operation of the graph that is being
+    traced.
+    """
+    kernels: _Kernels = compute.__self__  # type: ignore[attr-defined]
     number, graph = next(_numbers), graphs.get_default_graph()
-    _work[number] = compute
     while isinstance(graph, _CONTROL_FLOW):
         graph = graph.outer_graph  # a loop or branch has no life of its own, but its function
     if isinstance(graph, FuncGraph):  # not one of TensorFlow 1, which keeps its callbacks for ever
-        with tf.init_scope(), tf.device("CPU:0"):
-            # No variable is behind it. It is there to live as long as a graph that captures it, and
-            # TensorFlow refuses to save a function that does, in words that contain its name.
-            # Of each call another one: XLA takes none twice.
-            name = f"{_REFUSAL} (call {number})"
-            handle = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=name)
+        handle = kernels.life() if kernels.life else None
+        if handle is None:
+            with tf.init_scope(), tf.device("CPU:0"):
+                # No variable is behind it. It is there to live as long as a graph that captures it,
+                # and TensorFlow refuses to save a function that does, in words that contain its
+                # name. Of each call another one: XLA takes none twice.
+                name = f"{_REFUSAL} (call {number})"
+                handle = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=name)
+            graph.capture(handle, name=_NODE)
+            kernels = replace(kernels, life=weakref.ref(handle))
+        else:  # the gradient of a loop or a branch captures nothing from outside its graph
+            weakref.finalize(graph, id, handle).atexit = False
         weakref.finalize(handle, _work.pop, number).atexit = False
-        graph.capture(handle, name=_NODE)
+    _work[number] = getattr(kernels, compute.__name__)
     return list(
         tf.raw_ops.PyFuncStateless(  # TensorFlow Lite? Trace it in anycell.keras.step_by_step()
             # Its errors quote the line above, and no name of a node.
@@ -395,6 +410,7 @@ class _Kernels:
         flags: the names of the others, of ``_FLAGS``; they follow in ``tensors``.
         wanted: the names of those of ``parts`` whose gradients are wanted.
         keep: whether the forward pass keeps what the backward pass reads.
+        life: in a graph, of the handle that lives as long as graphs that call the kernels.
     """
 
     call: Call
@@ -403,6 +419,7 @@ class _Kernels:
     flags: tuple[str, ...]
     wanted: tuple[str, ...]
     keep: bool
+    life: weakref.ref[Any] | None = None
 
     @property
     def ends(self) -> int:
