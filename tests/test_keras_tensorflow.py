@@ -387,7 +387,7 @@ WITHIN: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("within", ["map_fn", "cond"])
-@pytest.mark.parametrize("traced", ["outside", "within"])
+@pytest.mark.parametrize("traced", ["outside", pytest.param("within", marks=pytest.mark.more)])
 def test_a_function_in_loops_and_branches(
     within: str, traced: str, rng: np.random.Generator
 ) -> None:
@@ -420,7 +420,11 @@ def _each(layer: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "within", ["vectorized_map", "cond", pytest.param("map_fn", marks=pytest.mark.more)]
+    "within",
+    [
+        "vectorized_map",
+        *(pytest.param(name, marks=pytest.mark.more) for name in ("cond", "map_fn")),
+    ],
 )
 def test_two_derivatives_through_loops_and_branches(within: str, rng: np.random.Generator) -> None:
     calls = 1 if within == "cond" else 2
