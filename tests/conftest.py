@@ -168,7 +168,7 @@ def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     from anycell import layer
 
-    modules = layer, layer.form
+    modules = layer, layer.choices
 
     def change(**values: object) -> None:
         for name, value in values.items():
@@ -183,19 +183,18 @@ def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 
 @pytest.fixture
-def forms(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The forms of all calls of layers on the CPU from here on."""
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The passes of all calls of layers on the CPU that are drafted from here on."""
     from anycell import layer
 
-    layer.recipe.known.clear()  # a pass that is known asks for no form
-    form_of, taken = layer.run.form_of, []
+    layer.recipe.known.clear()  # a pass that is known is not drafted
+    begin, taken = layer.run.Run._begin, []
 
-    def spy(*args: Any) -> Any:
-        taken.append(form_of(*args))
-        return taken[-1]
+    def spy(run: Any, *args: Any) -> None:
+        begin(run, *args)
+        taken.append(run)
 
-    spy.cache_clear = form_of.cache_clear
-    monkeypatch.setattr(layer.run, "form_of", spy)
+    monkeypatch.setattr(layer.run.Run, "_begin", spy)
     return taken
 
 

@@ -49,8 +49,7 @@ def Adding(x, r, s):
 
 
 def forget_passes() -> None:
-    """Layers on the CPU choose their form, and draft their passes, anew."""
-    layer.form.form_of.cache_clear()
+    """Layers on the CPU draft their passes anew."""
     layer.recipe.known.clear()
 
 

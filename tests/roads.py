@@ -3,21 +3,21 @@
 from collections.abc import Callable
 
 from anycell.engines import cpu
-from anycell.layer.form import Form
+from anycell.layer.run import Run
 
 
-def _entry(form: Form, name: str) -> int:
-    return form.entries[form.kernel.shared[name]]
+def _entry(run: Run, name: str) -> int:
+    return run.recipe.cells[run.base + run.kernel.shared[name]]
 
 
-ROADS: dict[str, Callable[[Form], bool]] = {
-    "the kernel multiplies the input": lambda form: form.inputs > 0,
-    "a single step": lambda form: form.single,
-    "a single step of few rows": lambda form: form.few,
-    "several chunks": lambda form: form.chunk < form.steps,
-    "several threads": lambda form: _entry(form, "parts") > 1,
-    "threads split the units": lambda form: _entry(form, "units_split") > 0,
-    "threads pack the weights": lambda form: (
-        form.packed > cpu.WORTH_SPREADING * form.kernel.itemsize
+ROADS: dict[str, Callable[[Run], bool]] = {
+    "the kernel multiplies the input": lambda run: run.inputs > 0,
+    "a single step": lambda run: run.single,
+    "a single step of few rows": lambda run: run.few,
+    "several chunks": lambda run: run.chunk < run.steps,
+    "several threads": lambda run: run.parts > 1,
+    "threads split the units": lambda run: _entry(run, "units_split") > 0,
+    "threads pack the weights": lambda run: (
+        run.bytes_packed > cpu.WORTH_SPREADING * run.kernel.itemsize
     ),
 }

@@ -251,7 +251,7 @@ def test_threads(
     shape: tuple[int, int, int],
     rng: np.random.Generator,
     set_layer: Callable[..., None],
-    forms: list[layer.form.Form],
+    runs: list[layer.run.Run],
 ) -> None:
     """They share the rows, or split the units: of hardly any rows, or of few by large weights."""
     set_layer(WORTH_A_THREAD=0)
@@ -259,11 +259,11 @@ def test_threads(
         problem = random_problem(cell, shape, rng, **situation).astype(dtype)
         one = by_cpu(problem, threads=1)
         for threads in (2, 3):
-            forms.clear()
+            runs.clear()
             assert_same(by_cpu(problem, threads=threads), one)
-            assert all(map(ROADS["several threads"], forms))
+            assert all(map(ROADS["several threads"], runs))
             if cell == cells.LSTM:
-                (split,) = set(map(ROADS["threads split the units"], forms))
+                (split,) = set(map(ROADS["threads split the units"], runs))
                 assert split == (shape in SPLIT_UNITS)
 
 

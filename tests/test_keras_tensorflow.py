@@ -277,18 +277,18 @@ def test_variables_of_tensorflow_are_read(graph: bool, rng: np.random.Generator)
 
 
 def test_the_same_bits_in_eager_mode_and_graphs_on_any_number_of_threads(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, forms: list[Any]
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, runs: list[Any]
 ) -> None:
     layer, x, found = ak.LSTM(64, return_sequences=True), data(rng, 40, 30, 48), []
     layer.build(x.shape)
     for threads in (1, 2, 3):
         threading = tf.config.threading
         monkeypatch.setattr(threading, "get_intra_op_parallelism_threads", lambda n=threads: n)
-        forms.clear()
-        for run in (derive, tf.function(derive)):
-            found.append([part.numpy().tobytes() for part in run(layer, x)])
+        runs.clear()
+        for derived in (derive, tf.function(derive)):
+            found.append([part.numpy().tobytes() for part in derived(layer, x)])
         several = ROADS["several threads"]
-        assert [several(form) for form in forms] == [threads > 1] * len(forms) and forms
+        assert [several(run) for run in runs] == [threads > 1] * len(runs) and runs
     assert all(bits == found[0] for bits in found)
 
 

@@ -86,9 +86,9 @@ def test_same_bits(by: Any) -> None:
 def test_who_projects() -> None:
     """The kernel, if both weights stay in a core's own cache and there is work for packing one."""
     chosen = plan(cells.LSTM, 128)
-    assert layers.form.projects(chosen, 96 * 128, 128)
-    assert layers.form.projects(chosen, None, 128)
-    assert not layers.form.projects(chosen, 96 * 128, 1024)
-    assert layers.form.projects(chosen, 96 * 128, 1024, holes=True)
-    assert not layers.form.projects(chosen, 20, 128, holes=True)
-    assert not layers.form.projects(plan(cells.GRU, 128), 96 * 128, 128, holes=True)
+    assert layers.choices.projects(chosen, 96 * 128, 128)
+    assert layers.choices.projects(chosen, None, 128)
+    assert not layers.choices.projects(chosen, 96 * 128, 1024)
+    assert layers.choices.projects(chosen, 96 * 128, 1024, holes=True)
+    assert not layers.choices.projects(chosen, 20, 128, holes=True)
+    assert not layers.choices.projects(plan(cells.GRU, 128), 96 * 128, 128, holes=True)

@@ -212,7 +212,7 @@ def test_every_array_that_is_another_one(entry: Entry) -> None:
 # Every number of the package by which a call takes another road, and the road; None where there is
 # but one to the same numbers, or none at all.
 THRESHOLDS = {
-    "layer/form.py": {
+    "layer/choices.py": {
         "CHUNK_BYTES": "several chunks",
         "WORTH_PACKING": "the kernel multiplies the input",
         "WEIGHTS_SHARE": "the kernel multiplies the input",
@@ -296,14 +296,14 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
 
         monkeypatch.setattr(module, name, call)
 
-    def look_at_form(form: Any, *args: Any) -> None:
-        taken.update((road, bool(on(form))) for road, on in ROADS.items())
-        taken.add(("a mask with holes", args[8]))
-        taken.add(("several panels of rows", args[4] > 48))
-        taken.add(("groups of several rows", layer.row_group(args[4]) > 1))
+    def look_at_run(_: None, run: Any, holes: bool, *__: Any) -> None:
+        taken.update((road, bool(on(run))) for road, on in ROADS.items())
+        taken.add(("a mask with holes", holes))
+        taken.add(("several panels of rows", run.batch > 48))
+        taken.add(("groups of several rows", layer.row_group(run.batch) > 1))
 
-    monkeypatch.setattr(layer.recipe, "known", {})  # or passes that are known ask for no form
-    spy(layer.run, "form_of", look_at_form)
+    monkeypatch.setattr(layer.recipe, "known", {})  # or passes that are known are not drafted
+    spy(layer.run.Run, "_begin", look_at_run)
 
     def look_at_memory(view: Any, recipe: Any, _: Any, how: str = "empty", *__: Any) -> None:
         if how == "lasting":

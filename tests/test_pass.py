@@ -183,7 +183,7 @@ def described(called: Called) -> bytes:
         if content is not None:
             words.append(content.tobytes())
 
-    table, hyper = np.array(recipe.template), [run.form.hyper for run in called.runs]
+    table, hyper = np.array(recipe.template), [run.hyper for run in called.runs]
     say(len(table), *table)
     read, numbers = (called.read, recipe.constants, hyper), called.numbers()
     first = len(read[0]) + len(called.made) + len(read[1])  # after these "block" and "table"

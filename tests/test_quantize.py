@@ -29,7 +29,7 @@ import anycell.torch as at
 from anycell import cells, compress, layer
 from anycell.engines import cpu
 from anycell.engines.cpu import gemm, isa, kernel
-from anycell.layer import form, products
+from anycell.layer import choices, products
 from anycell.layer.rounding import rounded
 from anycell.numpy.host import host_of
 from anycell.plan import plan
@@ -103,26 +103,16 @@ def test_recurrent_mask(dropped: str, seed: int) -> None:
     assert_rounded(small(cells.LSTM, (4, 3, 20), seed, dropped=dropped))
 
 
-def test_roads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roads(seed: int, monkeypatch: pytest.MonkeyPatch, runs: list[layer.run.Run]) -> None:
     """Whoever multiplies the input, in chunks or at once, on threads that share rows or units."""
-    monkeypatch.setattr(form, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(choices, "WORTH_A_THREAD", 0)
     forget_passes()
-    taken: dict[str, set[bool]] = {road: set() for road in ROADS}
-    form_of = form.form_of
-
-    def watched(*args: Any) -> Any:
-        chosen = form_of(*args)
-        for road, goes in ROADS.items():
-            taken[road].add(goes(chosen))
-        return chosen
-
-    monkeypatch.setattr("anycell.layer.run.form_of", watched)
     shapes = (30, 16, 16), (6, 1, 64), (3, 40, 8), (1, 2, 8)
     problems = [small(cells.LSTM, shape, seed) for shape in shapes]
     for problem, threads, chunk in itertools.product(problems, (1, 2), (None, 1 << 10)):
         with monkeypatch.context() as patch:
             if chunk is not None:
-                patch.setattr(form, "CHUNK_BYTES", chunk)
+                patch.setattr(choices, "CHUNK_BYTES", chunk)
                 forget_passes()
             for projected in (False, True):
                 assert_rounded(problem, threads=threads, projected=projected)
@@ -132,7 +122,7 @@ def test_roads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         "a single step of few rows",
         "threads pack the weights",
     }  # the kernel has all steps; see below
-    assert {road for road, goes in taken.items() if goes != {True, False}} <= never
+    assert {road for road, on in ROADS.items() if len({on(run) for run in runs}) == 1} <= never
 
 
 def test_threads_pack(seed: int) -> None:
@@ -210,7 +200,7 @@ def test_products(name: str, seed: int) -> None:
 
 def between_pages(seed: int, every: int = 1) -> None:
     """Products and layers on memory beside forbidden pages; for a process of its own."""
-    layer.form.WORTH_A_THREAD = 0
+    layer.choices.WORTH_A_THREAD = 0
     for end in (True, False):
         with (
             mock.patch.object(cpu.Scratch, "take", scratch(end)),

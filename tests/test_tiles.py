@@ -113,7 +113,7 @@ def test_float32(precision: str, cell: Cell, shape: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("batch", [19, 100, 140])
 def test_threads_split_the_units_of_more_rows(
-    batch: int, seed: int, set_layer: Any, forms: list[layer.form.Form]
+    batch: int, seed: int, set_layer: Any, runs: list[layer.run.Run]
 ) -> None:
     """By far weights, of which tiles soon have read one; each thread's part has the same bits."""
     set_layer(WORTH_A_THREAD=0)
@@ -122,10 +122,10 @@ def test_threads_split_the_units_of_more_rows(
     for name in ("avx512vnni", *KINDS):
         with isa.force(name):
             one = by_cpu(problem, 1)
-            forms.clear()
+            runs.clear()
             two = by_cpu(problem, 2)
         few = door.FEW_TILED_ROWS if name in KINDS else door.FEW_ROWS
-        split = set(map(ROADS["threads split the units"], forms))
+        split = set(map(ROADS["threads split the units"], runs))
         assert split == {batch < 2 * few}, name
         assert all(np.array_equal(two[key], value) for key, value in one.items())
 
@@ -133,22 +133,20 @@ def test_threads_split_the_units_of_more_rows(
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.LayerNormLSTM], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_multiplies_the_input(
-    kind: str, cell: Cell, seed: int, forms: list[layer.form.Form]
+    kind: str, cell: Cell, seed: int, runs: list[layer.run.Run]
 ) -> None:
     """The kernel, if there are rows for a tile and both weights stay in a core's own cache."""
     rng = np.random.default_rng(seed)
-    rows = layer.form.TILED_ROWS
+    rows = layer.choices.TILED_ROWS
     for batch, units, inputs in ((rows, 64, 64), (rows - 1, 64, 64), (rows, 64, 1 << 13)):
         x = rng.standard_normal((30, batch, inputs)).astype("float32")
         ours = RNN(cell, inputs, units, dtype=torch.bfloat16)
         exact = copy.deepcopy(ours).double()
         x = torch.from_numpy(x).bfloat16()
         with isa.force(kind), torch.no_grad():
-            forms.clear()
+            runs.clear()
             output, _ = ours(x)
-        assert {form.inputs for form in forms} == {
-            inputs if batch == rows and inputs == units else 0
-        }
+        assert {run.inputs for run in runs} == {inputs if batch == rows and inputs == units else 0}
         assert_close(output.float(), exact(x.double())[0].detach(), "bfloat16", "forward")
 
 
@@ -161,7 +159,7 @@ def test_who_multiplies_the_input(
     ids=str,
 )
 def test_the_kernel_multiplies_the_input(
-    cell: Cell, seed: int, set_layer: Any, forms: list[layer.form.Form]
+    cell: Cell, seed: int, set_layer: Any, runs: list[layer.run.Run]
 ) -> None:
     """Where a cell needs the input's part of a gate by itself, that part has sums of its own."""
     set_layer(projects=lambda *_: True)
@@ -186,7 +184,7 @@ def test_the_kernel_multiplies_the_input(
             assert_rounded(problem, threads=2, projected=True)
             sizes = dict.fromkeys(cell.sizes.values(), 20)
             able = cpu.compiled(plan(cell, 66, "bfloat16", "cpu", sizes)).projecting
-            assert any(form.inputs for form in forms) == (able is not None)
+            assert any(run.inputs for run in runs) == (able is not None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,7 @@ from torch_layers import CELLS, by_name  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
-from anycell.layer import form  # noqa: E402
+from anycell.layer import choices  # noqa: E402
 from anycell.plan import plan  # noqa: E402
 from anycell.torch import functional  # noqa: E402
 
@@ -71,9 +71,9 @@ def arguments_of(module: Any, rows: int, state: bool, gradient: bool = True) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", CELLS, **by_name)
-def test_every_cell(kind: Any, dtype: Any, forms: list[Any]) -> None:
+def test_every_cell(kind: Any, dtype: Any, runs: list[Any]) -> None:
     """On both sides of the rows by which weights are packed."""
-    sizes = (5, 1), (5, 0), (33, 50), (33, form.FEW_ROWS - 1), (33, form.FEW_ROWS)
+    sizes = (5, 1), (5, 0), (33, 50), (33, choices.FEW_ROWS - 1), (33, choices.FEW_ROWS)
     for hidden, rows in sizes[: 5 if dtype is torch.float32 else 1]:
         module = at.RNNCell(kind, 3, hidden, dtype=dtype)
         for state in (False, True):
@@ -82,9 +82,9 @@ def test_every_cell(kind: Any, dtype: Any, forms: list[Any]) -> None:
                 given = arguments_of(module, rows, state)
                 close(step(module, *given), by_torch(module, *given))
     operators = kind in (cells.LSTM, cells.GRU, cells.RNN, cells.RNN(nonlinearity="relu"))
-    few = form.recurrent_alone(plan(kind, 5, str(dtype).removeprefix("torch.")))
+    few = choices.recurrent_alone(plan(kind, 5, str(dtype).removeprefix("torch.")))
     wanted = {False, few} if dtype is torch.float32 else {few}
-    assert {one.few for one in forms} == (set() if operators else wanted)
+    assert {run.few for run in runs} == (set() if operators else wanted)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from anycell.engines.cpu.driver import FEW, SUM
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Factors, Host, Kept
-from anycell.layer.form import chunk_of, row_group
+from anycell.layer.choices import chunk_of, row_group
 from anycell.layer.forward import project, remember, widened
 from anycell.layer.recipe import Recipe, View, recipe_of
 from anycell.layer.run import Run, finish
@@ -133,7 +133,7 @@ def _draft(
     hidden = _states(run)
     for direction in directions:
         direction.multiply(hidden)
-        if run.form.single and of_first:
+        if run.single and of_first:
             direction.add_product(states_[_of_first(plan)].at(direction.d))
     finish(recipe, [run])
 
@@ -255,7 +255,7 @@ class _Direction:
         plan, self.w, cell = run.plan, run.directions[d], run.plan.cell
         self.run, self.d, self.need, self.dx = run, d, need, dx
         self.sums = _Sums(run, d, need)
-        self.kind = FEW if run.form.few else None  # of products by a weight
+        self.kind = FEW if run.few else None  # of products by a weight
         if run.projects:
             self.gates = run.rows(len(cell.gates) * plan.hidden_size)
             run.place_rows(d, "d_gates", self.gates)

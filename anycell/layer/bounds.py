@@ -113,10 +113,10 @@ class _Walk:
     def door(self, run: Run, begin: int, count: int) -> None:
         """Checks a call of the door."""
         self.set(run, begin=begin, count=count)
-        kernel, form, base = run.kernel, run.form, run.base
+        kernel, base = run.kernel, run.base
         _, shared = self.row(kernel.shared, base)
-        each = [self.row(kernel.each, base + first)[1] for first in form.firsts]
-        entries = self.entries[base : base + len(form.entries)]
+        each = [self.row(kernel.each, base + first)[1] for first in run.firsts]
+        entries = self.entries[base : base + kernel.first(len(run.directions))]
         cpu.check.check(kernel, entries, (shared, each))
 
     def chunks(self, run: Run, begin: int, end: int) -> None:

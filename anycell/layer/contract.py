@@ -171,20 +171,20 @@ def arriving(
     """
     steps, batch, _ = shape
     sizes, borders, directions = states(plan), segment < steps, len(reverse)
-    parts: dict[str, Array | None] = {"hidden": kept.hidden}
+    names = [name for name, _ in sizes]
+    given: dict[str, Array | None] = {"hidden": kept.hidden}
     for d, array in enumerate(_all("saved values", kept.values, reverse)):
-        parts[f"saved {d}"] = array
+        given[f"saved {d}"] = array
     for d, sequence in enumerate(_all("kept states", kept.states, reverse)):
-        for (name, _), array in zip(sizes, _all("kept states", sequence, sizes), strict=True):
-            parts[f"sequence {d} {name}"] = array
-    for (name, _), array in zip(sizes, _all("d_state", d_final, sizes), strict=True):
-        parts[f"d_final {name}"] = array
-    for name, array in d_states.items():
-        parts[f"d_sequence {name}"] = array
+        for name, array in zip(names, _all("kept states", sequence, names), strict=True):
+            given[f"sequence {d} {name}"] = array
+    for name, array in zip(names, _all("d_state", d_final, names), strict=True):
+        given[f"d_final {name}"] = array
+    given |= {f"d_sequence {name}": array for name, array in d_states.items()}
     if d_output is not None:  # often a number expanded, as that of a sum: a copy each time
         output = steps, batch, directions * sizes[0][1]
-        parts["d_output"] = _fit(host, "d_output", d_output, output, ROWS)
-    parts = {name: array for name, array in parts.items() if array is not None}
+        given["d_output"] = _fit(host, "d_output", d_output, output, ROWS)
+    parts = {name: array for name, array in given.items() if array is not None}
 
     def key() -> tuple[Any, ...]:
         facts = type(host), host.dtype, plan, tuple(shape), tuple(reverse), segment
@@ -195,27 +195,24 @@ def arriving(
         return parts, known
     there = [i > 0 and (borders or keeps(plan, i)) for i in range(len(sizes))]
     slots, wide = -(-steps // segment) if borders else None, borders or host.wide_states
-    expected, before = kept_shapes(plan, steps, batch, reverse, there, slots), dict(parts)
-    parts["hidden"] = _fit(host, "hidden states", kept.hidden, expected.hidden, DENSE)
+    expected = kept_shapes(plan, steps, batch, reverse, there, slots)
+    rows = {"hidden": ("hidden states", expected.hidden, DENSE, False)}
     for d, (of_states, of_values) in enumerate(zip(expected.states, expected.values, strict=True)):
-        saved = f"saved {d}"
-        parts[saved] = _fit(host, "saved values", parts.get(saved), of_values, DENSE)
-        for (name, _), whole in zip(sizes, of_states, strict=True):
-            place = f"sequence {d} {name}"
-            if whole is None:
-                parts.pop(place, None)
-            else:
-                said = f"kept state {name!r}"
-                parts[place] = _fit(host, said, parts.get(place), whole, DENSE, wide)
-    for name, size in sizes:
-        place, final = f"d_final {name}", (directions, batch, size)
-        if place in parts:
-            parts[place] = _fit(host, f"d_state {name!r}", parts[place], final, ANY)
+        rows[f"saved {d}"] = "saved values", of_values, DENSE, False
+        for name, whole in zip(names, of_states, strict=True):
+            if whole is not None:
+                rows[f"sequence {d} {name}"] = f"kept state {name!r}", whole, DENSE, wide
     widths = dict(sizes)
-    for name, array in d_states.items():
+    for name, size in sizes:
+        if f"d_final {name}" in parts:
+            rows[f"d_final {name}"] = f"d_state {name!r}", (directions, batch, size), ANY, False
+    for name in d_states:
         whole = steps, batch, directions * widths[name]
-        parts[f"d_sequence {name}"] = _fit(host, f"d_states {name!r}", array, whole, ROWS)
-    if all(parts.get(name) is array for name, array in before.items()):
+        rows[f"d_sequence {name}"] = f"d_states {name!r}", whole, ROWS, False
+    fitted = {name: _fit(host, row[0], parts.get(name), *row[1:]) for name, row in rows.items()}
+    same = all(parts[name] is array for name, array in fitted.items())
+    parts = {n: fitted.get(n, array) for n, array in parts.items() if n in rows or n == "d_output"}
+    if same:
         _accept(known)
     return parts, key()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from anycell.engines.cpu.driver import FEW
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Host, Kept
-from anycell.layer.form import sparse
+from anycell.layer.choices import sparse
 from anycell.layer.recipe import Recipe, View, recipe_of
 from anycell.layer.run import Run, finish
 from anycell.layer.signature import states
@@ -140,8 +140,8 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
 
 def project(run: Run) -> None:
     """Has the gates of each chunk projected, where the kernel does not multiply the input."""
-    plan, x, form = run.plan, run.x, run.form
-    if form.inputs:
+    plan, x = run.plan, run.x
+    if run.inputs:
         run.place("input", x)
         return
     width = len(plan.cell.gates) * plan.hidden_size
@@ -152,9 +152,9 @@ def project(run: Run) -> None:
         gates = run.rows(width, wide=True)
         run.place_rows(d, "gates", gates)
         scales = w[scales_of("weight_ih")] if plan.types.quantized else 0
-        entering, kind = run.entering(run.before, d), FEW if form.few else None
+        entering, kind = run.entering(run.before, d), FEW if run.few else None
         run.multiply(run.before, d, entering, w["weight_ih"].T, gates, scales=scales, kind=kind)
-        if form.single:
+        if run.single:
             product = run.recipe.buffer((run.batch, width), plan.types.accumulate.bytes)
             run.place_of(d, {"product": product})
             state = w.get(f"state {plan.cell.state_names[0]}") or run.declared(0, run.batch)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
+from anycell.layer import choices
 from anycell.layer.arguments import Host, Kept
-from anycell.layer.form import WORTH_A_THREAD, form_of
 from anycell.layer.products import kind_of
 from anycell.layer.recipe import CHUNK, Recipe, Row, View
 from anycell.layer.schedule import segment_steps
@@ -29,6 +30,13 @@ class Run:
         directions: what each direction learns and starts from, see ``signature.direction``.
         base: where the table of the door begins in the recipe.
         table: where the driver's begins, once it is appended.
+        chunk: the steps of a chunk of the projection.
+        inputs: columns of the input that the kernel multiplies; 0 if they are projected before.
+        single: one step, whose recurrent matmul is a product too: packing the weights for the
+            kernel would cost more than it saves.
+        few: one of so few rows, that products read the weights where they lie.
+        parts, bytes_packed: threads, and memory for packed weights, that the door takes.
+        firsts: where in the table of the door the entries of each direction begin.
         before, after: rows by the names of ``driver.PRODUCT``, of what is multiplied before the
             steps of a chunk and after them.
         moves: rows by the names of ``driver.MOVE``.
@@ -56,22 +64,23 @@ class Run:
         self.begin = 0
         self.segment_length = self.steps
         state = self.directions[0].get(f"state {plan.cell.state_names[0]}")
-        self.form = form = form_of(
-            plan, backward, cpu.isa.current(), self.steps, self.batch, options.reverse,
-            width if self.projects else None, self.resets is not None, holes, options.threads,
-            state is None or state.strides[-1] == 1,
-        )  # fmt: skip
-        self.kernel = form.kernel
-        self.base = recipe.append(form.entries.tolist())
+        dense = state is None or state.strides[-1] == 1
+        self.kernel = cpu.compiled(plan, backward)
+        self.chunk, self.single, self.inputs = max(1, self.steps), False, 0
+        if self.projects:
+            self.chunk = choices.chunk_of(plan, self.steps, self.batch * len(self.directions))
+            alone = dense and self.resets is None and choices.recurrent_alone(plan)
+            self.single = self.steps == 1 and alone
+            if not (backward or self.single):
+                rows = self.steps * self.batch
+                able = choices.projects(plan, rows, width, holes, self.batch)
+                self.inputs = width if able else 0
+        self.few = self.single and self.batch < choices.FEW_ROWS
         self.before: list[Row] = []
         self.after: list[Row] = []
         self.moves: list[Row] = []
         self.again: Run | None = None
-        self.place("scratch", recipe.buffer((form.scratch,), 1))
-        if packed is not None:
-            self.place("packed", packed(form.packed))
-        elif form.packed:
-            self.place("packed", recipe.buffer((form.packed,), 1))
+        self._begin(holes, packed)
         self._switch()
         for name in ("mask", "resets"):
             if name in views:
@@ -79,6 +88,36 @@ class Run:
         for d, arrays in enumerate(self.directions):
             self.place_of(d, arrays)
         self._restore()
+
+    def _begin(self, holes: bool, packed: Callable[[int], View] | None) -> None:
+        """Adds the table of the door: all that does not follow from an array, and its memory."""
+        kernel, at, count = self.kernel, self.kernel.shared, len(self.directions)
+        self.firsts = [kernel.first(d) for d in range(count)]
+        self.hyper = cpu.hyperparameters(self.plan)
+        values = {
+            "directions": count, "steps": self.steps, "batch": self.batch,
+            "reverse": sum(way << d for d, way in enumerate(self.options.reverse)),
+            "count": self.chunk, "span": self.steps, "inputs": self.inputs, "sparse": holes,
+            "pack": not self.single, "packed": not self.single,
+            "threads": min(self.options.threads, cpu.pool.MOST),
+            "least_work": choices.WORTH_A_THREAD, "row_group": choices.row_group(self.batch),
+            "hyper": self.hyper.__array_interface__["data"][0],
+        }  # fmt: skip
+        entries = array("q", bytes(8 * kernel.first(count)))
+        for name, value in values.items():
+            if name in at:
+                entries[at[name]] = value
+        kernel.needs(entries.buffer_info()[0])
+        names = "scratch_bytes", "packed_bytes", "parts"
+        scratch, size, self.parts = (entries[at[name]] for name in names)
+        entries[at["packed"]] = 0
+        self.base = self.recipe.append(entries.tolist())
+        self.place("scratch", self.recipe.buffer((scratch,), 1))
+        self.bytes_packed = 0 if self.single else size
+        if packed is not None:
+            self.place("packed", packed(self.bytes_packed))
+        elif self.bytes_packed:
+            self.place("packed", self.recipe.buffer((self.bytes_packed,), 1))
 
     def _restore(self) -> None:
         """Says what resets restore, where the call does not: what the cell declares."""
@@ -118,7 +157,7 @@ class Run:
 
     def place_of(self, d: int, views: Views) -> None:
         """Sets those of arrays of one direction, of those that the table has entries for."""
-        each, first = self.kernel.each, self.base + self.form.firsts[d]
+        each, first = self.kernel.each, self.base + self.firsts[d]
         for name, view in views.items():
             if name in each:
                 self.recipe.put_all(first + each[name], self._entries(name, view))
@@ -147,13 +186,13 @@ class Run:
     @functools.cached_property
     def segment(self) -> int:
         """Steps of which the backward pass needs all at once."""
-        return segment_steps(self.options.checkpoint, self.steps, self.form.chunk)
+        return segment_steps(self.options.checkpoint, self.steps, self.chunk)
 
     # ---- what is multiplied ----------------------------------------------------------------------
     def rows(self, width: int, wide: bool = False) -> View:
         """A buffer of the rows of a chunk, ``[rows, width]``."""
         host = self.host.wide if wide else self.host
-        size, rows = host.dtype.itemsize, self.form.chunk * self.batch
+        size, rows = host.dtype.itemsize, self.chunk * self.batch
         view = self.recipe.buffer((rows, padded(size, width)), size)
         return view._replace(shape=(CHUNK, width))
 
@@ -236,7 +275,7 @@ class Run:
             moving: ``[segments, B, n]``.
             rest: ``[B, n]``, where the entry is set to in between.
         """
-        at = self.base + self.form.firsts[d] + self.kernel.each[name]
+        at = self.base + self.firsts[d] + self.kernel.each[name]
         segments, *strides = moving.strides
         bases: list[View | int] = [moving, *strides]
         rests: list[View | int] = [0, 0, 0] if rest is None else [rest, *rest.strides]
@@ -262,12 +301,12 @@ class Run:
             **{name: at[name] for name in ("begin", "count", "pack", "origin", "span")},
             "backward": int(self.backward), "steps": self.steps, "batch": self.batch,
             "first": self.begin, "last": self.steps,
-            "chunk": self.form.chunk, "segment": self.segment_length,
+            "chunk": self.chunk, "segment": self.segment_length,
             "again": 0 if again is None else recipe.entry(again),
             "next": 0 if then is None else recipe.entry(then),
             "moves": len(self.moves), "before": len(self.before), "after": len(self.after),
             "gang": recipe.of_call("gang") if threads > 1 else 0, "threads": threads,
-            "least_work": WORTH_A_THREAD, "blas": self.host.blas,
+            "least_work": choices.WORTH_A_THREAD, "blas": self.host.blas,
             "scratch": 0, "scratch_bytes": 0,  # ``finish`` sets the one, ``room`` the other
         }  # fmt: skip
         self.table = recipe.append_row(driver.PASS, row)

@@ -175,7 +175,7 @@ class Stream:
             runs.append(run)
         output = recipe.new((rows, self.shape[0][1]))
         runs[-1].place("out", output)
-        if threads > 1 and all(run.form.parts < 2 for run in runs):
+        if threads > 1 and all(run.parts < 2 for run in runs):
             return self._draft(rows, 1, given)  # which asks for no threads
         finish(recipe, runs)
         return _Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])

@@ -13,10 +13,9 @@ matrix units. The projected gates of the next step are loaded while this one is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
-from anycell.engines.gpu.text import Printed, Text, Variant, apart, keeps, kept, power_of_two
+from anycell.engines.gpu.text import Load, Printed, Text, Variant, apart, keeps, kept, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.plan import Plan, gradient_roots
@@ -54,7 +53,7 @@ class Loop(Text):
         super().__init__(plan, variant, tile, whole)
         self.warps, self.precision = warps, precision
         self.linears = plan.cell.linears
-        self.loads: dict[str, str] = {}  # a step early, and what they are called then
+        self.loads: dict[Load, str] = {}  # a step early, and what they are called then
         self.kept = kept(plan, variant)
         self.kind = f"tl.{self.io.name}"
 
@@ -102,29 +101,25 @@ class Loop(Text):
         step = STEP if name in self.early and step == "t" else step
         return super().flags(name, step, mask, rows)
 
-    def read(self, load: str) -> str:
+    def read(self, load: Load) -> str:
         """A load in the step that needs it, or the value loaded in the previous step, unconverted:
         any operation on it would wait for it.
         """
-        if STEP not in load:
-            return load
+        if STEP not in load.where:
+            return super().read(load)
         return self.loads.setdefault(load, f"now_{len(self.loads)}")
 
     def _say_early(self) -> None:
         """Puts the loads of the first step before the loop, those of the next one into it."""
 
-        def lines(name: str, step: str) -> list[str]:
-            def there(match: re.Match[str]) -> str:
-                size, rows = match["size"], match["rows"] or "is_row"
-                of = "their_rows" if rows == "is_theirs" else "rows"
-                text = f"mask={rows} & ({of} * 0 + {step} < count)"
-                return f"{text} & is_{size}" if size else text
+        def at(load: Load, step: str) -> str:
+            rows = "their_rows" if load.rows == "is_theirs" else "rows"
+            mask = f"{load.rows} & ({rows} * 0 + {step} < count)"
+            units = "" if load.size is None else f" & is_{load.size}"
+            return load._replace(where=load.where.replace(STEP, step)).text(mask + units)
 
-            mask = re.compile(r"mask=(?:in_(?P<size>\w+)|(?P<rows>is_row|is_theirs))")
-            return [
-                f"{name}_{n} = {mask.sub(there, load.replace(STEP, step))}"
-                for n, load in enumerate(self.loads)
-            ]
+        def lines(name: str, step: str) -> list[str]:
+            return [f"{name}_{n} = {at(load, step)}" for n, load in enumerate(self.loads)]
 
         parts = {
             FIRST: lines("now", "0"),

@@ -95,6 +95,25 @@ class Printed(NamedTuple):
     alone: bool = False
 
 
+class Load(NamedTuple):
+    """A load of a tile.
+
+    Attributes:
+        where: addresses.
+        rows: the mask of rows.
+        size: the symbol of its units; None for one number per row.
+        other: what is beyond the mask.
+    """
+
+    where: str
+    rows: str = "is_row"
+    size: str | None = None
+    other: str = "0.0"
+
+    def text(self, mask: str) -> str:
+        return f"tl.load({self.where}, mask={mask}, other={self.other})"
+
+
 def power_of_two(n: int, least: int = 1) -> int:
     """The smallest power of two that is neither below ``n`` nor below ``least``."""
     return max(least, 1 << (n - 1).bit_length())
@@ -228,16 +247,15 @@ class Text:
     def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
         """The flags of the rows at a step, ``[rows, 1]``, which are memory ``[T, B]``."""
         where = f"{self.argument(name, '*u8')} + ({self._time(name, step)} + {rows})"
-        return f"{self.read(f'tl.load({where}, mask={mask}, other=0)')} != 0"
+        return f"{self.read(Load(where, mask, other='0'))} != 0"
 
-    def read(self, load: str) -> str:
+    def read(self, load: Load) -> str:
         """A load in the step that needs it. Loops may issue it a step earlier."""
-        return load
+        return load.text(load.rows if load.size is None else f"in_{load.size}")
 
     def load(self, where: str, size: str | None, wide: bool = False) -> str:
         """Numbers of the tile, as float32; of ``[rows, 1]`` where size is None."""
-        mask = "is_row" if size is None else f"in_{size}"
-        text = self.read(f"tl.load({where}, mask={mask}, other=0.0)")
+        text = self.read(Load(where, size=size))
         return text if wide or not self.half else f"{text}.to(tl.float32)"
 
     def load_units(self, name: str, size: str, column: int = 0) -> str:

@@ -1,0 +1,82 @@
+"""Choices of a pass by its sizes: how long chunks are, and what the kernel itself multiplies."""
+
+from __future__ import annotations
+
+from anycell.engines import cpu
+from anycell.engines.cpu.door import NEAR_CACHE
+from anycell.lang.cell import RECURRENT
+from anycell.layer.arguments import Array
+from anycell.layer.schedule import chunk_steps
+from anycell.plan import Plan
+
+# Of projected gates, for all directions together: they should stay in the cache.
+CHUNK_BYTES = 8 << 20
+WORTH_PACKING = 256  # rows of all steps from which packing the weight of the input may pay
+# Rows of a single step, below which it does not pay to pack the weights for its products either.
+FEW_ROWS = 12
+WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
+WEIGHTS_SHARE = (
+    0.7  # of a core's own cache for both weights of a step: the rows need room there too
+)
+# With matrix tiles, which 16 rows fill, the kernel multiplies the input of at least this many rows
+# of a step, by weights of at most this many bytes: a core that has tiles has a cache of 2 MiB.
+TILED_ROWS = 12
+TILED_WEIGHTS = 2 << 20
+FILLED = 0.7  # part of a mask below which to leave out the rest makes up for smaller matmuls
+
+
+def chunk_of(plan: Plan, steps: int, rows: int) -> int:
+    """Steps of a chunk of a layer that projects its input.
+
+    Args:
+        rows: of a step, of all directions together.
+    """
+    limit = CHUNK_BYTES * plan.itemsize // plan.types.accumulate.bytes
+    return chunk_steps(plan, steps, rows, limit)
+
+
+def recurrent_alone(plan: Plan) -> bool:
+    """Whether the cell's only matmul is its first state's, onto all gates, by real weights."""
+    linears = [(l.name, l.outputs, l.operand.op) for l in plan.cell.linears]
+    return linears == [(RECURRENT, plan.cell.gates, "state")] and not plan.types.quantized
+
+
+def projects(
+    plan: Plan, rows: int | None, inputs: int, holes: bool = False, batch: int = TILED_ROWS
+) -> bool:
+    """Whether the kernel should compute the input projection.
+
+    The projection of all steps at once reads its weight once, but writes the gates to memory, where
+    the kernel reads them again. If both weights fit a core's own cache, the kernel is faster; if
+    there is enough work to make up for packing one more weight. It is also faster under sparse
+    masks, because it skips masked rows.
+
+    Args:
+        rows: of all steps together; None if they are not known yet.
+        inputs: the width of x.
+        holes: whether the mask is sparse.
+        batch: rows of a step.
+    """
+    recurrent = cpu.compiled(plan).projecting
+    if recurrent is None or (rows is not None and rows < WORTH_PACKING):
+        return False
+    both = len(plan.cell.gates) * plan.hidden_size * (inputs + recurrent.inner)
+    size = both * plan.types.operands.bytes
+    if recurrent.geometry.tiled:
+        return holes or (batch >= TILED_ROWS and size <= TILED_WEIGHTS)
+    return holes or size <= WEIGHTS_SHARE * NEAR_CACHE
+
+
+def sparse(mask: Array | None) -> bool:
+    """Whether a mask lets so few rows of steps pass that it pays to go without the others."""
+    return mask is not None and int(mask.sum()) < FILLED * mask.shape[0] * mask.shape[1]
+
+
+def row_group(batch: int) -> int:
+    """Rows that share sums of parameter gradients: few enough groups for the near cache,
+    enough for all threads.
+
+    It depends on the batch alone, so that the order of additions is the same for any number of
+    threads.
+    """
+    return max(1, batch // 32)
