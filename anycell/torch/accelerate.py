@@ -96,8 +96,7 @@ def restore(model: Model) -> Model:
         if module not in fed:
             swap.back(module)
         if isinstance(module, _OURS):
-            kind = _kind(module)  # type: ignore[arg-type]
-            stays = f"{name or 'the model'}: {kind} stays"
+            stays = f"{name or 'the model'}: {_kind(module)} stays"  # type: ignore[arg-type]
             logger.warning("%s: torch has no layer in its place", stays)
     return model
 

@@ -17,12 +17,12 @@ from anycell.layer.checks import (
     Frontend,
     check_cell,
     check_sizes,
+    describe,
     integer,
     is_array,
     refuse,
     remedy,
 )
-from anycell.layer.checks import describe as describe
 from anycell.torch.functional import memory, observed
 from anycell.torch.fused import autocast
 

@@ -22,9 +22,9 @@ from anycell.torch.composite import Arrays
 from anycell.torch.functional import (
     autocast_dtype,
     compiled,
+    engine_of,
     memory,
     observed,
-    reason,
     traced,
     transformed,
 )
@@ -88,16 +88,13 @@ class DropIn(Recurrent):
         weight = self.weight_ih_l0
         dtype = autocast_dtype(weight)
         plan = plan_on(weight.device.type, self.cell, self.hidden_size, dtype, self._sizes)
-        if isinstance(plan, str):
-            return Engine("torch", plan)
-        if autocast() and weight.is_cuda:
-            return Engine("torch", "autocast is on; calls with an argument of ours are fused")
-        if plan.engine == "gpu":
-            if self.checkpoint is None and self.cell in CUDNNS:
+        if isinstance(plan, Plan):
+            if autocast() and weight.is_cuda:
+                return Engine("torch", "autocast is on; calls with an argument of ours are fused")
+            if plan.engine == "gpu" and self.checkpoint is None and self.cell in CUDNNS:
                 why = "cuDNN's layer; our kernels have not been measured against it"
                 return Engine("torch", why)
-            return Engine("gpu", reason(plan))
-        return Engine(plan.engine, plan.reason)
+        return engine_of(plan, "torch")
 
     def forward(
         self,
@@ -300,11 +297,6 @@ class LSTM(DropIn, nn.LSTM):
     @property
     def _sizes(self) -> Sizes:
         return (("P", self.proj_size),) if self.proj_size else ()
-
-
-def vendors(weights: Arrays) -> list[Any]:
-    """The arguments of torch's operators of one step: weights, and biases or None."""
-    return [weights.get(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
 
 
 class GRU(DropIn, nn.GRU):

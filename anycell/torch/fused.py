@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from anycell.layer.sequences import keeping, sequences
 from anycell.plan import Call, Options, Plan, Sizes, plan
 from anycell.plan.dtype import dtypes
 from anycell.torch.composite import Arrays, Result, States, composite
-from anycell.torch.device import DeviceHost, host_of
+from anycell.torch.device import DeviceHost, Returned, host_of
 from anycell.torch.host import HOSTS, threads
-
-Returned = TypeVar("Returned")
 
 # Which engine has the kernels, by the type of the device.
 ENGINES = {"cpu": "cpu", "cuda": "gpu"}
@@ -167,10 +165,7 @@ def run_backward(
         precision = torch.get_float32_matmul_precision()
         plan = plan if precision == "highest" else cpu.rounded(plan, precision)
         return layer.backward(HOSTS[plan.dtype], plan, *given, d_states=inside, wanted=wanted)
-    gradients: dict[str, Tensor] = _host_of(plan, arrays).run(
-        gpu.backward, plan, *given, wanted=wanted
-    )
-    return gradients
+    return _host_of(plan, arrays).run(gpu.backward, plan, *given, wanted=wanted)
 
 
 def differentiable(
@@ -211,11 +206,6 @@ def _ranged(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any
 
 
 # -- between torch and the engine ------------------------------------------------------------------
-
-
-def engine_of(plan: Plan) -> Any:
-    """The module that runs the plan's layers."""
-    return gpu if plan.engine == "gpu" else layer
 
 
 def _host_of(plan: Plan, arrays: Arrays) -> DeviceHost:

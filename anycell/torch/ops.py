@@ -25,6 +25,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, at the fir
 
 from anycell import cells, layer
 from anycell.lang.cell import Cell
+from anycell.layer import gpu
 from anycell.layer.checks import check_options
 from anycell.layer.signature import FLAGS
 from anycell.plan import DTYPES, OF_CALL, OPTIONS, Call, Options, Plan, Sizes, scales_of
@@ -222,10 +223,9 @@ class Spec(NamedTuple):
 
     def kept_states(self, plan: Plan) -> list[bool]:
         """Says which states besides the first are kept: with checkpoints all, at the borders."""
-        engine, every = fused.engine_of(plan), self.options.checkpoint is not None
-        return [
-            i > 0 and (every or engine.keeps_state(plan, i)) for i in range(len(plan.cell.states))
-        ]
+        states, every = range(len(plan.cell.states)), self.options.checkpoint is not None
+        keeps = gpu.keeps_state if plan.engine == "gpu" else layer.keeps_state
+        return [i > 0 and (every or keeps(plan, i)) for i in states]
 
 
 def _expect(name: str, given: Any, expected: Any) -> None:

@@ -16,9 +16,8 @@ from anycell.layer import view as views
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import described, integers, measure, rounded
 from anycell.layer.signature import of_layer
+from anycell.torch import compress
 from anycell.torch.composite import Arrays
-from anycell.torch.compress import check_plain
-from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.feedback import Feedback
 from anycell.torch.functional import TORCH
 from anycell.torch.rnn import RNN
@@ -101,7 +100,7 @@ class Quantized(RNN):
 
 def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
     """See ``anycell.compress.quantize``."""
-    layers = {m: name for name, m in model.named_modules() if is_layer(m)}
+    layers = [module for module in model.modules() if is_layer(module)]
     if not layers:
         given = f"{type(model).__name__} without a float32 layer of anycell.torch"
         hint = "anycell.torch.accelerate turns those of torch.nn into ours."
@@ -118,7 +117,7 @@ def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
 
 def is_layer(module: Any) -> bool:
     """Whether it is a layer of ours whose weights can be rounded."""
-    return isinstance(module, (RNN, LSTM, GRU)) and not isinstance(module, Quantized)
+    return isinstance(module, compress.KINDS) and not isinstance(module, Quantized)
 
 
 def _measure(model: nn.Module, small: dict[nn.Module, Quantized], data: Iterable[Any]) -> None:
@@ -171,7 +170,7 @@ class Rounding(nn.Module):
 
 def fake_quantize(layer: nn.Module) -> nn.Module:
     """See ``anycell.compress.fake_quantize``."""
-    check_plain("layer", layer)
+    compress.check_plain("layer", layer)
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if parameter.dim() > 1:
             parametrize.register_parametrization(layer, name, Rounding())

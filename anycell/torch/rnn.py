@@ -20,11 +20,11 @@ from anycell.plan import CallOptions, Engine, Sizes, takes
 from anycell.torch import ops
 from anycell.torch.arguments import check_device, check_layer, check_static
 from anycell.torch.composite import Arrays, States
-from anycell.torch.functional import fused_plan, reason
+from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.fused import autocast
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, Recurrent, subject
-from anycell.torch.symbolic import leaf, refuse_script
+from anycell.torch.symbolic import leaf
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -81,10 +81,7 @@ class OfCell(Explained, nn.Module):
     def engine(self) -> Engine:
         """Engine that runs this module, and why."""
         weight: Any = getattr(self, self._first)
-        plan = fused_plan(self.cell, self.hidden_size, weight, self._sizes)
-        if isinstance(plan, str):
-            return Engine("reference", plan)
-        return Engine(plan.engine, reason(plan))
+        return engine_of(fused_plan(self.cell, self.hidden_size, weight, self._sizes))
 
     def _subject(self) -> Subject:
         return subject(self, self.cell, self._sizes, getattr(self, self._first))
@@ -98,7 +95,13 @@ class OfCell(Explained, nn.Module):
         return ", ".join(shown(self))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        refuse_script(self)
+        name = type(self).__name__
+        hint = (
+            "Use torch.compile or torch.export, or torch.jit.trace for one number of steps; of "
+            f"{name}(cells.LSTM, ...) and of cells.GRU the layers anycell.torch.LSTM and GRU, "
+            "which load its weights, can be scripted."
+        )
+        refuse("torch.jit.script", f"anycell's {name}", "modules of torch", hint, TypeError)
 
 
 @takes()

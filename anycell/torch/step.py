@@ -17,7 +17,6 @@ from anycell.plan import Call, Engine, Options
 from anycell.torch import ops
 from anycell.torch.arguments import check_states, check_static, check_tensor
 from anycell.torch.composite import States
-from anycell.torch.dropin import vendors
 from anycell.torch.functional import layer
 from anycell.torch.fused import autocast
 from anycell.torch.recurrent import draw_seed, subject
@@ -174,7 +173,9 @@ class RNNCell(OfCell):
         operator: Any = _OPERATORS.get((cell.name, cell.key))
         if operator is not None:
             states = states or (x.new_zeros(len(x), self.hidden_size),) * len(cell.states)
-            new = operator(x, states if len(states) > 1 else states[0], *vendors(learned(self)))
+            weights, names = learned(self), ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            state = states if len(states) > 1 else states[0]
+            new = operator(x, state, *[weights.get(name) for name in names])
             return new if len(states) > 1 else (new,)
         draws = self.training and ops.draws(cell)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)

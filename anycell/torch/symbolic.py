@@ -1,8 +1,8 @@
-"""``torch.fx`` and TorchScript, which look at modules before there is a call."""
+"""``torch.fx``, which looks at modules before there is a call."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.fx import Proxy
 
@@ -13,14 +13,3 @@ def leaf(module: Any, x: Proxy, state: Any, **arguments: Any) -> Any:
     positional = (x,) if state is None else (x, state)
     tracer: Any = x.tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(module), positional, named)
-
-
-def refuse_script(module: Any) -> NoReturn:
-    """TorchScript compiles no kernel, nor the Python that runs a cell step by step."""
-    name = type(module).__name__
-    raise TypeError(
-        f"torch.jit.script: given anycell's {name}; expected modules of torch. Use torch.compile "
-        f"or torch.export, or torch.jit.trace for one number of steps; of {name}(cells.LSTM, ...) "
-        "and of cells.GRU the layers anycell.torch.LSTM and GRU, which load its weights, can be "
-        "scripted."
-    )
