@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -50,18 +51,19 @@ class Damaged(ValueError):
     """A file that is no archive of arrays, or not whole."""
 
 
-class _damage:
+@contextmanager
+def _damage() -> Iterator[None]:
     """Turns the errors of ``zipfile``, its decompressors and NumPy's parser of headers into one.
 
     All but a disk that fails: to look for bytes where no file has any is another number.
     """
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    try:
+        yield
+    except Exception as error:
         failing = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
-        if isinstance(error, Exception) and not failing and not isinstance(error, MemoryError):
-            raise Damaged(str(error) or type(error).__name__) from error
+        if failing or isinstance(error, MemoryError):
+            raise
+        raise Damaged(str(error) or type(error).__name__) from error
 
 
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:

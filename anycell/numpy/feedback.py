@@ -139,7 +139,7 @@ class Feedback(Fed, Explained, Layer):
             y ``[T, B, Y]``, laid out as x, and the state, as of ``RNN.forward``.
         """
         layer = self.layer
-        x = check.array("x", x, layer._layout("T", "B", layer.input_size), layer.dtype)
+        x = check.array("x", x, layer._layout(layer.input_size), layer.dtype)
         steps, rows = x.shape[:2][:: -1 if layer.batch_first else 1]
         given = self._forced(forced, steps, rows)
         given = given.T if layer.batch_first else given
