@@ -61,8 +61,8 @@ def accelerate(model: Model) -> Model:
     for module in model.modules():
         if swap.refusal(module) is None:
             swap.swap(module)
-    for found in recurrent_layers(model):
-        logger.info("%s", found)
+    for layer in recurrent_layers(model):
+        logger.info("%s", layer)
     return model
 
 

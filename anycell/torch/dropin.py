@@ -30,8 +30,7 @@ from anycell.torch.functional import (
 )
 from anycell.torch.fused import autocast, plan_on
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent
-from anycell.torch.symbolic import leaf
+from anycell.torch.recurrent import Lengths, Recurrent, leaf
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -176,14 +176,13 @@ def plain(tensors: Iterable[Any], dtype: torch.dtype, shapes: Iterable[tuple[int
     return True
 
 
-def memory(x: Tensor, dtype: torch.dtype | None = None) -> bool:
+def memory(x: Tensor) -> bool:
     """Whether ``x`` is plain memory on a device with kernels; a FakeTensor is not."""
     return (
         type(x) in _ORDINARY
         and x.device.type in fused.ENGINES
         and x.layout is torch.strided
         and not x.is_neg()
-        and (dtype is None or x.dtype is dtype)
     )
 
 

@@ -382,8 +382,8 @@ class _Operators(torch.autograd.Function):
         tensors, kept = saved[: ctx.count], saved[ctx.count :]
         given, present = [g is not None for g in arriving], [g for g in arriving if g is not None]
         backward = torch.ops.anycell.backward
-        found = iter(backward(tensors, kept, present, ctx.text, ctx.hyper, given, needs))
-        return None, None, *[next(found) if need else None for need in needs]
+        gradients = iter(backward(tensors, kept, present, ctx.text, ctx.hyper, given, needs))
+        return None, None, *[next(gradients) if need else None for need in needs]
 
 
 def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn.modules import module as modules
 from torch.nn.utils.rnn import PackedSequence
 
@@ -133,9 +134,9 @@ class Recurrent(Explained):
             if prepared.stale(self):
                 prepared = self.prepare().__dict__["_prepared"]
             if not (self.training and (self.dropout or prepared.draws)):
-                found = prepared.step(x, state, static, resets, reset_state)
-                if found is not None:
-                    return found
+                results = prepared.step(x, state, static, resets, reset_state)
+                if results is not None:
+                    return results
         check_one_direction("step", self)
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         axes = "one step of the input"
@@ -145,8 +146,8 @@ class Recurrent(Explained):
             resets = check_flags("resets", resets, rows and rows[:1], "one per row", x)
             resets = resets.unsqueeze(time)
         further = {"static": static, "resets": resets, "reset_state": reset_state}
-        given = {name: value for name, value in further.items() if value is not None}
-        output, new = self(x.unsqueeze(time), state, **given)  # type: ignore[operator]
+        further = {name: value for name, value in further.items() if value is not None}
+        output, new = self(x.unsqueeze(time), state, **further)  # type: ignore[operator]
         return output.squeeze(time), new
 
     def _run_cell(
@@ -260,10 +261,10 @@ def sequence(
         the output and ``call.sequences``, laid out as x; and the final states.
     """
     if isinstance(x, PackedSequence):
-        for name, given in (("mask", mask), ("lengths", lengths)):
-            if given is not None:
+        for name, value in (("mask", mask), ("lengths", lengths)):
+            if value is not None:
                 expected = "None with a PackedSequence, which has its lengths"
-                refuse(name, describe(given), expected, "Pass a padded tensor, or leave it out.")
+                refuse(name, describe(value), expected, "Pass a padded tensor, or leave it out.")
         run = torch.compiler.disable(_packed) if compiled() else _packed
         return run(call, x, arrays, weights, resets, dropout)
     batched = x.dim() == 3
@@ -343,6 +344,14 @@ def subject(module: Any, cell: Cell, sizes: Sizes, weight: Tensor) -> Subject:
     dtype = str(autocast_dtype(weight)).removeprefix("torch.")
     about, hidden = repr(module).splitlines()[0], module.hidden_size
     return Subject(about, module.engine, cell, hidden, dtype, dict(sizes))
+
+
+def leaf(module: Any, x: Proxy, state: Any, **arguments: Any) -> Any:
+    """The call of a module as one node of a graph of ``torch.fx``, as of ``torch.nn``'s modules."""
+    named = {name: value for name, value in arguments.items() if value is not None}
+    positional = (x,) if state is None else (x, state)
+    tracer: Any = x.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), positional, named)
 
 
 def draw_seed() -> Any:

@@ -23,8 +23,7 @@ from anycell.torch.composite import Arrays, States
 from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.fused import autocast
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent, subject
-from anycell.torch.symbolic import leaf
+from anycell.torch.recurrent import Lengths, Recurrent, leaf, subject
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,9 +19,8 @@ from anycell.torch.arguments import check_states, check_static, check_tensor
 from anycell.torch.composite import States
 from anycell.torch.functional import layer
 from anycell.torch.fused import autocast
-from anycell.torch.recurrent import draw_seed, subject
+from anycell.torch.recurrent import draw_seed, leaf, subject
 from anycell.torch.rnn import OfCell, learned
-from anycell.torch.symbolic import leaf
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -154,15 +153,15 @@ class RNNCell(OfCell):
         if state is not None:
             states = check_states("state", state, self.cell, self.sizes, rows, x)
         static = check_static(self.cell, static, (*rows, self.hidden_size), x)
-        given = [x, static, *states]
+        tensors = [x, static, *states]
         if not rows:
-            given = [t if t is None else t.unsqueeze(0) for t in given]
+            tensors = [t if t is None else t.unsqueeze(0) for t in tensors]
         if autocast():
-            given = [t if t is None else t.to(self.weight_ih.dtype) for t in given]
+            tensors = [t if t is None else t.to(self.weight_ih.dtype) for t in tensors]
             with torch.autocast(x.device.type, enabled=False):
-                new = self._step(*given)
+                new = self._step(*tensors)
         else:
-            new = self._step(*given)
+            new = self._step(*tensors)
         if not rows:
             new = tuple(s.squeeze(0) for s in new)
         return new if len(new) > 1 else new[0]
