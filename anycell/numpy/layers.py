@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -485,9 +484,6 @@ def _gate_bias(cell: Cell, bias: bool, given: Mapping[str, float] | None) -> dic
     return {name: check.number("gate_bias", value) for name, value in given.items()}
 
 
-_TOLD = frozenset(inspect.signature(RNN).parameters) - {"cell", "sizes"}
-
-
 class LSTM(RNN):
     """Long short-term memory; its equations are in ``anycell.cells.LSTM``.
 
@@ -524,11 +520,13 @@ class LSTM(RNN):
         *,
         forget_bias: float | None = None,
     ) -> None:
-        told = {name: value for name, value in locals().items() if name in _TOLD}
         if forget_bias is None and bias and initializer != "torch":
             forget_bias = 1.0
         if forget_bias is not None:
             others = {} if gate_bias is None else gate_bias
             others = check.mapping("gate_bias", others, "numbers by gate")
-            told["gate_bias"] = {"f": check.number("forget_bias", forget_bias), **others}
-        super().__init__(self.of, **told)
+            gate_bias = {"f": check.number("forget_bias", forget_bias), **others}
+        super().__init__(
+            self.of, input_size, hidden_size, num_layers, bias, batch_first, dropout,
+            bidirectional, dtype, initializer, recurrent_initializer, gate_bias, seed, checkpoint,
+        )  # fmt: skip

@@ -269,11 +269,12 @@ def like_cell(name: str, cell: Any) -> Any:
 
 def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = None) -> Tensor:
     """Inputs of that layout as a tensor; ``dtype`` is what a loop was told, if anything."""
-    own = getattr(cell, "dtype", None)
-    if None not in (dtype, own) and tf.as_dtype(dtype) != own:
-        given, expected = tf.as_dtype(dtype).name, f"{tf.as_dtype(own).name}, that of the cell"
+    of_cell = getattr(cell, "dtype", None)
+    if None not in (dtype, of_cell) and tf.as_dtype(dtype) != of_cell:
+        given, expected = tf.as_dtype(dtype).name, f"{tf.as_dtype(of_cell).name}, that of the cell"
         refuse("dtype", given, expected, "Give the cell another by its own dtype.")
-    x = tensor("inputs", inputs, dtype or own or (None if tf.is_tensor(inputs) else tf.float32))
+    kind = dtype or of_cell or (None if tf.is_tensor(inputs) else tf.float32)
+    x = tensor("inputs", inputs, kind)
     _floating(x.dtype)
     if x.shape.rank != layout.count(",") + 1 or x.shape.as_list()[-1] is None:
         expected = f"{layout}, of which rank and width are known when a graph is made"

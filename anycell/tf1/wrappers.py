@@ -165,10 +165,8 @@ class DropoutWrapper(_Wrapper):
             expected = "the dtype of the inputs, because variational_recurrent is set"
             refuse("dtype", "None", expected, "Pass it.")
         if variational_recurrent and self._drops("input") and input_size is None:
-            raise ValueError(
-                "input_size: given None; expected the width of the inputs where "
-                "variational_recurrent is set and inputs are dropped."
-            )
+            expected = "the width of the inputs, because variational_recurrent drops of them"
+            refuse("input_size", "None", expected, "Pass it.")
         self._widths = {"input": input_size, "output": self.output_size, "state": self.state_size}
         self._noise = self._drawn()
 

@@ -136,11 +136,10 @@ def _measure(model: nn.Module, small: dict[nn.Module, Quantized], data: Iterable
     def batches() -> Iterator[Any]:
         for batch in data:
             if isinstance(batch, list):
-                raise TypeError(
-                    f"data: given a list of {len(batch)}, as a loader makes of inputs and "
-                    "targets; expected a tensor, or a tuple of the model's arguments. Pass the "
-                    "inputs alone: data=(x for x, _ in loader)."
-                )
+                given = f"a list of {len(batch)}, as a loader makes of inputs and targets"
+                expected = "a tensor, or a tuple of the model's arguments"
+                hint = "Pass the inputs alone: data=(x for x, _ in loader)."
+                refuse("data", given, expected, hint, TypeError)
             yield batch
 
     devices = range(torch.cuda.device_count())

@@ -12,6 +12,7 @@ from anycell import cells
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import shapes
+from anycell.layer.checks import refuse
 from anycell.layer.signature import state_names
 from anycell.plan import Call, Engine, Options
 from anycell.torch import ops
@@ -127,10 +128,9 @@ class RNNCell(OfCell):
         self._describe("RNNCell", cell, input_size, hidden_size, bias, sizes)
         taken = [name for name in cell.param_names if name in dir(self)]
         if taken:
-            raise ValueError(
-                f"RNNCell: cell {cell.name} has a parameter named {taken[0]!r}, which is an "
-                "attribute of the module itself; give it another name in the cell."
-            )
+            given = f"{cell.name}, which has a parameter named {taken[0]!r}"
+            expected = "none by the name of an attribute of RNNCell"
+            refuse("cell", given, expected, "Give it another name in the cell.")
         named = shapes(cell, self.sizes, self.input_size, self.bias)
         self._create(named.items(), device, dtype)
 
