@@ -55,7 +55,8 @@ class Damaged(ValueError):
 def _damage() -> Iterator[None]:
     """Turns the errors of ``zipfile``, its decompressors and NumPy's parser of headers into one.
 
-    All but a disk that fails: to look for bytes where no file has any is another number.
+    A failing disk keeps its OSError. Of these EINVAL is no fault of a disk, but of a damaged file,
+    which says that bytes lie where no file has any.
     """
     try:
         yield
@@ -67,7 +68,7 @@ def _damage() -> Iterator[None]:
 
 
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
-    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # NumPy writes no else
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # NumPy's two
         raise ValueError(f"{info.filename} is compressed by method {info.compress_type}")
     with archive.open(info) as member:
         version = npy.read_magic(member)
@@ -85,7 +86,7 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
     with archive.open(info) as member:
         array = npy.read_array(member, allow_pickle=False)
-        # The checksum is looked at once the end is reached.
+        # Zipfile compares the checksum once the end is reached.
         if member.read(1):
             raise ValueError(f"{info.filename} goes on behind its array")
     return array

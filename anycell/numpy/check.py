@@ -31,7 +31,6 @@ def mapping(name: str, value: Any, expected: str) -> Mapping[Any, Any]:
 
 def path(value: Any) -> str:
     """``value`` as the path of a file."""
-    text = "\0"
     try:
         text = os.fsdecode(value)
     except TypeError:  # a number would be taken for an open file

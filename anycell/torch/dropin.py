@@ -18,7 +18,6 @@ from anycell.layer import check_checkpoint
 from anycell.layer.signature import state_names
 from anycell.plan import CallOptions, Engine, Plan, Sizes, takes
 from anycell.torch import ops
-from anycell.torch.composite import Arrays
 from anycell.torch.functional import (
     autocast_dtype,
     compiled,
@@ -50,7 +49,6 @@ class DropIn(Recurrent):
     """
 
     _parent: type[nn.RNNBase]
-    _all_weights: list[list[str]]
     _parameters: dict[str, Any]
     input_size: int
     num_layers: int
@@ -108,7 +106,7 @@ class DropIn(Recurrent):
         **options: Unpack[CallOptions],
     ) -> tuple[Any, ...]:
         """Output, final state, and sequences of states where they are wanted; see the class."""
-        # No array is for names alone: torch.onnx's older exporter passes all by position.
+        # No array is keyword-only: torch.onnx's older exporter passes all by position.
         further: dict[str, Any] = dict(options) if options else {}
         for name, value in (
             ("mask", mask), ("lengths", lengths), ("resets", resets), ("reset_state", reset_state),
@@ -192,20 +190,6 @@ class DropIn(Recurrent):
         dtype = autocast_dtype(weight) if autocast() else weight.dtype
         plan = plan_on(weight.device.type, cell, size, dtype, sizes)
         return plan if isinstance(plan, Plan) and memory(data) else None
-
-    def _weights(self) -> list[Arrays]:
-        mine, step = self._parameters, 1 + self.bidirectional
-        layers: list[Arrays] = []
-        for k in range(self.num_layers):
-            arrays: dict[str, Tensor] = {}
-            for names in self._all_weights[k * step : (k + 1) * step]:
-                for name in names:
-                    # A parametrised weight is no parameter of the module, but computed by an
-                    # attribute.
-                    tensor = mine[name] if name in mine else getattr(self, name)
-                    arrays[name.replace(f"_l{k}", "")] = tensor
-            layers.append(arrays)
-        return layers
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters of torch's layer."""

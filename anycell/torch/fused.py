@@ -101,7 +101,7 @@ class _Fused(torch.autograd.Function):
         call, names, needs = ctx.call, ctx.names, ctx.needs_input_grad[3:]
         if all(gradient is None for gradient in arriving):
             return None, None, None, *[None for _ in needs]
-        # Once: hooks on saved tensors, as those of activation checkpoints, answer each look.
+        # Read once: hooks on saved tensors, as those of activation checkpoints, run at each read.
         tensors = ctx.saved_tensors
         arrays = dict(zip(names, tensors, strict=False))
         wanted = {name for name, need in zip(names, needs, strict=True) if need}

@@ -89,7 +89,7 @@ class TorchHost:
     def __init__(self, dtype: torch.dtype, wide: TorchHost | None = None) -> None:
         self.dtype = dtype
         self.wide: TorchHost = self if wide is None else wide
-        # Without a function of Python's between, as below: they are called for everything.
+        # No methods, as below: they are called so often that a Python call between would count.
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
         self._beyond = dtype.itemsize.__rmod__  # bytes beyond a whole number of elements

@@ -202,8 +202,7 @@ class Spec(NamedTuple):
     def unpack(self, tensors: Sequence[Tensor], plan: Plan) -> tuple[Call, dict[str, Tensor]]:
         """The call that the tensors make, and its arrays.
 
-        Of which kind those are that are no arrays of the layer is checked here; the rest by
-        ``anycell.layer.contract``.
+        Flags and seed are checked here, all others by ``anycell.layer.contract``.
         """
         arrays, options = dict(zip(self.arrays, tensors, strict=True)), self.options
         for name in FLAGS:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
-from anycell.layer import check_checkpoint
+from anycell.layer import ENDS, check_checkpoint
 from anycell.layer.checks import Layout, check_one_direction, check_options, describe, refuse
 from anycell.layer.rounding import quantized
 from anycell.layer.sequences import besides_output, by_name, check_return_states
@@ -66,7 +66,7 @@ class Recurrent(Explained):
 
     def _weights(self) -> list[Arrays]:
         """The weights of each layer, by the names of ``anycell.layer.signature``."""
-        raise NotImplementedError
+        return [learned(self, f"_l{k}", 1 + self.bidirectional) for k in range(self.num_layers)]
 
     def _subject(self) -> Subject:
         return subject(self, self.cell, self._sizes, self.weight_ih_l0)
@@ -337,6 +337,20 @@ def _in_its_dtype(
         weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]
     arrays = {name: t if name in FLAGS else t.to(dtype) for name, t in arrays.items()}
     return stack(call, arrays, weights, drop)
+
+
+def learned(module: Any, layer: str = "", directions: int = 1) -> Arrays:
+    """The weights of a layer of a module with a ``cell``; ``layer`` stands behind its names."""
+    # As ``layer.places``, whose cache Dynamo does not take.
+    mine, names, arrays = module._parameters, module.cell.learned, {}
+    for end in ENDS[:directions]:
+        for name in names:
+            place = name + layer + end
+            # A parametrised weight is no parameter of the module, but computed by an attribute.
+            tensor = mine[place] if place in mine else getattr(module, place, None)
+            if tensor is not None:
+                arrays[name + end] = tensor
+    return arrays
 
 
 def subject(module: Any, cell: Cell, sizes: Sizes, weight: Tensor) -> Subject:

@@ -20,8 +20,8 @@ from anycell.torch.arguments import check_states, check_static, check_tensor
 from anycell.torch.composite import States
 from anycell.torch.functional import layer
 from anycell.torch.fused import autocast
-from anycell.torch.recurrent import draw_seed, leaf, subject
-from anycell.torch.rnn import OfCell, learned
+from anycell.torch.recurrent import draw_seed, leaf, learned, subject
+from anycell.torch.rnn import OfCell
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
