@@ -110,9 +110,6 @@ class Feedback(Fed, Explained, Layer):
     def _subject(self) -> Subject:
         return self._layer()._subject()._replace(about=repr(self))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_saved": None}  # a copy is no part of a pass that is under way
-
     def forward(
         self,
         x: npt.ArrayLike,
@@ -206,9 +203,8 @@ class Feedback(Fed, Explained, Layer):
         if np.ndim(forced) == 1:
             flags = check.flags("forced", forced, (steps,))[:, None]
         else:
-            flags = Layout(check.NUMPY, self, steps, rows, self.layer.batch_first).flags(
-                "forced", forced
-            )
+            layout = Layout(check.NUMPY, self, steps, rows, self.layer.batch_first)
+            flags = layout.flags("forced", forced)
         return np.broadcast_to(flags, (steps, rows))
 
     def _layer(self) -> RNN:

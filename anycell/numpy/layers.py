@@ -256,8 +256,9 @@ class RNN(Explained, Layer):
             "static": None if static is self.cell.static is None else self._static(static, rows),
         }
         if recurrent_mask is not None:
-            sizes = self.cell, recurrent_mask, self.sizes, (rows,), self
-            shared["recurrent_mask"] = check_recurrent_mask(check.NUMPY, *sizes)
+            shared["recurrent_mask"] = check_recurrent_mask(
+                check.NUMPY, self.cell, recurrent_mask, self.sizes, (rows,), self
+            )
         names = state_names("state", self.cell)
         states = dict(zip(names, self._states("state", state, rows), strict=True))
         if reset_state is not None:

@@ -14,7 +14,6 @@ from anycell.plan import Engine
 
 v1 = tf.compat.v1
 Result = tuple[Tensor, Any]  # outputs, and the state after them
-DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 class LSTMStateTuple(NamedTuple):
@@ -304,9 +303,9 @@ def mask(x: Tensor, lengths: Tensor) -> Tensor:
 
 def _floating(dtype: Any) -> Any:
     base = tf.as_dtype(dtype).base_dtype
-    if base not in DTYPES:  # no walrus: AutoGraph converts this, and does not know it
-        names = ", ".join(kind.name for kind in DTYPES[:-1])
-        refuse("dtype", base.name, f"{names} or {DTYPES[-1].name}", "Cast the inputs.")
+    # No walrus: AutoGraph converts this, and does not know it.
+    if base not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+        refuse("dtype", base.name, "float16, bfloat16, float32 or float64", "Cast the inputs.")
     return base
 
 
