@@ -105,10 +105,10 @@ class Feedback(Fed, Explained, Layer):
     @property
     def engine(self) -> Engine:
         """The engine that runs the layer with its readout, and why."""
-        return self._layer().engine
+        return self._fed_layer().engine
 
     def _subject(self) -> Subject:
-        return self._layer()._subject()._replace(about=repr(self))
+        return self._fed_layer()._subject()._replace(about=repr(self))
 
     def forward(
         self,
@@ -140,7 +140,7 @@ class Feedback(Fed, Explained, Layer):
         steps, rows = x.shape[:2][:: -1 if layer.batch_first else 1]
         given = self._forced(forced, steps, rows)
         given = given.T if layer.batch_first else given
-        run, training = self._layer(), check.boolean("training", training)
+        run, training = self._fed_layer(), check.boolean("training", training)
         width, rounds = self.readout.output_size, layer.plan.types.quantized
         how: dict[str, Any] = {"mask": mask, "lengths": lengths, "resets": resets, "static": static}
         fed_back = entering(namespace(x), x, given, width, rounds)
@@ -207,7 +207,7 @@ class Feedback(Fed, Explained, Layer):
             flags = layout.flags("forced", forced)
         return np.broadcast_to(flags, (steps, rows))
 
-    def _layer(self) -> RNN:
+    def _fed_layer(self) -> RNN:
         """A layer of the fed cell, with what it learns, and the scales of what has 8 bits."""
         layer, readout = self.layer, self.readout
         weight = readout.parameters["weight"]

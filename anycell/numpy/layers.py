@@ -425,21 +425,21 @@ class RNN(Explained, Layer):
         return ("B", "T", width) if self.batch_first else ("T", "B", width)
 
     def _states(
-        self, name: str, given: State | None, rows: int, start: float | None = None
+        self, name: str, states: State | None, rows: int, start: float | None = None
     ) -> Sequence[Array]:
         """``[layers * directions, B, size]`` per state; for None ``start``, or what is declared."""
         cell, first = self.cell, (self.num_layers * (1 + self.bidirectional), rows)
-        if given is not None:
-            return check_states(check.NUMPY, name, given, cell, self.sizes, first, self)
+        if states is not None:
+            return check_states(check.NUMPY, name, states, cell, self.sizes, first, self)
         return [
             np.full((*first, self.sizes[s.size]), s.initial if start is None else start, self.dtype)
             for s in cell.states
         ]
 
-    def _sequences(self, given: Mapping[str, npt.ArrayLike], saved: _Saved) -> dict[str, Array]:
+    def _sequences(self, gradients: Mapping[str, npt.ArrayLike], saved: _Saved) -> dict[str, Array]:
         """``grad_states`` by name, ``[T, B, D * size]``."""
         arriving = {}
-        for name, value in check.mapping("grad_states", given, "arrays by state").items():
+        for name, value in check.mapping("grad_states", gradients, "arrays by state").items():
             if name not in saved.wanted:
                 asked = ", ".join(saved.wanted) or "none"
                 expected = f"names that return_states asked for: {asked}"
@@ -476,13 +476,13 @@ class _Saved:
     dropped: list[Array] = field(default_factory=list)  # between layers: 0, or 1 / (1 - dropout)
 
 
-def _gate_bias(cell: Cell, bias: bool, given: Mapping[str, float] | None) -> dict[str, float]:
-    given = check.mapping("gate_bias", {} if given is None else given, "numbers by gate")
-    for name in given:
+def _gate_bias(cell: Cell, bias: bool, starts: Mapping[str, float] | None) -> dict[str, float]:
+    starts = check.mapping("gate_bias", {} if starts is None else starts, "numbers by gate")
+    for name in starts:
         if name not in cell.gates or not bias:
             expected = ", ".join(cell.gates) if bias else "none, there is no bias"
             refuse("gate_bias", f"a value for {name!r}", expected, "Leave it out.")
-    return {name: check.number("gate_bias", value) for name, value in given.items()}
+    return {name: check.number("gate_bias", value) for name, value in starts.items()}
 
 
 class LSTM(RNN):

@@ -281,12 +281,12 @@ def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = Non
     return x
 
 
-def tensor(name: str, given: Any, dtype: Any) -> Tensor:
+def tensor(name: str, value: Any, dtype: Any) -> Tensor:
     """A tensor of that dtype; anything that is not a tensor yet is converted."""
-    if tf.is_tensor(given) and dtype is not None and given.dtype.base_dtype != dtype:
+    if tf.is_tensor(value) and dtype is not None and value.dtype.base_dtype != dtype:
         expected = tf.as_dtype(dtype).name
-        refuse(name, given.dtype.name, expected, f"Cast it: tf.cast({name}, tf.{expected}).")
-    return tf.convert_to_tensor(given, dtype)
+        refuse(name, value.dtype.name, expected, f"Cast it: tf.cast({name}, tf.{expected}).")
+    return tf.convert_to_tensor(value, dtype)
 
 
 def masked(x: Tensor, lengths: Tensor) -> Tensor:
@@ -314,9 +314,9 @@ def _sizes(x: Tensor) -> list[Any]:
     return [tf.shape(x)[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])]
 
 
-def _lengths(given: Any, known: int | None, rows: Any, steps: Any) -> Tensor:
+def _lengths(value: Any, known: int | None, rows: Any, steps: Any) -> Tensor:
     """A length for each row; ``rows`` is their number, ``known`` if it is before a graph runs."""
-    lengths = tf.convert_to_tensor(given)
+    lengths = tf.convert_to_tensor(value)
     if not lengths.dtype.is_integer:
         hint = "Cast them: tf.cast(sequence_length, tf.int32)."
         refuse("sequence_length", lengths.dtype.name, "integers", hint)

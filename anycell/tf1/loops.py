@@ -168,8 +168,8 @@ def static_bidirectional_rnn(
     return tf.unstack(tf.concat(outputs, 2), len(inputs)), final_fw, final_bw
 
 
-def _shown(given: Any) -> str:
-    return f"a list of {len(given)}" if isinstance(given, list) else type(given).__name__
+def _shown(value: Any) -> str:
+    return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
 
 
 def _stacked(inputs: Sequence[Tensor]) -> Tensor:

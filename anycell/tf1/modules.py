@@ -25,17 +25,17 @@ _NAMES = "elu exponential linear relu selu sigmoid softplus softsign swish tanh"
 _SYNONYMS = {"exponential": "exp", "linear": "identity", "silu": "swish"}
 
 
-def _activation(given: Any) -> str:
+def _activation(value: Any) -> str:
     """The name of an activation in the language of cells."""
     for name in ACTIVATIONS:
         names = name, _SYNONYMS.get(name, name)
-        if isinstance(given, str) and given in names and given in _NAMES:
+        if isinstance(value, str) and value in names and value in _NAMES:
             return name
         places = (getattr(place, n, None) for n in names for place in (tf.nn, tf.math, tf))
-        if callable(given) and given in (*places, getattr(keras.activations, name, None)):
+        if callable(value) and value in (*places, getattr(keras.activations, name, None)):
             return name
     raise ValueError(
-        f"activation: given {given!r}; expected None or tanh, one of {', '.join(_NAMES)}, or a "
+        f"activation: given {value!r}; expected None or tanh, one of {', '.join(_NAMES)}, or a "
         f"function of TensorFlow's or Keras's by a name of {', '.join(ACTIVATIONS)}. Write a cell "
         "of your own with @anycell.cell for another."
     )

@@ -298,22 +298,22 @@ class DeviceWrapper(_Wrapper):
             return super().zero_state(batch_size, dtype)
 
 
-def _probability(name: str, given: Any) -> Any:
+def _probability(name: str, value: Any) -> Any:
     """A number, or a tensor or variable whose value is not known yet."""
-    if isinstance(given, tf.Variable):
-        return given
-    number = given
-    if tf.is_tensor(given):
-        number = tf.get_static_value(given)
+    if isinstance(value, tf.Variable):
+        return value
+    number = value
+    if tf.is_tensor(value):
+        number = tf.get_static_value(value)
         if number is None:
-            return given
+            return value
     try:
         number = float(number)
     except (TypeError, ValueError):
         number = 0.0
     if not 0.0 < number <= 1.0:
         expected = "a number above 0, and at most 1, or a tensor"
-        refuse(name, repr(given), expected, "Pass 1.0 to keep all.")
+        refuse(name, repr(value), expected, "Pass 1.0 to keep all.")
     return number
 
 

@@ -175,10 +175,6 @@ class Feedback(Fed, Explained, nn.Module):
     def _flags(self, name: str, value: Any, x: Tensor) -> Tensor:
         return check_flags(name, value, (len(x),), "one per row", x)
 
-    def _read(self, outputs: Tensor) -> Tensor:
-        y: Tensor = self.readout(outputs)
-        return y
-
     def _forced(self, forced: Any, x: Tensor) -> Tensor:
         """The flags, laid out as x."""
         shape, steps = tuple(x.shape[:2]), x.shape[int(self.layer.batch_first)]
