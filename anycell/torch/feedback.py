@@ -126,7 +126,8 @@ class Feedback(Fed, Explained, nn.Module):
         check_tensor("x", x, x.shape, "as the weights", like)
         weight = self.readout.weight
         check_tensor("readout", weight, weight.shape, "as the weights of the layer", like)
-        learned = fed(TORCH, layer._weights()[0], layer.hidden_size, weight, self.readout.bias)
+        (weights,) = layer._weights(layer.cell)
+        learned = fed(TORCH, weights, layer.hidden_size, weight, self.readout.bias)
         rows = layer._rows(x)
         arrays = {} if state is None else layer._named("state", state, rows, like)
         if static is not None or layer.cell.static is not None:

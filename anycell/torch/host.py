@@ -34,13 +34,11 @@ def fit(array: Tensor, layout: int) -> Tensor:
 
 def layout(arrays: Mapping[Any, Tensor]) -> tuple[Any, ...]:
     """All that ``fit`` looks at, of all tensors but flags: of an address the bits that align it."""
-    return tuple(
-        [
-            (name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
-            for name, t in arrays.items()
-            if name not in FLAGS
-        ]
-    )
+    key: list[Any] = []
+    for name, t in arrays.items():
+        if name not in FLAGS:
+            key += name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15
+    return tuple(key)
 
 
 def as_flags(array: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.random import fork_rng
 
+from anycell.lang.cell import Cell
 from anycell.layer import view as views
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import described, integers, measure, rounded
@@ -93,9 +94,9 @@ class Quantized(RNN):
     def _like(self) -> Tensor:
         return self._buffers["weight_ih_l0_scales"]  # type: ignore[return-value]
 
-    def _weights(self) -> list[Arrays]:
+    def _weights(self, cell: Cell) -> list[Arrays]:
         layers, ends = range(self.num_layers), 1 + self.bidirectional
-        return [of_layer(self.cell, self._buffers, k, ends) for k in layers]
+        return [of_layer(cell, self._buffers, k, ends) for k in layers]
 
 
 def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:

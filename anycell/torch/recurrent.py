@@ -64,9 +64,14 @@ class Recurrent(Explained):
         """A tensor that has the dtype and the device of all tensors of a call."""
         return self.weight_ih_l0
 
-    def _weights(self) -> list[Arrays]:
-        """The weights of each layer, by the names of ``anycell.layer.signature``."""
-        return [learned(self, f"_l{k}", 1 + self.bidirectional) for k in range(self.num_layers)]
+    def _weights(self, cell: Cell) -> list[Arrays]:
+        """The weights of each layer of the module's cell, by the names of
+        ``anycell.layer.signature``.
+        """
+        layers: list[Arrays] = []
+        for k in range(self.num_layers):  # a comprehension would be one call more
+            layers.append(learned(self, cell, f"_l{k}", 1 + self.bidirectional))
+        return layers
 
     def _subject(self) -> Subject:
         return subject(self, self.cell, self._sizes, self.weight_ih_l0)
@@ -187,7 +192,7 @@ class Recurrent(Explained):
             self._call(cell, options, besides_output(wanted, cell) if wanted else (), plan),
             x,
             arrays,
-            self._weights(),
+            self._weights(cell),
             batch_first=self.batch_first,
             dropout=self.dropout,
             mask=mask,
@@ -339,12 +344,12 @@ def _in_its_dtype(
     return stack(call, arrays, weights, drop)
 
 
-def learned(module: Any, layer: str = "", directions: int = 1) -> Arrays:
-    """The weights of a layer of a module with a ``cell``; ``layer`` stands behind its names."""
+def learned(module: Any, cell: Cell, layer: str = "", directions: int = 1) -> Arrays:
+    """The weights of a layer of a module; ``layer`` stands behind their names."""
     # As ``layer.places``, whose cache Dynamo does not take.
-    mine, names, arrays = module._parameters, module.cell.learned, {}
+    mine, arrays = module._parameters, {}
     for end in ENDS[:directions]:
-        for name in names:
+        for name in cell.learned:
             place = name + layer + end
             # A parametrised weight is no parameter of the module, but computed by an attribute.
             tensor = mine[place] if place in mine else getattr(module, place, None)

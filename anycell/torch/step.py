@@ -172,13 +172,13 @@ class RNNCell(OfCell):
         operator: Any = _OPERATORS.get((cell.name, cell.key))
         if operator is not None:
             states = states or (x.new_zeros(len(x), self.hidden_size),) * len(cell.states)
-            weights, names = learned(self), ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            weights, names = learned(self, cell), ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
             state = states if len(states) > 1 else states[0]
             new = operator(x, state, *[weights.get(name) for name in names])
             return new if len(states) > 1 else (new,)
         draws = self.training and ops.draws(cell)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        arrays = {"x": x.unsqueeze(0), **learned(self)}
+        arrays = {"x": x.unsqueeze(0), **learned(self, cell)}
         if static is not None:
             arrays["static"] = static
         for name, state in zip(state_names("state", cell), states, strict=bool(states)):

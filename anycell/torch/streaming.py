@@ -53,7 +53,7 @@ class Prepared:
                 self.stream = self._pack(module, plan)
 
     def _pack(self, module: Any, plan: Plan) -> Stream | None:
-        weights = module._weights()
+        weights = module._weights(module.cell)
         for learned in weights:
             kinds = (self.dtype, torch.int8) if quantized(learned) else (self.dtype,)
             if not all(memory(t) and t.dtype in kinds for t in learned.values()):
