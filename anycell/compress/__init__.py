@@ -322,9 +322,7 @@ class _Model:
         return [self.learned(k + 1, d)["weight_ih"] for d in range(self.directions)]
 
     def unsaid(self) -> list[Any]:
-        """Readouts of every ``Feedback`` around the layer, which does not know it, that were not
-        given, and would be too wide.
-        """
+        """Readouts of a ``Feedback`` around the layer, not passed, that would become too wide."""
         if not self.columns:
             return []
         kind = importlib.import_module(f"{self.adapter.__package__}.feedback").Feedback

@@ -50,10 +50,7 @@ class DropIn(Recurrent):
 
     _parent: type[nn.RNNBase]
     _parameters: dict[str, Any]
-    input_size: int
-    num_layers: int
     proj_size: int
-    bidirectional: bool
     _sizes: Any = ()
 
     def __init__(
@@ -250,11 +247,10 @@ class LSTM(DropIn, nn.LSTM):
     ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
     for more time in training, see ``RNN``.
 
-    Fused are all calls on the CPU, in float32, float64, bfloat16, float16 and under autocast; and
-    on a GPU calls with one of these arguments, or all with ``checkpoint``. Other devices,
-    and tracing (jit, export), are torch's own layer's, and so are all other calls on a GPU;
-    ``engine`` says which, and why.
-    ``torch.func``, and second derivatives, run step by step.
+    All calls on the CPU run fused, in float32, float64, bfloat16, float16 and under autocast; on a
+    GPU those with one of these arguments, or with ``checkpoint``. All other calls on a GPU, other
+    devices, and tracing (jit, export) run torch's own layer; ``torch.func`` and second derivatives
+    run step by step. ``engine`` says which, and why.
 
     Raises:
         What ``torch.nn.LSTM`` raises; TypeError or ValueError for the arguments above.

@@ -3,10 +3,10 @@
 ``anycell::forward`` takes a list of tensors, and a text that says which cell, with which options,
 and which array of the signature each tensor is. A text, because a graph holds no Python objects,
 and outlives the process: cells are found again by a name made of what they compute. Run-time
-hyperparameters come beside it, so that a schedule gives no new graph. Which engine runs a call its
-device decides.
+hyperparameters come beside it, so that a schedule gives no new graph. The device of a call decides
+which engine runs it.
 
-Autograd goes by ``anycell::forward`` alone. It turns into ``anycell::run``, which may keep what the
+Autograd sees ``anycell::forward`` alone. It turns into ``anycell::run``, which may keep what the
 gradient needs, and ``anycell::backward``: these two are what compiled graphs consist of, so that
 none of their calls passes autograd again, which takes as long as a few steps of a small layer.
 """

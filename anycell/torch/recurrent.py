@@ -83,8 +83,8 @@ class Recurrent(Explained):
         that autograd notices: by an optimizer, ``load_state_dict``, ``copy_``; and for another
         ``cell``. A write in place through ``.data`` or ``torch.distributed``, to a weight made in
         inference mode, or to an attribute of a parametrisation goes unnoticed: call this again.
-        Where the module has forward hooks, as of ``weight_norm`` in its older form, or all modules
-        have, and in training parametrised weights, a step is an ordinary call.
+        A step is an ordinary call where the module, or all modules, have forward hooks, as the
+        older ``weight_norm`` sets, and in training where weights are parametrised.
 
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.

@@ -91,9 +91,8 @@ class RNNCell(OfCell):
     ``[input_size]``, the state as a tuple in the cell's order, ``[B, H]`` each (of one state the
     tensor itself; default: what the cell declares), and the cell's static input ``[B, H]``; it
     gives the new state in the same form. Under ``torch.autocast`` it computes in the dtype of its
-    weights: a state that is handed from step to step would be rounded to 16 bits in each, which
-    that of a layer is not. A call is a sequence of one step: masks that a cell draws once per
-    sequence are drawn anew in each.
+    weights: a state that is handed on would be rounded to 16 bits at each step, unlike a layer's. A
+    call is a sequence of one step: masks that a cell draws once per sequence are drawn anew.
 
     Parameters: as of ``RNN``, without the number of the layer: ``weight_ih``, ``weight_hh``,
     ``bias_ih``, ``bias_hh``, and the cell's own by their names.
