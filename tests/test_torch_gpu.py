@@ -310,7 +310,7 @@ def test_shapes_foretold(cell: Any, ran: list[str]) -> None:
     x, mask = torch.randn(4, 2, 3, device=DEVICE), torch.ones(4, 2, dtype=bool, device=DEVICE)
     call = Call(cell, 5, Options((False, True), training=True), tuple(sizes.items()))
     for flags in ({}, {"mask": mask}):
-        arguments = given_to_forward(call, {"x": x, **flags, **layer._weights()[0]})
+        arguments = given_to_forward(call, {"x": x, **flags, **layer._weights(layer.cell)[0]})
         torch.library.opcheck(
             torch.ops.anycell.run, (*arguments, True), test_utils=("test_schema", "test_faketensor")
         )
@@ -322,7 +322,7 @@ def test_a_card_that_is_not_there() -> None:
     layer = anycell.torch.RNN(cells.PeepholeLSTM, 3, 5)
     x, mode = torch.randn(4, 2, 3), FakeTensorMode()
     call = Call(cells.PeepholeLSTM, 5, Options(training=True))
-    tensors, text, hyper = given_to_forward(call, {"x": x, **layer._weights()[0]})
+    tensors, text, hyper = given_to_forward(call, {"x": x, **layer._weights(layer.cell)[0]})
     fake = [FakeTensor(mode, t.detach().to("meta", torch.bfloat16), "cuda:0") for t in tensors]
     text = ops.Spec.read(text)._replace(dtype="bfloat16").text()  # which the CPU has no kernel for
     with mode, torch.no_grad():

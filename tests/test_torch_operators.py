@@ -38,7 +38,7 @@ def arguments(
     sizes = {"P": 4} if kind is cells.LSTMP else {}
     layer = at.RNN(kind, 3, 5, bidirectional=True, dtype=torch.float64, **sizes)
     x = torch.randn(steps, rows, 3, dtype=torch.float64, requires_grad=True)
-    arrays = {"x": x, **flags, **layer._weights()[0]}
+    arrays = {"x": x, **flags, **layer._weights(layer.cell)[0]}
     for state in kind.states if states else ():
         for what in ("state", "reset_state"):
             shape = 2, rows, sizes.get(state.size, 5)

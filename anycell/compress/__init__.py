@@ -288,8 +288,8 @@ class _Model:
     def __init__(self, layer: Any, readouts: Sequence[Any], size: str) -> None:
         self.adapter, self.size = _adapter("compress", "layer", layer), size
         several = isinstance(readouts, Sequence)
-        for each in (layer, *(readouts if several else ())):
-            _refuse_quantized(each)
+        for part in (layer, *(readouts if several else ())):
+            _refuse_quantized(part)
         self.view = view = self.adapter.view_of(layer)
         self.cell, self.sizes, self.axes = view.cell, view.sizes, units.axes(view.cell)
         self.layers, self.directions = view.num_layers, 1 + view.bidirectional
@@ -322,15 +322,13 @@ class _Model:
         return [self.learned(k + 1, d)["weight_ih"] for d in range(self.directions)]
 
     def unsaid(self) -> list[Any]:
-        """Readouts of every ``Feedback`` around the layer, which does not know it, that were not
-        given, and would be too wide.
-        """
+        """Readouts of a ``Feedback`` around the layer, not passed, that would become too wide."""
         if not self.columns:
             return []
         kind = importlib.import_module(f"{self.adapter.__package__}.feedback").Feedback
         feedbacks = [o for o in gc.get_objects() if type(o) is kind and hasattr(o, "readout")]
         reading = [f.readout for f in feedbacks if f.layer in self.view.parts]
-        return [each for each in reading if all(each is not given for given in self.readouts)]
+        return [readout for readout in reading if all(readout is not r for r in self.readouts)]
 
     def norms(self) -> Any:
         """The root of the sum of squares of each unit, with the slope 0 at 0: a unit that is gone
@@ -343,9 +341,8 @@ class _Model:
                 for name, weight in self.learned(k, d).items():
                     if len(weight.shape) > 1:
                         sizes = {**self.sizes, INPUT: weight.shape[-1]}
-                        parts += units.sums(
-                            self.axes[name], sizes, views.value(weight) ** 2, self.size
-                        )
+                        square = views.value(weight) ** 2
+                        parts += units.sums(self.axes[name], sizes, square, self.size)
                 columns = slice(d * self.count, (d + 1) * self.count)
                 readers = [views.value(weight)[:, columns] ** 2 for weight in self.readers(k)]
                 totals.append(sum([*parts, *(namespace(r).sum(r, 0) for r in readers)]))
@@ -358,9 +355,8 @@ class _Model:
         """The units of the largest norms, per layer and direction."""
         step = math.lcm(multiple, self.split)
         wanted = min(self.count, -(-wanted // step) * step)
-        return np.stack(
-            [units.select(row, wanted, self.split) for row in views.numbers(self.norms())]
-        )
+        norms = views.numbers(self.norms())
+        return np.stack([units.select(row, wanted, self.split) for row in norms])
 
     def taken(self, kept: Indices) -> list[tuple[Any, tuple[Any, ...]]]:
         """Every array that loses elements, and the index that takes the others."""
@@ -447,10 +443,8 @@ def _indices(keep: Any, count: int, rows: int, split: int) -> Indices:
     if kept[:, 0].min() < 0 or kept[:, -1].max() >= count or not np.diff(kept).all():
         expected = f"each at most once, from 0 to {count - 1}"
         refuse("keep", f"the units {keep!r}", expected, "Leave out the others.")
-    per_part = (kept[:, :, None] // (count // split) == np.arange(split)).sum(1)
-    if len(np.unique(per_part)) > 1:
-        given = (
-            f"units of which {per_part.tolist()} lie in the {split} parts that heads or groups make"
-        )
+    counts = (kept[:, :, None] // (count // split) == np.arange(split)).sum(1)
+    if len(np.unique(counts)) > 1:
+        given = f"units of which {counts.tolist()} lie in the {split} parts of heads or groups"
         refuse("keep", given, "the same number in each", "Choose others.")
     return kept.astype(np.int64)

@@ -178,9 +178,6 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
     def _read_state(self, state: Tensor) -> Tensor:
         return ops.cast(self.readout(state), self.layer.cell.compute_dtype)
 
-    def _read(self, outputs: Tensor) -> Tensor:
-        return self.readout(outputs)
-
     def _given(self, forced: Any, sequences: Tensor) -> Tensor:
         """``[B, T]``: where the series is."""
         probability, shape = chance(forced), ops.shape(sequences)[:2]

@@ -162,7 +162,7 @@ class Fed:
 
     def _read(self, outputs: Array) -> Array:
         """The readout, ``[B, Y]``, of outputs ``[B, size]``."""
-        raise NotImplementedError
+        return self.readout(outputs)
 
 
 # -- checks ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from anycell.numpy.base import Layer
 from anycell.numpy.dense import Dense, cross_entropy, mse
 from anycell.numpy.feedback import Feedback
 from anycell.numpy.gradients import check_gradients
-from anycell.numpy.layers import GRU, LSTM, RNN
+from anycell.numpy.layers import LSTM, RNN
 from anycell.numpy.named import *  # noqa: F403
 from anycell.numpy.normalise import BatchNorm, Standardise
 from anycell.numpy.optim import Adam, Trainable, clip_by_global_norm, clip_by_value
@@ -30,7 +30,7 @@ from anycell.numpy.quantized import Quantized
 from anycell.numpy.schedules import EarlyStopping, Plateau, cosine, inverse_sigmoid, one_cycle
 
 __all__ = [
-    "GRU", "LSTM", "RNN", "Adam", "BatchNorm", "Dense", "EarlyStopping", "Feedback", "Layer",
+    "LSTM", "RNN", "Adam", "BatchNorm", "Dense", "EarlyStopping", "Feedback", "Layer",
     "Plateau", "Quantized", "Standardise", "Trainable", "check_gradients", "clip_by_global_norm",
     "clip_by_value", "cosine", "cross_entropy", "initializers", "inverse_sigmoid", "mse",
     "one_cycle",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -50,22 +51,24 @@ class Damaged(ValueError):
     """A file that is no archive of arrays, or not whole."""
 
 
-class _damage:
+@contextmanager
+def _damage() -> Iterator[None]:
     """Turns the errors of ``zipfile``, its decompressors and NumPy's parser of headers into one.
 
-    All but a disk that fails: to look for bytes where no file has any is another number.
+    A failing disk keeps its OSError. Of these EINVAL is no fault of a disk, but of a damaged file,
+    which says that bytes lie where no file has any.
     """
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    try:
+        yield
+    except Exception as error:
         failing = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
-        if isinstance(error, Exception) and not failing and not isinstance(error, MemoryError):
-            raise Damaged(str(error) or type(error).__name__) from error
+        if failing or isinstance(error, MemoryError):
+            raise
+        raise Damaged(str(error) or type(error).__name__) from error
 
 
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
-    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # NumPy writes no else
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # NumPy's two
         raise ValueError(f"{info.filename} is compressed by method {info.compress_type}")
     with archive.open(info) as member:
         version = npy.read_magic(member)
@@ -83,7 +86,7 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
     with archive.open(info) as member:
         array = npy.read_array(member, allow_pickle=False)
-        # The checksum is looked at once the end is reached.
+        # Zipfile compares the checksum once the end is reached.
         if member.read(1):
             raise ValueError(f"{info.filename} goes on behind its array")
     return array

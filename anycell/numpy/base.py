@@ -113,9 +113,9 @@ class Layer:
         """Takes what ``state_dict`` gave, here or of a PyTorch module; as ``set_parameters``."""
         self.set_parameters(values)
 
-    def _check_names(self, given: Mapping[str, object]) -> None:
-        missing = self.arrays.keys() - given.keys()
-        unknown = given.keys() - self.arrays.keys()
+    def _check_names(self, named: Mapping[str, object]) -> None:
+        missing = self.arrays.keys() - named.keys()
+        unknown = named.keys() - self.arrays.keys()
         if missing or unknown:
             faults = [f"missing {', '.join(sorted(missing))}"] * bool(missing)
             faults += [f"unknown {', '.join(sorted(map(str, unknown)))}"] * bool(unknown)
@@ -124,16 +124,16 @@ class Layer:
             hint = " They are weights of 8 bits: load them into compress.quantize(layer)." * rounded
             raise KeyError(f"parameters: given {'; '.join(faults)}; expected {expected}.{hint}")
 
-    def _check_array(self, name: str, given: Array | archive.Header) -> None:
+    def _check_array(self, name: str, array: Array | archive.Header) -> None:
         expected = self.arrays[name].shape
-        if given.shape != expected:
-            raise ValueError(f"{name}: given shape {given.shape}, expected {expected}.")
-        known = given.dtype.kind in "fiu" or given.dtype.name in dtypes("cpu")
-        if self.arrays[name].dtype == np.int8 and given.dtype != np.int8:
+        if array.shape != expected:
+            raise ValueError(f"{name}: given shape {array.shape}, expected {expected}.")
+        known = array.dtype.kind in "fiu" or array.dtype.name in dtypes("cpu")
+        if self.arrays[name].dtype == np.int8 and array.dtype != np.int8:
             hint = "Quantize the layer whose parameters these are."
-            refuse(name, f"dtype {given.dtype}", "int8, of a quantized layer", hint, TypeError)
-        if not (known or _nameless(given)):
-            raise TypeError(f"{name}: given dtype {given.dtype}, expected real numbers.")
+            refuse(name, f"dtype {array.dtype}", "int8, of a quantized layer", hint, TypeError)
+        if not (known or _nameless(array)):
+            raise TypeError(f"{name}: given dtype {array.dtype}, expected real numbers.")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters to ``path`` as an ``.npz`` archive, without pickle.

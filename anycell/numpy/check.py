@@ -31,7 +31,6 @@ def mapping(name: str, value: Any, expected: str) -> Mapping[Any, Any]:
 
 def path(value: Any) -> str:
     """``value`` as the path of a file."""
-    text = "\0"
     try:
         text = os.fsdecode(value)
     except TypeError:  # a number would be taken for an open file
@@ -92,41 +91,41 @@ def array(
     Args:
         axes: what the array is, for errors.
     """
-    given = numbers(name, value)
-    fits = given.ndim == len(shape)
-    for have, want in zip(given.shape, shape, strict=False):
+    values = numbers(name, value)
+    fits = values.ndim == len(shape)
+    for have, want in zip(values.shape, shape, strict=False):
         fits = fits and (isinstance(want, str) or have == want)
     if not fits:
         expected = f"shape [{', '.join(map(str, shape))}]{axes and ', '}{axes}"
-        hint = remedy(given, len(shape), "Reshape it.") if name == "x" else "Reshape it."
-        refuse(name, f"shape {list(given.shape)}", expected, hint)
-    return np.asarray(given, dtype=dtype, order="C")  # ascontiguousarray makes [] into [1]
+        hint = remedy(values, len(shape), "Reshape it.") if name == "x" else "Reshape it."
+        refuse(name, f"shape {list(values.shape)}", expected, hint)
+    return np.asarray(values, dtype=dtype, order="C")  # ascontiguousarray makes [] into [1]
 
 
 def features(name: str, value: Any, size: int, dtype: npt.DTypeLike) -> Array:
     """``value`` as an array ``[..., size]`` of ``dtype``."""
-    given = numbers(name, value)
-    axes = [f"axis {i}" for i in range(given.ndim - 1)]
-    return array(name, given, [*axes, size], dtype)
+    values = numbers(name, value)
+    axes = [f"axis {i}" for i in range(values.ndim - 1)]
+    return array(name, values, [*axes, size], dtype)
 
 
 def flags(
     name: str, value: Any, shape: Sequence[int | str], axes: str = "", like: Any = None
 ) -> npt.NDArray[np.bool_]:
     """``value`` as booleans, a copy; numbers count if each is 0 or 1. ``like`` has no influence."""
-    given = array(name, value, shape, numbers(name, value).dtype, axes)
-    flags = given.astype(bool)
-    if not np.array_equal(flags, given):
+    values = array(name, value, shape, numbers(name, value).dtype, axes)
+    flags = values.astype(bool)
+    if not np.array_equal(flags, values):
         refuse(name, "numbers other than 0 and 1", "booleans", f"Compare them, as in {name} > 0.5.")
     return flags
 
 
 def _counts(name: str, value: Any, expected: str) -> tuple[npt.NDArray[np.int64], bool]:
     """Lengths as integers, which can always be looked at."""
-    given = numbers(name, value, expected)
-    if given.dtype.kind not in "iu" and given.size:
-        refuse(name, describe(given), expected, f"Convert them: {name}.astype(int).", TypeError)
-    return given.astype(np.int64), True
+    counts = numbers(name, value, expected)
+    if counts.dtype.kind not in "iu" and counts.size:
+        refuse(name, describe(counts), expected, f"Convert them: {name}.astype(int).", TypeError)
+    return counts.astype(np.int64), True
 
 
 def _below(steps: int, counts: npt.NDArray[np.int64], like: Any) -> npt.NDArray[np.bool_]:

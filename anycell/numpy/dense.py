@@ -126,19 +126,19 @@ def cross_entropy(
         >>> round(loss, 4), grad.tolist()
         (0.6931, [[0.5, -0.5], [0.0, 0.0]])
     """
-    given = check.numbers("logits", logits)
-    if not given.ndim:
+    logits = check.numbers("logits", logits)
+    if not logits.ndim:
         refuse("logits", "shape []", "shape [..., C]", "Pass a number for each class.")
-    target, shape = check.numbers("target", target), given.shape[:-1]
+    target, shape = check.numbers("target", target), logits.shape[:-1]
     if target.dtype.kind not in "iu":
         refuse("target", f"dtype {target.dtype}", "integers", "Pass numbers of classes.", TypeError)
     chosen = check.array("target", target, shape, np.int64)
     counts = np.ones(shape, bool) if mask is None else check.flags("mask", mask, shape)
     if not counts.any():
         refuse("logits", "no step that counts", "one or more", "Skip the call.")
-    if ((chosen < 0) | (chosen >= given.shape[-1]))[counts].any():
-        refuse("target", "a number of no class", f"0 to {given.shape[-1] - 1}", "Add outputs.")
-    wide = np.where(counts[..., None], given, 0.0).astype(np.float64)
+    if ((chosen < 0) | (chosen >= logits.shape[-1]))[counts].any():
+        refuse("target", "a number of no class", f"0 to {logits.shape[-1] - 1}", "Add outputs.")
+    wide = np.where(counts[..., None], logits, 0.0).astype(np.float64)
     wide -= wide.max(-1, keepdims=True)
     places = np.where(counts, chosen, 0)[..., None]
     total, count = np.exp(wide).sum(-1, keepdims=True), counts.sum()
@@ -146,5 +146,5 @@ def cross_entropy(
     grad = np.exp(wide) / total
     np.put_along_axis(grad, places, np.take_along_axis(grad, places, -1) - 1.0, -1)
     grad = np.where(counts[..., None], grad / count, 0.0)
-    real = given.dtype.kind not in "biu"
-    return float(losses[counts].sum() / count), grad.astype(given.dtype) if real else grad
+    real = logits.dtype.kind not in "biu"
+    return float(losses[counts].sum() / count), grad.astype(logits.dtype) if real else grad

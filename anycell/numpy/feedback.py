@@ -105,13 +105,10 @@ class Feedback(Fed, Explained, Layer):
     @property
     def engine(self) -> Engine:
         """The engine that runs the layer with its readout, and why."""
-        return self._layer().engine
+        return self._fed_layer().engine
 
     def _subject(self) -> Subject:
-        return self._layer()._subject()._replace(about=repr(self))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_saved": None}  # a copy is no part of a pass that is under way
+        return self._fed_layer()._subject()._replace(about=repr(self))
 
     def forward(
         self,
@@ -139,11 +136,11 @@ class Feedback(Fed, Explained, Layer):
             y ``[T, B, Y]``, laid out as x, and the state, as of ``RNN.forward``.
         """
         layer = self.layer
-        x = check.array("x", x, layer._layout("T", "B", layer.input_size), layer.dtype)
+        x = check.array("x", x, layer._layout(layer.input_size), layer.dtype)
         steps, rows = x.shape[:2][:: -1 if layer.batch_first else 1]
         given = self._forced(forced, steps, rows)
         given = given.T if layer.batch_first else given
-        run, training = self._layer(), check.boolean("training", training)
+        run, training = self._fed_layer(), check.boolean("training", training)
         width, rounds = self.readout.output_size, layer.plan.types.quantized
         how: dict[str, Any] = {"mask": mask, "lengths": lengths, "resets": resets, "static": static}
         fed_back = entering(namespace(x), x, given, width, rounds)
@@ -206,12 +203,11 @@ class Feedback(Fed, Explained, Layer):
         if np.ndim(forced) == 1:
             flags = check.flags("forced", forced, (steps,))[:, None]
         else:
-            flags = Layout(check.NUMPY, self, steps, rows, self.layer.batch_first).flags(
-                "forced", forced
-            )
+            layout = Layout(check.NUMPY, self, steps, rows, self.layer.batch_first)
+            flags = layout.flags("forced", forced)
         return np.broadcast_to(flags, (steps, rows))
 
-    def _layer(self) -> RNN:
+    def _fed_layer(self) -> RNN:
         """A layer of the fed cell, with what it learns, and the scales of what has 8 bits."""
         layer, readout = self.layer, self.readout
         weight = readout.parameters["weight"]

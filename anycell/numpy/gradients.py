@@ -94,7 +94,7 @@ def _wide(layer: Any) -> Any:
     return twin
 
 
-def _mapped(results: Any, function: Callable[[Array], Array]) -> Any:
+def _mapped(results: Any, function: Callable[[Array], Any]) -> Any:
     """Tuples and dictionaries of arrays as they are, with others in the place of the arrays."""
     if isinstance(results, tuple):
         return tuple([_mapped(result, function) for result in results])
@@ -105,7 +105,6 @@ def _mapped(results: Any, function: Callable[[Array], Array]) -> Any:
 
 def _arrays(results: Any) -> list[Array]:
     """The arrays of a result, one after the other."""
-    if not isinstance(results, (tuple, dict)):
-        return [results]
-    parts = results.values() if isinstance(results, dict) else results
-    return [array for part in parts for array in _arrays(part)]
+    arrays: list[Array] = []
+    _mapped(results, arrays.append)
+    return arrays

@@ -115,7 +115,7 @@ class NumpyHost:
         return [array.__array_interface__["data"][0] for array in arrays]
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        # Without a function of Python's for each: they are asked for often.
+        # Without a Python call for each: they are asked for often.
         return tuple(map(array.itemsize.__rfloordiv__, array.strides))
 
     def matmul(self, a: Array, b: Array) -> Array:

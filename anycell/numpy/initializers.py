@@ -68,12 +68,8 @@ def zeros(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     return np.zeros([check.integer("shape", size) for size in shape])
 
 
-NAMED: dict[str, Initializer] = {
-    "glorot_uniform": glorot_uniform,
-    "glorot_normal": glorot_normal,
-    "orthogonal": orthogonal,
-    "zeros": zeros,
-}
+_RULES = glorot_uniform, glorot_normal, orthogonal, zeros
+NAMED: dict[str, Initializer] = {rule.__name__: rule for rule in _RULES}
 
 
 def find(initializer: str | Initializer, argument: str) -> Initializer:

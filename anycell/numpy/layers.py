@@ -1,8 +1,7 @@
-"""``RNN(cell)``, and with it ``LSTM`` and ``GRU``."""
+"""``RNN(cell)``, and with it ``LSTM``."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from anycell import cells
 from anycell.engines.cpu import pool
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
-from anycell.layer import check_checkpoint, parameters, places, shapes
+from anycell.layer import check_checkpoint, parameters, places
 from anycell.layer.checks import (
     Layout,
     check_one_direction,
@@ -148,10 +147,6 @@ class RNN(Explained, Layer):
         said = repr(self), self.engine, chosen.cell, chosen.hidden_size, chosen.dtype
         return Subject(*said, chosen.sizes)
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        """Name and shape of all parameters of a direction whose input has that width."""
-        return shapes(self.cell, self.sizes, width, self.bias)
-
     def _initial(
         self,
         initializer: str | initializers.Initializer,
@@ -198,23 +193,15 @@ class RNN(Explained, Layer):
     # -- use -------------------------------------------------------------------------------------
     @overload
     def forward(
-        self,
-        x: npt.ArrayLike,
-        state: State | None = None,
-        *,
-        return_states: Literal[False] | None = None,
-        **arguments: Unpack[Arguments],
-    ) -> tuple[Array, State]: ...
+        self, x: npt.ArrayLike, state: State | None = None, *,
+        return_states: Literal[False] | None = None, **arguments: Unpack[Arguments],
+    ) -> tuple[Array, State]: ...  # fmt: skip
 
     @overload
     def forward(
-        self,
-        x: npt.ArrayLike,
-        state: State | None = None,
-        *,
-        return_states: Names,
-        **arguments: Unpack[Arguments],
-    ) -> tuple[Array, State, dict[str, Array]]: ...
+        self, x: npt.ArrayLike, state: State | None = None, *,
+        return_states: Names, **arguments: Unpack[Arguments],
+    ) -> tuple[Array, State, dict[str, Array]]: ...  # fmt: skip
 
     @takes()
     def forward(
@@ -250,7 +237,7 @@ class RNN(Explained, Layer):
                 layer, ``[T, B, D * size]``, laid out as x; at masked steps as ``masked_output``
                 says.
         """
-        x = check.array("x", x, self._layout("T", "B", self.input_size), self.dtype)
+        x = check.array("x", x, self._layout(self.input_size), self.dtype)
         x = x.swapaxes(0, 1) if self.batch_first else x
         steps, rows = x.shape[:2]
         training = check.boolean("training", training)
@@ -269,8 +256,9 @@ class RNN(Explained, Layer):
             "static": None if static is self.cell.static is None else self._static(static, rows),
         }
         if recurrent_mask is not None:
-            sizes = self.cell, recurrent_mask, self.sizes, (rows,), self
-            shared["recurrent_mask"] = check_recurrent_mask(check.NUMPY, *sizes)
+            shared["recurrent_mask"] = check_recurrent_mask(
+                check.NUMPY, self.cell, recurrent_mask, self.sizes, (rows,), self
+            )
         names = state_names("state", self.cell)
         states = dict(zip(names, self._states("state", state, rows), strict=True))
         if reset_state is not None:
@@ -433,25 +421,25 @@ class RNN(Explained, Layer):
     def _width(self) -> int:
         return (1 + self.bidirectional) * self.sizes[self.cell.states[0].size]
 
-    def _layout(self, steps: int | str, rows: int | str, *rest: int) -> tuple[int | str, ...]:
-        return (rows, steps, *rest) if self.batch_first else (steps, rows, *rest)
+    def _layout(self, width: int) -> tuple[int | str, ...]:
+        return ("B", "T", width) if self.batch_first else ("T", "B", width)
 
     def _states(
-        self, name: str, given: State | None, rows: int, start: float | None = None
+        self, name: str, states: State | None, rows: int, start: float | None = None
     ) -> Sequence[Array]:
         """``[layers * directions, B, size]`` per state; for None ``start``, or what is declared."""
         cell, first = self.cell, (self.num_layers * (1 + self.bidirectional), rows)
-        if given is not None:
-            return check_states(check.NUMPY, name, given, cell, self.sizes, first, self)
+        if states is not None:
+            return check_states(check.NUMPY, name, states, cell, self.sizes, first, self)
         return [
             np.full((*first, self.sizes[s.size]), s.initial if start is None else start, self.dtype)
             for s in cell.states
         ]
 
-    def _sequences(self, given: Mapping[str, npt.ArrayLike], saved: _Saved) -> dict[str, Array]:
+    def _sequences(self, gradients: Mapping[str, npt.ArrayLike], saved: _Saved) -> dict[str, Array]:
         """``grad_states`` by name, ``[T, B, D * size]``."""
-        found = {}
-        for name, value in check.mapping("grad_states", given, "arrays by state").items():
+        arriving = {}
+        for name, value in check.mapping("grad_states", gradients, "arrays by state").items():
             if name not in saved.wanted:
                 asked = ", ".join(saved.wanted) or "none"
                 expected = f"names that return_states asked for: {asked}"
@@ -459,8 +447,8 @@ class RNN(Explained, Layer):
             size = self.sizes[self.cell.states[self.cell.state_names.index(name)].size]
             shape = (*saved.output_shape[:2], (1 + self.bidirectional) * size)
             d = check.array(f"grad_states, {name!r}", value, shape, self.dtype)
-            found[name] = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
-        return found
+            arriving[name] = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
+        return arriving
 
     def _static(self, static: npt.ArrayLike | None, rows: int) -> Array | None:
         return check_static(check.NUMPY, self.cell, static, (rows, self.hidden_size), self)
@@ -488,16 +476,13 @@ class _Saved:
     dropped: list[Array] = field(default_factory=list)  # between layers: 0, or 1 / (1 - dropout)
 
 
-def _gate_bias(cell: Cell, bias: bool, given: Mapping[str, float] | None) -> dict[str, float]:
-    given = check.mapping("gate_bias", {} if given is None else given, "numbers by gate")
-    for name in given:
+def _gate_bias(cell: Cell, bias: bool, starts: Mapping[str, float] | None) -> dict[str, float]:
+    starts = check.mapping("gate_bias", {} if starts is None else starts, "numbers by gate")
+    for name in starts:
         if name not in cell.gates or not bias:
             expected = ", ".join(cell.gates) if bias else "none, there is no bias"
             refuse("gate_bias", f"a value for {name!r}", expected, "Leave it out.")
-    return {name: check.number("gate_bias", value) for name, value in given.items()}
-
-
-_TOLD = frozenset(inspect.signature(RNN).parameters) - {"cell", "sizes"}
+    return {name: check.number("gate_bias", value) for name, value in starts.items()}
 
 
 class LSTM(RNN):
@@ -536,41 +521,13 @@ class LSTM(RNN):
         *,
         forget_bias: float | None = None,
     ) -> None:
-        told = {name: value for name, value in locals().items() if name in _TOLD}
         if forget_bias is None and bias and initializer != "torch":
             forget_bias = 1.0
         if forget_bias is not None:
             others = {} if gate_bias is None else gate_bias
             others = check.mapping("gate_bias", others, "numbers by gate")
-            told["gate_bias"] = {"f": check.number("forget_bias", forget_bias), **others}
-        super().__init__(self.of, **told)
-
-
-class GRU(RNN):
-    """Gated recurrent unit, with the reset after the matmul, as in ``torch.nn``.
-
-    Args:
-        all: as in ``RNN``. The state is ``h``, the gates lie in the order r z n; the equations are
-            in ``anycell.cells.GRU``. With the reset before the matmul, as in the paper, it is
-            ``RNN(anycell.cells.GRU(reset_after=False), ...)``.
-    """
-
-    of = cells.GRU
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        dtype: npt.DTypeLike = "float32",
-        initializer: str | initializers.Initializer = "glorot_uniform",
-        recurrent_initializer: str | initializers.Initializer = "orthogonal",
-        gate_bias: Mapping[str, float] | None = None,
-        seed: int | None = None,
-        checkpoint: str | int | None = None,
-    ) -> None:
-        super().__init__(self.of, **{n: v for n, v in locals().items() if n in _TOLD})
+            gate_bias = {"f": check.number("forget_bias", forget_bias), **others}
+        super().__init__(
+            self.of, input_size, hidden_size, num_layers, bias, batch_first, dropout,
+            bidirectional, dtype, initializer, recurrent_initializer, gate_bias, seed, checkpoint,
+        )  # fmt: skip

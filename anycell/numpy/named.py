@@ -8,6 +8,6 @@ class Named(named.Named, RNN):
     """``RNN`` of one cell."""
 
 
-LAYERS = named.layers(Named, "anycell.numpy", ("LSTM", "GRU", "RNN"))
+LAYERS = named.layers(Named, "anycell.numpy", ("LSTM", "RNN"))
 globals().update(LAYERS)
 __all__ = [*LAYERS]

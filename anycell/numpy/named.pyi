@@ -11,10 +11,12 @@ from anycell.numpy.layers import RNN
 
 class Named(RNN): ...
 
-__all__ = ['EALSTM', 'GRUD', 'IndRNN', 'JANET', 'LSTMP', 'LayerNormGRU', 'LayerNormLSTM', 'MGU', 'MultiplicativeLSTM', 'NAS', 'PeepholeLSTM', 'RecurrentDropoutLSTM', 'VariationalLSTM', 'ZoneoutGRU', 'ZoneoutLSTM', 'sLSTM']
+__all__ = ['EALSTM', 'GRU', 'GRUD', 'IndRNN', 'JANET', 'LSTMP', 'LayerNormGRU', 'LayerNormLSTM', 'MGU', 'MultiplicativeLSTM', 'NAS', 'PeepholeLSTM', 'RecurrentDropoutLSTM', 'VariationalLSTM', 'ZoneoutGRU', 'ZoneoutLSTM', 'sLSTM']
 
 class EALSTM(Named):
     def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False, dtype: npt.DTypeLike = 'float32', initializer: str | initializers.Initializer = 'glorot_uniform', recurrent_initializer: str | initializers.Initializer = 'orthogonal', gate_bias: Mapping[str, float] | None = None, seed: int | None = None, checkpoint: str | int | None = None) -> None: ...
+class GRU(Named):
+    def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False, dtype: npt.DTypeLike = 'float32', initializer: str | initializers.Initializer = 'glorot_uniform', recurrent_initializer: str | initializers.Initializer = 'orthogonal', gate_bias: Mapping[str, float] | None = None, seed: int | None = None, checkpoint: str | int | None = None, *, reset_after: bool = True) -> None: ...
 class GRUD(Named):
     def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False, dtype: npt.DTypeLike = 'float32', initializer: str | initializers.Initializer = 'glorot_uniform', recurrent_initializer: str | initializers.Initializer = 'orthogonal', gate_bias: Mapping[str, float] | None = None, seed: int | None = None, checkpoint: str | int | None = None) -> None: ...
 class IndRNN(Named):

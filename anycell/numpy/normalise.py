@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from anycell.layer.checks import Layout
+from anycell.layer.checks import Layout, refuse
 from anycell.numpy import check
 from anycell.numpy.base import Array, Layer
 
@@ -60,10 +60,8 @@ class Standardise(Layer):
         mean, variance, count = _moments(x, counts)
         wrong = np.flatnonzero((count == 0) | ~np.isfinite(variance))
         if wrong.size:
-            raise ValueError(
-                f"x: given no value, or an infinite one, of feature(s) {wrong.tolist()}; expected "
-                "one or more, all finite."
-            )
+            given = f"no value, or an infinite one, of feature(s) {wrong.tolist()}"
+            refuse("x", given, "one or more, all finite")
         std = np.sqrt(variance)
         self.arrays["mean"][:] = mean
         self.arrays["std"][:] = np.where(std > 0.0, std, 1.0)
@@ -157,10 +155,8 @@ class BatchNorm(Layer):
         if training := check.boolean("training", training):
             mean, variance, count = _moments(x, np.broadcast_to(valid, x.shape))
             if count[0] < 2:
-                raise ValueError(
-                    f"x: given {count[0]} step(s) that count, expected two or more: training takes "
-                    "mean and variance of the batch."
-                )
+                hint = "Training takes mean and variance of the batch."
+                refuse("x", f"{count[0]} step(s) that count", "two or more", hint)
             unbiased = variance * (count / (count - 1))
             for name, batch in (("running_mean", mean), ("running_var", unbiased)):
                 running = self.arrays[name]

@@ -36,9 +36,7 @@ def as_layers(layers: Layers) -> list[Trainable]:
     for layer in chosen:
         arrays = getattr(layer, "parameters", None), getattr(layer, "grads", None)
         if not all(isinstance(named, Mapping) for named in arrays):
-            expected = (
-                "a layer, or several: objects whose `parameters` and `grads` are arrays by name"
-            )
+            expected = "a layer, or several, whose `parameters` and `grads` are arrays by name"
             refuse("layers", repr(layer), expected, "Pass one, or a list of them.", TypeError)
     parameters = [{id(array) for array in layer.parameters.values()} for layer in chosen]
     # A Feedback has those of two layers.

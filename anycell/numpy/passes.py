@@ -77,8 +77,8 @@ def composite(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str]
     ends = ENDS[: len(options.reverse)]
     runs = directions(cell, {**arrays, "x": x}, options, _linear)
     names = (cell.state_names[0], *wanted)
-    found, finals = zip(*(run.sequences(names) for run in runs), strict=True)
-    output, *others = (np.concatenate(parts, axis=-1) for parts in zip(*found, strict=True))
+    per_run, finals = zip(*(run.sequences(names) for run in runs), strict=True)
+    output, *others = (np.concatenate(parts, axis=-1) for parts in zip(*per_run, strict=True))
 
     def pullback(d_output: Array, d_final: States, d_states: Named) -> dict[str, Array]:
         parts = np.split(d_output, len(runs), axis=-1)

@@ -85,16 +85,10 @@ def quantize(model: RNN | Feedback, data: Iterable[Any] | None) -> Quantized | F
     if isinstance(model, Feedback):  # copies, which draw the same steps
         run, result = copy.copy(model), copy.copy(model)
         result.layer, result.readout = small, copy.deepcopy(model.readout)
-        for each in (run, result):
-            each._saved, each._generator = None, copy.deepcopy(model._generator)
-        result._layer()  # or why its readout cannot be rounded
+        for fed in (run, result):
+            fed._saved, fed._generator = None, copy.deepcopy(model._generator)
+        result._fed_layer()  # or why its readout cannot be rounded
     if data is not None:
         runs = [(run, result, small)]
-        measure(
-            lambda *given, **named: run.forward(*given, **named),
-            runs,
-            "forward",
-            lambda results: results[0].astype(np.float64),
-            data,
-        )
+        measure(run, runs, "forward", lambda results: results[0].astype(np.float64), data)
     return result

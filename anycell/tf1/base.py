@@ -14,7 +14,6 @@ from anycell.plan import Engine
 
 v1 = tf.compat.v1
 Result = tuple[Tensor, Any]  # outputs, and the state after them
-DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 class LSTMStateTuple(NamedTuple):
@@ -269,11 +268,12 @@ def like_cell(name: str, cell: Any) -> Any:
 
 def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = None) -> Tensor:
     """Inputs of that layout as a tensor; ``dtype`` is what a loop was told, if anything."""
-    own = getattr(cell, "dtype", None)
-    if None not in (dtype, own) and tf.as_dtype(dtype) != own:
-        given, expected = tf.as_dtype(dtype).name, f"{tf.as_dtype(own).name}, that of the cell"
+    of_cell = getattr(cell, "dtype", None)
+    if None not in (dtype, of_cell) and tf.as_dtype(dtype) != of_cell:
+        given, expected = tf.as_dtype(dtype).name, f"{tf.as_dtype(of_cell).name}, that of the cell"
         refuse("dtype", given, expected, "Give the cell another by its own dtype.")
-    x = tensor("inputs", inputs, dtype or own or (None if tf.is_tensor(inputs) else tf.float32))
+    kind = dtype or of_cell or (None if tf.is_tensor(inputs) else tf.float32)
+    x = tensor("inputs", inputs, kind)
     _floating(x.dtype)
     if x.shape.rank != layout.count(",") + 1 or x.shape.as_list()[-1] is None:
         expected = f"{layout}, of which rank and width are known when a graph is made"
@@ -281,12 +281,12 @@ def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = Non
     return x
 
 
-def tensor(name: str, given: Any, dtype: Any) -> Tensor:
+def tensor(name: str, value: Any, dtype: Any) -> Tensor:
     """A tensor of that dtype; anything that is not a tensor yet is converted."""
-    if tf.is_tensor(given) and dtype is not None and given.dtype.base_dtype != dtype:
+    if tf.is_tensor(value) and dtype is not None and value.dtype.base_dtype != dtype:
         expected = tf.as_dtype(dtype).name
-        refuse(name, given.dtype.name, expected, f"Cast it: tf.cast({name}, tf.{expected}).")
-    return tf.convert_to_tensor(given, dtype)
+        refuse(name, value.dtype.name, expected, f"Cast it: tf.cast({name}, tf.{expected}).")
+    return tf.convert_to_tensor(value, dtype)
 
 
 def masked(x: Tensor, lengths: Tensor) -> Tensor:
@@ -303,9 +303,9 @@ def mask(x: Tensor, lengths: Tensor) -> Tensor:
 
 def _floating(dtype: Any) -> Any:
     base = tf.as_dtype(dtype).base_dtype
-    if base not in DTYPES:  # no walrus: AutoGraph converts this, and does not know it
-        names = ", ".join(kind.name for kind in DTYPES[:-1])
-        refuse("dtype", base.name, f"{names} or {DTYPES[-1].name}", "Cast the inputs.")
+    # No walrus: AutoGraph converts this, and does not know it.
+    if base not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+        refuse("dtype", base.name, "float16, bfloat16, float32 or float64", "Cast the inputs.")
     return base
 
 
@@ -314,9 +314,9 @@ def _sizes(x: Tensor) -> list[Any]:
     return [tf.shape(x)[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])]
 
 
-def _lengths(given: Any, known: int | None, rows: Any, steps: Any) -> Tensor:
+def _lengths(value: Any, known: int | None, rows: Any, steps: Any) -> Tensor:
     """A length for each row; ``rows`` is their number, ``known`` if it is before a graph runs."""
-    lengths = tf.convert_to_tensor(given)
+    lengths = tf.convert_to_tensor(value)
     if not lengths.dtype.is_integer:
         hint = "Cast them: tf.cast(sequence_length, tf.int32)."
         refuse("sequence_length", lengths.dtype.name, "integers", hint)

@@ -38,9 +38,9 @@ def dynamic_rnn(
     Returns:
         outputs, laid out as the inputs, and the final state.
     """
-    given = like_cell("cell", cell), inputs, dtype, time_major, sequence_length
+    like_cell("cell", cell)
     with v1.variable_scope(scope or "rnn"):
-        return _direction(*given, initial_state, False)
+        return _direction(cell, inputs, dtype, time_major, sequence_length, initial_state, False)
 
 
 def bidirectional_dynamic_rnn(
@@ -63,13 +63,13 @@ def bidirectional_dynamic_rnn(
         for the scope, which is ``"bidirectional_rnn"``, and within it ``fw`` and ``bw``.
     """
     like_cell("cell_fw", cell_fw), like_cell("cell_bw", cell_bw)
-    given = inputs, dtype, time_major, sequence_length
+    series = inputs, dtype, time_major, sequence_length
     with v1.variable_scope(scope or "bidirectional_rnn"):
         with v1.variable_scope("fw"):
-            forwards = _direction(cell_fw, *given, initial_state_fw, False)
+            y_fw, state_fw = _direction(cell_fw, *series, initial_state_fw, False)
         with v1.variable_scope("bw"):
-            backwards = _direction(cell_bw, *given, initial_state_bw, True)
-    return (forwards[0], backwards[0]), (forwards[1], backwards[1])
+            y_bw, state_bw = _direction(cell_bw, *series, initial_state_bw, True)
+    return (y_fw, y_bw), (state_fw, state_bw)
 
 
 def stack_bidirectional_dynamic_rnn(
@@ -168,8 +168,8 @@ def static_bidirectional_rnn(
     return tf.unstack(tf.concat(outputs, 2), len(inputs)), final_fw, final_bw
 
 
-def _shown(given: Any) -> str:
-    return f"a list of {len(given)}" if isinstance(given, list) else type(given).__name__
+def _shown(value: Any) -> str:
+    return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
 
 
 def _stacked(inputs: Sequence[Tensor]) -> Tensor:

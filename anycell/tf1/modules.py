@@ -25,17 +25,17 @@ _NAMES = "elu exponential linear relu selu sigmoid softplus softsign swish tanh"
 _SYNONYMS = {"exponential": "exp", "linear": "identity", "silu": "swish"}
 
 
-def _activation(given: Any) -> str:
+def _activation(value: Any) -> str:
     """The name of an activation in the language of cells."""
     for name in ACTIVATIONS:
         names = name, _SYNONYMS.get(name, name)
-        if isinstance(given, str) and given in names and given in _NAMES:
+        if isinstance(value, str) and value in names and value in _NAMES:
             return name
         places = (getattr(place, n, None) for n in names for place in (tf.nn, tf.math, tf))
-        if callable(given) and given in (*places, getattr(keras.activations, name, None)):
+        if callable(value) and value in (*places, getattr(keras.activations, name, None)):
             return name
     raise ValueError(
-        f"activation: given {given!r}; expected None or tanh, one of {', '.join(_NAMES)}, or a "
+        f"activation: given {value!r}; expected None or tanh, one of {', '.join(_NAMES)}, or a "
         f"function of TensorFlow's or Keras's by a name of {', '.join(ACTIVATIONS)}. Write a cell "
         "of your own with @anycell.cell for another."
     )
@@ -60,11 +60,9 @@ class KernelCell(Explained, RNNCell):
     ) -> None:
         super().__init__(name=name, dtype=dtype, **{"_reuse": reuse, **kwargs})
         if self._reuse is True and v1.executing_eagerly_outside_functions():
-            raise ValueError(
-                "reuse: given True; expected None, False or AUTO_REUSE outside a graph of "
-                "TensorFlow 1: there variables belong to the cell. Call the same cell again to "
-                "share them."
-            )
+            expected = "None, False or AUTO_REUSE outside a graph of TensorFlow 1"
+            hint = "There variables belong to the cell: call the same cell again to share them."
+            refuse("reuse", "True", expected, hint)
         self.activation = "tanh" if activation is None else _activation(activation)
         self.num_units = self.output_size = integer("num_units", num_units)
         self.state_size: Any = self.num_units
@@ -152,12 +150,10 @@ class KernelCell(Explained, RNNCell):
         wanted = self._shapes(width)
         for name, shape in wanted.items():
             saved = shapes.get(f"{scope}/{name}")
-            found, expected = "missing", "one"
-            if saved is not None:
-                found, expected = f"of shape {tuple(saved)}", f"shape {shape}"
             if saved is None or tuple(saved) != shape:
-                given = f"{scope!r}, whose {name} in the checkpoint is {found}"
-                refuse("scope", given, expected, f"It has: {', '.join(sorted(shapes))}.")
+                fault = "missing" if saved is None else f"of shape {tuple(saved)}"
+                given = f"{scope!r}, whose {name} in the checkpoint is {fault}"
+                refuse("scope", given, f"shape {shape}", f"It has: {', '.join(sorted(shapes))}.")
         for name in wanted:
             self._weights[name].assign(reader.get_tensor(f"{scope}/{name}"))
 
@@ -293,15 +289,15 @@ class LSTMCell(KernelCell):
         self.state_is_tuple = state_is_tuple
         sizes = LSTMStateTuple(self.num_units, self.output_size)
         self.state_size = sizes if state_is_tuple else sum(sizes)
-        given: dict[str, Any] = {"forget_bias": float(forget_bias), "activation": self.activation}
+        hyper: dict[str, Any] = {"forget_bias": float(forget_bias), "activation": self.activation}
         if cell_clip is not None:
-            given["cell_clip"] = float(cell_clip)
+            hyper["cell_clip"] = float(cell_clip)
         if num_proj is not None and proj_clip is not None:
-            given["proj_clip"] = float(proj_clip)
+            hyper["proj_clip"] = float(proj_clip)
         plain, projected = cells.LSTM, cells.ProjectedLSTM
         if use_peepholes:
             plain, projected = cells.PeepholeLSTM, cells.ProjectedPeepholeLSTM
-        self.cell = (plain if num_proj is None else projected)(**given)
+        self.cell = (plain if num_proj is None else projected)(**hyper)
         self._cell_sizes = () if num_proj is None else (("P", num_proj),)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:

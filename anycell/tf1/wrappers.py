@@ -165,10 +165,8 @@ class DropoutWrapper(_Wrapper):
             expected = "the dtype of the inputs, because variational_recurrent is set"
             refuse("dtype", "None", expected, "Pass it.")
         if variational_recurrent and self._drops("input") and input_size is None:
-            raise ValueError(
-                "input_size: given None; expected the width of the inputs where "
-                "variational_recurrent is set and inputs are dropped."
-            )
+            expected = "the width of the inputs, because variational_recurrent drops of them"
+            refuse("input_size", "None", expected, "Pass it.")
         self._widths = {"input": input_size, "output": self.output_size, "state": self.state_size}
         self._noise = self._drawn()
 
@@ -300,22 +298,22 @@ class DeviceWrapper(_Wrapper):
             return super().zero_state(batch_size, dtype)
 
 
-def _probability(name: str, given: Any) -> Any:
+def _probability(name: str, value: Any) -> Any:
     """A number, or a tensor or variable whose value is not known yet."""
-    if isinstance(given, tf.Variable):
-        return given
-    number = given
-    if tf.is_tensor(given):
-        number = tf.get_static_value(given)
+    if isinstance(value, tf.Variable):
+        return value
+    number = value
+    if tf.is_tensor(value):
+        number = tf.get_static_value(value)
         if number is None:
-            return given
+            return value
     try:
         number = float(number)
     except (TypeError, ValueError):
         number = 0.0
     if not 0.0 < number <= 1.0:
         expected = "a number above 0, and at most 1, or a tensor"
-        refuse(name, repr(given), expected, "Pass 1.0 to keep all.")
+        refuse(name, repr(value), expected, "Pass 1.0 to keep all.")
     return number
 
 

@@ -37,10 +37,10 @@ def accelerate(model: Model) -> Model:
 
     The modules stay the same objects and change only their class. So parameters, hooks, training
     flag, dtype, device, optimizers and all references to them stay, and checkpoints fit as before.
-    Modules of a subclass get a class that derives from that and from anycell's. What has a
-    ``forward`` of its own, or anything else that its parent's goes by, is left alone. Each layer is
-    logged under "anycell" at level INFO; ``recurrent_layers`` gives the same list, which says of
-    each layer that is left why it is.
+    Modules of a subclass get a class that derives from that and from anycell's. A subclass that
+    overrides ``forward``, or anything else that torch's ``forward`` relies on, is left alone. Each
+    layer is logged under "anycell" at level INFO; ``recurrent_layers`` gives the same list, with
+    the reason where a layer is left.
 
     Args:
         model: any module, also one that is an ``nn.LSTM`` itself.
@@ -61,8 +61,8 @@ def accelerate(model: Model) -> Model:
     for module in model.modules():
         if swap.refusal(module) is None:
             swap.swap(module)
-    for found in recurrent_layers(model):
-        logger.info("%s", found)
+    for layer in recurrent_layers(model):
+        logger.info("%s", layer)
     return model
 
 
@@ -96,8 +96,7 @@ def restore(model: Model) -> Model:
         if module not in fed:
             swap.back(module)
         if isinstance(module, _OURS):
-            kind = _kind(module)  # type: ignore[arg-type]
-            stays = f"{name or 'the model'}: {kind} stays"
+            stays = f"{name or 'the model'}: {_kind(module)} stays"  # type: ignore[arg-type]
             logger.warning("%s: torch has no layer in its place", stays)
     return model
 

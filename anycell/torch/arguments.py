@@ -17,12 +17,12 @@ from anycell.layer.checks import (
     Frontend,
     check_cell,
     check_sizes,
+    describe,
     integer,
     is_array,
     refuse,
     remedy,
 )
-from anycell.layer.checks import describe as describe
 from anycell.torch.functional import memory, observed
 from anycell.torch.fused import autocast
 
@@ -70,8 +70,8 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
 def as_flags(name: str, value: Tensor, expected: str) -> Tensor:
     """Flags as bool: of bool or uint8, and all but ``mask`` also of 0 and 1 in any real dtype.
 
-    Whether they are 0 and 1 is looked at on the CPU, outside of traces and transforms: elsewhere a
-    look waits for the device, or there is nothing to see yet. There all but 0 is True.
+    Whether they are 0 and 1 is checked on the CPU, outside of traces and transforms: elsewhere the
+    check would wait for the device, or there are no values yet. There every value but 0 is True.
     """
     if value.dtype not in (torch.bool, torch.uint8):
         if name == "mask" or value.is_complex():
@@ -101,8 +101,8 @@ def check_flags(name: str, value: Any, shape: tuple[int, ...], axes: str, like: 
 
 
 def _counts(name: str, value: Any, expected: str) -> tuple[Tensor, bool]:
-    """``lengths`` as whole numbers, and whether to look at them: on another device that waits, and
-    a graph has nothing to see yet.
+    """``lengths`` as whole numbers, and whether to check their values: on another device that would
+    wait, and a graph has none yet.
     """
     try:
         # Of a list on the CPU, whatever torch.set_default_device says.

@@ -6,7 +6,7 @@ and tracing, and the cells, dtypes and devices that no fused kernel carries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -48,11 +48,7 @@ def composite(call: Call, arrays: Arrays) -> Result:
     wanted = (call.cell.state_names[0], *call.sequences)
     runs = directions(call.cell, {**arrays, "x": x}, call.options, F.linear)
     sequences, finals = zip(*[run.sequences(wanted) for run in runs], strict=True)
-    output, *others = map(side_by_side, zip(*sequences, strict=True))
+    by_state = zip(*sequences, strict=True)  # those of the directions lie side by side
+    output, *others = [s[0] if len(s) == 1 else torch.cat(s, -1) for s in by_state]
     final = tuple(torch.stack(parts) for parts in zip(*finals, strict=True))
     return output, final, tuple(others)
-
-
-def side_by_side(directions: Sequence[Tensor]) -> Tensor:
-    """Joins the results of directions along the last axis."""
-    return directions[0] if len(directions) == 1 else torch.cat(tuple(directions), -1)

@@ -24,7 +24,8 @@ READOUTS = "torch.nn.Linear modules with in_features={}"
 def view_of(layer: Any) -> View:
     """The layer, if its parameters can be replaced."""
     check_plain("layer", layer)
-    return views.view_of(layer, {"H": layer.hidden_size, **dict(layer._sizes)}, layer._weights())
+    sizes = {"H": layer.hidden_size, **dict(layer._sizes)}
+    return views.view_of(layer, sizes, layer._weights(layer.cell))
 
 
 def reads(readout: Any) -> list[Tensor]:

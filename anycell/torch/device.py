@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from anycell.engines.gpu import launch
 from anycell.engines.gpu.capacity import Device
 from anycell.torch.graphs import Replays, captured
 from anycell.torch.host import as_flags, fit, layout
+
+Returned = TypeVar("Returned")
 
 
 class DeviceHost:
@@ -62,7 +64,7 @@ class DeviceHost:
     def replay(self) -> Replays | None:
         return Replays(captured) if self.on_card else None
 
-    def run(self, run: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def run(self, run: Callable[..., Returned], *arguments: Any, **named: Any) -> Returned:
         """A pass of a layer, run where the tensors are."""
         with torch.cuda.device(self.device) if self.on_card else contextlib.nullcontext():
             return run(self, *arguments, **named)
@@ -92,10 +94,10 @@ class DeviceHost:
         """Number by number: a copy from the host would wait for all that is on the stream, and
         none may be captured in a CUDA graph.
         """
-        found = torch.empty(len(values), dtype=dtype, device=self.device)
-        for place, value in zip(found, values, strict=True):
+        filled = torch.empty(len(values), dtype=dtype, device=self.device)
+        for place, value in zip(filled, values, strict=True):
             place.fill_(value)
-        return found
+        return filled
 
     def flags(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=self.device)
@@ -120,15 +122,10 @@ class DeviceHost:
         return fit(array, layout) if known and array.device == self.device else None
 
     layout = staticmethod(layout)
+    pointer, strides = staticmethod(Tensor.data_ptr), staticmethod(Tensor.stride)
 
     def as_flags(self, array: Tensor) -> Tensor | None:
         return as_flags(array) if array.device == self.device else None
-
-    def pointer(self, array: Tensor) -> int:
-        return array.data_ptr()
-
-    def strides(self, array: Tensor) -> tuple[int, ...]:
-        return array.stride()
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         if a.dtype == out.dtype:

@@ -18,20 +18,18 @@ from anycell.layer import check_checkpoint
 from anycell.layer.signature import state_names
 from anycell.plan import CallOptions, Engine, Plan, Sizes, takes
 from anycell.torch import ops
-from anycell.torch.composite import Arrays
 from anycell.torch.functional import (
     autocast_dtype,
     compiled,
+    engine_of,
     memory,
     observed,
-    reason,
     traced,
     transformed,
 )
 from anycell.torch.fused import autocast, plan_on
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent
-from anycell.torch.symbolic import leaf
+from anycell.torch.recurrent import Lengths, Recurrent, leaf
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,12 +49,8 @@ class DropIn(Recurrent):
     """
 
     _parent: type[nn.RNNBase]
-    _all_weights: list[list[str]]
     _parameters: dict[str, Any]
-    input_size: int
-    num_layers: int
     proj_size: int
-    bidirectional: bool
     _sizes: Any = ()
 
     def __init__(
@@ -88,16 +82,13 @@ class DropIn(Recurrent):
         weight = self.weight_ih_l0
         dtype = autocast_dtype(weight)
         plan = plan_on(weight.device.type, self.cell, self.hidden_size, dtype, self._sizes)
-        if isinstance(plan, str):
-            return Engine("torch", plan)
-        if autocast() and weight.is_cuda:
-            return Engine("torch", "autocast is on; calls with an argument of ours are fused")
-        if plan.engine == "gpu":
-            if self.checkpoint is None and self.cell in CUDNNS:
+        if isinstance(plan, Plan):
+            if autocast() and weight.is_cuda:
+                return Engine("torch", "autocast is on; calls with an argument of ours are fused")
+            if plan.engine == "gpu" and self.checkpoint is None and self.cell in CUDNNS:
                 why = "cuDNN's layer; our kernels have not been measured against it"
                 return Engine("torch", why)
-            return Engine("gpu", reason(plan))
-        return Engine(plan.engine, plan.reason)
+        return engine_of(plan, "torch")
 
     def forward(
         self,
@@ -112,7 +103,7 @@ class DropIn(Recurrent):
         **options: Unpack[CallOptions],
     ) -> tuple[Any, ...]:
         """Output, final state, and sequences of states where they are wanted; see the class."""
-        # No array is for names alone: torch.onnx's older exporter passes all by position.
+        # No array is keyword-only: torch.onnx's older exporter passes all by position.
         further: dict[str, Any] = dict(options) if options else {}
         for name, value in (
             ("mask", mask), ("lengths", lengths), ("resets", resets), ("reset_state", reset_state),
@@ -197,20 +188,6 @@ class DropIn(Recurrent):
         plan = plan_on(weight.device.type, cell, size, dtype, sizes)
         return plan if isinstance(plan, Plan) and memory(data) else None
 
-    def _weights(self) -> list[Arrays]:
-        mine, step = self._parameters, 1 + self.bidirectional
-        layers: list[Arrays] = []
-        for k in range(self.num_layers):
-            arrays: dict[str, Tensor] = {}
-            for names in self._all_weights[k * step : (k + 1) * step]:
-                for name in names:
-                    # A parametrised weight is no parameter of the module, but computed by an
-                    # attribute.
-                    tensor = mine[name] if name in mine else getattr(self, name)
-                    arrays[name.replace(f"_l{k}", "")] = tensor
-            layers.append(arrays)
-        return layers
-
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters of torch's layer."""
         # Opacus asks each module for them, and then looks up its very class among those that it
@@ -270,11 +247,10 @@ class LSTM(DropIn, nn.LSTM):
     ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
     for more time in training, see ``RNN``.
 
-    Fused are all calls on the CPU, in float32, float64, bfloat16, float16 and under autocast; and
-    on a GPU calls with one of these arguments, or all with ``checkpoint``. Other devices,
-    and tracing (jit, export), are torch's own layer's, and so are all other calls on a GPU;
-    ``engine`` says which, and why.
-    ``torch.func``, and second derivatives, run step by step.
+    All calls on the CPU run fused, in float32, float64, bfloat16, float16 and under autocast; on a
+    GPU those with one of these arguments, or with ``checkpoint``. All other calls on a GPU, other
+    devices, and tracing (jit, export) run torch's own layer; ``torch.func`` and second derivatives
+    run step by step. ``engine`` says which, and why.
 
     Raises:
         What ``torch.nn.LSTM`` raises; TypeError or ValueError for the arguments above.
@@ -300,11 +276,6 @@ class LSTM(DropIn, nn.LSTM):
     @property
     def _sizes(self) -> Sizes:
         return (("P", self.proj_size),) if self.proj_size else ()
-
-
-def vendors(weights: Arrays) -> list[Any]:
-    """The arguments of torch's operators of one step: weights, and biases or None."""
-    return [weights.get(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
 
 
 class GRU(DropIn, nn.GRU):

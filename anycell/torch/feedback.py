@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
-from anycell.layer.checks import refuse
+from anycell.layer.checks import describe, refuse
 from anycell.layer.feedback import Fed, chance, check_layer, check_width, entering, fed
 from anycell.layer.rounding import quantized
 from anycell.plan import Engine, Sizes
 from anycell.torch import ops
-from anycell.torch.arguments import check_flags, check_states, check_static, check_tensor, describe
+from anycell.torch.arguments import check_flags, check_states, check_static, check_tensor
 from anycell.torch.dropin import DropIn
-from anycell.torch.functional import TORCH, fused_plan, reason
+from anycell.torch.functional import TORCH, engine_of, fused_plan
 from anycell.torch.recurrent import Lengths, sequence, subject
 from anycell.torch.rnn import RNN
 
@@ -86,9 +86,7 @@ class Feedback(Fed, Explained, nn.Module):
         """The engine that runs the layer with its readout, and why."""
         layer = self.layer
         plan = fused_plan(self._fed()[1], layer.hidden_size, layer.weight_ih_l0, self._sizes)
-        if isinstance(plan, str):
-            return Engine("reference", plan)
-        return Engine(plan.engine, reason(plan))
+        return engine_of(plan)
 
     @property
     def _sizes(self) -> Sizes:
@@ -128,7 +126,8 @@ class Feedback(Fed, Explained, nn.Module):
         check_tensor("x", x, x.shape, "as the weights", like)
         weight = self.readout.weight
         check_tensor("readout", weight, weight.shape, "as the weights of the layer", like)
-        learned = fed(TORCH, layer._weights()[0], layer.hidden_size, weight, self.readout.bias)
+        (weights,) = layer._weights(layer.cell)
+        learned = fed(TORCH, weights, layer.hidden_size, weight, self.readout.bias)
         rows = layer._rows(x)
         arrays = {} if state is None else layer._named("state", state, rows, like)
         if static is not None or layer.cell.static is not None:
@@ -176,10 +175,6 @@ class Feedback(Fed, Explained, nn.Module):
 
     def _flags(self, name: str, value: Any, x: Tensor) -> Tensor:
         return check_flags(name, value, (len(x),), "one per row", x)
-
-    def _read(self, outputs: Tensor) -> Tensor:
-        y: Tensor = self.readout(outputs)
-        return y
 
     def _forced(self, forced: Any, x: Tensor) -> Tensor:
         """The flags, laid out as x."""

@@ -16,7 +16,7 @@ from anycell.lang.namespaces import namespace
 from anycell.layer import stepped
 from anycell.layer.rounding import SCALES, with_integers
 from anycell.layer.signature import FLAGS
-from anycell.plan import Call, Plan, Sizes, scales_of
+from anycell.plan import Call, Engine, Plan, Sizes, scales_of
 from anycell.torch import fused, ops
 from anycell.torch.composite import (
     OPTIONS,
@@ -76,7 +76,10 @@ def layer(call: Call, arrays: Arrays) -> Result:
     x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
     if call.plan is None and (observed() or type(x) not in _ORDINARY):
-        if engine != "reference" and (compiled() or faked(x)) and not for_onnx():
+        # ONNX knows nothing of our operators.
+        onnx = exporting() and torch.onnx.is_in_onnx_export()
+        # A FakeTensor, as of export, is a shape without numbers.
+        if engine != "reference" and (compiled() or isinstance(x, FakeTensor)) and not onnx:
             results = ops.run(call, arrays)
             if results is not None:
                 return results
@@ -147,9 +150,15 @@ def dequantized(arrays: Arrays) -> Arrays:
     return real
 
 
-def reason(plan: Plan) -> str:
-    """Why this engine, and what devices have refused of the plan."""
-    return "; ".join([plan.reason, *map(str, refusals.of_plan(plan))])
+def engine_of(plan: Plan | str, otherwise: str = "reference") -> Engine:
+    """The engine that runs a plan, why, and what devices have refused of it.
+
+    Args:
+        otherwise: what runs where there is no plan, but the reason for that.
+    """
+    if isinstance(plan, str):
+        return Engine(otherwise, plan)
+    return Engine(plan.engine, "; ".join([plan.reason, *map(str, refusals.of_plan(plan))]))
 
 
 def plain(tensors: Iterable[Any], dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> bool:
@@ -167,14 +176,13 @@ def plain(tensors: Iterable[Any], dtype: torch.dtype, shapes: Iterable[tuple[int
     return True
 
 
-def memory(x: Tensor, dtype: torch.dtype | None = None) -> bool:
+def memory(x: Tensor) -> bool:
     """Whether ``x`` is plain memory on a device with kernels; a FakeTensor is not."""
     return (
         type(x) in _ORDINARY
         and x.device.type in fused.ENGINES
         and x.layout is torch.strided
         and not x.is_neg()
-        and (dtype is None or x.dtype is dtype)
     )
 
 
@@ -195,16 +203,6 @@ def compiled() -> bool:
     """Whether torch.compile, or a strict torch.export, looks at the call."""
     # A function of ours, for behind a break of the graph Dynamo looks at each by itself.
     return torch.compiler.is_dynamo_compiling()
-
-
-def faked(x: Tensor) -> bool:
-    """Whether ``x`` is a shape without numbers, as of export and of ``FakeTensorMode``."""
-    return type(x) not in _ORDINARY and isinstance(x, FakeTensor)
-
-
-def for_onnx() -> bool:
-    """Whether the graph is for ONNX, which knows nothing of our operators."""
-    return exporting() and torch.onnx.is_in_onnx_export()
 
 
 def traced() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from anycell.layer.sequences import keeping, sequences
 from anycell.plan import Call, Options, Plan, Sizes, plan
 from anycell.plan.dtype import dtypes
 from anycell.torch.composite import Arrays, Result, States, composite
-from anycell.torch.device import DeviceHost, host_of
+from anycell.torch.device import DeviceHost, Returned, host_of
 from anycell.torch.host import HOSTS, threads
-
-Returned = TypeVar("Returned")
 
 # Which engine has the kernels, by the type of the device.
 ENGINES = {"cpu": "cpu", "cuda": "gpu"}
@@ -50,17 +48,15 @@ def _foreign() -> str | None:
 
 @functools.lru_cache(maxsize=512)
 def plan_of(
-    cell: Cell, hidden_size: int, dtype: torch.dtype, sizes: Sizes, engine: str = "cpu"
+    cell: Cell, hidden_size: int, dtype: torch.dtype, sizes: Sizes, engine: str
 ) -> Plan | str:
-    """The plan of the fused kernel on the CPU or, with engine "gpu", on a GPU; or why there is
-    none.
-    """
+    """The plan of the fused kernel on the engine "cpu" or "gpu", or why there is none."""
     name = str(dtype).removeprefix("torch.")
     if name not in dtypes(engine, quantized=True):
         return f"no fused kernel for {dtype} on the {engine.upper()} as yet"
-    found = plan(cell, hidden_size, name if engine == "cpu" else "float32", sizes=dict(sizes))
-    if found.engine == "reference" or engine == "cpu":
-        return found if found.engine == engine else found.reason
+    chosen = plan(cell, hidden_size, name if engine == "cpu" else "float32", sizes=dict(sizes))
+    if chosen.engine == "reference" or engine == "cpu":
+        return chosen if chosen.engine == engine else chosen.reason
     return plan(cell, hidden_size, name, engine, dict(sizes))
 
 
@@ -81,8 +77,8 @@ def run(call: Call, plan: Plan, arrays: Arrays) -> Result:
 
 def _sequences(call: Call, arrays: Arrays, kept: layer.Kept) -> States:
     """``call.sequences``, from what the forward pass has kept."""
-    found = sequences(call.sequences, call.cell, call.options, arrays, kept)
-    return tuple([whole.detach() for whole in found])
+    values = sequences(call.sequences, call.cell, call.options, arrays, kept)
+    return tuple([whole.detach() for whole in values])
 
 
 class _Fused(torch.autograd.Function):
@@ -105,7 +101,7 @@ class _Fused(torch.autograd.Function):
         call, names, needs = ctx.call, ctx.names, ctx.needs_input_grad[3:]
         if all(gradient is None for gradient in arriving):
             return None, None, None, *[None for _ in needs]
-        # Once: hooks on saved tensors, as those of activation checkpoints, answer each look.
+        # Read once: hooks on saved tensors, as those of activation checkpoints, run at each read.
         tensors = ctx.saved_tensors
         arrays = dict(zip(names, tensors, strict=False))
         wanted = {name for name, need in zip(names, needs, strict=True) if need}
@@ -122,8 +118,7 @@ class _Fused(torch.autograd.Function):
             kept = layer.Kept.of(tensors[len(names) :], ctx.states, len(call.options.reverse))
             given = call, ctx.plan, arrays, kept, arriving[:ends], wanted, inside
             gradients = enter(call.cell, "backward", run_backward, *given)
-        found = [gradients.get(name) if name in wanted else None for name in names]
-        return None, None, None, *found
+        return None, None, None, *[gradients.get(n) if n in wanted else None for n in names]
 
 
 def batched(gradient: Tensor | None) -> bool:
@@ -167,10 +162,7 @@ def run_backward(
         precision = torch.get_float32_matmul_precision()
         plan = plan if precision == "highest" else cpu.rounded(plan, precision)
         return layer.backward(HOSTS[plan.dtype], plan, *given, d_states=inside, wanted=wanted)
-    gradients: dict[str, Tensor] = _host_of(plan, arrays).run(
-        gpu.backward, plan, *given, wanted=wanted
-    )
-    return gradients
+    return _host_of(plan, arrays).run(gpu.backward, plan, *given, wanted=wanted)
 
 
 def differentiable(
@@ -183,12 +175,12 @@ def differentiable(
         places = {n: t.view_as(t) if n in wanted else t for n, t in arrays.items()}
         output, final, others = composite(call, places)
         ends = zip((output, *final, *others), arriving, strict=True)
-        outputs, gradients = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
+        outputs, arriving = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
         inputs = {name: t for name, t in places.items() if name in wanted}
-        found = torch.autograd.grad(
-            outputs, list(inputs.values()), gradients, create_graph=again, allow_unused=True
+        gradients = torch.autograd.grad(
+            outputs, list(inputs.values()), arriving, create_graph=again, allow_unused=True
         )
-    return dict(zip(inputs, found, strict=True))
+    return dict(zip(inputs, gradients, strict=True))
 
 
 def enter(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any) -> Returned:
@@ -211,11 +203,6 @@ def _ranged(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any
 
 
 # -- between torch and the engine ------------------------------------------------------------------
-
-
-def engine_of(plan: Plan) -> Any:
-    """The module that runs the plan's layers."""
-    return gpu if plan.engine == "gpu" else layer
 
 
 def _host_of(plan: Plan, arrays: Arrays) -> DeviceHost:

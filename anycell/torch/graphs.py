@@ -75,8 +75,9 @@ class Replays:
 
     def __call__(self, kernels: Step, work: Work) -> None:
         """Runs a call."""
+        short = work.steps < self.blocks[-1]
         # What a user captures is launches, not a graph of ours whose memory may go.
-        if work.steps < self.blocks[-1] or _capturing():
+        if short or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return run_plainly(kernels, work)
         numbers, table = arguments(kernels, work)
         with self.lock:
@@ -140,11 +141,6 @@ class _Graphs:
     def _block(self, block: int) -> None:
         self.steps.run(block)
         self.steps.advance(block)
-
-
-def _capturing() -> bool:
-    """Whether the user captures a graph of what runs now."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _put(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:

@@ -34,13 +34,11 @@ def fit(array: Tensor, layout: int) -> Tensor:
 
 def layout(arrays: Mapping[Any, Tensor]) -> tuple[Any, ...]:
     """All that ``fit`` looks at, of all tensors but flags: of an address the bits that align it."""
-    return tuple(
-        [
-            (name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
-            for name, t in arrays.items()
-            if name not in FLAGS
-        ]
-    )
+    key: list[Any] = []
+    for name, t in arrays.items():
+        if name not in FLAGS:
+            key += name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15
+    return tuple(key)
 
 
 def as_flags(array: Tensor) -> Tensor | None:
@@ -89,7 +87,7 @@ class TorchHost:
     def __init__(self, dtype: torch.dtype, wide: TorchHost | None = None) -> None:
         self.dtype = dtype
         self.wide: TorchHost = self if wide is None else wide
-        # Without a function of Python's between, as below: they are called for everything.
+        # No methods, as below: they are called so often that a Python call between would count.
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
         self._beyond = dtype.itemsize.__rmod__  # bytes beyond a whole number of elements

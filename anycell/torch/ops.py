@@ -3,10 +3,10 @@
 ``anycell::forward`` takes a list of tensors, and a text that says which cell, with which options,
 and which array of the signature each tensor is. A text, because a graph holds no Python objects,
 and outlives the process: cells are found again by a name made of what they compute. Run-time
-hyperparameters come beside it, so that a schedule gives no new graph. Which engine runs a call its
-device decides.
+hyperparameters come beside it, so that a schedule gives no new graph. The device of a call decides
+which engine runs it.
 
-Autograd goes by ``anycell::forward`` alone. It turns into ``anycell::run``, which may keep what the
+Autograd sees ``anycell::forward`` alone. It turns into ``anycell::run``, which may keep what the
 gradient needs, and ``anycell::backward``: these two are what compiled graphs consist of, so that
 none of their calls passes autograd again, which takes as long as a few steps of a small layer.
 """
@@ -25,6 +25,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, at the fir
 
 from anycell import cells, layer
 from anycell.lang.cell import Cell
+from anycell.layer import gpu
 from anycell.layer.checks import check_options
 from anycell.layer.signature import FLAGS
 from anycell.plan import DTYPES, OF_CALL, OPTIONS, Call, Options, Plan, Sizes, scales_of
@@ -201,8 +202,7 @@ class Spec(NamedTuple):
     def unpack(self, tensors: Sequence[Tensor], plan: Plan) -> tuple[Call, dict[str, Tensor]]:
         """The call that the tensors make, and its arrays.
 
-        Of which kind those are that are no arrays of the layer is checked here; the rest by
-        ``anycell.layer.contract``.
+        Flags and seed are checked here, all others by ``anycell.layer.contract``.
         """
         arrays, options = dict(zip(self.arrays, tensors, strict=True)), self.options
         for name in FLAGS:
@@ -222,10 +222,9 @@ class Spec(NamedTuple):
 
     def kept_states(self, plan: Plan) -> list[bool]:
         """Says which states besides the first are kept: with checkpoints all, at the borders."""
-        engine, every = fused.engine_of(plan), self.options.checkpoint is not None
-        return [
-            i > 0 and (every or engine.keeps_state(plan, i)) for i in range(len(plan.cell.states))
-        ]
+        states, every = range(len(plan.cell.states)), self.options.checkpoint is not None
+        keeps = gpu.keeps_state if plan.engine == "gpu" else layer.keeps_state
+        return [i > 0 and (every or keeps(plan, i)) for i in states]
 
 
 def _expect(name: str, given: Any, expected: Any) -> None:
@@ -382,8 +381,8 @@ class _Operators(torch.autograd.Function):
         tensors, kept = saved[: ctx.count], saved[ctx.count :]
         given, present = [g is not None for g in arriving], [g for g in arriving if g is not None]
         backward = torch.ops.anycell.backward
-        found = iter(backward(tensors, kept, present, ctx.text, ctx.hyper, given, needs))
-        return None, None, *[next(found) if need else None for need in needs]
+        gradients = iter(backward(tensors, kept, present, ctx.text, ctx.hyper, given, needs))
+        return None, None, *[next(gradients) if need else None for need in needs]
 
 
 def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:

@@ -59,16 +59,16 @@ class Packing(NamedTuple):
         rows = padded.flatten(0, 1)
         return rows if self.places is None else _Gather.apply(rows, self.places, len(rows))
 
-    def alike(self, name: str, given: Any, like: PackedSequence) -> Tensor:
+    def alike(self, name: str, value: Any, like: PackedSequence) -> Tensor:
         """Unpacks flags per step, packed as the input is, to bool ``[T, B]``."""
-        if not isinstance(given, PackedSequence):
+        if not isinstance(value, PackedSequence):
             expected, hint = "a PackedSequence, as the input is one", "Pack it as the input."
-            refuse(name, describe(given), expected, hint, TypeError)
-        pairs = zip(given[1:], like[1:], strict=True)
+            refuse(name, describe(value), expected, hint, TypeError)
+        pairs = zip(value[1:], like[1:], strict=True)
         if not all(a is b or (a is not None and b is not None and a.equal(b)) for a, b in pairs):
             hint = "Pack both with the same lengths and enforce_sorted."
             refuse(name, "a PackedSequence of other lengths or order", "those of the input", hint)
-        flags = as_flags(name, given.data, f"torch.bool [{len(like.data)}]")
+        flags = as_flags(name, value.data, f"torch.bool [{len(like.data)}]")
         return self.pad(flags).contiguous()
 
 

@@ -12,13 +12,13 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.random import fork_rng
 
+from anycell.lang.cell import Cell
 from anycell.layer import view as views
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import described, integers, measure, rounded
 from anycell.layer.signature import of_layer
+from anycell.torch import compress
 from anycell.torch.composite import Arrays
-from anycell.torch.compress import check_plain
-from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.feedback import Feedback
 from anycell.torch.functional import TORCH
 from anycell.torch.rnn import RNN
@@ -94,14 +94,14 @@ class Quantized(RNN):
     def _like(self) -> Tensor:
         return self._buffers["weight_ih_l0_scales"]  # type: ignore[return-value]
 
-    def _weights(self) -> list[Arrays]:
+    def _weights(self, cell: Cell) -> list[Arrays]:
         layers, ends = range(self.num_layers), 1 + self.bidirectional
-        return [of_layer(self.cell, self._buffers, k, ends) for k in layers]
+        return [of_layer(cell, self._buffers, k, ends) for k in layers]
 
 
 def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
     """See ``anycell.compress.quantize``."""
-    layers = {m: name for name, m in model.named_modules() if is_layer(m)}
+    layers = [module for module in model.modules() if is_layer(module)]
     if not layers:
         given = f"{type(model).__name__} without a float32 layer of anycell.torch"
         hint = "anycell.torch.accelerate turns those of torch.nn into ours."
@@ -118,7 +118,7 @@ def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
 
 def is_layer(module: Any) -> bool:
     """Whether it is a layer of ours whose weights can be rounded."""
-    return isinstance(module, (RNN, LSTM, GRU)) and not isinstance(module, Quantized)
+    return isinstance(module, compress.KINDS) and not isinstance(module, Quantized)
 
 
 def _measure(model: nn.Module, small: dict[nn.Module, Quantized], data: Iterable[Any]) -> None:
@@ -137,11 +137,10 @@ def _measure(model: nn.Module, small: dict[nn.Module, Quantized], data: Iterable
     def batches() -> Iterator[Any]:
         for batch in data:
             if isinstance(batch, list):
-                raise TypeError(
-                    f"data: given a list of {len(batch)}, as a loader makes of inputs and "
-                    "targets; expected a tensor, or a tuple of the model's arguments. Pass the "
-                    "inputs alone: data=(x for x, _ in loader)."
-                )
+                given = f"a list of {len(batch)}, as a loader makes of inputs and targets"
+                expected = "a tensor, or a tuple of the model's arguments"
+                hint = "Pass the inputs alone: data=(x for x, _ in loader)."
+                refuse("data", given, expected, hint, TypeError)
             yield batch
 
     devices = range(torch.cuda.device_count())
@@ -171,7 +170,7 @@ class Rounding(nn.Module):
 
 def fake_quantize(layer: nn.Module) -> nn.Module:
     """See ``anycell.compress.fake_quantize``."""
-    check_plain("layer", layer)
+    compress.check_plain("layer", layer)
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if parameter.dim() > 1:
             parametrize.register_parametrization(layer, name, Rounding())

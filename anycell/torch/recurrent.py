@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn.modules import module as modules
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
-from anycell.layer import check_checkpoint
+from anycell.layer import ENDS, check_checkpoint
 from anycell.layer.checks import Layout, check_one_direction, check_options, describe, refuse
 from anycell.layer.rounding import quantized
 from anycell.layer.sequences import besides_output, by_name, check_return_states
@@ -63,9 +64,14 @@ class Recurrent(Explained):
         """A tensor that has the dtype and the device of all tensors of a call."""
         return self.weight_ih_l0
 
-    def _weights(self) -> list[Arrays]:
-        """The weights of each layer, by the names of ``anycell.layer.signature``."""
-        raise NotImplementedError
+    def _weights(self, cell: Cell) -> list[Arrays]:
+        """The weights of each layer of the module's cell, by the names of
+        ``anycell.layer.signature``.
+        """
+        layers: list[Arrays] = []
+        for k in range(self.num_layers):  # a comprehension would be one call more
+            layers.append(learned(self, cell, f"_l{k}", 1 + self.bidirectional))
+        return layers
 
     def _subject(self) -> Subject:
         return subject(self, self.cell, self._sizes, self.weight_ih_l0)
@@ -77,8 +83,8 @@ class Recurrent(Explained):
         that autograd notices: by an optimizer, ``load_state_dict``, ``copy_``; and for another
         ``cell``. A write in place through ``.data`` or ``torch.distributed``, to a weight made in
         inference mode, or to an attribute of a parametrisation goes unnoticed: call this again.
-        Where the module has forward hooks, as of ``weight_norm`` in its older form, or all modules
-        have, and in training parametrised weights, a step is an ordinary call.
+        A step is an ordinary call where the module, or all modules, have forward hooks, as the
+        older ``weight_norm`` sets, and in training where weights are parametrised.
 
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.
@@ -133,9 +139,9 @@ class Recurrent(Explained):
             if prepared.stale(self):
                 prepared = self.prepare().__dict__["_prepared"]
             if not (self.training and (self.dropout or prepared.draws)):
-                found = prepared.step(x, state, static, resets, reset_state)
-                if found is not None:
-                    return found
+                results = prepared.step(x, state, static, resets, reset_state)
+                if results is not None:
+                    return results
         check_one_direction("step", self)
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         axes = "one step of the input"
@@ -145,8 +151,8 @@ class Recurrent(Explained):
             resets = check_flags("resets", resets, rows and rows[:1], "one per row", x)
             resets = resets.unsqueeze(time)
         further = {"static": static, "resets": resets, "reset_state": reset_state}
-        given = {name: value for name, value in further.items() if value is not None}
-        output, new = self(x.unsqueeze(time), state, **given)  # type: ignore[operator]
+        further = {name: value for name, value in further.items() if value is not None}
+        output, new = self(x.unsqueeze(time), state, **further)  # type: ignore[operator]
         return output.squeeze(time), new
 
     def _run_cell(
@@ -186,7 +192,7 @@ class Recurrent(Explained):
             self._call(cell, options, besides_output(wanted, cell) if wanted else (), plan),
             x,
             arrays,
-            self._weights(),
+            self._weights(cell),
             batch_first=self.batch_first,
             dropout=self.dropout,
             mask=mask,
@@ -260,10 +266,10 @@ def sequence(
         the output and ``call.sequences``, laid out as x; and the final states.
     """
     if isinstance(x, PackedSequence):
-        for name, given in (("mask", mask), ("lengths", lengths)):
-            if given is not None:
+        for name, value in (("mask", mask), ("lengths", lengths)):
+            if value is not None:
                 expected = "None with a PackedSequence, which has its lengths"
-                refuse(name, describe(given), expected, "Pass a padded tensor, or leave it out.")
+                refuse(name, describe(value), expected, "Pass a padded tensor, or leave it out.")
         run = torch.compiler.disable(_packed) if compiled() else _packed
         return run(call, x, arrays, weights, resets, dropout)
     batched = x.dim() == 3
@@ -338,11 +344,33 @@ def _in_its_dtype(
     return stack(call, arrays, weights, drop)
 
 
+def learned(module: Any, cell: Cell, layer: str = "", directions: int = 1) -> Arrays:
+    """The weights of a layer of a module; ``layer`` stands behind their names."""
+    # As ``layer.places``, whose cache Dynamo does not take.
+    mine, arrays = module._parameters, {}
+    for end in ENDS[:directions]:
+        for name in cell.learned:
+            place = name + layer + end
+            # A parametrised weight is no parameter of the module, but computed by an attribute.
+            tensor = mine[place] if place in mine else getattr(module, place, None)
+            if tensor is not None:
+                arrays[name + end] = tensor
+    return arrays
+
+
 def subject(module: Any, cell: Cell, sizes: Sizes, weight: Tensor) -> Subject:
     """A module as ``anycell.explain`` takes it."""
     dtype = str(autocast_dtype(weight)).removeprefix("torch.")
     about, hidden = repr(module).splitlines()[0], module.hidden_size
     return Subject(about, module.engine, cell, hidden, dtype, dict(sizes))
+
+
+def leaf(module: Any, x: Proxy, state: Any, **arguments: Any) -> Any:
+    """The call of a module as one node of a graph of ``torch.fx``, as of ``torch.nn``'s modules."""
+    named = {name: value for name, value in arguments.items() if value is not None}
+    positional = (x,) if state is None else (x, state)
+    tracer: Any = x.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), positional, named)
 
 
 def draw_seed() -> Any:

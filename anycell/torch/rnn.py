@@ -13,18 +13,17 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
-from anycell.layer import ENDS, check_checkpoint, parameters
+from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import Shape, describe, integer, is_array, number, refuse, remedy
 from anycell.named import shown
 from anycell.plan import CallOptions, Engine, Sizes, takes
 from anycell.torch import ops
 from anycell.torch.arguments import check_device, check_layer, check_static
-from anycell.torch.composite import Arrays, States
-from anycell.torch.functional import fused_plan, reason
+from anycell.torch.composite import States
+from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.fused import autocast
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent, subject
-from anycell.torch.symbolic import leaf, refuse_script
+from anycell.torch.recurrent import Lengths, Recurrent, leaf, subject
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -81,10 +80,7 @@ class OfCell(Explained, nn.Module):
     def engine(self) -> Engine:
         """Engine that runs this module, and why."""
         weight: Any = getattr(self, self._first)
-        plan = fused_plan(self.cell, self.hidden_size, weight, self._sizes)
-        if isinstance(plan, str):
-            return Engine("reference", plan)
-        return Engine(plan.engine, reason(plan))
+        return engine_of(fused_plan(self.cell, self.hidden_size, weight, self._sizes))
 
     def _subject(self) -> Subject:
         return subject(self, self.cell, self._sizes, getattr(self, self._first))
@@ -98,7 +94,13 @@ class OfCell(Explained, nn.Module):
         return ", ".join(shown(self))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        refuse_script(self)
+        name = type(self).__name__
+        hint = (
+            "Use torch.compile or torch.export, or torch.jit.trace for one number of steps; of "
+            f"{name}(cells.LSTM, ...) and of cells.GRU the layers anycell.torch.LSTM and GRU, "
+            "which load its weights, can be scripted."
+        )
+        refuse("torch.jit.script", f"anycell's {name}", "modules of torch", hint, TypeError)
 
 
 @takes()
@@ -204,7 +206,7 @@ class RNN(Recurrent, OfCell):
         **options: Unpack[CallOptions],
     ) -> tuple[Any, ...]:
         """Output and final state; see the class."""
-        # No array is for names alone: torch.onnx's older exporter passes all by position.
+        # No array is keyword-only: torch.onnx's older exporter passes all by position.
         further: dict[str, Any] = {
             "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
             "recurrent_mask": recurrent_mask, "return_states": return_states, **options,
@@ -222,42 +224,23 @@ class RNN(Recurrent, OfCell):
 
     def _check_input(self, x: Any) -> None:
         """The input of a call."""
-        if isinstance(x, PackedSequence):
-            dims: tuple[int, ...] = (2,)
-            (x, sizes), axes = parts(x), "[steps of all rows, {}]"
-        else:
-            axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
-            dims, sizes = (2, 3), None
+        packed = isinstance(x, PackedSequence)
+        axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
+        if packed:
+            x, axes = parts(x)[0], "[steps of all rows, {}]"
         expected = axes.format(self.input_size)
         if not isinstance(x, Tensor):
             hint = "Pad sequences of several lengths, and pass lengths=."
             hint = "Pass torch.from_numpy(x)." if is_array(x) else hint
             refuse("x", describe(x), expected, hint, TypeError)
         weight = self._like
-        if x.dim() not in dims or x.shape[-1] != self.input_size:
-            hint = "The last axis is input_size"
-            hint += "." if sizes is not None else f"; without a batch [time, {self.input_size}]."
-            refuse("x", describe(x), expected, remedy(x, 3, hint) if sizes is None else hint)
+        if x.dim() not in ((2,) if packed else (2, 3)) or x.shape[-1] != self.input_size:
+            hint = f"The last axis is input_size; without a batch [time, {self.input_size}]."
+            hint = "The last axis is input_size." if packed else remedy(x, 3, hint)
+            refuse("x", describe(x), expected, hint)
         if x.dtype != weight.dtype and not autocast():
             hint = f"Convert it, x.to({weight.dtype}), or the layer, layer.to({x.dtype})."
             refuse("x", describe(x), f"{weight.dtype}, as the weights", hint)
         check_device("x", x, weight.device)
-        if sizes is None and x.shape[int(self.batch_first and x.dim() == 3)] == 0:
+        if not packed and x.shape[int(self.batch_first and x.dim() == 3)] == 0:
             refuse("x", describe(x), "one step or more", "Skip the call.")
-
-    def _weights(self) -> list[Arrays]:
-        return [learned(self, f"_l{k}", 1 + self.bidirectional) for k in range(self.num_layers)]
-
-
-def learned(module: Any, layer: str = "", directions: int = 1) -> Arrays:
-    """The weights of a layer of a module with a ``cell``; ``layer`` stands behind its names."""
-    # As ``layer.places``, whose cache Dynamo does not take.
-    mine, arrays = module._parameters, {}
-    for end in ENDS[:directions]:
-        for name in module.cell.learned:
-            place = name + layer + end
-            # A parametrised weight is no parameter of the module, but computed by an attribute.
-            tensor = mine[place] if place in mine else getattr(module, place, None)
-            if tensor is not None:
-                arrays[name + end] = tensor
-    return arrays

@@ -12,17 +12,16 @@ from anycell import cells
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import shapes
+from anycell.layer.checks import refuse
 from anycell.layer.signature import state_names
 from anycell.plan import Call, Engine, Options
 from anycell.torch import ops
 from anycell.torch.arguments import check_states, check_static, check_tensor
 from anycell.torch.composite import States
-from anycell.torch.dropin import vendors
 from anycell.torch.functional import layer
 from anycell.torch.fused import autocast
-from anycell.torch.recurrent import draw_seed, subject
-from anycell.torch.rnn import OfCell, learned
-from anycell.torch.symbolic import leaf
+from anycell.torch.recurrent import draw_seed, leaf, learned, subject
+from anycell.torch.rnn import OfCell
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -92,9 +91,8 @@ class RNNCell(OfCell):
     ``[input_size]``, the state as a tuple in the cell's order, ``[B, H]`` each (of one state the
     tensor itself; default: what the cell declares), and the cell's static input ``[B, H]``; it
     gives the new state in the same form. Under ``torch.autocast`` it computes in the dtype of its
-    weights: a state that is handed from step to step would be rounded to 16 bits in each, which
-    that of a layer is not. A call is a sequence of one step: masks that a cell draws once per
-    sequence are drawn anew in each.
+    weights: a state that is handed on would be rounded to 16 bits at each step, unlike a layer's. A
+    call is a sequence of one step: masks that a cell draws once per sequence are drawn anew.
 
     Parameters: as of ``RNN``, without the number of the layer: ``weight_ih``, ``weight_hh``,
     ``bias_ih``, ``bias_hh``, and the cell's own by their names.
@@ -129,10 +127,9 @@ class RNNCell(OfCell):
         self._describe("RNNCell", cell, input_size, hidden_size, bias, sizes)
         taken = [name for name in cell.param_names if name in dir(self)]
         if taken:
-            raise ValueError(
-                f"RNNCell: cell {cell.name} has a parameter named {taken[0]!r}, which is an "
-                "attribute of the module itself; give it another name in the cell."
-            )
+            given = f"{cell.name}, which has a parameter named {taken[0]!r}"
+            expected = "none by the name of an attribute of RNNCell"
+            refuse("cell", given, expected, "Give it another name in the cell.")
         named = shapes(cell, self.sizes, self.input_size, self.bias)
         self._create(named.items(), device, dtype)
 
@@ -155,15 +152,15 @@ class RNNCell(OfCell):
         if state is not None:
             states = check_states("state", state, self.cell, self.sizes, rows, x)
         static = check_static(self.cell, static, (*rows, self.hidden_size), x)
-        given = [x, static, *states]
+        tensors = [x, static, *states]
         if not rows:
-            given = [t if t is None else t.unsqueeze(0) for t in given]
+            tensors = [t if t is None else t.unsqueeze(0) for t in tensors]
         if autocast():
-            given = [t if t is None else t.to(self.weight_ih.dtype) for t in given]
+            tensors = [t if t is None else t.to(self.weight_ih.dtype) for t in tensors]
             with torch.autocast(x.device.type, enabled=False):
-                new = self._step(*given)
+                new = self._step(*tensors)
         else:
-            new = self._step(*given)
+            new = self._step(*tensors)
         if not rows:
             new = tuple(s.squeeze(0) for s in new)
         return new if len(new) > 1 else new[0]
@@ -174,11 +171,13 @@ class RNNCell(OfCell):
         operator: Any = _OPERATORS.get((cell.name, cell.key))
         if operator is not None:
             states = states or (x.new_zeros(len(x), self.hidden_size),) * len(cell.states)
-            new = operator(x, states if len(states) > 1 else states[0], *vendors(learned(self)))
+            weights, names = learned(self, cell), ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            state = states if len(states) > 1 else states[0]
+            new = operator(x, state, *[weights.get(name) for name in names])
             return new if len(states) > 1 else (new,)
         draws = self.training and ops.draws(cell)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        arrays = {"x": x.unsqueeze(0), **learned(self)}
+        arrays = {"x": x.unsqueeze(0), **learned(self, cell)}
         if static is not None:
             arrays["static"] = static
         for name, state in zip(state_names("state", cell), states, strict=bool(states)):

@@ -37,7 +37,9 @@ class Prepared:
         for place in [*places, module.__dict__]:  # in the last, weights that are not parameters
             for name, tensor in place.items():
                 if isinstance(tensor, Tensor):
-                    self.stamps.append((place, name, tensor, _version(tensor), tensor.data_ptr()))
+                    # Of tensors made in inference mode autograd counts no writes.
+                    version = None if tensor.is_inference() else tensor._version
+                    self.stamps.append((place, name, tensor, version, tensor.data_ptr()))
         self.cell = module.cell
         # Where there are parametrisations: in training one may be another.
         self.mode = (module.training, owners) if len(owners) > 1 else None
@@ -51,7 +53,7 @@ class Prepared:
                 self.stream = self._pack(module, plan)
 
     def _pack(self, module: Any, plan: Plan) -> Stream | None:
-        weights = module._weights()
+        weights = module._weights(module.cell)
         for learned in weights:
             kinds = (self.dtype, torch.int8) if quantized(learned) else (self.dtype,)
             if not all(memory(t) and t.dtype in kinds for t in learned.values()):
@@ -132,11 +134,6 @@ def elsewhere() -> bool:
 def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The module and those within it; a parametrisation registered twice is listed twice."""
     return [inner for _, inner in module.named_modules(remove_duplicate=False)]
-
-
-def _version(tensor: Tensor) -> int | None:
-    """The number of writes that autograd has seen; None for what it does not count."""
-    return None if tensor.is_inference() else tensor._version
 
 
 _WRITTEN = [object()]  # another after each step of an optimizer whose writes torch does not count

@@ -33,23 +33,15 @@ class DropInCall(Protocol[State]):
 
     @overload
     def __call__(
-        self,
-        input: Given,
-        hx: State | None = None,
-        *,
-        return_states: Literal[False] | None = None,
-        **arguments: Unpack[Arguments],
-    ) -> tuple[Given, State]: ...
+        self, input: Given, hx: State | None = None, *,
+        return_states: Literal[False] | None = None, **arguments: Unpack[Arguments],
+    ) -> tuple[Given, State]: ...  # fmt: skip
 
     @overload
     def __call__(
-        self,
-        input: Given,
-        hx: State | None = None,
-        *,
-        return_states: Names,
-        **arguments: Unpack[Arguments],
-    ) -> tuple[Given, State, dict[str, Given]]: ...
+        self, input: Given, hx: State | None = None, *,
+        return_states: Names, **arguments: Unpack[Arguments],
+    ) -> tuple[Given, State, dict[str, Given]]: ...  # fmt: skip
 
 
 class CellCall(Protocol):
@@ -57,22 +49,12 @@ class CellCall(Protocol):
 
     @overload
     def __call__(
-        self,
-        x: Given,
-        state: Any = None,
-        *,
-        static: Tensor | None = None,
-        return_states: Literal[False] | None = None,
-        **arguments: Unpack[Arguments],
-    ) -> tuple[Given, Any]: ...
+        self, x: Given, state: Any = None, *, static: Tensor | None = None,
+        return_states: Literal[False] | None = None, **arguments: Unpack[Arguments],
+    ) -> tuple[Given, Any]: ...  # fmt: skip
 
     @overload
     def __call__(
-        self,
-        x: Given,
-        state: Any = None,
-        *,
-        static: Tensor | None = None,
-        return_states: Names,
-        **arguments: Unpack[Arguments],
-    ) -> tuple[Given, Any, dict[str, Given]]: ...
+        self, x: Given, state: Any = None, *, static: Tensor | None = None,
+        return_states: Names, **arguments: Unpack[Arguments],
+    ) -> tuple[Given, Any, dict[str, Given]]: ...  # fmt: skip
