@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from anycell.engines.cpu.pool import MOST
 from anycell.machine import usable_cores
 from anycell.plan.dtype import DTYPES, dtypes
 from anycell.requirement import install
@@ -184,6 +185,8 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 def bench(options: argparse.Namespace) -> int:
     """Measure, show, write."""
     _require("bench", ("torch", "rich", "psutil", "threadpoolctl"), install("bench"))
+    if options.threads > MOST:
+        raise UsageError(f"--threads {options.threads}: expected at most {MOST}")
     if sys.stderr.isatty():
         print("anycell: importing torch", file=sys.stderr, flush=True)
     from anycell.bench import chart, estimate, machine, problem, report, runner, shapes
@@ -219,6 +222,11 @@ def bench(options: argparse.Namespace) -> int:
         peers=peers,
         **{name: getattr(options, name) for name in as_given},
     )
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)  # before all that is measured for it
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"--out {options.out} cannot be used: {reason}") from None
     if warning := machine.busy(machine.describe()):
         print(f"anycell: {warning}", file=sys.stderr)
     with runner.all_threads(settings.threads):
@@ -314,7 +322,11 @@ def explain(options: argparse.Namespace) -> int:
         return 0
     cell = find_cell(options.cell)
     asked = {"llvm": options.llvm, "assembly": options.assembly}
-    print(anycell.explain(cell, options.hidden, options.dtype, **asked, **dict(options.size)))
+    try:
+        page = anycell.explain(cell, options.hidden, options.dtype, **asked, **dict(options.size))
+    except (TypeError, ValueError) as error:  # sizes that the cell does not have
+        raise UsageError(str(error)) from error
+    print(page)
     return 0
 
 
@@ -354,7 +366,11 @@ def cache(options: argparse.Namespace) -> int:
     print(f"{path}: {count}{' deleted' * (options.action == 'clear')}")
     if options.action == "info":
         print(f"At most {cache.LIMIT / 1e6:.0f} MB are kept; the oldest go first.")
-        if not cache.enabled():
+        try:
+            enabled = cache.enabled()
+        except ValueError as error:  # of the variable
+            raise UsageError(str(error)) from error
+        if not enabled:
             print("Switched off by ANYCELL_CACHE=0: kernels are neither read from it nor kept.")
     return 0
 

@@ -54,7 +54,11 @@ def says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
         (["bench", "--cell", "nowhere.py:Cell"], "there is no file nowhere.py"),
         (["bench", "--dtype", "int4"], "invalid choice: 'int4'"),
         (["bench", "--dtype", "int8", "--mode", "training"], "8 bits are for inference only"),
+        (["bench", "--threads", "1025"], "--threads 1025: expected at most 1024"),
+        (["bench", "--quick", "--out", f"{__file__}/out"], "/out cannot be used: Not a directory"),
         (["explain", "LSMT"], "did you mean LSTM"),
+        (["explain", "LSTM", "--size", "Q=3"], "Q: given 3; expected no such argument"),
+        (["explain", "LSTM", "--hidden", "9999999999"], "hidden_size: given 9999999999"),
     ],
 )
 def test_errors_are_kind(
@@ -142,6 +146,9 @@ def test_cache(
     assert sorted(path for path in folder.rglob("*") if path.is_file()) == sorted(theirs)
     assert not jit.compile(texts[0], ["probe"], isa.current()).cached
 
+    monkeypatch.setenv("ANYCELL_CACHE", "no")
+    status, said = says(["cache"], capsys)
+    assert status == 2 and "ANYCELL_CACHE='no': expected 0 or 1" in said
     monkeypatch.setenv("ANYCELL_CACHE", "0")
     assert "neither read" in told()
     folder.chmod(0o777)

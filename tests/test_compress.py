@@ -618,6 +618,18 @@ def test_layers_that_cannot_be_factorized() -> None:
         compress.factorize(nn.Linear(3, 3), 2)
 
 
+def test_a_matmul_with_the_name_of_a_factor(rng: np.random.Generator) -> None:
+    @cell(gates="a", state="h")
+    def Named(x, r, s):
+        return tanh(x.a + r.a + linear(s.h, "hh_u"))
+
+    layer = an.RNN(Named, 3, 8, dtype="float64", seed=0)
+    x = rng.standard_normal((4, 2, 3))
+    assert_close(compress.factorize(layer, 8)(x)[0], layer(x)[0], "float64", "forward")
+    with pytest.raises(ValueError, match=r"which has a matmul 'hh_u'; expected one without"):
+        compress.factorize(layer, 4, matmuls=["hh"])
+
+
 def test_gates_apart_keep_their_bias() -> None:
     """GRU's candidate has the recurrent part, its bias too, times the reset."""
     cell = low_rank(cells.GRU)

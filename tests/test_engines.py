@@ -516,6 +516,18 @@ def test_engines_draw_the_same_masks(rng: np.random.Generator, ran: list[str]) -
     assert_same(problem.right, solutions[1])
 
 
+@cell(gates="z n", state="h")
+def Learned(x, r, s):
+    """Zoneout whose rate is learned."""
+    z, n = sigmoid(x.z + r.z), tanh(x.n + r.n)
+    return keep(1 - z) * n + (1 - keep(1 - z)) * s.h
+
+
+def test_a_rate_may_be_computed_from_what_is_learned(rng: np.random.Generator) -> None:
+    problem = random_problem(Learned, (5, 4, 7), rng, training=True, seed=3)
+    assert_right(by_cpu(problem), problem)
+
+
 # Outputs above 1 are where a gradient of ``v`` is above 0.
 DECISIONS: dict[str, Callable[[Expr], Expr]] = {
     "where": lambda v: where(v > 0.3, 2.0 + v, 0.0),
@@ -524,6 +536,7 @@ DECISIONS: dict[str, Callable[[Expr], Expr]] = {
     "abs": lambda v: where(v > 0.3, 2.0, 0.0) + anycell.abs(v - 0.3) * 0.1,
     "max": lambda v: where(v == anycell.max(v), 2.0, 0.0) + anycell.max(v) * 0.1,
     "mean": lambda v: where(anycell.mean(v) > 0.0, 2.0 + 0.1 * v, 0.0),
+    "keep": lambda v: keep(sigmoid(v)) * (2.0 + sigmoid(v)),
 }
 
 
@@ -534,7 +547,8 @@ def decision(decide: str) -> Problem:
     def Deciding(x, r, s):
         return DECISIONS[decide](x.a * sigmoid(x.b))
 
-    problem = random_problem(Deciding, (64, 4, 100), np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    problem = random_problem(Deciding, (64, 4, 100), rng, training=True, seed=3)
     ones, zeros = np.ones_like(problem["d output"]), np.zeros_like(problem["d final h"])
     return problem.but({"d output": ones, "d final h": zeros})
 

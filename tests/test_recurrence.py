@@ -51,6 +51,19 @@ def test_one_state_may_come_alone(engine: str) -> None:
     assert_array_equal(alone, anycell.recurrence(**given, state=(h,), engine=engine)[0])
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_16_bits_may_be_broadcast(axis: int) -> None:
+    """Gates over steps or rows, and a state over rows: copies in float32 have dense rows."""
+    given = arguments(dtype="float16")
+    gates = np.broadcast_to(given["gates_x"].take([0], axis), given["gates_x"].shape)
+    c = np.broadcast_to(given["gates_x"][0, :1, :H], (B, H))
+    same, (_, last) = anycell.recurrence(**{**given, "gates_x": gates}, state=(None, c))
+    given["gates_x"] = gates.copy()
+    output, (_, right) = anycell.recurrence(**given, state=(None, c.copy()))
+    assert_array_equal(same, output)
+    assert_array_equal(last, right)
+
+
 @ENGINES
 def test_each_state_may_be_absent(engine: str) -> None:
     given, c = arguments(), np.ones((B, H))

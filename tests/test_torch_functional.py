@@ -66,6 +66,14 @@ def test_projected_input_has_two_names() -> None:
         assert_same(tensors_of(found), tensors_of(right), "forward")
 
 
+def test_gates_of_16_bits_whose_rows_lie_in_each_other() -> None:
+    cell, gates, weights, _ = given_by(cells.GRU, projected=True)
+    weights = {name: weight.detach().bfloat16() for name, weight in weights.items()}
+    gates = torch.randn(100).bfloat16().as_strided((STEPS, ROWS, 3 * SIZE), (1, 2, 1))
+    output, _ = at.recurrence(cell, None, weights, gates=gates)
+    assert torch.equal(output, at.recurrence(cell, None, weights, gates=gates.contiguous())[0])
+
+
 def test_states_that_are_not_given_begin_as_declared() -> None:
     cell, x, weights, (h, c) = given_by(cells.LSTM)
     right = at.recurrence(cell, x, weights, (h, torch.zeros_like(c)))

@@ -24,6 +24,7 @@ LAYERS: dict[str, Any] = {
     "GRU, all options": lambda: at.GRU(3, 5, 2, batch_first=True, bidirectional=True),
     "RNN(PeepholeLSTM)": lambda: at.RNN(cells.PeepholeLSTM, 3, 5),
     "RNN(GRU)": lambda: at.RNN(cells.GRU, 3, 5, 2, batch_first=True, bidirectional=True),
+    "RNN(sLSTM)": lambda: at.RNN(cells.sLSTM, 3, 5),
     "RNN(LayerNormLSTM)": lambda: at.RNN(cells.LayerNormLSTM, 3, 5),
     "LSTMCell": lambda: at.LSTMCell(3, 5),
     "GRUCell": lambda: at.GRUCell(3, 5),

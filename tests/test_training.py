@@ -146,6 +146,15 @@ def test_data_are_standardised_and_back(tmp_path: Path) -> None:
     assert np.array_equal(again.forward(x), y, equal_nan=True)
 
 
+@pytest.mark.parametrize("value", [0.1, np.float32(-0.3), 1e10 + 0.1])
+def test_what_is_constant_is_divided_by_1(value: float) -> None:
+    """Also a number whose mean, added up, is another one."""
+    x = np.full((1000, 2), value)
+    x[3, 0] = np.nan
+    scale = an.Standardise(2).fit(x)
+    assert (scale.arrays["mean"] == value).all() and (scale.arrays["std"] == 1.0).all()
+
+
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -204,7 +204,8 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
     cell.check_sizes(sizes)
     learned: dict[str, Any] = {}
     for k, arrays in enumerate(view.learned):
-        arrays = dict(arrays)
+        # Apart from what is left: a matmul may have the name of another one's factor.
+        arrays, made = dict(arrays), dict[str, Any]()
         for l, end in linears:
             weight = views.numbers(arrays.pop(l.weight + end))
             if not np.isfinite(weight).all():
@@ -212,10 +213,10 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
                 hint = "Others have no singular value decomposition."
                 refuse("layer", given, "numbers", hint)
             factors = _factors(weight, rank // l.heads)
-            arrays |= zip((f"{l.weight}_u{end}", f"{l.weight}_v{end}"), factors, strict=True)
+            made |= zip((f"{l.weight}_u{end}", f"{l.weight}_v{end}"), factors, strict=True)
             if l.bias_name + end in arrays:
-                arrays[f"{l.bias_name}_u{end}"] = arrays.pop(l.bias_name + end)
-        learned |= {place(name, k): array for name, array in arrays.items()}
+                made[f"{l.bias_name}_u{end}"] = arrays.pop(l.bias_name + end)
+        learned |= {place(name, k): array for name, array in (arrays | made).items()}
     return adapter.like(view, cell, sizes, learned)
 
 

@@ -28,6 +28,7 @@ class Namespace:
         cast: ``cast(array, "float32")``.
         sigmoid, stop_gradient, round: functions of one array; halves are rounded to even numbers.
         numbers: an array of NumPy's, of float64, with the values of one.
+        softplus: where there is one that all exporters know; else it is ``logaddexp`` of 0.
         steps: an array as its parts along the first axis.
         unchecked: a context in which infinity and NaN are values like others, as in compiled code.
     """
@@ -39,6 +40,7 @@ class Namespace:
     cast: Callable[[Array, str], Array] = lambda array, dtype: array.astype(dtype)
     stop_gradient: Callable[[Array], Array] = lambda array: array
     numbers: Callable[[Array], Array] = lambda array: np.asarray(array).astype(np.float64)
+    softplus: Callable[[Array], Array] | None = None
     steps: Callable[[Array], Sequence[Array]] = lambda array: array
     unchecked: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -85,6 +87,8 @@ def _torch() -> Namespace:
         stop_gradient=lambda array: array.detach(),
         round=torch.round,
         numbers=lambda array: array.detach().to("cpu", torch.float64).numpy(),
+        # Above the threshold it is its argument, in float64 too.
+        softplus=lambda array: torch.nn.functional.softplus(array, threshold=40.0),
         # The gradient of an index is an array of all steps: for all of them, the square of that.
         steps=torch.unbind,
     )

@@ -45,7 +45,7 @@ def _hard_sigmoid(xp: Any, a: Any) -> Any:
 
 
 def _softplus(xp: Any, a: Any) -> Any:
-    return xp.logaddexp(a, xp.zeros_like(a))
+    return xp.softplus(a) if xp.softplus else xp.logaddexp(a, xp.zeros_like(a))
 
 
 def _row(reduction: str) -> Callable[..., Any]:

@@ -153,6 +153,12 @@ def low_rank(cell: Cell, matmuls: Sequence[str] | None = None, *, bias: bool = T
             f"cell: given {cell!r}, which has the size {RANK!r}; expected one without: that is "
             "what the new weights share. Rename it, or name all matmuls in one call."
         )
+    taken = {f"{name}_{end}" for name in chosen for end in "uv"} & {*names} - {*chosen}
+    if taken:
+        raise ValueError(
+            f"cell: given {cell!r}, which has a matmul {min(taken)!r}; expected one without: that "
+            "is the name of a new one. Rename it, or name all matmuls in one call."
+        )
     return _low_rank(cell, chosen, bias and cell.bias)
 
 

@@ -99,13 +99,16 @@ def mse(prediction: npt.ArrayLike, target: npt.ArrayLike) -> tuple[float, Array]
         (2.0, array([ 0., -2.]))
     """
     prediction = check.numbers("prediction", prediction)
-    if prediction.dtype.kind != "f":  # or the target would be cut to whole numbers
+    if prediction.dtype.kind in "biu":  # or the target would be cut to whole numbers
         prediction = prediction.astype(np.float64)
-    target = check.array("target", target, prediction.shape, prediction.dtype)
+    # In 16 bits squares overflow at 256, and a mean has three digits.
+    wide = np.result_type(prediction.dtype, np.float32)
+    target = check.array("target", target, prediction.shape, wide)
     if not prediction.size:
         raise ValueError("prediction: given an empty array, expected at least one number.")
-    difference = prediction - target
-    return float(np.mean(np.square(difference))), difference * (2.0 / difference.size)
+    difference = prediction.astype(wide) - target
+    grad = difference * (2.0 / difference.size)
+    return float(np.mean(np.square(difference))), grad.astype(prediction.dtype)
 
 
 def cross_entropy(

@@ -57,7 +57,8 @@ class NumpyHost:
         return NumpyHost(np.int8)
 
     def widen(self, array: Array) -> Array:
-        return array if self.wide is self else array.astype(self.wide.dtype, copy=False)
+        # NumPy's own order puts an axis that is broadcast last, where kernels want a dense one.
+        return array if self.wide is self else array.astype(self.wide.dtype, "C", copy=False)
 
     def narrow(self, array: Array) -> Array:
         return array if self.wide is self else array.astype(self.dtype, copy=False)

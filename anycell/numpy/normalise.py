@@ -206,5 +206,8 @@ def _moments(x: Array, counts: Valid) -> tuple[Array, Array, npt.NDArray[np.int6
     divisor = np.maximum(count, 1)
     with np.errstate(invalid="ignore"):  # of infinite values
         mean = np.where(counts, x, 0.0).sum(axes, dtype=np.float64) / divisor
+        # Rounded, it may lie beyond all values: where these are the same, the variance is 0.
+        least = np.min(x, axes, initial=np.inf, where=counts)
+        mean = np.clip(mean, least, np.max(x, axes, initial=-np.inf, where=counts))
         centred = np.where(counts, x - mean, 0.0)
         return mean, np.square(centred).sum(axes) / divisor, count

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from anycell.layer.checks import number, refuse
 from anycell.numpy.base import Layer
+from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[np.floating]
 
@@ -66,7 +67,10 @@ def _floats(name: str, array: Array) -> Array:
     if getattr(array, "dtype", None) == np.int8:
         hint = "Train the float32 layer, and quantize it afterwards."
         refuse(name, "weights of 8 bits", "floats, which can be trained", hint, TypeError)
-    if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
+    floats = isinstance(array, np.ndarray) and (
+        array.dtype.kind == "f" or array.dtype.name in dtypes("cpu")
+    )
+    if not floats:
         raise TypeError(f"{name}: given {array!r}, expected a NumPy array of floats.")
     return array
 

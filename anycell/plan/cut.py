@@ -10,15 +10,15 @@ from anycell.lang.expr import Expr, topological
 from anycell.lang.grad import Gradients
 from anycell.lang.ops import is_boolean, is_reduction
 
-# Known without saving: constants, learned values, counter-based masks, and the state sequences,
-# which the layer keeps anyway (the hidden states are its output).
+# Known without saving: constants, learned values, counter-based masks whose rate is known, and the
+# state sequences, which the layer keeps anyway (the hidden states are its output).
 FREE = frozenset({"const", "hyper", "param", "static", "keep", "state", "input", "recurrent_mask"})
 
 
 # What a step begins with: nothing computes it again.
 _GIVEN = frozenset({"x", "linear", "preact"})
 # Jump where their arguments hardly move.
-_DECIDING = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "sign"})
+_DECIDING = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "sign", "keep"})
 
 
 def gradient_roots(cell: Cell, gradients: Gradients) -> list[Expr]:
@@ -47,7 +47,12 @@ def least_memory(
     forward = topological([*cell.next, *decided])
     inside = set(forward)
     sequences = {node for node in cell.next if node.op not in FREE}
-    free = {node for node in forward if node.op in FREE} | sequences
+    free, hanging = set(sequences), set[Expr]()  # on what a step begins with
+    for node in forward:
+        if node.op in FREE and node not in decided and hanging.isdisjoint(node.args):
+            free.add(node)
+        elif node not in free and (node.op in _GIVEN or not hanging.isdisjoint(node.args)):
+            hanging.add(node)
     roots = gradient_roots(cell, gradients)
     everything = topological(roots)
     read = {arg for node in everything if node not in inside for arg in node.args if arg in inside}

@@ -112,7 +112,9 @@ class TorchHost:
     layout = staticmethod(layout)
 
     def widen(self, array: Tensor) -> Tensor:
-        return array if self.wide is self else array.to(self.wide.dtype)
+        # Where rows lie in each other, PyTorch's own order of axes may have no dense one last.
+        dense = torch.contiguous_format
+        return array if self.wide is self else array.to(self.wide.dtype, memory_format=dense)
 
     def narrow(self, array: Tensor) -> Tensor:
         return array if self.wide is self else array.to(self.dtype)
