@@ -11,6 +11,7 @@ from processes import load
 from tolerances import assert_close
 
 import anycell.numpy as an
+from anycell.numpy.host import numpy_dtype
 
 
 # -- schedules -------------------------------------------------------------------------------------
@@ -124,6 +125,14 @@ def test_the_best_arrays_come_back() -> None:
 
 
 # -- normalisation ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int32"])
+def test_standardised_data_have_their_dtype(dtype: str) -> None:
+    x = np.array([[1.0], [3.0]]).astype(numpy_dtype(dtype) if dtype != "int32" else dtype)
+    y = an.Standardise(1).fit(x).forward(x)
+    assert y.dtype.name == (dtype if dtype != "int32" else "float64")
+    assert y.tolist() == [[-1.0], [1.0]]
+
+
 def test_data_are_standardised_and_back(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal([5.0, -2.0, 3.0], [2.0, 0.1, 0.0], (30, 4, 3))

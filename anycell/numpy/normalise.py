@@ -10,6 +10,8 @@ import numpy.typing as npt
 from anycell.layer.checks import Layout, refuse
 from anycell.numpy import check
 from anycell.numpy.base import Array, Layer
+from anycell.numpy.host import numpy_dtype
+from anycell.plan.dtype import dtypes
 
 Valid = npt.NDArray[np.bool_]
 
@@ -23,8 +25,8 @@ class Standardise(Layer):
 
     Args:
         size: number of features, the last axis.
-        dtype: of results, "float32" or "float64". None is float64 for ``inverse``, since float32
-            has too few digits for data far from 0, and x's own for ``forward``.
+        dtype: of results, one that layers have. None is float64 for ``inverse``, since float32 has
+            too few digits for data far from 0, and x's own for ``forward``, float64 of integers.
 
     Example:
         >>> scale = Standardise(1).fit([[1.0], [3.0], [np.nan]])
@@ -69,10 +71,11 @@ class Standardise(Layer):
 
     def forward(self, x: npt.ArrayLike) -> Array:
         """``(x - mean) / std`` of ``x [..., size]``."""
-        narrow = getattr(x, "dtype", None) == np.float32 and self._results is None
+        own = getattr(getattr(x, "dtype", None), "name", "")
+        known = self._results is None and own in dtypes("cpu")
         x = check.features("x", x, self.size, np.float64)
         y = (x - self.arrays["mean"]) / self.arrays["std"]
-        return y.astype(np.float32 if narrow else self.dtype)
+        return y.astype(numpy_dtype(own) if known else self.dtype)
 
     if TYPE_CHECKING:
         __call__ = forward
