@@ -13,8 +13,6 @@ from anycell.lang.ops import is_boolean, is_reduction
 # Known without saving: constants, learned values, counter-based masks, and the state sequences,
 # which the layer keeps anyway (the hidden states are its output).
 FREE = frozenset({"const", "hyper", "param", "static", "keep", "state", "input", "recurrent_mask"})
-
-
 # What a step begins with: nothing computes it again.
 _GIVEN = frozenset({"x", "linear", "preact"})
 # Jump where their arguments hardly move.

@@ -168,21 +168,21 @@ def _plan(
     gradients, sizes = backward(cell), dict(known)
     cell.check_sizes(sizes)
     cut, recomputed = least_memory(cell, gradients, rounded=DTYPES[dtype].mixed)
-    needed = set(cut) | set(recomputed)
+    # Of the first state, and of those whose old or new value the backward pass reads.
+    read = {*topological(gradient_roots(cell, gradients)), *(l.operand for l in cell.linears)}
     kept = [
         state.name
         for i, (state, new) in enumerate(zip(cell.states, cell.next, strict=True))
-        if i == 0 or _reads(cell, gradients, state.name, new, needed)
+        if i == 0
+        or Expr("state", (), (state.name,)) in read
+        or (new in read and new.op not in FREE)
     ]
-    refusal = _refusal(cell, sizes)
+    unknown = {symbol for symbol in cell.sizes.values() if symbol not in sizes}
+    refusal = f"nothing tells the size {min(unknown)} of this cell" if unknown else None
     if engine in ("cpu", "gpu") and refusal:
         raise ValueError(f"engine={engine!r} cannot run cell {cell.name}: {refusal}.")
-    chosen = engine or ("reference" if refusal else "cpu")
-    reason = (
-        "asked for"
-        if engine == "reference"
-        else refusal or f"fused kernel, {_count(len(cell.linears), 'matmul')} a step"
-    )
+    matmuls = len(cell.linears)
+    fused = f"fused kernel, {matmuls or 'no'} matmul{'s' * (matmuls != 1)} a step"
     return Plan(
         cell=cell,
         hidden_size=hidden_size,
@@ -193,8 +193,8 @@ def _plan(
         saved_rows=tuple(node for node in cut if node.narrow),
         states=tuple(kept),
         recomputed=tuple(recomputed),
-        engine=chosen,
-        reason=reason,
+        engine=engine or ("reference" if refusal else "cpu"),
+        reason="asked for" if engine == "reference" else refusal or fused,
     )
 
 
@@ -204,26 +204,3 @@ def padded(itemsize: int, width: int) -> int:
     or all rows would share a few lines of the cache.
     """
     return width + LINE // itemsize if width * itemsize % 1024 == 0 else width
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
-
-
-def _reads(
-    cell: Cell, gradients: Gradients, state: str, new: Expr, forward_needed: set[Expr]
-) -> bool:
-    """Whether the backward pass reads the old or the new value of a state."""
-    old = Expr("state", (), (state,))
-    if any(l.operand is old for l in cell.linears):
-        return True
-    reached = set(topological(gradient_roots(cell, gradients)))
-    return old in reached or (new in reached and new.op not in FREE)
-
-
-def _refusal(cell: Cell, sizes: Mapping[str, int]) -> str | None:
-    """Why no fused kernel carries this cell, or None if one does."""
-    unknown = {symbol for symbol in cell.sizes.values() if symbol not in sizes}
-    if unknown:
-        return f"nothing tells the size {min(unknown)} of this cell"
-    return None
