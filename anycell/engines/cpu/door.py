@@ -38,8 +38,6 @@ HARDLY_ANY_ROWS = 4
 # What a packing function reads: the weight, its strides, two biases, where it packs to, the length
 # of the sum, and the scales of integers.
 PACKING = "source heads rows columns input_bias bias packed inner scales".split()
-
-
 PACKING_BYTES = align(8 * len(PACKING))
 
 

@@ -188,7 +188,7 @@ class Layout:
 
     def staged_input(self, b: Builder, inputs: Value) -> Value:
         """Numbers from a row of the input, as the kernel multiplies it, to the next: whole vectors,
-        and no large power of two. None where the caller multiplies.
+        and no large power of two. 0 where the caller multiplies.
         """
         count = inputs
         if self.plan.types.quantized:

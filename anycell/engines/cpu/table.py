@@ -1,8 +1,8 @@
 """The tables of 64-bit numbers by which kernels are called: the call's, and a kernel's own.
 
-Any caller fills the call's table; the door fills a kernel's own from it, for
-one direction and chunk of steps. The arrays in both are those of ``anycell.plan.arrays``. An
-address that is 0 stands for an array that is not there. Strides count elements.
+Any caller fills the call's table; the door fills a kernel's own from it, for one direction and
+chunk of steps. The arrays in both are those of ``anycell.plan.arrays``. An address that is 0 stands
+for an array that is not there. Strides count elements.
 """
 
 from __future__ import annotations
