@@ -193,7 +193,12 @@ class Cell:
         code, outer = tracing.set(self.function.__code__), current.set(trace)
         try:
             result = self.function(*args, **self.structure, **hyper)
-            self._finish(self._check_result(result, trace.given), trace)
+            graph = _fuse(self._check_result(result, trace.given))
+            matmuls = (n.attrs[0] for n in topological(graph) if n.op in ("linear", "preact"))
+            recurrent = Declared(self.gates, 1, True, None)
+            self._derive(graph, {name: trace.linears.get(name, recurrent) for name in matmuls})
+            self._check_names()
+            self._check_numbers()
         except ValueError as error:
             if isinstance(error, CellError) or "to unpack" not in str(error):
                 raise
@@ -201,13 +206,6 @@ class Cell:
         finally:
             tracing.reset(code)
             current.reset(outer)
-
-    def _finish(self, results: tuple[Expr, ...], trace: Trace) -> None:
-        graph, recurrent = _fuse(results), Declared(self.gates, 1, True, None)
-        names = (node.attrs[0] for node in topological(graph) if node.op in ("linear", "preact"))
-        self._derive(graph, {name: trace.linears.get(name, recurrent) for name in names})
-        self._check_names()
-        self._check_numbers()
 
     def _derive(self, graph: tuple[Expr, ...], declared: Mapping[str, Declared]) -> None:
         """Sets the graph, whose matmuls are ``declared`` by name, and all that follows from it."""
@@ -219,7 +217,7 @@ class Cell:
         self.key = _canonical(self)
 
     def _check_names(self) -> None:
-        """All that a layer learns must have names of their own; see ``layer.shapes``."""
+        """All that a layer learns must have names of their own; see ``layer.signature``."""
         matmuls = [(PROJECTION, "the projection of the input", True)]
         matmuls += [(RECURRENT, "the projection of the first state", True)]
         further = [l for l in self.linears if l.name != RECURRENT]

@@ -1,7 +1,5 @@
 """The plan: how one cell runs. What is saved for the backward pass, what is computed again,
 which engine and why.
-
-Framework-free and engine-free: an engine reads a plan, it does not change one.
 """
 
 from __future__ import annotations
