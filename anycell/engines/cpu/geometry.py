@@ -224,7 +224,7 @@ def whole(count: int, size: int) -> int:
 
 def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
     """The matmuls of a step, in the order of the cell."""
-    lanes, found = target.lanes(plan.types.math.llvm), []
+    lanes, of_step = target.lanes(plan.types.math.llvm), []
     operands = plan.types.operands
     packs, tiled = plan.types.math.bytes // operands.bytes, tiles.multiplies(target, operands.llvm)
     if packs == QUANTIZED:  # vectors add up short sums as fast, and to the same bits
@@ -247,8 +247,8 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
             state = plan.cell.state_names.index(l.operand.attrs[0])
         elif l.operand.op == "input":
             state = INPUT
-        found.append(Matmul(l, number, g, state, units, inner, backward))
-    return tuple(found)
+        of_step.append(Matmul(l, number, g, state, units, inner, backward))
+    return tuple(of_step)
 
 
 def paired(target: Target, types: Dtype) -> bool:

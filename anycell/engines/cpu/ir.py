@@ -101,10 +101,10 @@ class Value:
         raise TypeError(f"{self} is not known before the function runs; use `when` or `select`")
 
     def _builder(self, other: Operand) -> Builder:
-        found = self.builder or (other.builder if isinstance(other, Value) else None)
-        if found is None:
+        builder = self.builder or (other.builder if isinstance(other, Value) else None)
+        if builder is None:
             raise TypeError(f"no operand belongs to a function: {self}, {other}")
-        return found
+        return builder
 
     def _opcode(self, integer: str, real: str) -> str:
         opcode = real if is_real(self.type) else integer
@@ -602,9 +602,9 @@ class Builder:
     def variable(self, first: Operand, type: str = "i64") -> Variable:
         """A variable on the stack that begins with a value, or with a number of a type."""
         value = first if isinstance(first, Value) else self.value(first, type)
-        found = self.unset(value.type)
-        found.value = value
-        return found
+        variable = self.unset(value.type)
+        variable.value = value
+        return variable
 
     def unset(self, type: str) -> Variable:
         """A variable on the stack that has no value yet."""

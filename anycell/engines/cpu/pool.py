@@ -194,8 +194,8 @@ def _find_openmp(near: str | None) -> _OpenMP | None:
     except OSError:  # not Linux: the threads of our own do
         return None
     names = ("libgomp", "libiomp5", "libomp")
-    found = (path for path in mapped if os.path.basename(path).startswith(names))
-    for path in sorted(found, key=lambda path: (near not in path, path)):
+    runtimes = (path for path in mapped if os.path.basename(path).startswith(names))
+    for path in sorted(runtimes, key=lambda path: (near not in path, path)):
         try:
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
             functions = (

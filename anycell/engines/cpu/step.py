@@ -104,15 +104,15 @@ class Step:
     # ---- operands of matmuls inside the step -----------------------------------------------------
     def _operands(self, names: tuple[str, ...]) -> list[tuple[Matmul, Expr, int]]:
         """The operands of these matmuls, and their columns in the operand's row."""
-        found = []
+        operands = []
         for m in map(self.layout.by_name.__getitem__, names):
             if self.layout.backward:
                 parts = self.plan.gradients.linear[m.linear.name].values()
                 width = m.inner // m.parts
-                found += [(m, node, n * width) for n, node in enumerate(parts)]
+                operands += [(m, node, n * width) for n, node in enumerate(parts)]
             else:
-                found.append((m, m.linear.operand, 0))
-        return found
+                operands.append((m, m.linear.operand, 0))
+        return operands
 
     def _store_operand(self, m: Matmul, value: Value, values: Values, column: int) -> None:
         task, lanes = values.task, values.lanes
