@@ -148,9 +148,9 @@ class Door:
         staged: Value | int = 0
         if self.projecting is not None and self.layout.staged_bytes:
             staged = self.layout.staged_input(b, shared["inputs"]) * self.size
-        each = self.layout.workspace(shared["batch"], staged)
-        end = work + directions * shared["threads"] * each
-        return packing, zeros, work, each, end
+        bytes_of_one = self.layout.workspace(shared["batch"], staged)
+        end = work + directions * shared["threads"] * bytes_of_one
+        return packing, zeros, work, bytes_of_one, end
 
     def _packed_bytes(self, shared: Entries) -> Value:
         """Bytes of a direction's packed weights, with the input that the kernel multiplies."""

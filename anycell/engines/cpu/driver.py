@@ -128,9 +128,9 @@ class Driver:
                     self._move(b, table, "rest", None)
             with b.when(table["again"].ne(0)):
                 again = table.pointer("again")
-                for each in (table, Entries(b, again, PASS)):
+                for of_pass in (table, Entries(b, again, PASS)):
                     for name, value in (("origin", begin), ("span", end - begin)):
-                        b.store(value, b.gep(each.pointer("call"), each[name], "i64"))
+                        b.store(value, b.gep(of_pass.pointer("call"), of_pass[name], "i64"))
                 b.call("chunks", again, begin, end)
             b.call("chunks", b.args[0], begin, end)
         with b.when(table["next"].ne(0)):

@@ -132,7 +132,7 @@ class Gemm:
         if self.staged:
             self.copied *= 2
         self.panel = self.packed_rows * self.width * self.size  # bytes of a block of it
-        self.own = self.panel + self.copied + align(self.rows * self.width * self.size)
+        self.thread_bytes = self.panel + self.copied + align(self.rows * self.width * self.size)
 
     def print(self) -> None:
         """Adds the functions to the module."""
@@ -397,7 +397,7 @@ class Gemm:
         sides = b.smin(_parts(wanted, rows), panels)
         total = rows * sides
         packed = panels * blocks * self.panel
-        own_panel = b.gep(b.gep(scratch, HEADER, "i8"), packed + part * self.own, "i8")
+        own_panel = b.gep(b.gep(scratch, HEADER, "i8"), packed + part * self.thread_bytes, "i8")
         space = b.gep(own_panel, self.panel, "i8")
         tile = b.gep(space, self.copied, "i8")
         if self.tiled:
@@ -522,7 +522,7 @@ class Gemm:
         columns = _parts(b.smin(call["columns"], SPAN_COLUMNS), self.width)
         inner = b.smax(_parts(b.smin(call["inner"], SPAN_INNER), INNER), 1)
         packed = columns * inner * self.panel
-        threads = b.smax(call["threads"], 1) * self.own
+        threads = b.smax(call["threads"], 1) * self.thread_bytes
         call["scratch_bytes"] = packed + threads + HEADER
 
     def _gemm(self) -> None:
