@@ -9,6 +9,7 @@ import inspect
 import linecache
 import pickle
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -251,11 +252,10 @@ class Cell:
 
     def _unpacked(self, error: ValueError) -> str:
         """Python's error about the number of names, with those that there are."""
-        where, trace = "", error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code is self.function.__code__:
-                where = line_of(trace.tb_frame.f_code, trace.tb_lineno)
-            trace = trace.tb_next
+        where, code = "", self.function.__code__
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            if frame.f_code is code:
+                where = line_of(code, line)
         declared = {"gates": self.gates, "states": self.state_names, "params": self.param_names}
         shown = "; ".join(f"{what} {' '.join(names)}" for what, names in declared.items() if names)
         return f"{where}{error}.\nInstead: unpack all of them, in the declared order: {shown}."
