@@ -78,8 +78,8 @@ def explain(
     shown: dict[str, Any] = {"batch": batch, "backward": backward, "llvm": llvm}
     shown |= {"assembly": assembly, "triton": triton}
     if isinstance(cell, Explained):
-        own = {"hidden_size": hidden_size, "dtype": dtype, "engine": engine, **sizes}
-        for name, value in own.items():
+        of_layer = {"hidden_size": hidden_size, "dtype": dtype, "engine": engine, **sizes}
+        for name, value in of_layer.items():
             if value is not None:
                 refuse(name, repr(value), "none beside a layer, which has its own", "Leave it out.")
         return cell.explain(**shown)
