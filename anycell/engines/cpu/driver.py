@@ -52,9 +52,9 @@ CALL = "form table".split()
 FORM = "template length places count first".split()
 # A number of the tables that is an address of the call, counted from 0, plus an offset.
 PLACE = "at address offset".split()
-# Before a segment ``base``, and ``step`` for each segment before it, are written to the address
-# ``place``. A forward pass then has the door write the states before the segment there, as if they
-# were final ones, and writes ``rest``.
+# Before a segment, ``base`` and ``step`` times the number of segments before it are added up and
+# written to the address ``place``. A forward pass then has the door write the states before the
+# segment there, as if they were final ones, and writes ``rest``.
 MOVE = "place base step rest".split()
 _KEPT = gemm.ENTRIES[: gemm.ENTRIES.index("add") + 1]
 # The entries of a matmul, the size that is the rows of the chunk (0 rows, 2 inner), whether the

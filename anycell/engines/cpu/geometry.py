@@ -133,12 +133,15 @@ class Geometry:
         """Numbers of a packed tile."""
         return self.tile_rows * self.columns * self.lanes
 
+    def near_rows(self, itemsize: int) -> int:
+        """Rows of weights of this size that stay in the first-level cache."""
+        return L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)
+
     def inner_block(self, itemsize: int) -> int:
         """The length of a part of the sum, for weights of this size. A sum of integers is one."""
         if self.quantized:
             return self.inner
-        rows = L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)
-        blocks = max(1, round(self.inner / rows))
+        blocks = max(1, round(self.inner / self.near_rows(itemsize)))
         return whole(-(-self.inner // blocks), self.chunk)
 
 

@@ -54,8 +54,8 @@ TARGETS["neonbf16"] = dataclasses.replace(
     TARGETS["neondot"], name="neonbf16", dot="llvm.aarch64.neon.usdot.v4i32.v16i8",
     pairs="llvm.aarch64.neon.bfdot.v4f32.v8bf16", bfloat=True,
 )  # fmt: skip
-# Only for those who ask: the emulation that tests run; and where Intel made the processor, products
-# of bfloat16 in pairs, which take twice as long there as those of float32 (on AMD's half as long).
+# Taken only where asked for: the emulation, which tests run; and on Intel's processors products of
+# bfloat16 in pairs, which take twice as long there as those of float32 (on AMD's half as long).
 ASKED_FOR = ("amx-emulated", "avx512bf16") if X86 else ()
 
 

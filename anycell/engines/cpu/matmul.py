@@ -251,10 +251,9 @@ def add_products(
 
     ``sums`` are vectors on the stack, ``c`` counts vectors, weights lie on a vector's alignment.
     Weights of a narrower ``number`` have a row for two or four k, of which bounds are whole
-    multiples. Meanwhile memory is fetched for later, a line for each row: ``ahead`` is the first
-    one's address, and bytes to the next. ``unroll`` rows of weights are a turn of the loop: its own
-    instructions fit beside the multiply-adds, unless another thread shares the core, but several
-    rows take longer to compile.
+    multiples. A turn of the loop takes ``unroll`` rows of weights: its own instructions fit beside
+    the multiply-adds, unless another thread shares the core, but several rows take longer to
+    compile.
     """
     full = b.lanes * element_bits(b.real) // 8
     packs = element_bits(b.real) // element_bits(number)
@@ -537,9 +536,8 @@ def print_staging(module: Module, number: str, g: Geometry, operands: str) -> No
 
 
 def print_quantizing(module: Module) -> None:
-    """Adds ``scale_row``, which writes the scale of a row of so many numbers, and its inverse, from
-    where they are told; and ``quantize``, which writes numbers of the row as integers from there
-    on, followed by zeros up to whole vectors.
+    """Adds ``scale_row``, which writes the scale of a row and its inverse to a header; and
+    ``quantize``, which writes numbers of the row as integers, and zeros up to whole vectors.
     """
     b = module.private("scale_row", "ptr source, ptr header, i64 count")
     source, header, count = b.args
