@@ -13,6 +13,7 @@ from anycell.lang.expr import Expr, topological
 from anycell.lang.grad import Gradients, backward
 from anycell.plan.cut import FREE, gradient_roots, least_memory
 from anycell.plan.dtype import DTYPES, Dtype, dtypes
+from anycell.refusal import refuse
 
 LINE = 64  # bytes of a cache line
 
@@ -144,10 +145,10 @@ def plan(
             sizes that its heads or groups do not divide.
     """
     if engine not in (None, "cpu", "gpu", "reference"):
-        raise ValueError(f"engine={engine!r}; expected 'cpu', 'gpu', 'reference' or None.")
+        refuse("engine", repr(engine), "'cpu', 'gpu', 'reference' or None")
     known_dtypes = dtypes("gpu" if engine == "gpu" else "cpu", quantized=True)
     if dtype not in known_dtypes:
-        raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(known_dtypes)}.")
+        refuse("dtype", repr(dtype), f"one of {', '.join(known_dtypes)}")
     known = {**(sizes or {}), "H": hidden_size}
     return _plan(cell, cell.key, hidden_size, dtype, engine, tuple(sorted(known.items())))
 
