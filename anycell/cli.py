@@ -357,12 +357,12 @@ def cache(options: argparse.Namespace) -> int:
         print(path)
         return 0
     try:
-        kept = cache.clear() if options.action == "clear" else cache.kept()
+        sizes = cache.clear() if options.action == "clear" else cache.kept()
     except FileNotFoundError:
-        kept = []
+        sizes = []
     except OSError as error:
         raise UsageError(f"{path} cannot be used: {error.strerror or error}") from None
-    count = f"{len(kept)} kernel{'s' * (len(kept) != 1)}, {sum(kept) / 1e6:.1f} MB"
+    count = f"{len(sizes)} kernel{'s' * (len(sizes) != 1)}, {sum(sizes) / 1e6:.1f} MB"
     print(f"{path}: {count}{' deleted' * (options.action == 'clear')}")
     if options.action == "info":
         print(f"At most {cache.LIMIT / 1e6:.0f} MB are kept; the oldest go first.")

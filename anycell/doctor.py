@@ -46,27 +46,24 @@ def main() -> int:
 
 
 def _versions() -> Iterator[Finding]:
-    import anycell
-
-    checkout = f", revision {found}" if (found := revision()) else ""
-    yield "ok", f"anycell {anycell.__version__}{checkout}, in {os.path.dirname(anycell.__file__)}"
-    yield "ok", f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
-    yield "ok", f"{platform.platform()}"
-    yield "ok", f"numpy {np.__version__}, llvmlite {version('llvmlite')} (LLVM {_llvm()})"
-
-
-def _llvm() -> str:
     import llvmlite.binding as llvm
 
-    return ".".join(map(str, llvm.llvm_version_info))
+    import anycell
+
+    checkout = f", revision {commit}" if (commit := revision()) else ""
+    compiler = ".".join(map(str, llvm.llvm_version_info))
+    yield "ok", f"anycell {anycell.__version__}{checkout}, in {os.path.dirname(anycell.__file__)}"
+    yield "ok", f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
+    yield "ok", platform.platform()
+    yield "ok", f"numpy {np.__version__}, llvmlite {version('llvmlite')} (LLVM {compiler})"
 
 
 def _frameworks() -> Iterator[Finding]:
     """Frameworks, by metadata: importing TensorFlow takes seconds, and may be what is broken."""
     installed = [name for name in OPTIONAL if util.find_spec(name) is not None]
     versions = [version(name, f"{name}-cpu", f"{name}-gpu") for name in installed]
-    found = [f"{n} {v or '(version unknown)'}" for n, v in zip(installed, versions, strict=True)]
-    yield "ok", ", ".join(found) or "none"
+    shown = [f"{n} {v or '(version unknown)'}" for n, v in zip(installed, versions, strict=True)]
+    yield "ok", ", ".join(shown) or "none"
     missing = [name for name in OPTIONAL if name not in installed]
     if missing:
         yield "ok", f"not installed, and not needed: {', '.join(missing)}"

@@ -78,8 +78,8 @@ def explain(
     shown: dict[str, Any] = {"batch": batch, "backward": backward, "llvm": llvm}
     shown |= {"assembly": assembly, "triton": triton}
     if isinstance(cell, Explained):
-        own = {"hidden_size": hidden_size, "dtype": dtype, "engine": engine, **sizes}
-        for name, value in own.items():
+        of_layer = {"hidden_size": hidden_size, "dtype": dtype, "engine": engine, **sizes}
+        for name, value in of_layer.items():
             if value is not None:
                 refuse(name, repr(value), "none beside a layer, which has its own", "Leave it out.")
         return cell.explain(**shown)
@@ -273,7 +273,8 @@ class _Page:
 
     def __init__(self, plan: Plan, batch: int | None) -> None:
         self.plan, self.cell, self.batch = plan, plan.cell, batch
-        self.new = {n: f"{s}'" for s, n in zip(self.cell.state_names, self.cell.next, strict=True)}
+        self.states = list(zip(self.cell.state_names, self.cell.next, strict=True))
+        self.new = {n: f"{s}'" for s, n in self.states}
         self.gate_values = _gate_values(self.cell, self.new)
         self.names: Names = {**self.gate_values, **self.new}
 
@@ -287,8 +288,7 @@ class _Page:
         """Values of gates, then new states; functions such as layer_norm by their names."""
         node_of = {name: node for node, name in self.gate_values.items()}
         named = [(gate, node_of[gate]) for gate in self.cell.gates if gate in node_of]
-        states = zip(self.cell.state_names, self.cell.next, strict=True)
-        named += [(f"{s}'", node) for s, node in states]
+        named += [(f"{s}'", node) for s, node in self.states]
         folded = rewrite([node for _, node in named], _fold)
         return [(name, node) for (name, _), node in zip(named, folded, strict=True)]
 
@@ -361,8 +361,7 @@ class _Page:
 
     def arriving(self) -> Names:
         """Names of what the backward pass is given: saved values, states, gradients."""
-        states = zip(self.cell.state_names, self.cell.next, strict=True)
-        kept = {n: f"{s}'" for s, n in states if s in self.plan.states and n.op not in FREE}
+        kept = {n: f"{s}'" for s, n in self.states if s in self.plan.states and n.op not in FREE}
         gradients = {upstream(name): f"d_{name}'" for name in self.cell.state_names}
         return {**self.saved_names, **kept, **gradients}
 

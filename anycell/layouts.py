@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from anycell.refusal import refuse
+
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, npt.ArrayLike]
 FORGET_BIAS = 1.0  # what TensorFlow 1 adds to f by default
@@ -65,8 +67,7 @@ class Weights:
                 "the candidate's recurrent bias is not zero, and multiplied by the reset; expected "
                 "a target with two biases: torch, keras or onnx."
             )
-        joint: Array = first + second
-        return joint
+        return np.add(first, second)
 
     def two_biases(self) -> list[Array]:
         """The biases of the input and of the recurrent projection."""
@@ -135,20 +136,16 @@ def convert(weights: Arrays, kind: str, source: str, target: str) -> dict[str, A
             n for n, layout in LAYOUTS.items() if isinstance(kind, str) and kind in layout.kinds
         ]
         if not isinstance(name, str) or name not in known:
-            raise ValueError(
-                f"{role}: given {name!r} of kind {kind!r}; expected one of "
-                f"{', '.join(known) or 'no layout: kinds are LSTM and GRU'}."
-            )
+            expected = f"one of {', '.join(known) or 'no layout: kinds are LSTM and GRU'}"
+            refuse(role, f"{name!r} of kind {kind!r}", expected)
     if not isinstance(weights, Mapping):
-        raise TypeError(
-            f"weights: given {type(weights).__name__}; expected a dict, or another mapping, of "
-            "arrays by name."
-        )
+        expected = "a dict, or another mapping, of arrays by name"
+        refuse("weights", type(weights).__name__, expected, error=TypeError)
     arrays = {name: _numbers(name, value) for name, value in weights.items()}
     read, write = LAYOUTS[source], LAYOUTS[target]
     _check_shapes(arrays, read.kinds[kind].shapes)
-    found = read.read(arrays, kind == "GRU")
-    converted = write.write(found.ordered(read.kinds[kind].gates, write.kinds[kind].gates))
+    layer = read.read(arrays, kind == "GRU")
+    converted = write.write(layer.ordered(read.kinds[kind].gates, write.kinds[kind].gates))
     return {name: np.array(array) for name, array in converted.items()}
 
 
@@ -169,9 +166,8 @@ def _numbers(name: str, value: npt.ArrayLike) -> Array:
     if array.dtype.kind not in "fiu" and not (
         array.dtype.kind == "V" and not issubclass(array.dtype.type, np.void)
     ):
-        raise TypeError(
-            f"weights: given {name!r} of dtype {array.dtype}; expected an array of real numbers."
-        )
+        given = f"{name!r} of dtype {array.dtype}"
+        refuse("weights", given, "an array of real numbers", error=TypeError)
     return array
 
 
@@ -180,10 +176,8 @@ def _check_shapes(arrays: Mapping[str, Array], shapes: Mapping[str, str]) -> Non
     first = next(iter(shapes))
     shape, sides = _take(arrays, first).shape, shapes[first].split()
     if unknown := [str(name) for name in arrays if name not in shapes]:
-        raise ValueError(
-            f"weights: given {', '.join(unknown)}; expected none but {', '.join(shapes)}, of one "
-            "layer and direction."
-        )
+        expected = f"none but {', '.join(shapes)}, of one layer and direction"
+        refuse("weights", ", ".join(unknown), expected)
     units = inputs = 0
     if len(shape) == len(sides):
         parts = [(size, *_parts(side)) for size, side in zip(shape, sides, strict=True)]
@@ -198,9 +192,7 @@ def _check_shapes(arrays: Mapping[str, Array], shapes: Mapping[str, str]) -> Non
         if shape not in fitting or units < 1 or inputs < 1:
             expected = " or ".join(f"({', '.join(alternative)})" for alternative in alternatives)
             sizes = f" with H = {units}, in = {inputs}, as in {first}" if name != first else ""
-            raise ValueError(
-                f"weights: given {name!r} of shape {shape}; expected {expected}{sizes}."
-            )
+            refuse("weights", f"{name!r} of shape {shape}", expected + sizes)
 
 
 def _parts(side: str) -> tuple[int, int, int]:
@@ -222,7 +214,7 @@ def _parts(side: str) -> tuple[int, int, int]:
 def _take(arrays: Mapping[str, Array], name: str) -> Array:
     if name not in arrays:
         given = ", ".join(sorted(map(str, arrays))) or "none"
-        raise ValueError(f"weights: given {given}; expected {name} among them.")
+        refuse("weights", given, f"{name} among them")
     return arrays[name]
 
 
@@ -234,16 +226,12 @@ def _peepholes(arrays: Mapping[str, Array], form: str) -> dict[str, Array]:
 def _expect(w: Weights, after: tuple[bool | None, ...], peepholes: bool, name: str) -> None:
     """Checks that a layout can hold the weights."""
     if w.reset_after not in after:
-        given = "after" if w.reset_after else "before"
-        raise ValueError(
-            f"target: given {name!r} for a GRU with the reset {given} the matmul; expected a "
-            "layout of such GRUs."
-        )
+        side = "after" if w.reset_after else "before"
+        given = f"{name!r} for a GRU with the reset {side} the matmul"
+        refuse("target", given, "a layout of such GRUs")
     if w.peepholes and not peepholes:
-        raise ValueError(
-            f"target: given {name!r} for weights with peepholes, but this layout has none; "
-            "expected a layout with peepholes."
-        )
+        given = f"{name!r} for weights with peepholes, but this layout has none"
+        refuse("target", given, "a layout with peepholes")
 
 
 # -- layouts ---------------------------------------------------------------------------------------
@@ -291,9 +279,7 @@ def _read_onnx(a: Mapping[str, Array], gru: bool) -> Weights:
     if gru:
         after = bool(_take(a, "linear_before_reset"))
         if a["linear_before_reset"] not in (0, 1):
-            raise ValueError(
-                f"weights: given linear_before_reset = {a['linear_before_reset']}; expected 0 or 1."
-            )
+            refuse("weights", f"linear_before_reset = {a['linear_before_reset']}", "0 or 1")
     return Weights(_take(a, "W")[0], _take(a, "R")[0], first, second, peepholes, after)
 
 

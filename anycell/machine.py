@@ -11,10 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SIMD = (
-    *("neon", "sve", "avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
-    *("amx_bf16", "amx_int8"),
-)
+SIMD = "neon sve avx2 fma avx_vnni avx512f avx512_vnni avx512_bf16 amx_bf16 amx_int8".split()
 
 
 def usable_cores() -> int:
@@ -37,10 +34,10 @@ def instruction_sets() -> list[str]:
     import llvmlite.binding as llvm
 
     try:
-        found = {name.replace("-", "") for name, on in llvm.get_host_cpu_features().items() if on}
+        host = {name.replace("-", "") for name, on in llvm.get_host_cpu_features().items() if on}
     except RuntimeError:
         return []
-    return [name for name in SIMD if name.replace("_", "") in found]
+    return [name for name in SIMD if name.replace("_", "") in host]
 
 
 def version(*packages: str) -> str | None:

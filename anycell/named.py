@@ -11,10 +11,10 @@ from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes
 
 Layer = TypeVar("Layer", bound=type)
-_DEFAULTS = {
-    **{"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0},
-    **{"bidirectional": False, "checkpoint": None},
-}  # of what a repr shows
+_DEFAULTS = {  # of what a repr shows
+    "num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False,
+    "checkpoint": None,
+}  # fmt: skip
 
 
 class Named:
@@ -54,32 +54,31 @@ def _signature(base: type, cell: Cell) -> inspect.Signature:
     """
     kind = inspect.Parameter
     hyper = inspect.signature(cell.function).parameters.values()
-    own = {p.name: p for p in hyper if p.kind is kind.KEYWORD_ONLY}
+    of_cell = {p.name: p for p in hyper if p.kind is kind.KEYWORD_ONLY}
     for size in declared_sizes(cell):
-        own[size] = kind(size, kind.KEYWORD_ONLY, annotation="int")
+        of_cell[size] = kind(size, kind.KEYWORD_ONLY, annotation="int")
     rnn: Any = base.__mro__[base.__mro__.index(Named) + 1]
-    _, *given = inspect.signature(rnn).parameters.values()
     shared, by_name = [], False
-    for parameter in given:
-        by_name |= parameter.name in own
+    for parameter in inspect.signature(rnn).parameters.values():
+        by_name |= parameter.name in of_cell
         if parameter.name == "hidden_size":
             parameter = parameter.replace(default=kind.empty, annotation="int")
         if by_name and parameter.kind is kind.POSITIONAL_OR_KEYWORD:
             parameter = parameter.replace(kind=kind.KEYWORD_ONLY)
-        if parameter.name != "sizes" and parameter.name not in own:
+        if parameter.name not in ("cell", "sizes", *of_cell):
             shared.append(parameter)
     behind = len(shared) - (shared[-1].kind is kind.VAR_KEYWORD)
-    return inspect.Signature([*shared[:behind], *own.values(), *shared[behind:]])
+    return inspect.Signature([*shared[:behind], *of_cell.values(), *shared[behind:]])
 
 
 def shown(layer: Any) -> list[str]:
     """The arguments of a layer that its repr shows: cell, sizes, and what is not the default."""
     cell, of = layer.cell, getattr(layer, "of", None)
     named = of is not None and cell.function is of.function
-    said = [*([] if named else [repr(cell)]), str(layer.input_size), str(layer.hidden_size)]
+    arguments = [*([] if named else [repr(cell)]), str(layer.input_size), str(layer.hidden_size)]
     for name, default in {**_DEFAULTS, "bias": cell.bias}.items():
         value = getattr(layer, name, default)
         if value != default:
-            said.append(f"{name}={value!r}")
+            arguments.append(f"{name}={value!r}")
     given = {**(cell.given if named else {}), **layer.sizes}
-    return said + [f"{name}={value!r}" for name, value in given.items() if name != "H"]
+    return arguments + [f"{name}={value!r}" for name, value in given.items() if name != "H"]

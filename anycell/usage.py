@@ -7,8 +7,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -37,13 +36,13 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
 
 def need(module: str, purpose: str, command: str = "") -> ModuleType:
     """Import an optional package, or say which command installs it: that of the extra bench."""
+    package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         # A missing package *inside* an installed one is a different problem; do not hide it.
-        if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
+        if error.name is None or error.name.partition(".")[0] != package:
             raise
-        package = module.split(".")[0]
         raise UsageError(
             f"{purpose} needs {package}, which is not installed: {command or install('bench')}"
         ) from None
@@ -76,17 +75,17 @@ def find_cell(origin: str) -> Cell:
 
 def built_in() -> dict[str, Cell]:
     """The cells of ``anycell.cells`` by their names."""
-    return {name: value for name, value in vars(cells).items() if isinstance(value, Cell)}
+    return _cells(cells)
 
 
 def find_cells(path: str) -> dict[str, Cell]:
     """The cells that a file has, by their names."""
-    defined = vars(_module(Path(path)))
-    return {
-        name: value
-        for name, value in defined.items()
-        if isinstance(value, Cell) and not name.startswith("_")
-    }
+    return _cells(_module(Path(path)))
+
+
+def _cells(module: ModuleType) -> dict[str, Cell]:
+    names = (name for name in vars(module) if not name.startswith("_"))
+    return {name: value for name in names if isinstance(value := getattr(module, name), Cell)}
 
 
 @cache
@@ -98,11 +97,14 @@ def _module(path: Path) -> ModuleType:
         raise UsageError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # so that inspect and linecache find the cell's source
-    with _importable(path.resolve().parent):
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:  # the user's, who needs no traceback through ours
-            raise UsageError(_told(path, error)) from error
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)  # a script imports its neighbours, as when it is run
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's, who needs no traceback through ours
+        raise UsageError(_told(path, error)) from error
+    finally:
+        sys.path.remove(folder)
     return module
 
 
@@ -115,13 +117,3 @@ def _told(path: Path, error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f":{frame.lineno}" for frame in frames if Path(frame.filename) == path]
     return f"{path}{''.join(lines[-1:])}: {type(error).__name__}: {error}"
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Lets a script import its neighbours, as when it is run."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))

@@ -451,11 +451,11 @@ def test_masks_of_evaluation_and_of_rate_zero(cell: Cell, rng: np.random.Generat
 
 
 def test_forms_of_the_norm_are_named() -> None:
-    with pytest.raises(ValueError, match="form='tf'; expected one of gate, ba, addons"):
+    with pytest.raises(ValueError, match="form: given 'tf'; expected one of gate, ba, addons"):
         cells.LayerNormLSTM(form="tf")
-    with pytest.raises(ValueError, match="forget='relu'; expected one of sigmoid, exp"):
+    with pytest.raises(ValueError, match="forget: given 'relu'; expected one of sigmoid, exp"):
         cells.sLSTM(forget="relu")
-    with pytest.raises(ValueError, match="nonlinearity='sin'; expected one of relu, tanh"):
+    with pytest.raises(ValueError, match="nonlinearity: given 'sin'; expected one of relu, tanh"):
         cells.IndRNN(nonlinearity="sin")
     with pytest.raises(ValueError, match=r"given H=6 .* a multiple of 4, .*heads=4"):
         anycell.numpy.RNN(cells.sLSTM(heads=4), 3, 6)

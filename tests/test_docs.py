@@ -224,7 +224,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "CONTRIBUTING.md"
     )
     (root / "anycell/cells/janet.py").unlink()
-    remove(root / "anycell/cells/__init__.py", export, '    "JANET",\n')
+    remove(root / "anycell/cells/__init__.py", export, ' "JANET",')
     remove(root / "anycell/plan/dtype.py", dtype)
     shutil.copytree(root / "anycell", root / "before" / "anycell")
 

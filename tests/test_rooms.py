@@ -23,7 +23,7 @@ PACKAGE = Path(anycell.__file__).parent
 # From the ground up. A room imports only what lies on a floor below; rooms of one floor do not know
 # each other. "anycell" is the package's own names.
 FLOORS = """
-    environment machine requirement
+    environment machine refusal requirement
     lang
     cells layouts plan
     engines.cpu engines.reference

@@ -76,11 +76,11 @@ def _panel(
     axis.set_xscale("log")
     axis.axvspan(limits[0], 1, color=SLOWER, zorder=0, linewidth=0)
     for k, peer in enumerate(present):
-        found = [row.ratio(peer) for row in rows]
+        of_peer = [row.ratio(peer) for row in rows]
         bars = axis.barh(
             [number + (k - (len(present) - 1) / 2) * thickness for number in range(len(rows))],
             # A bar on a log axis has no zero to start from; it starts at "equally fast".
-            [0 if ratio is None else ratio - 1 for ratio in found],
+            [0 if ratio is None else ratio - 1 for ratio in of_peer],
             left=1,
             height=0.88 * thickness,
             color=COLORS[peers.index(peer) % len(COLORS)],

@@ -92,7 +92,7 @@ def block(problem: Problem) -> Contender:
     stack: list[Parts] = []
     for directions in by_direction(problem.weights, shape):
         arrays = [_as_keras(problem, weights, False) for weights in directions]
-        variables = [{name: tf.Variable(v) for name, v in found.items()} for found in arrays]
+        variables = [{name: tf.Variable(v) for name, v in part.items()} for part in arrays]
         stack.append((functools.partial(layer, variables), variables))
     return _contender(problem, stack, time_major=True)
 
@@ -158,8 +158,8 @@ def _as_torch(problem: Problem, gradients: Any, reorder: bool) -> dict[str, Arra
             [_as_keras(problem, direction, reorder) for direction in layer]
             for layer in by_direction(weights, problem.shape)
         ]
-    found = tape.gradient(turned, weights, output_gradients=gradients)
-    return {name: gradient.numpy() for name, gradient in found.items()}
+    of_torch = tape.gradient(turned, weights, output_gradients=gradients)
+    return {name: gradient.numpy() for name, gradient in of_torch.items()}
 
 
 # -- the way to run them ---------------------------------------------------------------------------

@@ -35,7 +35,7 @@ ENTRY = """
 def as_json(report: Report) -> dict[str, Any]:
     """Everything that was measured and everything needed to judge it."""
     settings = report.settings
-    found = {
+    document = {
         "schema": SCHEMA,
         "date": report.date,
         "ok": report.ok,
@@ -57,7 +57,7 @@ def as_json(report: Report) -> dict[str, Any]:
             for cell, mode, rows in report.tables()
         ],
     }
-    return dict(_finite(found))
+    return dict(_finite(document))
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -72,8 +72,8 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _means(rows: list[Row], peers: Any, alone: bool = False) -> dict[str, float]:
-    found = {peer: mean(rows, peer, alone) for peer in peers}
-    return {peer: value for peer, value in found.items() if not math.isnan(value)}
+    means = {peer: mean(rows, peer, alone) for peer in peers}
+    return {peer: value for peer, value in means.items() if not math.isnan(value)}
 
 
 def _finite(value: Any) -> Any:
@@ -116,7 +116,7 @@ class Column(NamedTuple):
 
 def tables(report: Report) -> list[Table]:
     """Title, headers and lines of one table per cell and mode."""
-    settings, found = report.settings, []
+    settings, shown = report.settings, []
     threads = f"{settings.threads} thread{'s' * (settings.threads > 1)}"
     for cell, mode, rows in report.tables():
         columns = list(_columns(settings, rows)) if rows else []
@@ -124,8 +124,8 @@ def tables(report: Report) -> list[Table]:
         body += [[c.last(alone) for c in columns] for alone in (False, True)[: 1 + settings.alone]]
         if rows:
             title = f"{cell} {mode}, {settings.dtype}, {threads}"
-            found.append((title, [column.header for column in columns], body))
-    return found
+            shown.append((title, [column.header for column in columns], body))
+    return shown
 
 
 def _columns(settings: Settings, rows: list[Row]) -> Iterator[Column]:

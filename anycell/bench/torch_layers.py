@@ -76,9 +76,10 @@ def _task(
 
     def arrays(output: Any) -> dict[str, Array]:
         # What has no gradient stays absent: the gate says which one is missing.
-        found = {"output": output, **{k: v.grad for k, v in leaves.items() if v.grad is not None}}
+        gradients = {k: v.grad for k, v in leaves.items() if v.grad is not None}
         # In float32 where NumPy has no such dtype.
-        return {k: (v.float() if v.element_size() == 2 else v).numpy() for k, v in found.items()}
+        kept = {"output": output, **gradients}.items()
+        return {k: (v.float() if v.element_size() == 2 else v).numpy() for k, v in kept}
 
     return Task(work, arrays, ready)
 

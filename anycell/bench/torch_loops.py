@@ -43,8 +43,8 @@ def over_time(
         w = {**w, **constants(w)}
         h = c = x.new_zeros(x.shape[1], w["weight_hh"].shape[1])
         outputs = []
-        steps = inputs(x, w).unbind(0)
-        for gates in steps[::-1] if reverse else steps:
+        projected = inputs(x, w).unbind(0)
+        for gates in projected[::-1] if reverse else projected:
             h, c = step(gates, h, c, w)
             outputs.append(h)
         return torch.stack(outputs[::-1] if reverse else outputs)

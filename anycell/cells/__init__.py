@@ -39,23 +39,7 @@ if not TYPE_CHECKING:  # which would take any name for one that is there
 
 
 __all__ = [
-    "EALSTM",
-    "GRU",
-    "GRUD",
-    "IndRNN",
-    "JANET",
-    "LSTM",
-    "LSTMP",
-    "LayerNormGRU",
-    "LayerNormLSTM",
-    "MGU",
-    "MultiplicativeLSTM",
-    "NAS",
-    "PeepholeLSTM",
-    "RNN",
-    "RecurrentDropoutLSTM",
-    "VariationalLSTM",
-    "ZoneoutGRU",
-    "ZoneoutLSTM",
-    "sLSTM",
-]
+    "EALSTM", "GRU", "GRUD", "IndRNN", "JANET", "LSTM", "LSTMP", "LayerNormGRU", "LayerNormLSTM",
+    "MGU", "MultiplicativeLSTM", "NAS", "PeepholeLSTM", "RNN", "RecurrentDropoutLSTM",
+    "VariationalLSTM", "ZoneoutGRU", "ZoneoutLSTM", "sLSTM",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 from anycell.lang.cell import Gates, cell
 from anycell.lang.expr import Expr
 from anycell.lang.ops import relu, tanh
+from anycell.refusal import refuse
 
 _ACTIVATIONS = {"relu": relu, "tanh": tanh}
 
@@ -21,7 +22,5 @@ def IndRNN(x: Gates, r: Gates, s: Gates, p: Gates, *, nonlinearity: str = "relu"
     Deeper RNN*, 2018.
     """
     if nonlinearity not in _ACTIVATIONS:
-        raise ValueError(
-            f"nonlinearity={nonlinearity!r}; expected one of {', '.join(_ACTIVATIONS)}."
-        )
+        refuse("nonlinearity", repr(nonlinearity), f"one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[nonlinearity](x.h + p.u * s.h)

@@ -3,6 +3,7 @@
 from anycell.lang.cell import Gates, cell
 from anycell.lang.expr import Expr
 from anycell.lang.ops import layer_norm, mean, sigmoid, sqrt, tanh
+from anycell.refusal import refuse
 
 _FORMS = ("gate", "ba", "addons")
 
@@ -46,7 +47,7 @@ def LayerNormLSTM(
     Source: Ba, Kiros & Hinton, *Layer Normalization*, 2016, equations 20 to 22.
     """
     if form not in _FORMS:
-        raise ValueError(f"form={form!r}; expected one of {', '.join(_FORMS)}.")
+        refuse("form", repr(form), f"one of {', '.join(_FORMS)}")
     nx, nr = _norms(form, x, eps), _norms(form, r, eps)
     i = p.x_i * nx[0] + p.r_i * nr[0] + p.b_i
     f = p.x_f * nx[1] + p.r_f * nr[1] + p.b_f

@@ -3,6 +3,7 @@
 from anycell.lang.cell import Gates, cell
 from anycell.lang.expr import Expr
 from anycell.lang.ops import relu, tanh
+from anycell.refusal import refuse
 
 _ACTIVATIONS = {"tanh": tanh, "relu": relu}
 
@@ -16,7 +17,5 @@ def RNN(x: Gates, r: Gates, s: Gates, *, nonlinearity: str = "tanh") -> Expr:
     Source: Elman, *Finding Structure in Time*, 1990.
     """
     if nonlinearity not in _ACTIVATIONS:
-        raise ValueError(
-            f"nonlinearity={nonlinearity!r}; expected one of {', '.join(_ACTIVATIONS)}."
-        )
+        refuse("nonlinearity", repr(nonlinearity), f"one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[nonlinearity](x.h + r.h)

@@ -3,6 +3,7 @@
 from anycell.lang.cell import Gates, cell, linear
 from anycell.lang.expr import Expr
 from anycell.lang.ops import exp, log_sigmoid, maximum, sigmoid, tanh
+from anycell.refusal import refuse
 
 _FORGET = ("sigmoid", "exp")
 
@@ -29,7 +30,7 @@ def sLSTM(
     Source: Beck et al., *xLSTM: Extended Long Short-Term Memory*, 2024, equations 8 to 17.
     """
     if forget not in _FORGET:
-        raise ValueError(f"forget={forget!r}; expected one of {', '.join(_FORGET)}.")
+        refuse("forget", repr(forget), f"one of {', '.join(_FORGET)}")
     i, f, z, o = x + linear(s.h, "r", gates="i f z o", heads=heads)
     stay = (log_sigmoid(f) if forget == "sigmoid" else f) + s.m
     m = maximum(stay, i)

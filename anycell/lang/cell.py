@@ -9,6 +9,7 @@ import inspect
 import linecache
 import pickle
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -193,7 +194,12 @@ class Cell:
         code, outer = tracing.set(self.function.__code__), current.set(trace)
         try:
             result = self.function(*args, **self.structure, **hyper)
-            self._finish(self._check_result(result, trace.given), trace)
+            graph = _fuse(self._check_result(result, trace.given))
+            matmuls = (n.attrs[0] for n in topological(graph) if n.op in ("linear", "preact"))
+            recurrent = Declared(self.gates, 1, True, None)
+            self._derive(graph, {name: trace.linears.get(name, recurrent) for name in matmuls})
+            self._check_names()
+            self._check_numbers()
         except ValueError as error:
             if isinstance(error, CellError) or "to unpack" not in str(error):
                 raise
@@ -201,13 +207,6 @@ class Cell:
         finally:
             tracing.reset(code)
             current.reset(outer)
-
-    def _finish(self, results: tuple[Expr, ...], trace: Trace) -> None:
-        graph, recurrent = _fuse(results), Declared(self.gates, 1, True, None)
-        names = (node.attrs[0] for node in topological(graph) if node.op in ("linear", "preact"))
-        self._derive(graph, {name: trace.linears.get(name, recurrent) for name in names})
-        self._check_names()
-        self._check_numbers()
 
     def _derive(self, graph: tuple[Expr, ...], declared: Mapping[str, Declared]) -> None:
         """Sets the graph, whose matmuls are ``declared`` by name, and all that follows from it."""
@@ -219,7 +218,7 @@ class Cell:
         self.key = _canonical(self)
 
     def _check_names(self) -> None:
-        """All that a layer learns must have names of their own; see ``layer.shapes``."""
+        """All that a layer learns must have names of their own; see ``layer.signature``."""
         matmuls = [(PROJECTION, "the projection of the input", True)]
         matmuls += [(RECURRENT, "the projection of the first state", True)]
         further = [l for l in self.linears if l.name != RECURRENT]
@@ -253,11 +252,10 @@ class Cell:
 
     def _unpacked(self, error: ValueError) -> str:
         """Python's error about the number of names, with those that there are."""
-        where, trace = "", error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code is self.function.__code__:
-                where = line_of(trace.tb_frame.f_code, trace.tb_lineno)
-            trace = trace.tb_next
+        where, code = "", self.function.__code__
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            if frame.f_code is code:
+                where = line_of(code, line)
         declared = {"gates": self.gates, "states": self.state_names, "params": self.param_names}
         shown = "; ".join(f"{what} {' '.join(names)}" for what, names in declared.items() if names)
         return f"{where}{error}.\nInstead: unpack all of them, in the declared order: {shown}."

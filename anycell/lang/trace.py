@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, overload
 
@@ -22,6 +22,14 @@ from anycell.lang.expr import (
     positive,
     refused,
 )
+
+
+def _operators(op: str) -> tuple[Callable[[Gates, Any], Gates], ...]:
+    """The methods of an operator of two values, for gates on its left and on its right."""
+    return (
+        lambda self, other: self._combine(op, self, other),
+        lambda self, other: self._combine(op, other, self),
+    )
 
 
 class Gates(Traced):
@@ -63,20 +71,9 @@ class Gates(Traced):
             self._what, {n: apply(op, pick(left, n), pick(right, n)) for n in self._values}
         )
 
-    def __add__(self, other: Any) -> Gates:
-        return self._combine("add", self, other)
-
-    def __radd__(self, other: Any) -> Gates:
-        return self._combine("add", other, self)
-
-    def __sub__(self, other: Any) -> Gates:
-        return self._combine("sub", self, other)
-
-    def __mul__(self, other: Any) -> Gates:
-        return self._combine("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Gates:
-        return self._combine("mul", other, self)
+    __add__, __radd__ = _operators("add")
+    __sub__ = _operators("sub")[0]
+    __mul__, __rmul__ = _operators("mul")
 
 
 for _operator in (

@@ -15,6 +15,7 @@ from anycell.lang.cell import Cell, rewritten
 from anycell.lang.declare import PROJECTION, RECURRENT, is_recurrent
 from anycell.lang.expr import Expr, apply
 from anycell.lang.trace import Declared
+from anycell.refusal import refuse
 
 
 def with_projection(cell: Cell) -> Cell:
@@ -79,10 +80,9 @@ def with_feedback(cell: Cell) -> Cell:
     """
     taken = {l.name for l in cell.linears} & {READOUT, FEEDBACK}
     if taken:
-        raise ValueError(
-            f"cell: given {cell.name}, which has a linear(..., {min(taken)!r}); expected a cell "
-            "without: that is the name of a matmul that feeds a readout back. Rename it."
-        )
+        given = f"{cell.name}, which has a linear(..., {min(taken)!r})"
+        expected = "a cell without: that is the name of a matmul that feeds a readout back"
+        refuse("cell", given, expected, "Rename it.")
     first = Expr("state", (), (cell.states[0].name,))
     free = apply("gt", Expr("x", (), (FREE,)), 0.0)
     y = Expr("linear", (first,), (READOUT, READOUT))
@@ -144,21 +144,18 @@ def low_rank(cell: Cell, matmuls: Sequence[str] | None = None, *, bias: bool = T
     chosen = names if matmuls is None else tuple(name for name in names if name in set(matmuls))
     unknown = [] if matmuls is None else [name for name in matmuls if name not in names]
     if isinstance(matmuls, str) or unknown or not chosen:
-        raise ValueError(
-            f"matmuls: given {matmuls!r}; expected names of matmuls in the step of {cell.name}: "
-            f"{', '.join(names) or 'it has none'}."
-        )
+        listed = ", ".join(names) or "it has none"
+        expected = f"names of matmuls in the step of {cell.name}: {listed}"
+        refuse("matmuls", repr(matmuls), expected)
     if RANK in cell.sizes.values():
-        raise ValueError(
-            f"cell: given {cell!r}, which has the size {RANK!r}; expected one without: that is "
-            "what the new weights share. Rename it, or name all matmuls in one call."
-        )
+        given = f"{cell!r}, which has the size {RANK!r}"
+        expected = "one without: that is what the new weights share"
+        refuse("cell", given, expected, "Rename it, or name all matmuls in one call.")
     taken = {f"{name}_{end}" for name in chosen for end in "uv"} & {*names} - {*chosen}
     if taken:
-        raise ValueError(
-            f"cell: given {cell!r}, which has a matmul {min(taken)!r}; expected one without: that "
-            "is the name of a new one. Rename it, or name all matmuls in one call."
-        )
+        given = f"{cell!r}, which has a matmul {min(taken)!r}"
+        expected = "one without: that is the name of a new one"
+        refuse("cell", given, expected, "Rename it, or name all matmuls in one call.")
     return _low_rank(cell, chosen, bias and cell.bias)
 
 

@@ -10,21 +10,15 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from anycell.lang.cell import Cell
 from anycell.lang.declare import RESERVED
 from anycell.plan import OF_CALL, OPTIONS
+from anycell.refusal import refuse as refuse
 
 Shape = tuple[int, ...]
 MOST = (1 << 31) - 1  # of a size: frameworks have their own words for products that are too large
-
-
-def refuse(
-    name: str, given: str, expected: str, hint: str = "", error: type[Exception] = ValueError
-) -> NoReturn:
-    """Raises the error about an argument."""
-    raise error(f"{name}: given {given}; expected {expected}. {hint}".rstrip())
 
 
 def remedy(value: Any, axes: int, otherwise: str) -> str:

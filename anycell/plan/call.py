@@ -2,9 +2,9 @@
 
 An option is declared here and nowhere else: a field of ``Options`` has its name, its default, what
 it takes, how kernels read it, and the sentence of docstrings. From these rows come the check of
-what users pass (``layer.checks.options``), the entries of the tables of the CPU's kernels, and the
-facts that a GPU's kernels are printed for. What changes a step is in the engines besides; what only
-the layer heeds is where the layer heeds it.
+what users pass (``layer.checks.check_options``), the entries of the tables of the CPU's kernels,
+and the facts that a GPU's kernels are printed for. What changes a step is in the engines besides;
+what only the layer heeds is where the layer heeds it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, defaultdict, deque
 
 from anycell.lang.cell import Cell
 from anycell.lang.expr import Expr, topological
@@ -13,8 +13,6 @@ from anycell.lang.ops import is_boolean, is_reduction
 # Known without saving: constants, learned values, counter-based masks whose rate is known, and the
 # state sequences, which the layer keeps anyway (the hidden states are its output).
 FREE = frozenset({"const", "hyper", "param", "static", "keep", "state", "input", "recurrent_mask"})
-
-
 # What a step begins with: nothing computes it again.
 _GIVEN = frozenset({"x", "linear", "preact"})
 # Jump where their arguments hardly move.
@@ -129,11 +127,11 @@ class _Flow:
     ENDLESS = 1 << 40
 
     def __init__(self) -> None:
-        self.room: dict[object, dict[object, int]] = {"source": {}, "sink": {}}
+        self.room: defaultdict[object, Counter[object]] = defaultdict(Counter)
 
     def edge(self, a: object, b: object, capacity: int) -> None:
-        self.room.setdefault(a, {})[b] = self.room.get(a, {}).get(b, 0) + capacity
-        self.room.setdefault(b, {}).setdefault(a, 0)
+        self.room[a][b] += capacity
+        self.room[b][a] += 0
 
     def sink_side(self) -> set[object]:
         """After the maximum flow: every node from which the sink can still be reached."""

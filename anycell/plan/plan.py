@@ -1,7 +1,5 @@
 """The plan: how one cell runs. What is saved for the backward pass, what is computed again,
 which engine and why.
-
-Framework-free and engine-free: an engine reads a plan, it does not change one.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from anycell.lang.expr import Expr, topological
 from anycell.lang.grad import Gradients, backward
 from anycell.plan.cut import FREE, gradient_roots, least_memory
 from anycell.plan.dtype import DTYPES, Dtype, dtypes
+from anycell.refusal import refuse
 
 LINE = 64  # bytes of a cache line
 
@@ -146,10 +145,10 @@ def plan(
             sizes that its heads or groups do not divide.
     """
     if engine not in (None, "cpu", "gpu", "reference"):
-        raise ValueError(f"engine={engine!r}; expected 'cpu', 'gpu', 'reference' or None.")
+        refuse("engine", repr(engine), "'cpu', 'gpu', 'reference' or None")
     known_dtypes = dtypes("gpu" if engine == "gpu" else "cpu", quantized=True)
     if dtype not in known_dtypes:
-        raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(known_dtypes)}.")
+        refuse("dtype", repr(dtype), f"one of {', '.join(known_dtypes)}")
     known = {**(sizes or {}), "H": hidden_size}
     return _plan(cell, cell.key, hidden_size, dtype, engine, tuple(sorted(known.items())))
 
@@ -168,21 +167,21 @@ def _plan(
     gradients, sizes = backward(cell), dict(known)
     cell.check_sizes(sizes)
     cut, recomputed = least_memory(cell, gradients, rounded=DTYPES[dtype].mixed)
-    needed = set(cut) | set(recomputed)
+    # Of the first state, and of those whose old or new value the backward pass reads.
+    read = {*topological(gradient_roots(cell, gradients)), *(l.operand for l in cell.linears)}
     kept = [
         state.name
         for i, (state, new) in enumerate(zip(cell.states, cell.next, strict=True))
-        if i == 0 or _reads(cell, gradients, state.name, new, needed)
+        if i == 0
+        or Expr("state", (), (state.name,)) in read
+        or (new in read and new.op not in FREE)
     ]
-    refusal = _refusal(cell, sizes)
+    unknown = {symbol for symbol in cell.sizes.values() if symbol not in sizes}
+    refusal = f"nothing tells the size {min(unknown)} of this cell" if unknown else None
     if engine in ("cpu", "gpu") and refusal:
         raise ValueError(f"engine={engine!r} cannot run cell {cell.name}: {refusal}.")
-    chosen = engine or ("reference" if refusal else "cpu")
-    reason = (
-        "asked for"
-        if engine == "reference"
-        else refusal or f"fused kernel, {_count(len(cell.linears), 'matmul')} a step"
-    )
+    matmuls = len(cell.linears)
+    fused = f"fused kernel, {matmuls or 'no'} matmul{'s' * (matmuls != 1)} a step"
     return Plan(
         cell=cell,
         hidden_size=hidden_size,
@@ -193,8 +192,8 @@ def _plan(
         saved_rows=tuple(node for node in cut if node.narrow),
         states=tuple(kept),
         recomputed=tuple(recomputed),
-        engine=chosen,
-        reason=reason,
+        engine=engine or ("reference" if refusal else "cpu"),
+        reason="asked for" if engine == "reference" else refusal or fused,
     )
 
 
@@ -204,26 +203,3 @@ def padded(itemsize: int, width: int) -> int:
     or all rows would share a few lines of the cache.
     """
     return width + LINE // itemsize if width * itemsize % 1024 == 0 else width
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
-
-
-def _reads(
-    cell: Cell, gradients: Gradients, state: str, new: Expr, forward_needed: set[Expr]
-) -> bool:
-    """Whether the backward pass reads the old or the new value of a state."""
-    old = Expr("state", (), (state,))
-    if any(l.operand is old for l in cell.linears):
-        return True
-    reached = set(topological(gradient_roots(cell, gradients)))
-    return old in reached or (new in reached and new.op not in FREE)
-
-
-def _refusal(cell: Cell, sizes: Mapping[str, int]) -> str | None:
-    """Why no fused kernel carries this cell, or None if one does."""
-    unknown = {symbol for symbol in cell.sizes.values() if symbol not in sizes}
-    if unknown:
-        return f"nothing tells the size {min(unknown)} of this cell"
-    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from anycell.engines.cpu import isa, jit, kernel, tiles
 from anycell.engines.cpu.layout import Layout
@@ -47,7 +47,7 @@ def _geometry(layout: Layout, batch: int | None) -> Iterator[str]:
         )
         columns = [len(group) for group in g.groups(g.span)]
         blocks = [f"{g.block_rows(n)} rows x {n} {_plural('column', n)}" for n in columns]
-        how = f"register blocks of at most {_unique(blocks)}"
+        how = f"register blocks of at most {' and '.join(dict.fromkeys(blocks))}"
         if g.paired:
             how += " of pairs of bfloat16"
         if g.tiled:
@@ -94,7 +94,3 @@ def _code(layout: Layout) -> str:
 
 def _plural(word: str, count: int) -> str:
     return word if count == 1 else f"{word}s"
-
-
-def _unique(items: Iterable[str]) -> str:
-    return " and ".join(dict.fromkeys(items))

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from anycell.engines.cpu.geometry import L1_WEIGHTS
 from anycell.engines.cpu.idioms import narrow
 from anycell.engines.cpu.ir import Builder, Module, Value, constant, integer_of, vector
 from anycell.engines.cpu.layout import Layout
@@ -29,17 +28,15 @@ from anycell.plan import LINE, Array, scales_of
 
 WORTH_SPREADING = 1 << 16  # numbers to pack below which another thread takes longer to wake
 NEAR_CACHE = 5 << 18  # bytes of a core's own cache
-# Threads share the rows and split the units where each would have fewer rows than that, and a
-# core's own cache holds a part of the weights but not all; with hardly any rows always. Else the
-# barrier of each step costs more than it saves.
+# Threads do not divide the rows but split the units where each thread would have fewer rows than
+# that, and a core's own cache holds a part of the weights but not all; with hardly any rows they
+# always do. Elsewhere the barrier of each step costs more than it saves.
 FEW_ROWS = 16
 FEW_TILED_ROWS = 64  # tiles are through with a weight sooner than it comes from afar
 HARDLY_ANY_ROWS = 4
 # What a packing function reads: the weight, its strides, two biases, where it packs to, the length
 # of the sum, and the scales of integers.
 PACKING = "source heads rows columns input_bias bias packed inner scales".split()
-
-
 PACKING_BYTES = align(8 * len(PACKING))
 
 
@@ -74,8 +71,9 @@ class Door:
         self.arrays, self.index = layout.arrays, layout.entries
         self.sequences, self.projecting = layout.sequences, layout.projecting
         self.gates = len(self.cell.gates) * self.plan.hidden_size
-        # Of scratch memory: how many directions and where their tables are, the kernel's tables,
-        # each with the counter of its barrier on a line of its own, and the counters of packing.
+        # Scratch memory has the number of directions and the addresses of their tables, then the
+        # kernel's tables, each with the counter of its barrier on a line of its own, and then the
+        # tables of packing.
         self.table_bytes = align(8 * len(self.index)) + LINE
         self.matmuls = layout.matmuls
         self.packing_bytes = PACKING_BYTES * (len(self.matmuls) + 1)
@@ -150,9 +148,9 @@ class Door:
         staged: Value | int = 0
         if self.projecting is not None and self.layout.staged_bytes:
             staged = self.layout.staged_input(b, shared["inputs"]) * self.size
-        each = self.layout.workspace(shared["batch"], staged)
-        end = work + directions * shared["threads"] * each
-        return packing, zeros, work, each, end
+        bytes_of_one = self.layout.workspace(shared["batch"], staged)
+        end = work + directions * shared["threads"] * bytes_of_one
+        return packing, zeros, work, bytes_of_one, end
 
     def _packed_bytes(self, shared: Entries) -> Value:
         """Bytes of a direction's packed weights, with the input that the kernel multiplies."""
@@ -364,9 +362,8 @@ class Door:
             table["gates"], table["gates steps"], table["gates rows"] = zeros, 0, 0
         if self.projecting is None:
             return
-        g, itemsize = self.projecting.geometry, self.plan.types.operands.bytes
-        rows = L1_WEIGHTS // (max(g.columns, 1) * g.lanes * itemsize)
-        blocks = b.value(1, "i64")
+        g, blocks = self.projecting.geometry, b.value(1, "i64")
+        rows = g.near_rows(self.plan.types.operands.bytes)
         if not g.quantized:
             blocks = b.smax(((inputs << 1) + rows) // (2 * rows), 1)
         block = (inputs + blocks - 1) // blocks

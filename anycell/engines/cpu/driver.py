@@ -52,9 +52,9 @@ CALL = "form table".split()
 FORM = "template length places count first".split()
 # A number of the tables that is an address of the call, counted from 0, plus an offset.
 PLACE = "at address offset".split()
-# Before a segment ``base``, and ``step`` for each segment before it, are written to the address
-# ``place``. A forward pass then has the door write the states before the segment there, as if they
-# were final ones, and writes ``rest``.
+# Before a segment, ``base`` and ``step`` times the number of segments before it are added up and
+# written to the address ``place``. A forward pass then has the door write the states before the
+# segment there, as if they were final ones, and writes ``rest``.
 MOVE = "place base step rest".split()
 _KEPT = gemm.ENTRIES[: gemm.ENTRIES.index("add") + 1]
 # The entries of a matmul, the size that is the rows of the chunk (0 rows, 2 inner), whether the
@@ -128,9 +128,9 @@ class Driver:
                     self._move(b, table, "rest", None)
             with b.when(table["again"].ne(0)):
                 again = table.pointer("again")
-                for each in (table, Entries(b, again, PASS)):
+                for of_pass in (table, Entries(b, again, PASS)):
                     for name, value in (("origin", begin), ("span", end - begin)):
-                        b.store(value, b.gep(each.pointer("call"), each[name], "i64"))
+                        b.store(value, b.gep(of_pass.pointer("call"), of_pass[name], "i64"))
                 b.call("chunks", again, begin, end)
             b.call("chunks", b.args[0], begin, end)
         with b.when(table["next"].ne(0)):

@@ -9,15 +9,15 @@ of 64-bit numbers, as that of a door.
 B is packed, a *span* of rows and columns of it at a time: panels of a few vectors of columns, cut
 into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where these are few, of
 columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
-Of up to ``ROWS`` rows a piece is some panels, and its thread packs them: they would cost more to
-fetch from another core than to multiply.
+Where C has up to ``ROWS`` rows, a piece is some panels, and its thread packs them: they would cost
+more to fetch from another core than to multiply.
 A thread reads the rows of its piece where they lie, and copies them, block by block, where they
 would drive each other or a panel out of the near cache. Where the columns of A are dense, copies
 have the order in which a register block reads them: the first number of each of its rows, then the
 second ones.
 A and B of 16 bits give a C of 32: rows of A are then widened as they are copied, and B is packed in
-pairs, see ``matmul``. Of integers B is given with the scales of its columns, and A in float32: its
-rows are rounded as they are copied.
+pairs, see ``matmul``. A B of integers comes with the scales of its columns, and with an A of
+float32, whose rows are rounded as they are copied.
 While it multiplies, it fetches the panel that comes next.
 
 An element of C is the sum over blocks of ``INNER`` numbers, one after the other, each of them a sum
@@ -118,9 +118,9 @@ class Gemm:
         if self.tiled:
             self.rows = tiles.ROWS
         self.width = self.vectors * self.lanes
-        # Of a thread: a block of copied rows, whose copying writes whole vectors of them, another
-        # for those that are transposed before they are staged, and results that are not whole
-        # vectors.
+        # Memory of a thread: a panel, a block of copied rows (copying writes whole vectors of
+        # them), another one for rows that are transposed before they are staged, and results that
+        # are not whole vectors.
         copied = ROW_HEADER + INNER // self.packs if self.quantized else INNER
         self.row = copied + LINE // self.size  # or all rows would share a few lines of the cache
         self.copied_block = INNER * self.rows + LINE // self.size  # of the rows of a register block
@@ -132,7 +132,7 @@ class Gemm:
         if self.staged:
             self.copied *= 2
         self.panel = self.packed_rows * self.width * self.size  # bytes of a block of it
-        self.own = self.panel + self.copied + align(self.rows * self.width * self.size)
+        self.thread_bytes = self.panel + self.copied + align(self.rows * self.width * self.size)
 
     def print(self) -> None:
         """Adds the functions to the module."""
@@ -397,7 +397,7 @@ class Gemm:
         sides = b.smin(_parts(wanted, rows), panels)
         total = rows * sides
         packed = panels * blocks * self.panel
-        own_panel = b.gep(b.gep(scratch, HEADER, "i8"), packed + part * self.own, "i8")
+        own_panel = b.gep(b.gep(scratch, HEADER, "i8"), packed + part * self.thread_bytes, "i8")
         space = b.gep(own_panel, self.panel, "i8")
         tile = b.gep(space, self.copied, "i8")
         if self.tiled:
@@ -522,7 +522,7 @@ class Gemm:
         columns = _parts(b.smin(call["columns"], SPAN_COLUMNS), self.width)
         inner = b.smax(_parts(b.smin(call["inner"], SPAN_INNER), INNER), 1)
         packed = columns * inner * self.panel
-        threads = b.smax(call["threads"], 1) * self.own
+        threads = b.smax(call["threads"], 1) * self.thread_bytes
         call["scratch_bytes"] = packed + threads + HEADER
 
     def _gemm(self) -> None:

@@ -133,12 +133,15 @@ class Geometry:
         """Numbers of a packed tile."""
         return self.tile_rows * self.columns * self.lanes
 
+    def near_rows(self, itemsize: int) -> int:
+        """Rows of weights of this size that stay in the first-level cache."""
+        return L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)
+
     def inner_block(self, itemsize: int) -> int:
         """The length of a part of the sum, for weights of this size. A sum of integers is one."""
         if self.quantized:
             return self.inner
-        rows = L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)
-        blocks = max(1, round(self.inner / rows))
+        blocks = max(1, round(self.inner / self.near_rows(itemsize)))
         return whole(-(-self.inner // blocks), self.chunk)
 
 
@@ -224,7 +227,7 @@ def whole(count: int, size: int) -> int:
 
 def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
     """The matmuls of a step, in the order of the cell."""
-    lanes, found = target.lanes(plan.types.math.llvm), []
+    lanes, of_step = target.lanes(plan.types.math.llvm), []
     operands = plan.types.operands
     packs, tiled = plan.types.math.bytes // operands.bytes, tiles.multiplies(target, operands.llvm)
     if packs == QUANTIZED:  # vectors add up short sums as fast, and to the same bits
@@ -247,8 +250,8 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
             state = plan.cell.state_names.index(l.operand.attrs[0])
         elif l.operand.op == "input":
             state = INPUT
-        found.append(Matmul(l, number, g, state, units, inner, backward))
-    return tuple(found)
+        of_step.append(Matmul(l, number, g, state, units, inner, backward))
+    return tuple(of_step)
 
 
 def paired(target: Target, types: Dtype) -> bool:

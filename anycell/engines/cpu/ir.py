@@ -101,10 +101,10 @@ class Value:
         raise TypeError(f"{self} is not known before the function runs; use `when` or `select`")
 
     def _builder(self, other: Operand) -> Builder:
-        found = self.builder or (other.builder if isinstance(other, Value) else None)
-        if found is None:
+        builder = self.builder or (other.builder if isinstance(other, Value) else None)
+        if builder is None:
             raise TypeError(f"no operand belongs to a function: {self}, {other}")
-        return found
+        return builder
 
     def _opcode(self, integer: str, real: str) -> str:
         opcode = real if is_real(self.type) else integer
@@ -125,9 +125,9 @@ class Value:
 
     def __neg__(self) -> Value:
         """The negative; of a real, the sign turned over, also of a zero and a NaN."""
-        return (
-            self._builder(self)._emit(self.type, f"fneg {self}") if is_real(self.type) else 0 - self
-        )
+        if not is_real(self.type):
+            return 0 - self
+        return self._builder(self)._emit(self.type, f"fneg {self}")
 
     def __invert__(self) -> Value:
         """Every bit turned over; of a mask, the lanes that it leaves out."""
@@ -254,12 +254,11 @@ class Module:
         """Start a private function."""
         return self.function(name, params, returns, private=True, vectors=vectors)
 
-    def declare(self, name: str, returns: str, params: Sequence[str]) -> str:
+    def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
         """Declare what this module calls and does not define; again is the same as once."""
         text = f"declare {returns} @{name}({', '.join(params)})"
         if self._declarations.setdefault(name, (returns, text))[1] != text:
             raise ValueError(f"{name} is declared twice: {text}; {self._declarations[name][1]}")
-        return name
 
     def returns(self, name: str) -> str:
         """The type that the function of this name returns."""
@@ -269,14 +268,12 @@ class Module:
             raise KeyError(f"{name!r} is neither defined nor declared")
         return self._declarations[name][0]
 
-    def table(self, values: Sequence[Number], element: str, align: int = 64) -> Value:
+    def table(self, values: Sequence[Number], element: str) -> Value:
         """Read-only numbers in memory; the value is their address."""
         name = f"@table{len(self._globals)}"
         body = ", ".join(f"{element} {_literal(value, element)}" for value in values)
-        self._globals.append(
-            f"{name} = private unnamed_addr constant [{len(values)} x {element}] [{body}], "
-            f"align {align}"
-        )
+        numbers = f"[{len(values)} x {element}] [{body}]"
+        self._globals.append(f"{name} = private unnamed_addr constant {numbers}, align 64")
         return Value(name, "ptr")
 
     def plain_loop(self) -> str:
@@ -460,11 +457,10 @@ class Builder:
 
     def splat(self, x: Value, lanes: int | None = None) -> Value:
         """A scalar in every lane."""
-        type = vector(lanes or self.lanes, x.type)
+        lanes = lanes or self.lanes
+        type, first_lane = vector(lanes, x.type), f"<{lanes} x i32> zeroinitializer"
         first = self._emit(type, f"insertelement {type} poison, {x}, i64 0")
-        return self._emit(
-            type, f"shufflevector {first}, {type} poison, <{shape(type)[0]} x i32> zeroinitializer"
-        )
+        return self._emit(type, f"shufflevector {first}, {type} poison, {first_lane}")
 
     def shuffle(self, x: Value, y: Value | None, lanes: Sequence[int]) -> Value:
         """Lanes of x and y put side by side, in the order given."""
@@ -606,9 +602,9 @@ class Builder:
     def variable(self, first: Operand, type: str = "i64") -> Variable:
         """A variable on the stack that begins with a value, or with a number of a type."""
         value = first if isinstance(first, Value) else self.value(first, type)
-        found = self.unset(value.type)
-        found.value = value
-        return found
+        variable = self.unset(value.type)
+        variable.value = value
+        return variable
 
     def unset(self, type: str) -> Variable:
         """A variable on the stack that has no value yet."""

@@ -54,8 +54,8 @@ TARGETS["neonbf16"] = dataclasses.replace(
     TARGETS["neondot"], name="neonbf16", dot="llvm.aarch64.neon.usdot.v4i32.v16i8",
     pairs="llvm.aarch64.neon.bfdot.v4f32.v8bf16", bfloat=True,
 )  # fmt: skip
-# Only for those who ask: the emulation that tests run; and where Intel made the processor, products
-# of bfloat16 in pairs, which take twice as long there as those of float32 (on AMD's half as long).
+# Taken only where asked for: the emulation, which tests run; and on Intel's processors products of
+# bfloat16 in pairs, which take twice as long there as those of float32 (on AMD's half as long).
 ASKED_FOR = ("amx-emulated", "avx512bf16") if X86 else ()
 
 
@@ -69,10 +69,7 @@ class Machine(NamedTuple):
 
 # The levels v3 and v4 of the x86-64 psABI. Every core with one feature of a level has all of them,
 # except where a hypervisor hides some, and then the level is not available.
-_V3 = [
-    *("cx16", "sahf", "popcnt", "sse3", "ssse3", "sse4.1", "sse4.2"),
-    *("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"),
-]
+_V3 = "cx16 sahf popcnt sse3 ssse3 sse4.1 sse4.2 avx avx2 bmi bmi2 f16c fma lzcnt movbe".split()
 _V4 = [*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
 _VNNI = [*_V4, "avx512vnni"]  # and products of 8 bits
 _BF16 = [*_VNNI, "avx512bf16"]  # and of bfloat16
@@ -130,12 +127,10 @@ def permitted() -> bool:
 
 # Where Linux and LLVM call a feature by different names.
 _LINUX = {
-    **{"sahf": "lahf_lm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2"},
-    **{"bmi": "bmi1", "lzcnt": "abm", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"},
-    **{name: name.replace("-", "_") for name in ("amx-tile", "amx-int8", "amx-bf16")},
-}
-
-
+    "sahf": "lahf_lm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2", "bmi": "bmi1",
+    "lzcnt": "abm", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16",
+    "amx-tile": "amx_tile", "amx-int8": "amx_int8", "amx-bf16": "amx_bf16",
+}  # fmt: skip
 # Of ARM: LLVM's name; the number of the entry of Linux's auxiliary vector, and the bit there; the
 # name of macOS.
 _ARM = [

@@ -123,9 +123,7 @@ def compile(
         return Library(text, target, addresses, cached)
 
 
-def stored(
-    text: Text, symbols: Sequence[str], target: Target, recipe: str | None = None
-) -> bytes | None:
+def stored(text: Text, symbols: Sequence[str], target: Target, recipe: str | None) -> bytes | None:
     """The object file that `compile` would find in the cache; None where there is none."""
     if not enabled():
         return None

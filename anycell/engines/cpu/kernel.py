@@ -15,6 +15,7 @@ from anycell.lang.cell import Cell
 from anycell.lang.expr import Expr, topological
 from anycell.lang.grad import Gradients
 from anycell.plan import Plan
+from anycell.refusal import refuse
 
 
 class Kernel:
@@ -76,8 +77,7 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
         ValueError: for the backward pass of weights of integers, which there is not.
     """
     if backward and plan.types.quantized:
-        given = f"backward: given a plan of {plan.dtype}"
-        raise ValueError(f"{given}; expected one of a dtype that has gradients.")
+        refuse("backward", f"a plan of {plan.dtype}", "one of a dtype that has gradients")
     target = isa.current()
     key = description(plan, backward), target
     if key not in _kernels:

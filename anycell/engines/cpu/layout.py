@@ -87,7 +87,7 @@ class Layout:
             }
             self.loaded = frozenset(self.saved) | frozenset(self.new_states)
         self.passes = passes(self.roots, self.loaded)
-        self.stages = [p for p, each in enumerate(self.passes) if each.matmuls or p == 0]
+        self.stages = [p for p, part in enumerate(self.passes) if part.matmuls or p == 0]
         self.matmuls = matmuls(plan, backward, target)
         self.by_name = {m.linear.name: m for m in self.matmuls}
         self.tiled = any(m.geometry.tiled for m in self.matmuls)
@@ -131,9 +131,9 @@ class Layout:
 
     def _scratch(self) -> tuple[dict[tuple[str, Expr], int], int]:
         """Places in the scratch memory of a row, by use and value; and the numbers of a row."""
-        reductions = [n for each in self.passes for n in each.reductions]
+        reductions = [n for part in self.passes for n in part.reductions]
         grouped = [n for n in reductions if n.attrs != (1,)]
-        stored = [n for each in self.passes for n in each.stores]
+        stored = [n for part in self.passes for n in part.stores]
         inside = [] if self.backward else [m for m in self.matmuls if m.state is None]
         operands = [m.linear.operand for m in inside]
         uses: Sequence[tuple[str, list[Expr]]] = (
@@ -188,7 +188,7 @@ class Layout:
 
     def staged_input(self, b: Builder, inputs: Value) -> Value:
         """Numbers from a row of the input, as the kernel multiplies it, to the next: whole vectors,
-        and no large power of two. None where the caller multiplies.
+        and no large power of two. 0 where the caller multiplies.
         """
         count = inputs
         if self.plan.types.quantized:

@@ -120,15 +120,15 @@ class Blocks:
         """The hot loop of some rows, and the columns at these places."""
         g, columns = self.g, range(len(places))
         params = f"ptr noalias weights, ptr noalias rows, ptr noalias acc, {BOUNDS}"
-        each = len(places)  # columns side by side in memory
+        beside = len(places)  # columns side by side in memory
         if places is self.all and self.few:
-            params, each = f"{params}, i64 packed_rows", len(self.groups[0])
-        width = each * g.lanes
+            params, beside = f"{params}, i64 packed_rows", len(self.groups[0])
+        width = beside * g.lanes
         b = module.private(f"{self._name('block', places)}_x{rows}", params)
         weights, pointers, acc, k0, k1, fresh, shift, *packed_rows = b.args
-        further = (b.gep(weights, packed_rows[0] * (c * g.lanes)) for c in columns[each::each])
+        further = (b.gep(weights, packed_rows[0] * (c * g.lanes)) for c in columns[beside::beside])
         groups = weights, *further
-        packed = [b.gep(group, c * g.lanes) for group in groups for c in range(each)]
+        packed = [b.gep(group, c * g.lanes) for group in groups for c in range(beside)]
         addresses = [b.load(b.gep(pointers, r, "i64"), "ptr") for r in range(rows)]
         number = self.number if g.quantized or g.paired else b.real
         operand = [b.gep(address, shift, number) for address in addresses]
@@ -157,7 +157,7 @@ class Blocks:
         step, ahead = width * self.itemsize, list[Ahead]()
         if self.matmul.packed_elements * self.itemsize > L1_WEIGHTS:
             lines = range(AHEAD, AHEAD + step, LINE)
-            ahead = [Ahead(b.gep(at, n, "i8"), step, 3) for at in tile[::each] for n in lines]
+            ahead = [Ahead(b.gep(at, n, "i8"), step, 3) for at in tile[::beside] for n in lines]
         add_products(b, totals, operand, tile, width, (k0, k1), self.number, ahead)
         if g.quantized:
             add_scaled(b, sums, totals, addresses, [header(SCALES, c) for c in columns])
@@ -251,10 +251,9 @@ def add_products(
 
     ``sums`` are vectors on the stack, ``c`` counts vectors, weights lie on a vector's alignment.
     Weights of a narrower ``number`` have a row for two or four k, of which bounds are whole
-    multiples. Meanwhile memory is fetched for later, a line for each row: ``ahead`` is the first
-    one's address, and bytes to the next. ``unroll`` rows of weights are a turn of the loop: its own
-    instructions fit beside the multiply-adds, unless another thread shares the core, but several
-    rows take longer to compile.
+    multiples. A turn of the loop takes ``unroll`` rows of weights: its own instructions fit beside
+    the multiply-adds, unless another thread shares the core, but several rows take longer to
+    compile.
     """
     full = b.lanes * element_bits(b.real) // 8
     packs = element_bits(b.real) // element_bits(number)
@@ -346,7 +345,7 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
     if m is layout.projecting:  # the weight of the input is packed the same way
         tile_rows = packed_rows + (g.lanes + g.header - 1)
     # Of one head and output: rows of the weight, and numbers that a row has.
-    each = m.numbers if m.backward else g.units
+    rows_of_one = m.numbers if m.backward else g.units
     first, last = (m.tiles * n // parts for n in (part, part + 1))
     bias_sum = b.unset(b.vec)
     with b.loop(first, last) as tile_number:
@@ -367,10 +366,10 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
                 column, width = place(v)
                 b.store(constant(0.0, b.vec), column)
                 for n, output in enumerate(l.outputs):
-                    above = rows * (l.declared.index(output) * each)
+                    above = rows * (l.declared.index(output) * rows_of_one)
                     start = b.gep(source, above + unit * columns, number)
                     at = b.gep(column, (1 + n * m.stretch // g.packs) * width)
-                    b.call("pack_block", start, columns, rows, left, each, at, width)
+                    b.call("pack_block", start, columns, rows, left, rows_of_one, at, width)
                 continue
             mask = b.lane_mask(left)
             for n, output in enumerate(l.outputs):
@@ -385,10 +384,10 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
                         numbers = masked_numbers(b, at_number, mask, of_biases)
                         bias_sum.value += numbers
                 b.store(bias_sum.value, column)
-                start = b.gep(source, (unit + row * each) * rows, number)
+                start = b.gep(source, (unit + row * rows_of_one) * rows, number)
                 at = b.gep(column, g.header * width)
                 if g.quantized:
-                    at_scale = head * (len(l.declared) * each) + (unit + row * each)
+                    at_scale = head * (len(l.declared) * rows_of_one) + (unit + row * rows_of_one)
                     scale = b.masked_load(b.gep(scales, at_scale), mask)
                     b.store(scale, b.gep(column, SCALES * width))
                 b.call("pack_block", start, rows, columns, left, inner, at, width)
@@ -537,9 +536,8 @@ def print_staging(module: Module, number: str, g: Geometry, operands: str) -> No
 
 
 def print_quantizing(module: Module) -> None:
-    """Adds ``scale_row``, which writes the scale of a row of so many numbers, and its inverse, from
-    where they are told; and ``quantize``, which writes numbers of the row as integers from there
-    on, followed by zeros up to whole vectors.
+    """Adds ``scale_row``, which writes the scale of a row and its inverse to a header; and
+    ``quantize``, which writes numbers of the row as integers, and zeros up to whole vectors.
     """
     b = module.private("scale_row", "ptr source, ptr header, i64 count")
     source, header, count = b.args

@@ -6,6 +6,7 @@ back here when their last array is gone, and the next call takes them warm.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -54,9 +55,7 @@ class _Lease:
 def empty(shape: Sequence[int], dtype: str) -> np.ndarray:
     """An uninitialised array, on a warm block where one is idle."""
     kind = np.dtype(dtype)
-    size = kind.itemsize
-    for axis in shape:
-        size *= axis
+    size = kind.itemsize * math.prod(shape)
     if size < SMALL:
         return np.empty(shape, kind)
     size = -(-size // GRAIN) * GRAIN

@@ -38,6 +38,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
+from anycell.lang.philox import MULTIPLIERS, ROUNDS, WEYL
+
 from .idioms import near_reciprocal
 from .ir import Builder, Operand, Value, shape, vector
 
@@ -327,10 +329,6 @@ EMIT: dict[str, Callable[..., Value]] = {
 
 # ------------------------------------------------------------------------------ random numbers
 
-_PHILOX_ROUNDS = 10
-_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
-
 
 def philox(
     b: Builder, c0: Value, c1: Value, c2: Value, c3: Value, key0: Value, key1: Value
@@ -339,11 +337,11 @@ def philox(
 
     All are vectors of i32. `anycell/lang/philox.py` is the same in NumPy.
     """
-    for number in range(_PHILOX_ROUNDS):
+    for number in range(ROUNDS):
         if number:
-            key0, key1 = key0 + _PHILOX_WEYL[0], key1 + _PHILOX_WEYL[1]
-        high0, low0 = _product(b, c0, _PHILOX_MULTIPLIERS[0])
-        high1, low1 = _product(b, c2, _PHILOX_MULTIPLIERS[1])
+            key0, key1 = key0 + WEYL[0], key1 + WEYL[1]
+        high0, low0 = _product(b, c0, MULTIPLIERS[0])
+        high1, low1 = _product(b, c2, MULTIPLIERS[1])
         c0, c2 = high1 ^ c1 ^ key0, high0 ^ c3 ^ key1
         c1, c3 = low1, low0
     return c0, c1, c2, c3

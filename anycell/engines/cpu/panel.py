@@ -1,5 +1,5 @@
-"""Prints the matmuls of a step, of the rows from one place to another in the list of those that
-take it: where their operands are, which are widened or rounded first, and the tiles one by one.
+"""Prints the matmuls of a step, for some of the rows that take it: finds their operands, widens or
+rounds these where that comes first, and multiplies tile by tile.
 """
 
 from __future__ import annotations

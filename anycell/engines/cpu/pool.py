@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from anycell import environment
+from anycell.refusal import refuse
 
 from . import ir, isa, jit
 
@@ -83,9 +84,7 @@ def set_threads(count: int | None) -> None:
     global _chosen
     whole = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
     if count is not None and not (whole and 1 <= count <= MOST):
-        raise ValueError(
-            f"threads: given {count!r}; expected a whole number from 1 to {MOST}, or None."
-        )
+        refuse("threads", repr(count), f"a whole number from 1 to {MOST}, or None")
     _chosen = None if count is None else int(count)
 
 
@@ -195,8 +194,8 @@ def _find_openmp(near: str | None) -> _OpenMP | None:
     except OSError:  # not Linux: the threads of our own do
         return None
     names = ("libgomp", "libiomp5", "libomp")
-    found = (path for path in mapped if os.path.basename(path).startswith(names))
-    for path in sorted(found, key=lambda path: (near not in path, path)):
+    runtimes = (path for path in mapped if os.path.basename(path).startswith(names))
+    for path in sorted(runtimes, key=lambda path: (near not in path, path)):
         try:
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
             functions = (

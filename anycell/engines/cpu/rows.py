@@ -157,12 +157,12 @@ class Rows:
             value = b.load(address, vec)
         else:
             value = b.masked_load(address, lanes.mask, 0, vec)
-        return self._wide(value, row.type)
+        return widen(b, value, row.type)
 
     def load_one(self, row: Row, place: int) -> Value:
         """One number of a row, in every lane."""
-        address = self.b.gep(row.address, place, row.type)
-        return self.b.splat(self._wide(self.b.load(address, self._bits(row.type)), row.type))
+        b, address = self.b, self.b.gep(row.address, place, row.type)
+        return b.splat(widen(b, b.load(address, self._bits(row.type)), row.type))
 
     def stream(self, name: str, at: RowAt, lanes: Lanes, offset: int = 0) -> Value:
         """The vector of units at hand from an array over time, too large for the near caches.
@@ -198,9 +198,6 @@ class Rows:
     def _bits(self, type: str) -> str:
         """The type as which numbers are loaded: integers, if the cell computes with wider ones."""
         return type if type == self.layout.real else integer_of(type)
-
-    def _wide(self, value: Value, type: str) -> Value:
-        return value if type == self.layout.real else widen(self.b, value, type)
 
     def _narrow(self, value: Value, type: str) -> Value:
         return value if type == self.layout.real else narrow(self.b, value, type)

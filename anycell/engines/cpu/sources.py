@@ -16,11 +16,8 @@ PARTS = ("lang", "plan", os.path.join("engines", "cpu"))
 
 def files(package: str) -> list[str]:
     """The files that decide what a kernel's text is, relative to the package."""
-    found = []
-    for part in PARTS:
-        names = os.listdir(os.path.join(package, part))
-        found += [os.path.join(part, name) for name in names if name.endswith(".py")]
-    return sorted(found)
+    names = (os.path.join(part, n) for part in PARTS for n in os.listdir(f"{package}/{part}"))
+    return sorted(name for name in names if name.endswith(".py"))
 
 
 def digest(package: str) -> str:
@@ -36,10 +33,10 @@ def digest(package: str) -> str:
 
 def _stamps() -> list[tuple[object, ...]] | None:
     try:
-        found = [(name, os.stat(os.path.join(PACKAGE, name))) for name in files(PACKAGE)]
+        states = [(name, os.stat(os.path.join(PACKAGE, name))) for name in files(PACKAGE)]
     except OSError:
         return None
-    return [(name, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in found]
+    return [(name, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in states]
 
 
 _IMPORTED = _stamps()
@@ -53,7 +50,7 @@ def fingerprint() -> str | None:
     it was imported: code printed by the old source must not go by the name of the new.
     """
     try:
-        found = digest(PACKAGE)
+        now = digest(PACKAGE)
     except OSError:
         return None
-    return found if _stamps() == _IMPORTED else None
+    return now if _stamps() == _IMPORTED else None

@@ -42,21 +42,21 @@ class Step:
         b, layout = self.b, self.layout
         begin, *following = layout.stages[stage:]
         known = Known({}, set())
-        for each in layout.passes[:begin]:  # what the stages before have found out about the row
-            for node in each.reductions:
+        for part in layout.passes[:begin]:  # what the stages before have found out about the row
+            for node in part.reductions:
                 if node.attrs == (1,):
                     at = b.gep(task.scratch, layout.scratch["narrow", node])
                     known.reduced[node] = b.splat(b.load(at, b.real))
-            known.stored.update(each.stores, (n for n in each.reductions if n.attrs != (1,)))
+            known.stored.update(part.stores, (n for n in part.reductions if n.attrs != (1,)))
         for number in range(begin, [*following, len(layout.passes)][0]):
             self._pass(number, task, known)
 
     def _pass(self, number: int, task: Task, known: Known) -> None:
         """One pass over the units of a row; the last one computes the results."""
         b, layout, rows = self.b, self.layout, self.rows
-        each, last = layout.passes[number], number == len(layout.passes) - 1
+        part, last = layout.passes[number], number == len(layout.passes) - 1
         operands = [] if last else self._operands(layout.passes[number + 1].matmuls)
-        arguments = [node.args[0] for node in each.reductions]
+        arguments = [node.args[0] for node in part.reductions]
         roots = [*(layout.roots if last else ()), *arguments, *(node for _, node, _ in operands)]
         # What all units share is computed once, before the loop.
         zero = constant(0, "i64")
@@ -64,12 +64,12 @@ class Step:
         for node in topological(roots):
             if node in known.reduced or (node.narrow and self._ready(node, known)):
                 shared.get(node)
-        row_wide = [node for node in each.reductions if node.attrs == (1,)]
+        row_wide = [node for node in part.reductions if node.attrs == (1,)]
         sums = {node: b.variable(_empty(node), b.vec) for node in row_wide}
         for size in dict.fromkeys(map(layout.plan.symbol, roots)):
             with rows.vectors(task.span, self.plan.sizes[size]) as lanes:
                 values = Values(self, task, lanes, known, shared.known)
-                for node in each.reductions:
+                for node in part.reductions:
                     if layout.plan.symbol(node) == size:
                         value = values.get(node.args[0])
                         if node in sums:
@@ -83,16 +83,16 @@ class Step:
                     self._gradients(size, values)
                 elif last:
                     self._results(size, values)
-                for node in each.stores:
+                for node in part.stores:
                     if layout.plan.symbol(node) == size:
                         b.store(values.get(node), self.scratch("kept", node, task, lanes))
-        known.stored.update(each.stores)
+        known.stored.update(part.stores)
         for node, total in sums.items():
             whole = self._whole(node, total.value, layout.plan.width(node))
             known.reduced[node] = b.splat(whole)
             if ("narrow", node) in layout.scratch:
                 b.store(whole, b.gep(task.scratch, layout.scratch["narrow", node]))
-        for node in each.reductions:
+        for node in part.reductions:
             if node not in sums:
                 self._reduce_groups(node, task)
                 known.stored.add(node)
@@ -104,15 +104,15 @@ class Step:
     # ---- operands of matmuls inside the step -----------------------------------------------------
     def _operands(self, names: tuple[str, ...]) -> list[tuple[Matmul, Expr, int]]:
         """The operands of these matmuls, and their columns in the operand's row."""
-        found = []
+        operands = []
         for m in map(self.layout.by_name.__getitem__, names):
             if self.layout.backward:
                 parts = self.plan.gradients.linear[m.linear.name].values()
                 width = m.inner // m.parts
-                found += [(m, node, n * width) for n, node in enumerate(parts)]
+                operands += [(m, node, n * width) for n, node in enumerate(parts)]
             else:
-                found.append((m, m.linear.operand, 0))
-        return found
+                operands.append((m, m.linear.operand, 0))
+        return operands
 
     def _store_operand(self, m: Matmul, value: Value, values: Values, column: int) -> None:
         task, lanes = values.task, values.lanes
@@ -196,8 +196,8 @@ class Step:
         rows, layout, plan, get = self.rows, self.layout, self.plan, values.get
         h, lanes, (at, *_, group, _) = plan.hidden_size, values.lanes, values.task
         # Every value first: the gradients of the states are written over what others still read.
-        gradients, own = plan.gradients, size == "H"
-        d_gates = [get(g) for g in gradients.x.values()] if own else []
+        gradients, of_h = plan.gradients, size == "H"
+        d_gates = [get(g) for g in gradients.x.values()] if of_h else []
         d_outputs = {
             m: [get(g) for g in gradients.linear[m.linear.name].values()]
             for m in layout.matmuls
@@ -206,8 +206,8 @@ class Step:
         d_states = {
             s.name: get(gradients.state[s.name]) for s in self.cell.states if s.size == size
         }
-        d_params = [get(g) for g in gradients.param.values()] if own else []
-        d_static = get(gradients.static) if own and gradients.static is not None else None
+        d_params = [get(g) for g in gradients.param.values()] if of_h else []
+        d_static = get(gradients.static) if of_h and gradients.static is not None else None
         for m in layout.matmuls:
             if m.linear.in_size == size:
                 # Not within the branch: other matmuls may read the same values.

@@ -1,8 +1,8 @@
 """The tables of 64-bit numbers by which kernels are called: the call's, and a kernel's own.
 
-Any caller fills the call's table; the door fills a kernel's own from it, for
-one direction and chunk of steps. The arrays in both are those of ``anycell.plan.arrays``. An
-address that is 0 stands for an array that is not there. Strides count elements.
+Any caller fills the call's table; the door fills a kernel's own from it, for one direction and
+chunk of steps. The arrays in both are those of ``anycell.plan.arrays``. An address that is 0 stands
+for an array that is not there. Strides count elements.
 """
 
 from __future__ import annotations
@@ -109,17 +109,17 @@ def entries(plan: Plan, backward: bool) -> dict[str, int]:
     where time runs backwards. A state's array has the state before each step: " turns" says that it
     has two slots only, " next" is the stride to the state after the step.
     """
-    own = [*NUMBERS, *ADDRESSES]
-    own += [f"packed {l.name}" for l in plan.cell.linears] + ["packed input"]
+    listed = [*NUMBERS, *ADDRESSES]
+    listed += [f"packed {l.name}" for l in plan.cell.linears] + ["packed input"]
     for name, array in arrays(plan, backward).items():
-        own.append(name)
+        listed.append(name)
         if "T" in array.axes:
-            own += [f"{name} steps", f"{name} rows"]
+            listed += [f"{name} steps", f"{name} rows"]
         if name.startswith("reset_state "):
-            own.append(f"{name} rows")
+            listed.append(f"{name} rows")
         if array.begins == "states":
-            own.append(f"{name} next" if backward else f"{name} turns")
-    return {name: place for place, name in enumerate(own)}
+            listed.append(f"{name} next" if backward else f"{name} turns")
+    return {name: place for place, name in enumerate(listed)}
 
 
 def align(size: int) -> int:
