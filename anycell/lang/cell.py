@@ -216,8 +216,8 @@ class Cell:
         self.fused = frozenset(n.attrs[1] for n in topological(graph) if n.op == "preact")
         self.learned = learned(self)
         self._sizes()
-        # Sizes that are split, into how many parts, and by what: torch.compile of PyTorch 2.10 cannot
-        # trace a walk over ``sizes``.
+        # Sizes that are split, into how many parts, and by what: no walk over ``sizes`` in a call,
+        # which torch.compile of PyTorch 2.10 cannot trace.
         split: list[tuple[str, int, object]] = []
         for l in self.linears:
             split += [(l.in_size, l.heads, l), (l.out_size, l.heads, l)]
