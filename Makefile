@@ -78,7 +78,7 @@ test-oldest: $(OLDEST)/stamp ## those of every frontend, on the oldest versions 
 test-tritons: $(TRITONS:%=$(TRITON)/%/stamp) $(VENV)/dev.stamp ## kernels and the interpreter, under every Triton (4 GB)
 	$(RUN) tools/gpu_tritons.py --jobs $(JOBS)
 
-test-arm: out/arm/stamp ## those of the NumPy engine, on 64-bit ARM that QEMU emulates (Debian)
+test-arm: out/arm/stamp ## those of layers of NumPy, PyTorch and Keras, on 64-bit ARM that QEMU emulates (Debian, 2 GB)
 	$(RUN) tools/arm.py
 
 lint: $(VENV)/dev.stamp ## ruff and mypy

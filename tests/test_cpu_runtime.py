@@ -186,6 +186,10 @@ def test_a_feature_that_the_host_hides_is_not_used(monkeypatch: pytest.MonkeyPat
         pass
 
 
+def test_no_machine_runs_what_another_kind_of_processor_has() -> None:
+    assert isa.runs("generic") and not isa.runs("neondot" if ir.X86 else "amx")
+
+
 @pytest.mark.skipif(sys.platform != "linux" or not ir.X86, reason="needs /proc/cpuinfo")
 def test_linux_and_llvm_report_the_same_features() -> None:
     import llvmlite.binding as llvm

@@ -215,6 +215,13 @@ class Cell:
         self.fused = frozenset(n.attrs[1] for n in topological(graph) if n.op == "preact")
         self.learned = learned(self)
         self._sizes()
+        # Sizes that are split, into how many parts, and by what: no walk over ``sizes`` in a call,
+        # which torch.compile of PyTorch 2.10 cannot trace.
+        split: list[tuple[str, int, object]] = []
+        for l in self.linears:
+            split += [(l.in_size, l.heads, l), (l.out_size, l.heads, l)]
+        split += [(s, n.attrs[0], n) for n, s in self.sizes.items() if n.op in REDUCTIONS]
+        self._split = split
         self.key = _canonical(self)
 
     def _check_names(self) -> None:
@@ -328,11 +335,7 @@ class Cell:
         Raises:
             ValueError: naming the size, what splits it, and sizes to choose.
         """
-        parts: list[tuple[str, int, object]] = []
-        for l in self.linears:
-            parts += [(l.in_size, l.heads, l), (l.out_size, l.heads, l)]
-        parts += [(s, n.attrs[0], n) for n, s in self.sizes.items() if n.op in REDUCTIONS]
-        for symbol, count, what in parts:
+        for symbol, count, what in self._split:
             size = sizes.get(symbol, 0)
             if size % count:
                 below = size - size % count

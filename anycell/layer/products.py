@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from anycell.engines import cpu
 from anycell.engines.cpu.driver import BLAS, OURS
+from anycell.engines.cpu.ir import X86
 from anycell.layer.arguments import Array, Host
 from anycell.layer.bounds import extent
 from anycell.layer.recipe import CHUNK, View
@@ -53,6 +54,7 @@ RULES = {
     ("torch", False): Rule(True, "MKL, which PyTorch has: it is as fast as ours or faster here"),
 }
 RULES["numpy", False] = RULES["numpy", True]
+NO_MKL = Rule(False, "ours: PyTorch has MKL on x86-64 alone")
 NARROW = Rule(True, "the library's: without fused multiply-adds its vectors may be wider")
 
 CHOSEN: dict[str, Rule] = {}  # by library, from the first product on
@@ -77,6 +79,8 @@ def _choose(library: str) -> Rule:
         return Rule(False, f"ours, as {ENV} says")
     if said == "host":
         return Rule(True, f"the library's, as {ENV} says")
+    if library == "torch" and not X86:
+        return NO_MKL
     return RULES[library, cpu.isa.amd()] if cpu.isa.current().fma else NARROW
 
 
