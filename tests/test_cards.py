@@ -52,8 +52,10 @@ def test_after(n): assert not Card.lost
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Pytest, in a process of its own, on the files of a folder."""
     paths = os.pathsep.join([str(HERE), str(folder), str(HERE.parent)])
+    # Names of tests begin at the root, which a stray file above the folder would move.
+    options = "-p", "no:cacheprovider", "-v", "--rootdir", str(folder), *arguments
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", *arguments, str(folder)],
+        [sys.executable, "-m", "pytest", *options, str(folder)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths, **environment},
         capture_output=True,
