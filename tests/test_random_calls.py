@@ -14,6 +14,7 @@ pass: an engine must take the same branches.
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 from problems import Arrays, Problem, Unsolvable, by_cpu, by_reference, kind_of, random_problem
 from random_cells import random_cell, source
@@ -86,7 +87,7 @@ def rounded(
         change.setattr(RoundedRecurrence, "hidden_dtype", hidden_dtype, raising=False)
         change.setattr(RoundedRecurrence, "unit_roundoff", unit_roundoff)
         change.setattr(RoundedRecurrence, "noise", noise)
-        change.setattr(reference, "Recurrence", RoundedRecurrence)
+        change.setattr(oracle, "Recurrence", RoundedRecurrence)
         return by_reference(problem)
 
 
@@ -100,6 +101,7 @@ def limits_of(
             # Never infinite: whatever the limit, what is not finite is wrong.
             wide = min(RANDOM_CALL * error(value, right[name], ()), 1e6)
             limits[name] = max(limits[name], wide)
+    assert any(limits.values()), "no array moved: the reference that rounds was not called"
     return limits
 
 
