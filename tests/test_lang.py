@@ -969,6 +969,17 @@ def test_derivatives_are_those_of_torch(name: str, rng: np.random.Generator) -> 
         assert_close(found, expected, "float64", "forward")
 
 
+def test_softplus_of_torch_on_both_sides_of_its_threshold() -> None:
+    """From 40 on it is its argument, and the derivative 1."""
+    torch = pytest.importorskip("torch")
+    points = np.array([-800.0, -40.0, 39.0, 40.0, 41.0, 800.0])
+    tensor = torch.tensor(points, requires_grad=True)
+    y = TABLE["softplus"].meaning(namespace(tensor), tensor)
+    y.sum().backward()
+    assert_close(y.detach().numpy(), np.logaddexp(points, 0.0), "float64", "forward")
+    assert_close(tensor.grad.numpy(), np.exp(-np.logaddexp(0.0, -points)), "float64", "forward")
+
+
 def _inside(name: str, i: int, value: float) -> bool:
     positive = {"log": (0,), "sqrt": (0,), "div": (1,)}
     return value > 0 or i not in positive.get(name, ())

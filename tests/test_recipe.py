@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from problems import Adding
 from processes import at_once
 from tolerances import assert_close
 from variants import variants
@@ -153,6 +154,25 @@ def test_layouts_are_looked_at_again(
         same(solve(given, shift), expected)
     # Weights lie well either way, and so do states of any strides.
     assert len(contract._accepted) - known < 2 * len(given)
+
+
+def test_a_state_that_is_kept_for_nothing_is_left_out_each_time(rng: np.random.Generator) -> None:
+    one = plan(Adding, H, "float64")
+    assert "c" not in one.states
+    shapes = contract.kept_shapes(one, T, B, (False,), [False, True])
+    hidden, sequence, values = (
+        rng.standard_normal(shape)
+        for shape in (shapes.hidden, shapes.states[0][1], shapes.values[0])
+    )
+    for states, accepted in ([None, sequence], False), ([None, None], True):
+        known = len(contract._accepted)
+        for _ in range(2):
+            parts, _ = contract.arriving(
+                HOST, one, (T, B, I), (False,), layer.Kept(hidden, [states], [values]), None,
+                [None, None], {}, segment=T, keeps=layer.keeps_state,
+            )  # fmt: skip
+            assert list(parts) == ["hidden", "saved 0"]
+        assert len(contract._accepted) - known == accepted
 
 
 def test_others_are_refused_as_before(rng: np.random.Generator) -> None:

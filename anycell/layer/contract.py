@@ -210,9 +210,9 @@ def arriving(
         whole = steps, batch, directions * widths[name]
         rows[f"d_sequence {name}"] = f"d_states {name!r}", whole, ROWS, False
     fitted = {name: _fit(host, row[0], parts.get(name), *row[1:]) for name, row in rows.items()}
-    same = all(parts[name] is array for name, array in fitted.items())
-    parts = {n: fitted.get(n, array) for n, array in parts.items() if n in rows or n == "d_output"}
-    if same:
+    before, read = parts, {*rows, "d_output"}
+    parts = {name: fitted.get(name, array) for name, array in before.items() if name in read}
+    if all(parts.get(name) is array for name, array in before.items()):
         _accept(known)
     return parts, key()
 
