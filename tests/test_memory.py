@@ -236,6 +236,8 @@ THRESHOLDS = {
         "PIECES": None,
         "CONFLICT": None,
         "NEAR": None,
+        "FETCHING": None,
+        "ROWS_AHEAD": None,
         "COLUMNS_AHEAD": None,
         "UNROLL": None,
     },

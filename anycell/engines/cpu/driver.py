@@ -280,6 +280,8 @@ class Driver:
                     mask = b.lane_mask(inner - k)
                     left = masked_numbers(b, b.gep(start, k, self.left), mask, self.left)
                     for sum_, at in zip(sums, starts, strict=True):
+                        later = one["b_columns"] * BLOCK + k
+                        b.prefetch(b.gep(at, later, self.right))
                         right = masked_numbers(b, b.gep(at, k, self.right), mask, self.right)
                         sum_.value = b.fma(left, right, sum_.value)
                 for n, sum_ in enumerate(sums):

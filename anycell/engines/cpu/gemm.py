@@ -68,7 +68,10 @@ CONFLICT = 4 << 10
 # the near cache beside them.
 NEAR = 1 << 10
 SPAN_INNER, SPAN_COLUMNS = 8 * INNER, 1024  # of B, packed at a time
-COLUMNS_AHEAD = 16  # of A, from one that is copied to one that is fetched
+FETCHING = 4  # register blocks of a piece, together, fetch the panel that comes next
+# Of A, from what is copied to what is fetched meanwhile.
+ROWS_AHEAD = 4
+COLUMNS_AHEAD = 16
 PIECES = 8  # per thread, where there is the work
 UNROLL = 4  # rows of weights that a whole register block takes in a turn of its loop
 
@@ -286,13 +289,13 @@ class Gemm:
         vectors = _parts(columns, b.lanes)
         with b.loop(0, rows, self.rows) as first:
             left = b.smin(rows - first, self.rows)
-            # Each of the first register blocks fetches INNER lines of the next panel.
-            block, most = first // self.rows, self.width * self.size // LINE
+            # The first register blocks fetch the next panel, a part each.
+            block, part = first // self.rows, self.width * self.size // FETCHING
             at, into = b.gep(a, block * a_blocks), b.gep(c, first * c_rows)
-            early = block < most
+            early = block < FETCHING
             following = b.gep(panel, self.packed_rows * self.width)
-            of_panel = b.gep(following, block * (self.packed_rows * LINE), "i8")
-            ahead, step = b.select(early, of_panel, panel), b.select(early, LINE, 0)
+            of_panel = b.gep(following, block * (self.packed_rows * part), "i8")
+            ahead, step = b.select(early, of_panel, panel), b.select(early, part, 0)
 
             def multiply(vectors: int, to: Value, to_row: Value | int, adds: Value | int) -> None:
                 if self.tiled:
@@ -459,6 +462,8 @@ class Gemm:
         def stage(rows: Value, apart: Value, number: str) -> None:
             with b.loop(0, height) as r:
                 start, to = b.gep(rows, r * apart, number), b.gep(space, r * row)
+                with b.loop(0, count, LINE * 8 // element_bits(number)) as k:
+                    b.prefetch(b.gep(start, apart * ROWS_AHEAD + k, number))
                 b.call(f"stage_{number}", start, to, count)
 
         where, apart, inner = b.variable(source), b.variable(a_rows), b.variable(one)
