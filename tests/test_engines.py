@@ -98,6 +98,19 @@ def Small(x, r, s):
     return linear(tanh(x.a + r.a), "out")
 
 
+@cell(gates="a", state="h:P c n:R")
+def Numbers(x, r, s):
+    """What it writes of each size but H are numbers: new states, and what its matmuls pass back."""
+    return 0.25, tanh(x.a + r.a + linear(stop_gradient(linear(tanh(s.c), "u", size="R")), "v")), 0.5
+
+
+@cell(gates="a", state="h", static="e")
+def Choosing(x, r, s, e):
+    """Some outputs of its matmuls only choose: their gradients are numbers."""
+    (k, l), (m, n) = linear(e, "u", gates="k l", size="P"), linear(s.h, "v", gates="m n", size="R")
+    return tanh(x.a + r.a + linear(where(l > 0, k, 0.5), "w") + linear(where(m > 0, n, 0.5), "z"))
+
+
 CELLS = [
     cells.LSTM,
     cells.GRU,
@@ -348,6 +361,8 @@ SEVERAL = [
     cells.sLSTM(heads=3),
     LowRank,
     Small,
+    Numbers,
+    Choosing,
 ]
 
 

@@ -28,6 +28,14 @@ def gradient_roots(cell: Cell, gradients: Gradients) -> list[Expr]:
     return roots + [l.operand for l in cell.linears if l.operand.op != "state"]
 
 
+def root_sizes(cell: Cell) -> list[str]:
+    """The size symbol of each of ``gradient_roots``."""
+    symbols = ["H"] * len(cell.gates) + [s.size for s in cell.states] + ["H"] * len(cell.params)
+    symbols += [l.out_size for l in cell.linears for _ in l.outputs]
+    symbols += [] if cell.static is None else ["H"]
+    return symbols + [l.in_size for l in cell.linears if l.operand.op != "state"]
+
+
 def least_memory(
     cell: Cell, gradients: Gradients, rounded: bool = False
 ) -> tuple[list[Expr], list[Expr]]:

@@ -11,8 +11,8 @@
 - ``accelerate(model)`` swaps the layers inside a model, ``restore(model)`` puts torch's own back;
   ``recurrent_layers(model)`` says what runs.
 
-Layers run on a fused kernel, forward and backward, in float32 and float64 on the CPU, and else as
-torch's own layer or step by step; ``layer.engine`` says which, and why. Second derivatives,
+Layers run on a fused kernel, forward and backward, in float32, float64 and 16 bits on the CPU, and
+else as torch's own layer or step by step; ``layer.engine`` says which, and why. Second derivatives,
 ``torch.func``, deepcopy, pickle, hooks and parametrisations work as with ``torch.nn``.
 """
 

@@ -77,10 +77,11 @@ def recurrence(
     In training without a ``seed``, torch's default generator draws one. Resets that are not 0 and 1
     are an error on the CPU; elsewhere, and in a trace, where nobody looks, all but 0 are resets.
 
-    What runs fused is as for ``RNN``: float32 and float64 on the CPU, and on a GPU with Triton also
-    16 bits. ``torch.func``, traces, second derivatives and calls whose ``recurrent_mask`` wants a
-    gradient run step by step; so does, on a GPU, the backward pass of a gradient at a sequence of
-    ``return_states`` other than the output's. Such sequences leave ``checkpoint`` without effect.
+    What runs fused is as for ``RNN``: float32 and 16 bits on the CPU and on a GPU with Triton,
+    float64 on the CPU. ``torch.func``, traces, second derivatives and calls whose
+    ``recurrent_mask`` wants a gradient run step by step; so does, on a GPU, the backward pass of a
+    gradient at a sequence of ``return_states`` other than the output's. Such sequences leave
+    ``checkpoint`` without effect.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected, and what to do.

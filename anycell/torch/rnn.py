@@ -143,10 +143,10 @@ class RNN(Recurrent, OfCell):
     the other way round, and so for GRU. Initial values: those that the cell declares, else
     U(-1/sqrt(H), 1/sqrt(H)), drawn in torch's order.
 
-    All tensors have dtype and device of the weights. float32 and float64 on the CPU run fused, and
-    float32, bfloat16 and float16 on a GPU with Triton, others step by step; ``engine`` says which,
-    and why. Under ``torch.autocast("cuda")`` a layer on a GPU takes its dtype, as torch's own do.
-    The cell's random masks (``keep``) take one seed per call from torch's default generator.
+    All tensors have dtype and device of the weights. float32, bfloat16 and float16 run fused on the
+    CPU and on a GPU with Triton, float64 on the CPU, others step by step; ``engine`` says which,
+    and why. Under ``torch.autocast`` for its device a layer takes autocast's dtype, as torch's own
+    do. The cell's random masks (``keep``) take one seed per call from torch's default generator.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected, and what to do.

@@ -29,7 +29,7 @@ from anycell.engines.cpu.ir import Builder, Target, Value
 from anycell.engines.cpu.table import align, entries
 from anycell.engines.cpu.tiles import ROWS
 from anycell.lang.expr import Expr
-from anycell.plan import FREE, LINE, Plan, arrays, gradient_roots, passes
+from anycell.plan import FREE, LINE, Plan, arrays, gradient_roots, passes, root_sizes
 
 PANEL = 48  # rows whose matmul results are kept before the cell's work on them
 
@@ -59,6 +59,7 @@ class Layout:
         sequences: the array of each state.
         loaded: values of the graph that are in memory: ``saved``, and ``new_states`` by number.
         roots: what a step computes, in ``passes``.
+        symbols: the size symbol of each root, that of where it is written: a number has none.
         stages: the passes that begin one, as a matmul inside the step must be complete first.
         row_wise: whether a panel of rows takes the step together; else the work on a span of units
             follows its tiles at once.
@@ -78,9 +79,12 @@ class Layout:
         self.saved = plan.saved_places
         self.new_states: dict[Expr, int] = {}
         self.loaded: frozenset[Expr] = frozenset()
-        self.roots = [*self.cell.next, *plan.saved, *plan.saved_rows]
+        kept_values = [*plan.saved, *plan.saved_rows]
+        self.roots = [*self.cell.next, *kept_values]
+        self.symbols = [*(s.size for s in self.cell.states), *map(plan.symbol, kept_values)]
         if backward:
             self.roots = gradient_roots(self.cell, plan.gradients)
+            self.symbols = root_sizes(self.cell)
             kept = [state.name in plan.states for state in self.cell.states]
             self.new_states = {
                 n: i for i, n in enumerate(self.cell.next) if n.op not in FREE and kept[i]
@@ -97,7 +101,7 @@ class Layout:
         self.geometry = Geometry(plan.hidden_size, 0, 0, self.lanes, target.registers)
         if self.matmuls:
             self.geometry = self.matmuls[0].geometry
-        sizes = {self.plan.width(root) for root in self.roots}
+        sizes = {plan.sizes[symbol] for symbol in self.symbols}
         plain = all(m.state in (0, INPUT) and m.linear.heads == 1 for m in self.matmuls)
         alike = {(m.units, m.geometry.outputs) for m in self.matmuls}
         simple = plain and len(alike) < 2 and sizes <= {plan.hidden_size}
@@ -148,6 +152,10 @@ class Layout:
             places |= {("narrow", node): at + i for i, node in enumerate(reductions)}
             at += len(reductions)
         return places, whole(at, step)
+
+    def operand_symbol(self, m: Matmul) -> str:
+        """The size symbol of what a matmul multiplies: backward the gradients of its outputs."""
+        return m.linear.out_size if self.backward else m.linear.in_size
 
     def gradient(self, m: Matmul) -> str:
         """The array that holds the gradient of a matmul's outputs."""

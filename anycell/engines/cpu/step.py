@@ -58,6 +58,9 @@ class Step:
         operands = [] if last else self._operands(layout.passes[number + 1].matmuls)
         arguments = [node.args[0] for node in part.reductions]
         roots = [*(layout.roots if last else ()), *arguments, *(node for _, node, _ in operands)]
+        # By where they are written: a number fits any size.
+        sizes = [*(layout.symbols if last else ()), *map(layout.plan.symbol, part.reductions)]
+        sizes += [layout.operand_symbol(m) for m, _, _ in operands]
         # What all units share is computed once, before the loop.
         zero = constant(0, "i64")
         shared = Values(self, task, Lanes(None, zero, zero, None, None), known)
@@ -66,7 +69,7 @@ class Step:
                 shared.get(node)
         row_wide = [node for node in part.reductions if node.attrs == (1,)]
         sums = {node: b.variable(_empty(node), b.vec) for node in row_wide}
-        for size in dict.fromkeys(map(layout.plan.symbol, roots)):
+        for size in dict.fromkeys(sizes):
             with rows.vectors(task.span, self.plan.sizes[size]) as lanes:
                 values = Values(self, task, lanes, known, shared.known)
                 for node in part.reductions:
@@ -77,7 +80,7 @@ class Step:
                         else:
                             b.store(value, self.scratch("argument", node, task, lanes))
                 for m, node, column in operands:
-                    if layout.plan.symbol(node) == size:
+                    if layout.operand_symbol(m) == size:
                         self._store_operand(m, values.get(node), values, column)
                 if last and layout.backward:
                     self._gradients(size, values)
