@@ -40,10 +40,12 @@ from processes import run
 from random_cells import random_cell
 from test_engines import (
     DECISIONS,
+    Choosing,
     Detached,
     LowRank,
     Masks,
     Namesakes,
+    Numbers,
     Sampler,
     Small,
     assert_same_branches,
@@ -98,6 +100,8 @@ EVERY = [
     Namesakes,
     LowRank,
     Small,
+    Numbers,
+    Choosing,
 ]
 BUILT_IN = {c.name for c in vars(cells).values() if isinstance(c, Cell)}
 FEW = [cells.LSTM, cells.GRU(reset_after=False), Sampler]
@@ -110,7 +114,8 @@ SITUATIONS: list[dict[str, Any]] = [
 ]
 EXCHANGES = ["flags", "data"]  # of tier 2
 # Tier 2 shares the units of these out.
-SHARED = [c for c in EVERY if cooperative.refusal(plan(c, 18, "float32", "gpu", {"P": 9})) is None]
+SIZES = {"P": 9, "R": 5}
+SHARED = [c for c in EVERY if cooperative.refusal(plan(c, 18, "float32", "gpu", SIZES)) is None]
 some_cells = pytest.mark.parametrize("cell", FEW, ids=repr)
 
 
