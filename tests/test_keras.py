@@ -420,6 +420,7 @@ X, H, FLAG = np.ones((2, 5, 3), "float32"), np.ones((2, 4), "float32"), np.ones(
         ({"mask": FLAG[:, 1:]}, r"mask: given shape \(2, 4\); expected \(2, 5\)"),
         ({"mask": FLAG.T}, r"mask: given shape \(5, 2\); expected \(2, 5\)"),
         ({"mask": FLAG[0, 0]}, r"mask: given shape \(\); expected \(2, 5\)"),
+        ({"mask": FLAG[..., None] & FLAG[:, None]}, r"mask: given shape \(2, 5, 5\); expected"),
         ({"mask": [[True] * 4] * 2}, r"mask: given shape \(2, 4\); expected \(2, 5\)"),
         ({"resets": FLAG[:1]}, r"resets: given shape \(1, 5\); expected \(2, 5\)"),
         ({"resets": FLAG[:, :1]}, r"resets: given shape \(2, 1\); expected \(2, 5\)"),
@@ -444,6 +445,23 @@ def test_shapes_that_do_not_fit_are_refused(given: dict[str, Any], what: str) ->
     if FUSED and "resets" not in given and "static" not in given:
         with pytest.raises(ValueError, match=what):
             ak.LSTM(4)(X, **keras.tree.map_structure(convert, given))
+
+
+def test_complex_numbers_are_refused() -> None:
+    """A cast would leave their real parts, without a word."""
+    for layer in (ak.RNN(cells.LSTM, 4), ak.LSTM(4)):
+        with pytest.raises(TypeError, match="sequences: given complex64; expected real numbers"):
+            layer(X.astype("complex64"))
+        with pytest.raises(TypeError, match="x: given complex64; expected real numbers"):
+            layer.step(X[:, 0].astype("complex64"))
+    with pytest.raises(TypeError, match="static: given complex64; expected real numbers"):
+        ak.RNN(cells.EALSTM, 4)(X, static=H.astype("complex64"))
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="other backends have no strings")
+def test_strings_are_no_resets() -> None:
+    with pytest.raises(ValueError, match="resets: given a value of b'a'; expected bool"):
+        ak.RNN(cells.LSTM, 4)(X, resets=keras.ops.convert_to_tensor([["a"] * 5] * 2))
 
 
 def test_features_that_do_not_fit_are_refused() -> None:

@@ -67,6 +67,19 @@ def tensor(given: Any, dtype: str | None = None) -> Tensor:
     return ops.convert_to_tensor(given, dtype if isinstance(given, (list, tuple)) else None)
 
 
+def real(name: str, given: Tensor) -> Tensor:
+    """``given``, unless it is complex: a cast leaves the real part of that, without a word.
+
+    Raises:
+        TypeError: for complex numbers.
+    """
+    if "complex" in str(given.dtype):
+        kind = backend.standardize_dtype(given.dtype)
+        hint = "Pass its parts as features: keras.ops.real(x), keras.ops.imag(x)."
+        refuse(name, kind, "real numbers", hint, TypeError)
+    return given
+
+
 def for_all(given: Tensor, like: Tensor) -> Tensor:
     """One row stands for all of ``like``, as in Keras's loop."""
     if given.shape[:1] != (1,) or len(given.shape) != 2 or like.shape[0] == 1:
@@ -87,7 +100,8 @@ def flags(name: str, values: Tensor) -> Tensor:
         other = known[(known != 0) & (known != 1)]
         if other.size:
             hint = f"Say which values are meant, as in {name} > 0.5."
-            refuse(name, f"a value of {other[0]:g}", "bool, or 0 and 1", hint)
+            shown = repr(other[0]) if isinstance(other[0], bytes) else f"{other[0]:g}"
+            refuse(name, f"a value of {shown}", "bool, or 0 and 1", hint)
     return ops.cast(given, "bool")
 
 

@@ -22,7 +22,7 @@ from keras.src import backend  # the mask of a tensor has no public name
 from anycell.explanation import Explained, Explanation, Subject, about_layer
 from anycell.keras import cells
 from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
-from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, tensor
+from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, real, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
 from anycell.keras.rule import FUSED, Facts, asked, choose
@@ -169,7 +169,7 @@ class Fused(Steps, Keywords, Explained):
         self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Keras's hook: last output, all outputs in the order of processing, final states."""
-        training = bool(training)
+        training, sequences = bool(training), real("sequences", sequences)
         facts = self._facts(training, on_gpu(sequences), refusal())
         engine, reason = choose(facts)
         _, resets = _further.get()
@@ -259,7 +259,7 @@ def _as_tensor(mask: Any, sequences: Tensor) -> Tensor:
         mask = ops.stack([tensor(row) for row in mask])
     else:
         mask = tensor(first)
-    mask = ops.squeeze(mask, -1) if len(mask.shape) == 3 else mask
+    mask = ops.squeeze(mask, -1) if len(mask.shape) == 3 and mask.shape[-1] == 1 else mask
     if len(mask.shape) != 2:
         expect("mask", mask.shape, tuple(sequences.shape[:2]), "rows, steps")
     return ops.cast(mask, "bool")
@@ -548,9 +548,8 @@ class RNN(Fused, keras.layers.RNN):
         factor = drawn.pop("factor", None)
         static, _ = _further.get()
         if static is not None:
-            drawn["static"] = ops.cast(
-                tensor(static, self.cell.compute_dtype), self.cell.compute_dtype
-            )
+            given = real("static", tensor(static, self.cell.compute_dtype))
+            drawn["static"] = ops.cast(given, self.cell.compute_dtype)
         return self.cell.gather(x if factor is None else x * factor, states, **drawn)
 
     def reset_state(self) -> None:

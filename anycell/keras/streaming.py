@@ -12,7 +12,7 @@ from keras.src import backend  # the scope in which Keras calls layers has no pu
 
 from anycell.engines.cpu import pool
 from anycell.keras.backends import as_written, recorded
-from anycell.keras.call import Tensor, expect, flags, for_all, tensor
+from anycell.keras.call import Tensor, expect, flags, for_all, real, tensor
 from anycell.layer.checks import refuse
 from anycell.layer.stream import Stream
 from anycell.layer.view import value
@@ -184,7 +184,7 @@ def _one_by_one(states: Any, count: int) -> list[Any]:
 
 def one_step(layer: Any, x: Tensor, dtype: str) -> Tensor:
     """One step of an input ``[B, in]``, for a layer that is built for it where it was not yet."""
-    x = ops.cast(tensor(x, dtype), dtype)
+    x = ops.cast(real("x", tensor(x, dtype)), dtype)
     if len(x.shape) != 2:
         refuse("x", f"shape {tuple(x.shape)}", "[B, in], one step", "Take it out: x[:, t].")
     if not layer.built:
