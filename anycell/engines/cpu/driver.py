@@ -273,6 +273,7 @@ class Driver:
             """Columns of B that are dense: sums over lanes."""
             starts = [b.gep(one.pointer("b"), (column + n) * one["b_columns"], self.right)
                       for n in range(count)]  # fmt: skip
+            later = one["b_columns"] * BLOCK  # columns that are fetched meanwhile
 
             def multiply(start: Value, to: Value) -> None:
                 sums = [b.variable(0.0, b.vec) for _ in starts]
@@ -280,8 +281,7 @@ class Driver:
                     mask = b.lane_mask(inner - k)
                     left = masked_numbers(b, b.gep(start, k, self.left), mask, self.left)
                     for sum_, at in zip(sums, starts, strict=True):
-                        later = one["b_columns"] * BLOCK + k
-                        b.prefetch(b.gep(at, later, self.right))
+                        b.prefetch(b.gep(at, later + k, self.right))
                         right = masked_numbers(b, b.gep(at, k, self.right), mask, self.right)
                         sum_.value = b.fma(left, right, sum_.value)
                 for n, sum_ in enumerate(sums):
