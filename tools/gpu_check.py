@@ -1,6 +1,7 @@
 """Everything that needs a CUDA card, in one go and within nine minutes on 16 cores.
 
     python tools/gpu_check.py [DIRECTORY]      runs it; results go there, out/gpu by default
+    python tools/gpu_check.py --parts A,B      some of its parts only
     python tools/gpu_check.py --plan           the parts, their seconds and commands
     python tools/gpu_check.py --read DIRECTORY the tables of an earlier run, as Markdown
 
@@ -494,10 +495,16 @@ def main() -> None:
     """Runs, or reads."""
     parser = arguments(__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("out/gpu"))
+    parser.add_argument("--parts", help="names, with commas between; all by default")
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--read", type=Path)
     args = parser.parse_args()
     parts = plan()
+    if args.parts:
+        names = args.parts.split(",")
+        if unknown := {*names} - {part.name for part in parts}:
+            parser.error(f"no parts of these names: {sorted(unknown)}")
+        parts = [part for part in parts if part.name in names]
     if args.plan:
         for part in parts:
             print(f"{part.name}: {part.seconds:g} seconds, at most {part.most:g}")
