@@ -25,7 +25,7 @@ from anycell.plan import plan  # noqa: E402
 from anycell.torch.device import DeviceHost  # noqa: E402
 
 CARDS = {device.name: device for device in capacity.DEVICES}
-DEVICE = torch.device("cuda" if CARD else "cpu")
+DEVICE = torch.device("cuda", torch.cuda.current_device()) if CARD else torch.device("cpu")
 SLOW = [] if CARD else [pytest.mark.slow]  # marks of what is slow in the interpreter alone
 # Of a process of its own, in which Triton is told anew what to do, and compiles.
 COMPILES = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}

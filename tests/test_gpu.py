@@ -974,7 +974,7 @@ def test_what_a_text_loads_before_it_waits() -> None:
 
 def test_functions_of_16_bits(rng: np.random.Generator) -> None:
     """What they lose, with exact exponentials and divisions: next to nothing of what rounding to 16
-    bits takes. Those of a card add 2 units in the last place of a float32, and 1.
+    bits takes. Those of a card add 2 units in the last place of a float32, and 2.
     """
     import torch
     import triton
@@ -997,4 +997,4 @@ def test_functions_of_16_bits(rng: np.random.Generator) -> None:
         assert torch.equal(y.isnan(), right.isnan())
         real = ~right.isnan() & (right.abs() > 2.0**-126)
         wrong = ((y - right).abs() / right.abs())[real].max()
-        assert wrong < (2.0**-17 if n < 2 else 2.0**-22)
+        assert wrong < (2.0**-17 if n < 2 else 2.0**-21)

@@ -221,12 +221,13 @@ def test_checkpoints(
 
 def test_what_checkpoints_keep(ran: list[str], short_chunks: None) -> None:
     """Besides x and the weights: the states at the borders, and neither output nor saved values."""
-    layer, x = anycell.torch.RNN(cells.LSTM, 3, 5, device=DEVICE), torch.randn(7, 2, 3)
+    layer = anycell.torch.RNN(cells.LSTM, 3, 5, device=DEVICE)
+    x = torch.randn(7, 2, 3, device=DEVICE)
     own, kept = {id(x), *map(id, layer.parameters())}, []
     for layer.checkpoint in (None, 4):
         seen: list[Any] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):  # noqa: B023
-            layer(x.to(DEVICE))
+            layer(x)
         kept.append(sorted(t.numel() for t in seen if id(t) not in own))
     everything, borders = kept
     assert sum(everything) >= 7 * 2 * 5 * 5

@@ -25,12 +25,13 @@ def main() -> None:
     parser = arguments(__doc__, 60.0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--device", help="name, capability, shared, registers, processors")
+    parser.add_argument("--cases", default="targets", help="of gpu_bench")
     parser.add_argument("--only", type=int, help="so many passes of layers")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     os.environ["OMP_NUM_THREADS"] = "1"
     device = args.device or asked()
-    todo = jobs()[: args.only]
+    todo = jobs(args.cases)[: args.only]
     pool = ProcessPoolExecutor(args.jobs, initializer=os.nice, initargs=(5,))
     runs = [pool.submit(compiled, job, device) for job in todo]
     good = True
@@ -61,12 +62,12 @@ class Job(NamedTuple):
     train: bool
 
 
-def jobs() -> list[Job]:
+def jobs(cases: str = "targets") -> list[Job]:
     """Of each layer that is timed or stressed, once."""
     import gpu_bench
     import gpu_stress
 
-    shapes = [tuple(case)[1:] for case in gpu_bench.chosen("targets")]
+    shapes = [tuple(case)[1:] for case in gpu_bench.chosen(cases)]
     shapes[1:1] = [
         ("LSTM", "bfloat16", s.steps, gpu_stress.BATCH, s.hidden, s.hidden, 1, 1)
         for s in gpu_stress.STRAINS

@@ -128,15 +128,35 @@ def cases() -> list[Case]:
     return first + [case for case in mixed if case is not None]
 
 
+def compared() -> list[Case]:
+    """Those that say whether a drop-in should leave a call to cuDNN."""
+    shapes = [s for s in all_shapes().values() if s.name != "basecaller"]
+    grid = [(16, 1024), (64, 512), (64, 1024), (256, 256), (1, 512), (128, 512)]
+    some = ("rl-policy", "hydrology", "sb3", "codec", "stream")
+    return [
+        Case("compared", cell, dtype, s.T, s.B, s.I, s.H, s.L, s.D)
+        for cell in ("LSTM", "GRU")
+        for dtype in ("bfloat16", "float16", "float32")
+        for s in shapes
+        if cell == "LSTM" or s.name in some
+    ] + [
+        Case("compared", "LSTM", dtype, 256, b, h, h)
+        for dtype in ("float16", "bfloat16")
+        for b, h in grid
+    ]
+
+
 def chosen(which: str) -> list[Case]:
-    """All, the targets or the rest."""
+    """All, the targets, the rest, or those of ``compared``."""
+    if which == "compared":
+        return compared()
     return [c for c in cases() if which == "all" or (c.name == "target") is (which == "targets")]
 
 
 def main(words: list[str] | None = None) -> None:
     """Prints one line per measurement."""
     parser = arguments(__doc__, 300.0)
-    parser.add_argument("--cases", choices=["all", "targets", "rest"], default="all")
+    parser.add_argument("--cases", choices=["all", "targets", "rest", "compared"], default="all")
     parser.add_argument("--after", type=int, default=0, help="leave out so many cases")
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--draw", type=Path)
@@ -279,6 +299,7 @@ def contenders(case: Case, device: str = "cuda") -> Line:
         drop_in = getattr(anycell.torch, case.cell)(case.I, case.H, **options)
         for layer in (theirs, drop_in):
             layer.load_state_dict(ours.state_dict())
+            layer.flatten_parameters()  # or cuDNN copies them in each call
         found = {"torch": theirs, **found, "drop-in": drop_in}
     if case.cell in LOOPS and case.L == case.D == 1 and case.B in (1, 16):
         found["loop"] = found["loop, graph"] = Loop(LOOPS[case.cell], ours)

@@ -79,9 +79,15 @@ def _sigmoid(a: Array) -> Array:
 
 def _torch() -> Namespace:
     torch = sys.modules["torch"]
+
+    def array(value: Any, like: Array) -> Array:
+        if like.is_cuda and isinstance(value, (int, float)):  # no copy from the host, which waits
+            return torch.full((), value, dtype=like.dtype, device=like.device)
+        return torch.asarray(value, dtype=like.dtype, device=like.device)
+
     return Namespace(
         torch,
-        array=lambda value, like: torch.asarray(value, dtype=like.dtype, device=like.device),
+        array=array,
         cast=lambda array, dtype: array.to(getattr(torch, dtype)),
         sigmoid=torch.sigmoid,
         stop_gradient=lambda array: array.detach(),

@@ -13,11 +13,13 @@ from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell import cells
+from anycell.engines.gpu import capacity
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint
 from anycell.layer.signature import state_names
 from anycell.plan import CallOptions, Engine, Plan, Sizes, takes
 from anycell.torch import ops
+from anycell.torch.device import host_of
 from anycell.torch.functional import (
     autocast_dtype,
     compiled,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
     from anycell.torch.typed import DropInCall
 
-# On a GPU torch runs these, in calls with none of our arguments.
+# On a GPU cuDNN runs these in calls with none of our arguments, unless ``_beats_cudnn``.
 CUDNNS = cells.LSTM, cells.LSTMP, cells.GRU
 
 
@@ -83,10 +85,9 @@ class DropIn(Recurrent):
         dtype = autocast_dtype(weight)
         plan = plan_on(weight.device.type, self.cell, self.hidden_size, dtype, self._sizes)
         if isinstance(plan, Plan):
-            if autocast() and weight.is_cuda:
-                return Engine("torch", "autocast is on; calls with an argument of ours are fused")
-            if plan.engine == "gpu" and self.checkpoint is None and self.cell in CUDNNS:
-                why = "cuDNN's layer; our kernels have not been measured against it"
+            ours = self.checkpoint is not None or self.cell not in CUDNNS
+            if plan.engine == "gpu" and not (ours or _beats_cudnn(plan, weight.device)):
+                why = "cuDNN's layer: our kernels would need a launch for each step"
                 return Engine("torch", why)
         return engine_of(plan, "torch")
 
@@ -130,8 +131,6 @@ class DropIn(Recurrent):
         if weight is None:  # parametrised: computed at each look
             weight = self.weight_ih_l0
         plain, plan = not further and not (looked and transformed()), None
-        if plain and weight.is_cuda and self.checkpoint is None and cell in CUDNNS:
-            return None
         if looked and compiled() and isinstance(x, PackedSequence):
             return torch.compiler.disable(self._ours)(x, states, further)
         if looked and not further and traced():
@@ -140,7 +139,7 @@ class DropIn(Recurrent):
             return None
         if plain:
             plan = self._fused(x, cell, weight, looked)
-            if plan is None:
+            if plan is None or (weight.is_cuda and self._is_cudnns(plan, x, looked)):
                 return None
         arrays = {}
         if states is not None:
@@ -180,13 +179,19 @@ class DropIn(Recurrent):
         """The plan of the fused kernel, or True for its operator; None if neither does."""
         data = parts(x)[0] if isinstance(x, PackedSequence) else x
         size, sizes = self.hidden_size, self._sizes
-        if autocast() and weight.is_cuda:
-            return None
         if looked and compiled():
             return ops.known(cell, size, sizes, data) or None
         dtype = autocast_dtype(weight) if autocast() else weight.dtype
         plan = plan_on(weight.device.type, cell, size, dtype, sizes)
         return plan if isinstance(plan, Plan) and memory(data) else None
+
+    def _is_cudnns(self, plan: Any, x: Tensor | PackedSequence, looked: bool) -> bool:
+        """Whether cuDNN runs a call on a card that has no argument of ours."""
+        if self.checkpoint is not None or self.cell not in CUDNNS:
+            return False
+        if looked or isinstance(x, PackedSequence):
+            return True
+        return not _beats_cudnn(plan, x.device, *self._rows(x))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters of torch's layer."""
@@ -211,6 +216,18 @@ class DropIn(Recurrent):
         plain: Any = copy.copy(self)
         plain.__class__ = self._parent
         return plain
+
+
+def _beats_cudnn(plan: Plan, device: torch.device, rows: int = capacity.BATCH) -> bool:
+    """Whether our kernels run a layer on a card faster than cuDNN: where one launch runs a whole
+    sequence, as measured (docs/gpu.md).
+    """
+    host = host_of(getattr(torch, plan.dtype), device)
+    passes = (False, True) if torch.is_grad_enabled() else (False,)
+    return plan.cell is not cells.LSTMP and all(
+        capacity.choose(plan, host.limits, backward, batch=rows, tf32=host.tf32).tier != 3
+        for backward in passes
+    )
 
 
 def _left_alone(function: Any) -> None:
@@ -248,9 +265,10 @@ class LSTM(DropIn, nn.LSTM):
     for more time in training, see ``RNN``.
 
     All calls on the CPU run fused, in float32, float64, bfloat16, float16 and under autocast; on a
-    GPU those with one of these arguments, or with ``checkpoint``. All other calls on a GPU, other
-    devices, and tracing (jit, export) run torch's own layer; ``torch.func`` and second derivatives
-    run step by step. ``engine`` says which, and why.
+    GPU those with one of these arguments, with ``checkpoint``, or of a size for which one launch of
+    ours runs a whole sequence. All other calls on a GPU, other devices, and tracing (jit, export)
+    run torch's own layer; ``torch.func`` and second derivatives run step by step. ``engine`` says
+    which, and why.
 
     Raises:
         What ``torch.nn.LSTM`` raises; TypeError or ValueError for the arguments above.

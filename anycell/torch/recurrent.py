@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Lengths = Tensor | Sequence[int]
-_DIRECTIONS = (False,), (False, True)  # which of them run backwards
 
 
 class Recurrent(Explained):
@@ -230,7 +229,7 @@ class Recurrent(Explained):
         training, seed = self.training, 0
         if training and (ops.draws(cell) if plan is None and compiled() else cell.keeps):
             seed = draw_seed()
-        checkpoint, reverse = self.checkpoint, _DIRECTIONS[self.bidirectional]
+        checkpoint, reverse = self.checkpoint, (False, True) if self.bidirectional else (False,)
         if checkpoint is not None:
             check_checkpoint(checkpoint)
         kind: Any = type(self)
