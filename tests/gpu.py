@@ -53,7 +53,6 @@ def by_gpu(
     backwards: int = 1,
     replays: Any = None,
     host_class: type[DeviceHost] = Poisoned,
-    exchange: str = "flags",
     checkpoint: int | None = None,
 ) -> Arrays:
     """By the kernels of the GPU engine.
@@ -65,14 +64,12 @@ def by_gpu(
         backwards: the backward pass runs so many times.
         replays: graphs of tier 3, as ``interpreted_graphs`` makes them.
         host_class: where arrays come from.
-        exchange: of the programs of tier 2.
         checkpoint: steps of a segment.
     """
     dtype = dtype or problem.dtype
     chosen = plan(problem.cell, problem.sizes["H"], dtype, "gpu", problem.sizes)
     host = host_class(getattr(torch, dtype), DEVICE)
     host.tier, host.replay = tier, replays
-    host.exchange = exchange
 
     def array(given: Any) -> Any:
         if given is None or given.dtype == bool:

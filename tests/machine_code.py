@@ -1,6 +1,6 @@
 """Prints machine code of tier 2's kernels for an H100 as JSON; compiles them, and needs no card.
 
-    python tests/machine_code.py 256 forward flags 768 backward data
+    python tests/machine_code.py 256 forward 768 backward
 
 A script, because tests of the GPU engine have told Triton to interpret.
 """
@@ -19,15 +19,14 @@ from anycell.engines.gpu.text import Variant
 from anycell.plan import plan
 
 
-def code(hidden: int, way: str, exchange: str) -> str:
+def code(hidden: int, way: str) -> str:
     """Of the LSTM with 16 rows in bfloat16."""
     one = plan(cells.LSTM, hidden, "bfloat16", "gpu")
     card = next(d for d in capacity.DEVICES if d.name == "H100")
     backward = way == "backward"
     choice = capacity.choose(one, card, backward)
     assert choice.tier == 2
-    by_data = exchange == "data"
-    form = Variant.training(cells.LSTM, backward, input_bias=not backward, by_data=by_data)
+    form = Variant.training(cells.LSTM, backward, input_bias=not backward)
     kernel = print_whole(one, form, choice)
     numbers = frozenset(name for name, kind in kernel.arguments if kind != "i32")
     cubin = build.binary(kernel, card.capability, numbers).cubin
@@ -41,5 +40,5 @@ def code(hidden: int, way: str, exchange: str) -> str:
 
 
 if __name__ == "__main__":
-    kernels = zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3], strict=True)
-    print(json.dumps([code(int(hidden), *rest) for hidden, *rest in kernels]))
+    kernels = zip(sys.argv[1::2], sys.argv[2::2], strict=True)
+    print(json.dumps([code(int(hidden), way) for hidden, way in kernels]))

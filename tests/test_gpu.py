@@ -112,7 +112,6 @@ SITUATIONS: list[dict[str, Any]] = [
     {"masked": True},
     {"resets": True, "training": True, "seed": 5},
 ]
-EXCHANGES = ["flags", "data"]  # of tier 2
 # Tier 2 shares the units of these out.
 SIZES = {"P": 9, "R": 5}
 SHARED = [c for c in EVERY if cooperative.refusal(plan(c, 18, "float32", "gpu", SIZES)) is None]
@@ -150,22 +149,19 @@ def test_every_cell(cell: Cell, tier: int, rng: np.random.Generator) -> None:
     assert_right(by_gpu(problem, tier=tier), problem)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.ZoneoutGRU, cells.sLSTM(heads=3)], ids=repr)
 @pytest.mark.sample(2)
-def test_shared(cell: Cell, exchange: str, rng: np.random.Generator) -> None:
+def test_shared(cell: Cell, rng: np.random.Generator) -> None:
     """Tier 2, one step per launch: programs of two groups, each with a part of the units."""
     problem = problem_of(cell, (3, 17, 18), rng, 1)
-    assert_right(by_gpu(problem, tier=2, exchange=exchange), problem)
+    assert_right(by_gpu(problem, tier=2), problem)
 
 
 @pytest.mark.more
 @without_a_card
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_programs_wait_for_one_another(exchange: str) -> None:
+def test_programs_wait_for_one_another() -> None:
     """Tier 2 as it runs on a card, all programs at once; and what happens if one never comes."""
-    (found,) = map(json.loads, run("tests/exchange.py", exchange, **COMPILES).splitlines())
-    assert found["blank"]
+    (found,) = map(json.loads, run("tests/exchange.py", **COMPILES).splitlines())
     for way in ("forward", "backward"):
         error = "waited for one another for 0.04 s. The results of that call are NaN."
         assert error in found[way]["error"]
@@ -175,13 +171,11 @@ def test_programs_wait_for_one_another(exchange: str) -> None:
     assert found["backward"]["d_gates"] == [False] * 4 + [True]
 
 
-@pytest.mark.parametrize(
-    ("tier", "exchange"), [(3, "flags"), (2, "flags"), (2, "data"), (1, "flags")]
-)
-def test_plainly(tier: int, exchange: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("tier", [3, 2, 1])
+def test_plainly(tier: int, rng: np.random.Generator) -> None:
     for cell in (cells.LSTM, cells.GRU, cells.LSTMP if tier != 2 else cells.RNN):
         problem = problem_of(cell, (3, 3, 9), rng)
-        assert_right(by_gpu(problem, tier=tier, exchange=exchange), problem)
+        assert_right(by_gpu(problem, tier=tier), problem)
 
 
 @pytest.mark.slow
@@ -194,8 +188,7 @@ def test_plainly(tier: int, exchange: str, rng: np.random.Generator) -> None:
 def test_every_situation(cell: Cell, number: int, tier: int, rng: np.random.Generator) -> None:
     for shape in ((4, 5, 33), (1, 19, 21))[: 1 + (number < 2)]:
         problem = problem_of(cell, shape, rng, number)
-        exchange = EXCHANGES[number % 2] if shape[0] > 1 else EXCHANGES[1 - number % 2]
-        assert_right(by_gpu(problem, tier=tier, exchange=exchange), problem)
+        assert_right(by_gpu(problem, tier=tier), problem)
 
 
 @pytest.mark.parametrize(
@@ -214,27 +207,20 @@ def test_awkward_shapes(shape: tuple[int, int, int], tier: int, rng: np.random.G
 
 
 @pytest.mark.parametrize(
-    ("cell", "tier", "hidden", "exchange"),
+    ("cell", "tier"),
     [
-        pytest.param(cell, tier, hidden, exchange, marks=[] if cell in FEW else pytest.mark.slow)
-        for tier, every, exchanges in (
-            (3, EVERY, [(33, "flags")]),
-            (1, EVERY, [(33, "flags")]),
-            (2, SHARED, [(33, "flags"), (33, "data"), (36, "data")]),  # words of one number, of two
-        )
+        pytest.param(cell, tier, marks=[] if cell in FEW else pytest.mark.slow)
+        for tier, every in ((3, EVERY), (1, EVERY), (2, SHARED))
         for cell in every
-        for hidden, exchange in exchanges
     ],
     ids=str,
 )
 @pytest.mark.sample(2)
-def test_sixteen_bits(
-    cell: Cell, tier: int, hidden: int, exchange: str, rng: np.random.Generator
-) -> None:
+def test_sixteen_bits(cell: Cell, tier: int, rng: np.random.Generator) -> None:
     """float16; the interpreter multiplies bfloat16 wrongly, which tests on a card make up for."""
     # With kinks, as relu's, some problems turn on the last bit.
-    problem = random_problem(cell, (4, 3, hidden), rng, "float16", nearby=6, **situation(cell, 2))
-    assert_sixteen(problem.astype("float32"), "float16", tier, exchange)
+    problem = random_problem(cell, (4, 3, 33), rng, "float16", nearby=6, **situation(cell, 2))
+    assert_sixteen(problem.astype("float32"), "float16", tier)
 
 
 @pytest.mark.parametrize("tier", [3, 1])
@@ -249,21 +235,20 @@ def test_the_backward_pass_takes_the_branch_of_the_forward_pass(decide: str, tie
 @pytest.mark.parametrize("number", range(len(SITUATIONS)))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    ("cell", "tier", "exchange", "hidden"),
-    [(cell, tier, "flags", 33) for cell in EVERY for tier in (3, 1)]
-    + [(cell, 2, exchange, h) for cell in SHARED for exchange in EXCHANGES for h in (33, 36)],
+    ("cell", "tier", "hidden"),
+    [(cell, tier, 33) for cell in EVERY for tier in (3, 1)]
+    + [(cell, 2, hidden) for cell in SHARED for hidden in (33, 36)],
     ids=str,
 )
 def test_sixteen_bits_on_a_card(
     cell: Cell,
     tier: int,
-    exchange: str,
     hidden: int,
     dtype: str,
     number: int,
     rng: np.random.Generator,
 ) -> None:
-    assert_sixteen(problem_of(cell, (5, 19, hidden), rng, number), dtype, tier, exchange)
+    assert_sixteen(problem_of(cell, (5, 19, hidden), rng, number), dtype, tier)
 
 
 @pytest.mark.gpu
@@ -273,13 +258,12 @@ def test_many_programs_on_a_card(hidden: int, rng: np.random.Generator) -> None:
     for cell in (cells.LSTM, cells.GRU):
         problem = random_problem(cell, (100, 40, hidden), rng, **situation(cell, 1))
         right = by_gpu(problem, "bfloat16", 3)
-        for exchange in EXCHANGES:
-            for name, value in by_gpu(problem, "bfloat16", 2, exchange=exchange).items():
-                # Both are off by as much as the limit allows.
-                assert error(value, right[name], ()) <= 2 * limit("bfloat16", kind_of(name)), name
+        for name, value in by_gpu(problem, "bfloat16", 2).items():
+            # Both are off by as much as the limit allows.
+            assert error(value, right[name], ()) <= 2 * limit("bfloat16", kind_of(name)), name
 
 
-def assert_sixteen(problem: Problem, dtype: str, tier: int, exchange: str = "flags") -> None:
+def assert_sixteen(problem: Problem, dtype: str, tier: int) -> None:
     """Errors against float64 of the same, rounded numbers, over whole arrays."""
     import torch
 
@@ -289,7 +273,7 @@ def assert_sixteen(problem: Problem, dtype: str, tier: int, exchange: str = "fla
         return torch.tensor(a).to(getattr(torch, dtype)).float().numpy()
 
     problem = problem.map(rounded)
-    for name, value in by_gpu(problem, dtype, tier, exchange=exchange).items():
+    for name, value in by_gpu(problem, dtype, tier).items():
         said = f"{name} of {problem.cell}"
         assert_close(value, problem.right[name], dtype, kind_of(name), said, ())
 

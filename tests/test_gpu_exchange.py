@@ -19,16 +19,14 @@ from processes import at_once, run
 
 import anycell
 from anycell import cells
-from anycell.engines.gpu import Span, Variant, launch
-from anycell.engines.gpu.cooperative import CHAINS, Slice, exchanged, print_cooperative
-from anycell.engines.gpu.text import symbol
-from anycell.plan import plan
+from anycell.engines.gpu import Span, launch
+from anycell.engines.gpu.cooperative import CHAINS
 from anycell.torch.device import DeviceHost
 
 # -- machine code ----------------------------------------------------------------------------------
-KERNELS = [(768, way, by) for by in ("flags", "data") for way in ("forward", "backward")]
+KERNELS = [(768, "forward"), (768, "backward")]
 # Fewer flags than a warp has threads, and as many; those above have more.
-NARROW = [(256, "forward", "flags"), (512, "forward", "flags"), (512, "backward", "flags")]
+NARROW = [(256, "forward"), (512, "forward"), (512, "backward")]
 
 
 class Instruction:
@@ -97,7 +95,7 @@ class Code:
         return place
 
 
-Kernel = tuple[int, str, str]
+Kernel = tuple[int, str]
 
 
 def compiled(kernels: list[Kernel]) -> dict[Kernel, Code]:
@@ -131,23 +129,11 @@ def test_a_barrier_stands_between_flags_and_what_they_are_for(
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_what_lies_between_the_matmuls_and_the_others(
-    kernel: Kernel, codes: dict[Kernel, Code]
-) -> None:
-    """Flags cost a fence and an exchange in memory. Data are stored, and that is all; whoever waits
-    for them multiplies what it has looked at.
-    """
+def test_what_a_flag_costs(kernel: Kernel, codes: dict[Kernel, Code]) -> None:
+    """A fence and an exchange in memory; h and gradients are stored like anything else."""
     code = codes[kernel]
-    fences, exchanges = code.named("MEMBAR"), code.named("ATOM")
-    sent, looked_at = code.named(r"STG\.\S*STRONG"), code.named(r"LDG\.E\.128\.STRONG\.SYS")
-    if kernel[2] == "flags":
-        assert fences and len(exchanges) == 1 and not sent and not looked_at
-        return
-    assert not fences and not exchanges and not code.named(r"CCTL") and looked_at
-    assert len(sent) == (4 if kernel[1] == "backward" else 1)  # for each gate
-    assert not code.named(r"LDG\S*STRONG\.GPU")  # nothing is loaded after it has been waited for
-    after = code.without(max(code.named("HMMA")), r"STG.E.STRONG")
-    assert not after & {*fences, *exchanges}
+    assert code.named("MEMBAR") and len(code.named("ATOM")) == 1
+    assert not code.named(r"STG\.\S*STRONG")
 
 
 def test_the_clock_is_read_now_and_then(codes: dict[Kernel, Code]) -> None:
@@ -194,7 +180,7 @@ def assert_swift(code: Code) -> None:
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_the_machine_code_of_a_step(way: str, codes: dict[Kernel, Code]) -> None:
-    assert_swift(codes[768, way, "flags"])
+    assert_swift(codes[768, way])
 
 
 # -- the context of a thread -----------------------------------------------------------------------
@@ -271,17 +257,7 @@ def test_trouble_is_told_whoever_calls_next() -> None:
     assert not told
 
 
-# -- what is blank ---------------------------------------------------------------------------------
-def test_blank() -> None:
-    """All bits of numbers of any size, in views of any strides, and of no others."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        array = torch.zeros(4, 3, 6, dtype=dtype, device=DEVICE)
-        DeviceHost(dtype, DEVICE).blank(array[1:3, :, 2:4])
-        bits = array.view(torch.int32 if array.itemsize == 4 else torch.int16)
-        assert (bits[1:3, :, 2:4] == -1).all() and int((bits == -1).sum()) == 2 * 3 * 2
-        assert array[1:3, :, 2:4].isnan().all()
-
-
+# -- arrays over time -----------------------------------------------------------------------------
 def test_a_span_over_time() -> None:
     array = np.arange(7)[:, None, None] + np.zeros((1, 1, 4))
     for sign, first, right in ((1, 2, [3, 4, 5]), (-1, 5, [2, 3, 4])):
@@ -289,26 +265,3 @@ def test_a_span_over_time() -> None:
         assert span.over(1, 3, 2)[:, 0, 0].tolist() == right
         assert span.over(1, 3, 2).shape == (3, 1, 2)
         assert span.over(1, 0, 2).shape[0] == 0
-
-
-@pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.RNN], ids=repr)
-def test_what_programs_exchange_is_what_they_gather(cell: Any) -> None:
-    """In both directions: every array that a kernel looks at is one that it sends, and the host
-    blanks it.
-    """
-    one = plan(cell, 18, "float16", "gpu")
-    part = Slice(16, 16, 32, 1, 2, 1)
-    for backward in (False, True):
-        form = Variant(backward, biases=(False,) * len(one.cell.linears), by_data=True)
-        source = print_cooperative(one, form, part).source
-        sent = set(re.findall(r"send\(\(?(\w+?)_at", source))
-        assert sent == set(map(symbol, exchanged(one, backward))), source
-        for name in sent:
-            assert re.search(rf"_at = \({name} \+ .*pointer_type\(tl.uint32\)", source)
-        assert "flags" not in source and "wait(" not in source
-
-
-def test_an_exchange_is_one_of_two() -> None:
-    problem = random_problem(cells.LSTM, (1, 2, 5), np.random.default_rng(0), "float32")
-    with pytest.raises(ValueError, match=r"exchange='flag'; expected 'flags' or 'data'"):
-        by_gpu(problem, tier=2, exchange="flag")

@@ -197,7 +197,7 @@ def test_smoke(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smoke, "CALLS", 2)
     monkeypatch.setattr(smoke, "HIDDEN", {1: 9, 2: 18, 3: 9})
     monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
-    case = smoke.Case(3, passes, "float32", "flags")
+    case = smoke.Case(3, passes, "float32")
     line = smoke.tried(cells.LSTM, case, DEVICE.type)
     assert 0 < line["worst"] <= 1.0
     assert smoke.tried(cells.LSTM, case._replace(tier=1), DEVICE.type)["worst"] <= 1.0
@@ -307,7 +307,7 @@ import sys
 sys.path.insert(0, "tools")
 import gpu_ahead
 from anycell.engines.gpu import build
-job = gpu_ahead.Job("LSTM", "bfloat16", 9, 16, 256, 256, 1, 1, "anycell", True)
+job = gpu_ahead.Job("LSTM", "bfloat16", 9, 16, 256, 256, 1, 1, True)
 made, binary = [], build.binary
 def noted(printed, capability, aligned=frozenset()):
     made.append((printed.name, capability))
@@ -358,7 +358,7 @@ def test_the_plan_of_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert len({command.name for command in commands}) == len(commands)
     assert check.of_a_card()[:2] == ["tests/test_torch_card.py", "tests/test_gpu.py"]
     smoke = [command.name for command in parts[1].commands]
-    assert len(smoke) == 3 * 2 * 2 + 2 and smoke[0] == "smoke-2-forward-bfloat16-flags"
+    assert len(smoke) == 3 * 2 * 2 and smoke[0] == "smoke-2-forward-bfloat16"
     for command in commands:
         for word in command.words:
             assert not word.endswith((".py", ".sh")) or (ROOT / word).exists(), word

@@ -8,7 +8,6 @@ a stand-in for the CUDA driver starts nothing. It needs no card if it is told of
 ``anycell.engines.gpu.capacity`` knows it. Prints a line of JSON for each pass of a layer.
 """
 
-import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ def main() -> None:
 
 
 class Job(NamedTuple):
-    """A pass of a contender of ``gpu_bench``."""
+    """A pass of our layer, as ``gpu_bench`` times it."""
 
     cell: str
     dtype: str
@@ -58,7 +57,6 @@ class Job(NamedTuple):
     H: int
     L: int
     D: int
-    contender: str
     train: bool
 
 
@@ -72,8 +70,7 @@ def jobs(cases: str = "targets") -> list[Job]:
         ("LSTM", "bfloat16", s.steps, gpu_stress.BATCH, s.hidden, s.hidden, 1, 1)
         for s in gpu_stress.STRAINS
     ]
-    kinds = itertools.product(("anycell", "anycell, data"), (True, False))
-    return [Job(*shape, *kind) for kind in kinds for shape in dict.fromkeys(shapes)]
+    return [Job(*shape, train) for train in (True, False) for shape in dict.fromkeys(shapes)]
 
 
 def compiled(job: Job, device: str) -> Line:
@@ -82,14 +79,13 @@ def compiled(job: Job, device: str) -> Line:
     import torch
 
     torch.set_num_threads(1)
-    case, begin = gpu_bench.Case("target", *job[:-2]), time.monotonic()
+    case, begin = gpu_bench.Case("target", *job[:-1]), time.monotonic()
     line = dict(job._asdict())
     try:
         with without_a_card(device, case.dtype == "tf32"):
-            layer = gpu_bench.contenders(case, "cpu").get(job.contender)
+            layer = gpu_bench.contenders(case, "cpu")["anycell"]
             x = torch.empty(case.T, case.B, case.I, dtype=gpu_bench.dtype_of(case))
-            if layer is not None:
-                gpu_bench.call(layer, x, job.train)()
+            gpu_bench.call(layer, x, job.train)()
     except Exception as error:
         line["error"] = told(error)
     return {**line, "seconds": round(time.monotonic() - begin, 1)}

@@ -8,15 +8,13 @@ the loops that people write.
 Prints JSON: a line per cell, shape, dtype, pass and contender, with microseconds per step (the
 median of interleaved runs, by CUDA events), the quartiles, the peak of allocated memory, and of
 torch's own layer the kernel that takes the most time, which tells the algorithm that cuDNN's
-heuristics picked. "tf32" is float32 whose matmuls may round to TF32, ours and torch's; "anycell,
-data" is ours, whose programs tell by the numbers themselves that these are there.
+heuristics picked. "tf32" is float32 whose matmuls may round to TF32, ours and torch's.
 
 Contenders must agree before they are timed: an error beyond the tolerance is written in the place
 of a time. So is whatever a case or a contender raises, and what time does not allow. Only a card
 that no longer answers ends the run, with status 70; ``--after`` goes on behind so many cases.
 """
 
-import copy
 import itertools
 import statistics
 import sys
@@ -45,7 +43,6 @@ from anycell.bench.shapes import all_shapes
 from anycell.engines.gpu import capacity
 from anycell.layer import steps
 from anycell.plan import Options, plan
-from anycell.torch.device import DeviceHost
 
 
 @anycell.cell(gates="i f g o", state="h c")
@@ -267,7 +264,6 @@ def measured(case: Case) -> Iterator[Line]:
 
 def once(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Its outputs, without gradients, in float32."""
-    DeviceHost.exchange = getattr(layer, "exchange", "flags")
     with torch.no_grad():
         return layer(x)[0].float()
 
@@ -291,9 +287,6 @@ def contenders(case: Case, device: str = "cuda") -> Line:
     options |= {"num_layers": case.L, "bidirectional": case.D == 2}
     ours = anycell.torch.RNN(CELLS[case.cell], case.I, case.H, **options)
     found = {"anycell": ours}
-    if case.name == "target" and dtype_of(case) is torch.bfloat16:
-        found["anycell, data"] = copy.copy(ours)  # the same weights
-        found["anycell, data"].exchange = "data"
     if hasattr(torch.nn, case.cell):
         theirs = getattr(torch.nn, case.cell)(case.I, case.H, **options)
         drop_in = getattr(anycell.torch, case.cell)(case.I, case.H, **options)
@@ -321,12 +314,10 @@ def call(layer: Any, x: torch.Tensor, train: bool) -> Callable[[], None]:
     """What is timed."""
 
     def forward() -> None:
-        DeviceHost.exchange = getattr(layer, "exchange", "flags")
         with torch.no_grad():
             layer(x)
 
     def both() -> None:
-        DeviceHost.exchange = getattr(layer, "exchange", "flags")
         for parameter in layer.parameters():
             parameter.grad = None
         layer(x)[0].sum().backward()

@@ -109,13 +109,15 @@ def _exchange(host: GpuHost, plan: Plan, kernels: Kernels, batch: int) -> dict[s
             "call are NaN. Is the device shared, or a debugger attached? "
             "anycell.torch.device.DeviceHost.tier = 3 does without such kernels."
         )
-    if host.exchange not in ("flags", "data"):
-        raise ValueError(f"exchange={host.exchange!r}; expected 'flags' or 'data'.")
-    values = {"trouble": host.trouble, "patience": host.patience, "behind": 0, "close": 1}
-    if host.exchange == "flags":
-        groups, programs = gpu.grid(kernels, plan, batch)
-        values |= {"flags": host.flags(2 * groups * programs), "done": 0}
-    return values
+    groups, programs = gpu.grid(kernels, plan, batch)
+    return {
+        "flags": host.flags(2 * groups * programs),
+        "trouble": host.trouble,
+        "patience": host.patience,
+        "done": 0,
+        "behind": 0,
+        "close": 1,
+    }
 
 
 @_until_it_runs
@@ -275,7 +277,6 @@ class _Run:
             keep=keep,
             input_bias="bias_ih" in w and not backward,
             biases=tuple(l.bias_name in w and not backward for l in cell.linears),
-            by_data=self.host.exchange == "data",
             options=self.options.printed(call.mask is not None),
         )
 

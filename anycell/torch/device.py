@@ -28,12 +28,10 @@ class DeviceHost:
         device: where all tensors are.
         tier: of kernels; None lets ``capacity`` choose.
         patience: nanoseconds that programs of a kernel wait for one another.
-        exchange: how they tell each other what is there, by ``"flags"`` or by the ``"data"``.
     """
 
     tier: int | None = None
     patience = 10_000_000_000
-    exchange = "flags"  # until a card has compared them
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device, self.on_card = dtype, device, device.type == "cuda"
@@ -101,9 +99,6 @@ class DeviceHost:
 
     def flags(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=self.device)
-
-    def blank(self, array: Tensor) -> None:
-        array.view(torch.int32 if array.itemsize == 4 else torch.int16).fill_(-1)
 
     def table(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.int64, device=self.device)

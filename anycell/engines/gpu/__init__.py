@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from anycell.engines.gpu import capacity
 from anycell.engines.gpu.capacity import Choice, Device
-from anycell.engines.gpu.cooperative import exchanged, print_cooperative
+from anycell.engines.gpu.cooperative import print_cooperative
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.resident import print_resident
@@ -49,8 +49,6 @@ class GpuHost(Protocol):
         trouble: an int32 in memory that host and device both reach; kernels of tier 2 set it when
             their programs have waited for one another in vain.
         patience: nanoseconds that they wait.
-        exchange: how these programs tell each other what is there, ``"flags"`` or ``"data"``: see
-            ``cooperative``.
     """
 
     wide_states: bool
@@ -62,7 +60,6 @@ class GpuHost(Protocol):
     replay: Callable[[Step, Work], None] | None
     trouble: Array
     patience: int
-    exchange: str
 
     def stream(self) -> int:
         """CUDA's handle; 0 for the default stream."""
@@ -86,10 +83,6 @@ class GpuHost(Protocol):
 
     def flags(self, count: int) -> Array:
         """An array of ``count`` zeros, int32."""
-        ...
-
-    def blank(self, array: Array) -> None:
-        """Sets all bits of an array, of any strides: it is NaN then."""
         ...
 
     def table(self, count: int) -> Array:
@@ -214,22 +207,12 @@ def grid(printed: Printed, plan: Plan, batch: int) -> tuple[int, int]:
 def run(kernels: Step | Printed, work: Work) -> int:
     """Runs a call; the turns by which buffers that take turns (``turn``) have moved on."""
     if isinstance(kernels, Printed):
-        if kernels.cooperative and work.variant.by_data:
-            _blank(work)
         if kernels.cooperative and work.host.limits is None:
             return _run_interpreted(kernels, work)
         work.launch(kernels, work.all_values())(0)
         return 1
     (work.host.replay or run_plainly)(kernels, work)
     return work.steps + work.variant.backward
-
-
-def _blank(work: Work) -> None:
-    """Makes what programs will tell each other look as if it were not there yet."""
-    backward = work.variant.backward
-    for name, width in exchanged(work.plan, backward).items():
-        # A step forward writes the state after it, which is that before the next one.
-        work.host.blank(work.spans[name].over(0 if backward else 1, work.steps, width))
 
 
 def _run_interpreted(kernel: Printed, work: Work) -> int:

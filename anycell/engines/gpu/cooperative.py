@@ -20,24 +20,12 @@ The programs of some rows are a group. Groups share nothing, so few programs mee
 **The exchange.** h goes through the sequence of hidden states, gradients through those of the
 gates: a step reads the slot that the one before has written, and no slot is written twice in a
 launch. The loads bypass the first-level cache, which has nothing to gain from what is read once.
-There are two ways to know that a slot is there, ``GpuHost.exchange``.
-
-*Flags*, two of each program, count its steps; *data as flags* are blank, all bits ones, until they
-are there. docs/gpu.md says how, why two flags are enough, when what is loaded, and why no program
-hangs. ``publish`` and ``wait`` in ``library`` have the order in memory.
-
-Data as flags are right by PTX's memory model, with nothing assumed of the order of two stores. A
-*word* is 32 bits, or 16 where a row has an odd number of 16-bit numbers. Stores (relaxed) and looks
-(volatile, which is relaxed) are of whole words at the same addresses, also where an instruction
-moves four of them: the model splits that into its words. Each is strong, and so no race; it happens
-at once, not half of it; and between the blank, which the end of an earlier kernel puts before all
-of the launch, and the word that is stored once, there is no third value to be seen. Nothing is
-concluded from one word about another. And a word of two numbers, neither of which is blank, is not
-blank.
+Flags, two of each program, count its steps: docs/gpu.md says why two are enough, when what is
+loaded, and why no program hangs. ``publish`` and ``wait`` in ``library`` have the order in memory.
 
 A program whose wait takes longer than ``patience`` nanoseconds gives up; all its threads agree on
-that. It goes on with NaN and without waiting, and the others, which find its flags set or its data
-there, come to an end too. For a program that never began they find nothing, and each gives up once.
+that. It goes on with NaN and without waiting, and the others, which find its flags set, come to an
+end too. For a program that never began they find no flag set, and each gives up once.
 
 Cells of one stage only: every matmul multiplies h, and no row reduction needs other units.
 """
@@ -101,18 +89,6 @@ def print_cooperative(
     return _Slice(plan, variant, part, precision).printed()
 
 
-def exchanged(plan: Plan, backward: bool) -> dict[str, int]:
-    """The arrays over time by which programs tell each other a step, and the width of each."""
-    h = plan.hidden_size
-    if not backward:
-        return {"hidden": h}
-    widths = {}
-    for l in plan.cell.linears:
-        parts = plan.cell.gates if plan.shares_gradient(l) else l.outputs
-        widths[gradients_of(plan, l)] = h * len(parts)
-    return widths
-
-
 def refusal(plan: Plan) -> str | None:
     """Why programs cannot share a step of this cell; None if they can."""
     cell = plan.cell
@@ -138,10 +114,6 @@ class _Slice(Loop):
         self.chunk, self.ahead, self.held = part.chunk, part.ahead, part.held
         self.pair = max(1, 4 // plan.itemsize)  # numbers of a thread's register
         self.programs = -(-plan.hidden_size // part.units)  # of a group
-        # Where data are flags: numbers of a word, what Triton calls it, and how to look at words.
-        self.in_word = 2 if variant.by_data and self.half and plan.hidden_size % 2 == 0 else 1
-        self.word = "tl.uint16" if self.half and self.in_word == 1 else "tl.uint32"
-        self.looks: dict[str, str] = {}
 
     @property
     def turns(self) -> str:
@@ -227,10 +199,8 @@ class _Slice(Loop):
         for n, start in enumerate(starts):
             for ahead in starts[n:][: self.ahead]:
                 load(ahead)
-            value = self._arrived(
-                f"{operand}_{start}", [f"{operand}_{s}" for s in starts[: self.ahead]]
-            )
-            if n == 0 and not self.variant.by_data:
+            value = self._restored(f"{operand}_{start}")
+            if n == 0:
                 # The assembler would issue some of them after the first matmuls, to save registers,
                 # and each of these would wait for another trip to the second-level cache.
                 self.say("tl.debug_barrier()")
@@ -278,30 +248,14 @@ class _Slice(Loop):
         return self._place_theirs(f"d{k}_at", name, step)
 
     def _place_theirs(self, at: str, name: str, step: str) -> str:
-        place = self._words(self.place(name, step, self._their_rows()))
-        return self.once(at, f"{place} + {self._their_lanes()}")
-
-    def _their_lanes(self) -> str:
-        """Selects the numbers of a chunk, or its words, where data are flags."""
-        _, lanes = self._spread(self.rows)
-        if self.in_word > 1:
-            share = self.chunk // self.warps // self.in_word
-            warp = f"all_{self.rows} // 8 % {self.warps}"
-            lanes = self.once("their_words", f"{warp} * {share} + tl.arange(0, {share})[None, :]")
-        return lanes
+        place, (_, lanes) = self.place(name, step, self._their_rows()), self._spread(self.rows)
+        return self.once(at, f"{place} + {lanes}")
 
     def _fetch(self, name: str, at: str, start: int, size: int) -> None:
-        """Loads a chunk that others have written, past the first-level cache; or, where data are
-        flags, looks at what is there.
-        """
-        first, all_ = start // self.in_word, size // self.in_word
-        inside = f"{first} + {self._their_lanes()} < {all_}" if start + self.chunk > size else ""
-        if self.variant.by_data:
-            self.looks[name] = f"look({plus(first, at)}, {inside or None})"
-            self.once(f"{name}_words", self.looks[name])
-        else:
-            mask = f", mask={inside}, other=0.0" if inside else ""
-            self.once(name, f'tl.load({plus(start, at)}{mask}, cache_modifier=".cg")')
+        """Loads a chunk that others have written, past the first-level cache."""
+        _, lanes = self._spread(self.rows)
+        mask = f", mask={start} + {lanes} < {size}, other=0.0" if start + self.chunk > size else ""
+        self.once(name, f'tl.load({plus(start, at)}{mask}, cache_modifier=".cg")')
 
     def _load_h(self, start: int) -> None:
         """A chunk of h, and what resets put in its place."""
@@ -313,6 +267,12 @@ class _Slice(Loop):
             at, inside = self.reset_row(0, rows), f"{reset} & ({start} + {lanes} < {h})"
             at = f"tl.load({at} + ({plus(start, lanes)}), mask={inside}, other=0.0)"
             self.once(f"h_{start}_reset", at)
+
+    def _restored(self, name: str) -> str:
+        """A chunk that has been loaded, with what resets put in its place."""
+        if f"{name}_reset" not in self.said:
+            return name
+        return self.once(f"{name}_kept", f"tl.where(their_reset, {name}_reset, {name})")
 
     def _split(self, value: str, names: list[str]) -> None:
         """``[rows, units * outputs]`` into a tile for each output."""
@@ -340,62 +300,6 @@ class _Slice(Loop):
         self._fetch(f"d{k}_{start}", self._place_gates(k, l), start, size)
 
     # -- the exchange ----------------------------------------------------------------------------
-    def _words(self, place: str) -> str:
-        """The address of words, if data are flags."""
-        return f"({place}).to(tl.pointer_type({self.word}))" if self.variant.by_data else place
-
-    def _arrived(self, name: str, together: list[str]) -> str:
-        """A chunk that has been fetched, with resets; where data are flags, the program looks again
-        until all of it is there, and of those that were fetched together with it.
-        """
-        if name not in self.said:
-            names = together if name in together else [name]
-            self._wait_for(names)
-            for n in names:
-                self.once(n, f"numbers({n}_words, {self.kind})")
-        if f"{name}_reset" not in self.said:
-            return name
-        return self.once(f"{name}_kept", f"tl.where(their_reset, {name}_reset, {name})")
-
-    def _wait_for(self, names: list[str]) -> None:
-        """Until all words of chunks are there."""
-        words = [f"{name}_words" for name in names]
-        while len(words) > 1:
-            pairs = zip(words[::2], words[1::2], strict=False)
-            words = [f"tl.maximum({a}, {b})" for a, b in pairs] + words[len(words) & ~1 :]
-        sent, patience = "t * alive > 0", self.argument("patience", "i64")
-        ask = f"looks, begin, waiting = again({words[0]}, {sent}, looks, begin, {patience})"
-        self.say("looks, begin = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)")
-        self.say(ask)
-        self.say("while waiting == 1:")
-        with self.indented():
-            for name in names:
-                self.say(f"{name}_words = {self.looks[name]}")
-            self.say(ask)
-        self.say("alive = tl.where(waiting == 2, 0, alive)")
-
-    def _send(self, array: str, step: str, tag: str, column: int, value: str) -> None:
-        """Stores a part of what the programs exchange, where data are flags."""
-        width, size = self.width // self.in_word, self.plan.hidden_size // self.in_word
-        words = f"(tl.program_id(1) * {width} + tl.arange(0, {width}))[None, :]"
-        words = self.once("words", words)
-        row = self._words(self.row(array, step, tag=tag))
-        where = f"{row} + {plus(column // self.in_word, words)}"
-        value, inside = f"tl.where(in_H, {value}, 0.0)", f"is_row & ({words} < {size})"
-        self.say(f"send({where}, {value}, {inside}, {self.kind}, {self.in_word == 2})")
-
-    def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
-        if self.variant.by_data and name in exchanged(self.plan, True):
-            self._send(name, "t", "", column, self.valid(value))
-        else:
-            super().store_gradient(name, column, value, size)
-
-    def store_state(self, i: int, value: str) -> None:
-        if self.variant.by_data and i == 0:
-            self._send("hidden", "t + 1", "_after", 0, value)
-        else:
-            super().store_state(i, value)
-
     def _flag(self, step: str, program: str) -> str:
         """The flags of a step."""
         self.argument("flags", "*i32")
@@ -440,12 +344,10 @@ class _Slice(Loop):
         self._place_h()
 
     def wait(self) -> None:
-        """Until the step before is done everywhere, if flags say so.
+        """Until the step before is done everywhere.
 
         Every thread has a lane of its own: lanes beyond the programs look at this program's flag.
         """
-        if self.variant.by_data:
-            return
         done, patience = self.argument("done", "i32"), self.argument("patience", "i64")
         lanes = f"tl.arange(0, {power_of_two(self.programs, 32 * self.warps)})"
         peers = f"tl.where({lanes} < {self.programs}, {lanes}, tl.program_id(1))"
@@ -478,9 +380,7 @@ class _Slice(Loop):
         self.say(f'{value} = tl.where(alive > 0, {value}, float("nan"))')
 
     def publish(self) -> None:
-        """For the other programs of these rows, if flags say so."""
-        if self.variant.by_data:
-            return
+        """For the other programs of these rows."""
         text = f"publish({self._flag('done + t', 'tl.program_id(1)')}, done + t + 1)"
         if not self.variant.backward:
             self.say(text)

@@ -314,10 +314,9 @@ def address(table, place: tl.constexpr, odd, kind: tl.constexpr):
 
 # ---- programs that wait for one another ----------------------------------------------------------
 
-_LOOKS = tl.constexpr(64)  # looks between two readings of the clock
 # Each thread looks at a flag until it holds the value or more, or until the time is over: that
-# begins with the first reading of the clock. The load is an acquire: what its program had written
-# before it set the flag is seen by all loads that follow.
+# begins with the first reading of the clock, which is read at every 64th look. The load is an
+# acquire: what its program had written before it set the flag is seen by all loads that follow.
 _SPIN = tl.constexpr("""{
     .reg .pred there, again, first;
     .reg .b32 seen, looks, rest;
@@ -388,115 +387,6 @@ def publish(flag, value):
     """
     tl.debug_barrier()
     tl.atomic_xchg(flag, value, sem="release", scope="gpu")
-
-
-# The other way: each number shows by itself whether it has arrived. ``cooperative`` says why words.
-
-# A store which all programs come to see, each word of it whole, as 32 bits or as 16.
-_SEND = tl.constexpr("""{
-    .reg .pred inside;
-    setp.ne.s32 inside, $3, 0;
-    @inside st.relaxed.gpu.global.b32 [$1], $2;
-    mov.b32 $0, 0;
-}""")
-_SEND_HALF = tl.constexpr(_SEND.value.replace("b32 [$1]", "b16 [$1]"))
-
-
-@triton.jit
-def _blank(words):
-    """The value of a word until it is written: all bits are ones, which is a NaN."""
-    return (1 << words.dtype.primitive_bitwidth) - 1
-
-
-@triton.jit
-def send(words, value, inside, kind: tl.constexpr, pairs: tl.constexpr):
-    """Stores numbers where the other programs look for them.
-
-    Args:
-        words: where; of each number, or of each two that are side by side.
-        value: ``[rows, units]``.
-        inside: which words are stored.
-        kind: of the numbers in memory.
-    """
-    width: tl.constexpr = tl.full([], 0, kind).dtype.primitive_bitwidth
-    whole: tl.constexpr = tl.uint16 if width == 16 else tl.uint32
-    bits = value.to(kind).to(whole, bitcast=True)
-    bits = tl.where(bits == _blank(bits), bits >> 1, bits)  # another NaN
-    if pairs:
-        # As a sum: the neighbour is another thread's, and this way takes no shared memory.
-        places = tl.arange(0, bits.shape[1])[None, :] % 2 * 16
-        bits = bits.to(tl.uint32) << places.to(tl.uint32)
-        bits = tl.sum(tl.reshape(bits, [bits.shape[0], bits.shape[1] // 2, 2]), axis=2)
-    if _INTERPRETED:
-        tl.store(words, bits, mask=inside)
-    else:
-        sent: tl.constexpr = 32 if pairs else width
-        text: tl.constexpr = _SEND if sent == 32 else _SEND_HALF
-        tl.inline_asm_elementwise(
-            text,
-            "=r,l,r,r",
-            [words.to(tl.int64), bits.to(tl.uint32), inside.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def look(words, inside):
-    """Loads the words that other programs send, those ``inside`` or all, if they are there."""
-    if inside is None:
-        value = tl.load(words, volatile=True)
-    else:
-        value = tl.load(words, mask=inside, other=0, volatile=True)
-    return value
-
-
-@triton.jit
-def _clock(looks):
-    """Nanoseconds; in the interpreter a look takes more than 10 microseconds."""
-    if _INTERPRETED:
-        now = looks.to(tl.int64) * 10_000
-    else:
-        now = tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
-    return now
-
-
-@triton.jit
-def again(words, sent, looks, begin, patience):
-    """After a look: how many there were, when the clock was first read, and whether the program has
-    to look again: 0 when all words are there or were not ``sent`` in this launch, 1 when one is
-    missing, 2 when it is and ``patience`` nanoseconds are over.
-
-    Args:
-        words: the largest, of several.
-
-    All threads get the same answers, as maxima over all of them: their clocks may differ.
-    """
-    looks += 1
-    waiting = ((tl.max(words, axis=None) == _blank(words)) & sent).to(tl.int32)
-    if (waiting > 0) & (looks % _LOOKS == 0):
-        now = _clock(looks)
-        begin = tl.where(begin == 0, now, begin)
-        waited = tl.where(words == _blank(words), now - begin, 0)
-        waiting = tl.where(tl.max(waited, axis=None) >= patience, 2, 1)
-    return looks, begin, waiting
-
-
-@triton.jit
-def numbers(words, kind: tl.constexpr):
-    """The numbers of words, one or two of each."""
-    word: tl.constexpr = words.dtype.primitive_bitwidth
-    bits: tl.constexpr = tl.full([], 0, kind).dtype.primitive_bitwidth
-    if word > bits:
-        both = tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16))
-        if len(words.shape) == 3:
-            words = tl.reshape(both, [words.shape[0], words.shape[1], 2 * words.shape[2]])
-        else:
-            words = tl.reshape(both, [words.shape[0], 2 * words.shape[1]])
-    return words.to(kind, bitcast=True)
 
 
 # ---- random numbers ------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ class Variant(NamedTuple):
         keep: forward, whether values are saved for the backward pass.
         input_bias: whether a bias joins the input projection here.
         biases: for each matmul of the cell, whether it has a bias.
-        by_data: whether programs of tier 2 wait for the numbers themselves, not for flags.
         options: those that kernels are printed for; see ``Options.printed``.
     """
 
@@ -51,7 +50,6 @@ class Variant(NamedTuple):
     keep: bool = False
     input_bias: bool = False
     biases: tuple[bool, ...] = ()
-    by_data: bool = False
     options: Options = Options()
 
     @classmethod
