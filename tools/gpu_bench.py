@@ -130,17 +130,18 @@ def compared() -> list[Case]:
     shapes = [s for s in all_shapes().values() if s.name != "basecaller"]
     grid = [(16, 1024), (64, 512), (64, 1024), (256, 256), (1, 512), (128, 512)]
     some = ("rl-policy", "hydrology", "sb3", "codec", "stream")
-    return [
-        Case("compared", cell, dtype, s.T, s.B, s.I, s.H, s.L, s.D)
+    found = {
+        cell: [
+            Case(s.name, cell, dtype, s.T, s.B, s.I, s.H, s.L, s.D)
+            for dtype in ("bfloat16", "float16", "float32")
+            for s in shapes
+            if cell == "LSTM" or s.name in some
+        ]
         for cell in ("LSTM", "GRU")
-        for dtype in ("bfloat16", "float16", "float32")
-        for s in shapes
-        if cell == "LSTM" or s.name in some
-    ] + [
-        Case("compared", "LSTM", dtype, 256, b, h, h)
-        for dtype in ("float16", "bfloat16")
-        for b, h in grid
-    ]
+    }
+    sizes = itertools.product(("float16", "bfloat16"), grid)
+    between = [Case("grid", "LSTM", dtype, 256, b, h, h) for dtype, (b, h) in sizes]
+    return [*found["LSTM"], *between, *found["GRU"]]
 
 
 def chosen(which: str) -> list[Case]:
