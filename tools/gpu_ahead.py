@@ -70,11 +70,10 @@ def jobs(cases: str = "targets") -> list[Job]:
         ("LSTM", "bfloat16", s.steps, gpu_stress.BATCH, s.hidden, s.hidden, 1, 1)
         for s in gpu_stress.STRAINS
     ]
-    # Of the sizes, kernels know only H, and by the choice of a tier B.
-    kernels = {(cell, dtype, b, h): (cell, dtype, min(t, 64), b, i, h, 1, 1)
-               for cell, dtype, t, b, i, h, *_ in reversed(shapes)}  # fmt: skip
-    todo = list(reversed(kernels.values()))
-    return [Job(*shape, train) for train in (True, False) for shape in todo]
+    todo = dict[tuple[Any, ...], tuple[Any, ...]]()
+    for cell, dtype, t, b, i, h, *_ in shapes:  # kernels know H alone; B chooses the tier
+        todo.setdefault((cell, dtype, b, h), (cell, dtype, min(t, 64), b, i, h, 1, 1))
+    return [Job(*shape, train) for train in (True, False) for shape in todo.values()]
 
 
 def compiled(job: Job, device: str) -> Line:

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
     from anycell.torch.typed import DropInCall
 
-# On a GPU cuDNN runs these in calls with none of our arguments, unless ``_beats_cudnn``.
-CUDNNS = cells.LSTM, cells.LSTMP, cells.GRU
+# On a GPU cuDNN runs these in calls with none of our arguments, unless ``_beats_cudnn``, and always
+# where there are fewer steps than this: our launch from Python costs as much as some of its steps.
+CUDNNS, CUDNN_STEPS = (cells.LSTM, cells.LSTMP, cells.GRU), 16
 
 
 class DropIn(Recurrent):
@@ -86,8 +87,9 @@ class DropIn(Recurrent):
         plan = plan_on(weight.device.type, self.cell, self.hidden_size, dtype, self._sizes)
         if isinstance(plan, Plan):
             ours = self.checkpoint is not None or self.cell not in CUDNNS
-            if plan.engine == "gpu" and not (ours or _beats_cudnn(plan, weight.device)):
-                why = "cuDNN's layer: our kernels would need a launch for each step"
+            usual = CUDNN_STEPS, capacity.BATCH
+            if plan.engine == "gpu" and not (ours or _beats_cudnn(plan, weight.device, *usual)):
+                why = f"cuDNN's layer is faster than our kernels here, for {usual[1]} rows"
                 return Engine("torch", why)
         return engine_of(plan, "torch")
 
@@ -191,7 +193,10 @@ class DropIn(Recurrent):
             return False
         if looked or isinstance(x, PackedSequence):
             return True
-        return not _beats_cudnn(plan, x.device, *self._rows(x))
+        steps, rows = x.shape[:2] if x.dim() == 3 else (len(x), 1)
+        if x.dim() == 3 and self.batch_first:
+            steps, rows = rows, steps
+        return not _beats_cudnn(plan, x.device, steps, rows)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters of torch's layer."""
@@ -218,14 +223,19 @@ class DropIn(Recurrent):
         return plain
 
 
-def _beats_cudnn(plan: Plan, device: torch.device, rows: int = capacity.BATCH) -> bool:
-    """Whether our kernels run a layer on a card faster than cuDNN: where one launch runs a whole
-    sequence, as measured (docs/gpu.md).
+def _beats_cudnn(plan: Plan, device: torch.device, steps: int, rows: int) -> bool:
+    """Whether our kernels run a call on a card faster than cuDNN, as measured (docs/gpu.md).
+
+    In bfloat16 they do where one launch runs a whole sequence (tiers 1 and 2), in float16 and TF32
+    where the programs of tier 2 do: for the smaller sizes cuDNN has such kernels, too.
     """
     host = host_of(getattr(torch, plan.dtype), device)
+    if steps < CUDNN_STEPS or plan.cell is cells.LSTMP or not (plan.types.mixed or host.tf32):
+        return False
+    whole = (1, 2) if plan.dtype == "bfloat16" else (2,)
     passes = (False, True) if torch.is_grad_enabled() else (False,)
-    return plan.cell is not cells.LSTMP and all(
-        capacity.choose(plan, host.limits, backward, batch=rows, tf32=host.tf32).tier != 3
+    return all(
+        capacity.choose(plan, host.limits, backward, batch=rows, tf32=host.tf32).tier in whole
         for backward in passes
     )
 
@@ -265,10 +275,10 @@ class LSTM(DropIn, nn.LSTM):
     for more time in training, see ``RNN``.
 
     All calls on the CPU run fused, in float32, float64, bfloat16, float16 and under autocast; on a
-    GPU those with one of these arguments, with ``checkpoint``, or of a size for which one launch of
-    ours runs a whole sequence. All other calls on a GPU, other devices, and tracing (jit, export)
-    run torch's own layer; ``torch.func`` and second derivatives run step by step. ``engine`` says
-    which, and why.
+    GPU those with one of these arguments or with ``checkpoint``, and those of 16 bits and 16 steps
+    or more that our kernels run faster than cuDNN. All other calls on a GPU, other devices, and
+    tracing (jit, export) run torch's own layer; ``torch.func`` and second derivatives run step by
+    step. ``engine`` says which, and why.
 
     Raises:
         What ``torch.nn.LSTM`` raises; TypeError or ValueError for the arguments above.

@@ -2,7 +2,7 @@
 
 docs/gpu.md, "Which tier", has the rules. The constants come from what the compiler reports for
 kernels compiled ahead of time, and ``tests/test_gpu.py`` checks the model against it. The model
-says that a kernel fits, not that it is fast. No choice has been timed yet.
+says that a kernel fits, not that it is fast.
 """
 
 from __future__ import annotations
