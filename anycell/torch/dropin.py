@@ -180,7 +180,7 @@ class DropIn(Recurrent):
     def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> Any:
         """The plan of the fused kernel, or True for its operator; None if neither does."""
         data = parts(x)[0] if isinstance(x, PackedSequence) else x
-        size, sizes = self.hidden_size, self._sizes
+        size, sizes = self.hidden_size, self._sizes if self.proj_size else ()  # one call less
         if looked and compiled():
             return ops.known(cell, size, sizes, data) or None
         dtype = autocast_dtype(weight) if autocast() else weight.dtype

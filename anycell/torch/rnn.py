@@ -215,10 +215,9 @@ class RNN(Recurrent, OfCell):
             return leaf(self, x, state, static=static, **further)
         self._check_input(x)
         like = parts(x)[0] if isinstance(x, PackedSequence) else x
-        rows = self._rows(x)
-        arrays = {} if state is None else self._named("state", state, rows, like)
+        arrays = {} if state is None else self._named("state", state, self._rows(x), like)
         if static is not None or self.cell.static is not None:
-            shape = (*rows, self.hidden_size)
+            shape = (*self._rows(x), self.hidden_size)
             arrays["static"] = check_static(self.cell, static, shape, like)
         return self._run_cell(self.cell, x, arrays, **further)
 
