@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance.on_torch import by_function
-from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may import Triton
+from gpu import CARD, CARDS, DEVICE, SLOW, torch  # before anything else that may import Triton
 from problems import Adding, assert_solved, draw
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -21,8 +21,8 @@ import anycell
 from anycell import cells
 from anycell.layer import Options
 from anycell.layer import gpu as device
-from anycell.plan import Call, Plan
-from anycell.torch import functional, fused, ops, recurrent
+from anycell.plan import Call, Plan, plan
+from anycell.torch import dropin, functional, fused, ops, recurrent
 from anycell.torch.device import DeviceHost
 from anycell.torch.dropin import CUDNNS
 
@@ -53,6 +53,42 @@ def test_cudnn_runs_what_it_knows() -> None:
         assert cell in CUDNNS
     for cell in (cells.PeepholeLSTM, cells.GRU(reset_after=False), cells.LSTM(coupled=True)):
         assert cell not in CUDNNS
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "hidden", "steps", "ours"),
+    [
+        ("bfloat16", False, 64, 16, True),
+        ("bfloat16", False, 768, 16, True),
+        ("bfloat16", False, 768, 15, False),
+        ("bfloat16", False, 4096, 16, False),
+        ("float16", False, 64, 16, False),
+        ("float16", False, 512, 16, True),
+        ("float32", False, 64, 16, False),
+        ("float32", False, 512, 16, False),
+        ("float32", True, 64, 16, False),
+        ("float32", True, 512, 16, True),
+    ],
+)
+def test_what_is_faster_than_cudnn(
+    dtype: str, tf32: bool, hidden: int, steps: int, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H100: by dtype, size and steps; with a gradient both passes must be."""
+    host = SimpleNamespace(limits=CARDS["H100"], tf32=tf32)
+    monkeypatch.setattr(dropin, "host_of", lambda *_: host)
+    chosen = plan(cells.LSTM, hidden, dtype, "gpu")
+    assert dropin._beats_cudnn(chosen, torch.device("cuda"), steps, 16) is ours
+    projected = plan(cells.LSTMP, hidden, dtype, "gpu", {"P": 16})
+    assert not dropin._beats_cudnn(projected, torch.device("cuda"), steps, 16)
+
+    def tier(_: Any, limits: Any, backward: bool, **further: Any) -> Any:
+        return SimpleNamespace(tier=3 if backward else 2)
+
+    monkeypatch.setattr(dropin.capacity, "choose", tier)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            faster = dropin._beats_cudnn(chosen, torch.device("cuda"), 16, 16)
+        assert faster is (not grad and (dtype != "float32" or tf32))
 
 
 @pytest.fixture
