@@ -910,7 +910,7 @@ def test_explain_shows_the_choice_and_the_text() -> None:
     page = anycell.explain(cells.PeepholeLSTM, 64, "bfloat16", engine="gpu", triton=True)
     text = str(page)
     assert "H100      forward   tier 1: all weights on chip" in text
-    assert "no card has been measured" in text
+    assert "by a model of what fits, not of what is fast" in text
     for name in ("forward_step_0_H", "backward_step_0_H", "forward_resident", "backward_resident"):
         assert f"def {name}(" in text
     assert page.llvm is None and anycell.explain(cells.LSTM, 64).triton is None

@@ -11,7 +11,7 @@ from anycell.plan import Plan
 def describe(plan: Plan) -> Iterator[str]:
     """A title, then a line for each card and refusal."""
     rows = capacity.BATCH
-    yield f"which kernels for {rows} rows, by a model of what fits; no card has been measured"
+    yield f"which kernels for {rows} rows, by a model of what fits, not of what is fast"
     for card, name, why in capacity.table(plan):
         yield f"{card:8}  {name:8}  {why}"
     yield from map(str, refusals.of_plan(plan))
