@@ -74,6 +74,7 @@ from anycell.engines.gpu.cooperative import Slice
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.step import print_fill, print_step
 from anycell.engines.gpu.text import FUNCTIONS, Variant
+from anycell.lang.expr import topological
 from anycell.lang.ops import TABLE
 from anycell.layer import gpu as device
 from anycell.layer.arguments import Factors
@@ -278,8 +279,6 @@ def test_many_programs_on_a_card(hidden: int, rng: np.random.Generator) -> None:
 def assert_sixteen(problem: Problem, dtype: str, tier: int) -> None:
     """Errors against float64 of the same, rounded numbers, over whole arrays."""
     import torch
-
-    from anycell.lang.expr import topological
 
     def rounded(_: str, a: np.ndarray) -> np.ndarray:
         if not is_float(a):

@@ -291,6 +291,20 @@ def test_drop_ins(name: str, dtype: str, hidden: int, engine: str, seed: int) ->
 
 
 @gpu
+def test_step_by_step_nothing_waits_for_the_host(seed: int) -> None:
+    """float64 has no kernel; the constants of a cell are filled on the card."""
+    layer = anycell.torch.RNN(cells.GRU, 8, 16, device="cuda", dtype=torch.float64)
+    x = torch.randn(4, 3, 8, device="cuda", dtype=torch.float64)
+    right, _ = layer(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found, _ = layer(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, right)
+
+
+@gpu
 @pytest.mark.parametrize("hidden", [18, 40, 64, 128, 200, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sizes_of_16_bits(dtype: str, hidden: int, seed: int) -> None:

@@ -91,6 +91,27 @@ def test_what_is_faster_than_cudnn(
         assert faster is (not grad and (dtype != "float32" or tf32))
 
 
+def test_which_calls_are_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and rows by any layout; cuDNN has packed sequences and what is compiled, and no
+    layer with checkpoints.
+    """
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(dropin, "_beats_cudnn", lambda _, __, *size: asked.append(size) or True)
+    x, one = torch.zeros(5, 3, 2), plan(cells.LSTM, 4, "bfloat16", "gpu")
+    for layer, array in (
+        (anycell.torch.LSTM(2, 4), x),
+        (anycell.torch.LSTM(2, 4, batch_first=True), x),
+        (anycell.torch.GRU(2, 4, batch_first=True), x[:, 0]),
+    ):
+        assert not layer._is_cudnns(one, array, False)
+        assert layer._is_cudnns(one, array, True)
+    assert asked == [(5, 3), (3, 5), (5, 1)]
+    layer, packed = anycell.torch.LSTM(2, 4), torch.nn.utils.rnn.pack_sequence([x[:, 0]])
+    assert layer._is_cudnns(one, packed, False)
+    layer.checkpoint = 2
+    assert not layer._is_cudnns(one, packed, True)
+
+
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Layers choose the GPU engine, wherever their tensors are; the passes that it has run."""

@@ -89,7 +89,7 @@ class DropIn(Recurrent):
             ours = self.checkpoint is not None or self.cell not in CUDNNS
             usual = CUDNN_STEPS, capacity.BATCH
             if plan.engine == "gpu" and not (ours or _beats_cudnn(plan, weight.device, *usual)):
-                why = f"cuDNN's layer is faster than our kernels here, for {usual[1]} rows"
+                why = f"cuDNN's layer: our kernels are not known to be faster for {usual[1]} rows"
                 return Engine("torch", why)
         return engine_of(plan, "torch")
 
@@ -188,7 +188,7 @@ class DropIn(Recurrent):
         return plan if isinstance(plan, Plan) and memory(data) else None
 
     def _is_cudnns(self, plan: Any, x: Tensor | PackedSequence, looked: bool) -> bool:
-        """Whether cuDNN runs a call on a card that has no argument of ours."""
+        """Whether cuDNN runs a call on a card without an argument of ours."""
         if self.checkpoint is not None or self.cell not in CUDNNS:
             return False
         if looked or isinstance(x, PackedSequence):
