@@ -345,6 +345,8 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     cell = plan.cell
     carried = len(plan.saved) + len(cell.states) if backward else len(cell.gates)
     carried += cell.static is not None
+    # A parameter, the sum of its gradient and what a step adds to that.
+    carried += 3 * len(cell.params) * backward
     carried += len(cell.states) + 4 * bool(cell.keeps)  # words of random bits
     copies = -(-part.rows * part.units // (32 * part.warps))
     carried *= copies
