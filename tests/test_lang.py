@@ -434,6 +434,8 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: anycell.mean(x.a, groups=0), "groups=0", "a positive integer"),
     (lambda x, r, s: anycell.mean(x.a, groups=2.0), "groups=2.0", "a positive integer"),
     (lambda x, r, s: layer_norm(x.a, groups=x.b), "groups=", "a positive integer"),
+    (lambda x, r, s: layer_norm(x.a, eps=-1e-5), "eps=-1e-05", "eps=1e-5"),
+    (lambda x, r, s: layer_norm(x.a, eps=np.nan), "eps=nan", "eps=1e-5"),
     # Found when the function has returned: they name its last line.
     (lambda x, r, s: x, "returned all gates at once, its states are 1: h", "`return h`"),
     (lambda x, r, s: (x.a, x.b), "returned 2 value(s), its states are 1: h", "`return h`"),

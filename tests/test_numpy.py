@@ -585,6 +585,10 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: an.RNN(cells.LSTM, 3, 4, dropuot=0.1), TypeError,
         r"dropuot: given 0.1; .*sizes that cell LSTM .* none. Did you mean dropout",
     ),
+    (
+        lambda: an.RNN(cells.LSTM, 3, 4, units=4), TypeError,
+        r"units: given 4; expected no such argument.* Leave it out: layers of other frameworks",
+    ),
     (lambda: an.RNN(Odd, 3, 4), TypeError, r"P: given nothing; .*size P that cell Odd"),
     (lambda: initializers.orthogonal((3,), None), ValueError, r"shape: given \(3,\), expected"),
     # forward

@@ -152,6 +152,8 @@ def check_names(cell: Cell, sizes: Mapping[str, Any]) -> None:
         expected = f"no such argument: the sizes that cell {cell.name} declares besides H are {has}"
         close = difflib.get_close_matches(name, [*declared, *sorted(RESERVED)], 1, 0.8)
         hint = f"Did you mean {close[0]}?" if close else "Check the spelling."
+        if name in RESERVED:
+            hint = "Leave it out: layers of other frameworks take it."
         refuse(name, repr(sizes[name]), expected, hint, TypeError)
 
 
