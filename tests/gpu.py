@@ -98,7 +98,8 @@ ADDRESSES = SimpleNamespace(pointer=int, stream=lambda: 0, ordinal=0)
 
 
 class Driver:
-    """The CUDA driver of two T4 that answer as they are told; ``launched`` is what it has started.
+    """The CUDA driver of two T4 that answer as they are told; ``launched`` is what it has started,
+    with the addresses of its arguments in ``arguments``.
 
     Args:
         current: the context of the thread; 0 for none.
@@ -108,6 +109,7 @@ class Driver:
     def __init__(self, current: int = 1, **results: int) -> None:
         self.current, self.results = current, results
         self.launched, self.kept = list[str](), list[int]()  # kernels, and devices of contexts
+        self.arguments = list[int]()
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if not name.startswith("cu"):
@@ -137,6 +139,7 @@ class Driver:
                     text._obj.value = f"CUDA_ERROR_{code}".encode()
                 case "cuLaunchKernel" | "cuLaunchCooperativeKernel", _ if not result:
                     self.launched.append(name)
+                    self.arguments = list(given[9])
             return result
 
         return call

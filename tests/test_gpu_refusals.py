@@ -77,6 +77,31 @@ def test_a_kernel_that_fits_is_launched(kernel: Printed, started: Any) -> None:
     assert started(kernel, limits).launched == [way]
 
 
+@pytest.mark.parametrize("kernel", [RESIDENT, SHARED, STEP], ids=lambda k: k.name)
+def test_what_the_driver_reads_of_arguments(
+    kernel: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, kinds = Driver(), {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
+    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    monkeypatch.setattr(build, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_loaded", lambda *_: (binary(), 1))
+    extremes = {"i32": [-(2**31), -1, 7], "i64": [-(2**63), -16, 2**62]}
+    values = {
+        name: extremes.get(kind, [2**63 + 16, 2**40, 48])[i % 3]
+        for i, (name, kind) in enumerate(kernel.arguments)
+    }
+    started = Launch(kernel, values, (2, 3), ADDRESSES)
+    started(5)
+    read = [
+        kinds.get(kind, ctypes.c_uint64).from_address(address).value
+        for (_, kind), address in zip(kernel.arguments, driver.arguments, strict=False)
+    ]
+    assert read == [5 if name == "t" else values[name] for name, _ in kernel.arguments]
+    # Scratch memory of Triton's own, of which there is none.
+    behind = driver.arguments[len(read) :]
+    assert [ctypes.c_uint64.from_address(address).value for address in behind] == [0] * 2
+
+
 REFUSED: list[tuple[Binary, dict[str, int], str]] = [
     (binary(shared=69_632), {}, "it takes 69,632 bytes of shared memory, of which there are 65,53"),
     (binary(spilled=68), {}, "registers do not suffice: each thread keeps 68 bytes in memory"),

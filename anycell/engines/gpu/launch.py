@@ -39,7 +39,6 @@ _NOT_FOR_THIS_DEVICE = {
     218: "CUDA_ERROR_INVALID_PTX",
     222: "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
 }
-_C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
 
 
 class Launch:
@@ -66,18 +65,23 @@ class Launch:
             self.start: Callable[[int], None] = self._interpret
             return
         self.kept = values  # arrays stay alive as long as the launch
-        self.cells, aligned = list[Any](), set[str]()
-        for name, kind in printed.arguments:
-            number = host.pointer(values[name]) if kind[0] == "*" else int(values.get(name, 0))
-            self.cells.append(_C_TYPES.get(kind, ctypes.c_void_p)(number))
-            if (kind == "i64" or kind[0] == "*") and number % 16 == 0:
-                aligned.add(name)
+        numbers = [
+            host.pointer(values[name]) if kind[0] == "*" else int(values.get(name, 0))
+            for name, kind in printed.arguments
+        ]
+        aligned = frozenset(
+            name
+            for (name, kind), number in zip(printed.arguments, numbers, strict=True)
+            if number % 16 == 0 and (kind == "i64" or kind[0] == "*")
+        )
         context = _context(host.ordinal)
-        self.binary, self.handle = _loaded(printed, frozenset(aligned), host.ordinal, context)
+        self.binary, self.handle = _loaded(printed, aligned, host.ordinal, context)
         # Triton's own arguments at the end: scratch memory, of which our kernels ask none.
-        self.cells += [ctypes.c_void_p(0) for _ in range(self.binary.hidden)]
-        addresses = map(ctypes.addressof, self.cells)
-        self.parameters = (ctypes.c_void_p * len(self.cells))(*addresses)
+        count = len(numbers) + self.binary.hidden
+        # The driver reads as many bytes of each as its type has, the lowest first.
+        self.cells = (ctypes.c_uint64 * count)(*numbers)
+        first = ctypes.addressof(self.cells)
+        self.parameters = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
         self.start = self._launch
 
     def __call__(self, t: int) -> None:
@@ -91,7 +95,7 @@ class Launch:
 
     def _launch(self, t: int) -> None:
         if self.place is not None:
-            self.cells[self.place].value = t
+            self.cells[self.place] = t
         shape = *self.grid, 1, 32 * self.binary.warps, 1, 1, self.binary.shared
         stream, parameters = ctypes.c_void_p(self.stream), self.parameters
         if self.printed.cooperative:  # refused, unless all programs can run at once
