@@ -445,7 +445,8 @@ class _Backward(_Run):
             values["d_params"] = host.zeros((rows, len(cell.params) * plan.hidden_size), wide=True)
         if cell.static is not None:
             values["d_static"] = host.zeros((batch, plan.hidden_size), wide=True)
-        self.need, self.sums = need, _DeviceSums(host, plan, self.w, need)
+        rows = self.steps * batch
+        self.need, self.sums = need, _DeviceSums(host, plan, self.w, need, fresh=rows > 0)
         # Of a chunk: gradients of the projected gates, then for each matmul those of its outputs
         # and what it multiplied, where they are not at hand.
         sizes = {"d_gates": self.width} if call.projects else {}
@@ -523,7 +524,7 @@ class _Backward(_Run):
         host, cell, h, values = self.host, self.cell, self.plan.hidden_size, self.values
         sums = self.sums
         named: dict[str, Array | None] = dict(
-            finished(self.plan, sums.named, sums.totals, sums.vectors, sums.zeros, sums.zeros)
+            finished(self.plan, sums.named, sums.totals, sums.vectors, sums.empty, sums.zeros)
         )
         total: Any = host.summed(values["d_params"]) if cell.params else None
         for i, name in enumerate(cell.param_names):
@@ -538,18 +539,18 @@ class _Backward(_Run):
 class _DeviceSums(Sums):
     """Gradients of weights and biases in float32, by the matmuls of the framework."""
 
-    def __init__(self, host: GpuHost, plan: Plan, w: Direction, need: bool) -> None:
+    def __init__(self, host: GpuHost, plan: Plan, w: Direction, need: bool, fresh: bool) -> None:
         self.host = host
-        super().__init__(plan, w, need, fresh=False)
+        self.empty = functools.partial(host.empty, wide=True)
+        self.zeros = functools.partial(host.zeros, wide=True)
+        super().__init__(plan, w, need, fresh)
 
     def new(self, shape: tuple[int, ...], overwritten: bool) -> Array:
-        return self.zeros(shape)
-
-    def zeros(self, shape: tuple[int, ...]) -> Array:
-        return self.host.zeros(shape, wide=True)
+        return (self.empty if overwritten else self.zeros)(shape)
 
     def multiply(self, d: Array, operand: Array, weight: Array, whole: bool) -> None:
-        self.host.matmul_add(d.T, operand, weight)
+        first = whole and self.fresh
+        (self.host.matmul if first else self.host.matmul_add)(d.T, operand, weight)
 
     def add_blocks(self, d: Array, operand: Array, weight: Array, heads: int, first: int) -> None:
         host, out = self.host, d.shape[1] // heads
@@ -558,7 +559,8 @@ class _DeviceSums(Sums):
         host.matmul_add(one.mT, parts, blocks)
 
     def add_rows(self, d: Array, vector: Array) -> None:
-        vector += self.host.summed(d)
+        total = self.host.summed(d)
+        vector[:] = total if self.fresh else vector + total
 
 
 # -- what both passes share ------------------------------------------------------------------------
