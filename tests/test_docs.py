@@ -58,7 +58,7 @@ def test_the_documents_link_to_what_is_there() -> None:
         text = document.read_text(encoding="utf-8")
         for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
             path = document.parent / target if target else document
-            assert path.exists(), f"{document.name}: {target}"
+            assert path.is_file(), f"{document.name}: {target}"  # of a directory there is no page
             if heading:
                 assert heading in headings(path), f"{document.name}: {target}#{heading}"
 
