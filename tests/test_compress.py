@@ -218,6 +218,11 @@ def test_an_optimizer_of_something_else_is_refused() -> None:
         compress.shrink(at.LSTM(3, 32), 8, optimizer=optimizer)
 
 
+def test_the_name_of_an_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match="optimizer: given str 'adam'; expected an optimizer of"):
+        compress.shrink(at.LSTM(3, 32), 8, optimizer="adam")
+
+
 def test_a_parameter_in_two_places_is_refused() -> None:
     layer = at.RNN(cells.LSTM, 16, 16, num_layers=2)
     layer.weight_ih_l1 = layer.weight_ih_l0

@@ -458,6 +458,26 @@ def test_complex_numbers_are_refused() -> None:
         ak.RNN(cells.EALSTM, 4)(X, static=H.astype("complex64"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_resets_are_numbers_of_any_dtype(dtype: str) -> None:
+    layer = ak.RNN(cells.LSTM, 4, dtype=dtype)
+    as_numbers, as_flags = (layer(X, resets=FLAG.astype(kind)) for kind in ("float32", "bool"))
+    assert np.array_equal(*map(keras.ops.convert_to_numpy, (as_numbers, as_flags)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dropout": 2.0}, ValueError, r"dropout: given 2.0; expected a number in \[0, 1\]"),
+        ({"recurrent_dropout": -0.1}, ValueError, "recurrent_dropout: given -0.1; expected a"),
+        ({"use_bias": "no"}, TypeError, "use_bias: given str 'no'; expected True or False"),
+    ],
+)
+def test_options_are_checked(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ak.RNN(cells.LSTM, 4, **options)
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="other backends have no strings")
 def test_strings_are_no_resets() -> None:
     with pytest.raises(ValueError, match="resets: given a value of b'a'; expected bool"):

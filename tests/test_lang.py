@@ -443,6 +443,7 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: x.a > 0, "returned a condition", "where(condition, 1.0, 0.0)"),
     (lambda x, r, s: x.a / 0, "a value is divided by 0; expected another", "the expression"),
     (lambda x, r, s: clip(x.a, 1, 0), "clipped to between 1 and 0", "the bounds"),
+    (lambda x, r, s: clip(x.a, np.nan, 1), "clipped to between nan and 1", "the bounds"),
     (lambda x, r, s: x.a + leaked["gate"], "made of `x.q`, which belongs to another", "is given"),
     (lambda x, r, s: leaked["matmul"], "made of `linear(s.h, 'zz')`, which", "is given"),
     (lambda x, r, s: leaked["mask"] * x.a, "made of `keep_0(0.25)`, which", "is given"),
@@ -782,6 +783,7 @@ def test_names_for_all_gates() -> None:
         (lambda: cells.VariationalLSTM(dropout=1), "divided by 1 - dropout, which is 0"),
         (lambda: Tuned(bound=-1.0), "clipped to between 1 and -1; expected a lower bound"),
         (lambda: cells.PeepholeLSTM(cell_clip=-2), "clipped to between 2 and -2"),
+        (lambda: cells.PeepholeLSTM(coupled="no"), "coupled is 'no'; expected True or False"),
     ],
 )
 def test_calls_are_checked(make: Function, message: str) -> None:

@@ -564,6 +564,8 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("RNN", {"x": (0, 2, 3)}, ValueError, r"x: given .*\[0, 2, 3\].*one step or more"),
     ("RNN", {"x": torch.zeros(X).double()}, ValueError,
      r"x: given torch.float64.*layer.to\(torch.fl"),
+    ("RNN", {"x": torch.zeros(X).long()}, ValueError, r"x: given .*x.to\(torch.float32\)\.$"),
+    ("RNN", {"hx": None}, TypeError, r"hx: given None; .*Did you mean state\?"),
     ("RNN", {"x": torch.zeros(X, device="meta")}, ValueError, r"x: given on meta; expected on cpu"),
     ("RNN", {"state": torch.zeros(H)}, TypeError, r"state: given .*expected a tuple \(h, c\)"),
     ("RNN", {"state": (torch.zeros(H),) * 3}, TypeError, r"state: given tuple.*tuple \(h, c\)"),
@@ -620,6 +622,10 @@ BAD_LAYERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_layers": True}, TypeError, "num_layers: given bool True"),
     ({"dropout": 1.5}, ValueError, r"dropout: given 1.5; expected a number in \[0, 1\]"),
     ({"dropout": np.nan}, ValueError, r"dropout: given nan; expected a number in \[0, 1\]"),
+    ({"bias": "no"}, TypeError, "bias: given str 'no'; expected True or False"),
+    ({"dtype": torch.int32}, TypeError, "dtype: given dtype torch.int32; expected a floating"),
+    ({"dtype": torch.complex64}, TypeError, "dtype: given dtype torch.complex64; expected a"),
+    ({"dtype": "float32"}, TypeError, "dtype: given str 'float32'; .*Pass one, .*torch.float32"),
     ({"proj_size": 2}, TypeError, "proj_size: given 2; expected no such argument.*spelling"),
     ({"hidden": 2, "hidden_size": None}, TypeError, "hidden: given 2; .*spelling"),
     ({"cell": cells.LSTMP}, TypeError, "P: given nothing; expected the size P that cell LSTMP"),
@@ -634,6 +640,12 @@ def test_bad_layers(arguments: dict[str, Any], kind: type[Exception], message: s
     if not {"dropout", "num_layers"} & arguments.keys():
         with pytest.raises(kind, match=message):
             at.RNNCell(**arguments)
+
+
+@pytest.mark.parametrize("name", ["batch_first", "bidirectional"])
+def test_flags_of_a_layer_are_no_words(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}: given str 'no'; expected True or False"):
+        at.RNN(cells.LSTM, 3, 5, **{name: "no"})
 
 
 def test_sizes_in_place_of_a_cell() -> None:

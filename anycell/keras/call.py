@@ -94,9 +94,9 @@ def flags(name: str, values: Tensor) -> Tensor:
         ValueError: for other values.
     """
     given = tensor(values)
-    look = getattr(given, "numpy", None)  # symbols have none, nor have JAX's arrays
-    if look is not None and backend.standardize_dtype(given.dtype) != "bool":
-        known = look()
+    concrete = hasattr(given, "numpy")  # symbols have none, nor have JAX's arrays
+    if concrete and backend.standardize_dtype(given.dtype) != "bool":
+        known = ops.convert_to_numpy(given)
         other = known[(known != 0) & (known != 1)]
         if other.size:
             hint = f"Say which values are meant, as in {name} > 0.5."

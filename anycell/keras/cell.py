@@ -15,7 +15,14 @@ from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.composite import composite
 from anycell.lang.cell import Cell
 from anycell.lang.transform import LowRank, low_rank
-from anycell.layer.checks import check_cell, check_sizes, declared_sizes, refuse
+from anycell.layer.checks import (
+    boolean,
+    check_cell,
+    check_sizes,
+    declared_sizes,
+    number,
+    refuse,
+)
 from anycell.plan import Call, Options
 
 if TYPE_CHECKING:
@@ -100,12 +107,14 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         check_sizes(cell, units, self.sizes)
         super().__init__(**others)
         self.cell, self.units = cell, units
-        self.use_bias = bool(use_bias) and cell.bias
+        self.use_bias = boolean("use_bias", use_bias) and cell.bias
         self.unit_forget_bias = unit_forget_bias
         for name, module in _OF_WEIGHTS.items():
             setattr(self, name, module.get(given[name]))
-        self.dropout = min(1.0, max(0.0, dropout))
-        self.recurrent_dropout = min(1.0, max(0.0, recurrent_dropout))
+        self.dropout = number("dropout", dropout, 0.0, 1.0, closed=True)
+        self.recurrent_dropout = number(
+            "recurrent_dropout", recurrent_dropout, 0.0, 1.0, closed=True
+        )
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(seed=seed)
         self._seed: Tensor = None  # of the masks that the steps of one sequence share

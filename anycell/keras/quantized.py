@@ -116,7 +116,7 @@ def _quantized(layer: Any) -> Quantized:
         # Keras has one bias where both are only added: the other one is 0.
         values: Any = numbers(arrays[name]) if name in arrays else 0.0
         if scales_of(name) in scales:
-            values, of_rows = rounded(values)
+            values, of_rows = rounded(values, name)
             scales[scales_of(name)].assign(of_rows)
         weight.assign(values)
     return new

@@ -284,7 +284,7 @@ class Cell:
                 fail(f"{given}a value is divided by {shown}; expected another number.", remedy)
             if node.op == "minimum" and node.args[0].op == "maximum":  # clip
                 low, high = known[node.args[0].args[1]], known[node.args[1]]
-                if low is not None and high is not None and low > high:
+                if low is not None and high is not None and not low <= high:
                     fail(
                         f"{given}a value is clipped to between {low:g} "
                         f"and {high:g}; expected a lower bound that is not above the upper one.",

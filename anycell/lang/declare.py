@@ -141,6 +141,8 @@ def sort_hyperparameters(
         kind = type(value).__name__
         if declared_float and isinstance(value, (str, bool)) and kind not in annotated:
             fail(f"{subject} is the {kind} {value!r}; expected a number.", f"{name}=0.5.")
+        if isinstance(parameter.default, bool) and not isinstance(value, bool):
+            fail(f"{subject} is {value!r}; expected True or False.", f"{name}={parameter.default}.")
         whole = isinstance(value, int) and not isinstance(value, bool)
         if isinstance(value, float) or (declared_float and whole):
             if math.isnan(value):

@@ -338,6 +338,8 @@ def _option(
         others = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
         known = list(dict.fromkeys([*others, *names]))
         close = difflib.get_close_matches(name, known, 1)
+        if name in ("hx", "initial_state") and "state" in known:
+            close = ["state"]
         hint = f"Did you mean {close[0]}?" if close else "Leave it out."
         expected = f"no such argument; this call takes {', '.join(known)}"
         refuse(name, describe(value), expected, hint, TypeError)

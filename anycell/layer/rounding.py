@@ -33,15 +33,16 @@ def integers(xp: Namespace, weight: Array) -> tuple[Array, Array]:
 
 
 def rounded(
-    weight: npt.NDArray[Any], name: str = "model"
+    weight: npt.NDArray[Any], name: str = "weight", argument: str = "model"
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
     """Rounds a weight of NumPy's.
 
     Raises:
-        ValueError: for a weight of ``name`` that has infinities or NaN.
+        ValueError: for a weight that has infinities or NaN.
     """
     if not np.isfinite(weight).all():
-        raise ValueError(f"{name}: given a weight with infinities or NaN; expected numbers.")
+        hint = "Go back to weights from before they appeared."
+        refuse(argument, f"one whose {name} has infinities or NaN", "numbers", hint)
     return integers(namespace(weight), weight.astype(np.float32, copy=False))
 
 

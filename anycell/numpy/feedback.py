@@ -214,7 +214,7 @@ class Feedback(Fed, Explained, Layer):
         bias = readout.parameters.get("bias", np.zeros(readout.output_size, layer.dtype))
         learned = fed(namespace(weight), layer._learned(0), layer.hidden_size, weight, bias)
         if layer.plan.types.quantized:
-            integers, scales = rounded(weight, "readout")
+            integers, scales = rounded(weight, "weight", "readout")
             learned |= {"weight_readout": integers, scales_of("weight_readout"): scales}
         run = copy.copy(layer)
         run.cell, run.input_size = with_feedback(layer.cell), layer.input_size + 1

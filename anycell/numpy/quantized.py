@@ -45,7 +45,7 @@ class Quantized(RNN):
         for name, array in layer.parameters.items():
             parameters[name] = array.copy()
             if array.ndim > 1:
-                parameters[name], parameters[f"{name}_scales"] = rounded(array)
+                parameters[name], parameters[f"{name}_scales"] = rounded(array, name)
         assert self.plan.engine == "cpu"
 
     error: float | None = None

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from anycell.lang.cell import Cell
 from anycell.layer import view as views
-from anycell.layer.checks import refuse
+from anycell.layer.checks import describe, refuse
 from anycell.layer.view import View
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.rnn import RNN
@@ -94,6 +94,9 @@ def take(
 
 def _check(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Refuses an optimizer that cannot go on with smaller parameters."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        hint = "Pass the object that trains the layer."
+        refuse("optimizer", describe(optimizer), "an optimizer of torch.optim", hint, TypeError)
     held = {p for group in optimizer.param_groups for p in group["params"]}
     foreign = isinstance(optimizer, torch.optim.LBFGS)  # its state is of all parameters in a row
     for p in parameters:

@@ -57,7 +57,7 @@ class Quantized(RNN):
             array = getattr(layer, name).detach()
             delattr(self, name)
             if array.dim() > 1:
-                arrays = map(torch.from_numpy, rounded(array.cpu().numpy()))
+                arrays = map(torch.from_numpy, rounded(array.cpu().numpy(), name))
                 whole, scales = (made.to(array.device) for made in arrays)
                 self.register_buffer(name, whole)
                 self.register_buffer(f"{name}_scales", scales)

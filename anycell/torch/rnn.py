@@ -14,7 +14,16 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
-from anycell.layer.checks import Shape, describe, integer, is_array, number, refuse, remedy
+from anycell.layer.checks import (
+    Shape,
+    boolean,
+    describe,
+    integer,
+    is_array,
+    number,
+    refuse,
+    remedy,
+)
 from anycell.named import shown
 from anycell.plan import CallOptions, Engine, Sizes, takes
 from anycell.torch import ops
@@ -50,10 +59,13 @@ class OfCell(Explained, nn.Module):
         self.cell = cell
         ops.register(cell)
         self.input_size, self.hidden_size = int(input_size), self.sizes["H"]
-        self.bias = bool(bias) and cell.bias
+        self.bias = boolean("bias", bias) and cell.bias
 
     def _create(self, named: Iterable[tuple[str, Shape]], device: Any, dtype: Any) -> None:
         """Makes the parameters of these names and shapes."""
+        if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            hint = "Pass one, for instance torch.float32."
+            refuse("dtype", describe(dtype), "a floating point dtype of torch", hint, TypeError)
         for name, shape in named:
             empty = torch.empty(shape, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(empty))
@@ -179,14 +191,14 @@ class RNN(Recurrent, OfCell):
         super().__init__()
         self._describe("RNN", cell, input_size, hidden_size, bias, sizes)
         self.num_layers = integer("num_layers", num_layers)
-        self.batch_first = batch_first
+        self.batch_first = boolean("batch_first", batch_first)
         self.dropout = number("dropout", dropout, 0.0, 1.0, closed=True)
         if self.dropout and self.num_layers == 1:
             message = f"dropout={dropout} acts between layers; with num_layers=1 it does nothing."
             warnings.warn(message, stacklevel=2)
-        self.bidirectional = bidirectional
+        self.bidirectional = boolean("bidirectional", bidirectional)
         self.checkpoint = check_checkpoint(checkpoint)
-        directions = 1 + bool(bidirectional)
+        directions = 1 + self.bidirectional
         named = parameters(
             cell, self.sizes, self.input_size, self.bias, self.num_layers, directions
         )
@@ -238,7 +250,9 @@ class RNN(Recurrent, OfCell):
             hint = "The last axis is input_size." if packed else remedy(x, 3, hint)
             refuse("x", describe(x), expected, hint)
         if x.dtype != weight.dtype and not autocast():
-            hint = f"Convert it, x.to({weight.dtype}), or the layer, layer.to({x.dtype})."
+            hint = f"Convert it, x.to({weight.dtype})."
+            if x.is_floating_point():
+                hint = f"{hint[:-1]}, or the layer, layer.to({x.dtype})."
             refuse("x", describe(x), f"{weight.dtype}, as the weights", hint)
         check_device("x", x, weight.device)
         if not packed and x.shape[int(self.batch_first and x.dim() == 3)] == 0:
