@@ -53,7 +53,7 @@ def check_input(
     expected = f"[steps of all rows, {last}]" if packed else f"[time, batch, {last}]"
     hint = "RNN(cell, ...) takes other layouts."
     if projected:
-        hint = f"Without weight_ih, {name} is x projected onto the gates {' '.join(cell.gates)}."
+        hint = f"Without weight_ih pass the input projected onto the gates {' '.join(cell.gates)}."
     if not isinstance(x, frontend.kind):
         refuse(name, describe(x), f"{expected}, a {frontend.kind.__name__}", hint, TypeError)
     width = x.shape[-1] if len(x.shape) == 3 - packed else 0

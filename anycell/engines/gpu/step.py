@@ -448,7 +448,7 @@ class _Kernel(Text):
         return f"d_{l.name}", self._product(f"back{self.numbers[l.name]}", 0, 1, l.heads)
 
     def closing(self, name: str) -> Printed:
-        """The kernel after the last step, which adds what the first step's matmuls and resets owe."""
+        """The kernel after the last step: what the first step's matmuls and resets still add."""
         self._start()
         for i, s in enumerate(self.cell.states):
             if s.size == self.of:
