@@ -16,8 +16,8 @@ class Arrays(Protocol):
 
     def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
         """Returns the array, or a contiguous copy if its layout differs, or if its address or
-        strides are not multiples of its element size. Returns None for arrays of other dtypes
-        (``wide`` asks for the wide dtype) and on other devices.
+        strides are not multiples of its element size. Returns None for dtypes other than this one
+        (or with ``wide``, the one of ``wide`` arrays), and for other devices.
         """
         ...
 

@@ -310,7 +310,7 @@ def check_recurrent_mask(
         refuse("recurrent_mask", describe(mask), expected, hint)
     first, count = cell.states[0], len(cell.gates)
     shape = (*rows, sizes[first.size])
-    axes = f"for the state {first.name!r}, optionally after an axis of {count} gates"
+    axes = f"of the state {first.name!r}, optionally after an axis of {count} gates"
     if len(getattr(mask, "shape", ())) == len(shape) + 1:
         shape = (count, *shape)
     return frontend.fit("recurrent_mask", mask, shape, axes, like)

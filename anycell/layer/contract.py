@@ -72,7 +72,7 @@ def fit(
     return fitted, key
 
 
-_MOST = 1024  # known sets of layouts
+_MOST = 1024  # the largest number of remembered layouts
 _accepted: dict[tuple[Any, ...], bool] = {}
 
 

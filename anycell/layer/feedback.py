@@ -14,8 +14,8 @@ state that any call of the layer returned.
 
 The kernel runs the cell that ``with_feedback`` makes. It has an additional last gate, and x an
 additional last number, which tells this gate where x is free: 1, and 0 elsewhere. Rounding to 8
-bits scales a row by its largest number. So there the last number is as large as the largest, and at
-least ``LEAST``, to lose neither the last number nor the others.
+bits scales a row by its largest number. So there the last number equals the largest of the others,
+and at least ``LEAST``, to lose neither it nor them.
 
 Source: Williams & Zipser, *A Learning Algorithm for Continually Running Fully Recurrent Neural
 Networks*, 1989; Bengio et al., *Scheduled Sampling for Sequence Prediction with Recurrent Neural

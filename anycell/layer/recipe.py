@@ -25,7 +25,7 @@ CHUNK = -1  # a size that is the rows of a chunk
 _RECIPES = 512  # the largest number of passes that are kept
 _WORD = (1 << 64) - 1  # a seed is 64 bits, signed or not
 _SEEDS = "seed stream".split()
-_OF_CALL = ["block", "table", "gang", *_SEEDS]  # numbers that differ from call to call
+_OF_CALL = ["block", "table", "gang", *_SEEDS]  # what a call passes besides addresses of arrays
 
 
 class View(NamedTuple):

@@ -20,7 +20,7 @@ def check_return_states(cell: Cell, wanted: Any) -> tuple[str, ...]:
         return cell.state_names if wanted else ()
     names = (wanted,) if isinstance(wanted, str) else wanted
     if not isinstance(names, (tuple, list)) or not set(names) <= set(cell.state_names):
-        has = f"names of states of cell {cell.name}, which are {', '.join(cell.state_names)}"
+        has = f"names among the states of cell {cell.name}: {', '.join(cell.state_names)}"
         refuse("return_states", repr(wanted), has, "Pass True for all of them.")
     return tuple(names)
 

@@ -75,7 +75,7 @@ class Stream:
         host: array operations of the framework.
         cell: one that the CPU engine runs.
         sizes: what its size symbols stand for.
-        dtype: of the arrays, and of the arithmetic of the cell.
+        dtype: of the plan; the cell must compute in the storage type.
         weights: what each layer learns, by name; copied as they are now, except for the parameters
             of the cell.
         threads: for packing.

@@ -39,7 +39,7 @@ class GpuHost(Protocol):
 
     Attributes:
         dtype: the framework's dtype for the plan.
-        wide_states: False: states are kept in the plan's dtype, at borders of segments in float32.
+        wide_states: False: states are kept in the plan's dtype, and only at borders in float32.
         ordinal: the number of the device in CUDA.
         tf32: whether matmuls may round float32 operands to 19 bits.
         limits: the device's properties for ``capacity``; None if kernels are interpreted.

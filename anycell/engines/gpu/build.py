@@ -68,7 +68,7 @@ class Binary:
 
 @functools.cache
 def unusable() -> str | None:
-    """Says why no kernel can be made here; None if a small kernel could be made.
+    """Says why no kernel can be made here; None if a small kernel compiles, or is interpreted.
 
     Imports Triton. The small kernel takes a second or two to compile; then Triton has it on disk.
     """

@@ -27,7 +27,7 @@ A program whose wait takes longer than ``patience`` nanoseconds gives up; all it
 that. It goes on with NaN and without waiting; the others find its flags set, and finish too. If a
 program never began, the others find no flag set, and each of them gives up once.
 
-It runs only cells of one stage: every matmul multiplies h, and no row reduction needs other units.
+Only cells of one stage fit: every matmul multiplies h, and no row reduction needs other units.
 """
 
 from __future__ import annotations
@@ -240,8 +240,8 @@ class _Slice(Loop):
         return self._place_theirs("h_at", "hidden", "t")
 
     def _place_gates(self, k: int, l: Linear) -> str:
-        """The address of the first chunk of the gates' gradients. The first step has none to read,
-        and does not use what it reads.
+        """The address of the first chunk of the gates' gradients. Before the first step there are
+        none: what the kernel reads then is not used.
         """
         name = gradients_of(self.plan, l)
         step = f"tl.maximum(t - 1, -{self.argument('behind', 'i32')})"
