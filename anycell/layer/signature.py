@@ -110,7 +110,7 @@ def learned(plan: Plan, inputs: int | None) -> tuple[Learned, ...]:
     """The arrays that one direction learns.
 
     Args:
-        inputs: the last axis of x; None where that is projected already.
+        inputs: the last axis of x; None if x is projected already.
     """
     named = shapes(plan.cell, dict(plan.sizes), inputs or 0, True)
     if inputs is None:

@@ -110,7 +110,7 @@ class Loop(Text):
         return self.loads.setdefault(load, f"now_{len(self.loads)}")
 
     def _say_early(self) -> None:
-        """Puts the loads of the first step before the loop, those of the next one into it."""
+        """Puts the loads of the first step before the loop, and loads of the next step into it."""
 
         def at(load: Load, step: str) -> str:
             rows = "their_rows" if load.rows == "is_theirs" else "rows"

@@ -81,7 +81,7 @@ class Step(NamedTuple):
 def staged(plan: Plan, variant: Variant, linear: Linear) -> bool:
     """Whether a matmul's operand (backward: its gradient) is computed inside the step.
 
-    A state is at hand before the step, unless a reset may replace it.
+    A state is known before the step, unless a reset may replace it.
     """
     inside = linear.operand.op != "state"
     return inside if variant.backward else inside or variant.resets

@@ -431,7 +431,7 @@ class Text:
         return self.load_units(l.bias_name, l.out_size, column)
 
     def load_state(self, node: Expr) -> tuple[str, str]:
-        """A state before the step; where a reset precedes it, the value that this restores."""
+        """A state before the step; after a reset, the value that the reset restores."""
         (name,) = node.attrs
         i, size = self.states[name], self.cell.states[self.states[name]].size
         text = self.load(self.before_step(i), size, wide=bool(i) and not self.variant.backward)
@@ -492,7 +492,7 @@ class Text:
         self.store(self.at(row, 0, size), value, size)
 
     def store_output(self) -> None:
-        """Stores the output, where it is not the new state."""
+        """Stores the output, unless it is the new state."""
         if self.variant.apart:
             size, value = self.cell.states[0].size, self.valid(self.value(self.cell.next[0]))
             self.store(self.at(self.row("out"), 0, size), value, size)
