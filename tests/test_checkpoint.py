@@ -193,7 +193,7 @@ def test_same_bits_in_numpy(name: str, bidirectional: bool) -> None:
 
 @pytest.mark.parametrize("given", [0, -1, True, 2.5, "all"], ids=str)
 def test_errors(given: Any) -> None:
-    message = "checkpoint: given .*; expected 'sqrt', a number of steps from 1, or None"
+    message = "checkpoint: given .*; expected 'sqrt', a positive number of steps, or None"
     with pytest.raises(ValueError, match=message):
         an.LSTM(4, 5, checkpoint=given)
     if not HAS_TORCH:

@@ -214,7 +214,7 @@ def test_optimizers_that_cannot_follow_are_refused(make: Any) -> None:
 
 def test_an_optimizer_of_something_else_is_refused() -> None:
     optimizer = torch.optim.SGD(at.LSTM(3, 32).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="optimizer: given SGD of none of the parameters"):
+    with pytest.raises(ValueError, match="optimizer: given SGD without parameters of the layer"):
         compress.shrink(at.LSTM(3, 32), 8, optimizer=optimizer)
 
 

@@ -147,7 +147,7 @@ def test_the_sum_is_that_of_the_plan(which: anycell.Cell) -> None:
 
 def test_sizes_besides_the_hidden_size() -> None:
     open_ = anycell.explain(cells.LSTMP, 64)
-    assert "nothing tells the size P" in str(open_) and "4 P" in str(open_)
+    assert "the size P of this cell is unknown" in str(open_) and "4 P" in str(open_)
     page = anycell.explain(cells.LSTMP, 64, P=32)
     assert page.plan is plan(cells.LSTMP, 64, sizes={"P": 32})
     assert "matmul [rows, 64] @ [64, 32]" in str(page) and "4 P" not in str(page)
@@ -194,7 +194,7 @@ def test_a_cell_that_the_fused_engine_refuses() -> None:
     page = anycell.explain(Odd, llvm=True, assembly=True)
     assert page.plan.engine == "reference"
     assert page.llvm is None and page.assembly is None
-    assert "nothing tells the size P" in section(page, "engine: reference")[0]
+    assert "the size P of this cell is unknown" in section(page, "engine: reference")[0]
     assert "none: the reference engine" in section(page, "llvm")[0]
     back = section(page, "backward, one step")
     assert any("@ W_hr" in line for line in back)

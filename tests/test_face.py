@@ -326,5 +326,5 @@ def test_inputs_of_other_axes_are_told_what_to_do() -> None:
         with pytest.raises(ValueError, match=r"x: given .* Take out one step: x\[t\], or"):
             layer.step(given)
     for layer, several in ((layers[0], ids), (layers[2], torch.from_numpy(ids))):
-        with pytest.raises(ValueError, match=r"x: given .* If they are ids, embed them first"):
+        with pytest.raises(ValueError, match=r"x: given .* If these are ids, embed them first"):
             layer(several)

@@ -403,10 +403,10 @@ READOUT = an.Dense(4, 1, seed=0)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: an.Feedback(an.LSTM(2, 4, 2), READOUT), "layer: given .* of one layer"),
+        (lambda: an.Feedback(an.LSTM(2, 4, 2), READOUT), "layer: given .* a single layer"),
         (lambda: an.Feedback(an.LSTM(2, 4, bidirectional=True), READOUT), "layer: given"),
         (lambda: an.Feedback(LAYER, an.Dense(5, 1)), r"readout: given .* expected Dense\(4"),
-        (lambda: an.Feedback(LAYER, an.Dense(4, 3)), "readout: given .* at most the 2 inputs"),
+        (lambda: an.Feedback(LAYER, an.Dense(4, 3)), "readout: given .* at most 2 outputs"),
         (lambda: an.Feedback(an.RNN(Reads, 2, 4), READOUT), "cell: given Reads"),
         (lambda: run_numpy(forced=1.5), "forced: given 1.5"),
         (lambda: run_numpy(forced=np.ones((2, 3))), r"forced: given shape \[2, 3\]"),
@@ -414,7 +414,7 @@ READOUT = an.Dense(4, 1, seed=0)
         (lambda: at.Feedback(torch.nn.LSTM(2, 4), torch.nn.Linear(4, 1)), "layer: given LSTM"),
         (lambda: at.Feedback(at.LSTM(2, 4, 2), torch.nn.Linear(4, 1)), "layer: given"),
         (lambda: at.Feedback(at.LSTM(2, 4), torch.nn.Linear(5, 1)), "readout: given"),
-        (lambda: at.Feedback(at.LSTM(2, 4), torch.nn.Linear(4, 3)), "at most the 2 inputs"),
+        (lambda: at.Feedback(at.LSTM(2, 4), torch.nn.Linear(4, 3)), "at most 2 outputs"),
         (lambda: run_torch(forced=-0.5), "forced: given -0.5"),
         (lambda: run_torch(forced="all"), "forced: given str 'all'; expected a bool tensor"),
         (lambda: run_torch(forced=torch.ones(3, 2) / 2), "forced: given .* value of 0.5"),

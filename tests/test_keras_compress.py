@@ -482,7 +482,7 @@ def test_refusals() -> None:
     layer, head, optimizer = stepped("adafactor")
     with pytest.raises(ValueError, match="optimizer: given Adafactor, whose state"):
         compress.shrink(layer, 8, readouts=[head], optimizer=optimizer)
-    with pytest.raises(ValueError, match="optimizer: given Adam of none of the parameters"):
+    with pytest.raises(ValueError, match="optimizer: given Adam without parameters of the layer"):
         compress.shrink(layer, 8, readouts=[head], optimizer=stepped("adam")[2])
     assert layer.cell.kernel.shape == (3, 4 * COUNT) and head.kernel.shape == (COUNT, 2)
 

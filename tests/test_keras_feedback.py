@@ -183,7 +183,7 @@ def test_it_trains_and_is_saved(tmp_path: Any) -> None:
         (lambda: ak.Feedback(ak.LSTM(3), keras.layers.Dense(1, "relu")), "readout: given"),
         (
             lambda: ak.Feedback(ak.LSTM(3), keras.layers.Dense(3)).build((None, None, 2)),
-            "at most the 2 inputs",
+            "at most 2 outputs",
         ),
         (lambda: small()[0](small()[1], forced=2.0), "forced: given 2.0"),
         (

@@ -619,7 +619,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: an.RNN(Everything, 3, 4, P=2).forward(X), TypeError,
      r"static: given None; .*\[2, 4\], the input 'e'"),
     (lambda: lstm().forward(X, return_states="d"), ValueError,
-     r"return_states: given 'd'; .*it has h, c. Pass True"),
+     r"return_states: given 'd'; .*cell LSTM: h, c. Pass True"),
     # backward and step
     (lambda: after("c", {"h": X}), ValueError, r"grad_states: given 'h'; .* asked for: c"),
     (lambda: after("c", {"c": X}), ValueError, r"grad_states, 'c': .*\[5, 2, 3\]; .*\[5, 2, 4\]"),

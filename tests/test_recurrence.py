@@ -191,7 +191,7 @@ def test_a_size_must_be_known() -> None:
     def Lonely(x, r, s):
         return tanh(x.a + r.a), 0.5 * s.c
 
-    with pytest.raises(ValueError, match=r"the size P of state 'c'.*give an initial state"):
+    with pytest.raises(ValueError, match=r"size P of state 'c' is unknown\. Pass an initial"):
         anycell.recurrence(**arguments(Lonely))
 
 

@@ -576,7 +576,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("any", {"recurrent_mask": torch.zeros(3, 5)}, ValueError, r"recurrent_mask: .*\[2, 5\]"),
     ("any", {"recurrent_mask": [1.0]}, TypeError, r"recurrent_mask: given list .*Pass a tensor"),
     ("any", {"recurrent_mask": np.ones((2, 5))}, TypeError, r"torch.from_numpy\(recurrent_mask\)"),
-    ("any", {"return_states": "d"}, ValueError, r"return_states: given 'd'.*it has h, c"),
+    ("any", {"return_states": "d"}, ValueError, r"return_states: given 'd'.*cell LSTM: h, c"),
     ("RNN", {"static": torch.zeros(2, 5)}, TypeError, r"static: .*cell LSTM declares no static"),
     ("any", {"masked_output": "nan"}, ValueError, r"masked_output: given 'nan'; expected 'zero'"),
     ("any", {"mask": [True]}, TypeError, r"mask: given list.*torch.bool \[4, 2\].*as_tensor"),

@@ -359,7 +359,7 @@ INDRNN = {"weight_ih": IH[:SIZE], "bias_ih": HH[0], "u": HH[0]}
         ({"seed": True}, TypeError, "seed: given bool"),
         ({"checkpoint": 0}, ValueError, "checkpoint: given 0"),
         ({"engine": "tpu"}, ValueError, "engine: given 'tpu'; expected None, 'cpu'"),
-        ({"return_states": "c"}, ValueError, "return_states: given 'c'.*has h"),
+        ({"return_states": "c"}, ValueError, "return_states: given 'c'.*states of cell GRU: h"),
         ({"return_states": 1}, ValueError, "return_states: given 1"),
         ({"recurrent_mask": HH[:2]}, ValueError, r"recurrent_mask: .*\[3, 5\], of the state"),
         (

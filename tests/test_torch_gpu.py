@@ -45,7 +45,7 @@ def test_the_device_chooses_the_engine() -> None:
     ):
         assert functional.fused_plan(cells.LSTM, 8, weight(kind, dtype)) == why
     refused = functional.fused_plan(cells.LSTMP, 8, weight("cuda", torch.float32))
-    assert refused == "nothing tells the size P of this cell"
+    assert refused == "the size P of this cell is unknown"
 
 
 def test_cudnn_runs_what_it_knows() -> None:

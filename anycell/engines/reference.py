@@ -1,16 +1,15 @@
 """The reference engine: one loop over the steps, for arrays of any framework.
 
-Slow and obviously right. It is the oracle of the tests, what runs the cells that the other engines
-refuse, and, since it edits nothing in place, the differentiable composite behind a framework's
-double backward, ``vmap``, ``jvp`` and export. ``Recurrence.backward`` runs the derived backward
-pass, without any framework's autograd.
+Slow and obviously right. It is the oracle of the tests, and it runs the cells that other engines
+refuse. Since it edits nothing in place, it is also the differentiable composite behind a
+framework's double backward, ``vmap``, ``jvp`` and export. ``Recurrence.backward`` runs the derived
+backward pass, without any framework's autograd.
 
-What every engine keeps to:
-
-- A masked step does nothing: the states are held, and what lies under the mask (input, reset, NaN)
-  has no influence on outputs or gradients.
-- A reset replaces the states that *enter* its step by ``reset_state``.
-- ``reverse`` runs from the last step to the first; everything stays at its place in time.
+Rules for every engine:
+- A masked step does nothing: the states are held, and values under the mask (input, reset, NaN)
+  have no influence on outputs or gradients.
+- A reset replaces the states that *enter* its step with ``reset_state``.
+- ``reverse`` runs from the last step to the first; all arrays keep their order in time.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Values = dict[Expr, Array]
 
 
 class Gradients(NamedTuple):
-    """A gradient for each array of ``Recurrence``; None where that was None."""
+    """A gradient for each array of ``Recurrence``; None where the array was None."""
 
     gates_x: Array
     weights: dict[str, Array]
@@ -52,8 +51,8 @@ class Recurrence:
         cell: a cell of G gates and hidden size H.
         gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order.
         weights: by name. ``weight_hh`` is ``[G*H, H]``, for all declared gates; any other
-            ``weight_<name>`` ``[out, in]``, or ``[heads, out/heads, in/heads]``, where out counts
-            all its outputs, one after the other. Biases: ``bias_hh`` ``[G*H]``, ``bias_<name>``.
+            ``weight_<name>`` is ``[out, in]`` or ``[heads, out/heads, in/heads]``, where out counts
+            all of its outputs in turn. Biases: ``bias_hh`` ``[G*H]``, ``bias_<name>``.
         state: ``[B, size]`` per state; None starts from the declared initial value.
         params: the cell's per-unit parameters, ``[H]``.
         static: the cell's input per sequence, ``[B, H]``.
@@ -63,7 +62,7 @@ class Recurrence:
         recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate; multiplies the hidden state
             that enters the recurrent matmul.
         options: of the call.
-        direction: its number, which says whether it runs from the last step to the first.
+        direction: its number, for ``options.reverse`` and the random masks.
     """
 
     cell: Cell
@@ -93,13 +92,13 @@ class Recurrence:
 
     # -- the loop --------------------------------------------------------------------------------
     def forward(self) -> tuple[Array, tuple[Array, ...]]:
-        """Outputs and final states."""
+        """Returns the outputs and the final states."""
         (outputs,), final = self.sequences(self.cell.state_names[:1])
         return outputs, final
 
     def sequences(self, names: Sequence[str]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """Returns the values of these states after every step, ``[T, B, size]``, at masked steps as
-        the options say; and the final states.
+        """Returns the values of these states after every step, ``[T, B, size]``, and the final
+        states. The options say what a sequence has at masked steps.
         """
         with self.xp.unchecked():
             sequences, final, _ = self._loop(names)
@@ -108,7 +107,7 @@ class Recurrence:
     def _loop(
         self, names: Sequence[str] = ()
     ) -> tuple[tuple[Array, ...], tuple[Array, ...], dict[int, tuple[Array, ...]]]:
-        """The sequences of these states, final states, and the states that entered each step."""
+        """Returns sequences of these states, final states, and the states that enter each step."""
         states, restored = self.initial(self.state), self.initial(self.reset_state)
         places = [self.cell.state_names.index(name) for name in names]
         entering: dict[int, tuple[Array, ...]] = {}
@@ -129,8 +128,8 @@ class Recurrence:
         d_final: States,
         d_sequences: Mapping[str, Array] | None = None,
     ) -> Gradients:
-        """Carries the gradients of outputs, final states, and sequences of other states, by name,
-        back to everything.
+        """Returns the gradients of all arrays from those of the outputs, the final states, and the
+        sequences of other states, by name.
         """
         arriving = {self.cell.state_names[0]: d_outputs, **(d_sequences or {})}
         with self.xp.unchecked():
@@ -202,8 +201,8 @@ class Recurrence:
     def _step(self, t: int, states: Iterable[Array]) -> Values:
         """The value of each node of the cell.
 
-        Whatever enters a masked row is replaced by zero, on the way in and, in the gradient, on the
-        way out: where() then keeps the held values, and no zero times NaN gets past it.
+        Values that enter a masked row are replaced by zero, and so are the gradients that leave it:
+        where() keeps the held values, but without this its gradient might be zero times NaN.
         """
         values: Values = {}
         for name, state in zip(self.cell.state_names, states, strict=True):
@@ -240,7 +239,7 @@ class Recurrence:
                 return self._transposed(l, dict(zip(l.outputs, d, strict=True)))
             case "keep":
                 return self._keep(node, t, self.xp.stop_gradient(*args))
-        if is_reduction(node):  # a number stands for a row of it
+        if is_reduction(node):  # one number stands for a row of equal numbers
             args = [a if a.shape else self._rows(a, self.cell.sizes[node]) for a in args]
         return TABLE[node.op].meaning(self.xp, *args, *node.attrs)
 
@@ -273,7 +272,7 @@ class Recurrence:
         return product if bias is None else product + bias[self._span(l, output)]
 
     def _operand(self, l: Linear, output: str, t: int, values: Values) -> Array:
-        """The operand that one output of a matmul multiplies with its weight."""
+        """The operand that the weight of one output of a matmul multiplies."""
         operand = self._guard(t, self._rows(values[l.operand], l.in_size))
         return operand * self._recurrent(l, output)
 
@@ -286,14 +285,14 @@ class Recurrence:
         return functools.reduce(operator.add, parts)
 
     def _recurrent(self, l: Linear, output: str) -> Array:
-        """The factor on the way into the recurrent matmul."""
+        """The mask that multiplies the operand of the recurrent matmul; 1 for other matmuls."""
         mask = self.recurrent_mask
         if mask is None or not l.recurrent:
             return self.one
         return mask[self.cell.gates.index(output)] if len(mask.shape) == 3 else mask
 
     def _block(self, l: Linear, output: str) -> Array:
-        """The weight behind one output, ``[heads, out/heads, in/heads]``; cut out once."""
+        """The weight of one output, ``[heads, out/heads, in/heads]``; it is sliced only once."""
         block = self.blocks.get((l.name, output))
         if block is None:
             weight = self.weights[l.weight]
@@ -306,7 +305,7 @@ class Recurrence:
         return block
 
     def _span(self, l: Linear, output: str, heads: int = 1) -> slice:
-        """The rows of one output in the bias, in the weight, or in a head of it."""
+        """The rows of one output in the bias, in the weight, or in one head of the weight."""
         k, size = l.declared.index(output), self.size[l.out_size] // heads
         return slice(k * size, (k + 1) * size)
 
@@ -319,7 +318,7 @@ class Recurrence:
     def _weight_gradients(
         self, tape: Mapping[tuple[str, str], list[tuple[Array, Array]]]
     ) -> dict[str, Array]:
-        """One matmul over all steps per output, from the pairs (its gradient, its operand)."""
+        """Multiplies once per output, over all steps, from pairs of its gradient and operand."""
         out: dict[str, Array] = {}
         for l in self.cell.linears:
             blocks, sums = [], []
@@ -354,13 +353,13 @@ class Recurrence:
         return tuple(self._rows(value, state.size) for value, state in pairs)
 
     def initial(self, given: States | None) -> tuple[Array, ...]:
-        """Values for the states, ``[B, size]`` each: as given, else the declared initial ones."""
+        """Values for the states, ``[B, size]`` each: the given values, else the declared ones."""
         declared = [self._number(state.initial) for state in self.cell.states]
         pairs = zip(given or declared, declared, strict=True)
         return self._full(default if value is None else value for value, default in pairs)
 
     def _like(self, given: Array | None, d: Array) -> Array | None:
-        """The gradient of what may have been one value for all rows."""
+        """The gradient of an array, which may have one value for all rows."""
         if given is None:
             return None
         return self.xp.sum(d, axis=0) if len(given.shape) == 1 else d
@@ -396,7 +395,7 @@ def sizes(
     """Finds the size symbols of a cell from the shapes of states and weights.
 
     Raises:
-        ValueError: where nothing tells the size of a state, or heads or groups do not divide one.
+        ValueError: if a state's size is unknown, or heads or groups of the cell do not divide one.
     """
     size = {"H": hidden}
     known = zip(cell.states, state, strict=True) if state else ()
@@ -410,8 +409,8 @@ def sizes(
     for declared in cell.states:
         if declared.size not in size:
             raise ValueError(
-                f"cell {cell.name}: nothing tells the size {declared.size} of state "
-                f"{declared.name!r}; give an initial state."
+                f"cell {cell.name}: the size {declared.size} of state {declared.name!r} is "
+                "unknown. Pass an initial state."
             )
     cell.check_sizes(size)
     return size

@@ -3,10 +3,10 @@
 Arrays belong to the framework and come through a small ``Host``; native code sees their addresses.
 On a CPU a pass is one native call, which goes through the sequence in chunks of time, so that the
 buffer between the matmuls and the recurrence stays in the cache and never becomes as long as the
-sequence. An input projection that is small the kernel does (``projects``).
+sequence. If its weights are small, the kernel itself computes the input projection (``projects``).
 
 Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*size]`` with D directions side
-by side, size that of the first state.
+by side and the size of the first state.
 
 ``docs/internals.md`` says what each file does.
 """

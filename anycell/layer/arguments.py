@@ -12,55 +12,54 @@ class Arrays(Protocol):
     """Operations of a framework that ``contract`` needs; arrays have ``shape`` and ``dtype``."""
 
     dtype: Any
-    wide_states: bool  # whether states but the first are kept in the dtype of ``wide`` ones
+    wide_states: bool  # whether all states but the first are kept in the dtype of ``wide`` arrays
 
     def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
-        """The array, or a contiguous copy where it does not lie so, or where its address or its
-        strides are no whole elements; None for another dtype than this one (or that of ``wide``
-        ones), and on other devices.
+        """Returns the array, or a contiguous copy if its layout differs, or if its address or
+        strides are not multiples of its element size. Returns None for dtypes other than this one
+        (or with ``wide``, the one of ``wide`` arrays), and for other devices.
         """
         ...
 
     def layout(self, arrays: Mapping[Any, Array]) -> tuple[Any, ...]:
-        """All that ``fit`` looks at, of all arrays but flags; something to look up."""
+        """A hashable key of all that ``fit`` looks at, for all arrays except flags."""
         ...
 
     def as_flags(self, array: Array) -> Array | None:
-        """Flags, bool or uint8, as contiguous uint8; None for all else, and on other devices."""
+        """Returns bool or uint8 flags as contiguous uint8; None for other dtypes and devices."""
         ...
 
 
 class Host(Arrays, Protocol):
     """The operations of a framework that a layer on the CPU needs, on arrays of the plan's dtype.
-    On a GPU it asks for ``anycell.engines.gpu.Host``.
+    A layer on a GPU needs ``anycell.engines.gpu.GpuHost``.
 
-    Besides these, arrays must slice, assign (``a[i:j] = b``), ``reshape`` and ``sum(0)`` as NumPy's
-    do.
+    Arrays must also slice, assign (``a[i:j] = b``), ``reshape`` and ``sum(0)`` as in NumPy.
     """
 
-    library: str  # whose matmul is another one than ours, see ``products``
+    library: str  # whose matmul may replace ours, see ``products``
 
     @property
     def blas(self) -> int:
-        """The address of its Fortran gemm of this dtype; 0 for none."""
+        """The address of the library's Fortran gemm for this dtype; 0 if there is none."""
         ...
 
     @property
     def wide(self) -> Host:
-        """The host of what the cell computes in; this one itself where that is the same dtype."""
+        """The host for the dtype of the cell's arithmetic; this host if its dtype is the same."""
         ...
 
     @property
     def eight_bits(self) -> Arrays:
-        """The host of weights of 8 bits."""
+        """The host for 8-bit weights."""
         ...
 
     def widen(self, array: Array) -> Array:
-        """The array in that dtype; itself where it has it."""
+        """Returns the array in the dtype of ``wide``; the array itself if it has that dtype."""
         ...
 
     def narrow(self, array: Array) -> Array:
-        """The array in the dtype of this host; itself where it has it."""
+        """Returns the array in this host's dtype; the array itself if it has that dtype."""
         ...
 
     def empty(self, shape: tuple[int, ...]) -> Array: ...
@@ -68,16 +67,16 @@ class Host(Arrays, Protocol):
     def zeros(self, shape: tuple[int, ...]) -> Array: ...
 
     def lasting(self, shape: tuple[int, ...]) -> Array:
-        """An array as of ``empty``, for values of every step; see ``engines.cpu.memory``."""
+        """An array like ``empty``'s, for values of every step; see ``engines.cpu.memory``."""
         ...
 
     def template(self, shape: tuple[int, ...]) -> Array:
-        """Stands for an array of that shape, but holds at most one number; for ``like``."""
+        """A stand-in for an array of that shape, with at most one number; for ``like``."""
         ...
 
     def like(self, array: Array) -> Array:
-        """An array as of ``empty``, of the shape of a contiguous array or of a ``template``. It
-        takes half as long as ``empty``.
+        """An array like ``empty``'s, with the shape of a contiguous array or a ``template``; made
+        in half the time.
         """
         ...
 
@@ -86,7 +85,7 @@ class Host(Arrays, Protocol):
         ...
 
     def misaligned(self, arrays: Iterable[Array]) -> bool:
-        """Whether one of them begins at no multiple of the bytes of its elements."""
+        """Whether the address of any array is not a multiple of its element size."""
         ...
 
     def pointer(self, array: Array) -> int: ...
@@ -94,12 +93,12 @@ class Host(Arrays, Protocol):
     def pointers(self, arrays: Iterable[Array]) -> Iterable[int]: ...
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """In elements, of an array that fits."""
+        """The strides of an array that fits, in elements."""
         ...
 
 
-# The arrays of one direction, by the names of ``signature`` without ``_reverse``; its states and
-# what resets restore without the axis of directions. What was not given is not there.
+# The arrays of one direction, by the names of ``signature`` without ``_reverse``. States and what
+# resets restore have no axis of directions. Arrays that were not given are absent.
 Direction = dict[str, Array]
 
 
@@ -107,15 +106,15 @@ class Kept(NamedTuple):
     """The arrays that the forward pass keeps for the backward pass, which only reads them.
 
     Attributes:
-        hidden: ``[T+1 or T+2, B, D*size]``: the first state; initial values in the first slot, or
-            the last where a direction is reversed.
+        hidden: ``[T+1 or T+2, B, D*size]``: the first state. Its initial values are in the first
+            slot, those of a reversed direction in the last.
         states: per direction, the sequences ``[T+1, B, size]`` of the other states that the plan
             keeps; None for the others.
         values: per direction ``[T, B, n]``, the values that the plan saves.
 
-    Of S segments, with ``checkpoint``, only the states before the first step of each are
-    kept: ``hidden [S, B, D*size]`` and all other states, ``[S, B, size]``, in the order in which a
-    direction runs; ``values`` are of no steps.
+    With ``checkpoint``, only the states before each of the S segments are kept:
+    ``hidden [S, B, D*size]`` and every other state, ``[S, B, size]``, in the order in which the
+    direction runs. ``values`` then have no steps.
     """
 
     hidden: Array
@@ -123,21 +122,21 @@ class Kept(NamedTuple):
     values: Sequence[Array]
 
     def flat(self) -> list[Array]:
-        """All arrays in a row."""
+        """All arrays in one list."""
         states = [array for sequences in self.states for array in sequences if array is not None]
         return [self.hidden, *self.values, *states]
 
     def border(self, d: int, slot: int, width: int) -> list[Array]:
-        """The states of a direction before a segment; ``width`` is the first state's."""
+        """The states of a direction before a segment; ``width`` is the size of the first state."""
         others = [sequence[slot] for sequence in self.states[d] if sequence is not None]
         return [self.hidden[slot, :, d * width : (d + 1) * width], *others]
 
     @classmethod
     def of(cls, arrays: Sequence[Array], states: Sequence[bool], directions: int) -> Kept:
-        """The inverse of ``flat``; ``states`` says which of them are kept.
+        """The inverse of ``flat``; ``states`` says which states are kept.
 
         Raises:
-            ValueError: for another number of arrays.
+            ValueError: for a wrong number of arrays.
         """
         expected = 1 + directions * (1 + sum(states))
         if len(arrays) != expected:
@@ -149,13 +148,13 @@ class Kept(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The gradient of the weight of a matmul inside the steps is ``outputs.T @ operand``.
+    """The factors of a weight's gradient, ``outputs.T @ operand``, for a matmul inside the steps.
 
     Attributes:
-        outputs: gradients of the matmul's outputs, ``[T * B, out]``; None where they are those of
-            the projected gates.
-        operand: what it multiplied, ``[T * B, in]``; None where that is the first state before
-            each step, as it was without resets.
+        outputs: gradients of the matmul's outputs, ``[T * B, out]``; None if they are the gradients
+            of the projected gates.
+        operand: what the matmul multiplied, ``[T * B, in]``; None if that is the first state before
+            each step and there are no resets.
     """
 
     outputs: Array | None

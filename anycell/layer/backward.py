@@ -39,16 +39,16 @@ def backward(
         d_final: gradients of the final states ``[D, B, size]``, None where there is none.
         d_states: gradients of the sequences ``[T, B, D*size]`` of states besides the first, by
             name.
-        wanted: names of the arrays whose gradients are wanted; None for all. There may be more.
+        wanted: names of the arrays whose gradients are wanted; None for all.
 
     Returns:
-        the gradients, by the names of the arrays: of all that were given but masks. That of x is
-        of the projected gates where there is no ``weight_ih``.
+        the gradients by the names of the arrays, of all that were given except masks; not wanted
+        ones may be missing. Without ``weight_ih``, x is the projected gates.
 
     Raises:
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    read = options.checkpoint is not None  # by the forward pass, once more
+    read = options.checkpoint is not None  # the forward pass runs again, and may read x
     given, layout = contract.fit(host, plan, arrays, options, read)
     segment = _segment(plan, given, options)
     parts, further = contract.arriving(
@@ -87,15 +87,15 @@ def backward(
 
 
 class Backward(NamedTuple):
-    """A backward pass that is drafted. Numbers are those of arrays that a call makes.
+    """A drafted backward pass. Its integers number the arrays that a call makes.
 
     Attributes:
-        directions: what each direction was given.
-        whole: by name, of the gradients that are arrays as they are: of x, if it is wanted, of
-            states ``[D, B, size]``, and of weights.
-        sums: of each direction: biases, and by name the vectors of its ``Sums`` and what the kernel
-            adds up: "d_params", "static", and what resets restore, of all directions.
-        turned: weights whose gradients lie transposed, as the weights do.
+        directions: the arrays that each direction was given.
+        whole: by name, the gradients that one array holds: of x, if it is wanted, of states
+            ``[D, B, size]``, and of weights.
+        sums: per direction the names of biases, and by name the vectors of its ``Sums`` and the
+            sums of the kernel: "d_params", "static", and what resets restore, for all directions.
+        turned: weights whose gradients are stored transposed, like the weights.
     """
 
     recipe: Recipe
@@ -115,7 +115,7 @@ def _draft(
     """Drafts the pass for arrays that are laid out like these.
 
     Args:
-        wants: the gradients of weights and biases, of x, and of the first state.
+        wants: whether the gradients of weights and biases, of x, and of the first state are wanted.
     """
     need, of_x, of_first = wants
     run = Run(Recipe(host, given, options), plan, options, True, False)
@@ -160,7 +160,7 @@ def _of_first(plan: Plan) -> str:
 
 
 def _segment(plan: Plan, given: Mapping[str, Array], options: Options) -> int:
-    """Steps of which the pass needs all at once, see ``Run.segment``."""
+    """The number of steps whose values the pass needs at the same time, as ``Run.segment``."""
     steps, batch, _ = given["x"].shape
     if options.checkpoint is None:
         return int(steps)
@@ -170,11 +170,11 @@ def _segment(plan: Plan, given: Mapping[str, Array], options: Options) -> int:
 
 
 def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
-    """Memory for the gradients that the kernel itself adds up. The door sets them to 0, or to what
-    arrives at the final states, with its first call.
+    """Makes memory for the gradients that the kernel itself adds up. The first call of the door
+    sets them to 0, or to the gradients of the final states.
 
     Returns:
-        those of states, and all others per direction.
+        the gradients of states, and all others per direction.
     """
     recipe, plan, batch, count = run.recipe, run.plan, run.batch, len(run.directions)
     cell, h = plan.cell, plan.hidden_size
@@ -190,15 +190,15 @@ def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
     run.place_parts(whole)
     totals = []
     for d in range(count):
-        own = dict(others)
+        named = dict(others)
         if cell.params:
             groups = -(-batch // row_group(batch))
-            own["d_params"] = recipe.new((groups, len(cell.params) * h), wide=True)
-            run.place_of(d, {"d_params": own["d_params"]})
+            named["d_params"] = recipe.new((groups, len(cell.params) * h), wide=True)
+            run.place_of(d, {"d_params": named["d_params"]})
         if "static" in run.directions[d]:
-            own["static"] = recipe.new((batch, h), wide=True)
-            run.place_of(d, {"d_static": own["static"]})
-        totals.append(own)
+            named["static"] = recipe.new((batch, h), wide=True)
+            run.place_of(d, {"d_static": named["static"]})
+        totals.append(named)
     return of_states, totals
 
 
@@ -238,17 +238,17 @@ class _Sums(Sums):
 
 
 def _turned(weight: View) -> bool:
-    """Whether a matrix lies in columns, as Keras's."""
+    """Whether a matrix is stored by columns, as in Keras."""
     return len(weight.shape) == 2 and weight.strides[0] == 1 != weight.strides[1]
 
 
 class _Direction:
-    """One direction: its gradients, and buffers of a chunk for what they are products of.
+    """One direction: its gradients, and a chunk's buffers for the factors of their products.
 
     Attributes:
         gates: the gradients of the projected gates, ``[rows, G*H]``.
-        pairs: for each matmul the gradients of its outputs and what it multiplied, where they are
-            not at hand.
+        pairs: for each matmul the gradients of its outputs and what it multiplied; None for either
+            that another array holds.
     """
 
     def __init__(self, run: Run, d: int, dx: View | None, need: bool) -> None:
@@ -297,8 +297,8 @@ class _Direction:
             )  # fmt: skip
 
     def add_product(self, d_state: View) -> None:
-        """Adds the part of the recurrent matmul of a single step, which the kernel leaves out, to
-        the first state's gradient.
+        """Adds to the first state's gradient what comes through the recurrent matmul of a single
+        step, which the kernel leaves out.
         """
         run, (outputs, _) = self.run, self.pairs[0]
         d = self.gates if outputs is None else outputs
@@ -306,8 +306,8 @@ class _Direction:
 
 
 def _states(run: Run) -> View:
-    """The first states of all directions, along the steps of a segment: kept, or computed once more
-    before each.
+    """The first states of all directions along the steps of a segment, either kept or computed
+    again before each segment.
     """
     views, names, plan = run.recipe.views, run.plan.cell.state_names, run.plan
     sequences = [
@@ -334,5 +334,5 @@ def _states(run: Run) -> View:
 
 
 def keeps_state(plan: Plan, i: int) -> bool:
-    """Whether it keeps the sequence of state i > 0, without checkpoints."""
+    """Whether the forward pass keeps the sequence of state i > 0, without checkpoints."""
     return plan.cell.states[i].name in plan.states

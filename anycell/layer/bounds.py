@@ -1,7 +1,7 @@
-"""``ANYCELL_CHECK=1``: what a pass will touch, chunk by chunk, before the driver runs it.
+"""Checks the memory that a pass will touch, chunk by chunk, before it runs: ``ANYCELL_CHECK=1``.
 
-The same walk as the driver's, in Python, on the same tables: the door's are laid out for each chunk
-and held against the bounds of their arrays (``cpu.check``), and so is each operand of a product.
+Python repeats the walk of the driver, on the same tables. For each chunk it compares the arrays of
+the door's table and each operand of a product with the bounds of their memory (``cpu.check``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def extent(host: Host, array: Array) -> Bounds:
-    """The first byte of an array and that behind its last."""
+    """The address of an array's first byte, and the address after its last byte."""
     address, axes = host.pointer(array), zip(array.shape, host.strides(array), strict=True)
     for span in reach("", address, array.dtype.itemsize, 1, tuple(axes)):
         return span.first, span.last
@@ -34,10 +34,10 @@ def check_pass(recipe: Recipe, call: bytes, arrays: Sequence[Array], block: cpu.
     Args:
         call: see ``driver.CALL``.
         arrays: of the recipe's slots, in order.
-        block: the memory that is given back.
+        block: the scratch memory of the call.
 
     Raises:
-        AssertionError: naming the array, what would be touched, and what may be.
+        AssertionError: naming the array, the bytes that the pass would touch, and its bounds.
     """
     addresses = array("Q", call)[len(driver.CALL) :]
     limits = [extent(recipe.host, array) for array in arrays]
@@ -50,12 +50,12 @@ def check_pass(recipe: Recipe, call: bytes, arrays: Sequence[Array], block: cpu.
 
 
 class _Walk:
-    """The walk, on tables that are filled in as the driver will. ``driver.Driver`` prints the same,
-    method by method.
+    """The walk, on tables that are filled in as for the driver. Its methods correspond to those of
+    ``driver.Driver``.
 
     Args:
         table: the address that the tables will have.
-        addresses, limits: of arrays, by the numbers that ``recipe.arrays`` has.
+        addresses, limits: of arrays, by their numbers in ``recipe.arrays``.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class _Walk:
     ) -> None:
         self.table, self.entries = table, recipe.template[:]
         for at, number, offset in recipe.places:
-            # As the native code adds: modulo 2**64.
+            # Modulo 2**64, as in native code.
             self.entries[at] = (addresses[number] + offset + (1 << 63)) % (1 << 64) - (1 << 63)
         self.limits = {at: limits[number] for at, number in recipe.arrays.items()}
 
     def row(self, names: Iterable[str], at: int) -> tuple[dict[str, int], dict[str, Bounds]]:
-        """A row of the tables by the names of its entries, and of those that are addresses the
-        bounds of their arrays.
+        """A row of the tables by the names of its entries, and the bounds of the arrays whose
+        addresses it holds.
         """
         places = {name: at + i for i, name in enumerate(names)}
         return (
@@ -101,7 +101,7 @@ class _Walk:
             self.chunks(run, begin, end)
 
     def move(self, run: Run, name: str, slot: int) -> None:
-        """Sets what is moved before a segment."""
+        """Sets the entries that change before a segment."""
         for i in range(len(run.moves)):
             at = run.table + len(driver.PASS) + i * len(driver.MOVE)
             move, limits = self.row(driver.MOVE, at)

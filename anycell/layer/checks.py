@@ -18,17 +18,17 @@ from anycell.plan import OF_CALL, OPTIONS
 from anycell.refusal import refuse as refuse
 
 Shape = tuple[int, ...]
-MOST = (1 << 31) - 1  # of a size: frameworks have their own words for products that are too large
+MOST = (1 << 31) - 1  # the largest size; frameworks report products of sizes that are too large
 
 
 def remedy(value: Any, axes: int, otherwise: str) -> str:
-    """The remedy for an input that has not this number of axes: several steps in place of one, or
-    ids; or else another.
+    """The remedy for an input with a wrong number of axes, which may be several steps in place of
+    one, or ids; ``otherwise`` is the remedy for anything else.
     """
     if axes <= 2 and len(value.shape) == 3:
-        return "Take out one step: x[t], or x[:, t] where rows come first."
+        return "Take out one step: x[t], or x[:, t] if the batch comes first."
     if axes == 3 and len(value.shape) == 2 and "int" in str(value.dtype):
-        return "If they are ids, embed them first; an embedding gives each its numbers."
+        return "If these are ids, embed them first; an embedding turns each id into a vector."
     return otherwise
 
 
@@ -113,14 +113,14 @@ def check_checkpoint(value: Any) -> str | int | None:
     number = isinstance(value, int) and not isinstance(value, bool) and value > 0
     if value is None or word or number:
         return value
-    expected = "'sqrt', a number of steps from 1, or None to keep all that the backward pass needs"
+    expected = "'sqrt', a positive number of steps, or None to keep all that a backward pass needs"
     refuse("checkpoint", repr(value), expected)
 
 
 def check_one_direction(method: str, layer: Any) -> None:
     """Refuses ``method`` of a layer of both directions."""
     if layer.bidirectional:
-        hint = "The other one begins at the end of the sequence: call the layer on all of it."
+        hint = "The reverse direction begins at the end: call the layer on whole sequences."
         refuse(method, "bidirectional=True", "a layer of one direction", hint)
 
 
@@ -128,7 +128,7 @@ def check_one_direction(method: str, layer: Any) -> None:
 
 
 def check_cell(cell: Any, more: str = "") -> None:
-    """Refuses what is no cell; ``more`` is a further hint."""
+    """Refuses a value that is not a cell; ``more`` is a further hint."""
     if not isinstance(cell, Cell):
         hint = (
             "Pass one of anycell.cells, for instance anycell.cells.LSTM, or decorate a function of "
@@ -145,7 +145,7 @@ def declared_sizes(cell: Cell) -> list[str]:
 
 
 def check_names(cell: Cell, sizes: Mapping[str, Any]) -> None:
-    """Refuses keywords that are no sizes of the cell."""
+    """Refuses keywords that are not sizes of the cell."""
     declared = declared_sizes(cell)
     for name in sorted(sizes.keys() - declared):
         has = ", ".join(declared) or "none"
@@ -158,17 +158,17 @@ def check_names(cell: Cell, sizes: Mapping[str, Any]) -> None:
 
 
 def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of all symbols of a cell: H, and those that were given by keyword.
+    """Returns the sizes of all symbols of a cell: H, and the sizes given by keyword.
 
     Raises:
-        TypeError, ValueError: for sizes that are unknown, missing or no positive integers, and
-            for those that heads or groups of the cell do not divide.
+        TypeError, ValueError: for sizes that are unknown, missing, not positive integers, or not
+            divisible by the heads or groups of the cell.
     """
     check_names(cell, sizes)
     for name in declared_sizes(cell):
         if name not in sizes:
             expected = f"the size {name} that cell {cell.name} declares besides H"
-            refuse(name, "nothing", expected, f"Pass {name}=... beside the size H.", TypeError)
+            refuse(name, "nothing", expected, f"Pass {name}=... besides the size H.", TypeError)
     known = {"H": hidden_size, **{name: integer(name, size) for name, size in sizes.items()}}
     cell.check_sizes(known)
     return known
@@ -178,18 +178,18 @@ def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[
 
 
 class Frontend(NamedTuple):
-    """Functions by which the checks below handle the arrays of a framework.
+    """The functions with which the checks below handle the arrays of a framework.
 
     Attributes:
         kind: the class of its arrays.
-        fit: ``(name, value, shape, axes, like)`` to an array of that shape, with the dtype and on
-            the device of ``like``; ``axes`` says in errors what the array is.
-        flags: the same to booleans.
-        counts: ``(name, value, expected)`` to an array of whole numbers, and whether these can be
-            looked at.
-        copy: a contiguous copy of flags: the backward pass reads them again, and the caller may
-            have changed his by then.
-        below: ``(steps, counts, like)``, whether each step is below each of the counts, ``[T, B]``.
+        fit: converts ``(name, value, shape, axes, like)`` to an array of that shape, with the dtype
+            and the device of ``like``; errors describe the array by ``axes``.
+        flags: converts the same arguments to booleans.
+        counts: converts ``(name, value, expected)`` to an array of whole numbers, and says whether
+            their values can be read.
+        copy: makes a contiguous copy of flags: the backward pass reads them again, and the caller
+            may have changed the original by then.
+        below: from ``(steps, counts, like)``, whether each step is below each count, ``[T, B]``.
     """
 
     kind: Any
@@ -231,7 +231,7 @@ class Layout(NamedTuple):
         return within if mask is None else within & mask
 
     def flags(self, name: str, value: Any) -> Any:
-        """``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
+        """Converts ``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
         shape: Shape = (self.steps, self.rows)
         axes = "(time, batch)"
         if not self.batched:
@@ -251,7 +251,7 @@ def per_state(kind: str, states: Any, cell: Cell) -> tuple[Any, ...]:
 
     Args:
         kind: what errors call the argument.
-        states: a tuple or list, or the value alone of a cell with one state.
+        states: a tuple or list; for a cell with one state also its value alone.
     """
     values = tuple(states) if isinstance(states, (tuple, list)) else (states,)
     if len(values) != len(cell.states):
@@ -274,7 +274,7 @@ def check_states(
     """``states`` as a tuple; each must be ``[*first, size]``."""
     values = states if isinstance(states, (tuple, list)) else (states,)
     if len(values) != len(cell.states):
-        per_state(kind, states, cell)  # which refuses them
+        per_state(kind, states, cell)  # raises
     fitted: tuple[Any, ...] = ()
     for state, value in zip(cell.states, values, strict=True):
         shape = (*first, sizes[state.size])
@@ -283,7 +283,7 @@ def check_states(
 
 
 def check_static(frontend: Frontend, cell: Cell, static: Any, shape: Shape, like: Any) -> Any:
-    """The input per sequence, which must be given just where the cell declares one."""
+    """Returns the input per sequence; it must be given if, and only if, the cell declares one."""
     if cell.static is not None:
         axes = f"the input {cell.static!r} of cell {cell.name}, once per sequence"
         return frontend.fit("static", static, shape, axes, like)
@@ -297,8 +297,8 @@ def check_static(frontend: Frontend, cell: Cell, static: Any, shape: Shape, like
 def check_recurrent_mask(
     frontend: Frontend, cell: Cell, mask: Any, sizes: Mapping[str, int], rows: Shape, like: Any
 ) -> Any:
-    """``[*rows, size]``, or ``[G, *rows, size]`` for one per gate, of a cell that has a matmul
-    behind `r`.
+    """Returns the mask, ``[*rows, size]``, or ``[G, *rows, size]`` for one per gate. Refuses it if
+    the cell has no matmul behind `r`.
     """
     if not any(l.recurrent for l in cell.linears):
         named = ", ".join(l.name for l in cell.linears) or "none"
@@ -310,7 +310,7 @@ def check_recurrent_mask(
         refuse("recurrent_mask", describe(mask), expected, hint)
     first, count = cell.states[0], len(cell.gates)
     shape = (*rows, sizes[first.size])
-    axes = f"of the state {first.name!r}, with an axis of {count} gates or not"
+    axes = f"of the state {first.name!r}, optionally after an axis of {count} gates"
     if len(getattr(mask, "shape", ())) == len(shape) + 1:
         shape = (count, *shape)
     return frontend.fit("recurrent_mask", mask, shape, axes, like)
@@ -321,11 +321,11 @@ def check_options(
     names: Iterable[str] = OF_CALL,
     function: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """The options that users pass by keyword, as ``Options`` has them.
+    """Checks the options that users pass by keyword, and returns them for ``Options``.
 
     Args:
-        names: of those that may be passed.
-        function: the function that was called: what else it takes, for the error.
+        names: the options that may be passed.
+        function: the function that was called; an error lists its other arguments.
     """
     return {name: _option(name, value, names, function) for name, value in given.items()}
 

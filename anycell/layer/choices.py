@@ -9,12 +9,12 @@ from anycell.layer.arguments import Array
 from anycell.layer.schedule import chunk_steps
 from anycell.plan import Plan
 
-# Of projected gates, for all directions together: they should stay in the cache.
+# Bytes of the projected gates of a chunk, for all directions: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
-WORTH_PACKING = 256  # rows of all steps from which packing the weight of the input may pay
-# Rows of a single step, below which it does not pay to pack the weights for its products either.
+WORTH_PACKING = 256  # rows of all steps from which packing the input weight may pay off
+# Rows of a single step below which packing the weights for its products does not pay off either.
 FEW_ROWS = 12
-WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
+WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay off
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
 )
@@ -22,7 +22,7 @@ WEIGHTS_SHARE = (
 # of a step, by weights of at most this many bytes: a core that has tiles has a cache of 2 MiB.
 TILED_ROWS = 12
 TILED_WEIGHTS = 2 << 20
-FILLED = 0.7  # part of a mask below which to leave out the rest makes up for smaller matmuls
+FILLED = 0.7  # valid part of a mask below which skipping the other rows outweighs smaller matmuls
 
 
 def chunk_of(plan: Plan, steps: int, rows: int) -> int:
@@ -36,7 +36,7 @@ def chunk_of(plan: Plan, steps: int, rows: int) -> int:
 
 
 def recurrent_alone(plan: Plan) -> bool:
-    """Whether the cell's only matmul is its first state's, onto all gates, by real weights."""
+    """Whether the cell's only matmul maps its first state to all gates, with real weights."""
     linears = [(l.name, l.outputs, l.operand.op) for l in plan.cell.linears]
     return linears == [(RECURRENT, plan.cell.gates, "state")] and not plan.types.quantized
 
@@ -47,7 +47,7 @@ def projects(
     """Whether the kernel should compute the input projection.
 
     The projection of all steps at once reads its weight once, but writes the gates to memory, where
-    the kernel reads them again. If both weights fit a core's own cache, the kernel is faster; if
+    the kernel reads them again. The kernel is faster if both weights fit a core's own cache and
     there is enough work to make up for packing one more weight. It is also faster under sparse
     masks, because it skips masked rows.
 
@@ -68,7 +68,7 @@ def projects(
 
 
 def sparse(mask: Array | None) -> bool:
-    """Whether a mask lets so few rows of steps pass that it pays to go without the others."""
+    """Whether a mask has so few valid rows of steps that skipping the others pays off."""
     return mask is not None and int(mask.sum()) < FILLED * mask.shape[0] * mask.shape[1]
 
 

@@ -1,7 +1,7 @@
 """The contract of memory: what an array of a call must be before a kernel gets its address.
 
-Kernels do no bounds checks. So every array of every call passes here once, whichever frontend it
-comes from, and nothing below asks again. Shapes are those of ``signature``; strides:
+Kernels do not check bounds. So every array of every call is checked here once, whichever frontend
+it comes from, and nothing below checks it again. ``signature`` has the shapes; the strides are:
 
     array                                        strides
     x, d_output                                  last axis dense
@@ -12,16 +12,16 @@ comes from, and nothing below asks again. Shapes are those of ``signature``; str
     mask, resets                                 contiguous, bool or uint8
     what the forward pass kept, see ``Kept``     contiguous
 
-All but masks and resets have the dtype of the plan, and weights of integers that of its operands.
+All but masks and resets have the dtype of the plan; integer weights have the dtype of its operands.
 All lie on the host's device, begin at a multiple of an element's size, and have strides of whole
-elements, which may be 0 or negative. An array of other strides or alignment is copied. One of
+elements, which may be 0 or negative. An array of other strides or alignment is copied. An array of
 another shape, dtype or device is an error: it is not the array that the call describes.
 
-All this follows from what ``Arrays.layout`` says of the arrays. So arrays laid out as those of an
-earlier call, which went as they were, go as they are.
+``Arrays.layout`` says everything that these rules depend on. So arrays are not checked again if
+they have the layout of an earlier call whose arrays were not copied.
 
-``ANYCELL_CHECK=1`` holds the addresses that kernels get against all this once more, at the native
-call; see ``anycell/engines/cpu/check.py``.
+``ANYCELL_CHECK=1`` checks the addresses that kernels get once more, at the native call; see
+``anycell/engines/cpu/check.py``.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def fit(
 
     Args:
         arrays: by the names of ``signature``.
-        read: whether a kernel may read x, where it is projected already.
+        read: whether a kernel may read an x that is projected already.
 
     Returns:
-        the arrays, and how they lie: something to look up.
+        the arrays, and a hashable key of their layout.
 
     Raises:
         ValueError, TypeError: naming the array, what was given and what was expected.
@@ -67,17 +67,17 @@ def fit(
             fitted[name] = _flags(host, name, fitted[name], fitted["x"].shape[:2])
             key += (name,)
     if "mask" in fitted and "resets" in fitted:
-        # What lies under a mask never matters, a reset no more than an input.
+        # Nothing under a mask matters, neither inputs nor resets.
         fitted["resets"] = fitted["resets"] & fitted["mask"]
     return fitted, key
 
 
-_MOST = 1024  # sets of layouts that are known at most
+_MOST = 1024  # the largest number of remembered layouts
 _accepted: dict[tuple[Any, ...], bool] = {}
 
 
 def _accept(key: tuple[Any, ...]) -> None:
-    """Arrays so laid out go as they are."""
+    """Remembers that arrays of this layout need no copy."""
     if len(_accepted) >= _MOST:
         _accepted.clear()
     _accepted[key] = True
@@ -86,7 +86,7 @@ def _accept(key: tuple[Any, ...]) -> None:
 def _fitted(
     host: Arrays, plan: Plan, arrays: Mapping[str, Array], directions: int, read: bool
 ) -> dict[str, Array]:
-    """All that was given but flags, fit for a kernel."""
+    """Makes all given arrays except flags fit for a kernel."""
     cell, ends = plan.cell, ENDS[:directions]
     x, gates = arrays["x"], len(cell.gates) * plan.hidden_size
     shape, projects = x.shape, arrays.get("weight_ih") is not None
@@ -132,7 +132,7 @@ def weights(
     """
     direction: Direction = {}
     width = None if arrays.get(f"weight_ih{end}") is None else inputs
-    # Only the CPU engine has plans of integers.
+    # Only the CPU engine has plans with integer weights.
     of_weights = cast("Host", host).eight_bits if plan.types.quantized else host
     for name, shape, layout, optional, integers in learned(plan, width):
         array = arrays.get(name + end)
@@ -155,16 +155,16 @@ def arriving(
     segment: int,
     keeps: Callable[[Plan, int], bool],
 ) -> tuple[dict[str, Array], tuple[Any, ...]]:
-    """Checks the other arrays of a backward pass and makes them fit for its kernel.
+    """Checks the arrays that only a backward pass has, and makes them fit for its kernel.
 
     Args:
         shape: of x.
-        segment: steps of which it needs all at once; fewer than all where it has checkpoints.
+        segment: the steps whose values it needs at the same time; with checkpoints, not all steps.
         keeps: whether the forward pass keeps the sequence of a state, without checkpoints.
 
     Returns:
-        "hidden", "saved 0" and "sequence 0 c" of direction 0, "d_output", "d_final c" and
-        "d_sequence c", as far as they are there, and how they lie: something to look up.
+        those that there are of "hidden", "saved 0" and "sequence 0 c" (direction 0, state c),
+        "d_output", "d_final c" and "d_sequence c"; and a hashable key of their layout.
 
     Raises:
         ValueError, TypeError: as ``fit``.
@@ -181,7 +181,7 @@ def arriving(
     for name, array in zip(names, _all("d_state", d_final, names), strict=True):
         given[f"d_final {name}"] = array
     given |= {f"d_sequence {name}": array for name, array in d_states.items()}
-    if d_output is not None:  # often a number expanded, as that of a sum: a copy each time
+    if d_output is not None:  # often one expanded number, as after a sum, and copied each time
         output = steps, batch, directions * sizes[0][1]
         given["d_output"] = _fit(host, "d_output", d_output, output, ROWS)
     parts = {name: array for name, array in given.items() if array is not None}
@@ -257,7 +257,7 @@ def _fit(
         refuse(name, given, expected, "Pass an array of that shape.")
     fitted = host.fit(array, layout, wide)
     if fitted is None:
-        expected = f"{host.dtype}, as the plan of the layer, and on its device"
+        expected = f"{host.dtype}, the dtype of the layer's plan, on the layer's device"
         refuse(name, _kind(array), expected, "Convert the array.", TypeError)
     return fitted
 
@@ -268,19 +268,19 @@ def _flags(host: Arrays, name: str, array: Array, shape: Shape) -> Array:
     if flags is None or flags.shape != shape:
         raise (TypeError if flags is None else ValueError)(
             f"{name}: given {_kind(array)} of shape {tuple(array.shape)}; expected bool or uint8 "
-            f"of shape {tuple(shape)}, one flag per step and row, where the input is."
+            f"of shape {tuple(shape)}, one flag per step and row, on the input's device."
         )
     return flags
 
 
 def _kind(array: Array) -> str:
-    """Dtype and, away from the CPU, device."""
+    """The dtype and, unless it is the CPU, the device."""
     device = str(getattr(array, "device", "cpu"))
     return f"{array.dtype}" if device == "cpu" else f"{array.dtype} on {device}"
 
 
 def _all(name: str, values: Sequence[Any], declared: Sequence[Any]) -> Sequence[Any]:
-    """``values``, if there is one for each that the cell declares."""
+    """Returns ``values`` if there is one for each of ``declared``."""
     if len(values) != len(declared):
-        refuse(name, f"{len(values)}", f"{len(declared)}, as the cell has")
+        refuse(name, f"{len(values)}", f"{len(declared)}, from the cell and the directions")
     return values

@@ -1,21 +1,21 @@
 """A readout that is its layer's next input, for ``Feedback`` of every frontend.
 
-With Y outputs of the readout, and x made of Y numbers of a series, which come first, and of others
-that are always given:
+The readout has Y outputs. x has Y numbers of a series, which come first, and others, which are
+always given:
 
     y_t     = W_readout output_t + b_readout
     input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
-All steps forced are teacher forcing, none is a free run, and some by chance are scheduled sampling,
-whose probability may follow a schedule: ``forced=schedule(step)``. Both passes are those of one
-fused kernel, the readout within it; gradients flow back through what is fed back. y before the
-first step is the readout of the initial state, so that a forecast may start from the state that any
-call of the layer returned.
+Forcing all steps is teacher forcing, forcing none is a free run, and forcing random steps is
+scheduled sampling, whose probability may follow a schedule: ``forced=schedule(step)``. Both passes
+run in one fused kernel that includes the readout; gradients flow back through what is fed back. y
+before the first step is the readout of the initial state, so that a forecast may start from the
+state that any call of the layer returned.
 
-The kernel runs the cell that ``with_feedback`` makes. That has one more gate, the last, and x
-one more number, the last, which says to this gate where x is free: 1, and 0 elsewhere. A row that
-is rounded to 8 bits is rounded by its largest number. There the last one is as large as that, and
-at least ``LEAST``, so that neither it nor the others are lost.
+The kernel runs the cell that ``with_feedback`` makes. It has an additional last gate, and x an
+additional last number, which tells this gate where x is free: 1, and 0 elsewhere. Rounding to 8
+bits scales a row by its largest number. So there the last number equals the largest of the others,
+and at least ``LEAST``, to lose neither it nor them.
 
 Source: Williams & Zipser, *A Learning Algorithm for Continually Running Fully Recurrent Neural
 Networks*, 1989; Bengio et al., *Scheduled Sampling for Sequence Prediction with Recurrent Neural
@@ -34,21 +34,21 @@ from anycell.plan import scales_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# What has rows for every gate, and what the rows of the one more gate are filled with.
+# Arrays with rows for every gate, and the fill value for the rows of the additional gate.
 BY_GATE = {"weight_ih": 0, "weight_hh": 0, "bias_ih": 0, "bias_hh": 0}
 BY_GATE |= {scales_of("weight_ih"): 1, scales_of("weight_hh"): 0}
-LEAST = 1e-19  # 127 over it is a float32, and so is what a row of that size is scaled by
+LEAST = 1e-19  # 127 / LEAST and LEAST / 127, the scale of a row of that size, are float32
 
 
 def fed(
     xp: Namespace, learned: Mapping[str, Array], hidden: int, weight: Array, bias: Array | None
 ) -> dict[str, Any]:
-    """Adds the readout, and the gate and the input that say what is free, to what a layer learns.
+    """Adds the readout, and the gate and the input that mark free steps, to what a layer learns.
 
     Args:
         xp: the arrays' namespace.
-        learned: of a layer of one direction, by the names of ``anycell.layer.signature``; what else
-            is there stays as it is.
+        learned: of a layer of one direction, by the names of ``anycell.layer.signature``; other
+            arrays stay as they are.
         hidden: H.
         weight, bias: of the readout, ``[Y, size]`` and ``[Y]``.
     """
@@ -66,7 +66,7 @@ def fed(
 
 
 def entering(xp: Namespace, x: Array, given: Array, width: int, quantized: bool) -> Array:
-    """Appends to x the number that says what is free, and empties the series there.
+    """Appends to x the number that marks free steps, and sets the series to 0 there.
 
     Args:
         xp: the arrays' namespace.
@@ -92,7 +92,7 @@ class Fed:
     _namespace = staticmethod(namespace)
 
     def prepare(self) -> Self:
-        """Packs the weights of the layer, as they are now, for ``step``; gives the object itself.
+        """Packs the weights of the layer, as they are now, for ``step``; returns the object itself.
         See ``RNN``.
         """
         self.layer.prepare()
@@ -102,20 +102,20 @@ class Fed:
         self, x: Any, state: Any = None, *, forced: Any = True, static: Any = None,
         resets: Any = None,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """One step, as they arrive: what a call gives for a sequence of one step, in evaluation.
+        """Runs one step: returns what a call in evaluation returns for a sequence of one step.
 
-        Nothing has to be kept but the state: what is fed back is the readout of it. In between the
-        layer makes a ``step`` of its own, after ``prepare()`` a fast one. Of a layer in 8 bits
-        results are those of a call to within the rounding of what is fed back.
+        Only the state has to be kept: its readout is what is fed back. This calls the ``step`` of
+        the layer, which is fast after ``prepare()``. For a layer in 8 bits, results equal those of
+        a call to within the rounding of what is fed back.
 
         Args:
-            x: ``[B, input_size]``, the series in the first Y columns. Where the step is not forced,
-                what lies there never matters.
-            state: as the step before returned it. None for what a call begins with.
+            x: ``[B, input_size]``, the series in the first Y columns, which are ignored where the
+                step is not forced.
+            state: as the previous step returned it. None for the initial state of a call.
             forced: whether the series is given: True or False, or bool ``[B]``.
             static: as a call takes it.
-            resets: bool ``[B]``, True where the state is replaced, before the step, by what a call
-                begins with.
+            resets: bool ``[B]``, True where the state is replaced, before the step, by the initial
+                state of a call.
 
         Returns:
             y ``[B, Y]``, and the new state.
@@ -149,7 +149,7 @@ class Fed:
         raise NotImplementedError
 
     def _before(self, x: Array, state: Any) -> Sequence[Array]:
-        """The states before a step; for None those with which a call begins."""
+        """The states before a step; for None the initial states of a call."""
         raise NotImplementedError
 
     def _flags(self, name: str, value: Any, x: Array) -> Array:
@@ -169,19 +169,19 @@ class Fed:
 
 
 def check_layer(layer: Any, ours: bool, expected: str, remedy: str) -> None:
-    """Refuses what is no layer of the frontend, and layers of several directions or layers."""
+    """Refuses objects other than the frontend's layers, and stacked or bidirectional layers."""
     if not ours:
         refuse("layer", type(layer).__name__, expected, remedy, TypeError)
     if layer.num_layers > 1 or layer.bidirectional:
-        hint = "Of several cells make one: a cell may hold the states of all."
-        refuse("layer", repr(layer), "one of one layer and one direction", hint)
+        hint = "Combine several cells in one cell, which may hold the states of all."
+        refuse("layer", repr(layer), "a single layer of one direction", hint)
 
 
 def check_width(readout: Any, width: int, inputs: int) -> None:
-    """A readout of ``width`` outputs is fed back to a layer of as many ``inputs`` or more."""
+    """Refuses a readout with more outputs, ``width``, than the layer has ``inputs``."""
     if width > inputs:
-        expected = f"at most the {inputs} inputs of the layer"
-        refuse("readout", repr(readout), expected, f"Its {width} outputs are fed back.")
+        expected = f"at most {inputs} outputs, because the layer has {inputs} inputs"
+        refuse("readout", repr(readout), expected, f"Its {width} outputs are fed back as inputs.")
 
 
 def chance(forced: Any) -> float | None:

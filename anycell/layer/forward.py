@@ -16,13 +16,13 @@ from anycell.plan import Options, Plan, scales_of
 
 
 class Forward(NamedTuple):
-    """A forward pass that is drafted. Numbers are those of arrays that a call makes.
+    """A drafted forward pass. Its integers number the arrays that a call makes.
 
     Attributes:
-        out: of the outputs; behind the initial state where they are the hidden states.
-        apart: whether they are not.
+        out: of the outputs; if they are the hidden states, the initial state comes before them.
+        apart: whether the outputs are not the hidden states.
         finals: of the final states.
-        kept: what the backward pass will read, in numbers.
+        kept: of the arrays that the backward pass will read.
     """
 
     recipe: Recipe
@@ -81,8 +81,8 @@ def _draft(
     recipe, steps, directions = run.recipe, run.steps, len(run.directions)
     segment = run.segment if keep and options.checkpoint is not None else steps
     everything = keep and segment == steps
-    # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
-    # all or two steps.
+    # Outputs zeroed under a mask are not the hidden states, which then need memory of their own,
+    # for all steps or for two.
     zeroed = options.apart(run.mask is not None)
     kept = remember(run, steps, everything, everything or not zeroed)
     out = kept.hidden
@@ -108,11 +108,11 @@ def _draft(
 
 
 def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
-    """Memory for what ``steps`` steps of a pass hand on, and leave for the backward pass.
+    """Makes memory for what ``steps`` steps hand on to one another and to the backward pass.
 
     Args:
-        everything: the backward pass will need all of it.
-        whole: the first state has all steps.
+        everything: whether the backward pass will need all of it.
+        whole: whether to keep the first state of all steps.
     """
     recipe, plan, batch, directions = run.recipe, run.plan, run.batch, len(run.directions)
     (_, first), *others = states(plan)
@@ -127,7 +127,7 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
         shape = steps + 1, batch, size
         for d, sequence in enumerate(sequences):
             sequence.append(recipe.new(shape, "lasting", True) if all_of_it else None)
-            if not all_of_it:  # nobody reads the sequence: two slots, which take turns
+            if not all_of_it:  # nothing reads the sequence: two slots, which take turns
                 two = recipe.buffer((2, batch, size), plan.types.math.bytes)
                 run.place_of(d, {f"sequence {name}": two})
     saved = steps, batch, plan.saved_stride
@@ -139,7 +139,7 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
 
 
 def project(run: Run) -> None:
-    """Has the gates of each chunk projected, where the kernel does not multiply the input."""
+    """Adds the projection of each chunk's gates, unless the kernel multiplies the input."""
     plan, x = run.plan, run.x
     if run.inputs:
         run.place("input", x)
@@ -162,7 +162,7 @@ def project(run: Run) -> None:
 
 
 def _borders(run: Run, count: int, finals: list[View]) -> Kept:
-    """Memory for the states before each segment, which the door writes as if they were final."""
+    """Makes memory for the states before each segment, which the door writes like final states."""
     recipe, plan, batch, directions = run.recipe, run.plan, run.batch, len(run.directions)
     (_, first), *others = states(plan)
     hidden = recipe.new((count, batch, directions * first))
@@ -179,8 +179,8 @@ def _borders(run: Run, count: int, finals: list[View]) -> Kept:
 
 
 def widened(host: Host, plan: Plan, given: Mapping[str, Array]) -> dict[str, Array]:
-    """The arrays, those as kernels of 16 bits keep them: states but the first, and gates that are
-    projected.
+    """The arrays for a kernel of 16 bits, which takes all states but the first, and projected
+    gates, in the dtype of ``host.wide``.
     """
     wide = dict(given)
     for name in plan.cell.state_names[1:]:

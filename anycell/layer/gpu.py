@@ -1,10 +1,10 @@
 """One layer of any cell on a GPU: ``forward`` and ``backward`` with the arguments and results of
-those for the CPU.
+the functions for the CPU.
 
 Arrays come through a ``GpuHost`` of ``anycell.engines.gpu``. Directions run one after the other, in
-chunks of time: the input projection of a chunk, its steps; backward its steps, then the matmuls for
-the gradients of weights and input. Gradients that add up over chunks are float32 in any dtype. With
-checkpoints both passes go segment by segment, and all segments of a direction share their memory.
+chunks of time: forward the input projection, then the steps; backward the steps, then the matmuls
+for the gradients of weights and input. Gradients that add up over chunks are float32 in any dtype.
+With checkpoints both passes go segment by segment; segments of a direction share their memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Call(NamedTuple):
     Attributes:
         x: ``[T, B, I]`` or ``[T, B, G*H]``.
         mask, resets: uint8 ``[T, B]``; no reset is under a mask.
-        directions: what each of them learns and starts from, and what they share besides.
+        directions: what each direction learns and starts from, and what all of them share.
     """
 
     host: GpuHost
@@ -74,7 +74,7 @@ class _Call(NamedTuple):
 
     @property
     def segment(self) -> int:
-        """Steps of which the backward pass needs all at once."""
+        """The number of steps whose values the backward pass needs at the same time."""
         steps, batch = self.x.shape[:2]
         return segment_steps(self.options.checkpoint, steps, _chunk(self.plan, steps, batch))
 
@@ -84,8 +84,8 @@ class _Again(Exception):
 
 
 def _until_it_runs(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A pass that begins anew where the device refuses its kernel. It changes no argument, so that
-    nothing of the attempt before is left.
+    """Makes a pass start again if the device refuses its kernel. A pass changes none of its
+    arguments, so a refused attempt leaves no trace.
     """
 
     @functools.wraps(run)
@@ -98,7 +98,7 @@ def _until_it_runs(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exchange(host: GpuHost, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
-    """Arguments of programs that wait for one another; raises if earlier ones waited in vain."""
+    """The arguments of programs that wait for one another; raises if earlier programs gave up."""
     if not isinstance(kernels, Printed) or not kernels.cooperative:
         return {}
     if int(host.trouble[0]):
@@ -107,7 +107,7 @@ def _exchange(host: GpuHost, plan: Plan, kernels: Kernels, batch: int) -> dict[s
             "GPU kernels of an earlier call (tier 2) gave up: their programs, which must all run "
             f"at once, waited for one another for {host.patience / 1e9:g} s. The results of that "
             "call are NaN. Is the device shared, or a debugger attached? "
-            "anycell.torch.device.DeviceHost.tier = 3 does without such kernels."
+            "Set anycell.torch.device.DeviceHost.tier = 3 to avoid such kernels."
         )
     groups, programs = gpu.grid(kernels, plan, batch)
     return {
@@ -126,9 +126,8 @@ def forward(
 ) -> tuple[Array, list[Array], Kept | None]:
     """Runs a layer; arguments and results are those of ``anycell.layer.forward``.
 
-    The plan is one for engine "gpu", and all arrays are on the device, of the plan's dtype. Of
-    what is kept at the borders of segments all states but the first are float32, as they are
-    between two steps.
+    The plan is for engine "gpu", and all arrays are on the device, in the plan's dtype. At the
+    borders of segments, all states but the first are kept in float32, as they are between steps.
     """
     call = _Call.of(host, plan, arrays, options, read=True)
     steps, batch = call.x.shape[:2]
@@ -136,7 +135,7 @@ def forward(
     directions, both = len(call.directions), len(call.directions) * widths[0]
     segment = call.segment if keep else steps
     borders, count = segment < steps, -(-steps // max(1, segment))
-    # Outputs zeroed under a mask are not the hidden states: these then need memory of their own.
+    # Outputs zeroed under a mask are not the hidden states, which then need memory of their own.
     zeroed = options.apart(call.mask is not None)
     hidden = out = None
     if not (zeroed and borders):
@@ -156,7 +155,7 @@ def forward(
             sequences, values = [None, *wide], host.empty((0, batch, plan.saved_stride))
         kept_states.append(sequences)
         kept_values.append(values)
-        # As given, else what the cell declares.
+        # The given states, else the values that the cell declares.
         states: Sequence[Array | float]
         states = [w.get(f"state {s.name}", s.initial) for s in plan.cell.states]
         for slot, begin in enumerate(range(0, max(1, steps), max(1, segment))):
@@ -182,7 +181,7 @@ def backward(
     wanted: Collection[str] | None = None,
 ) -> dict[str, Array]:
     """The gradients of a layer; arguments and results are those of ``anycell.layer.backward``."""
-    again = options.checkpoint is not None  # the forward pass, which may read x
+    again = options.checkpoint is not None  # whether the forward pass, which may read x, runs again
     call = _Call.of(host, plan, arrays, options, read=again)
     x, count = call.x, len(call.directions)
     parts, _ = contract.arriving(
@@ -213,8 +212,8 @@ def backward(
 
 
 class _Chunk(NamedTuple):
-    """A chunk of one direction: it has the times from ``begin`` to before ``end``, runs that of
-    ``time`` first, and goes the way of ``sign``.
+    """A chunk of one direction: the times ``begin`` to ``end - 1``, of which ``time`` runs first
+    and ``time + sign`` next.
     """
 
     begin: int
@@ -227,9 +226,9 @@ class _Memory(NamedTuple):
     """Memory of a direction: its states, and the values that the backward pass reads.
 
     Attributes:
-        hidden: the first state, from ``column`` on: the other direction's may be beside it.
+        hidden: the first state, from ``column`` on: the other direction's may lie beside it.
         states, values: of one direction, as in ``Kept``.
-        first: the earliest time that all these are of.
+        first: the earliest time in these arrays.
     """
 
     hidden: Array
@@ -240,7 +239,7 @@ class _Memory(NamedTuple):
 
 
 class _Run:
-    """One direction in one pass: its kernels, and what they take in all chunks of time."""
+    """One direction in one pass: its kernels, and their arguments for all chunks of time."""
 
     def __init__(self, call: _Call, d: int, backward: bool, keep: bool = False) -> None:
         self.call, self.d, (host, plan, options, x, *_) = call, d, call
@@ -251,7 +250,7 @@ class _Run:
         self.width = len(plan.cell.gates) * plan.hidden_size
         self.chunk = _chunk(plan, self.steps, self.batch)
         self.variant = self._variant(backward, keep)
-        # Those that may run the pass, the best first.
+        # The choices that may run the pass, the best first.
         self.choices = capacity.choices(
             plan, host.limits, backward, host.tier, self.batch, host.tf32
         )
@@ -264,7 +263,7 @@ class _Run:
         if call.resets is not None:
             self.values |= _restored(host, plan, self.w)
         self.turn = 0  # of buffers that take turns
-        self.done = 0  # steps by which programs that wait for one another have counted
+        self.done = 0  # steps that programs which wait for one another have counted
 
     def _variant(self, backward: bool, keep: bool) -> Variant:
         """The variant of the kernels."""
@@ -294,8 +293,8 @@ class _Run:
         raise RuntimeError(f"tier={host.tier} cannot run cell {plan.cell.name} here: {refused}.")
 
     def chunks(self, begin: int, end: int) -> Iterator[_Chunk]:
-        """The chunks between two numbers of steps of the direction. The backward pass has the same,
-        the last one first, with or without checkpoints: so sums have the same bits.
+        """Yields the chunks from ``begin`` to ``end`` steps of the direction. The backward pass has
+        the same chunks, the last one first, with or without checkpoints: so sums have equal bits.
         """
         starts, backward = range(begin, end, self.chunk), self.variant.backward
         for done in reversed(starts) if backward else starts:
@@ -311,7 +310,7 @@ class _Run:
         return (self.steps + (i == 0) - done if self.reverse else done) - memory.first
 
     def spans(self, memory: _Memory, chunk: _Chunk) -> dict[str, Span]:
-        """The states before each step of a chunk, and what is saved of the step."""
+        """The states before each step of a chunk, and the values that are saved in the step."""
         done = self.steps - 1 - chunk.time if self.reverse else chunk.time
         hidden = Span(memory.hidden, self.slot(memory, 0, done), chunk.sign, memory.column)
         found = {"hidden": hidden}
@@ -323,16 +322,16 @@ class _Run:
         return found
 
     def over(self, array: Array, chunk: _Chunk) -> Span:
-        """This direction's columns of an array of all times, or of one for all of them."""
-        every = array.shape[0] == self.steps
-        return Span(array, every * chunk.time, every * chunk.sign, self.d * self.widths[0])
+        """This direction's columns of an array of all times, or of one entry for all times."""
+        varies = array.shape[0] == self.steps
+        return Span(array, varies * chunk.time, varies * chunk.sign, self.d * self.widths[0])
 
     def run(self, chunk: _Chunk, spans: dict[str, Span]) -> None:
-        """The kernels, over the steps of a chunk."""
+        """Runs the kernels over the steps of a chunk."""
         time, sign, options = chunk.time, chunk.sign, self.options
         flags = {"mask": self.call.mask, "resets": self.call.resets}
         spans |= {name: Span(a, time, sign) for name, a in flags.items() if a is not None}
-        # What random masks count from.
+        # For random masks: seed, stream, time of the first step, time per step.
         draws = options.seed, 2 * options.stream + self.d, time, sign
         self.values["turn"] = self.turn
         if "done" in self.values:
@@ -350,23 +349,23 @@ class _Run:
             self.done += work.steps
 
     def _remember(self, refused: gpu.Refused) -> None:
-        """For the next attempt; tier 3 has no next one."""
+        """Remembers a refusal for the next attempt; raises it again if there can be no other."""
         limits = self.host.limits
         if limits is None or not isinstance(self.kernels, Printed):
             raise refused
-        rest = self.choices[self.choices.index(self.choice) + 1 :]
-        about = self.plan, self.variant, self.choice, rest[0] if rest else None
+        later = self.choices[self.choices.index(self.choice) + 1 :]
+        facts = self.plan, self.variant, self.choice, later[0] if later else None
         refusals.remember(
-            self.kernels, refusals.Refusal(limits, *about, refused.why, refused.programs)
+            self.kernels, refusals.Refusal(limits, *facts, refused.why, refused.programs)
         )
 
 
 class _Forward(_Run):
-    """The forward pass, for the first time or, from a border on, once more: by the same kernels.
+    """The forward pass, run for the first time, or again from a border on, by the same kernels.
 
     Args:
-        segment: steps of which it keeps all at once, if it keeps any.
-        hidden: ``Kept.hidden`` of all steps; None for memory of the segment's.
+        segment: the number of steps whose values it keeps at the same time, if it keeps any.
+        hidden: ``Kept.hidden`` of all steps; None for memory of one segment.
     """
 
     def __init__(self, call: _Call, d: int, segment: int, keep: bool, hidden: Any) -> None:
@@ -387,7 +386,7 @@ class _Forward(_Run):
         self.projected = host.empty((self.chunk, batch, self.width)) if projects else None
 
     def memory(self, begin: int, end: int) -> _Memory:
-        """For the steps of a segment."""
+        """The memory for the steps of a segment."""
         first = self.steps - end if self.reverse else begin
         hidden = self.hidden[first:] if self.whole else self.hidden
         column = self.d * self.widths[0] if self.whole else 0
@@ -396,7 +395,7 @@ class _Forward(_Run):
     def advance(
         self, begin: int, end: int, states: Sequence[Array | float], out: Array
     ) -> list[Array]:
-        """Runs a segment, from the states before it; gives those after it."""
+        """Runs a segment from the states before it; returns the states after it."""
         memory, host = self.memory(begin, end), self.host
         self._hidden(memory, begin)[:] = states[0]
         for i, state in enumerate(states[1:], 1):
@@ -447,8 +446,8 @@ class _Backward(_Run):
             values["d_static"] = host.zeros((batch, plan.hidden_size), wide=True)
         rows = self.steps * batch
         self.need, self.sums = need, _DeviceSums(host, plan, self.w, need, fresh=rows > 0)
-        # Of a chunk: gradients of the projected gates, then for each matmul those of its outputs
-        # and what it multiplied, where they are not at hand.
+        # For a chunk: gradients of the projected gates, and for each matmul the gradients of its
+        # outputs and what it multiplied, unless other arrays hold these.
         sizes = {"d_gates": self.width} if call.projects else {}
         for l in cell.linears:
             if not plan.shares_gradient(l):
@@ -458,8 +457,8 @@ class _Backward(_Run):
         self.buffers = {name: host.empty((self.chunk, batch, n)) for name, n in sizes.items()}
 
     def parts(self) -> Iterator[tuple[int, int, _Memory]]:
-        """Segment by segment, the last one first: how many steps of the direction are done before
-        and after it, and what the backward pass reads of it, kept or computed again.
+        """Yields for each segment, the last one first, the numbers of steps that are done before
+        and after it, and the values that the backward pass reads, kept or computed again.
         """
         kept, d, first, steps = self.kept, self.d, self.widths[0], self.steps
         segment = self.call.segment
@@ -474,13 +473,13 @@ class _Backward(_Run):
             yield begin, end, again.memory(begin, end)
 
     def advance(self, begin: int, end: int, memory: _Memory, dy: Array, dx: Array) -> None:
-        """Runs a segment. Its part of ``dx`` overwrites that, or adds to what the first direction
-        left.
+        """Runs a segment. The first direction overwrites its part of ``dx``; the second direction
+        adds to it.
         """
         host = self.host
         for chunk in self.chunks(begin, end):
             spans = self.spans(memory, chunk)
-            for name in set(spans) - {"saved"}:  # from a state before a step to that after it
+            for name in set(spans) - {"saved"}:  # from a state before a step to the state after it
                 self.values[f"{name}__next"] = -chunk.sign * host.strides(spans[name].array)[0]
             time = chunk.time - chunk.begin
             spans |= {name: Span(b, time, chunk.sign) for name, b in self.buffers.items()}
@@ -567,7 +566,7 @@ class _DeviceSums(Sums):
 
 
 def _chunk(plan: Plan, steps: int, batch: int) -> int:
-    """Steps of a chunk: all of them, or whole graphs, one at least, however much that takes."""
+    """The steps of a chunk: all, or one or more whole graphs, whatever memory they take."""
     count = chunk_steps(plan, steps, batch, CHUNK_BYTES)
     block = next((block for block in BLOCKS if block <= count), BLOCKS[-1])
     return min(max(1, steps), -(-count // block) * block)
@@ -585,7 +584,7 @@ def _constants(host: GpuHost, plan: Plan, w: Direction) -> dict[str, Any]:
 
 
 def _restored(host: GpuHost, plan: Plan, w: Direction) -> dict[str, Any]:
-    """The values that resets restore, as given, else as declared: of each row, or of all."""
+    """The values that resets restore, given or else declared, for each row or for all rows."""
     values: dict[str, Any] = {}
     for state in plan.cell.states:
         name = f"reset_state {state.name}"
@@ -601,25 +600,25 @@ def _used(host: GpuHost, plan: Plan, l: Linear, weight: Array) -> Array:
     """The rows of a weight that belong to outputs which the cell uses."""
     if l.outputs == l.declared:
         return host.rounded(weight)
-    each, axis = plan.sizes[l.out_size] // l.heads, len(weight.shape) - 2
+    count, axis = plan.sizes[l.out_size] // l.heads, len(weight.shape) - 2
     shape = list(weight.shape)
-    shape[axis] = each * len(l.outputs)
+    shape[axis] = count * len(l.outputs)
     used = host.empty(tuple(shape))
     for n, output in enumerate(l.outputs):
         k = l.declared.index(output)
-        rows = slice(k * each, (k + 1) * each)
-        used[..., n * each : (n + 1) * each, :] = weight[..., rows, :]
+        rows = slice(k * count, (k + 1) * count)
+        used[..., n * count : (n + 1) * count, :] = weight[..., rows, :]
     return used
 
 
 def keeps_state(plan: Plan, i: int) -> bool:
-    """Whether it keeps the sequence of state i > 0, without checkpoints."""
+    """Whether the forward pass keeps the sequence of state i > 0, without checkpoints."""
     return keeps(plan, Variant(keep=True), i)
 
 
 def _row_blocks(kernels: Kernels, batch: int) -> int:
-    """Counts the programs that share out the rows, where the gradients of parameters are summed."""
+    """Counts the programs along the rows, each of which has its own sums for parameters."""
     last = (kernels,) if isinstance(kernels, Printed) else kernels.stages[-1].kernels
-    # Of several kernels, the one that writes results of that size.
+    # Of several kernels, the one that writes results of size H, as parameters are.
     rows = next(k.tile[0] for k in last if k.size == "H" or len(last) == 1)
     return -(-batch // rows)

@@ -23,7 +23,7 @@ from anycell.plan import OPTIONS, Options
 def learned_by_name(
     frontend: Frontend, cell: Cell, names: Sequence[str], **arguments: Any
 ) -> dict[str, Any]:
-    """Arrays that a cell learns, from dictionaries by ``names``; leaves out those that are None."""
+    """Collects the arrays that a cell learns from dictionaries by ``names``; leaves out None."""
     learned: dict[str, Any] = {}
     known = ", ".join(names) or "no names"
     for argument, mapping in arguments.items():
@@ -47,13 +47,13 @@ def learned_by_name(
 def check_input(
     frontend: Frontend, cell: Cell, name: str, x: Any, projected: bool, packed: bool = False
 ) -> None:
-    """``[time, batch, input size]``, or, where the input is projected, the gates as last axis."""
+    """Refuses an x that is not ``[time, batch, input size]``, or ``[..., gates]`` if projected."""
     count = len(cell.gates)
     last = f"{count} * H" if projected else "input size"
     expected = f"[steps of all rows, {last}]" if packed else f"[time, batch, {last}]"
-    hint = "Other layouts are those of RNN(cell, ...)."
+    hint = "RNN(cell, ...) takes other layouts."
     if projected:
-        hint = f"Without weight_ih the input is projected onto the gates {' '.join(cell.gates)}."
+        hint = f"Without weight_ih pass the input projected onto the gates {' '.join(cell.gates)}."
     if not isinstance(x, frontend.kind):
         refuse(name, describe(x), f"{expected}, a {frontend.kind.__name__}", hint, TypeError)
     width = x.shape[-1] if len(x.shape) == 3 - packed else 0
@@ -79,12 +79,12 @@ def arguments(
         x: as ``check_input`` takes it.
         learned: as ``learned_by_name`` returns it.
         rows: the batch.
-        like: an array of the dtype and on the device that all must have.
+        like: an array with the dtype and the device that all arrays must have.
         state, reset_state, static, recurrent_mask: as users pass them.
 
     Returns:
-        arrays by the names of ``signature``, with an axis of one direction, without what is
-        learned; and the sizes.
+        arrays by the names of ``signature``, without what is learned, states with an axis of one
+        direction; and the sizes.
     """
     states = {
         kind: _states(frontend, kind, given, cell)
@@ -117,8 +117,8 @@ def arguments(
 def options_and_seed(
     given: Mapping[str, Any], function: Callable[..., Any], names: Iterable[str] = OPTIONS
 ) -> tuple[Options, int | None]:
-    """Options of one direction from those that users pass, and the seed if there is one; see
-    ``check_options``.
+    """The options of one direction from the options that users pass, and the seed if it is passed;
+    see ``check_options``.
     """
     checked = check_options(given, names, function)
     seed = checked.pop("seed", None)
@@ -141,7 +141,7 @@ def _states(frontend: Frontend, kind: str, given: Any, cell: Cell) -> tuple[Any,
 
 
 def _sizes(cell: Cell, x: Any, learned: Mapping[str, Any], states: Sequence[Any]) -> dict[str, int]:
-    """Sizes of all symbols, by the shapes of the arrays."""
+    """Sizes of all symbols, from the shapes of the arrays."""
     gates, weight = len(cell.gates), learned.get("weight_ih")
     for l in cell.linears:
         axes, layout = (2, "[out, in]") if l.heads == 1 else (3, "[heads, out/heads, in/heads]")
@@ -153,6 +153,6 @@ def _sizes(cell: Cell, x: Any, learned: Mapping[str, Any], states: Sequence[Any]
         len(weight.shape) != 2 or weight.shape[0] % gates or not weight.shape[0]
     ):
         expected = f"[{gates} * H, input size], with rows for the gates {' '.join(cell.gates)}"
-        refuse("weight_ih", describe(weight), expected, "Pass one of these rows.")
+        refuse("weight_ih", describe(weight), expected, "Pass a weight with these rows.")
     rows = x.shape[-1] if weight is None else weight.shape[0]
     return reference.sizes(cell, rows // gates, learned, states)

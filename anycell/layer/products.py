@@ -1,9 +1,9 @@
-"""Products that are parallel in time: whose matmul multiplies, ours or the framework's.
+"""Products that are parallel in time, by our matmul or by the framework's.
 
-Ours runs on the gang of the kernels: no second pool of threads fights it for the cores, and its
-bits do not depend on the number of threads. Another one multiplies where it is faster, and where
-native code can call it: the MKL in PyTorch. ``RULES`` has the figures. ``ANYCELL_MATMUL=ours`` or
-``host`` overrides the rule.
+Our matmul runs on the gang of the kernels: no second pool of threads competes with it for the
+cores, and its bits do not depend on the number of threads. The framework's matmul is used if it is
+faster and native code can call it, as the MKL in PyTorch. ``RULES`` has the figures.
+``ANYCELL_MATMUL=ours`` or ``host`` overrides the rule.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ENV = "ANYCELL_MATMUL"
 
 
 class Rule(NamedTuple):
-    """Says whose matmul multiplies.
+    """The choice between the two matmuls.
 
     Attributes:
-        host: the library's does, where there is one to call.
+        host: whether the library's matmul is used, if there is one to call.
         why: a sentence for ``anycell doctor``.
     """
 
@@ -35,8 +35,8 @@ class Rule(NamedTuple):
     why: str
 
 
-# The rate of our matmul over the library's, at the products of shapes.json in float32, one thread /
-# two: medians, each library in a process of its own.
+# The speed of our matmul divided by the library's, for the products of shapes.json in float32, with
+# one thread / two threads: medians, each library in a process of its own.
 #
 #     processor                       MKL (PyTorch)      OpenBLAS (NumPy)
 #     AMD Zen 5, AVX-512              - / 2.0            -
@@ -44,8 +44,8 @@ class Rule(NamedTuple):
 #     AMD Zen 3, AVX2                 1.05 / 0.95        0.99 / 0.89
 #     Intel Cascade Lake, AVX-512     0.9 / 0.9          -
 #
-# On Intel's Sapphire Rapids (AVX-512, two threads) layers take with ours 0.99 (inference) and 1.07
-# (training) times as long as with MKL.
+# On Intel's Sapphire Rapids (AVX-512, two threads) layers with our matmul take 0.99 (inference) and
+# 1.07 (training) times as long as with MKL.
 # The threads of NumPy's OpenBLAS spin for a while after each matmul, on cores that the kernels
 # need. Other processors have not been measured.
 RULES = {
@@ -54,10 +54,10 @@ RULES = {
     ("torch", False): Rule(True, "MKL, which PyTorch has: it is as fast as ours or faster here"),
 }
 RULES["numpy", False] = RULES["numpy", True]
-NO_MKL = Rule(False, "ours: PyTorch has MKL on x86-64 alone")
+NO_MKL = Rule(False, "ours: PyTorch has MKL only on x86-64")
 NARROW = Rule(True, "the library's: without fused multiply-adds its vectors may be wider")
 
-CHOSEN: dict[str, Rule] = {}  # by library, from the first product on
+CHOSEN: dict[str, Rule] = {}  # by library; chosen at its first product
 
 
 def rule(library: str) -> Rule:
@@ -72,12 +72,12 @@ def rule(library: str) -> Rule:
 
 
 def _choose(library: str) -> Rule:
-    said = os.environ.get(ENV, "")
-    if said not in ("", "ours", "host"):
-        raise ValueError(f"{ENV}={said!r}: expected ours or host. Set it to one, or unset it.")
-    if said == "ours":
+    setting = os.environ.get(ENV, "")
+    if setting not in ("", "ours", "host"):
+        raise ValueError(f"{ENV}={setting!r}: expected ours or host. Set it to one, or unset it.")
+    if setting == "ours":
         return Rule(False, f"ours, as {ENV} says")
-    if said == "host":
+    if setting == "host":
         return Rule(True, f"the library's, as {ENV} says")
     if library == "torch" and not X86:
         return NO_MKL
@@ -91,8 +91,8 @@ def kind_of(host: Host, plan: Plan, *operands: View) -> int:
 
 
 def _apart(matrix: View) -> bool:
-    """Whether its rows, or its columns, lie one behind the other, as BLAS wants them: those of an
-    array that is expanded, or of windows, are the same memory.
+    """Whether the rows, or the columns, of a matrix do not overlap, as BLAS requires. In expanded
+    arrays and in windows they share memory.
     """
     return any(
         dense == 1 and (lines == 1 or between >= length > CHUNK)
@@ -109,10 +109,10 @@ def multiply(
 
     Args:
         host: of the arrays. The rows of ``out`` are dense.
-        dtype: the row of ``DTYPES`` that says what they consist of.
-        scales: address of the scales of columns, where ``b`` consists of integers.
+        dtype: the row of ``DTYPES`` for their types.
+        scales: address of the scales of columns, if ``b`` consists of integers.
     """
-    places = []  # addresses and strides; 1 of an axis that nobody steps along
+    places = []  # addresses and strides, which are 1 for an axis of one element
     right_host = host.eight_bits if scales else host
     arrays: list[Array] = [host.fit(a, MATRIX), right_host.fit(b, MATRIX), out]
     for array in arrays:

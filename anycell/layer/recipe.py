@@ -1,8 +1,8 @@
-"""A pass as a recipe: all of its one native call but addresses, seeds and gangs.
+"""A pass as a recipe: everything in its one native call except addresses, seeds and gangs.
 
-Which tables the driver and the doors are called with follows from shapes and strides. So it is
-drafted once, with a ``View`` where an address will be, and kept; a call makes the arrays of its
-results and hands over addresses. What a layer of a few units takes is what happens here.
+Shapes and strides determine the tables with which the driver and the doors are called. So a recipe
+is drafted once, with a ``View`` in place of each address, and kept; a call makes the arrays of its
+results and passes addresses. The time of a layer of a few units is mostly spent here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from anycell.layer.run import Run
 
 CHUNK = -1  # a size that is the rows of a chunk
-_RECIPES = 512  # passes that are known at most
+_RECIPES = 512  # the largest number of passes that are kept
 _WORD = (1 << 64) - 1  # a seed is 64 bits, signed or not
 _SEEDS = "seed stream".split()
-_OF_CALL = ["block", "table", "gang", *_SEEDS]  # numbers of each call, behind its addresses
+_OF_CALL = ["block", "table", "gang", *_SEEDS]  # what a call passes besides addresses of arrays
 
 
 class View(NamedTuple):
@@ -36,8 +36,8 @@ class View(NamedTuple):
         shape, strides: of the part, in elements.
         size: bytes of an element.
         offset: bytes from the array's first element to the part's.
-        time, window: of an operand of a product the bytes from step to step, of the sequence or of
-            the segment at hand.
+        time, window: for an operand of a product, the bytes from step to step, in the sequence or
+            in the current segment.
     """
 
     slot: int
@@ -59,7 +59,7 @@ class View(NamedTuple):
         return self._replace(shape=self.shape[1:], strides=self.strides[1:], offset=offset)
 
     def columns(self, begin: int, end: int) -> View:
-        """Some of its columns, along the last axis."""
+        """The columns from ``begin`` to ``end``, along the last axis."""
         offset = self.offset + begin * self.strides[-1] * self.size
         return self._replace(shape=(*self.shape[:-1], end - begin), offset=offset)
 
@@ -72,9 +72,9 @@ class Recipe:
 
     Attributes:
         views: of the arrays that calls give, by name.
-        cells: the tables, one behind the other.
-        arrays: by the places of addresses there, the number of the array: that of its address in a
-            call; behind these, of memory that is kept.
+        cells: the tables, one after the other.
+        arrays: for each place of an address there, the number of the array: its index among the
+            addresses of a call, or beyond them for memory that is kept.
     """
 
     def __init__(self, host: Host, arrays: Mapping[str, Array], options: Options) -> None:
@@ -107,17 +107,17 @@ class Recipe:
         return self._slot(("new", how, wide, what), shape, dense(shape), host.dtype.itemsize)
 
     def constant(self, values: Array) -> View:
-        """An array that all calls share, and read."""
+        """An array that all calls share and only read."""
         dtype = values.dtype.itemsize
         return self._slot(("constant", values), values.shape, self.host.strides(values), dtype)
 
     def keep(self, values: object, first: int, last: int) -> View:
-        """Memory that the recipe keeps, whose address its tables have: bytes from ``first`` on."""
+        """Memory that the recipe keeps alive, with its address, ``first``, fixed in the tables."""
         self.kept.append((values, (first, last)))
         return self._slot(("kept", first), (last - first,), (1,), 1)
 
     def buffer(self, shape: tuple[int, ...], size: int) -> View:
-        """Memory that is given back after the call, on a line of the cache."""
+        """Memory, aligned to a cache line, that is given back after the call."""
         view = View(0, shape, dense(shape), size, self.bytes)
         self.bytes += -(-math.prod(shape) * size // LINE) * LINE
         return view
@@ -141,7 +141,7 @@ class Recipe:
             self.cells[place] = value
 
     def put_all(self, place: int, values: Sequence[View | int]) -> None:
-        """Sets entries one behind the other."""
+        """Sets consecutive entries."""
         for i, value in enumerate(values):
             self.put(place + i, value)
 
@@ -150,8 +150,8 @@ class Recipe:
         return self.of_call("table")._replace(offset=8 * place)
 
     def of_call(self, kind: str) -> View:
-        """A number that each call has: the address of its "table", memory for the tables, or of its
-        "gang" of threads, see ``pool.gang``; "seed" or "stream" of its random masks.
+        """A number of each call: the address of its "table" (the memory for the tables) or of its
+        "gang" of threads, see ``pool.gang``; or the "seed" or "stream" of its random masks.
         """
         return View(_OF_CALL.index(kind), (), (), 8)
 

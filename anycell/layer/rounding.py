@@ -1,10 +1,10 @@
-"""Weights of 8 bits: what layers that have them share.
+"""8-bit weights: the functions that layers with such weights share.
 
     w ~ scale * q        q = round(w / scale), from -127 to 127; scale = max |w| / 127
 
-with a scale for each output of a matmul. In a call each row of x, of the first state and of what
-else a matmul multiplies is rounded likewise, by a scale of its own. Products are added up in
-integers, and all else is float32.
+with a scale for each output of a matmul. In a call each row of x, of the first state and of any
+other operand of a matmul is rounded likewise, with a scale of its own. Products are added up in
+integers; everything else is float32.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from anycell.layer.checks import refuse
 from anycell.plan import scales_of
 
 STEPS = 127  # of 8 bits, on each side of 0
-SCALES = scales_of("weight_ih")  # what only a call has whose weights are integers
+SCALES = scales_of("weight_ih")  # the name of an array that only calls with integer weights have
 
 
 def integers(xp: Namespace, weight: Array) -> tuple[Array, Array]:
-    """Rounds a weight ``[..., out, in]``, and returns with it the scales ``[..., out]``."""
+    """Rounds a weight ``[..., out, in]``; returns its integers, and their scales ``[..., out]``."""
     scales = xp.amax(xp.abs(weight), -1) / STEPS if weight.shape[-1] else xp.sum(weight, -1)
     steps = xp.where(scales > 0, scales, xp.ones_like(scales))[..., None]
     return xp.cast(xp.round(xp.clip(weight / steps, -STEPS, STEPS)), "int8"), scales
@@ -35,7 +35,7 @@ def integers(xp: Namespace, weight: Array) -> tuple[Array, Array]:
 def rounded(
     weight: npt.NDArray[Any], name: str = "weight", argument: str = "model"
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """Rounds a weight of NumPy's.
+    """Rounds a NumPy weight.
 
     Raises:
         ValueError: for a weight that has infinities or NaN.
@@ -52,7 +52,7 @@ def quantized(arrays: Mapping[str, Array]) -> bool:
 
 
 def with_integers(xp: Namespace, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Rounds the weights of a call that came as real numbers beside integers."""
+    """Rounds the weights that are still real numbers in a call with integer weights."""
     both = dict(arrays)
     for name, array in arrays.items():
         if name.startswith("weight_") and scales_of(name) not in arrays:
@@ -62,7 +62,7 @@ def with_integers(xp: Namespace, arrays: Mapping[str, Array]) -> dict[str, Array
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within it an object has a method, or another attribute, of its own."""
+    """Replaces a method, or another attribute, of an object within the context."""
     before = vars(owner).get(name)
     vars(owner)[name] = value
     try:
@@ -82,16 +82,16 @@ def measure(
     data: Iterable[Any],
     apart: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Runs a model, with other layers beside its own, and sets the ``error`` of quantized ones.
+    """Runs a model, and other layers beside its own, and sets the ``error`` of quantized layers.
 
     Args:
         call: the model.
-        runs: a layer in it, what runs beside it on the same arguments, and the quantized layer
-            whose error that is.
-        method: what layers run by.
-        outputs: of its results, one array of float64.
+        runs: triples of a layer in the model, the layer that runs beside it on the same arguments,
+            and the quantized layer whose error the difference is.
+        method: the name of the method by which layers run.
+        outputs: makes one float64 array of the results of a layer.
         data: batches for ``call``.
-        apart: within it, what runs beside draws the random numbers that the layer draws then.
+        apart: a context in which the layer beside draws the random numbers of the layer.
     """
     sums: dict[Any, list[tuple[float, float]]] = {small: [] for _, _, small in runs}
 
@@ -120,7 +120,7 @@ def measure(
             try:
                 call(*given, **named)
             except TypeError as error:
-                # Python's own words, which know nothing of data.
+                # Python's own message does not mention data.
                 if "required" in str(error) or "multiple values" in str(error):
                     raise TypeError(
                         f"data: given {len(given)} argument(s) a batch; the model says: {error}. "
@@ -129,7 +129,7 @@ def measure(
                     ) from error
                 raise
     if given is None:
-        hint = "A generator gives its batches once: make a new one, or leave data out."
+        hint = "A generator gives its batches only once: make a new one, or leave data out."
         refuse("data", "nothing to iterate over", "a batch or more", hint)
     for small, pairs in sums.items():
         wrong, size = map(sum, zip(*pairs, strict=True)) if pairs else (0.0, 0.0)

@@ -23,25 +23,25 @@ class Run:
     """A pass of a layer.
 
     Args:
-        views: the arrays of the call, by the names of ``signature``; those of the recipe, if None.
-        packed: where the packed weights lie, by their bytes; None for memory of this call.
+        views: the arrays of the call, by the names of ``signature``; None for ``recipe.views``.
+        packed: returns the memory of packed weights from its size; None for memory of the call.
 
     Attributes:
         directions: what each direction learns and starts from, see ``signature.direction``.
         base: where the table of the door begins in the recipe.
-        table: where the driver's begins, once it is appended.
+        table: where the driver's table begins, once it is appended.
         chunk: the steps of a chunk of the projection.
         inputs: columns of the input that the kernel multiplies; 0 if they are projected before.
-        single: one step, whose recurrent matmul is a product too: packing the weights for the
-            kernel would cost more than it saves.
-        few: one of so few rows, that products read the weights where they lie.
-        parts, bytes_packed: threads, and memory for packed weights, that the door takes.
+        single: whether there is one step whose recurrent matmul is a product outside the kernel:
+            packing its weights for the kernel would cost more than it saves.
+        few: whether this step has so few rows that products read weights that are not packed.
+        parts, bytes_packed: the threads, and the bytes of packed weights, that the door needs.
         firsts: where in the table of the door the entries of each direction begin.
-        before, after: rows by the names of ``driver.PRODUCT``, of what is multiplied before the
-            steps of a chunk and after them.
+        before, after: the products before and after the steps of a chunk, as rows by the names of
+            ``driver.PRODUCT``.
         moves: rows by the names of ``driver.MOVE``.
-        again: the pass that computes the states of a segment once more.
-        begin: the first step; behind the last in a pass that only packs the weights.
+        again: the pass that computes the states of a segment again.
+        begin: the first step; ``steps`` in a pass that only packs the weights.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Run:
         self._restore()
 
     def _begin(self, holes: bool, packed: Callable[[int], View] | None) -> None:
-        """Adds the table of the door: all that does not follow from an array, and its memory."""
+        """Adds the table of the door, with all entries that do not describe an array of a call."""
         kernel, at, count = self.kernel, self.kernel.shared, len(self.directions)
         self.firsts = [kernel.first(d) for d in range(count)]
         self.hyper = cpu.hyperparameters(self.plan)
@@ -120,21 +120,21 @@ class Run:
             self.place("packed", self.recipe.buffer((self.bytes_packed,), 1))
 
     def _restore(self) -> None:
-        """Says what resets restore, where the call does not: what the cell declares."""
+        """Makes resets restore the declared value of each state for which the call gives none."""
         for i, name in enumerate(self.plan.cell.state_names):
             restored = f"reset_state {name}"
             if self.resets is not None and restored not in self.views:
                 self.place_parts({restored: self.declared(i, len(self.directions))})
 
     def declared(self, i: int, rows: int) -> View:
-        """Rows ``[rows, size]`` of what the cell declares for state i."""
+        """Rows ``[rows, size]`` of the initial value that the cell declares for state i."""
         host, state = self.host.wide if i else self.host, self.plan.cell.states[i]
         values = host.empty((rows, self.plan.sizes[state.size]))
         values[:] = state.initial
         return self.recipe.constant(values)
 
     def _switch(self) -> None:
-        """Sets what the table says of the options of a call, and its threads."""
+        """Sets the entries for the options and the threads of a call."""
         recipe, at, options = self.recipe, self.kernel.shared, self.options
         if options.threads > 1:
             recipe.put(self.base + at["gang"], recipe.of_call("gang"))
@@ -144,7 +144,7 @@ class Run:
             recipe.put(self.base + at[name], recipe.of_call(name))
 
     def _entries(self, name: str, view: View) -> list[View | int]:
-        """The entries of an array: its address, and the strides that its name has."""
+        """The entries of an array: its address, and the strides that its name has entries for."""
         array, axes = self.kernel.arrays.get(name), self.kernel.axes.get(name, 0)
         if array is not None and array.strided:  # from step to step, and from row to row
             return [view, *view.strides[:2]]
@@ -156,24 +156,24 @@ class Run:
         self.recipe.put_all(self.base + self.kernel.shared[name], self._entries(name, view))
 
     def place_of(self, d: int, views: Views) -> None:
-        """Sets those of arrays of one direction, of those that the table has entries for."""
+        """Sets the entries of arrays of one direction; skips names without entries."""
         each, first = self.kernel.each, self.base + self.firsts[d]
         for name, view in views.items():
             if name in each:
                 self.recipe.put_all(first + each[name], self._entries(name, view))
 
     def place_parts(self, views: Views) -> None:
-        """Sets those of arrays whose first axis is directions, ``[D, B, size]``."""
+        """Sets the entries of arrays whose first axis is directions, ``[D, B, size]``."""
         for d in range(len(self.directions)):
             self.place_of(d, {name: view.at(d) for name, view in views.items()})
 
     def place_rows(self, d: int, name: str, rows: View) -> None:
-        """Sets those of a buffer of the rows of a chunk."""
+        """Sets the entries of a buffer for the rows of a chunk."""
         row, _ = rows.strides
         self.place_of(d, {name: rows._replace(strides=(self.batch * row, row))})
 
     def place_kept(self, kept: Kept) -> None:
-        """Says where the sequences of states lie, and the values that are saved."""
+        """Sets the entries of the sequences of states, and of the saved values."""
         self.place("hidden", kept.hidden)
         names = self.plan.cell.state_names
         for d, sequences in enumerate(kept.states):
@@ -185,7 +185,7 @@ class Run:
 
     @functools.cached_property
     def segment(self) -> int:
-        """Steps of which the backward pass needs all at once."""
+        """The number of steps whose values the backward pass needs at the same time."""
         return segment_steps(self.options.checkpoint, self.steps, self.chunk)
 
     # ---- what is multiplied ----------------------------------------------------------------------
@@ -197,11 +197,11 @@ class Run:
         return view._replace(shape=(CHUNK, width))
 
     def over_steps(self, view: View, window: bool = False, first: int = 0) -> View:
-        """The rows of a chunk of an array ``[T, B, n]`` whose rows lie at one distance.
+        """The rows of a chunk of an array ``[T, B, n]`` whose rows are equally spaced.
 
         Args:
-            window: along the steps of a segment.
-            first: the time, or slot, that stands for the first.
+            window: whether the array has the steps of a segment only.
+            first: the index of the first step, a time or a slot.
         """
         (steps, row, column), width = view.strides, view.shape[2]
         between = steps * view.size
@@ -213,11 +213,11 @@ class Run:
         )
 
     def entering(self, when: list[Row], d: int, masked: bool = False) -> View:
-        """The rows of the input of a chunk: where they are, or gathered first.
+        """The rows of the input of a chunk, in place or gathered first.
 
         Args:
             when, d: see ``multiply``.
-            masked: there shall be zeros under the mask.
+            masked: whether to put zeros under the mask.
         """
         x, mask = self.x, self.mask if masked else None
         steps, row, _ = x.strides
@@ -243,13 +243,13 @@ class Run:
         scales: View | int = 0,
         kind: int | None = None,
     ) -> None:
-        """Adds a product to those of each chunk: ``out = a @ b``.
+        """Adds a product to the products of each chunk: ``out = a @ b``.
 
         Args:
             when: ``before`` or ``after``.
-            d: the direction whose chunk it is.
-            add: ``out += a @ b``; ``sums`` from the second chunk on.
-            scales: of the columns of ``b``, integers.
+            d: the direction of the chunk.
+            add: ``out += a @ b``; with ``sums`` from the second chunk on.
+            scales: of the columns of ``b``, if these are integers.
             kind: of ``driver.KINDS``; None lets ``products`` choose.
         """
         along = 0 if a.shape[0] == CHUNK else 2 if a.shape[1] == CHUNK else 1
@@ -273,7 +273,7 @@ class Run:
 
         Args:
             moving: ``[segments, B, n]``.
-            rest: ``[B, n]``, where the entry is set to in between.
+            rest: ``[B, n]``, the array of the entry after the call that writes the border.
         """
         at = self.base + self.firsts[d] + self.kernel.each[name]
         segments, *strides = moving.strides
@@ -291,8 +291,8 @@ class Run:
         """Adds the table of the driver to the recipe; returns its place.
 
         Args:
-            again: that of the pass that computes states once more.
-            then: that of the pass that runs next.
+            again: the place of the table of the pass that computes states again.
+            then: the place of the table of the pass that runs next.
         """
         recipe, at, options = self.recipe, self.kernel.shared, self.options
         threads = min(options.threads, cpu.pool.MOST)
@@ -307,7 +307,7 @@ class Run:
             "moves": len(self.moves), "before": len(self.before), "after": len(self.after),
             "gang": recipe.of_call("gang") if threads > 1 else 0, "threads": threads,
             "least_work": choices.WORTH_A_THREAD, "blas": self.host.blas,
-            "scratch": 0, "scratch_bytes": 0,  # ``finish`` sets the one, ``room`` the other
+            "scratch": 0, "scratch_bytes": 0,  # set by ``finish`` and by ``cpu.room``
         }  # fmt: skip
         self.table = recipe.append_row(driver.PASS, row)
         for move in self.moves:

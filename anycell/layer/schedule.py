@@ -1,4 +1,4 @@
-"""When: the lengths of chunks of time, and of the segments that checkpoints make of them."""
+"""The lengths of chunks of time, and of the segments that checkpoints make of them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from anycell.plan import Plan
 
 
 def chunk_steps(plan: Plan, steps: int, rows: int, limit: int) -> int:
-    """Steps per chunk of the projection, such that its gates take about ``limit`` bytes at most."""
+    """Steps per chunk of the projection, whose gates take about ``limit`` bytes at most."""
     width = len(plan.cell.gates) * plan.hidden_size * plan.itemsize
     count = max(1, -(-steps * rows * width // limit))
     return max(1, -(-steps // count))
 
 
 def segment_steps(wished: str | int | None, steps: int, chunk: int) -> int:
-    """Steps of which the backward pass needs all at once, with ``Options.checkpoint``.
+    """The number of steps whose values the backward pass needs at once, by ``Options.checkpoint``.
 
-    They are whole chunks of the projection. So every matmul is the one that it would be without
-    checkpoints, and so are the bits; and shorter ones would save nothing beside a chunk's buffer.
+    A segment is whole chunks of the projection. So every matmul, and every bit, is as it would be
+    without checkpoints; and shorter segments would save little compared with a chunk's buffer.
     """
     if wished is None:
         return steps

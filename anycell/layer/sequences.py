@@ -1,4 +1,4 @@
-"""The states after every step, ``return_states=``: their names, and how they come of a pass."""
+"""The states after every step, ``return_states=``: their names, and how a pass returns them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_return_states(cell: Cell, wanted: Any) -> tuple[str, ...]:
         return cell.state_names if wanted else ()
     names = (wanted,) if isinstance(wanted, str) else wanted
     if not isinstance(names, (tuple, list)) or not set(names) <= set(cell.state_names):
-        has = f"names of states of cell {cell.name}, of which it has {', '.join(cell.state_names)}"
+        has = f"names among the states of cell {cell.name}: {', '.join(cell.state_names)}"
         refuse("return_states", repr(wanted), has, "Pass True for all of them.")
     return tuple(names)
 
@@ -33,13 +33,13 @@ def besides_output(names: Sequence[str], cell: Cell) -> tuple[str, ...]:
 
 def by_name(names: Sequence[str], cell: Cell, output: Any, others: Sequence[Any]) -> dict[str, Any]:
     """The sequences of these states, from the output and the sequences of the others."""
-    rest = dict(zip(besides_output(names, cell), others, strict=True))
-    return {name: rest.get(name, output) for name in names}
+    by_state = dict(zip(besides_output(names, cell), others, strict=True))
+    return {name: by_state.get(name, output) for name in names}
 
 
 @functools.lru_cache(maxsize=512)
 def keeping(plan: Plan, states: tuple[str, ...]) -> Plan:
-    """The plan whose forward pass keeps the sequences of these states, too."""
+    """The plan whose forward pass also keeps the sequences of these states."""
     kept = [name for name in plan.cell.state_names if name in (*plan.states, *states)]
     return plan if len(kept) == len(plan.states) else replace(plan, states=tuple(kept))
 
@@ -48,20 +48,20 @@ def sequences(
     names: Sequence[str], cell: Cell, options: Options, arrays: Mapping[str, Array], kept: Kept
 ) -> list[Array]:
     """The sequences ``[T, B, D * size]`` of states besides the first, from what a forward pass of
-    such a plan has kept. Without checkpoints.
+    a plan of ``keeping`` has kept without checkpoints.
     """
-    found, x = [], arrays["x"]
+    wholes, x = [], arrays["x"]
     xp, mask = namespace(x), arrays.get("mask") if options.apart(True) else None
     for name in names:
         i, directions = cell.state_names.index(name), []
         for states, reverse in zip(kept.states, options.reverse, strict=True):
             slots = states[i]
             assert slots is not None, name
-            # The slot before the first step comes first, and in the reverse direction last.
+            # The slot before the first step is the first one, in the reverse direction the last.
             directions.append(slots[:-1] if reverse else slots[1:])
         whole = directions[0] if len(directions) == 1 else xp.concatenate(directions, -1)
         whole = xp.array(whole, x)
         if mask is not None:
             whole = xp.where(mask[..., None], whole, xp.zeros_like(whole))
-        found.append(whole)
-    return found
+        wholes.append(whole)
+    return wholes

@@ -2,7 +2,7 @@
 
 One vocabulary serves every frontend. The arrays of a call go in one dict, by these names:
 
-    x                            [T, B, I], or projected gates [T, B, G*H] where no weight_ih is
+    x                            [T, B, I], or projected gates [T, B, G*H] without weight_ih
     mask, resets                 [T, B]
     static                       [B, H]
     recurrent_mask               [B, size], or [G, B, size] for one per gate
@@ -11,10 +11,10 @@ One vocabulary serves every frontend. The arrays of a call go in one dict, by th
     weight_ih, weight_hh         [G*H, I], [G*H, size of the first state]
     weight_<name>                of a further matmul, see ``Linear.shape``
     bias_ih, bias_hh, bias_<name>, and each parameter of the cell by its own name
-    scales weight_<name>         of a weight of integers: one for each of its outputs
+    scales weight_<name>         of an integer weight: one for each of its outputs
 
-What the second direction learns has ``_reverse`` behind its name. Gradients go by the name of what
-they are the gradient of. Within a pass each direction has a dict of its own, a ``Direction``.
+Names of what the second direction learns end in ``_reverse``. A gradient has the name of its array.
+Within a pass each direction has a dict of its own, a ``Direction``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ANY, ROWS, MATRIX, DENSE = range(4)
 
 
 class Learned(NamedTuple):
-    """An array that a direction learns; ``optional`` if a layer may do without, ``integers`` if it
-    is of the dtype that matmuls multiply, and the others are not.
+    """An array that a direction learns; ``optional`` if a layer may lack it, ``integers`` if it has
+    the integer dtype that matmuls multiply, which other arrays do not have.
     """
 
     name: str
@@ -82,8 +82,8 @@ def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[st
 def parameters(
     cell: Cell, sizes: dict[str, int], width: int, bias: bool, layers: int, directions: int
 ) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of what all layers learn, in the order of creation: names of ``shapes``, with
-    ``_l{k}`` of layer k behind, and ``_reverse`` of the second direction behind that.
+    """Name and shape of what all layers learn, in the order of creation: names of ``shapes``,
+    followed by ``_l{k}`` for layer k, and by ``_reverse`` for the second direction.
     """
     for k in range(layers):
         for end in ENDS[:directions]:
@@ -97,7 +97,7 @@ _place_names: dict[tuple[tuple[str, ...], int, int], dict[str, str]] = {}
 
 def places(learned: tuple[str, ...], k: int, directions: int) -> dict[str, str]:
     """The names of a layer's parameters by the names of this file; ``learned`` is the cell's."""
-    # Not by functools.lru_cache, of which torch.compile warns.
+    # Not with functools.lru_cache: torch.compile warns of it.
     key = learned, k, directions
     if key not in _place_names:
         public = [name + end for end in ENDS[:directions] for name in learned]
@@ -110,7 +110,7 @@ def learned(plan: Plan, inputs: int | None) -> tuple[Learned, ...]:
     """The arrays that one direction learns.
 
     Args:
-        inputs: the last axis of x; None where that is projected already.
+        inputs: the last axis of x; None if x is projected already.
     """
     named = shapes(plan.cell, dict(plan.sizes), inputs or 0, True)
     if inputs is None:
@@ -138,7 +138,7 @@ def state_names(kind: str, cell: Cell) -> tuple[str, ...]:
 
 
 def names(cell: Cell, directions: int) -> tuple[str, ...]:
-    """All names that the arrays of a call may go by, in one order."""
+    """All names that the arrays of a call may have, in a fixed order."""
     weights = [name for name in cell.learned if name.startswith("weight_")]
     return (
         *("x", "static", *FLAGS, "recurrent_mask"),
@@ -150,7 +150,7 @@ def names(cell: Cell, directions: int) -> tuple[str, ...]:
 
 
 def of_layer(cell: Cell, arrays: Mapping[str, Any], k: int, directions: int) -> dict[str, Any]:
-    """Picks what a layer of several learns, by the names of a call, with the scales of integers.
+    """Picks what layer k of several learns, by the names of a call, with the scales of integers.
 
     Args:
         arrays: of all layers, by the names of parameters: ``place(name, k)``, and
@@ -167,7 +167,7 @@ def of_layer(cell: Cell, arrays: Mapping[str, Any], k: int, directions: int) -> 
 
 
 def place(name: str, k: int) -> str:
-    """The name of a parameter: of ``weight_ih_reverse`` in layer 1 ``weight_ih_l1_reverse``."""
+    """The name of a parameter: for ``weight_ih_reverse`` in layer 1, ``weight_ih_l1_reverse``."""
     bare = name.removesuffix(ENDS[1])
     return f"{bare}_l{k}{name[len(bare) :]}"
 
@@ -202,12 +202,12 @@ def _places(plan: Plan, d: int) -> tuple[tuple[str, str, bool], ...]:
 
 
 def of_a_matmul(name: str) -> bool:
-    """Whether it names a weight or a bias, whose gradients are matmuls and sums of the host's."""
+    """Whether an array is a weight or a bias, whose gradient is computed outside the kernel."""
     return name.startswith(("weight_", "bias_"))
 
 
 def stepped(cell: Cell, recurrent_mask: object) -> Cell:
-    """The cell that a kernel runs: where a mask multiplies the first state, one that does so."""
+    """The cell that a kernel runs: with a recurrent mask, one that multiplies its state by this."""
     if recurrent_mask is None:
         return cell
     return with_recurrent_mask(cell, len(recurrent_mask.shape) == 3)  # type: ignore[attr-defined]

@@ -21,9 +21,9 @@ def directions(
     """A run of the reference engine for each direction of a layer.
 
     Args:
-        arrays: by the names of ``signature``; None stands for one that is not given. Without
-            ``weight_ih`` x is projected already. mask and resets are booleans.
-        linear: ``(x, weight, bias)`` to ``x @ weight.T + bias``, with a bias or without.
+        arrays: by the names of ``signature``; None stands for an array that is not given. Without
+            ``weight_ih``, x is projected already. mask and resets are booleans.
+        linear: computes ``x @ weight.T + bias`` from ``(x, weight, bias)``; the bias may be None.
     """
     get, x, runs = arrays.get, arrays["x"], []
 

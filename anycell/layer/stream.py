@@ -21,7 +21,7 @@ from anycell.layer.run import Run, finish
 from anycell.layer.signature import DENSE, state_names
 from anycell.plan import Options, Plan, plan
 
-FORMS = 32  # forms of a step, by its rows and by what is given, whose recipes are kept
+FORMS = 32  # the largest number of kept recipes, which depend on rows and on what is given
 
 
 class _Layer:
@@ -42,7 +42,7 @@ class _Layer:
         """A pass of the layer, which packs its weights if it is the first.
 
         Args:
-            views: all arrays but what it learns.
+            views: all arrays except those that the layer learns.
         """
         for name, array in self.learned.items():
             view = recipe.keep(array, *extent(self.host, array))
@@ -61,7 +61,7 @@ class _Layer:
 
 
 class _Step(NamedTuple):
-    """A step that is drafted, and which of the arrays that it makes are the results."""
+    """A drafted step, and the numbers of its results among the arrays that it makes."""
 
     recipe: Recipe
     output: int
@@ -75,9 +75,9 @@ class Stream:
         host: array operations of the framework.
         cell: one that the CPU engine runs.
         sizes: what its size symbols stand for.
-        dtype: one whose cells compute in it.
-        weights: what each layer learns, by name; they are copied as they are now, all but the
-            parameters of the cell.
+        dtype: of the plan; the cell must compute in the storage type.
+        weights: what each layer learns, by name; copied as they are now, except for the parameters
+            of the cell.
         threads: for packing.
     """
 
@@ -109,17 +109,17 @@ class Stream:
         resets: Array | None = None,
         reset_state: Sequence[Array] | None = None,
     ) -> tuple[Array, list[Array]]:
-        """One step.
+        """Runs one step.
 
         Args:
-            x: ``[rows, I]``, contiguous, as all else, but not necessarily aligned.
+            x: ``[rows, I]``; like all other arrays contiguous, but not necessarily aligned.
             states: ``[layers, rows, size]`` each; None for what the cell declares.
             static: ``[rows, H]``, for a cell that declares it.
             threads: at most this many.
-            resets: ``[rows]``, of bytes, not zero where a row's states are restored before the
+            resets: ``[rows]``, bytes that are not zero where a row's states are restored before the
                 step.
-            reset_state: what they restore, as ``states``; None, or empty, for what the cell
-                declares.
+            reset_state: what resets restore, laid out as ``states``; None, or empty, for what the
+                cell declares.
 
         Returns:
             the output ``[rows, size]`` and the new states.
@@ -131,7 +131,7 @@ class Stream:
             given += states
         if resets is not None and reset_state:
             given += reset_state
-        if self.host.misaligned(given):  # what comes from a file or a record may lie anywhere
+        if self.host.misaligned(given):  # as arrays from a file or a record may be
             given = [self.host.fit(array, DENSE) for array in given]
         if resets is not None:
             given.append(resets)
@@ -150,7 +150,7 @@ class Stream:
         return made[output], [made[final] for final in finals]
 
     def _draft(self, rows: int, threads: int, given: Mapping[str, Array]) -> _Step:
-        """Drafts the step of so many rows, for arrays of these names."""
+        """Drafts the step for this number of rows, and for arrays of these names."""
         if cpu.isa.current() is not self.target:
             current = f"{cpu.isa.current().name!r} as the instruction set"
             expected = f"{self.target.name!r}, for which the weights are packed"
@@ -176,13 +176,13 @@ class Stream:
         output = recipe.new((rows, self.shape[0][1]))
         runs[-1].place("out", output)
         if threads > 1 and all(run.parts < 2 for run in runs):
-            return self._draft(rows, 1, given)  # which asks for no threads
+            return self._draft(rows, 1, given)  # without a gang of threads
         finish(recipe, runs)
         return _Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
 
 
 def _dense(view: View) -> View:
-    """The view of a contiguous array: of an axis of one element a framework may say any stride."""
+    """The view of a contiguous array, whose axes of one element may have come with any stride."""
     return view._replace(strides=dense(view.shape))
 
 
@@ -194,5 +194,5 @@ def _one(view: View) -> View:
 
 
 def _part(view: View, k: int) -> View:
-    """A part along the first axis, which stays."""
+    """A part along the first axis, which stays as an axis of one element."""
     return _one(view.at(k))

@@ -18,11 +18,11 @@ def leaving(
     dx: Array | None,
     directions: Sequence[Direction],
 ) -> dict[str, Array]:
-    """The gradients of a call by the names of its arrays; of all that were given.
+    """The gradients of a call by the names of its arrays, of all arrays that were given.
 
     Args:
         empty: makes an array for the sums of both directions.
-        given: what each direction was given, or how that lies.
+        given: the arrays that each direction was given, or their views.
         directions: the sums of each direction.
     """
     named: dict[str, Array] = {} if dx is None else {"x": dx}
@@ -48,18 +48,18 @@ def leaving(
 
 class Sums:
     """Gradients of weights and biases of one direction: products over the rows of chunks of time.
-    Those of a weight and a bias have rows for every declared output of their matmuls; one that the
-    cell does not use has gradient 0. Engines say how to ``multiply`` and to ``add_rows``.
+    They have rows for every declared output of their matmul; an output that the cell does not use
+    has gradient 0. Engines say how to ``multiply`` and to ``add_rows``.
 
     Args:
         w: what the direction learns.
-        need: whether they are wanted.
-        fresh: the first chunk may overwrite, as there is one.
+        need: whether the gradients are wanted.
+        fresh: whether the first chunk may overwrite the totals; false if there is no chunk.
 
     Attributes:
         totals: by the names of the arrays.
-        vectors: sums of the rows of gradients: of the projected gates, and of the outputs of
-            matmuls by their names, where a bias needs them.
+        vectors: gradients summed over rows: those of the projected gates, and those of the outputs
+            of matmuls by the matmuls' names, if a bias needs them.
     """
 
     def __init__(self, plan: Plan, w: Direction, need: bool, fresh: bool) -> None:
@@ -80,25 +80,25 @@ class Sums:
         raise NotImplementedError
 
     def like(self, weight: Any, overwritten: bool) -> Array:
-        """The same, for the gradient of a weight."""
+        """Memory for the gradient of a weight, zeros where it is not overwritten."""
         return self.new(tuple(weight.shape), overwritten)
 
     def multiply(self, d: Any, operand: Any, weight: Array, whole: bool) -> None:
-        """``weight += d.T @ operand``; the first time it may overwrite a ``whole`` one."""
+        """``weight += d.T @ operand``; the first chunk may overwrite a ``whole`` weight."""
         raise NotImplementedError
 
     def add_blocks(self, d: Any, operand: Any, weight: Any, heads: int, first: int) -> None:
-        """``weight[i, first:] += d[:, i].T @ operand[:, i]`` for the columns of each head, of a
-        weight ``[heads, rows, columns]``; or of one without that axis, of one head.
+        """``weight[i, first:] += d[:, i].T @ operand[:, i]`` for the columns of each head i, of a
+        weight ``[heads, rows, columns]``; with one head the weight does not have that axis.
         """
         raise NotImplementedError
 
     def add_rows(self, d: Any, vector: Array) -> None:
-        """``vector += d.sum(0)``; the first time it may overwrite."""
+        """``vector += d.sum(0)``; the first chunk may overwrite."""
         raise NotImplementedError
 
     def columns(self, d: Any, begin: int, end: int) -> Any:
-        """Some columns of a matrix."""
+        """The columns of a matrix from ``begin`` to ``end``."""
         return d[:, begin:end]
 
     def add(self, dg: Any, x: Any, hidden: Any, factors: Sequence[Factors]) -> None:
@@ -157,8 +157,8 @@ def finished(
 
 @functools.lru_cache(maxsize=512)
 def _moves(plan: Plan, bias: str) -> tuple[int, list[tuple[str, slice, slice]]]:
-    """The width of a bias, and what its gradient consists of: names of sums, the rows that they add
-    to, and their rows. The list is empty for the bias of the input, whose gradient is one sum.
+    """The width of a bias, and the parts of its gradient: the name of a sum, the rows of the bias,
+    and the rows of the sum. There are no parts for the input's bias, whose gradient is one sum.
     """
     linears = [l for l in plan.cell.linears if l.bias_name == bias]
     if not linears:
@@ -174,7 +174,7 @@ def _moves(plan: Plan, bias: str) -> tuple[int, list[tuple[str, slice, slice]]]:
     ]
 
 
-# Stands for the gradients of the projected gates among those of matmuls. No matmul has this name.
+# Names the gradients of the projected gates among those of matmuls; no matmul has this name.
 GATES = "d gates"
 
 
@@ -185,7 +185,7 @@ def _gradient(plan: Plan, l: Linear) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _whole(plan: Plan) -> dict[str, bool]:
-    """Weights, and whether the gradient is one product."""
+    """Says for each weight whether its gradient is one product."""
     linears = plan.cell.linears
     return {"weight_ih": True} | {
         l.weight: l.heads == 1 and l.outputs == l.declared for l in linears
@@ -194,7 +194,7 @@ def _whole(plan: Plan) -> dict[str, bool]:
 
 @functools.lru_cache(maxsize=256)
 def _biases(plan: Plan) -> dict[str, dict[str, int]]:
-    """Biases, and the gradients whose rows they are sums of, with their widths."""
+    """The gradients whose rows each bias's gradient sums, with their widths."""
     cell, gates = plan.cell, len(plan.cell.gates) * plan.hidden_size
     biases: dict[str, dict[str, int]] = {"bias_ih": {GATES: gates}}
     for l in cell.linears:

@@ -16,16 +16,16 @@ TOLD = "input_size num_layers bias batch_first dropout bidirectional checkpoint"
 
 
 class View(NamedTuple):
-    """A layer, whatever the framework.
+    """A layer of any framework.
 
     Attributes:
         parts: the layer itself, or in Keras the layer of each direction.
         cell: the step.
-        num_layers, bidirectional, bias: as the layer was told.
+        num_layers, bidirectional, bias: the arguments of the layer.
         sizes: what the size symbols of the cell stand for.
         weights: per layer what its directions learn, by name, shaped as in
-            ``anycell.layer.signature``: arrays, or what has one for its ``value``.
-        learned: the same, and what is a part of another weight.
+            ``anycell.layer.signature``: arrays, or objects whose ``value`` is an array.
+        learned: as ``weights``, with those that are parts of another weight.
     """
 
     parts: tuple[Any, ...]
@@ -45,7 +45,7 @@ def view_of(layer: Any, sizes: Mapping[str, int], weights: list[dict[str, Any]])
 
 
 def told(layer: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """The arguments of such a layer besides its cell, for one of other sizes."""
+    """The arguments of such a layer besides its cell, for a layer of other sizes."""
     counts = {"hidden_size" if name == "H" else name: size for name, size in sizes.items()}
     return {name: getattr(layer, name) for name in TOLD} | counts
 
@@ -56,17 +56,17 @@ def value(weight: Any) -> Array:
 
 
 def numbers(weight: Any) -> npt.NDArray[np.float64]:
-    """An array of NumPy with the values of a weight."""
+    """A NumPy array with the values of a weight."""
     array: npt.NDArray[np.float64] = namespace(value(weight)).numbers(value(weight))
     return array
 
 
 def check_optimizer(optimizer: Any, trains: bool, follows: bool, remedy: str) -> None:
-    """Refuses an optimizer that does not train the layer, or cannot go on with less of it."""
+    """Refuses an optimizer that does not train the layer, or cannot follow its compression."""
     kind = type(optimizer).__name__
     if not trains:
-        given, hint = f"{kind} of none of the parameters", "Leave it out if there is none."
-        refuse("optimizer", given, "the one that trains the layer", hint)
+        given, hint = f"{kind} without parameters of the layer", "Leave it out if there is none."
+        refuse("optimizer", given, "the optimizer that trains the layer", hint)
     if not follows:
-        given = f"{kind}, whose state does not follow each number of a parameter"
-        refuse("optimizer", given, "one such as Adam or SGD", f"Leave it out, and {remedy}.")
+        given = f"{kind}, whose state does not have a number for each number of a parameter"
+        refuse("optimizer", given, "one like Adam or SGD", f"Leave it out, and {remedy}.")

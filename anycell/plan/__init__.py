@@ -1,4 +1,4 @@
-"""The plan: how one cell runs. An engine reads a plan, and does not change one.
+"""The plan: how one cell runs. Engines read plans and never change them.
 
 ``docs/internals.md`` says what each file does.
 """

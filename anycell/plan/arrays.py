@@ -1,8 +1,8 @@
 """The table of arrays: a row for each array that a kernel reads or writes.
 
-Kernels, the native door, its C callers and the check of memory all go by these rows: a kernel has
-no names of its own. Those of what a layer learns and starts from are the names of
-``anycell.layer.signature``.
+Kernels, the native door, its C callers and the memory check all use these rows; kernels define no
+other names. Arrays that a layer learns or starts from have their names in
+``anycell.layer.signature``, parameters of the cell with "param " in front.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Array(NamedTuple):
     """An array as a kernel of one direction sees it: rows of numbers, along these axes.
 
     Attributes:
-        axes: "T B" for a row for each step and row of the batch, "B" for each row of the batch, "R"
-            for each group of rows, "" for one row in all.
-        width: numbers in a row; 0 for the input, whose width the call says.
-        number: what the numbers are.
-        begins: along T, with which step: the first of the "call", of the "chunk" of steps at hand,
-            of those "kept" for the backward pass; "states" have a slot before each step and after
-            the last.
-        whole: it belongs to the call, not to one direction.
-        beside: the rows of all directions lie side by side.
-        strided: the call says its strides, in entries that end with " steps" and " rows".
+        axes: "T B" for one row per step and batch row, "B" for one per batch row, "R" for one per
+            group of batch rows, "" for a single row.
+        width: numbers in a row; 0 for the input, whose width comes with the call.
+        number: their type.
+        begins: the step at which T begins: the first step of the "call", of the current "chunk", or
+            of the steps "kept" for the backward pass; "states" have a slot before each step and one
+            after the last step.
+        whole: whether it belongs to the call, not to one direction.
+        beside: whether the rows of all directions lie side by side.
+        strided: whether the call passes its strides, in entries named "... steps" and "... rows".
     """
 
     axes: str
@@ -42,7 +42,7 @@ class Array(NamedTuple):
 
 
 def multiplies_input(plan: Plan) -> bool:
-    """Whether the cell multiplies the input itself in its step, which then stands for ``gates``."""
+    """Whether the cell multiplies the input in its step; ``gates`` is then the input itself."""
     return any(l.operand.op == "input" for l in plan.cell.linears)
 
 
@@ -57,9 +57,9 @@ def recurrent_masks(plan: Plan) -> int:
 def arrays(plan: Plan, backward: bool) -> dict[str, Array]:
     """The arrays of a kernel by name.
 
-    Numbers narrower than those that a cell computes with would lose what it adds up over time. So
-    gradients that add up, and all states but the first, which matmuls multiply and the caller
-    reads, are kept as computed. Projected gates come from sums, and have their type.
+    Types narrower than the cell's arithmetic would lose small terms of what adds up over time. So
+    gradients that accumulate and all states but the first keep the wider type. The first state is
+    what matmuls multiply and the caller reads. Projected gates are sums, and have the type of sums.
     """
     cell, types, h = plan.cell, plan.types, plan.hidden_size
     numbers, sums, gates = types.storage, types.accumulate, len(cell.gates) * h

@@ -1,10 +1,10 @@
-"""A call of a layer besides its arrays: one record, from the user's call to the kernels.
+"""The parts of a layer call that are not arrays: one record, from the user's call to the kernels.
 
-An option is declared here and nowhere else: a field of ``Options`` has its name, its default, what
-it takes, how kernels read it, and the sentence of docstrings. From these rows come the check of
-what users pass (``layer.checks.check_options``), the entries of the tables of the CPU's kernels,
-and the facts that a GPU's kernels are printed for. What changes a step is in the engines besides;
-what only the layer heeds is where the layer heeds it.
+Options are declared only here. A field of ``Options`` holds the name, the default, the accepted
+values, how kernels read the option, and its sentence for docstrings. These rows determine the check
+of user input (``layer.checks.check_options``), the entries in the tables of CPU kernels, and the
+variants of GPU kernels. An option that changes a step also has code in the engines; an option that
+only the layer obeys has its code in the layer.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Option(NamedTuple):
     """A row of the table of options.
 
     Attributes:
-        says: the sentence of docstrings.
-        kind: the check of what users pass: "bool", "seed", "checkpoint", or "choice" of ``codes``.
-        codes: the number that a table of the CPU's kernels has for each value; None where no kernel
-            reads the option as it is.
-        printed: whether a GPU's kernels are printed for one value.
-        attribute: whether modules have it as an attribute, and only functions take it in a call.
-        start: the default of functions, where it is not that of ``Options``.
+        says: the sentence for docstrings.
+        kind: the check of user input: "bool", "seed", "checkpoint", or "choice" among ``codes``.
+        codes: the number for each value in the tables of CPU kernels; None if kernels get the
+            option in another form, or not at all.
+        printed: whether each value has GPU kernels of its own.
+        attribute: whether modules have it as an attribute, so that only functions take it in calls.
+        start: the default of functions, if it differs from the default in ``Options``.
     """
 
     says: str
@@ -43,18 +43,18 @@ class Option(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options of a call: those that users pass, and
+    """The options of a call: those that users pass, the layer's number, and the thread limit.
 
     Attributes:
-        reverse: one for each direction.
-        stream: the number of the layer, in whose random masks no other layer's repeat.
-        threads: at most this many.
+        reverse: one flag per direction.
+        stream: the number of the layer: layers with different numbers draw different random masks.
+        threads: the largest number of threads to use.
     """
 
     reverse: Annotated[
         tuple[bool, ...],
         Option(
-            "from the last step to the first; a row with a length begins at its own end.",
+            "run from the last step to the first; a row with a length begins at its own end.",
             "bool", attribute=True, start=False,
         ),
     ] = (False,)  # fmt: skip
@@ -68,38 +68,38 @@ class Options(NamedTuple):
     training: Annotated[
         bool,
         Option(
-            "random masks (``keep``) are drawn, instead of their mean taken.",
+            "draw random masks (``keep``); otherwise their mean is used.",
             "bool", {False: 0, True: 1}, attribute=True,
         ),
     ] = False  # fmt: skip
     seed: Annotated[
-        int, Option("of the random masks, 0 to 2**64 - 1.", "seed", attribute=True, start=None)
+        int, Option("seeds the random masks: 0 to 2**64 - 1.", "seed", attribute=True, start=None)
     ] = 0
     stream: int = 0
     threads: int = 1
     checkpoint: Annotated[
         str | int | None,
-        Option("less memory for more time in training; see ``RNN``.", "checkpoint", attribute=True),
+        Option("trades time for memory in training; see ``RNN``.", "checkpoint", attribute=True),
     ] = None
 
     def unseeded(self) -> Options:
-        """The options of all calls that differ in random masks alone."""
+        """The options without seed and stream, equal for calls that differ only in random masks."""
         return self._replace(seed=0, stream=0)
 
     def unread(self) -> Options:
-        """The options of a call whose outputs at masked steps nobody reads: where these are the
-        held states, they take no memory of their own.
+        """The options of a call whose outputs at masked steps are never read. They repeat the held
+        states, so that the outputs need no memory of their own.
         """
         return self._replace(masked_output="repeat")
 
     def printed(self, masked: bool) -> Options:
-        """The options that a GPU's kernels are printed for; the others have their default."""
+        """The options that GPU kernels depend on; the others are set to their defaults."""
         names = [name for name, option in OPTIONS.items() if option.printed]
         one = Options(**{name: getattr(self, name) for name in names})
         return one if masked else one._replace(masked_output=Options().masked_output)
 
     def apart(self, masked: bool) -> bool:
-        """Whether the outputs are an array apart from the hidden states: a mask zeroes them."""
+        """Whether outputs need an array of their own, not the hidden states: a mask zeroes them."""
         return masked and self.masked_output == "zero"
 
 
@@ -110,7 +110,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class FunctionOptions(CallOptions, total=False):
-    """The options that functions take by keyword: those of modules, and their attributes."""
+    """The options that functions take by keyword: those of module calls, and module attributes."""
 
     reverse: bool
     training: bool
@@ -127,33 +127,33 @@ CODES = {name: option.codes for name, option in OPTIONS.items() if option.codes}
 OF_CALL = tuple(name for name, option in OPTIONS.items() if not option.attribute)
 
 
-# The sentences of docstrings on what else a call takes.
+# Docstring sentences for the other arguments of a call.
 ARRAYS = {
     "mask": "bool ``[T, B]``, laid out as x, False where a step does nothing: the state is held, "
-    "and what lies there has no influence, not even NaN.",
-    "lengths": "integers ``[B]`` from 0 to T, how many steps of each row count. The reverse "
-    "direction starts at each row's end. With a mask too, both must let a step pass.",
+    "and values there have no influence, not even NaN.",
+    "lengths": "integers ``[B]`` from 0 to T, the number of steps of each row. The reverse "
+    "direction starts at each row's end. With a mask, a step runs only where both allow it.",
     "resets": "``[T, B]``, laid out as x, True where the state before the step is replaced: where "
     "an episode starts. bool, or 0 and 1 of any real dtype.",
-    "reset_state": "what resets restore, as the state, for instance a learned one. Default: the "
-    "values that the cell declares.",
+    "reset_state": "the state that resets restore, laid out as the initial state; it may be "
+    "learned. Default: the values that the cell declares.",
     "static": "``[B, H]``, the input per sequence of a cell that declares one.",
-    "recurrent_mask": "``[B, H]``, or ``[G, B, H]`` for one per gate, of the size of the first "
-    "state: multiplies it on its way into the recurrent matmul, of all layers and directions.",
-    "return_states": "names of states whose values after every step are wanted, or True for all.",
+    "recurrent_mask": "``[B, H]``, or ``[G, B, H]`` for one per gate, where H is the size of the "
+    "first state: multiplies that state before the recurrent matmul in all layers and directions.",
+    "return_states": "names of the states to return after every step, or True for all.",
 }
 
 
 class Call(NamedTuple):
-    """A call of a layer besides its arrays.
+    """The parts of a layer call that are not arrays.
 
     Attributes:
         cell, hidden_size: the step, and H.
-        sizes: what the other size symbols of the cell stand for, in pairs.
+        sizes: the values of the cell's other size symbols, in pairs.
         sequences: the states besides the first whose values after each step are wanted.
-        engine: the engine that must run it; None takes the one that fits.
-        plan: of the fused kernel that runs it, where the caller knows that nothing looks at the
-            call for which pointers tell nothing.
+        engine: the engine that must run it; None chooses one.
+        plan: of the fused kernel that runs it; set if the caller knows that all tensors have memory
+            (no compiler, no tracer, no torch.func, no forward mode).
         outputs: whether the outputs of all steps are wanted.
         unroll: a hint to engines that go step by step.
     """
@@ -187,9 +187,9 @@ class Engine(NamedTuple):
 
 
 def takes(names: Iterable[str] = OF_CALL) -> Callable[[Documented], Documented]:
-    """Declares that a function takes these options by keyword, as ``**options``: its signature
-    shows them, and its docstring (or that of a class) explains them where it says ``{options}``;
-    and of ``ARRAYS`` those that it names there too.
+    """Declares that a function takes these options by keyword, as ``**options``. Its signature
+    shows them. In its docstring, or the docstring of a class, their sentences replace the line
+    ``{... options}``, after the sentences of the ``ARRAYS`` that this line names.
     """
 
     def declare(function: Documented) -> Documented:
@@ -200,9 +200,9 @@ def takes(names: Iterable[str] = OF_CALL) -> Callable[[Documented], Documented]:
             says += [(name, OPTIONS[name].says) for name in names]
             indent = " " * lines[0].index("{")
             further = indent + "    "
-            said = [textwrap.fill(f"{name}: {text}", 100, initial_indent=indent,
+            entries = [textwrap.fill(f"{name}: {text}", 100, initial_indent=indent,
                     subsequent_indent=further) for name, text in says]  # fmt: skip
-            function.__doc__ = (function.__doc__ or "").replace(lines[0], "\n".join(said))
+            function.__doc__ = (function.__doc__ or "").replace(lines[0], "\n".join(entries))
         if inspect.isfunction(function):
             signature = inspect.signature(function)
             *before, _ = signature.parameters.values()

@@ -1,4 +1,4 @@
-"""Chooses the values to save for the backward pass; it computes the others again: a minimum cut."""
+"""Chooses by a minimum cut which values to save for the backward pass and which to recompute."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from anycell.lang.ops import is_boolean, is_reduction
 # Known without saving: constants, learned values, counter-based masks whose rate is known, and the
 # state sequences, which the layer keeps anyway (the hidden states are its output).
 FREE = frozenset({"const", "hyper", "param", "static", "keep", "state", "input", "recurrent_mask"})
-# What a step begins with: nothing computes it again.
+# The values that a step begins with, which are never computed again.
 _GIVEN = frozenset({"x", "linear", "preact"})
-# Jump where their arguments hardly move.
+# Ops whose results jump when their arguments barely change.
 _DECIDING = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "sign", "keep"})
 
 
@@ -39,21 +39,21 @@ def root_sizes(cell: Cell) -> list[str]:
 def least_memory(
     cell: Cell, gradients: Gradients, rounded: bool = False
 ) -> tuple[list[Expr], list[Expr]]:
-    """The forward values to save so that the backward pass needs least memory,
-    and those it computes again.
+    """Returns the forward values to save so that the backward pass needs the least memory, and the
+    values that it computes again.
 
-    A minimum cut between what cannot be computed again (projections and matmul results) and what
-    the backward pass reads. Saving a value cuts its node, at the price of its size. Among cuts of
-    one price the one nearest to the readers is taken: it leaves the least to compute again.
+    A minimum cut between values that cannot be computed again (projections and matmul results) and
+    values that the backward pass reads. Saving a value cuts its node, at the cost of its size.
+    Among cuts of equal cost, the one nearest to the readers leaves the least to compute again.
 
-    Where saving rounds (``rounded``), what the forward pass has decided is saved, not computed
-    again: a rounded value may lie on the other side of a bound, or equal no maximum.
+    If saving rounds (``rounded``), decisions of the forward pass are saved, not computed again: a
+    rounded value may lie on the other side of a bound, or no longer equal the maximum.
     """
     decided = _decisions(cell, gradients) if rounded else {}
     forward = topological([*cell.next, *decided])
     inside = set(forward)
     sequences = {node for node in cell.next if node.op not in FREE}
-    free, hanging = set(sequences), set[Expr]()  # on what a step begins with
+    free, hanging = set(sequences), set[Expr]()  # hanging: depends on what a step begins with
     for node in forward:
         if node.op in FREE and node not in decided and hanging.isdisjoint(node.args):
             free.add(node)
@@ -70,7 +70,7 @@ def least_memory(
     for node in forward:
         if node in free:
             continue
-        # Comparing again costs less than memory, where it cannot come out otherwise.
+        # Comparing again costs less than memory if the result cannot differ.
         again = is_boolean(node) and not rounded
         flow.edge((node, 0), (node, 1), _Flow.ENDLESS if again else 1 if node.narrow else 64)
         if node.op in _GIVEN or (node in decided and node.op in _DECIDING):
@@ -99,18 +99,18 @@ def least_memory(
         if node in computed or node in free or node in saved:
             continue
         if node in rows and not is_boolean(node):
-            # One number per row against another pass over its units.
+            # Saving one number per row costs less than another pass over its units.
             saved[node] = None
             continue
         computed[node] = None
         stack.extend(node.args)
-    # In the order of the graph: sets of nodes iterate in another order in every process.
+    # In graph order, because sets of nodes iterate in a different order in every process.
     return [n for n in forward if n in saved], [n for n in forward if n in computed]
 
 
 def _decisions(cell: Cell, gradients: Gradients) -> dict[Expr, None]:
-    """The decisions on forward values that both passes may take, but for those on values that
-    both compute alike from what memory holds exactly.
+    """The decisions on forward values that both passes may make, except decisions on values that
+    both passes compute alike from numbers that memory holds exactly.
     """
     derived: set[Expr] = set()
     exact: set[Expr] = set()
@@ -142,7 +142,7 @@ class _Flow:
         self.room[b][a] += 0
 
     def sink_side(self) -> set[object]:
-        """After the maximum flow: every node from which the sink can still be reached."""
+        """Finds the maximum flow; returns all nodes from which the sink can still be reached."""
         while True:
             after: dict[object, object] = {"sink": None}  # the next node on the way to the sink
             queue: deque[object] = deque(["sink"])

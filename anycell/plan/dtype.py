@@ -1,4 +1,4 @@
-"""The dtypes: a row each, and the one place where the name of a dtype means something."""
+"""The dtypes, one row each: the only place that interprets the name of a dtype."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Dtype(NamedTuple):
 
     Attributes:
         name: as frameworks call it.
-        storage: of the arrays of a call: input, weights, outputs, states, their gradients.
-        operands: of what matmuls multiply. Where they are integers, the weights of a call are, with
-            a scale for each of their outputs, and the kernels round the rows that these multiply.
-            Where they are narrower than the storage, kernels round both.
-        accumulate: of the sums of matmuls, and of gradients that add up over time.
-        math: of the cell, element by element.
-        saved: of what the forward pass leaves for the backward pass.
+        storage: type of the arrays of a call: input, weights, outputs, states, their gradients.
+        operands: type of what matmuls multiply. If it is an integer type, a call's weights are
+            integers with a scale per output, and kernels round the rows that they multiply. If it
+            is a narrower float type than the storage, kernels round both operands.
+        accumulate: type of the sums of matmuls, and of gradients that add up over time.
+        math: type of the cell's elementwise arithmetic.
+        saved: type of the values that the forward pass saves for the backward pass.
         engines: those that have kernels for it. The reference engine computes in any dtype.
-        mixed: whether numbers in memory are narrower than those that the cell computes with.
+        mixed: whether the storage type is narrower than the type of the cell's arithmetic.
         quantized: whether matmuls multiply integers; there are no gradients then.
-        precision: what the framework must allow for it, of float32: "highest", "high" or "medium".
+        precision: the float32 precision that the framework must allow: "highest", "high", "medium".
     """
 
     name: str
@@ -57,17 +57,17 @@ class Dtype(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Numbers of which a number that a matmul multiplies is the sum."""
+        """Counts the numbers whose sum is one operand of a multiplication in a matmul."""
         return 2 if self.operands is _TWO_BFLOAT16 else 1
 
     @property
     def plain(self) -> bool:
-        """Whether matmuls multiply numbers as they are in memory, and add up numbers like them."""
+        """Whether matmuls multiply numbers as they are stored, and add up in the same type."""
         return self.storage is self.operands is self.accumulate
 
     @property
     def short(self) -> bool:
-        """Whether the cell's functions need be no more accurate than numbers of 16 bits."""
+        """Whether 16-bit accuracy is enough for the cell's functions."""
         return self.mixed or self.quantized
 
 
@@ -109,13 +109,13 @@ DTYPES = {
 
 @functools.cache
 def dtypes(engine: str, *, quantized: bool = False) -> tuple[str, ...]:
-    """The dtypes that an engine has kernels for: those of a layer's arrays, and with ``quantized``
-    those of which its weights alone can be.
+    """The dtypes that an engine has kernels for: dtypes of all arrays of a layer, and with
+    ``quantized`` also dtypes that only its weights can have.
     """
     rows = [r for r in DTYPES.values() if engine in r.engines and r.precision == "highest"]
     return tuple(row.name for row in rows if quantized or not row.quantized)
 
 
 def scales_of(weight: str) -> str:
-    """The name of what the integers of a weight are multiplied by, a number for each output."""
+    """The name of the scales of an integer weight, one number per output."""
     return f"scales {weight}"

@@ -9,7 +9,7 @@ from anycell.lang.expr import Expr
 from anycell.lang.ops import is_boolean, is_reduction
 
 MATMULS = frozenset({"linear", "preact", "linear_t"})
-# What costs more to compute than to store and load.
+# Ops that cost more to compute than to store and load.
 HEAVY = frozenset(
     {"exp", "log", "sqrt", "div", "sigmoid", "tanh", "softplus", "log_sigmoid", "keep"}
 )
@@ -19,8 +19,9 @@ class Pass(NamedTuple):
     """One pass over the units of a row.
 
     Attributes:
-        matmuls: those that must be complete before it, by name: a new stage, which begins when all
-            rows at hand have gone through the passes before; the last of these computes operands.
+        matmuls: names of the matmuls that must be complete before it. They begin a new stage once
+            all current rows have gone through the earlier passes, the last of which computes their
+            operands.
         reductions: those it completes; a row reduction needs all units of a row.
         stores: the values it keeps for a later pass.
     """
@@ -64,7 +65,7 @@ def passes(roots: Iterable[Expr], loaded: frozenset[Expr] = frozenset()) -> tupl
                 continue
             seen.add(node)
             first = computed_in.setdefault(node, p)
-            plain = node.narrow or is_boolean(node)  # memory holds units, and numbers
+            plain = node.narrow or is_boolean(node)  # memory holds numbers, one for each unit
             if first < p and not plain and not _light(node, loaded, kept):
                 stores[first][node] = None
                 kept.add(node)
@@ -96,7 +97,7 @@ def _light(node: Expr, loaded: frozenset[Expr], kept: set[Expr]) -> bool:
 
 
 def _until(roots: Iterable[Expr], stop: frozenset[Expr]) -> list[Expr]:
-    """Topological order that looks beneath neither ``stop`` nor what a step begins with."""
+    """Topological order that ends at ``stop`` and at matmuls that begin a step."""
     order: dict[Expr, None] = {}
     stack = [(root, False) for root in roots]
     while stack:

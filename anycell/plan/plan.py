@@ -1,5 +1,5 @@
-"""The plan: how one cell runs. What is saved for the backward pass, what is computed again,
-which engine and why.
+"""The plan: how one cell runs. It says what is saved for the backward pass, what is computed again,
+which engine runs, and why.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Plan:
 
     Attributes:
         sizes: what the size symbols of the cell stand for.
-        saved: forward values that the backward pass reads from memory, a number per unit, step and
-            row each.
+        saved: forward values that the backward pass reads from memory, each with one number per
+            unit, step and row.
         saved_rows: saved values of one number per step and row (results of row reductions).
         states: states whose whole sequence is kept in training.
         recomputed: forward values that the backward pass computes again.
@@ -60,8 +60,8 @@ class Plan:
 
     @functools.cached_property
     def saved_places(self) -> dict[Expr, int]:
-        """The places of saved values in a row, in numbers: those of units, then those of one
-        number per row.
+        """The offsets of saved values in a row, in numbers: first the values per unit, then the
+        values of one number per row.
         """
         places, at = dict[Expr, int](), 0
         for node in (*self.saved, *self.saved_rows):
@@ -76,11 +76,11 @@ class Plan:
 
     @functools.cached_property
     def saved_stride(self) -> int:
-        """Numbers from a row of saved values to the next."""
+        """The distance from one row of saved values to the next, in numbers."""
         if not self.saved_width:
             return 0
         if self.saved_rows:
-            # Padded to whole cache lines, or every load of the next rows would touch two.
+            # Padded to whole cache lines; otherwise every load in later rows would touch two.
             return -(-self.saved_width // 16) * 16
         return padded(self.types.saved.bytes, self.saved_width)
 
@@ -95,7 +95,7 @@ class Plan:
     def symbol(self, node: Expr) -> str:
         """The size symbol of a node of the cell or of its gradients; "H" for a number."""
         stack = [node]
-        while stack:  # element by element, and so of the size of any argument
+        while stack:  # an elementwise node has the size of its arguments
             top = stack.pop()
             if top in self.cell.sizes:
                 return self.cell.sizes[top]
@@ -116,8 +116,8 @@ class Plan:
 
     @functools.cached_property
     def carried_back(self) -> frozenset[str]:
-        """Matmuls by whose weight a step of the backward pass multiplies before it is done: those
-        of an operand computed in the step, unless nothing behind that wants a gradient.
+        """Matmuls whose weights a step of the backward pass multiplies by before it is done: the
+        matmuls whose operand the step computes, unless nothing before that needs a gradient.
         """
         nodes = topological(gradient_roots(self.cell, self.gradients))
         return frozenset(n.attrs[0] for n in nodes if n.op == "linear_t")
@@ -135,14 +135,14 @@ def plan(
     Args:
         cell: the cell.
         hidden_size: H.
-        dtype: "float32", "float64", "bfloat16", "float16" or "int8", of weights beside float32
-            arrays; the GPU has no "float64" and no "int8".
+        dtype: "float32", "float64", "bfloat16", "float16" or "int8" (weights only; other arrays are
+            float32). The GPU has neither "float64" nor "int8".
         engine: force "cpu" or "reference"; None chooses between them. "gpu" for arrays on a GPU.
         sizes: what the other size symbols of the cell stand for.
 
     Raises:
         ValueError: for an unknown dtype or engine, a forced engine that cannot run the cell, or
-            sizes that its heads or groups do not divide.
+            sizes that are not divisible by its heads or groups.
     """
     if engine not in (None, "cpu", "gpu", "reference"):
         refuse("engine", repr(engine), "'cpu', 'gpu', 'reference' or None")
@@ -167,7 +167,7 @@ def _plan(
     gradients, sizes = backward(cell), dict(known)
     cell.check_sizes(sizes)
     cut, recomputed = least_memory(cell, gradients, rounded=DTYPES[dtype].mixed)
-    # Of the first state, and of those whose old or new value the backward pass reads.
+    # The first state, and the states whose old or new value the backward pass reads.
     read = {*topological(gradient_roots(cell, gradients)), *(l.operand for l in cell.linears)}
     kept = [
         state.name
@@ -177,7 +177,7 @@ def _plan(
         or (new in read and new.op not in FREE)
     ]
     unknown = {symbol for symbol in cell.sizes.values() if symbol not in sizes}
-    refusal = f"nothing tells the size {min(unknown)} of this cell" if unknown else None
+    refusal = f"the size {min(unknown)} of this cell is unknown" if unknown else None
     if engine in ("cpu", "gpu") and refusal:
         raise ValueError(f"engine={engine!r} cannot run cell {cell.name}: {refusal}.")
     matmuls = len(cell.linears)
@@ -199,7 +199,7 @@ def _plan(
 
 @functools.lru_cache(maxsize=256)
 def padded(itemsize: int, width: int) -> int:
-    """The length of rows in a buffer of numbers of ``itemsize`` bytes: not a large power of two,
-    or all rows would share a few lines of the cache.
+    """The length of rows in a buffer of numbers of ``itemsize`` bytes: never a multiple of 1 KiB,
+    because such rows would compete for a few lines of the cache.
     """
     return width + LINE // itemsize if width * itemsize % 1024 == 0 else width

@@ -8,8 +8,8 @@ Three tiers, chosen by ``capacity``:
 - tier 3 (``step``, ``steps``): one step per launch, between matmuls of the framework; any cell, any
   size;
 - tier 1 (``resident``): one launch per sequence, all weights on chip; small hidden sizes;
-- tier 2 (``cooperative``): one launch per sequence, the weights on chip of many programs, which
-  exchange h every step; large hidden sizes.
+- tier 2 (``cooperative``): one launch per sequence, the weights spread on chip over many programs,
+  which exchange h every step; large hidden sizes.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class GpuHost(Protocol):
     ``shape``, ``reshape`` and ``mT``. ``wide`` arrays are float32, others of the plan's dtype.
 
     Attributes:
-        dtype: of the plan, as the framework has it.
-        wide_states: False: states are kept as the plan stores them, and at borders wide.
-        ordinal: of the device, as CUDA counts.
+        dtype: the framework's dtype for the plan.
+        wide_states: False: states are kept in the plan's dtype, and only at borders in float32.
+        ordinal: the number of the device in CUDA.
         tf32: whether matmuls may round float32 operands to 19 bits.
-        limits: the device as ``capacity`` knows it; None where kernels are interpreted.
-        tier: forces one; None lets ``capacity`` choose.
-        replay: runs a call of tier 3, as ``steps.run_plainly`` does, from graphs of launches that
-            it has captured. None launches step by step.
+        limits: the device's properties for ``capacity``; None if kernels are interpreted.
+        tier: forces a tier; None lets ``capacity`` choose.
+        replay: runs a call of tier 3 like ``steps.run_plainly``, but from captured graphs of
+            launches. None launches step by step.
         trouble: an int32 in memory that host and device both reach; kernels of tier 2 set it when
-            their programs have waited for one another in vain.
-        patience: nanoseconds that they wait.
+            their programs give up waiting for one another.
+        patience: the nanoseconds after which a program gives up.
     """
 
     wide_states: bool
@@ -62,7 +62,7 @@ class GpuHost(Protocol):
     patience: int
 
     def stream(self) -> int:
-        """CUDA's handle; 0 for the default stream."""
+        """CUDA's handle of the current stream; 0 for the default stream."""
         ...
 
     def empty(self, shape: tuple[int, ...], wide: bool = False) -> Array: ...
@@ -70,7 +70,7 @@ class GpuHost(Protocol):
     def zeros(self, shape: tuple[int, ...], wide: bool = False) -> Array: ...
 
     def rounded(self, array: Array) -> Array:
-        """The array in the plan's dtype, contiguous; itself where it is."""
+        """The array in the plan's dtype, contiguous; the array itself if it is so already."""
         ...
 
     def numbers(self, values: Sequence[float]) -> Array:
@@ -86,10 +86,10 @@ class GpuHost(Protocol):
         ...
 
     def table(self, count: int) -> Array:
-        """An array of ``count`` int64, which are written before they are read."""
+        """An array of ``count`` int64, which need not be initialized."""
         ...
 
-    # What ``anycell.layer.contract`` asks: see ``anycell.layer.Arrays``.
+    # What ``anycell.layer.contract`` needs: see ``anycell.layer.Arrays``.
 
     def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None: ...
 
@@ -100,7 +100,7 @@ class GpuHost(Protocol):
     def pointer(self, array: Array) -> int: ...
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """In elements."""
+        """The strides in elements."""
         ...
 
     def matmul(self, a: Array, b: Array, out: Array) -> None:
@@ -120,7 +120,7 @@ class GpuHost(Protocol):
         ...
 
     def masked(self, x: Array, mask: Array) -> Array:
-        """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, NaN or not."""
+        """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, even in place of NaN."""
         ...
 
 
@@ -143,7 +143,7 @@ class Span(NamedTuple):
         return self.array[first : first + steps, :, self.column : self.column + width]
 
     def values(self, name: str, host: GpuHost) -> dict[str, Any]:
-        """The arguments of kernels."""
+        """The arguments of kernels for this array."""
         time, row = host.strides(self.array)[:2]
         start = self.first * time + self.column
         arguments = {name: self.array, f"{name}__0": start, f"{name}__t": self.sign * time}
@@ -157,7 +157,7 @@ class Work(NamedTuple):
         host: the framework's arrays.
         values: what kernels take besides spans.
         spans: arrays over time, by name.
-        draws: of random masks, seed, stream, time of the first step, time per step.
+        draws: for random masks: seed, stream, time of the first step, time per step.
         weights: per matmul ``[outputs * out, in]`` or ``[heads, outputs * out / heads,
             in / heads]``, of the outputs that the cell uses.
     """
@@ -205,7 +205,7 @@ def grid(printed: Printed, plan: Plan, batch: int) -> tuple[int, int]:
 
 
 def run(kernels: Step | Printed, work: Work) -> int:
-    """Runs a call; the turns by which buffers that take turns (``turn``) have moved on."""
+    """Runs a call; returns by how many turns the buffers that take turns have moved on."""
     if isinstance(kernels, Printed):
         if kernels.cooperative and work.host.limits is None:
             return _run_interpreted(kernels, work)
@@ -216,8 +216,8 @@ def run(kernels: Step | Printed, work: Work) -> int:
 
 
 def _run_interpreted(kernel: Printed, work: Work) -> int:
-    """Tier 2, one step per launch: the interpreter runs one program after the other, and none may
-    wait for a later one. The last launch collects what the last step owes.
+    """Runs tier 2 with one step per launch: the interpreter runs one program after the other, so
+    none may wait for a later one. The last launch collects what the last step owes.
     """
     for t in range(work.steps + work.variant.backward):
         part = work.part(t, int(t < work.steps), work.values["turn"] + t)
@@ -227,9 +227,9 @@ def _run_interpreted(kernel: Printed, work: Work) -> int:
 
 
 def sources(plan: Plan, backward: bool) -> Iterator[str]:
-    """The texts of a plan's kernels, in training and without masks; for reading.
+    """Yields the texts of a plan's kernels, for training without masks; they are for reading.
 
-    First the kernels of tier 3, then of the other tiers where some card has room for them.
+    First come the kernels of tier 3, then those of other tiers if any card has room for them.
     """
     cards = capacity.DEVICES
     for passes in (False, True)[: 1 + backward]:

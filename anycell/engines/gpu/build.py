@@ -29,11 +29,11 @@ from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed, Variant
 
 OLDEST = (3, 3)  # release of Triton; PyTorch 2.7 brings it
-# Arguments that Triton may add at the end of a kernel: scratch memory, and that of its profiler.
+# Arguments that Triton may add at the end of a kernel: scratch memory, its own and its profiler's.
 MOST_HIDDEN = 2
 PROBED = 90  # the compute capability that the first kernel is compiled for
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of a multiprocessor, of a thread
-MOST_SPILLED = 64  # bytes of a thread, of a kernel that loops over time: each step pays for them
+MOST_SPILLED = 64  # bytes per thread of a kernel that loops over time: each step pays for them
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Binary:
     """A kernel compiled for one kind of device.
 
     Attributes:
-        symbol: its name in the cubin.
+        symbol: the kernel's name in the cubin.
         cubin, ptx: machine code, and the text before it.
         shared: bytes of shared memory.
         warps: of 32 threads.
@@ -68,7 +68,7 @@ class Binary:
 
 @functools.cache
 def unusable() -> str | None:
-    """Why no kernel can be made here, in words; None if one can, which a small one has shown.
+    """Says why no kernel can be made here; None if a small kernel compiles, or is interpreted.
 
     Imports Triton. The small kernel takes a second or two to compile; then Triton has it on disk.
     """
@@ -109,7 +109,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _probe() -> Printed:
-    """A small kernel that asks of Triton what others do: matrices, random numbers, flags."""
+    """A small kernel that needs of Triton what others need: matrices, random numbers, flags."""
     from anycell import cells
     from anycell.engines import gpu
     from anycell.plan import plan
@@ -138,7 +138,7 @@ def function(printed: Printed) -> Any:
 
 
 def _written(printed: Printed) -> str:
-    """The file with the text."""
+    """Writes the text to a file and returns the path."""
     directory = os.path.join(cache_directory(), "triton")
     try:
         if not enabled():
@@ -172,7 +172,7 @@ def _put(directory: str, printed: Printed) -> str:
 
 @functools.cache
 def _private() -> str:
-    """A directory for this process alone: others can write the cache, or it cannot be used."""
+    """A directory for this process alone, if others can write to the cache or it is unusable."""
     return tempfile.mkdtemp(prefix="anycell-triton-")
 
 
@@ -183,22 +183,22 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
     Args:
         printed: the kernel.
         capability: of the device, 90 for an H100.
-        aligned: arguments, addresses or strides, that 16 divides.
+        aligned: the arguments, addresses or strides, that 16 divides.
 
     Raises:
-        Refused: where Triton does not compile it.
+        Refused: if Triton does not compile it.
     """
     # The assembler saves registers so that two programs fit on a multiprocessor: it does not know
-    # how much shared memory one takes. A cooperative kernel gets all registers from the start: to
-    # save some, the assembler would load the others' results in parts, and wait for each part.
+    # how much shared memory one takes. A cooperative kernel may use all registers from the start;
+    # otherwise the assembler would load other programs' results in parts, and wait for each part.
     most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
     first, second = (most, None) if printed.cooperative else (None, most)
     made = _made(printed, capability, aligned, first)
     spills = spilled(made.asm["cubin"]) if printed.alone else 0
     if spills and (first or usage(made.asm["cubin"])["REG"] < most):
-        # The one spills a little to save registers, the other since it keeps weights in them; but
-        # hardly ever both. Where the assembler has taken all of its own accord, the result is the
-        # same again.
+        # Without a limit kernels may spill a little to save registers, with all registers because
+        # they keep weights in them; but hardly ever both. If the assembler took all registers
+        # unasked, the result would be the same again.
         again = _made(printed, capability, aligned, second)
         spills_again = spilled(again.asm["cubin"])
         if spills_again < spills:
@@ -227,9 +227,9 @@ def _made(printed: Printed, capability: int, aligned: frozenset[str], registers:
     options |= {"enable_fp_fusion": True, "sanitize_overflow": False, "maxnreg": registers}
     try:
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    except Exception as error:  # its own, the assembler's, LLVM's: there is no common class
+    except Exception as error:  # Triton's, the assembler's, LLVM's: there is no common class
         cause: BaseException = error
-        while cause.__cause__ is not None:  # of a place in a text, what is wrong there
+        while cause.__cause__ is not None:  # the innermost error says what is wrong
             cause = cause.__cause__
         lines = [line.strip() for line in str(cause).splitlines() if line.strip(" ^")]
         message = lines[-1] if lines else type(cause).__name__
@@ -242,8 +242,8 @@ def _made(printed: Printed, capability: int, aligned: frozenset[str], registers:
     if not ours <= declared <= ours + MOST_HIDDEN:
         raise Refused(
             printed,
-            f"as Triton {triton.__version__} compiles it it takes {declared} arguments; expected "
-            f"its {ours} and at most {MOST_HIDDEN} of Triton's own",
+            f"compiled by Triton {triton.__version__} it takes {declared} arguments; expected its "
+            f"{ours} and at most {MOST_HIDDEN} of Triton's own",
         )
     return made
 
@@ -260,7 +260,7 @@ def spilled(cubin: bytes) -> int:
 
 
 def usage(cubin: bytes) -> dict[str, int]:
-    """Registers, and bytes of memory, of the one kernel in a cubin; nothing, where the tool that
+    """The registers, and the bytes of memory, of the only kernel in a cubin; empty if the tool that
     comes with Triton is missing.
     """
     import triton

@@ -26,7 +26,7 @@ class Device(NamedTuple):
     Attributes:
         capability: 90 for an H100.
         shared: bytes of shared memory that one program may have.
-        registers: of 32 bits, of a multiprocessor; a thread has at most 255.
+        registers: 32-bit registers of a multiprocessor; a thread has at most 255.
         processors: multiprocessors.
         compiler: the release of the Triton that compiles for it.
     """
@@ -56,7 +56,7 @@ class Choice(NamedTuple):
     Attributes:
         tier: 1, 2 or 3.
         reason: in words.
-        warps: of a program of tier 1, of 32 threads each.
+        warps: of a program of tier 1, with 32 threads each.
         part: what a program of tier 2 owns.
         precision: how its dots multiply float32, see ``WEIGHT``.
     """
@@ -83,39 +83,39 @@ class Choice(NamedTuple):
 WARPS = (4, 8, 16)
 # Bytes that a float32 weight takes on chip, by how dots multiply it, in Triton's words:
 # "ieee" by the threads, without the matrix units;
-# "tf32" by these, from operands that are rounded to 19 bits: where the framework allows as much;
-# "bf16x6" by these, from three bfloat16 that add up to each operand, and the six products of them
-# that float32 can tell from zero: as exact as a sum in float32.
+# "tf32" by the matrix units, from operands rounded to 19 bits, if the framework allows it;
+# "bf16x6" by the matrix units, from three bfloat16 that add up to each operand, with the six of
+# their products that are not negligible in float32: as exact as a sum in float32.
 WEIGHT = {"ieee": 4, "tf32": 4, "bf16x6": 6}
 MATRICES = 80  # capability from which Triton uses the matrix units
-# Numbers of tiles that a thread can hold besides addresses and temporaries, forward and backward,
-# of 16 bits or by how dots multiply float32, which takes registers for their operands.
+# Numbers of tiles that a thread can hold besides addresses and temporaries, forward and backward:
+# for 16 bits, and for each way to multiply float32, whose operands take registers too.
 NUMBERS = {"16": (144, 160), "ieee": (64, 64), "tf32": (112, 128), "bf16x6": (80, 76)}
-# Multiply-adds of a thread in the dots of float32, which are unrolled: with more of them the
-# compiler takes minutes, and spills. Units of such a dot's operand: with more they spill at once.
+# The most multiply-adds of a thread in "ieee" dots, which are unrolled: with more, kernels compile
+# for minutes, and spill. The most units of such a dot's operand: with more, they spill at once.
 UNROLLED = 1024
 UNROLLED_UNITS = 64
-# Of tier 2: rows and units of the tiles; bytes of a thread's share of a chunk's row, as it loads
-# them; numbers of a thread, of which some spill; how many of these are left to the compiler, by
-# turns, where a device refuses what needs more.
+# For tier 2: rows and units of the tiles; bytes that a thread loads of a chunk's row; numbers that
+# a thread may hold, of which some spill; how many of these are left to the compiler, one after the
+# other, if a device refuses slices that leave fewer.
 ROWS, UNITS = (16, 32), (16, 32)
 LOADED = 16
 SLICE_NUMBERS = 216
-SURE = 206  # with more most slices spill: a tier that has only those is not offered
-SUMS = 96  # numbers of a thread, of a warp's share of k: with more all Tritons spill
+SURE = 206  # with more numbers most slices spill: tier 2 is not offered if all slices have more
+SUMS = 96  # sums of a thread, over its warp's share of k: with more every release of Triton spills
 LEFT = (0, 32, 64)
-# Before this release of Triton, sums take shared memory twice on their way to the gates, and a
-# program spills where a thread has more units of its tile than this.
+# Before release YOUNG of Triton, sums take twice the shared memory on their way to the gates, and a
+# program spills if a thread has more than OLD_UNITS units of its tile.
 YOUNG, OLD_UNITS = (3, 5), 2
 PARTED = (3, 6)  # the first release that multiplies float32 as three bfloat16
-# What a multiprocessor does in a cycle, by data sheets and by what others have measured on an H100:
-# bytes from the second-level cache, of all multiprocessors together, bytes of shared memory,
-# multiply-adds of 16 bits. Cycles that a load from the second-level cache takes.
+# What a multiprocessor does in a cycle, by data sheets and published measurements of an H100: bytes
+# from the second-level cache, for one multiprocessor and for all together, bytes of shared memory,
+# multiply-adds of 16 bits. The cycles that a load from the second-level cache takes.
 SECOND_LEVEL, TOGETHER, SHARED, MULTIPLIED = 64, 3000, 128, 1024
 TRIP = 500
-TRIED = 2  # slices of a tile, one after the other, where a device refuses the one before
-TRIES = 4  # choices of a tier: each that a device refuses has cost a compilation
-BATCH = 16  # of explanations
+TRIED = 2  # the most slices that are tried of one tile, each after the one before is refused
+TRIES = 4  # the most choices of a tier: each that a device refuses has cost a compilation
+BATCH = 16  # the batch in explanations
 
 
 @functools.lru_cache(maxsize=1024)
@@ -127,17 +127,17 @@ def choices(
     batch: int = BATCH,
     tf32: bool = False,
 ) -> tuple[Choice, ...]:
-    """Choices that may run a plan, the best first, and at last tier 3, which runs all: where the
-    device refuses one, the next takes its place. The two passes choose each for itself.
+    """The choices that may run a plan, the best first, and finally tier 3, which runs any plan: if
+    the device refuses a choice, the next takes its place. Each pass has its own choices.
 
     Args:
-        device: None, where kernels are interpreted, takes tier 3.
+        device: None, if kernels are interpreted, takes tier 3.
         tier: forces 1, 2 or 3.
         batch: rows.
         tf32: whether dots may round float32 operands to 19 bits.
 
     Raises:
-        ValueError: for a tier that is not there.
+        ValueError: for an unknown tier, or a forced tier that cannot run the cell.
     """
     if tier not in (None, 1, 2, 3):
         raise ValueError(f"tier={tier!r}; expected 1, 2, 3 or None.")
@@ -145,15 +145,15 @@ def choices(
         return (Choice(3, "asked for" if tier else "no card"),)
     if plan.types.mixed and device and device.capability < MATRICES and tier is None:
         why = f"Triton has no matrix instructions of 16 bits before sm_{MATRICES}"
-        return (Choice(3, f"{why}, the framework's matmuls may have"),)
+        return (Choice(3, f"{why}; the framework's matmuls may have them"),)
     fits, reasons = list[Choice](), list[str]()
     tiers = {
         1: functools.partial(_resident, plan, device, backward, tf32, forced=tier == 1),
         2: functools.partial(_cooperative, plan, device, backward, tf32, batch),
     }
-    for number, some in tiers.items():
+    for number, choices_of in tiers.items():
         if tier in (None, number):
-            fitting = some()
+            fitting = choices_of()
             if isinstance(fitting, str):
                 reasons.append(fitting)
             else:
@@ -166,12 +166,12 @@ def choices(
 
 
 def choose(*given: Any, **named: Any) -> Choice:
-    """The best of ``choices``, of the same arguments."""
+    """The best of ``choices`` for the same arguments."""
     return choices(*given, **named)[0]
 
 
 def precisions(plan: Plan, device: Device | None, tf32: bool) -> list[str]:
-    """The precisions of dots, the best first; 16 bits have none to choose."""
+    """The precisions of dots, the best first; for 16 bits there is no choice."""
     if plan.types.mixed or device is None or device.capability < MATRICES:
         return ["ieee"]
     if tf32:
@@ -182,10 +182,10 @@ def precisions(plan: Plan, device: Device | None, tf32: bool) -> list[str]:
 def _resident(
     plan: Plan, device: Device | None, backward: bool, tf32: bool, forced: bool
 ) -> list[Choice] | str:
-    """Tier 1 with as few warps as may be, and with more; or why not."""
+    """The choices of tier 1, the fewest warps first; or why there are none."""
     count = tiles(plan, backward)
     registers = device.registers if device else DEVICES[0].registers
-    # A warp's part of a dot is eight units wide: more warps than that would all do the same.
+    # A warp's part of a dot is eight units wide: warps beyond that would repeat the work of others.
     most = max(WARPS[0], _widest(plan) // 8)
 
     def fitting(precision: str) -> list[int]:
@@ -193,7 +193,7 @@ def _resident(
         matrices = kind in ("tf32", "bf16x6")  # whose parts of float32 take more registers
         least = min(WARPS[1], most) if matrices else WARPS[0]
 
-        def room(warps: int) -> int:  # 16 warps share out what leaves each thread half
+        def room(warps: int) -> int:  # with 16 warps each thread has half of the registers
             return NUMBERS[kind][backward] * min(256, registers // (32 * warps)) // 256
 
         return [
@@ -224,7 +224,7 @@ def _resident(
 def _cooperative(
     plan: Plan, device: Device | None, backward: bool, tf32: bool, batch: int
 ) -> list[Choice] | str:
-    """Tier 2, or why not: the tiles that fit, what should be quickest first."""
+    """The choices of tier 2 that fit, what should be fastest first; or why there are none."""
     why = refusal(plan)
     if why is not None:
         return why
@@ -262,7 +262,7 @@ def _cooperative(
 
 
 def _few(ordered: Iterable[Choice]) -> list[Choice]:
-    """The best choice of each tile: where it is refused, others of the tile hardly fit."""
+    """The best choices of each tile: if they are refused, others of the tile hardly fit."""
     tried = Counter[tuple[int, int]]()
     chosen = list[Choice]()
     for choice in ordered:
@@ -275,11 +275,11 @@ def _few(ordered: Iterable[Choice]) -> list[Choice]:
 def _parts(
     plan: Plan, device: Device, rows: int, units: int, programs: int, backward: bool, precision: str
 ) -> Iterator[Slice]:
-    """The slices of a tile that are quickest by ``cycles``, for each number of warps, with all
+    """The slices of a tile that are fastest by ``cycles``, for each number of warps, with all
     registers and with fewer.
 
-    Of three bfloat16 only 16 rows, eight warps or more, one chunk at a time and no weight in
-    registers: otherwise they spill.
+    Products of three bfloat16 need 16 rows, eight warps or more, one chunk at a time and no weights
+    in registers: otherwise kernels spill.
     """
     parted = precision == "bf16x6"
     if not plan.types.mixed and rows > (ROWS[0] if parted else ROWS[1]):
@@ -294,7 +294,7 @@ def _parts(
         chunks = -(-_depth(plan, backward) // chunk)
         fitting = list[Slice]()
         for ahead in range(1, 2 if parted else chunks + 1):
-            # What more registers hold, shared memory need not: the most that there is room for.
+            # Weights in registers need no shared memory: hold as many as there is room for.
             part = Slice(rows, units, chunk, ahead, warps, 0)
             room = SLICE_NUMBERS - left - slice_numbers(plan, part, backward)
             of_one = _columns(plan, part.units, backward) * LOADED * 4 // 128
@@ -388,7 +388,7 @@ def shared_bytes(plan: Plan, backward: bool, precision: str = "ieee") -> int:
 
 
 def _padded(plan: Plan, l: Linear) -> list[int]:
-    """Units of a tile of tier 1: of what a matmul gives, and of its operand."""
+    """Units of the tiles of tier 1 for a matmul's output and its operand."""
     return [power_of_two(plan.sizes[size], LEAST) for size in (l.out_size, l.in_size)]
 
 
@@ -419,7 +419,7 @@ def _unrollable(plan: Plan, warps: int) -> bool:
 
 
 def _each(plan: Plan, warps: int) -> int:
-    """Units of a tile for each thread. Warps beyond the widths of a dot hold what others hold."""
+    """Numbers of a tile per thread. Warps beyond the width of a dot hold the same as others."""
     return -(-LEAST * _widest(plan) // (32 * min(warps, _widest(plan) // 8)))
 
 
@@ -429,7 +429,7 @@ def _widest(plan: Plan) -> int:
 
 
 def table(plan: Plan, batch: int = BATCH) -> list[tuple[str, str, str]]:
-    """Per device, and for both passes, the tier and why."""
+    """The tier and the reason, for each device and pass."""
     return [
         (device.name, "backward" if backward else "forward", f"tier {c.tier}: {c.reason}")
         for device in DEVICES

@@ -1,8 +1,8 @@
 """Tier 2: one launch per sequence, by programs that exchange h every step.
 
 A program owns a tile of rows and a slice of units with all their gates. Its weights, the rows of W
-that belong to these units, stay on chip for the whole sequence, in registers as far as these have
-room, and so do its other states. What it needs from the others is h, all of it, once a step:
+that belong to these units, stay on chip for the whole sequence, in registers as far as there is
+room, and so do its other states. Once a step it needs all of h from the other programs:
 
     for t:  wait until every program of these rows has published h[t]
             r = dot(W, h[t].T), k shared out over warps;  the cell;  h[t + 1] = ...
@@ -15,19 +15,19 @@ gradients of all gates of all units, which are stored anyway, for the gradient o
             d_h = dot(W.T, d_gates[t + 1].T), likewise;  the derived backward pass
             store its slice of d_gates[t], publish it
 
-The programs of some rows are a group. Groups share nothing, so few programs meet in one.
+Programs of the same rows are a group. Groups share nothing, so few programs wait for one another.
 
-**The exchange.** h goes through the sequence of hidden states, gradients through those of the
-gates: a step reads the slot that the one before has written, and no slot is written twice in a
-launch. The loads bypass the first-level cache, which has nothing to gain from what is read once.
+**The exchange.** h goes through the sequence of hidden states, gradients through the array of gate
+gradients: a step reads the slot that the step before has written, and no slot is written twice in a
+launch. The loads bypass the first-level cache, which is of no use for what is read only once.
 Flags, two of each program, count its steps: docs/gpu.md says why two are enough, when what is
-loaded, and why no program hangs. ``publish`` and ``wait`` in ``library`` have the order in memory.
+loaded, and why no program hangs. ``publish`` and ``wait`` in ``library`` order memory accesses.
 
 A program whose wait takes longer than ``patience`` nanoseconds gives up; all its threads agree on
-that. It goes on with NaN and without waiting, and the others, which find its flags set, come to an
-end too. For a program that never began they find no flag set, and each gives up once.
+that. It goes on with NaN and without waiting; the others find its flags set, and finish too. If a
+program never began, the others find no flag set, and each of them gives up once.
 
-Cells of one stage only: every matmul multiplies h, and no row reduction needs other units.
+Only cells of one stage fit: every matmul multiplies h, and no row reduction needs other units.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Slice(NamedTuple):
 
     Attributes:
         rows, units: of its tile.
-        chunk: of k that its warps multiply at once, each a share of them.
-        ahead: chunks that are on their way at the same time.
+        chunk: the part of k that its warps multiply at once, each of them a share.
+        ahead: chunks that are being loaded at the same time.
         warps: of 32 threads.
-        held: chunks whose weights threads hold; other weights are in shared memory.
+        held: chunks whose weights are in registers; other weights are in shared memory.
     """
 
     rows: int
@@ -67,14 +67,14 @@ CHAINS = 4  # of matrix instructions between which a warp alternates
 
 
 def shape(plan: Plan, l: Linear, units: int, backward: bool) -> tuple[int, int]:
-    """The length of k of a matmul, and its columns for so many units."""
+    """The length of k of a matmul, and its columns for this number of units."""
     h, outputs = plan.hidden_size, len(l.outputs)
     return (outputs * h, units) if backward else (h, outputs * units)
 
 
 def sums_of(rows: int, columns: int) -> int:
-    """Counts the sums of all columns that a warp has: an instruction waits for the one before it
-    with the same sums.
+    """Counts the sets of sums of all columns that a warp has: an instruction waits for the previous
+    instruction on the same sums.
     """
     chains = columns // LEAST * (rows // 8)
     return max(1, CHAINS // max(1, chains))
@@ -83,8 +83,8 @@ def sums_of(rows: int, columns: int) -> int:
 def print_cooperative(
     plan: Plan, variant: Variant, part: Slice, precision: str = "ieee"
 ) -> Printed:
-    """The kernel of a plan, for programs that own such slices, whose dots of float32 multiply like
-    that.
+    """The kernel of a plan, for programs that own slices like ``part``, whose dots of float32 have
+    that ``precision``.
     """
     return _Slice(plan, variant, part, precision).printed()
 
@@ -96,7 +96,7 @@ def refusal(plan: Plan) -> str | None:
     if not cell.linears:
         return "no matmul"
     if any(l.operand is not Expr("state", (), (h.name,)) for l in cell.linears):
-        return "a matmul multiplies something else than h"
+        return "a matmul multiplies something other than h"
     sizes = {s.size for s in cell.states}
     sizes |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
     if sizes != {"H"}:
@@ -125,8 +125,8 @@ class _Slice(Loop):
 
     # -- matmuls ---------------------------------------------------------------------------------
     def outputs(self, l: Linear) -> list[tuple[int, int]]:
-        """First output and number of those that are multiplied at once. Forward, these lie side by
-        side in a matrix, 6 of them as 4 and 2; backward their units are one k.
+        """The first output and the number of outputs in each bundle that is multiplied at once.
+        Forward, these lie side by side in a matrix, 6 as 4 and 2; backward, their units are one k.
         """
         if self.variant.backward:
             return [(0, len(l.outputs))]
@@ -157,7 +157,7 @@ class _Slice(Loop):
     def _spread(self, rows: int, held: bool = True) -> tuple[str, str]:
         """Spreads the loads of a chunk over a program: which rows, or columns, and which k.
 
-        ``held``: as ``left`` and ``right`` want it, otherwise as ``left_shared``.
+        ``held``: in the layout of ``left`` and ``right``, otherwise of ``left_shared``.
         """
         warps, name = self.warps, f"{rows}" if held else f"{rows}_shared"
         all_ = self.once(f"all_{rows}", f"tl.arange(0, {rows * warps})[:, None]")
@@ -194,15 +194,15 @@ class _Slice(Loop):
         self.once(f"w{k}_{first}_{start}", f"{lay}({loaded}, {self.warps}, {self.pair})")
 
     def _sums(self, k: int, l: Linear, operand: str, load: Callable[[int], None]) -> list[str]:
-        """The matmuls with all chunks: for each bundle of outputs what warps have summed."""
+        """Prints the matmuls of all chunks; returns the warps' sums for each bundle of outputs."""
         starts, sums = self.chunks(l), list[str]()
         for n, start in enumerate(starts):
             for ahead in starts[n:][: self.ahead]:
                 load(ahead)
             value = self._restored(f"{operand}_{start}")
             if n == 0:
-                # The assembler would issue some of them after the first matmuls, to save registers,
-                # and each of these would wait for another trip to the second-level cache.
+                # Otherwise the assembler would issue some loads after the first matmuls, to save
+                # registers, and each would cost another trip to the second-level cache.
                 self.say("tl.debug_barrier()")
             right = f"{operand}_{start}_right"
             self.once(right, f"right({value}, {self.warps}, {self.pair})")
@@ -219,7 +219,7 @@ class _Slice(Loop):
         ]
 
     def multiply(self, k: int, l: Linear, output: str, node: Expr) -> str:
-        """One output of a matmul; the first one brings all others."""
+        """One output of a matmul; the first call prints all outputs."""
         if f"r{k}_{output}" not in self.said:
             sums = self._sums(k, l, "h", self._load_h)
             for (first, count), parts in zip(self.outputs(l), sums, strict=True):
@@ -228,7 +228,7 @@ class _Slice(Loop):
         return f"r{k}_{output}"
 
     def _their_rows(self) -> str:
-        """The rows of a chunk. Those beyond the batch repeat its last row: their results are never
+        """The rows of a chunk. Rows beyond the batch repeat its last row: their results are never
         read, and loads without a mask need no zeros.
         """
         of, _ = self._spread(self.rows)
@@ -240,8 +240,8 @@ class _Slice(Loop):
         return self._place_theirs("h_at", "hidden", "t")
 
     def _place_gates(self, k: int, l: Linear) -> str:
-        """The address of the first chunk of gates' gradients. Before the first step there are none:
-        what is read then is not used.
+        """The address of the first chunk of the gates' gradients. Before the first step there are
+        none: what the kernel reads then is not used.
         """
         name = gradients_of(self.plan, l)
         step = f"tl.maximum(t - 1, -{self.argument('behind', 'i32')})"
@@ -258,7 +258,7 @@ class _Slice(Loop):
         self.once(name, f'tl.load({plus(start, at)}{mask}, cache_modifier=".cg")')
 
     def _load_h(self, start: int) -> None:
-        """A chunk of h, and what resets put in its place."""
+        """Loads a chunk of h, and what resets put in its place."""
         h = self.plan.hidden_size
         self._fetch(f"h_{start}", self._place_h(), start, h)
         if self.variant.resets:
@@ -275,7 +275,7 @@ class _Slice(Loop):
         return self.once(f"{name}_kept", f"tl.where(their_reset, {name}_reset, {name})")
 
     def _split(self, value: str, names: list[str]) -> None:
-        """``[rows, units * outputs]`` into a tile for each output."""
+        """Splits ``[rows, units * outputs]`` into a tile for each output."""
         if len(names) == 1:
             self.once(names[0], value)
             return
@@ -295,7 +295,7 @@ class _Slice(Loop):
         return f"total({' + '.join(terms)}, 1)"
 
     def _load_gates(self, k: int, l: Linear, start: int) -> None:
-        """A chunk of the gradients of all outputs."""
+        """Loads a chunk of the gradients of all outputs."""
         size = len(l.outputs) * self.plan.hidden_size
         self._fetch(f"d{k}_{start}", self._place_gates(k, l), start, size)
 
@@ -308,14 +308,14 @@ class _Slice(Loop):
 
     @property
     def early(self) -> frozenset[str]:
-        """Backward, too: what a step reads, except what the step after it has written."""
+        """Arrays loaded a step early: backward, all but what the step after has written."""
         if not self.variant.backward:
             return super().early
         return frozenset({"mask", "resets", "d_output", "saved", "gates", *self.sequences})
 
     def after_exchange(self) -> None:
-        """After the others' results have arrived: only now can loads of the next step neither delay
-        these nor take their registers.
+        """Prints the next step's loads once the others' results have arrived: earlier they would
+        delay these and take their registers.
         """
         if NEXT not in self.said:
             self.said[NEXT] = ""
@@ -335,7 +335,7 @@ class _Slice(Loop):
         self.evaluate([n for n in wanted if n.op != "const"], self.labels())
 
     def before_wait(self) -> None:
-        """Computes what depends on no other program, while these finish the previous step."""
+        """Computes what does not depend on other programs, while they finish the previous step."""
         roots = [*self.cell.next, *self.kept]
         self._before(roots, lambda node: node.op in ("linear", "preact"))
         for node in topological(roots):
@@ -344,9 +344,9 @@ class _Slice(Loop):
         self._place_h()
 
     def wait(self) -> None:
-        """Until the step before is done everywhere.
+        """Waits until all programs of the group have done the step before.
 
-        Every thread has a lane of its own: lanes beyond the programs look at this program's flag.
+        Every thread has a lane of its own; lanes beyond the programs poll this program's flag.
         """
         done, patience = self.argument("done", "i32"), self.argument("patience", "i64")
         lanes = f"tl.arange(0, {power_of_two(self.programs, 32 * self.warps)})"
@@ -357,7 +357,7 @@ class _Slice(Loop):
             self.say(f"alive = wait({where}, {done} + t, {patience})")
 
     def wait_backward(self, roots: list[Expr]) -> None:
-        """Likewise; then adds what the step before still owes."""
+        """Waits likewise; then adds what the step before still owes."""
         h = self.cell.states[0].name
         self._before(roots, lambda n: n.op == "linear_t" or (n.op == "grad" and n.attrs[0] == h))
         for k, l in enumerate(self.linears):
@@ -369,18 +369,18 @@ class _Slice(Loop):
         self.say("gathered = tl.where(is_before, gathered, 0.0)")
         self.hand_over("gathered")
         if self.variant.resets:
-            # The step before may have begun with a reset: then it goes to what that restored.
+            # If the step before began with a reset, its gradient goes to what the reset restored.
             self.once("diverted", self.flags("resets", "t - 1", "is_before"))
             self.say(f"restored_{h} += tl.where(diverted, gathered, 0.0)")
             self.say("gathered = tl.where(diverted, 0.0, gathered)")
         self.say(f"g_{h} += gathered")
 
     def hand_over(self, value: str) -> None:
-        """Nobody takes a result for right that rests on h as it was before."""
+        """Turns a result into NaN after a failed wait, since it is based on an old h."""
         self.say(f'{value} = tl.where(alive > 0, {value}, float("nan"))')
 
     def publish(self) -> None:
-        """For the other programs of these rows."""
+        """Tells the other programs of these rows that the step is done."""
         text = f"publish({self._flag('done + t', 'tl.program_id(1)')}, done + t + 1)"
         if not self.variant.backward:
             self.say(text)
@@ -390,8 +390,8 @@ class _Slice(Loop):
             self.say(text)
 
     def begin_step(self) -> None:
-        """Backward, one more turn than there are steps collects what the last one owes: in that
-        turn there are no rows.
+        """Backward, the loop has one more turn than there are steps, to collect what the last step
+        owes. In that turn there are no rows.
         """
         if self.variant.backward:
             self._there("(rows < batch) & (rows * 0 + t < count)")
@@ -409,12 +409,12 @@ class _Slice(Loop):
         self.once("alive", "tl.full([], 1, tl.int32)")
 
     def after_steps(self) -> None:
-        """All rows are there again."""
+        """Makes all rows valid again."""
         if self.variant.backward:
             self._there("rows < batch")
 
     def end(self) -> None:
-        """Says whether somebody was waited for in vain."""
+        """Tells the host whether a wait has failed."""
         trouble = self.argument("trouble", "*i32")
         self.say("if alive == 0:")
         with self.indented():

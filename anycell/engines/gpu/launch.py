@@ -1,7 +1,7 @@
 """Starts kernels on a device, through the CUDA driver's own interface.
 
-No framework is asked for more than addresses and a stream. The driver library is loaded when the
-first kernel starts.
+Frameworks only have to provide addresses and a stream. The driver library is loaded when the first
+kernel starts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from anycell.engines.gpu import GpuHost
 
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_WITHOUT_ASKING = 48 << 10  # bytes of shared memory that every kernel may have
+_WITHOUT_ASKING = 48 << 10  # bytes of shared memory that every kernel may use
 # CU_DEVICE_ATTRIBUTE_...: COMPUTE_CAPABILITY_MAJOR, _MINOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
 # MAX_REGISTERS_PER_MULTIPROCESSOR, MULTIPROCESSOR_COUNT
 _ATTRIBUTES = (75, 76, 97, 82, 16)
-# Errors of the driver that say that a kernel does not fit, and leave the context as it was. All
-# others are raised as they are: after some, as an illegal address, nothing runs any more.
+# Driver errors that mean that a kernel does not fit, and leave the context usable. All others are
+# raised as they are: after some of them, such as an illegal address, nothing runs any more.
 _INVALID_VALUE = 1
 _NO_ROOM = {
     701: "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
@@ -44,11 +44,11 @@ _NOT_FOR_THIS_DEVICE = {
 class Launch:
     """A kernel with its arguments; called once for each step.
 
-    Making one, and calling it, raises ``Refused`` where the kernel does not fit on the device.
+    The constructor and a call raise ``Refused`` if the kernel does not fit on the device.
 
     Args:
         printed: the kernel.
-        values: an array for each pointer and an int for each number that it takes, and more.
+        values: by name an array for each pointer and an int for each number; others are ignored.
         grid: programs along each axis.
         host: of the arrays, which must outlive what runs on its stream.
     """
@@ -76,9 +76,9 @@ class Launch:
         )
         context = _context(host.ordinal)
         self.binary, self.handle = _loaded(printed, aligned, host.ordinal, context)
-        # Triton's own arguments at the end: scratch memory, of which our kernels ask none.
+        # Triton's own arguments come last: scratch memory, which our kernels do not need.
         count = len(numbers) + self.binary.hidden
-        # The driver reads as many bytes of each as its type has, the lowest first.
+        # The driver reads the lowest bytes of each, as many as its type has.
         self.cells = (ctypes.c_uint64 * count)(*numbers)
         first = ctypes.addressof(self.cells)
         self.parameters = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
@@ -146,8 +146,8 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _context(device: int) -> int:
-    """The context of the calling thread. A new thread, as one of PyTorch's autograd, may have none:
-    it gets that of the device, which frameworks share.
+    """The context of the calling thread. A new thread, such as one of PyTorch's autograd, may have
+    none: it gets the device's primary context, which frameworks share.
     """
     current = ctypes.c_void_p()
     _call("cuCtxGetCurrent", ctypes.byref(current))
@@ -160,7 +160,7 @@ def _context(device: int) -> int:
 
 @functools.cache
 def _primary(device: int) -> int:
-    """The primary context of a device, which is kept from now on."""
+    """The primary context of a device, which is retained from now on."""
     context = ctypes.c_void_p()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _handle(device))
     return int(context.value or 0)

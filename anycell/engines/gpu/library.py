@@ -3,10 +3,9 @@
 A printed kernel says ``sigmoid(a_f) * s_c`` and imports these names. (Arithmetic and comparisons
 are Triton's own operators, see ``OPERATORS``.) Values are float32 whatever the kernel's dtype.
 
-NVIDIA's fast exponential, 2^x, is good to 2 units in the last place; what a multiplication by
-log2(e) loses on the way to it is put right here, since it grows with x. tanh has its own branch
-near 0, where a difference of exponentials loses all digits. Infinities and NaN come out as the
-mathematics says.
+NVIDIA's fast exponential, 2^x, is good to 2 units in the last place; the error of multiplying x by
+log2(e) is corrected here, since it grows with x. tanh has its own branch near 0, where a difference
+of exponentials loses all digits. Infinities and NaN give the mathematically correct results.
 
 Only printed kernels import this module: it needs Triton.
 """
@@ -26,7 +25,7 @@ OPERATORS = frozenset(
 )
 
 _LOG2E = tl.constexpr(math.log2(math.e))
-_LOG2E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves out of the line above
+_LOG2E_LOW = tl.constexpr(1.925963033500011e-08)  # what _LOG2E loses in float32
 _LN2 = tl.constexpr(math.log(2.0))
 _INFINITY = tl.constexpr(math.inf)
 
@@ -36,8 +35,8 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x for 1 <= x <= 2, to a unit in the last place: one instruction, where a division would
-    look after numbers of all sizes. NaN stays NaN.
+    """1 / x for 1 <= x <= 2, to a unit in the last place: one instruction, while a division would
+    handle numbers of all sizes. NaN stays NaN.
     """
     if _INTERPRETED:
         y = 1.0 / x
@@ -102,9 +101,9 @@ def tanh(x):
     return tl.where(size < 0.55, x + x * (z * near), tl.where(x < 0.0, -far, far))
 
 
-# For kernels of 16-bit dtypes, which round what they save and exchange to 11 bits or less: 2^x of a
-# rounded product, whose relative error grows to 2^-18 while e^-x falls to the smallest number that
-# there is, and near 0 fewer terms.
+# For kernels of 16-bit dtypes, which round what they save and exchange to 11 bits or fewer. These
+# functions take 2^x of a rounded product, whose relative error grows to 2^-18 while e^-x falls to
+# the smallest float32, and fewer terms near 0.
 
 
 @triton.jit
@@ -127,7 +126,7 @@ def tanh_16(x):
 
 @triton.jit
 def _exp2(x):
-    """2^x; what is smaller than a normal number is 0."""
+    """2^x; results below the normal numbers are 0."""
     if _INTERPRETED:
         y = tl.exp2(x)
     else:
@@ -239,12 +238,12 @@ def max(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
 @triton.jit
 def left(values, warps: tl.constexpr, pair: tl.constexpr):
     """The left operand ``[warps, rows, k]`` of a batch of matmuls, one for each warp, from values
-    ``[rows / 8 * warps * 8, k]`` just as threads load them: a warp's share of eight rows at a time.
+    ``[rows / 8 * warps * 8, k]`` as threads load them: a warp's share of eight rows at a time.
 
-    A matrix instruction wants ``pair`` neighbours of each of a row's four threads, which lie apart
-    in memory, and then the next ones; but a thread loads 16 bytes that lie together. Since the
-    order of k is no matter as long as both operands have the same, k is taken in the order in which
-    the instruction gets at it, and no value has to go to another thread.
+    A matrix instruction takes ``pair`` neighbours from each of a row's four threads, and then the
+    next ``pair`` of each; but a thread loads 16 contiguous bytes. The order of k does not matter if
+    it is the same in both operands. So k is taken in the order in which the instruction reads what
+    the threads have loaded, and no value has to go to another thread.
     """
     rows: tl.constexpr = values.shape[0] // warps
     k: tl.constexpr = values.shape[1]
@@ -254,8 +253,8 @@ def left(values, warps: tl.constexpr, pair: tl.constexpr):
 
 @triton.jit
 def left_shared(values, warps: tl.constexpr, pair: tl.constexpr):
-    """Left operand from values ``[warps * rows, k]``, rows of other threads: through shared
-    memory, where they stay.
+    """The left operand from values ``[warps * rows, k]`` whose rows other threads load: they go
+    through shared memory, and stay there.
     """
     rows: tl.constexpr = values.shape[0] // warps
     k: tl.constexpr = values.shape[1]
@@ -271,8 +270,8 @@ def right(values, warps: tl.constexpr, pair: tl.constexpr):
 
 @triton.jit
 def total(parts, outputs: tl.constexpr):
-    """The sum over the warps of ``[warps, units * outputs, rows]``, as ``[rows, units * outputs]``:
-    in pairs, halves of what remains, by a thread that has all outputs of its units.
+    """The sum over the warps of ``[warps, units * outputs, rows]``, as ``[rows, units * outputs]``.
+    A thread that has all outputs of its units adds the warps in pairs, until one sum is left.
     """
     warps: tl.constexpr = parts.shape[0]
     rows: tl.constexpr = parts.shape[2]
@@ -301,22 +300,22 @@ def total(parts, outputs: tl.constexpr):
 def address(table, place: tl.constexpr, odd, kind: tl.constexpr):
     """The address of numbers of this kind that a table holds.
 
-    ``odd`` is 0 where 16 divides all such addresses, else 1. The compiler knows neither, but of 0
-    that 16 divides it: so it takes several numbers in one access.
+    ``odd`` is 0 if 16 divides all such addresses, else 1. Kernels for an ``odd`` of 0 are compiled
+    for a multiple of 16, so that they take several numbers in one access.
     """
     number = tl.load(table + place)
     rest = number % 16
     start = tl.multiple_of((number - rest).to(tl.pointer_type(kind)), 16)
-    # Of a number: Triton 3.3 asks no argument for its attributes.
+    # From a number of that type: Triton 3.3 does not read attributes of arguments.
     bits: tl.constexpr = tl.full([], 0, kind).dtype.primitive_bitwidth
     return start + rest // (bits // 8) * odd
 
 
 # ---- programs that wait for one another ----------------------------------------------------------
 
-# Each thread looks at a flag until it holds the value or more, or until the time is over: that
-# begins with the first reading of the clock, which is read at every 64th look. The load is an
-# acquire: what its program had written before it set the flag is seen by all loads that follow.
+# Each thread polls a flag until it holds the value or more, or until time is up. Time begins with
+# the first reading of the clock, which is read at every 64th poll. The load is an acquire: all
+# loads that follow see what the other program had written before it set the flag.
 _SPIN = tl.constexpr("""{
     .reg .pred there, again, first;
     .reg .b32 seen, looks, rest;
@@ -344,7 +343,7 @@ done:
 
 @triton.jit
 def _spin(flags, value, patience):
-    """In the interpreter, which takes more than 10 microseconds for a look."""
+    """Polls in the interpreter, which takes more than 10 microseconds for a poll."""
     unseen = (tl.load(flags, volatile=True) < value).to(tl.int32)  # Triton 3.3 interprets no ~
     looks = 0
     while (tl.sum(unseen, axis=0) > 0) & (looks * 10_000 < patience):
@@ -355,12 +354,12 @@ def _spin(flags, value, patience):
 
 @triton.jit
 def wait(flags, value, patience):
-    """1 when all flags have come to hold the value or more, 0 if ``patience`` nanoseconds were not
+    """Returns 1 once all flags hold the value or more, or 0 if ``patience`` nanoseconds were not
     enough.
 
-    A flag for each thread at least: so the threads add up what they saw across all warps, and all
-    of them get the same answer. The barrier puts all their polls before whatever any of them
-    loads afterwards. So what one thread has acquired, the loads of all others see.
+    There is at least one flag for each thread. So the threads add up their results across all
+    warps, and all get the same answer. The barrier puts all polls before all later loads of any
+    thread. So the loads of all threads see what one thread has acquired.
     """
     if _INTERPRETED:
         seen = _spin(flags, value, patience)

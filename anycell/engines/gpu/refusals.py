@@ -1,9 +1,9 @@
 """Choices that devices have refused, so that each is asked once.
 
-``capacity`` says what ought to fit. The compiler and the driver know better: a kernel spills, takes
-more shared memory than there is, or has more programs than run at once where other processes hold a
-part of the device. Then its launch raises ``Refused``, before anything of it has run; what has
-refused is remembered here, and the pass starts again with the next choice. A pass changes none of
+``capacity`` says what ought to fit. The compiler and the driver know better: a kernel may spill,
+take more shared memory than there is, or have more programs than can run at once because other
+processes use a part of the device. Then its launch raises ``Refused`` before any of it has run. The
+refusal is remembered here, and the pass starts again with the next choice. A pass changes none of
 its arguments, so the first attempt leaves no trace.
 """
 
@@ -17,7 +17,7 @@ from anycell.plan import Plan
 
 
 class Refused(RuntimeError):
-    """A kernel cannot run on this device; nothing of it has run.
+    """A kernel cannot run on this device; no part of it has run.
 
     Attributes:
         why: in words.
@@ -33,8 +33,8 @@ class Refusal(NamedTuple):
     """A refusal as it is remembered.
 
     Attributes:
-        device: which one has refused.
-        plan, variant, choice: what the kernel is of.
+        device: the device that has refused.
+        plan, variant, choice: what the kernel was printed for.
         instead: the choice that takes its place.
         why, programs: as in ``Refused``.
     """
@@ -56,7 +56,7 @@ _remembered: dict[tuple[Device, Printed], Refusal] = {}
 
 
 def remember(kernel: Printed, refusal: Refusal) -> None:
-    """Remembers a refusal; of several numbers of programs the least counts."""
+    """Remembers a refusal; of several refusals of a kernel, the one of fewest programs counts."""
     before = _remembered.get((refusal.device, kernel))
     if before is None or refusal.programs < before.programs:
         _remembered[refusal.device, kernel] = refusal
@@ -74,5 +74,5 @@ def of_plan(plan: Plan) -> list[Refusal]:
 
 
 def forget() -> None:
-    """Devices are asked again."""
+    """Forgets all refusals, so that devices are asked again."""
     _remembered.clear()

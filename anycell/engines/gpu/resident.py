@@ -20,8 +20,8 @@ from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.plan import Plan, gradient_roots
 
-# What stands for a step in the text of a load, and where such loads go: before the loop, into it,
-# and at its end.
+# STEP stands for a step in the text of a load. The others mark places: for the loads before the
+# loop, for the loads in it, and for what happens at its end.
 STEP, FIRST, NEXT, TURN = "{t}", "@first", "@next", "@turn"
 LEAST = 16  # rows and units of the smallest matrices that the matrix units take
 
@@ -36,7 +36,7 @@ def print_resident(
 
 
 class Loop(Text):
-    """A kernel that loops over time. Tier 2 is another: what it does differently has a method."""
+    """A kernel that loops over time; tier 2 overrides the methods for what it does differently."""
 
     name = "resident"
     alone = True
@@ -53,7 +53,7 @@ class Loop(Text):
         super().__init__(plan, variant, tile, whole)
         self.warps, self.precision = warps, precision
         self.linears = plan.cell.linears
-        self.loads: dict[Load, str] = {}  # a step early, and what they are called then
+        self.loads: dict[Load, str] = {}  # loads a step early, and the names of their values
         self.kept = kept(plan, variant)
         self.kind = f"tl.{self.io.name}"
 
@@ -62,7 +62,7 @@ class Loop(Text):
         self.begin()
         self.argument("count", "i32")
         self.argument("turn", "i32")
-        # Loops carry tiles of one shape: whatever enters one is of that.
+        # A value that a loop carries keeps its shape, so it enters the loop as a whole tile.
         for size in self._sizes:
             self.units(size)
             self.once(f"zero_{size}", f"tl.zeros([{self.rows}, {self.padded(size)}], tl.float32)")
@@ -110,7 +110,7 @@ class Loop(Text):
         return self.loads.setdefault(load, f"now_{len(self.loads)}")
 
     def _say_early(self) -> None:
-        """Puts the loads of the first step before the loop, those of the next one into it."""
+        """Puts the loads of the first step before the loop, and loads of the next step into it."""
 
         def at(load: Load, step: str) -> str:
             rows = "their_rows" if load.rows == "is_theirs" else "rows"
@@ -164,18 +164,18 @@ class Loop(Text):
         return f"tl.dot({operand}, {weight}{precision})"
 
     def _operand(self, name: str, value: str, size: str) -> str:
-        """The left side of a matmul; lanes beyond the units are 0, for 0 times NaN is not."""
+        """The left side of a matmul; lanes beyond the units are 0, since 0 times NaN is NaN."""
         full = self.plan.sizes[size] == self.padded(size)
         text = f"zero_{size} + {value}" if full else f"tl.where(is_{size}, {value}, zero_{size})"
         return self.once(name, f"({text}).to({self.kind})" if self.half else text)
 
     def is_leaf(self, node: Expr) -> bool:
-        """Matmuls are computed here, from values like others."""
+        """Whether the value comes from elsewhere; the kernel computes the matmuls of its pass."""
         products = ("linear_t",) if self.variant.backward else ("linear", "preact")
         return super().is_leaf(node) if node.op not in products else node in self.names
 
     def product(self, node: Expr) -> tuple[str, str]:
-        """An output of a matmul forward; backward what reaches the operand."""
+        """Forward, an output of a matmul; backward, the gradient that reaches the operand."""
         k = self.numbers[node.attrs[0]]
         l = self.linears[k]
         if self.variant.backward:
@@ -277,37 +277,37 @@ class Loop(Text):
             if i and keeps(plan, variant, i):
                 self.store_state(i, f"after_{s.name}")
 
-    # Tier 1 needs no other program's results, and no other program needs its own before the end.
+    # Hooks for tier 2. Programs of tier 1 need no results of one another, and never wait.
 
     def before_wait(self) -> None:
         """Prints the part of a step before it waits."""
         self.say(NEXT)
 
     def wait(self) -> None:
-        """Before a step: until what it reads has been written."""
+        """Waits before a step until what it reads has been written."""
 
     def wait_backward(self, roots: list[Expr]) -> None:
-        """Likewise, before the step that computes these."""
+        """Waits likewise, before the step that computes these."""
         self.say(NEXT)
 
     def hand_over(self, value: str) -> None:
-        """Before the result of a step, of that name, is stored."""
+        """Called before the result of a step, of that name, is stored."""
 
     def publish(self) -> None:
-        """After the results of a step have been stored."""
+        """Called after the results of a step have been stored."""
 
     def begin_step(self) -> None:
-        """At the beginning of a turn of the loop, backward."""
+        """Called at the beginning of a turn of the loop, backward."""
 
     def live(self, value: str, other: str) -> str:
-        """The values that such a turn leaves behind."""
+        """The value that such a turn leaves behind; ``other`` in a turn without rows."""
         return value
 
     def after_steps(self) -> None:
-        """After the loop, backward."""
+        """Called after the loop, backward."""
 
     def end(self) -> None:
-        """At the end of the kernel."""
+        """Called at the end of the kernel."""
 
     # -- what both passes share ------------------------------------------------------------------
     def _flags(self) -> None:
@@ -358,7 +358,7 @@ class Loop(Text):
         self.end()
 
     def _carry(self, i: int) -> None:
-        """The gradient of state i, for the step before."""
+        """Computes the gradient of state i for the step before."""
         s = self.cell.states[i]
         parts = [f"zero_{s.size} + {self.value(self.plan.gradients.state[s.name])}"]
         for k, l in enumerate(self.linears):
@@ -383,11 +383,11 @@ class Loop(Text):
                 self.add_param(n, f"tl.sum(tl.where(is_row, {name}, 0.0), axis=0, keep_dims=True)")
 
     def _reset_sum(self, i: int) -> str:
-        """The gradient of what resets restore, of each row."""
+        """The address of the gradient of what resets restore, of each row."""
         return self.of_rows(self.of_state("d_reset", i), self.cell.states[i].size)
 
     def _gradient(self, i: int, turn: str) -> str:
-        """The gradient of state i from later calls."""
+        """The address of the gradient of state i from later calls."""
         return self.in_turn(self.of_state("d_state", i), i, turn)
 
     def later(self, i: int) -> str:

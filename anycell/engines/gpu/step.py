@@ -7,15 +7,15 @@ one kernel does everything else on a tile of rows times units.
     backward    kernel: d_gates[t], gradients of the states       back = d_gates[t] @ W
 
 A matmul inside the step (its operand is computed in the step) begins a new *stage*, with a kernel
-of its own. It computes the values of earlier stages again from memory, except for operands: that
-costs less than storing and loading them. A row reduction needs all units of a row in one program;
+of its own. The kernel computes the values of earlier stages again, except for operands: that costs
+less than storing and loading them. A row reduction needs all units of a row in one program;
 without one, units are split over programs too. Values of different sizes meet only in a
 matmul, so a kernel writes results of one size.
 
 A launch that a CUDA graph holds has the same arguments each time. So kernels read what changes from
-call to call, addresses above all, from a *table* in device memory, and how many steps are done too:
-``steps`` fills it. Only what matmuls read and write stays where it is: kernels write their left
-sides to separate memory, in addition to the sequences.
+call to call, addresses above all, and the number of steps that are done, from a *table* in device
+memory that ``steps`` fills. Only the arrays that matmuls read and write have fixed addresses:
+kernels write the left sides of matmuls there, in addition to the sequences.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Stage(NamedTuple):
     """A part of a step.
 
     Attributes:
-        matmuls: those whose results it reads and no earlier stage did, by number.
+        matmuls: by number, those whose results it reads, and no earlier stage.
         kernels: one per size of its results.
     """
 
@@ -63,8 +63,8 @@ class Step(NamedTuple):
 
     Attributes:
         stages: in order.
-        close: backward, what adds up the gradients of the states after the last step of a call, one
-            kernel per size; else empty.
+        close: backward, the kernels that add up the gradients of the states after the last step of
+            a call, one per size; else empty.
         table: what the table holds, by place: a name, and Triton's type of it.
     """
 
@@ -81,15 +81,15 @@ class Step(NamedTuple):
 def staged(plan: Plan, variant: Variant, linear: Linear) -> bool:
     """Whether a matmul's operand (backward: its gradient) is computed inside the step.
 
-    A state is at hand before the step, unless a reset may replace it.
+    A state is known before the step, unless a reset may replace it.
     """
     inside = linear.operand.op != "state"
     return inside if variant.backward else inside or variant.resets
 
 
 def multiplied(plan: Plan, variant: Variant, linear: Linear) -> bool:
-    """Whether a pass has this matmul. The backward pass has none where nothing behind the operand
-    wants a gradient.
+    """Whether a pass has this matmul. The backward pass does not have it if nothing before its
+    operand needs a gradient.
     """
     return (
         not (variant.backward and staged(plan, variant, linear)) or linear.name in plan.carried_back
@@ -110,12 +110,12 @@ def print_step(plan: Plan, variant: Variant) -> Step:
     stages = []
     for s in range(depth + 1):
         matmuls = tuple(k for k in sorted(level_of) if level_of[k] == s)
-        # Those whose operands this stage computes.
+        # The matmuls whose operands this stage computes.
         ahead = [plan.cell.linears[k] for k in sorted(level_of) if level_of[k] == s + 1]
         last = s == depth
         side = "out_size" if variant.backward else "in_size"
         sizes = dict.fromkeys(getattr(l, side) for l in ahead)
-        if last:  # some have nothing to write
+        if last:  # some of these kernels have nothing to write
             sizes |= dict.fromkeys([*(state.size for state in plan.cell.states), *plan.sizes])
         kernels = [
             _Kernel(
@@ -135,13 +135,13 @@ def print_step(plan: Plan, variant: Variant) -> Step:
 
 @functools.cache
 def print_fill() -> Printed:
-    """The kernel that fills a part of a table with numbers: they are arguments, so a CUDA graph
-    that a user captures holds them, and no memory of the host has to stay for it.
+    """The kernel that fills a part of a table with numbers. They are arguments, so that a CUDA
+    graph that a user captures holds them, and no host memory has to outlive the call.
     """
     names = [f"value{n}" for n in range(FILLED)]
     lines = [f"tl.store(table + first + {n}, {name})" for n, name in enumerate(names)]
-    # Of numbers of 64 bits with a sign, the compiler is told whether 16 divides them: not of these,
-    # or there would be a kernel for each pattern.
+    # Unsigned: the compiler is told of signed numbers of 64 bits whether 16 divides them, which
+    # would make a kernel for each pattern.
     arguments = {"table": "*i64", "first": "i32", **dict.fromkeys(names, "u64")}
     return _small("fill", "Fills a part of a table.", arguments, lines)
 
@@ -171,7 +171,7 @@ def _roots(plan: Plan, variant: Variant) -> list[Expr]:
 
 
 def _levels(plan: Plan, variant: Variant) -> dict[Expr, int]:
-    """For every node the stage that first can compute it."""
+    """For every node the first stage that can compute it."""
     text = Text(plan, variant, (1, 1), False)
     linears = {l.name: l for l in plan.cell.linears}
     level: dict[Expr, int] = {}
@@ -260,8 +260,8 @@ class _Kernel(Text):
 
     # -- the table -------------------------------------------------------------------------------
     def argument(self, name: str, kind: str) -> str:
-        """Numbers of the form are arguments, and what matmuls read and write; the rest comes from
-        the table.
+        """Numbers of the form, and arrays that matmuls read and write, are arguments; everything
+        else comes from the table.
         """
         name = symbol(name)
         if name in self.tabled:
@@ -287,7 +287,7 @@ class _Kernel(Text):
         return list(self.table).index(name)
 
     def _own(self) -> Container[str]:
-        """An array that matmuls read or write."""
+        """The arrays that matmuls read or write."""
         stems = ("outputs", "back") if self.variant.backward else ("operand", "product")
         return {f"{stem}{k}" for stem in stems for k in self.numbers.values()}
 
@@ -298,7 +298,7 @@ class _Kernel(Text):
         return super().finish(name, about)
 
     def _at_outputs(self, array: str, output: int, outputs: int, heads: int) -> str:
-        """The address of units in arrays of matmuls: ``[rows, outputs * units]``; of
+        """The address of units in the arrays of matmuls: ``[rows, outputs * units]``, or with
         several heads ``[heads, rows, ...]``.
         """
         size, units = self.plan.sizes[self.of], self.units(self.of)
@@ -409,7 +409,7 @@ class _Kernel(Text):
             self.add(self.of_rows("d_static", "H"), self.valid(self.value(g.static)), "in_H")
 
     def _gradient(self, i: int, step: str) -> str:
-        """The gradient of state i from later steps."""
+        """The address of the gradient of state i from later steps."""
         return self.in_turn(self.of_state("d_state", i), i, f"{step} + turn")
 
     def later(self, i: int) -> str:
@@ -420,22 +420,22 @@ class _Kernel(Text):
         parts = [self.load(self._gradient(i, "t"), self.of, wide=True)]
         for k, l in enumerate(self.cell.linears):
             if l.operand is Expr("state", (), (self.cell.state_names[i],)):
-                # Of the step that was run before this one, if there was one.
+                # The product of the step that was run before this one, if there was one.
                 self.once("in_later", f"in_{self.of} & {self._not_first()}")
                 product = self._product(f"back{k}", 0, 1, l.heads)
                 parts.append(product.replace(f"mask=in_{self.of}", "mask=in_later"))
         if not self.variant.resets:
             return self.once(name, " + ".join(parts))
         self.once("diverted", self.flags("resets", "t - 1", f"is_row & {self._not_first()}"))
-        every = self.once(f"all_{name}", " + ".join(parts))
-        return self.once(name, f"tl.where(diverted, 0.0, {every})")
+        total = self.once(f"all_{name}", " + ".join(parts))
+        return self.once(name, f"tl.where(diverted, 0.0, {total})")
 
     def _not_first(self) -> str:
         """Whether the call has run another step before, for each row."""
         return self.once("later", "rows * 0 + t > 0")
 
     def _divert(self, i: int) -> None:
-        """The step after may have begun with a reset: its gradient goes to what that restored."""
+        """Adds the later gradient to what a reset restored, if the step after began with one."""
         if self.variant.resets:
             name = self.cell.state_names[i]
             where = self.of_rows(self.of_state("d_reset", i), self.of)
@@ -448,7 +448,7 @@ class _Kernel(Text):
         return f"d_{l.name}", self._product(f"back{self.numbers[l.name]}", 0, 1, l.heads)
 
     def closing(self, name: str) -> Printed:
-        """After the last step of a call: what the first step's matmuls and resets still add."""
+        """The kernel after the last step: what the first step's matmuls and resets still add."""
         self._start()
         for i, s in enumerate(self.cell.states):
             if s.size == self.of:

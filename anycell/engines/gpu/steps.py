@@ -1,9 +1,9 @@
-"""Tier 3, running: step after step the kernels, and the framework's matmuls between them.
+"""Runs tier 3: step after step the kernels, and the framework's matmuls between them.
 
-All that launches and matmuls name is here: the table that kernels read (see ``step``), weights, and
-what matmuls read and write. A call begins by loading these: a few launches fill the table, and what
-the first step multiplies is copied, for graphs the weights too. Steps copy nothing. So a graph of
-some steps serves all calls of a form, whatever their arrays and their length.
+Launches and matmuls use memory that is kept here: the table that kernels read (see ``step``),
+weights, and what matmuls read and write. A call begins by loading these: a few launches fill the
+table; the operands of the first step are copied, and for graphs also the weights. Steps copy
+nothing. So a graph of some steps serves all calls of a form, whatever their arrays and length.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from anycell.engines.gpu import Work
 
 Array = Any
-# Steps of the graphs that a framework may capture, the longest first; chunks of time are made of
-# such. What is left over is launched step by step.
+# Steps of the graphs that a framework may capture, the longest first. Chunks of time consist of
+# these; the steps that are left over are launched one by one.
 BLOCKS = (64, 16)
 
 
@@ -38,7 +38,7 @@ def arguments(kernels: Step, work: Work) -> tuple[dict[str, int], list[int]]:
     """The numbers that launches of a call take, by name, and what the table holds, by place. Calls
     that differ in the numbers need launches of their own.
     """
-    values = work._replace(draws=None).all_values()  # the table has a place for each of these
+    values = work._replace(draws=None).all_values()  # each draw has its place in the table
     values |= {DONE: 0} | {f"draws{n}": number for n, number in enumerate(work.draws or ())}
     table, odd = [], 0
     for name, kind in kernels.table:
@@ -54,7 +54,7 @@ def arguments(kernels: Step, work: Work) -> tuple[dict[str, int], list[int]]:
 
 
 def anew(_: str, make: Callable[..., Array], *shape: Any) -> Array:
-    """Memory for one call."""
+    """Makes memory for one call."""
     return make(*shape)
 
 
@@ -62,9 +62,9 @@ class Steps:
     """The steps of calls of one form on one stream: of the same kernels and ``numbers``.
 
     Args:
-        call: one of them, of whose arrays the weights are kept, if ``memory`` is ``anew``.
-        memory: makes arrays, of a name, a function and its arguments. Several forms may share them:
-            no call needs what another one has left there.
+        work: one of the calls; its weights are used without a copy if ``memory`` is ``anew``.
+        memory: makes an array from a name, a function and its arguments. Several forms may share
+            arrays, since no call needs what another call has left there.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Steps:
         self.table = memory("table", host.table, places)
         values: dict[str, Any] = {**numbers, "table": self.table}
         self.weights: list[tuple[int, Array]] = []  # copies
-        # Operands of the first step: the matmul, and where it finds them.
+        # Operands of the first step: each matmul, and the array that it reads.
         self.begins: list[tuple[Linear, Array]] = []
         multiply: dict[int, Callable[[], None]] = {}
         for k, l in enumerate(plan.cell.linears):
@@ -103,18 +103,18 @@ class Steps:
             multiply[k] = functools.partial(host.matmul, left, right, result)
             if not variant.backward and not staged(plan, variant, l):
                 self.begins.append((l, left))
-        every = {kernel: work.launch(kernel, values) for kernel in kernels.all}
+        launch_of = {kernel: work.launch(kernel, values) for kernel in kernels.all}
         self.step: list[Callable[[int], None]] = []
         for stage in kernels.stages:
             self.step += [_at_any_step(multiply.pop(k)) for k in stage.matmuls]
-            self.step += [every[kernel] for kernel in stage.kernels]
-        self.step += map(_at_any_step, multiply.values())  # of what the step before has left
-        self.last = [every[kernel] for kernel in kernels.close]
+            self.step += [launch_of[kernel] for kernel in stage.kernels]
+        self.step += map(_at_any_step, multiply.values())  # of what this step hands to the next
+        self.last = [launch_of[kernel] for kernel in kernels.close]
         self.count = Launch(print_advance(), values, (1, 1), host)
-        self.launches = [*every.values(), self.count]
+        self.launches = [*launch_of.values(), self.count]
 
     def load(self, work: Work, table: Sequence[int]) -> None:
-        """Begins a call: the table, the weights, what the first step multiplies."""
+        """Begins a call: loads the table, the weights, and what the first step multiplies."""
         for first in range(0, len(table), FILLED):
             part = [*table[first : first + FILLED], *[0] * FILLED][:FILLED]
             values = {f"value{n}": number for n, number in enumerate(part)}
@@ -131,7 +131,7 @@ class Steps:
             left[:] = state
 
     def run(self, count: int) -> None:
-        """The next steps; the table does not count them yet."""
+        """Runs the next steps; the table does not count them yet."""
         self._here()
         for t in range(count):
             for part in self.step:
@@ -149,7 +149,7 @@ class Steps:
             launch(count)
 
     def _here(self) -> None:
-        """Launches go to the current stream, which is another one while a graph is captured."""
+        """Moves launches to the current stream, which is another one while a graph is captured."""
         stream = self.host.stream()
         for launch in self.launches:
             launch.stream = stream

@@ -26,12 +26,12 @@ from anycell.lang.ops import is_boolean, is_reduction
 from anycell.plan import DTYPES, FREE, MATMULS, Options, Plan, arrays
 
 WIDTH = 96  # columns of a line of text
-# By the name of their pointers: a kernel takes ``*bf16`` and says ``tl.bfloat16``.
+# Types by the name in their pointers: a kernel takes ``*bf16`` and says ``tl.bfloat16``.
 NUMBERS = {n.triton: n for row in DTYPES.values() for n in (row.storage, row.math)}
 
 
 class Variant(NamedTuple):
-    """The facts besides the plan that the text of a kernel follows from.
+    """The facts that, together with the plan, determine the text of a kernel.
 
     Attributes:
         backward: the derived backward pass.
@@ -54,7 +54,7 @@ class Variant(NamedTuple):
 
     @classmethod
     def training(cls, cell: Cell, backward: bool, **more: Any) -> Variant:
-        """The variant of training, whose matmuls have their biases; without masks."""
+        """The variant of training without masks, whose matmuls have their biases."""
         biases = tuple(l.bias and not backward for l in cell.linears)
         return cls(backward, draw=bool(cell.keeps), keep=not backward, biases=biases, **more)
 
@@ -76,7 +76,7 @@ class Printed(NamedTuple):
         name: of its function.
         source: the whole file.
         arguments: name and Triton's type of each, in order.
-        tile: the rows of a program, and how many units; all, where the grid has one dimension.
+        tile: the rows and units of a program; all units if the grid has one dimension.
         size: the symbol of these units.
         warps: of 32 threads each.
         cooperative: whether its programs wait for one another, and so must all run at once.
@@ -100,7 +100,7 @@ class Load(NamedTuple):
         where: addresses.
         rows: the mask of rows.
         size: the symbol of its units; None for one number per row.
-        other: what is beyond the mask.
+        other: the value beyond the mask.
     """
 
     where: str
@@ -132,7 +132,7 @@ class Text:
         self.io, self.half = plan.types.storage, plan.types.mixed  # half: of 16 bits
         self.states = {name: i for i, name in enumerate(self.cell.state_names)}
         self.widths = [plan.sizes[s.size] for s in self.cell.states]
-        self.warps = 0  # as many as the tile wants
+        self.warps = 0  # as many as the tile needs
         self.arguments: dict[str, str] = {}
         self.lines: list[str] = []
         self.depth = 1
@@ -145,7 +145,7 @@ class Text:
         kept = zip(self.cell.states, self.cell.next, strict=True)
         self.after = {n: s.name for s, n in kept if s.name in plan.states and n.op not in FREE}
         self.hyper = {name: i for i, name in enumerate(self.cell.hyper)}
-        # The arrays of states over time, and of all that goes by a state's name.
+        # The arrays of states over time, in the order of the states.
         self.sequences = [
             n for n, a in arrays(plan, variant.backward).items() if a.begins == "states"
         ]
@@ -158,13 +158,13 @@ class Text:
 
     @contextmanager
     def indented(self) -> Iterator[None]:
-        """Lines under the one before."""
+        """Indents the lines that are added in the context."""
         self.depth += 1
         yield
         self.depth -= 1
 
     def once(self, name: str, expression: str) -> str:
-        """Assigns a name where that has not been done yet."""
+        """Assigns a name, unless that has been done already, and returns it."""
         if name not in self.said:
             self.said[name] = expression
             self.taken.add(name)
@@ -172,10 +172,10 @@ class Text:
         return name
 
     def assign(self, wanted: str, expression: str) -> str:
-        """A new variable, of that name or one like it; a name stays what it is.
+        """A new variable of that name or a similar one; an expression that is a name stays so.
 
-        Gates, states and matmuls may be called anything, ``rows`` or ``d_h`` too. So which names
-        are free is decided at the end, when all others are known: until then it is ``wanted@n``.
+        Gates, states and matmuls may have any name, even ``rows`` or ``d_h``. So free names are
+        chosen at the end, when all others are known; until then the variable is ``wanted@n``.
         """
         if expression in self.taken:
             return expression
@@ -193,7 +193,7 @@ class Text:
         return name
 
     def of_state(self, what: str, i: int) -> str:
-        """The array of state i that ``what`` says, such as "d_state"."""
+        """The name of an array of state i of the kind ``what``, such as "d_state"."""
         return f"{what} {self.cell.state_names[i]}"
 
     def array(self, name: str, wide: bool = False) -> str:
@@ -235,7 +235,7 @@ class Text:
 
     def stride(self, array: str, axis: str) -> str:
         """An argument: from step to step (t), from row to row (b), or to the first step (0)."""
-        # Two underscores: no value of a gate, as x_b, is named so.
+        # Two underscores: no value of a gate, such as x_b, has such a name.
         return self.argument(f"{array}__{axis}", "i64")
 
     def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
@@ -243,7 +243,7 @@ class Text:
         return self.once(f"{symbol(name)}_at{tag}", self.place(name, step, wide=wide))
 
     def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
-        """The flags of the rows at a step, ``[rows, 1]``, which are memory ``[T, B]``."""
+        """The flags of the rows at a step, ``[rows, 1]``, from memory ``[T, B]``."""
         where = f"{self.argument(name, '*u8')} + ({self._time(name, step)} + {rows})"
         return f"{self.read(Load(where, mask, other='0'))} != 0"
 
@@ -295,8 +295,8 @@ class Text:
         if node in self.names or not node.args:
             return True
         if node.op == "max":
-            # Taken again in the backward pass too, from the values that are compared with it, which
-            # Triton may have rounded otherwise.
+            # Computed again in the backward pass too, from the values that are compared with it:
+            # Triton may round these differently in the two passes.
             return False
         if self.variant.backward and (node in self.saved or node in self.after):
             return True
@@ -401,7 +401,7 @@ class Text:
         return node.attrs[0], self.load(self.of_rows("static", "H", wide=False), "H")
 
     def load_recurrent_mask(self, node: Expr) -> tuple[str, str]:
-        """The mask of the first state on its way to a recurrent matmul, all of them or one."""
+        """The mask of the first state before the recurrent matmul, of all gates or of one."""
         (gate,), size = node.attrs, self.cell.states[0].size
         row = f"({gate} * batch + rows) * {self.widths[0]}" if gate else f"rows * {self.widths[0]}"
         where = self.at(f"{self.array('recurrent_mask')} + {row}", 0, size)
@@ -431,7 +431,7 @@ class Text:
         return self.load_units(l.bias_name, l.out_size, column)
 
     def load_state(self, node: Expr) -> tuple[str, str]:
-        """A state before the step; where a reset precedes it, the value that this restores."""
+        """A state before the step; after a reset, the value that the reset restores."""
         (name,) = node.attrs
         i, size = self.states[name], self.cell.states[self.states[name]].size
         text = self.load(self.before_step(i), size, wide=bool(i) and not self.variant.backward)
@@ -477,7 +477,7 @@ class Text:
 
     # -- results ---------------------------------------------------------------------------------
     def valid(self, value: str, other: str = "0.0") -> str:
-        """The value, under a mask another."""
+        """The value, or ``other`` under a mask."""
         return f"tl.where(valid, {value}, {other})" if self.variant.mask else value
 
     def labels(self) -> dict[Expr, str]:
@@ -492,7 +492,7 @@ class Text:
         self.store(self.at(row, 0, size), value, size)
 
     def store_output(self) -> None:
-        """Stores the output, where it is not the new state."""
+        """Stores the output, unless it is the new state."""
         if self.variant.apart:
             size, value = self.cell.states[0].size, self.valid(self.value(self.cell.next[0]))
             self.store(self.at(self.row("out"), 0, size), value, size)
@@ -510,9 +510,9 @@ class Text:
                 self.store(self.at(row, column, size), value, size)
 
     def store_gradients(self, sizes: Container[str], inside: bool) -> None:
-        """The gradients of the gates, and what the gradients of the weights need, of these sizes.
+        """Stores the gradients of the gates, and the factors of the weights' gradients.
 
-        ``inside``: also of matmuls that come before the step is done.
+        ``sizes``: of what is stored. ``inside``: also for matmuls that a step carries back itself.
         """
         plan, cell, h = self.plan, self.cell, self.plan.hidden_size
         for n, d in enumerate(plan.gradients.x.values() if "H" in sizes else ()):
@@ -548,7 +548,7 @@ class Text:
 
     # -- the file --------------------------------------------------------------------------------
     def finish(self, name: str, about: str) -> Printed:
-        """The whole text of the kernel, of that name after that of the pass."""
+        """The complete kernel, whose name is the name of the pass and ``name``."""
         way = self.variant.way
         name, about = f"{way}_{name}", f"{self.cell.name}, {way}, {about}"
         body = self._named("\n".join(self.lines))
@@ -601,7 +601,7 @@ def source(
 
 
 def apart(plan: Plan, variant: Variant, linear: Linear) -> bool:
-    """Whether a matmul multiplied something else than the sequence of hidden states."""
+    """Whether a matmul multiplied something other than the sequence of hidden states."""
     return variant.resets or linear.operand is not Expr("state", (), (plan.cell.state_names[0],))
 
 
@@ -627,7 +627,7 @@ def keeps(plan: Plan, variant: Variant, i: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def symbol(name: str) -> str:
-    """The name of an array as Python and C know names."""
+    """The name of an array as an identifier of Python and C."""
     return re.sub(r"\W", "_", name)
 
 
@@ -648,6 +648,6 @@ def number(value: float) -> str:
     return repr(value) if math.isfinite(value) else f'float("{value}")'
 
 
-# What a printed kernel may import: the functions of ``library``, which is read and not imported.
+# The functions of ``library`` that a kernel may import; the file is read here, but not imported.
 _library = Path(__file__).with_name("library.py").read_text(encoding="utf-8")
 FUNCTIONS = tuple(re.findall(r"^def ([a-z]\w*)\(", _library, re.MULTILINE))
