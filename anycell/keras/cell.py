@@ -286,7 +286,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 def gathered(
     cell: Any, step: Cell, arrays: Arrays, states: Sequence[Tensor], read: Callable[[Any], Tensor]
 ) -> dict[str, Tensor]:
-    """Returns all tensors of a run of a cell, Keras's or ours, each converted by ``read``."""
+    """Returns the arrays, and the states, recurrent kernel and biases of a cell, by ``read``."""
     given = {**arrays, "recurrent_kernel": cell.recurrent_kernel, "bias_ih": cell.bias}
     given |= named_states(step, states)
     tensors = {name: read(array) for name, array in given.items() if array is not None}

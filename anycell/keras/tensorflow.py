@@ -96,8 +96,8 @@ def recur(call: Call, arrays: Arrays) -> Result:
 def run(call: Call, arrays: Arrays) -> Result:
     """Runs a layer on the fused kernels, differentiable as often as wanted."""
     x, kernel, integers = arrays["x"], arrays.get("kernel"), quantized(arrays)
-    # It is unknown whether a gradient will be wanted. Without a tape that is unlikely: nothing is
-    # kept, and a backward pass would run the forward pass again.
+    # It is unknown whether a gradient will be wanted. Without a tape, and outside of training, that
+    # is unlikely: nothing is kept, and a backward pass would run the forward pass again.
     taped = record.could_possibly_record()
     keep = call.options.training or taped
     if integers and keep:

@@ -201,7 +201,7 @@ def run(
 
 
 def sequence(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
-    """Returns the results of ``run``: all steps at once if the cell can, else step by step."""
+    """Returns the results of ``run``: all steps at once if possible, else step by step."""
     if obstacle(cell) is not None:
         return _step_by_step(cell, x, state, lengths, reverse)
     with cell._scoped():

@@ -70,7 +70,7 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
 def as_flags(name: str, value: Tensor, expected: str) -> Tensor:
     """Converts flags to bool: from bool or uint8, and for all but ``mask`` from any real dtype.
 
-    On the CPU, outside of traces and transforms, flags of a real dtype must be 0 or 1. Elsewhere
+    On the CPU, outside of traces and transforms, flags of other dtypes must be 0 or 1. Elsewhere
     every value but 0 is True: a check would wait for the device, or there are no values yet.
     """
     if value.dtype not in (torch.bool, torch.uint8):
