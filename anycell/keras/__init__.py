@@ -2,15 +2,15 @@
 
 - ``LSTM``, ``GRU``, ``SimpleRNN`` replace those of ``keras.layers`` (they are subclasses): same
   arguments, weights, results and errors.
-- ``RNN(cell, units)`` and ``RNNCell(cell, units)`` run any cell, yours included; every cell of
-  ``anycell.cells`` is a layer of its name besides, ``PeepholeLSTM(units, cell_clip=3.0)``.
+- ``RNN(cell, units)`` and ``RNNCell(cell, units)`` run any cell, yours included; the cells of
+  ``anycell.cells`` also have layers of their own names: ``PeepholeLSTM(units, cell_clip=3.0)``.
 - ``Quantized`` layers have weights of 8 bits; ``anycell.compress.quantize`` makes them.
 - ``Feedback(layer, readout)`` feeds a readout back to its layer: scheduled sampling, forecasts.
 - ``accelerate(model)`` turns Keras's layers inside a model into these; ``recurrent_layers(model)``
   says what runs each of its layers, and ``restore(model)`` puts Keras's own back.
 
 On the TensorFlow and torch backends the layers run on a fused kernel, forward and backward, on the
-CPU; otherwise step by step in the backend's operations. ``layer.engine`` says which, and why.
+CPU; otherwise on cuDNN or step by step in the backend's operations. See ``layer.engine``.
 """
 
 from anycell.requirement import require

@@ -25,7 +25,7 @@ _SWAPS: dict[type[keras.layers.RNN], type[Fused]] = {
 }
 _BACK: dict[type, type[keras.layers.RNN]] = {ours: kind for kind, ours in _SWAPS.items()}
 _CELLS = (*CALLS, keras.layers.StackedRNNCells)
-# What a subclass may have of its own, and yet be run as its parent is.
+# Names that a subclass may define and still be swapped.
 _HARMLESS = {"__init__", "get_config", "from_config", "__doc__", "__module__", "__qualname__"}
 _HARMLESS |= {"__annotations__", "__firstlineno__", "__static_attributes__"}
 logger = logging.getLogger("anycell")
@@ -34,21 +34,21 @@ logger = logging.getLogger("anycell")
 def accelerate(model: Model) -> Model:
     """Turns the recurrent layers of Keras inside ``model`` into anycell's, in place.
 
-    That is every ``LSTM``, ``GRU`` and ``SimpleRNN``, and ``RNN`` of one of their cells or of an
-    ``RNNCell``, also within ``Bidirectional``, ``TimeDistributed`` and nested models. The layers
-    stay the same objects and change only their class. So weights, states, the optimizer,
+    These are every ``LSTM``, ``GRU`` and ``SimpleRNN``, and every ``RNN`` of one of their cells or
+    of an ``RNNCell``, also within ``Bidirectional``, ``TimeDistributed`` and nested models. The
+    layers stay the same objects and change only their class. So weights, states, the optimizer,
     ``trainable``, dtype policies and all references to them stay, and files of weights fit as
     before. A compiled model stays compiled, and traces its steps again; your own ``tf.function``
-    that has called the model keeps its graph. Where XLA was to compile the steps, it
-    is turned off, because it cannot call kernels. A layer of a subclass gets a class that derives
-    from that and from anycell's, and is saved as one of the subclass. Subclasses with their own
-    ``call`` or other methods, and changed cells, are left alone.
+    that has called the model keeps its graph. XLA is turned off if it was to compile the steps,
+    because it cannot call kernels. A layer of a subclass gets a class that derives from the
+    subclass and from anycell's layer, and is saved as a layer of the subclass. Subclasses with
+    their own ``call`` or other methods, and layers of changed cells, are left alone.
 
     Each layer is logged under "anycell" at level INFO; ``recurrent_layers`` returns the same list.
 
     Args:
-        model: any model, or any layer, whose layers have been made: of a subclass that makes them
-            in ``build``, one that is built.
+        model: any model, or any layer, whose inner layers exist: if ``build`` makes them, build it
+            first.
 
     Returns:
         the same model.
@@ -74,15 +74,15 @@ def accelerate(model: Model) -> Model:
 
 
 def restore(model: Model) -> Model:
-    """Turns the layers inside ``model`` that Keras has too into Keras's own, in place.
+    """Turns anycell's layers inside ``model`` into Keras's own if Keras has them, in place.
 
-    The way back from ``accelerate``, to save a model for where there is no anycell. As there the
-    layers stay the same objects, with their current weights, and a compiled model stays compiled,
-    and traces its steps again; XLA stays turned off until the next ``compile``. That is every
-    ``LSTM``, ``GRU`` and ``SimpleRNN``, also of a subclass that ``accelerate`` has turned, and
-    ``RNN`` of one of Keras's cells. What Keras has no layer for stays, and is logged under
-    "anycell" as a warning: ``RNN(cell, units)``, the layers of the built-in cells, ``Feedback``
-    with its layer, layers of 8 bits and your own subclasses of anycell's layers.
+    This undoes ``accelerate``, to save a model for machines without anycell. The layers stay the
+    same objects, with their current weights. A compiled model stays compiled, and traces its steps
+    again; XLA stays turned off until the next ``compile``. Keras has every ``LSTM``, ``GRU`` and
+    ``SimpleRNN``, also of a subclass that ``accelerate`` has turned, and every ``RNN`` of one of
+    Keras's cells. Layers that Keras does not have stay, and are logged under "anycell" as
+    warnings: ``RNN(cell, units)``, the layers of the built-in cells, the layer of a ``Feedback``,
+    layers of 8 bits and your own subclasses of anycell's layers.
 
     Args:
         model: any model, or any layer.
@@ -114,7 +114,7 @@ def restore(model: Model) -> Model:
 
 
 def recurrent_layers(model: keras.layers.Layer) -> list[Found]:
-    """Every recurrent layer of ``model``, what runs it, and why; also cells outside of a layer.
+    """Lists every recurrent layer of ``model``, what runs it, and why; also cells outside a layer.
 
     Example:
         >>> print(*recurrent_layers(keras.Sequential([keras.layers.GRU(8, name="memory")])))
@@ -135,7 +135,7 @@ def recurrent_layers(model: keras.layers.Layer) -> list[Found]:
 
 
 def _walk(layer: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Every layer once, with its path; cells of recurrent layers are theirs."""
+    """Yields every layer once, with its path, but not the cells of recurrent layers."""
     seen = set() if seen is None else seen
     if id(layer) in seen:
         return
@@ -149,34 +149,34 @@ def _walk(layer: Any, name: str = "", seen: set[int] | None = None) -> Iterator[
 
 def _become(layer: Any, kind: type[keras.layers.RNN] | type[Fused]) -> None:
     layer.__class__ = kind
-    layer._call_signature = inspect.signature(layer.call)  # Keras reads it where a layer is made
+    layer._call_signature = inspect.signature(layer.call)  # Keras reads it when a layer is made
 
 
 @functools.cache
 def _swapped(kind: type[keras.layers.RNN], of_anycell: bool) -> type[Fused]:
-    """The class for layers of ``kind``, whose cells are anycell's or Keras's."""
+    """Returns the class for layers of ``kind``, whose cells are anycell's or Keras's."""
     base = _base(kind)
     ours = RNN if of_anycell else _SWAPS[base]
     if kind is base:
         return ours
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    if of_anycell:  # whose layer is made of other arguments than one of a subclass
+    if of_anycell:  # RNN(cell, units) takes other arguments than the subclass
         made = "__init__", "get_config", "from_config"
         names |= {name: inspect.getattr_static(kind, name) for name in made}
     derived: type[Fused] = type(kind.__name__, (ours, kind), names)
-    # Files hold a layer of the subclass, so that its name leads to it when they are read.
+    # Files store the name of the subclass, so that reading them makes a layer of the subclass.
     object_registration.GLOBAL_CUSTOM_NAMES[derived] = keras.saving.get_registered_name(kind)
     _BACK[derived] = kind
     return derived
 
 
 def _base(kind: type[keras.layers.RNN]) -> type[keras.layers.RNN]:
-    """The first class of Keras's that can be swapped, of those that ``kind`` derives from."""
+    """Returns the first class that can be swapped among ``kind`` and its base classes."""
     return next(base for base in kind.__mro__ if base in _SWAPS)
 
 
 def _refusal(layer: keras.layers.RNN) -> str | None:
-    """Why a layer of Keras is left as it is."""
+    """Returns why a layer of Keras is left as it is, or None if it can be swapped."""
     kind = type(layer)
     if isinstance(layer, Fused):
         return "it is anycell's"
@@ -193,7 +193,7 @@ def _refusal(layer: keras.layers.RNN) -> str | None:
 
 
 def trace_anew(layer: keras.layers.Layer) -> None:
-    """Forgets the functions that a compiled model has traced: they have the old layers in them."""
+    """Forgets the functions that a compiled model has traced, which call the old layers."""
     if not isinstance(layer, keras.Model):
         return
     layer.train_function = layer.test_function = layer.predict_function = None

@@ -1,6 +1,6 @@
-"""Keras's backends: what layers ask of whichever is in use, but for the kernels themselves.
+"""Functions of Keras's backends that layers need, but for the kernels themselves.
 
-No backend is imported but the one that is in use.
+Only the backend in use is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from anycell.keras.rule import asked
 
 
 def refusal() -> str | None:
-    """Why nothing outside the graph can be called now, or None."""
+    """Returns why nothing outside the graph can be called now, or None."""
     if keras.backend.backend() == "tensorflow":
         from anycell.keras import tensorflow
 
@@ -54,7 +54,7 @@ def gpu_visible() -> bool:
 
 
 def recorded(tensors: Sequence[Any]) -> bool:
-    """Whether a gradient may be wanted of what is made of these tensors now."""
+    """Whether a gradient may be wanted for the results of an operation on these tensors."""
     if keras.backend.backend() == "tensorflow":
         from anycell.keras import tensorflow
 
@@ -65,7 +65,7 @@ def recorded(tensors: Sequence[Any]) -> bool:
 
 
 def uncompiled(function: Any) -> Any:
-    """Keeps ``torch.compile`` out: it would compile cell, plan and printer, for minutes."""
+    """Keeps ``torch.compile`` out, which would spend minutes on cell, plan and printer."""
     if keras.backend.backend() != "torch":
         return function
     from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of Dynamo
@@ -74,7 +74,7 @@ def uncompiled(function: Any) -> Any:
 
 
 def as_written(function: Any) -> Any:
-    """Keeps TensorFlow from rewriting the Python of a step, which a user's graph calls."""
+    """Keeps TensorFlow from rewriting the Python of a function that a user's graph calls."""
     if keras.backend.backend() != "tensorflow":
         return function
     import tensorflow as tf

@@ -1,4 +1,4 @@
-"""One run of a layer over a sequence, as every backend takes it."""
+"""The arguments and results of one run of a layer over a sequence, for every backend."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from anycell.plan import Call, scales_of
 Tensor = Any  # of the backend
 
 
-# The tensors of a run by name, of one dtype, that of the layer's computation; what is absent is not
-# there.
+# The tensors of a run by name, in the dtype in which the layer computes. Absent tensors have no
+# entry.
 #
 #     x                  [T, B, I], or the projected gates [T, B, G*H] where there is no kernel
 #     kernel             [I, G*H], and recurrent_kernel [H, G*H]: as Keras lays them out
 #     all others         as ``anycell.layer.signature`` names and shapes them, for one direction;
-#                        but states [B, size], and mask and resets are bool; weights of 8 bits
+#                        but states are [B, size], mask and resets are bool; weights of 8 bits
 #                        are int8, and their scales float32
 #     seed               [2] integers, as ``keras.random.SeedGenerator`` draws them
 Arrays = Mapping[str, Tensor]
-INTEGERS = "mask", "resets", "seed"  # of dtypes of their own
-# What Keras lays out the other way round, and its name below the frontends.
+INTEGERS = "mask", "resets", "seed"  # which have dtypes of their own
+# The weights that Keras stores transposed, and their names below the frontends.
 KERNELS = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
 
 
@@ -56,10 +56,10 @@ def check(call: Call, arrays: Arrays) -> None:
 
 
 def tensor(given: Any, dtype: str | None = None) -> Tensor:
-    """``given`` as a tensor. ``keras.ops`` leaves TensorFlow's own variables as they are.
+    """Converts ``given`` to a tensor; ``keras.ops`` alone leaves TensorFlow's variables unchanged.
 
     Args:
-        dtype: of numbers of Python, in lists or alone, which are of float32 otherwise.
+        dtype: the dtype for lists and tuples of numbers, which would otherwise become float32.
     """
     read = getattr(given, "read_value", None)
     if read is not None:
@@ -68,7 +68,7 @@ def tensor(given: Any, dtype: str | None = None) -> Tensor:
 
 
 def real(name: str, given: Tensor) -> Tensor:
-    """``given``, unless it is complex: a cast leaves the real part of that, without a word.
+    """Returns ``given``; refuses complex numbers, of which a cast silently keeps the real part.
 
     Raises:
         TypeError: for complex numbers.
@@ -81,20 +81,20 @@ def real(name: str, given: Tensor) -> Tensor:
 
 
 def for_all(given: Tensor, like: Tensor) -> Tensor:
-    """One row stands for all of ``like``, as in Keras's loop."""
+    """Repeats a single row for all rows of ``like``, like Keras's loop."""
     if given.shape[:1] != (1,) or len(given.shape) != 2 or like.shape[0] == 1:
         return given
     return ops.broadcast_to(given, (ops.shape(like)[0], ops.shape(given)[1]))
 
 
 def flags(name: str, values: Tensor) -> Tensor:
-    """Flags to bool. Those of another dtype are 0 and 1, which is looked at outside of graphs.
+    """Converts flags to bool. Outside of graphs, refuses values of other dtypes but 0 and 1.
 
     Raises:
         ValueError: for other values.
     """
     given = tensor(values)
-    concrete = hasattr(given, "numpy")  # symbols have none, nor have JAX's arrays
+    concrete = hasattr(given, "numpy")  # neither symbols nor JAX's arrays have it
     if concrete and backend.standardize_dtype(given.dtype) != "bool":
         known = ops.convert_to_numpy(given)
         other = known[(known != 0) & (known != 1)]
@@ -122,7 +122,7 @@ def named_states(cell: Cell, states: Sequence[Tensor]) -> dict[str, Tensor]:
     """Initial states by name.
 
     Raises:
-        ValueError: for another number of them.
+        ValueError: for another number of states.
     """
     if len(states) != len(cell.states):
         hint = f"Pass a list of the states of {cell.name}: {', '.join(cell.state_names)}."
@@ -131,7 +131,7 @@ def named_states(cell: Cell, states: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str) -> None:
-    """Refuses another shape than the expected one, whose axes ``meaning`` names."""
+    """Refuses any shape but the expected one; ``meaning`` names its axes."""
     if getattr(given, "rank", 0) is None:  # TensorFlow does not know its shape yet
         return
     sizes = tuple(given)
@@ -144,7 +144,7 @@ def expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str
 
 
 def lowered(call: Call, arrays: Arrays) -> tuple[Call, dict[str, Tensor]]:
-    """The call and its arrays as ``anycell.layer`` has them, which knows no kernels of Keras's."""
+    """Returns the call and its arrays with the names and layouts of ``anycell.layer``."""
     below = dict(arrays)
     for theirs, ours in KERNELS.items():
         if theirs in below:

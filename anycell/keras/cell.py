@@ -50,24 +50,23 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         new states = f(x, r, states, params)
 
     Args:
-        cell: what ``@anycell.cell`` made; ``anycell.cells`` has some. One of your own is found
-            again in a saved model, and by ``clone_model`` and ``Bidirectional``, if it is
-            registered with ``@keras.saving.register_keras_serializable()`` above
-            ``@anycell.cell(...)``.
+        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``. Saved models,
+            ``clone_model`` and ``Bidirectional`` find a cell of your own if it is registered with
+            ``@keras.saving.register_keras_serializable()`` above ``@anycell.cell(...)``.
         units: H.
-        use_bias: whether the projections have biases. A cell that places its own has none here.
+        use_bias: whether the projections have biases. They have none if the cell places its own.
         unit_forget_bias: whether the bias of a gate ``f``, of a cell with a state ``c``, starts at
             1, as in ``keras.layers.LSTM``.
         kernel_initializer, recurrent_initializer, bias_initializer, and the regularizers and
             constraints of these: as in ``keras.layers.LSTM``.
-        param_initializer, param_regularizer, param_constraint: of the cell's parameters; where the
-            cell declares an initial value, that is it.
-        dropout: of the inputs, one mask for all steps.
-        recurrent_dropout: of the state that enters the recurrent matmul, one mask per gate for all
-            steps.
-        seed: of dropout and the cell's random masks.
+        param_initializer, param_regularizer, param_constraint: for the cell's parameters; an
+            initial value that the cell declares comes first.
+        dropout: the rate of dropout of the inputs, one mask for all steps.
+        recurrent_dropout: the rate of dropout of the state that enters the recurrent matmul, one
+            mask per gate for all steps.
+        seed: the seed of dropout and of the cell's random masks.
         kwargs: the sizes that states declare, by their symbol, ``P=64`` for ``state="h:P c"``, and
-            what every layer of Keras takes.
+            the arguments of every layer of Keras.
 
     Weights, in this order: ``kernel`` ``[in, gates * H]``, ``recurrent_kernel``
     ``[size of s, gates * H]``, ``bias`` ``[gates * H]``, or ``[2, gates * H]`` (of x and of r) for
@@ -161,23 +160,23 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         )
 
     def _per_head(self, shape: Any, dtype: Any = None, **_: Any) -> Tensor:
-        """Each block of a block-diagonal weight starts as a matrix of its own."""
+        """Initializes each block of a block-diagonal weight as a separate matrix."""
         if len(shape) == 2:
             return self.recurrent_initializer(shape, dtype=dtype)
         heads = [self.recurrent_initializer(shape[1:], dtype=dtype) for _ in range(shape[0])]
         return ops.stack(heads)
 
     def _bias_initializer(self) -> Any:
-        """With ones for the forget gate of what is like an LSTM."""
-        cell, units, rest = self.cell, self.units, self.bias_initializer
+        """Returns an initializer with ones for the forget gate of cells like an LSTM, else None."""
+        cell, units, usual = self.cell, self.units, self.bias_initializer
         if not (self.unit_forget_bias and "f" in cell.gates and "c" in cell.state_names):
             return None
 
         def initial(shape: Any, dtype: Any = None, **_: Any) -> Tensor:
             ones = initializers.get("ones")
-            rules = [ones if gate == "f" else rest for gate in cell.gates]
+            rules = [ones if gate == "f" else usual for gate in cell.gates]
             row = ops.concatenate([rule((units,), dtype=dtype) for rule in rules])
-            return row if len(shape) == 1 else ops.stack([row, rest(shape[1:], dtype=dtype)])
+            return row if len(shape) == 1 else ops.stack([row, usual(shape[1:], dtype=dtype)])
 
         return initial
 
@@ -187,7 +186,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         return tuple(sorted(self.sizes.items()))
 
     def resize(self, symbol: str, count: int) -> None:
-        """Says what a size symbol stands for from now on; weights are the caller's."""
+        """Sets the number that a size symbol stands for; the caller replaces the weights."""
         if symbol == "H":
             self.units = count
         else:
@@ -202,7 +201,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 
     # -- use -------------------------------------------------------------------------------------
     def gather(self, x: Tensor, states: Sequence[Tensor], **more: Any) -> Arrays:
-        """The tensors of a run over ``x [T, B, I]``, in the dtype that the layer computes in."""
+        """Returns the tensors of a run over ``x [T, B, I]``, in the dtype of the computation."""
         arrays = {"x": x, "kernel": self.kernel, **self._further}
         cast = gathered(self, self.cell, arrays, states, self._read)
         for l in self.cell.linears:
@@ -214,7 +213,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         return ops.cast(ops.convert_to_tensor(array), self.compute_dtype)
 
     def call(self, inputs: Tensor, states: Any, training: bool = False) -> tuple[Tensor, Any]:
-        """Output ``[B, size]`` and new states from inputs ``[B, I]`` and the states before."""
+        """Returns output ``[B, size]`` and new states for inputs ``[B, I]`` and previous states."""
         nested = isinstance(states, (list, tuple))
         given = list(states) if nested else [states]
         how = Options(training=bool(training))
@@ -254,7 +253,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         self._seed = None
 
     def _check_masks(self, inputs: Tensor) -> None:
-        """Whether random masks can be drawn within a loop around single steps."""
+        """Refuses random masks that cannot be drawn within a loop around single steps."""
         obstacle = None
         if len({node.attrs[1] for node in self.cell.keeps}) > 1:
             obstacle = 'masks per="step" and per="sequence" in one cell'
@@ -263,7 +262,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 
             drops = any(0.0 < rate < 1.0 for rate in (self.dropout, self.recurrent_dropout))
             if isinstance(inputs, jax.core.Tracer) and (drops or self.cell.keeps):
-                obstacle = "random masks within a compiled loop of JAX, which lets out no seed"
+                obstacle = "random masks within a compiled loop of JAX, which cannot return a seed"
         if obstacle is not None:
             expected = "none in training one step at a time, as in keras.layers.RNN"
             hint = "Use anycell.keras.RNN, which draws before its loop."
@@ -296,7 +295,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 def gathered(
     cell: Any, step: Cell, arrays: Arrays, states: Sequence[Tensor], read: Callable[[Any], Tensor]
 ) -> dict[str, Tensor]:
-    """The arrays, and what else a run takes of a cell of Keras's or ours, as ``read`` has it."""
+    """Returns the arrays, and the states, recurrent kernel and biases of a cell, by ``read``."""
     given = {**arrays, "recurrent_kernel": cell.recurrent_kernel, "bias_ih": cell.bias}
     given |= named_states(step, states)
     tensors = {name: read(array) for name, array in given.items() if array is not None}
@@ -307,7 +306,7 @@ def gathered(
 
 
 def check(cell: Any, units: Any) -> None:
-    """The arguments that only we know, in Keras's words where it has the same."""
+    """Checks ``cell``, and ``units`` with the message of Keras's own layers."""
     check_cell(cell, " A cell that is a layer of Keras runs in keras.layers.RNN.")
     if isinstance(units, bool) or not isinstance(units, int) or units <= 0:
         raise ValueError(
@@ -318,12 +317,12 @@ def check(cell: Any, units: Any) -> None:
 
 # -- cells in a config ----------------------------------------------------------------------------
 
-# Where built-in cells are; no cell of a user has such a name, nor does Keras register one.
+# The modules of built-in cells. Neither users' cells nor names registered with Keras begin so.
 _BUILT_IN = {"anycell.cells.": cells, "anycell.keras.cells.": of_keras}
 
 
 def serialize(cell: Cell) -> dict[str, Any]:
-    """A cell as a config: its name, and the hyperparameters given."""
+    """Returns the config of a cell: its name, and the hyperparameters that were given."""
     if isinstance(cell, LowRank):
         return {"low_rank": serialize(cell.full), "matmuls": cell.matmuls, "bias": cell.bias}
     plain = Cell(cell.function, cell.gates, cell.states, cell.params, cell.static, cell.bias, {})
@@ -335,10 +334,10 @@ def serialize(cell: Cell) -> dict[str, Any]:
 
 
 def deserialize(config: Any) -> Cell:
-    """The cell of a config: one of ``anycell.cells``, or registered with Keras.
+    """Returns the cell of a config: one of ``anycell.cells``, or one registered with Keras.
 
     Raises:
-        ValueError: for a name that is neither.
+        ValueError: for any other name.
     """
     if isinstance(config, Cell):
         return config
@@ -363,7 +362,7 @@ def deserialize(config: Any) -> Cell:
 
 
 def as_given(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters out of a config, which has lists for tuples."""
+    """Restores the hyperparameters of a config, which has lists in place of tuples."""
     return {k: _as_tuples(v) for k, v in hyper.items()}
 
 

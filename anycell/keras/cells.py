@@ -31,8 +31,8 @@ def _elu(v: Expr, above: Expr, alpha: float = 1.0) -> Expr:
     return where(above, v, alpha * (exp(minimum(v, 0.0)) - 1.0))
 
 
-# By the name of Keras's function, what is the same in the cell language, also where it has no
-# derivative; there Keras's backends differ, and TensorFlow's is what counts.
+# Keras's activations in the cell language, by the name of Keras's function. At points without a
+# derivative Keras's backends differ; these do the same as TensorFlow.
 ACTIVATIONS: dict[str, Callable[[Expr], Expr]] = {
     "elu": lambda v: _elu(v, v > 0.0),
     "exponential": exp,
@@ -58,7 +58,7 @@ ACTIVATIONS: dict[str, Callable[[Expr], Expr]] = {
 def LSTM(
     x: Gates, r: Gates, s: Gates, *, activation: str = "tanh", recurrent_activation: str = "sigmoid"
 ) -> tuple[Expr, Expr]:
-    """Long short-term memory, with the activations that Keras lets choose.
+    """Long short-term memory, with a choice of Keras's activations.
 
     i, f, o = recurrent_activation(x + r)
     c' = f c + i activation(x_c + r_c)
@@ -82,7 +82,7 @@ def GRU(
     recurrent_activation: str = "sigmoid",
     reset_after: bool = True,
 ) -> Expr:
-    """Gated recurrent unit, with the activations that Keras lets choose.
+    """Gated recurrent unit, with a choice of Keras's activations.
 
     z, r = recurrent_activation(x + r)
     n = activation(x_h + r * r_h)                with ``reset_after``, one matmul
@@ -99,7 +99,7 @@ def GRU(
 
 @cell(gates="h", state="h")
 def SimpleRNN(x: Gates, r: Gates, s: Gates, *, activation: str = "tanh") -> Expr:
-    """Elman network, with the activation that Keras lets choose: h' = activation(x + r).
+    """Elman network, with a choice of Keras's activations: h' = activation(x + r).
 
     Source: as ``anycell.cells.RNN``.
     """

@@ -1,7 +1,7 @@
 """A layer in the backend's own operations: Keras's loop around one step of the reference engine.
 
-Slow, and able to do what the backend can: XLA, export, any device, any order of derivative. It is
-``tf.while_loop`` on TensorFlow, ``lax.scan`` on JAX, and a Python loop on torch.
+It is slow, and can do what the backend can: XLA, export, any device, any order of derivative. The
+loop is ``tf.while_loop`` on TensorFlow, ``lax.scan`` on JAX, and a Python loop on torch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from anycell.plan import DTYPES, Call, Options
 
 
 def composite(call: Call, arrays: Arrays) -> Result:
-    """Runs a layer step by step; of 16 bits in float32, between arrays that have them, and with the
-    real weights that those of 8 bits stand for.
+    """Runs a layer step by step: with arrays of 16 bits in float32, narrowing the results again,
+    and with the real weights that weights of 8 bits stand for.
     """
     if quantized(arrays):
         arrays = dequantized(arrays)
@@ -64,7 +64,7 @@ def composite(call: Call, arrays: Arrays) -> Result:
     kernels = {name: ops.swapaxes(w, -1, -2) for name, w in turned.items()}
     if "recurrent_kernel" in arrays:
         weights["weight_hh"] = ops.transpose(arrays["recurrent_kernel"])
-        if "recurrent_mask" not in arrays:  # which has a mask for each gate
+        if "recurrent_mask" not in arrays:  # with one, gates may have operands of their own
             kernels[RECURRENT] = arrays["recurrent_kernel"]
 
     def step(t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
@@ -102,7 +102,7 @@ def composite(call: Call, arrays: Arrays) -> Result:
             final = [ops.where(present, new, old) for new, old in pairs]
             output = ops.where(present, output, ops.zeros_like(output)) if zeroed else final[0]
         return ops.expand_dims(output, 0) if call.outputs else None, tuple(final)
-    # Batch first: of time-major input Keras 3 takes the batch for the number of steps.
+    # Batch first: with time-major input, Keras 3 mistakes the batch for the number of steps.
     _, outputs, final = backend.rnn(
         step,
         ops.swapaxes(sequence, 0, 1),
@@ -126,7 +126,7 @@ def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Step(reference.Recurrence):
-    """One step, for any number of rows, also one that is known only when the graph runs."""
+    """One step, for any number of rows, even if only the running graph knows the number."""
 
     uniform: Mapping[int, Tensor]  # in [0, 1), by the number of the random mask
     kernels: Mapping[str, Tensor]  # of the matmuls that can be done for all outputs at once
@@ -137,8 +137,8 @@ class _Step(reference.Recurrence):
         self.rows = ops.shape(self.gates_x)[1]
 
     def _rows(self, value: Tensor, size: str) -> Tensor:
-        """Added to zeros where the oracle broadcasts to a shape: of a shape that only the graph
-        knows XLA has no gradient."""
+        """Adds zeros where the oracle broadcasts to a shape: XLA has no gradient of a broadcast to
+        a shape that only the running graph knows."""
         if len(value.shape) == 2 and (value.shape[0] != 1 or self.gates_x.shape[1] == 1):
             return value
         states = zip(self.cell.states, self.state or (), strict=True)
@@ -146,7 +146,7 @@ class _Step(reference.Recurrence):
         return value + self.xp.zeros_like(full[:, : self.size[size]])
 
     def _linear(self, node: Expr, t: int, values: Any) -> Tensor:
-        """One matmul for all of its outputs, where the oracle has one for each."""
+        """Does one matmul for all outputs of the node's matmul; the oracle does one for each."""
         name, output = node.attrs
         if name not in self.kernels:
             return super()._linear(node, t, values)
@@ -165,10 +165,10 @@ class _Step(reference.Recurrence):
 
 
 class _Seed(keras.random.SeedGenerator):
-    """The seed of the k-th of ``count`` random masks: Keras takes no tensor for one, but this."""
+    """The seed of the k-th of ``count`` random masks: Keras takes a generator, but no tensor."""
 
     def __init__(self, drawn: Tensor, k: int, count: int) -> None:
-        # A generator counts its draws in the second number: no mask has the seed of another.
+        # A generator counts its draws in the second number. Here each mask gets a count of its own.
         scale, shift = (ops.convert_to_tensor(pair, drawn.dtype) for pair in ([1, count], [0, k]))
         self.drawn = drawn * scale + shift
 

@@ -1,4 +1,4 @@
-"""The layers of ``anycell.keras``, as ``anycell.compress`` asks for them."""
+"""The part of ``anycell.compress`` that knows the layers of ``anycell.keras``."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ READOUTS = "layers that are built, keras.layers.Dense or recurrent ones, with ke
 
 
 class Weight(NamedTuple):
-    """A variable in the layout of ``anycell.layer.signature``: ``[out, in]``, which Keras turns.
+    """A variable in the layout of ``anycell.layer.signature``: ``[out, in]``; Keras transposes it.
 
     Attributes:
-        row: which of the two biases of a variable; None where it is all one array.
+        row: the index of a bias, if the variable has two; None for the whole variable.
     """
 
     variable: Any
     row: int | None = None
 
     def turned(self, array: Any) -> Any:
-        """The weight's part of an array of the variable's shape, in that layout, or back."""
+        """Returns the weight's part of an array like the variable, in that layout, or back."""
         if self.row is not None:
             return array[self.row]
         return namespace(array).swapaxes(array, -1, -2) if len(array.shape) > 1 else array
@@ -49,29 +49,29 @@ class Weight(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes in that layout."""
+        """The shape in that layout."""
         return tuple(self.value.shape)
 
     def take(self, array: Array, index: tuple[Any, ...]) -> Array:
-        """Elements of an array of the variable's shape, by an index of that layout."""
+        """Returns elements of an array of the variable's shape, by an index of that layout."""
         if self.row is not None:
             return array[:, index[0]]
         taken: Array = self.turned(self.turned(array)[index])
         return taken
 
     def assign(self, value: Any) -> None:
-        """Sets it to an array of that layout, or to a number."""
+        """Sets the weight to an array of that layout, or to a number."""
         array = np.array(self.variable.numpy())
         self.turned(array)[...] = value
         self.variable.assign(array)
 
 
 def view_of(layer: Any) -> View:
-    """The layer, or both of ``Bidirectional``, with the cell that the weights belong to.
+    """Returns a view of the layer, or of both layers of ``Bidirectional``, with their cell.
 
     Raises:
-        ValueError: for one that is not built, whose cell is Keras's alone, or whose directions are
-            not side by side.
+        ValueError: for a layer that is not built, whose step is unknown, or whose directions are
+            not concatenated.
     """
     parts: tuple[Any, ...] = (layer,)
     if isinstance(layer, keras.layers.Bidirectional):
@@ -97,13 +97,13 @@ def view_of(layer: Any) -> View:
         rows = () if bias is None else (None,) if len(bias.shape) == 1 else (0, 1)
         for name, row in zip(("bias_ih", "bias_hh"), rows, strict=False):
             weights[name + end] = Weight(bias, row)
-        if not isinstance(cell, RNNCell):  # a GRU with the reset before the matmul has two in one
+        if not isinstance(cell, RNNCell):  # a GRU that resets before the matmul has two in one
             further = part._further(ops.convert_to_tensor(cell.recurrent_kernel))
             within |= {name + end: matrix for name, matrix in further.items()}
     cell, several = parts[0].cell, len(parts) > 1
     sizes = {"H": cell.units, **dict(parts[0]._sizes())}
-    told = 1, several, cell.bias is not None, sizes
-    return View(parts, parts[0]._step(), *told, [weights], [weights | within])
+    facts = 1, several, cell.bias is not None, sizes
+    return View(parts, parts[0]._step(), *facts, [weights], [weights | within])
 
 
 def reads(readout: Any) -> list[Weight]:
@@ -135,11 +135,11 @@ def take(
         _, before = indices.setdefault(id(weight.variable), (weight, index))
         if any(not np.array_equal(a, b) for a, b in zip(before, index, strict=True)):
             given = f"one with the variable {weight.variable.path} in two places"
-            why = "units of both places would have to be the same"
-            refuse("layer", given, f"a variable for each, since {why}")
-    while hasattr(optimizer, "inner_optimizer"):  # one that scales losses
+            why = "both places would have to keep the same units"
+            refuse("layer", given, f"a variable for each, because {why}")
+    while hasattr(optimizer, "inner_optimizer"):  # an optimizer that scales losses
         optimizer = optimizer.inner_optimizer
-    known = optimizer is not None and optimizer.built  # or it has no variables yet
+    known = optimizer is not None and optimizer.built  # others have no variables yet
     if known:
         indices |= _slots(optimizer, indices)
     for weight, index in indices.values():
@@ -151,9 +151,9 @@ def take(
         width = reads(readout)[0].shape[1]
         if isinstance(readout, keras.layers.Dense):
             readout.input_spec = keras.InputSpec(min_ndim=2, axes={-1: width})
-        for each in readout._flatten_layers():  # the directions and their cells among them
-            shapes = each._build_shapes_dict
-            for name, shape in dict(shapes or {}).items():  # with which a file builds it again
+        for inner in readout._flatten_layers():  # includes the directions and their cells
+            shapes = inner._build_shapes_dict
+            for name, shape in dict(shapes or {}).items():  # files build layers with these
                 if name != "initial_state_shape":
                     shapes[name] = (*shape[:-1], width)
     _resize(view, size, count)
@@ -162,7 +162,7 @@ def take(
 def _slots(
     optimizer: Any, indices: Mapping[int, tuple[Weight, tuple[Any, ...]]]
 ) -> dict[int, tuple[Weight, tuple[Any, ...]]]:
-    """The variables in which an optimizer keeps something for each number of a parameter."""
+    """Finds the variables in which an optimizer keeps a number for each number of a parameter."""
     parameters = optimizer._trainable_variables
     slots, known = {}, {id(parameter) for parameter in parameters}
     for row in vars(optimizer).values():
@@ -186,7 +186,7 @@ def _replace(variable: Any, value: Array) -> None:
 
 
 def _resize(view: View, size: str, count: int) -> None:
-    """Tells a layer its sizes; stateful ones start anew, and models trace anew."""
+    """Sets a layer's sizes; stateful layers start again, and models with the layer trace again."""
     for part in view.parts:
         cell = part.cell
         if isinstance(cell, RNNCell):
@@ -204,7 +204,7 @@ def _resize(view: View, size: str, count: int) -> None:
         if part._prepared.stream is not None:
             part.prepare()
     # A compiled model has traced the old variables, and would go on with them. Layers do not know
-    # the models that they are in, and a model may be in no other's layers.
+    # which models contain them, so all models in this process are searched.
     changed = {id(part) for part in view.parts}
     for model in gc.get_objects():
         if not issubclass(type(model), keras.Model):
@@ -212,33 +212,33 @@ def _resize(view: View, size: str, count: int) -> None:
         inside = list(model._flatten_layers())
         if not changed.isdisjoint(map(id, inside)):
             trace_anew(model)
-            for each in inside:
-                if hasattr(each, "_torch_params"):
-                    each._track_variables()
+            for inner in inside:
+                if hasattr(inner, "_torch_params"):
+                    inner._track_variables()
 
 
 def like(view: View, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str, Any]) -> Any:
-    """A layer of another cell with those sizes and weights, and all else of the layer."""
+    """Makes a layer of another cell with those sizes and weights; all else is as in the view."""
     new, *back = (RNN(cell, **told(part, cell, sizes)) for part in view.parts)
-    if view.bidirectional:  # which makes copies of what it is given
+    if view.bidirectional:  # Bidirectional copies its layers
         new = keras.layers.Bidirectional(new, backward_layer=back[0])
     new.build(input_shape(view.parts[0]))
     for name, weight in view_of(new).weights[0].items():
         given = learned.get(place(name, 0))
-        # Keras has one bias where both are only added: the other one starts at 0.
+        # Keras has a single bias if both are only added: the other bias starts at 0.
         weight.assign(0.0 if given is None else numbers(given))
     return new
 
 
 def input_shape(part: Any) -> tuple[int | None, ...]:
-    """The shape that a layer is built for; a stateful one has a number of rows."""
+    """Returns the shape that a layer is built for; stateful layers have a number of rows."""
     rows = part.states[0].shape[0] if part.stateful else None
     return rows, None, part.cell.kernel.shape[0]
 
 
 def told(part: Any, cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """The arguments of a layer, for an ``RNN`` of another cell."""
+    """Returns the arguments for an ``RNN`` of another cell that is otherwise like the layer."""
     of_cell: dict[str, Any] = {"units" if n == "H" else n: size for n, size in sizes.items()}
     known = RNN(cell, **of_cell).get_config().keys() - {"cell"} | {"activity_regularizer"}
-    config = part.cell.get_config() | part.get_config()  # RNN(LSTMCell(4)) has not the cell's
+    config = part.cell.get_config() | part.get_config()  # RNN(LSTMCell(4)) lacks the cell's
     return {n: v for n, v in config.items() if n in known} | of_cell

@@ -24,29 +24,29 @@ from anycell.plan import Engine
 
 @keras.saving.register_keras_serializable("anycell")
 class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
-    """Runs a layer whose input is a series, or, where that is not given, its own readout.
+    """Runs a layer whose input is a series or, at steps without one, the layer's own readout.
 
         y_t     = output_t @ readout.kernel + readout.bias
         input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
-    Forced at all steps it is teacher forcing, ``readout(layer(x))``; at none it
-    runs freely; by chance it is scheduled sampling. y before the first step is the readout of the
+    Forcing all steps is teacher forcing, ``readout(layer(x))``; forcing no step is a free run;
+    forcing steps by chance is scheduled sampling. Before the first step, y is the readout of the
     initial state.
 
     Args:
         layer: ``LSTM``, ``GRU``, ``SimpleRNN`` or ``RNN`` of anycell.keras, without dropout, not
             stateful, not backwards, and of a cell without a static input.
-        readout: ``keras.layers.Dense`` without activation, to the Y numbers of the series. Both
-            keep their own weights.
-        return_state: whether the final states follow y.
-        seed: of the steps that are forced by chance.
-        kwargs: what every layer of Keras takes.
+        readout: ``keras.layers.Dense`` without activation, to the Y numbers of the series. Layer
+            and readout keep their own weights.
+        return_state: whether to return the final states after y.
+        seed: the seed for steps that are forced by chance.
+        kwargs: the arguments of every layer of Keras.
 
     Called with
         sequences: ``[B, T, in]``, the series in the first Y columns. Where a step is not forced,
-            what lies there never matters, not even NaN.
+            the series has no influence, and may be NaN.
         forced: where the series is given: bool ``[B, T]``, or ``[T]``, the same for all rows. Or a
-            number in [0, 1], the probability of each step of each row. Default: True, all.
+            number in [0, 1], the probability that a step of a row is forced. Default: True, all.
         initial_state, mask, training, resets: as for the layer.
 
     Returns y ``[B, T, Y]``, or ``[y, *states]``.
@@ -75,7 +75,7 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
         self.supports_jit = layer.supports_jit
 
     def build(self, input_shape: Sequence[int | None]) -> None:
-        """Creates the weights of both for inputs ``[B, T, input_shape[-1]]``."""
+        """Creates the weights of layer and readout for inputs ``[B, T, input_shape[-1]]``."""
         if not self.layer.built:
             self.layer.build(input_shape)
         if not self.readout.built:
@@ -133,27 +133,27 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
         return _Fed(self.layer, self.readout).engine
 
     def _subject(self) -> Subject:
-        said = _Fed(self.layer, self.readout)._subject(False)
-        return said._replace(about=f"{self.name}: inference")
+        inner = _Fed(self.layer, self.readout)._subject(False)
+        return inner._replace(about=f"{self.name}: inference")
 
     @as_written
     def step(
         self, x: Tensor, states: Any = None, *, forced: Any = True, resets: Tensor = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """One step, as they arrive, in inference: what a call gives for sequences of one step.
+        """Runs one time step in inference; returns the results of a call for one step.
 
-        Nothing has to be kept but the states: what is fed back is the readout of the first. In
-        between the layer makes a ``step`` of its own, after ``prepare()`` a fast one, from which no
-        gradients come. Of a layer in 8 bits results are those of a call to within the rounding of
-        what is fed back.
+        Only the states have to be kept: the readout of the first state is fed back. Inside, the
+        layer runs a ``step`` of its own; after ``prepare()`` that is a fast step, without
+        gradients. For a layer of 8 bits, results are those of a call up to the rounding of what is
+        fed back.
 
         Args:
-            x: ``[B, in]``, the series in the first Y columns. Where the step is not forced, what
-                lies there never matters.
-            states: as the step before returned them; None for what a call begins with.
+            x: ``[B, in]``, the series in the first Y columns. Where the step is not forced, the
+                series has no influence.
+            states: as the previous step returned them; None for the initial states of a call.
             forced: whether the series is given: True or False, or bool ``[B]``.
-            resets: bool ``[B]``, True where the state is replaced, before the step, by what a call
-                begins with.
+            resets: bool ``[B]``, True where the state is replaced, before the step, by the initial
+                state of a call.
 
         Returns:
             y ``[B, Y]``, and a list of the new states.
@@ -179,7 +179,7 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
         return ops.cast(self.readout(state), self.layer.cell.compute_dtype)
 
     def _given(self, forced: Any, sequences: Tensor) -> Tensor:
-        """``[B, T]``: where the series is."""
+        """Returns flags ``[B, T]``, True where the series is given."""
         probability, shape = chance(forced), ops.shape(sequences)[:2]
         if probability is None:
             forced, (rows, steps) = flags("forced", forced), sequences.shape[:2]
@@ -188,14 +188,14 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
                 return ops.broadcast_to(forced, shape)
             expect("forced", forced.shape, (rows, steps), "rows, steps")
             return forced
-        if probability in (0, 1):  # nothing is drawn, in an exported graph neither
+        if probability in (0, 1):  # nothing is drawn, not even in an exported graph
             return ops.full(shape, bool(forced), "bool")
         return keras.random.uniform(shape, seed=self.seed_generator) < probability
 
     def get_config(self) -> dict[str, Any]:
         """All arguments, for ``from_config``."""
         both = {"layer": self.layer, "readout": self.readout}
-        both = {name: keras.saving.serialize_keras_object(each) for name, each in both.items()}
+        both = {name: keras.saving.serialize_keras_object(part) for name, part in both.items()}
         return super().get_config() | both | {"return_state": self.return_state, "seed": self.seed}
 
     @classmethod
@@ -208,7 +208,7 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
 
 
 class _Fed(Fused):
-    """The layer of a ``Feedback``, as one of the cell whose readout is fed back."""
+    """The layer of a ``Feedback``, run with the cell whose readout is fed back."""
 
     _drop_in, return_sequences = False, True
 
@@ -222,7 +222,7 @@ class _Fed(Fused):
         step = self.layer._step()
         if isinstance(step, str):
             given = f"{self.layer.name}, which only Keras's loop can run: {step}"
-            refuse("layer", given, "one whose step is known")
+            refuse("layer", given, "a layer whose step is known")
         return with_feedback(step)
 
     def _sizes(self) -> tuple[tuple[str, int], ...]:
@@ -243,18 +243,18 @@ class _Fed(Fused):
 
 def _check(layer: Any, readout: Any) -> None:
     if not isinstance(layer, Fused):
-        hint = "anycell.keras.accelerate turns those of Keras into ours."
+        hint = "anycell.keras.accelerate turns layers of Keras into these."
         expected = "LSTM, GRU, SimpleRNN or RNN of anycell.keras"
         refuse("layer", type(layer).__name__, expected, hint, TypeError)
     outer, cell = ("go_backwards", "stateful"), ("dropout", "recurrent_dropout")
-    told = {n: getattr(layer, n) for n in outer} | {n: getattr(layer.cell, n) for n in cell}
-    faults = [f"{name}={value}" for name, value in told.items() if value]
+    options = {n: getattr(layer, n) for n in outer} | {n: getattr(layer.cell, n) for n in cell}
+    faults = [f"{name}={value}" for name, value in options.items() if value]
     step = layer._step()
     if isinstance(step, Cell) and step.static is not None:
         faults.append(f"a cell with the static input {step.static!r}")
     if faults:
-        refuse("layer", ", ".join(faults), "a layer without", "Make another one.")
+        refuse("layer", ", ".join(faults), "a layer without these", "Make another layer.")
     linear = keras.activations.linear
     if not isinstance(readout, keras.layers.Dense) or readout.activation is not linear:
-        hint = "It is fed back as it is."
+        hint = "The readout is fed back as it is."
         refuse("readout", str(readout), "keras.layers.Dense without activation", hint)

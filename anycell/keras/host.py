@@ -11,17 +11,17 @@ from anycell.engines import cpu
 from anycell.numpy.host import Array, NumpyHost, numpy_dtype
 from anycell.plan.dtype import Dtype
 
-LINE = 64  # bytes: what TensorFlow takes as it is begins on such a border
+LINE = 64  # bytes: TensorFlow copies memory unless it begins at a multiple of this
 
 
 class AlignedHost(NumpyHost):
     """Arrays that begin on a cache line."""
 
     def empty(self, shape: tuple[int, ...]) -> Array:
-        """Memory as it comes, warm where there is a lot of it."""
+        """Returns uninitialized memory, from warm blocks if it is large."""
         size = math.prod(shape) * self.dtype.itemsize
         block = cpu.memory.empty((size + LINE,), "uint8")
-        start = -block.__array_interface__["data"][0] % LINE  # one call less than ``pointer``
+        start = -block.__array_interface__["data"][0] % LINE  # saves the call of ``pointer``
         return block[start : start + size].view(self.dtype).reshape(shape)
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
@@ -29,7 +29,7 @@ class AlignedHost(NumpyHost):
         array[...] = 0
         return array
 
-    lasting = empty  # all of it is kept
+    lasting = empty  # which uses warm blocks already
 
     def like(self, array: Array) -> Array:
         return self.empty(array.shape)
@@ -38,7 +38,7 @@ class AlignedHost(NumpyHost):
         if self.wide is self or array.dtype == self.dtype:
             return array
         narrow = self.empty(array.shape)
-        with np.errstate(over="ignore"):  # a loss that is scaled may overflow: it is then infinite
+        with np.errstate(over="ignore"):  # a scaled loss may overflow to infinity
             narrow[...] = array
         return narrow
 

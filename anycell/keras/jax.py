@@ -14,7 +14,7 @@ from anycell.plan import Call
 def run(call: Call, arrays: Arrays) -> Result:
     """Runs a layer as one ``lax.scan``, compiled once for a call and its shapes.
 
-    Outside of ``jax.jit`` a scan is otherwise compiled anew each time.
+    Without this, a scan outside of ``jax.jit`` would be compiled again each time.
     """
     return _run(call, dict(arrays))
 

@@ -1,7 +1,7 @@
 """``LSTM``, ``GRU``, ``SimpleRNN`` and ``RNN(cell, units)``: Keras's layers with another loop.
 
-All are subclasses of Keras's own, which keep masks, states, configuration and weights; what they
-replace is ``inner_loop``.
+All are subclasses of Keras's layers, which keep masks, states, configuration and weights; the
+subclasses replace ``inner_loop``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Kind:
 
     Attributes:
         symbolic: the step in anycell's language.
-        layer: the layer of Keras's that is made of such a cell, and has its own loop for it.
+        layer: Keras's layer of this cell, which has its own loop for it.
     """
 
     symbolic: Cell
@@ -65,7 +65,7 @@ _WRAPPED = {"build", "quantize"}  # by Keras, in every layer
 
 
 def changed(cell: Any) -> str | None:
-    """Why a step of ``cell`` is not what one of Keras's or ours does, if it is not."""
+    """Returns why the step of ``cell`` is unknown; None for unchanged cells, Keras's or ours."""
     kind = type(cell)
     if kind not in CALLS:
         return f"the cell is of class {kind.__name__}, whose step only Keras's loop can run"
@@ -85,7 +85,7 @@ class Fused(Steps, Keywords, Explained):
 
     # -- which engine ----------------------------------------------------------------------------
     def _step(self) -> Cell | str:
-        """The cell in anycell's language, or why there is none."""
+        """Returns the cell in anycell's language, or why it cannot be expressed there."""
         raise NotImplementedError
 
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
@@ -93,7 +93,7 @@ class Fused(Steps, Keywords, Explained):
         if isinstance(step, str):
             return Facts(None, 0, backend=backend, gpu=gpu, obstacle=step, traced=traced)
         dropped = training and cell.recurrent_dropout and not self._dropped_by_kernel(step)
-        reset = _further.get()[1] is not None and not dropped  # which loops of Keras's cannot
+        reset = _further.get()[1] is not None and not dropped  # Keras's loops cannot reset
         return Facts(
             cell=step,
             units=cell.units,
@@ -108,7 +108,7 @@ class Fused(Steps, Keywords, Explained):
         )
 
     def _dropped_by_kernel(self, step: Cell) -> bool:
-        """Whether the kernel can take the masks of recurrent dropout, on ``hh``."""
+        """Whether the kernel can apply the masks of recurrent dropout in the recurrent matmul."""
         return keras.backend.backend() in FUSED
 
     def _cudnn(self) -> bool:
@@ -125,7 +125,7 @@ class Fused(Steps, Keywords, Explained):
 
     def explain(self, training: bool = True, **shown: Any) -> Explanation:
         """Describes this layer before it runs: the engine that runs it, in training or inference,
-        and why; then ``anycell.explain`` of its cell, which says what may be ``shown``.
+        and why; then what ``anycell.explain`` says of its cell. See there for ``shown``.
         """
         return about_layer(self._subject(training), **shown)
 
@@ -137,7 +137,7 @@ class Fused(Steps, Keywords, Explained):
 
     @property
     def supports_jit(self) -> bool:
-        """Whether XLA may compile a model with this layer: Keras asks, and it calls no kernels."""
+        """Whether XLA may compile a model with this layer, for Keras: XLA cannot call kernels."""
         ours = choose(self._facts(False, gpu_visible(), asked())).name == "cpu"
         return vars(self).get("supports_jit", True) and not (
             ours and keras.backend.backend() == "tensorflow"
@@ -150,14 +150,14 @@ class Fused(Steps, Keywords, Explained):
     # -- the loop --------------------------------------------------------------------------------
     @contextmanager
     def _beside(self, static: Tensor, resets: Tensor) -> Iterator[None]:
-        """Within it, runs take what Keras's ``call`` does not know."""
+        """Gives runs within it the arguments that Keras's ``call`` does not know."""
         step = self._step()
         wanted = step.static if isinstance(step, Cell) else None
         if (static is None) != (wanted is None):
             given = "None" if static is None else f"of shape {tuple(tensor(static).shape)}"
             expected = f"[B, {self.cell.units}], its {wanted}" if wanted else "None"
-            about = f"cell {step.name}" if isinstance(step, Cell) else f"Keras's loop: {step}"
-            raise ValueError(f"static: given {given}; expected {expected}, for {about}.")
+            runner = f"cell {step.name}" if isinstance(step, Cell) else f"Keras's loop: {step}"
+            raise ValueError(f"static: given {given}; expected {expected}, for {runner}.")
         token = _further.set((static, resets))
         try:
             yield
@@ -168,28 +168,28 @@ class Fused(Steps, Keywords, Explained):
     def inner_loop(
         self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Keras's hook: last output, all outputs in the order of processing, final states."""
+        """Keras's hook; returns last output, all outputs in order of processing, final states."""
         training = bool(training)
-        if "complex" in str(sequences.dtype):  # a call less for all others
+        if "complex" in str(sequences.dtype):  # saves other dtypes a call
             real("sequences", sequences)
         facts = self._facts(training, on_gpu(sequences), refusal())
         engine, reason = choose(facts)
         _, resets = _further.get()
         if engine in ("keras", "cudnn") and resets is not None:
-            hint = "Run an anycell cell that is as it was made, without recurrent dropout."
-            expected = "None, for Keras's loop, which has no place for it, runs the layer"
+            hint = "Use an unchanged cell of anycell, without recurrent dropout."
+            expected = "None, because Keras's loop, which cannot reset states, runs the layer"
             refuse("resets", "a tensor", f"{expected}: {reason}", hint)
         if mask is not None:
             mask = _as_tensor(mask, sequences)
         if engine in ("keras", "cudnn"):
-            if mask is not None and engine == "keras":  # NaN under a mask reaches no gradient
+            if mask is not None and engine == "keras":  # NaN under a mask must reach no gradient
                 zeros = ops.zeros_like(sequences)
                 sequences = ops.where(ops.expand_dims(mask, -1), sequences, zeros)
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
         states = [for_all(tensor(state, self.cell.compute_dtype), sequences) for state in states]
         if self.stateful and keras.backend.backend() == "torch":  # type: ignore[attr-defined]
-            states = [ops.copy(state) for state in states]  # Keras overwrites what gradients read
+            states = [ops.copy(state) for state in states]  # Keras overwrites them before backward
         x = ops.transpose(sequences, (1, 0, 2))
         call = Call(
             facts.cell,  # type: ignore[arg-type]
@@ -220,13 +220,13 @@ class Fused(Steps, Keywords, Explained):
         return keras.layers.RNN.inner_loop.__get__(self)
 
     def _arrays(self, x: Tensor, states: Sequence[Tensor], training: bool) -> Arrays:
-        """The tensors of a run over ``x [T, B, I]``, but for its mask and resets."""
+        """Returns the tensors of a run over ``x [T, B, I]``, except its mask and resets."""
         raise NotImplementedError
 
     def _as_keras(
         self, call: Call, outputs: Tensor, final: Sequence[Tensor], mask: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Results as Keras's loop returns them: batch first, steps in the order of processing."""
+        """Returns results like Keras's loop: batch first, steps in the order of processing."""
         last, (reverse,) = final[0], call.options.reverse
         if mask is not None:
             # Before a row's first step Keras repeats zeros, not the initial state.
@@ -248,14 +248,14 @@ class Fused(Steps, Keywords, Explained):
 
 
 def _attached_mask(x: Tensor) -> Tensor:
-    """The mask that a layer before, such as ``Embedding(mask_zero=True)``, left on ``x``."""
+    """Returns the mask that an earlier layer, such as ``Embedding(mask_zero=True)``, left on x."""
     if hasattr(backend, "get_keras_mask"):  # since Keras 3.6
         return backend.get_keras_mask(x)
     return getattr(x, "_keras_mask", None)
 
 
 def _as_tensor(mask: Any, sequences: Tensor) -> Tensor:
-    """A mask as bool ``[B, T]``, also out of a list of one, as Keras passes it, or of rows."""
+    """Converts a mask, a list of one mask (as Keras passes it), or of rows, to bool ``[B, T]``."""
     first = tree.flatten(mask)[0]
     if mask is not first and len(getattr(first, "shape", ())) < 2:
         mask = ops.stack([tensor(row) for row in mask])
@@ -305,7 +305,7 @@ class DropIn(Fused):
         return kind.symbolic(**named, **structure)
 
     def _loop_of_keras(self) -> Any:
-        # The loop of LSTM and GRU may go past the cell.
+        # Keras's loop of LSTM and GRU may bypass the cell.
         kind = _KINDS.get(type(self.cell))
         if kind is not None and changed(self.cell) is None and isinstance(self, kind.layer):
             return kind.layer.inner_loop.__get__(self)
@@ -315,7 +315,7 @@ class DropIn(Fused):
         if isinstance(self.cell, keras.layers.GRUCell) and not hasattr(
             self.cell, "dropout_mask_count"
         ):
-            return False  # before Keras 3.8 the mask falls on the state that z keeps as well
+            return False  # before Keras 3.8, the mask also applies to the state that z keeps
         masked = [l.outputs for l in step.linears if l.recurrent]
         return masked == [step.gates] and super()._dropped_by_kernel(step)
 
@@ -333,8 +333,8 @@ class DropIn(Fused):
 
     @property
     def use_cudnn(self) -> bool | str:
-        """The argument; for "auto" False if cuDNN does not run the layer: ``Bidirectional`` then
-        does not run two layers of cuDNN's at once, past ``inner_loop``.
+        """The argument, but False for "auto" if our kernel runs the layer or its step is unknown:
+        then ``Bidirectional`` does not run both directions by cuDNN, past ``inner_loop``.
         """
         given: bool | str = vars(self).get("use_cudnn", "auto")
         facts = self._facts(False, gpu_visible(), None)
@@ -346,11 +346,11 @@ class DropIn(Fused):
         vars(self)["use_cudnn"] = value
 
     def _drops(self, rate: float) -> bool:
-        """Whether Keras draws masks: its gated cells take a rate of 1 for none."""
+        """Whether Keras draws masks; its gated cells draw no masks at a rate of 1."""
         return 0.0 < rate < 1.0 or (rate == 1.0 and type(self.cell) in _PLAIN)
 
     def _further(self, recurrent_kernel: Tensor) -> dict[str, Tensor]:
-        """The weights of further matmuls in a step."""
+        """Returns the weights of further matmuls in a step."""
         if getattr(self.cell, "reset_after", True):
             return {}
         return {"weight_h": ops.transpose(recurrent_kernel[:, 2 * self.cell.units :])}
@@ -361,8 +361,8 @@ class DropIn(Fused):
         def read(array: Any) -> Tensor:
             return ops.cast(ops.convert_to_tensor(array), cell.compute_dtype)
 
-        # Masks are drawn by Keras, before the loop, so that seeds mean the same: one for all gates,
-        # or a list of one per gate.
+        # Keras draws the masks, before the loop, so that a seed gives Keras's masks: one for all
+        # gates, or a list of one per gate.
         kernel = cell.kernel
         if training and self._drops(cell.dropout):
             masks = cell.get_dropout_mask(x[0])
@@ -380,7 +380,7 @@ class DropIn(Fused):
 
 
 def _name(function: Any) -> str | None:
-    """The name of one of Keras's activations that the cell language can say."""
+    """Returns the name of a function of Keras that the cell language has, else None."""
     for name in cells.ACTIVATIONS:
         if function is getattr(activations, name, None):
             return name
@@ -397,7 +397,7 @@ class LSTM(DropIn, keras.layers.LSTM):
 
     Weights: ``kernel`` ``[in, 4 * units]``, ``recurrent_kernel`` ``[units, 4 * units]``, ``bias``
     ``[4 * units]``, gates in the order i f c o; states ``[h, c]``. Fused on TensorFlow and torch,
-    on the CPU, in training and inference; activations that the cell language has no word for run in
+    on the CPU, in training and inference; activations that the cell language does not have run in
     Keras's loop. ``layer.engine`` says which, and why.
 
     Example:
@@ -415,8 +415,8 @@ class GRU(DropIn, keras.layers.GRU):
         n = tanh(kernel x + bias[0] + r (recurrent_kernel h + bias[1]))
         h' = z h + (1 - z) n
 
-    Weights as in Keras, gates in the order z r h. What runs fused is as for ``LSTM``; so is
-    ``reset_after=False``, which has two matmuls in a step.
+    Weights as in Keras, gates in the order z r h. The same calls run fused as for ``LSTM``, also
+    with ``reset_after=False``, which has two matmuls in a step.
     """
 
 
@@ -450,10 +450,10 @@ _PLAIN = (keras.layers.SimpleRNNCell, SimpleRNNCell)
 
 @keras.saving.register_keras_serializable("anycell", "RNN of a cell of Keras")
 class OfCell(DropIn, keras.layers.RNN):
-    """``keras.layers.RNN(LSTMCell(units))``, as ``accelerate`` leaves it."""
+    """``keras.layers.RNN(LSTMCell(units))`` after ``accelerate``."""
 
 
-OfCell.__name__ = "RNN"  # which Keras's files of weights go by
+OfCell.__name__ = "RNN"  # Keras's files of weights use this name
 
 
 _OF_THE_LAYER = """
@@ -469,20 +469,20 @@ def _plain(value: Any) -> Any:
 
 @keras.saving.register_keras_serializable("anycell")
 class RNN(Fused, keras.layers.RNN):
-    """Any cell over a sequence, as a layer of Keras, on a fused kernel.
+    """Runs any cell over a sequence, as a layer of Keras, on a fused kernel.
 
     Args:
-        cell: what ``@anycell.cell`` made; ``anycell.cells`` has some.
+        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``.
         units: H.
         return_sequences, return_state, go_backwards, stateful, unroll, zero_output_for_mask,
             activity_regularizer: as in ``keras.layers.RNN``.
-        kwargs: all else is as in ``RNNCell``: initializers, regularizers, constraints, dropout.
+        kwargs: the arguments of ``RNNCell``: initializers, regularizers, constraints, dropout.
 
     Called as ``keras.layers.LSTM`` is, with ``initial_state``, ``mask`` and ``training``, on
-    ``[B, T, in]``; states come and go in the order that the cell declares. Besides, ``static``
-    ``[B, units]`` is the input that a cell like ``EALSTM`` takes once per sequence, and where
-    ``resets`` ``[B, T]`` is true the states are set to the values that the cell declares, before
-    the step.
+    ``[B, T, in]``; states are passed and returned in the order that the cell declares. Calls also
+    take ``static`` ``[B, units]``, the input that a cell like ``EALSTM`` reads once per sequence,
+    and ``resets`` ``[B, T]``: where it is true, the states are set to the values that the cell
+    declares, before the step.
 
     Example:
         >>> from anycell import cells
@@ -496,7 +496,7 @@ class RNN(Fused, keras.layers.RNN):
     _cell_class = RNNCell
 
     def __init__(self, cell: Cell, units: int, **kwargs: Unpack[RNNArguments]) -> None:
-        # A config is JSON, which knows no integers of NumPy's.
+        # A config is JSON, which cannot store NumPy's integers.
         units, given = _plain(units), {k: _plain(v) for k, v in kwargs.items()}
         of_layer = {k: given.pop(k) for k in _OF_THE_LAYER if k in given}
         of_both = {k: given.pop(k) for k in _OF_BOTH if k in given}
@@ -511,7 +511,7 @@ class RNN(Fused, keras.layers.RNN):
         for name in sorted(given.keys() - known):
             remedy = f"Arguments are those of {type(self).__name__} and RNNCell."
             if name in (*cell.hyper, *cell.structure):
-                remedy = f"It is one of the cell: write {cell.name}({name}={given[name]!r})."
+                remedy = f"The cell takes it: write {cell.name}({name}={given[name]!r})."
             raise ValueError(
                 f"{type(self).__name__}: given an unknown keyword argument {name!r}. {remedy}"
             )
@@ -532,7 +532,7 @@ class RNN(Fused, keras.layers.RNN):
         resets: Tensor = None,
     ) -> Any:
         """Runs the layer; see the class."""
-        if mask is None:  # Keras looks for one only where sequences are the only tensor
+        if mask is None:  # Keras looks for a mask only if sequences are the only tensor
             mask = _attached_mask(sequences)
         with self._beside(static, resets):
             return super().call(sequences, initial_state, mask=mask, training=training)
@@ -555,7 +555,7 @@ class RNN(Fused, keras.layers.RNN):
         return self.cell.gather(x if factor is None else x * factor, states, **drawn)
 
     def reset_state(self) -> None:
-        """Stateful layers start again from the values that the cell declares."""
+        """Sets the states of a stateful layer to the values that the cell declares."""
         if not isinstance(self.cell, RNNCell):
             super().reset_state()
         elif self.states is not None:
@@ -577,7 +577,7 @@ class RNN(Fused, keras.layers.RNN):
         cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> RNN:
         """The layer that ``get_config`` described."""
-        # A scope hides the one around it, so there must be none for nothing.
+        # A scope hides the scope around it, so an empty one must not be opened.
         scope = (
             keras.saving.custom_object_scope(custom_objects) if custom_objects else nullcontext()
         )

@@ -1,4 +1,4 @@
-"""A layer for every cell of ``anycell.cells`` that Keras has no name for."""
+"""A layer for every cell of ``anycell.cells`` whose name no layer of Keras has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anycell.keras.layers import RNN
 
 
 class Named(named.Named, RNN):
-    """``RNN`` of one cell, with a config that names no cell."""
+    """``RNN`` of one cell, with a config that does not name the cell."""
 
     def __init__(self, units: int, **kwargs: Any) -> None:
         super().__init__(units, **as_given(kwargs))

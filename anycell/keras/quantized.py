@@ -27,11 +27,11 @@ _HERE = "anycell.keras.quantized"  # in a config, the place of a layer that is t
 
 @keras.saving.register_keras_serializable("anycell")
 class QuantizedCell(RNNCell):
-    """The weights of a ``Quantized`` layer, and one step of it, which computes in float32 with the
+    """The weights and one step of a ``Quantized`` layer. The step computes in float32 with the real
     weights that the integers stand for.
     """
 
-    numbers = "int8"  # what the matmuls of a kernel multiply
+    numbers = "int8"  # the dtype that matmuls in a kernel multiply
 
     def build(self, input_shape: Sequence[int | None]) -> None:
         """Creates the weights, all 0, for inputs ``[B, input_shape[-1]]``."""
@@ -52,7 +52,7 @@ class QuantizedCell(RNNCell):
         return tensor if integers else ops.cast(tensor, self.compute_dtype)
 
     def gather(self, x: Tensor, states: Sequence[Tensor], **more: Any) -> Arrays:
-        """The tensors of a run, integers and scales among them."""
+        """Returns the tensors of a run, including integers and scales."""
         scales = {name: ops.convert_to_tensor(s) for name, s in self._scales.items()}
         return {**super().gather(x, states, **more), **scales}
 
@@ -65,17 +65,17 @@ class Quantized(RNN):
     """A layer whose weights have 8 bits, for inference on the CPU: calls and files as of ``RNN``.
 
     Weights: each kernel as int8, its scales ``{name}_scales`` with a number for each of its
-    outputs, and all others as they were, in float32. Nothing is trained. Under a tape, in training
-    and wherever the layer runs step by step it computes in float32 with the real weights that the
-    integers stand for.
+    outputs, and all other weights unchanged, in float32. Nothing is trained. Under a tape, in
+    training and in any step-by-step run the layer computes in float32 with the real weights that
+    the integers stand for.
 
     Attributes:
-        error: relative, of the output over the data that ``quantize`` was given; None without.
+        error: the output's relative error over the data given to ``quantize``; None without data.
     """
 
     _cell_class = QuantizedCell
     error: float | None = None
-    rounded = True  # as anycell.compress asks
+    rounded = True  # which anycell.compress reads
 
     def __repr__(self) -> str:
         arrays = {v.path.split("/")[-1]: np.empty(v.shape, v.dtype) for v in self.cell.weights}
@@ -94,7 +94,7 @@ def quantize(model: Any, data: Iterable[Any] | None) -> Any:
     ]
     if not layers:
         given = f"{type(model).__name__} without a float32 layer of anycell.keras"
-        hint = "anycell.keras.accelerate turns those of Keras into ours."
+        hint = "anycell.keras.accelerate turns layers of Keras into these."
         refuse("model", given, "LSTM, GRU, SimpleRNN or RNN in it", hint, TypeError)
     small = [_quantized(layer) for layer in layers]
     if data is not None:
@@ -113,7 +113,7 @@ def _quantized(layer: Any) -> Quantized:
     new.build(compress.input_shape(layer))
     (arrays,), scales = view.learned, new.cell._scales
     for name, weight in compress.view_of(new).weights[0].items():
-        # Keras has one bias where both are only added: the other one is 0.
+        # Keras has a single bias if both are only added: the other bias is 0.
         values: Any = numbers(arrays[name]) if name in arrays else 0.0
         if scales_of(name) in scales:
             values, of_rows = rounded(values, name)
@@ -123,7 +123,7 @@ def _quantized(layer: Any) -> Quantized:
 
 
 def _measure(model: Any, layers: list[Any], small: list[Quantized], data: Iterable[Any]) -> None:
-    """Runs the model, and each quantized layer on what its own layer is given."""
+    """Runs the model, and each quantized layer on the inputs of the layer that it replaces."""
     runs = list(zip(layers, small, small, strict=True))
     by_layer = dict(zip(layers, small, strict=True))
     for outer in model._flatten_layers():
@@ -136,14 +136,14 @@ def _measure(model: Any, layers: list[Any], small: list[Quantized], data: Iterab
 
     def call(*given: Any, **named: Any) -> None:
         if 1 < len(given) == len(getattr(model, "inputs", None) or ()):
-            given = (list(given),)  # which a model of several inputs takes as one argument
+            given = (list(given),)  # a model of several inputs takes them as one argument
         model(*given, **{"training": False, **named})
 
     measure(call, runs, "inner_loop", outputs, data)
 
 
 def _with(model: Any, layers: list[Any], small: list[Quantized]) -> Any:
-    """A copy of the model, by its config, with quantized layers in the place of others."""
+    """Copies the model by its config, with quantized layers in place of the float32 layers."""
     with ExitStack() as stack:
         for number, layer in enumerate(layers):
             config = {**layer.get_config(), _HERE: number}
@@ -164,19 +164,19 @@ def _with(model: Any, layers: list[Any], small: list[Quantized]) -> Any:
             [*l._trainable_variables, *l._non_trainable_variables] for l in (source, made)
         )
         for value, variable in zip(theirs, ours, strict=True):
-            # A copy: JAX has models give up their arrays, and would take the old model's.
+            # A copy, because on JAX a model gives up its arrays, which would be the old model's.
             variable.assign(np.array(ops.convert_to_numpy(value)))
     return new
 
 
 def _replaced(config: Any, small: list[Any]) -> Any:
-    """A config with the configs of quantized layers in their places."""
+    """Returns a config with the configs of quantized layers in their places."""
     if isinstance(config, list):
         return [_replaced(item, small) for item in config]
     if not isinstance(config, dict):
         return config
     inner = config.get("config")
     if isinstance(inner, dict) and _HERE in inner:
-        # A functional model's config says beside a layer's own how it is connected.
+        # In a functional model, a layer's config also says how the layer is connected.
         return {**config, **small[inner[_HERE]]}
     return {key: _replaced(value, small) for key, value in config.items()}

@@ -16,10 +16,10 @@ _asked: ContextVar[bool] = ContextVar("asked", default=False)
 
 @contextmanager
 def step_by_step() -> Iterator[None]:
-    """Within it, in this thread, layers run in operations of the backend, on every backend.
+    """Makes layers run in operations of the backend, within it and in this thread, on any backend.
 
-    For a graph that will run where anycell is not installed, which tracing cannot know:
-    a concrete function that is saved or frozen later.
+    Use it for a graph that will run where anycell is not installed, which tracing cannot know, such
+    as a concrete function that is saved or frozen later.
 
     Example:
         >>> import anycell.keras
@@ -36,7 +36,7 @@ def step_by_step() -> Iterator[None]:
 
 
 def asked() -> str | None:
-    """The reason inside ``step_by_step``, or None outside of it."""
+    """Returns the reason for running step by step inside ``step_by_step``, None outside of it."""
     return "anycell.keras.step_by_step() asks for it" if _asked.get() else None
 
 
@@ -45,15 +45,15 @@ class Facts:
     """The facts on which the choice depends.
 
     Attributes:
-        cell: the step in anycell's language; None where it cannot be said.
+        cell: the step in anycell's language; None if it cannot be expressed there.
         units: H.
-        sizes: of states that declare another, by their symbol.
-        dtype: of the computation.
+        sizes: the sizes besides H that states declare, by their symbols.
+        dtype: the dtype of the computation.
         backend: "tensorflow", "torch", "jax", or another of Keras's.
         gpu: whether the layer is placed on a GPU.
-        cudnn: whether it is one that Keras's cuDNN path takes: ``LSTM`` or ``GRU`` of default
+        cudnn: whether Keras's cuDNN path takes the layer: ``LSTM`` or ``GRU`` of default
             activations, with bias, without recurrent dropout and unrolling.
-        drop_in: whether it is a subclass of one of Keras's layers, which has a loop of its own.
+        drop_in: whether the layer is a subclass of Keras's layer, which has a loop of its own.
         obstacle: why neither the kernel nor cuDNN can run it, if there is a reason: an activation,
             recurrent dropout in training.
         traced: why no code outside the graph can be called, if there is a reason: XLA, export,
@@ -73,7 +73,7 @@ class Facts:
 
 
 def choose(facts: Facts) -> Engine:
-    """The engine for these facts.
+    """Chooses the engine for these facts.
 
     Example:
         >>> from anycell.cells import PeepholeLSTM
@@ -105,7 +105,7 @@ def choose(facts: Facts) -> Engine:
 
 
 def planned(cell: Cell, units: int, dtype: str, sizes: Mapping[str, int]) -> Plan | str:
-    """The plan of the fused kernel, or why it cannot run the cell."""
+    """Returns the plan of the fused kernel, or why the kernel cannot run the cell."""
     try:
         return plan(cell, units, dtype, "cpu", sizes)
     except ValueError as refusal:

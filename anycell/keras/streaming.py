@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# What the calls of other frontends take, and Keras's do not.
+# Arguments of calls that only other frontends take, and what to do in Keras.
 _ELSEWHERE = {
     "lengths": "Pass a mask: keras.ops.arange(steps) < lengths[:, None].",
-    "return_states": "anycell.torch and anycell.numpy give the states of every step; here "
-    "return_sequences=True and return_state=True, where the layer is made, give outputs and the "
+    "return_states": "anycell.torch and anycell.numpy return the states of every step; in Keras, "
+    "pass return_sequences=True and return_state=True to the constructor for all outputs and the "
     "last states.",
-    "reset_state": "resets= restore what the cell declares.",
-    "recurrent_mask": "recurrent_dropout=, where the layer is made, draws it.",
-    "static": "RNN(cell, units) takes it, of a cell that declares one.",
+    "reset_state": "resets= restores the values that the cell declares.",
+    "recurrent_mask": "recurrent_dropout= of the constructor draws one.",
+    "static": "RNN(cell, units) takes it if the cell declares a static input.",
 }
 
 
 class Keywords:
-    """Mixin of layers which say, of arguments that only other frontends take, what to do."""
+    """Mixin of layers that say what to do instead of passing arguments of other frontends."""
 
     @as_written
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ class Keywords:
 
 
 class Packed:
-    """The packed weights of a layer. A copy of a layer, and a pickle, has none."""
+    """The packed weights of a layer. Copies and pickles of the layer do not carry them."""
 
     def __init__(self, stream: Stream | None = None) -> None:
         self.stream = stream
@@ -68,9 +68,9 @@ class Steps:
     def prepare(self) -> Self:
         """Packs the weights, as they are now, for ``step``; returns the layer itself.
 
-        Where nothing is packed, because no kernel runs the layer here, in 16 and in 8 bits, and on
-        copies of the layer, a ``step`` is an ordinary call. Weights that change later go unnoticed:
-        call this again after training and after loading.
+        A ``step`` stays an ordinary call in 16 and in 8 bits, on copies of the layer, and if no
+        kernel runs the layer here. Weights that change later go unnoticed: call this method again
+        after training and after loading.
 
         Raises:
             ValueError: for a layer that goes backwards, or has no weights yet.
@@ -93,19 +93,19 @@ class Steps:
     def step(
         self, x: Tensor, states: Any = None, *, static: Tensor = None, resets: Tensor = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """One step, as they arrive, in inference: what a call gives for sequences of one step.
+        """Runs one time step in inference; returns the results of a call for one step.
 
-        After ``prepare()``, and where no gradient is wanted, it is one native call on packed
-        weights. One may be wanted under a tape of TensorFlow, and of torch's tensors that require
-        it: there a step is an ordinary call.
+        After ``prepare()``, and if no gradient may be wanted, it is one native call on packed
+        weights. Under a tape of TensorFlow, and for tensors of torch that require a gradient, a
+        step is an ordinary call.
 
         Args:
             x: ``[B, in]``.
-            states: as the step before returned them, or one row ``[1, size]`` for all; None for
-                what a call begins with.
+            states: as the previous step returned them, or one row ``[1, size]`` for all; None for
+                the initial states of a call.
             static: as a call takes it.
-            resets: bool ``[B]``, True where the state is replaced, before the step, by what a call
-                begins with: where an episode starts.
+            resets: bool ``[B]``, True where the state is replaced, before the step, by the initial
+                state of a call: where an episode starts.
 
         Returns:
             output ``[B, size]``, and a list of the new states.
@@ -119,7 +119,7 @@ class Steps:
         x = one_step(me, x, dtype)
         given = self._begin(x, states, resets)
         stream = self._prepared.stream
-        eager = hasattr(x, "numpy")  # which symbols of a graph have not
+        eager = hasattr(x, "numpy")  # symbols of a graph lack this method
         if stream is not None and eager and not recorded((x, *given, static)):
             return self._packed_step(stream, x, given, static)
         with me._beside(static, None), backend.AutocastScope(dtype):
@@ -127,7 +127,7 @@ class Steps:
         return last, list(final)
 
     def _begin(self, x: Tensor, states: Any, resets: Tensor) -> list[Tensor]:
-        """The states with which a step begins."""
+        """Returns the states with which a step begins."""
         me: Any = self
         dtype = me.cell.compute_dtype
         before: list[Tensor] = []
@@ -138,7 +138,7 @@ class Steps:
             count = len(tree.flatten(me.cell.state_size))
             before = [for_all(tensor(s, dtype), x) for s in _one_by_one(states, count)]
             if len(before) != count:
-                hint = "Pass those that the step before returned."
+                hint = "Pass the states that the previous step returned."
                 refuse("states", f"{len(before)} of them", f"{count}, each [B, size]", hint)
         if resets is None:
             return before or start
@@ -150,7 +150,7 @@ class Steps:
     def _packed_step(
         self, stream: Stream, x: Tensor, states: Sequence[Tensor], static: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """A step on packed weights."""
+        """Runs a step on packed weights."""
         kind, rows = self.cell.compute_dtype, x.shape[0]
 
         def read(name: str, tensor: Tensor, width: int) -> Any:
@@ -159,7 +159,7 @@ class Steps:
         if (static is None) is not (stream.static is None):
             given = "None" if static is None else f"shape {tuple(tensor(static).shape)}"
             expected = f"[B, {stream.hidden}]" if stream.static else "None"
-            refuse("static", given, expected, "It is the input that a cell may declare.")
+            refuse("static", given, expected, "Only cells that declare a static input take one.")
         pairs = zip(states, stream.shape, strict=True)
         before = [read("states", state, width)[None] for state, (_, width) in pairs]
         static = None if static is None else read("static", static, stream.hidden)
@@ -174,7 +174,7 @@ class Steps:
 
 
 def _one_by_one(states: Any, count: int) -> list[Any]:
-    """The states of a cell in a list. Nested lists may be the numbers of the only one."""
+    """Returns the states of a cell in a list. Nested lists may hold the numbers of one state."""
     first, axes = states, 0
     while isinstance(first, (list, tuple)) and first:
         first, axes = first[0], axes + 1
@@ -183,7 +183,7 @@ def _one_by_one(states: Any, count: int) -> list[Any]:
 
 
 def one_step(layer: Any, x: Tensor, dtype: str) -> Tensor:
-    """One step of an input ``[B, in]``, for a layer that is built for it where it was not yet."""
+    """Returns one step of an input ``[B, in]`` as a tensor, and builds the layer if needed."""
     x = ops.cast(real("x", tensor(x, dtype)), dtype)
     if len(x.shape) != 2:
         refuse("x", f"shape {tuple(x.shape)}", "[B, in], one step", "Take it out: x[:, t].")

@@ -2,13 +2,13 @@
 
 The operation is the pass of ``layer.forward``, its gradient that of ``layer.backward``. Eager mode
 calls them directly. A graph calls them through the callback of a ``tf.numpy_function``, which is
-public, runs wherever TensorFlow does, and passes memory in both directions without a copy where it
-begins on a cache line; ours always does. What the backward pass reads are outputs of that
-operation, so that loops, replicas and pruning treat it like any other tensor.
+public, runs on every platform of TensorFlow, and passes memory in both directions without a copy if
+it begins on a cache line; our memory always begins there. The arrays for the backward pass are
+outputs of that operation, so that loops, replicas and pruning treat them like any other tensor.
 
 TensorFlow keeps callbacks and registered gradients for ever. So there is one callback and one
-gradient for each direction, for all layers. They look up what to do for an operation by a number
-in it, and the entry is freed with the last graph that has that number.
+gradient for each direction, for all layers. They look up what to do for an operation by a number in
+the operation, and the entry is freed with the last graph that has that number.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def recorded() -> bool:
 
 
 def refusal() -> str | None:
-    """Why the kernels cannot be called here and now, or None: looks at what is being traced."""
+    """Returns why the kernels cannot be called here and now, or None, from what is being traced."""
     why = asked()
     if why is not None or tf.executing_eagerly():
         return why
@@ -72,7 +72,7 @@ def refusal() -> str | None:
 
 
 def _exporting() -> bool:
-    """Whether Keras's export traces the call; it says so nowhere but on the stack."""
+    """Whether an exporter, Keras's or tf2onnx, traces the call, which only the stack shows."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(("keras.src.export", "tf2onnx")):
@@ -96,8 +96,8 @@ def recur(call: Call, arrays: Arrays) -> Result:
 def run(call: Call, arrays: Arrays) -> Result:
     """Runs a layer on the fused kernels, differentiable as often as wanted."""
     x, kernel, integers = arrays["x"], arrays.get("kernel"), quantized(arrays)
-    # Whether anyone will ask for a gradient is not known; without a tape in sight it is unlikely,
-    # and the backward pass then runs the forward pass again.
+    # It is unknown whether a gradient will be wanted. Without a tape, and outside of training, that
+    # is unlikely: nothing is kept, and a backward pass would run the forward pass again.
     taped = record.could_possibly_record()
     keep = call.options.training or taped
     if integers and keep:
@@ -106,11 +106,11 @@ def run(call: Call, arrays: Arrays) -> Result:
         arrays = with_integers(namespace(x), arrays)
     if kernel is not None and x.shape[-1] is None:
         x = tf.ensure_shape(x, [None, None, kernel.shape[0]])
-    if taped and _carries_tangents(arrays.values()):  # a gradient of ours knows no forward mode
+    if taped and _carries_tangents(arrays.values()):  # our gradients do not support forward mode
         return composite(_unlooped(call, x), arrays)
     draws = call.options.training and call.cell.keeps
     if x.shape[0] == 1 and not (integers or draws or tf.executing_eagerly()):
-        # Nothing to fuse over time, and less to do than to call a kernel takes.
+        # Nothing to fuse over time, and less work than calling a kernel.
         return composite(call, arrays)
     parts = {"x": x} | {n: t for n, t in arrays.items() if n not in _OF_NO_GRADIENT}
     flags = {n: arrays[n] for n in _FLAGS if n in arrays}
@@ -128,9 +128,9 @@ def run(call: Call, arrays: Arrays) -> Result:
     return (ends[0], tuple(ends[1:])) if call.outputs else (None, tuple(ends))
 
 
-# Of the tensors of a run those that no gradient flows to.
+# The tensors of a run to which no gradient flows.
 _FLAGS = "mask", "resets", "seed", "recurrent_mask"
-_OF_NO_GRADIENT = {"x", *_FLAGS}  # x has its place, before all others
+_OF_NO_GRADIENT = {"x", *_FLAGS}  # x has a gradient, but its own place, before all others
 
 
 def _carries_tangents(tensors: Iterable[Any]) -> bool:
@@ -140,7 +140,7 @@ def _carries_tangents(tensors: Iterable[Any]) -> bool:
 
 
 def _unlooped(call: Call, x: Tensor) -> Call:
-    """Runs the call for forward mode, which TensorFlow's loops in a graph do not have."""
+    """Unrolls a call of known steps in a graph, whose loops have no forward mode in TensorFlow."""
     known = x.shape.as_list()[0] is not None and not tf.executing_eagerly()
     return call._replace(unroll=call.unroll or known)
 
@@ -158,12 +158,12 @@ def _differentiable(
     gradient: Callable[..., Any],
     again: Callable[..., list[Tensor]],
 ) -> list[Tensor]:
-    """``results``, whose gradient for ``args`` is ``gradient``; ``again(*args, *others)`` is how to
-    compute them.
+    """Gives ``results`` the gradient ``gradient`` for ``args``; ``again(*args, *others)`` computes
+    the results again.
 
-    As ``tf.custom_gradient`` does it, but that registers a function for every graph, which keeps
-    the graph for ever. Ours are registered once, by ``name``, and find all they need from the
-    operation.
+    ``tf.custom_gradient`` does the same, but registers a function for every graph, which keeps the
+    graph for ever. Our gradients are registered once, by ``name``, and find all that they need from
+    the operation.
     """
     if tf.executing_eagerly():
         record.record_operation(name, results, args, gradient)
@@ -171,7 +171,7 @@ def _differentiable(
     inputs, count = [*results, *args, *others], len(results)
     with graphs.get_default_graph().gradient_override_map({"IdentityN": name}):
         outputs = list(tf.identity_n(inputs))
-    # ``tf.vectorized_map`` and Jacobians would make an operation without the gradient of it.
+    # ``tf.vectorized_map`` and Jacobians would make an operation without this gradient.
     outputs[0].op.pfor_converter = functools.partial(_one_by_one, count, again)
 
     def recorded(*arriving: Tensor) -> list[Tensor]:
@@ -182,15 +182,15 @@ def _differentiable(
 
 
 def _one_by_one(count: int, again: Callable[..., list[Tensor]], operation: Any) -> list[Any]:
-    """An operation of ``_differentiable`` for all iterations of a loop that TensorFlow vectorizes:
-    a loop in which it has its gradient.
+    """Converts an operation of ``_differentiable`` in a loop that TensorFlow vectorizes: into a
+    loop, in which the operation keeps its gradient.
     """
     from tensorflow.python.ops.parallel_for.pfor import wrap
 
     graph = outer = graphs.get_default_graph()
     while isinstance(outer, FuncGraph) and not isinstance(outer, _CONTROL_FLOW):
         outer = outer.outer_graph
-    # Of a loop that is vectorized from outside TensorFlow makes branches, which have no gradient.
+    # TensorFlow turns a loop that is vectorized from outside into branches, without a gradient.
     nested = isinstance(outer, _CONTROL_FLOW) and graph is not operation.op.graph
     if nested and record.could_possibly_record():
         refuse(
@@ -214,7 +214,7 @@ def _one_by_one(count: int, again: Callable[..., list[Tensor]], operation: Any) 
 
 
 def _ends(kernels: _Kernels, *tensors: Tensor) -> list[Tensor]:
-    """Outputs, where they are wanted, and final states."""
+    """Returns outputs, if they are wanted, and final states."""
     outputs, final, kept = kernels.forward(tensors)
     if not tf.executing_eagerly():
         kernels = _behind(final[0].op)
@@ -261,10 +261,10 @@ def _of_backward(op: Any, *seconds: Tensor) -> list[Tensor]:
 def _gradient(
     kernels: _Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tensor], kept: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The gradients of ``parts``, None of those that nobody wants. They can be differentiated
-    again: through the composite.
+    """Returns the gradients of ``parts``, None for unwanted ones. They can be differentiated again,
+    through the composite.
     """
-    arriving = [tf.convert_to_tensor(part) for part in arriving]  # behind a gather they are slices
+    arriving = [tf.convert_to_tensor(part) for part in arriving]  # a gather passes IndexedSlices
     taped = record.could_possibly_record()
     if taped and _carries_tangents(arriving):
         grads = _first(kernels, tensors, arriving)
@@ -284,7 +284,7 @@ def _gradient(
 
 
 def _gradient_again(kernels: _Kernels, *inputs: Tensor) -> list[Tensor]:
-    """The gradients that are wanted: ``inputs`` are the args and others of the operation."""
+    """Computes the wanted gradients; ``inputs`` are the args and others of the operation."""
     counts = len(kernels.parts), kernels.ends, len(kernels.flags)
     at = [0, *itertools.accumulate(counts), len(inputs)]
     parts, arriving, flags, kept = (inputs[a:b] for a, b in itertools.pairwise(at))
@@ -307,14 +307,14 @@ def _second(
 
 
 def _here(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in the graph that is being made: no tape follows those that the graph of a
-    gradient, of a loop or a branch, takes from others.
+    """Copies the tensors into the graph that is being made: no tape follows tensors that the graph
+    of a gradient, of a loop or a branch, captures from other graphs.
     """
     return [tf.identity(tensor) for tensor in tensors]
 
 
 def _first(kernels: _Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tensor]) -> Any:
-    """The gradients by the composite."""
+    """Computes the gradients by the composite."""
     call = kernels.call
     if call.options.training and call.cell.keeps:
         raise NotImplementedError(
@@ -334,7 +334,7 @@ def _first(kernels: _Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tens
 
 # -- the way out of a graph ------------------------------------------------------------------------
 
-# What the numbers in operations stand for.
+# The functions that the numbers in operations stand for.
 _work: dict[int, Any] = {}
 _numbers = itertools.count()
 # Names of nodes appear in the errors of XLA, TensorFlow Lite and TensorFlow Serving.
@@ -348,20 +348,20 @@ _REFUSAL = (
 def _out_of_graph(
     compute: Callable[..., list[Array]], tensors: Sequence[Tensor], kinds: Sequence[Any]
 ) -> list[Tensor]:
-    """``compute``, a method of ``_Kernels`` on arrays, as an operation of the graph that is being
-    traced.
+    """Adds ``compute``, a method of ``_Kernels`` on arrays, as an operation to the graph that is
+    being traced.
     """
     kernels: _Kernels = compute.__self__  # type: ignore[attr-defined]
     number, graph = next(_numbers), graphs.get_default_graph()
     while isinstance(graph, _CONTROL_FLOW):
-        graph = graph.outer_graph  # a loop or branch has no life of its own, but its function
+        graph = graph.outer_graph  # a loop or branch lives as long as its function
     if isinstance(graph, FuncGraph):  # not one of TensorFlow 1, which keeps its callbacks for ever
         handle = kernels.life() if kernels.life else None
         if handle is None:
             with tf.init_scope(), tf.device("CPU:0"):
-                # No variable is behind it. It is there to live as long as a graph that captures it,
-                # and TensorFlow refuses to save a function that does, in words that contain its
-                # name. Of each call another one: XLA takes none twice.
+                # There is no variable behind the handle. It lives as long as a graph that captures
+                # it, and TensorFlow refuses to save a function that captures it, in an error with
+                # its name. Each call makes its own handle, because XLA takes no handle twice.
                 name = f"{_REFUSAL} (call {number})"
                 handle = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=name)
             graph.capture(handle, name=_NODE)
@@ -394,7 +394,7 @@ def _called(number: Array, *arrays: Array) -> list[Array]:
     compute = _work[int(number)]
     kernels = compute.__self__
     named = zip(kernels.names, arrays, strict=False)
-    check(kernels.call, dict(named))  # of sizes that no graph knows
+    check(kernels.call, dict(named))  # now that all sizes are known
     return list(compute(*arrays))
 
 
@@ -404,13 +404,13 @@ class _Kernels:
     them.
 
     Attributes:
-        call: what is run.
-        plan: of its kernels.
-        parts: the names of what gradients flow to, x the first.
-        flags: the names of the others, of ``_FLAGS``; they follow in ``tensors``.
-        wanted: the names of those of ``parts`` whose gradients are wanted.
+        call: the call to run.
+        plan: the plan of its kernels.
+        parts: the names of the tensors to which gradients flow, x first.
+        flags: the names of the other tensors, from ``_FLAGS``; they come last in ``tensors``.
+        wanted: the names among ``parts`` whose gradients are wanted.
         keep: whether the forward pass keeps what the backward pass reads.
-        life: in a graph, of the handle that lives as long as graphs that call the kernels.
+        life: in a graph, refers to the handle that lives as long as graphs that call the kernels.
     """
 
     call: Call
@@ -428,13 +428,13 @@ class _Kernels:
 
     @functools.cached_property
     def separate(self) -> bool:
-        """Whether the outputs are an array apart from what is kept."""
+        """Whether the outputs are an array apart from those that are kept."""
         call = self.call
         return call.outputs and (not self.keep or call.options.apart("mask" in self.flags))
 
     @functools.cached_property
     def others(self) -> list[str]:
-        """States, besides the first, of whose sequence the backward pass reads."""
+        """The states besides the first whose sequences the backward pass reads."""
         return [name for name in self.call.cell.state_names[1:] if name in self.plan.states]
 
     @functools.cached_property
@@ -450,7 +450,7 @@ class _Kernels:
     # -- on tensors --------------------------------------------------------------------------------
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Outputs, final states, and what the backward pass reads."""
+        """Returns outputs, final states, and what the backward pass reads."""
         results = _run(self._forward, tensors, self._described)
         ends = len(results) - self.kept
         kept, results = results[ends:], results[:ends]
@@ -458,14 +458,14 @@ class _Kernels:
             return None, results, kept
         if self.separate:
             return results[0], results[1:], kept
-        # A view, made by TensorFlow: it then knows the memory shared.
+        # TensorFlow makes the view, so that it knows that memory is shared.
         outputs = kept[0][1:-1] if self.call.options.reverse[0] else kept[0][1:]
         if not tf.executing_eagerly():
             outputs.set_shape([*tensors[0].shape[:2], outputs.shape[2]])
         return outputs, results, kept
 
     def _described(self, x: Tensor, *_: Tensor) -> list[tuple[str, Any]]:
-        """The dtypes of what the forward pass returns in a graph, and the shapes that are known."""
+        """Returns the dtypes of the forward pass's results in a graph, and the known shapes."""
         (steps, rows, _), types = x.shape, self.plan.types
         ends = [(rows, self.call.size(state.size)) for state in self.call.cell.states]
         storage, math = types.storage.name, types.math.name
@@ -479,17 +479,17 @@ class _Kernels:
     def backward(
         self, tensors: Sequence[Tensor], arriving: Sequence[Tensor], kept: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The gradients that are wanted."""
+        """Returns the wanted gradients."""
         if self.plan.types.quantized:
             raise NotImplementedError(
-                "gradients: asked for outside of a tape, of a layer with weights of 8 bits. Call "
-                "it within a GradientTape, where it runs with the real weights."
+                "gradients: asked for outside of a tape, for a layer with weights of 8 bits. Call "
+                "the layer within a GradientTape, where it runs with the real weights."
             )
         kept = kept or replace(self, keep=True).forward(tensors)[2]
         return _run(self._backward, [*tensors, *arriving, *kept], self._described_back)
 
     def _described_back(self, *tensors: Tensor) -> list[tuple[str, Any]]:
-        """The gradients that are wanted, as ``_described``."""
+        """Describes the wanted gradients, like ``_described``."""
         pairs, storage = zip(self.parts, tensors, strict=False), self.plan.types.storage.name
         return [(storage, like.shape) for name, like in pairs if name in self.wanted]
 
@@ -517,28 +517,28 @@ class _Kernels:
         return [self._as_given(name, grads) for name in self.wanted]
 
     def _as_given(self, name: str, gradients: dict[str, Array]) -> Array:
-        """A gradient as Keras has the tensor, see ``Arrays``."""
+        """Returns a gradient laid out like Keras's tensor, see ``Arrays``."""
         if name in KERNELS:
             return gradients[KERNELS[name]].T
         return gradients[name][0] if name.startswith("state ") else gradients[name]
 
     def _arguments(self, tensors: Sequence[Array]) -> tuple[Options, dict[str, Array]]:
-        """The arguments of ``anycell.layer``."""
+        """Returns the arguments of ``anycell.layer``."""
         call, arrays = lowered(self.call, dict(zip(self.names, tensors, strict=False)))
         return call.options, arrays
 
 
 @functools.lru_cache(maxsize=512)
 def _kernels(call: Call, cell: Cell, dtype: str, *more: Any) -> _Kernels:
-    """The kernels of a call, whose step is ``cell``."""
+    """Returns the kernels of a call whose step is ``cell``."""
     return _Kernels(call, plan(cell, call.hidden_size, dtype, "cpu", dict(call.sizes)), *more)
 
 
 def _run(
     compute: Callable[..., list[Array]], tensors: Sequence[Tensor], describe: Callable[..., Any]
 ) -> list[Tensor]:
-    """``compute`` on the memory of tensors: now, or where the graph runs; ``describe`` says for
-    these tensors which dtype each result must have, and which shape is known.
+    """Runs ``compute`` on the memory of tensors: now, or when the graph runs; ``describe`` returns
+    the dtype of each result for these tensors, and its shape as far as it is known.
     """
     if tf.executing_eagerly():
         return [_tensor(array) for array in compute(*map(np.asarray, tensors))]
@@ -550,10 +550,10 @@ def _run(
 
 
 def _tensor(array: Array) -> Tensor:
-    """An eager tensor, on the array's own memory where that may be."""
+    """Returns an eager tensor, on the array's own memory if possible."""
     if array.nbytes < 1 << 14 or array.ctypes.data % LINE or not array.flags.c_contiguous:
         return tf.constant(array)
-    if array.dtype.kind == "V":  # bfloat16, which NumPy does not hand over by that name
+    if array.dtype.kind == "V":  # bfloat16, which NumPy does not export as such
         return tf.bitcast(_shared(array.view(np.uint16)), tf.bfloat16)
     return _shared(array)
 

@@ -1,4 +1,4 @@
-"""Arguments of layers as type checkers see them."""
+"""Types of the arguments of layers, for type checkers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from anycell.lang.declare import SizeArguments
 
 
 class LayerArguments(SizeArguments, total=False):
-    """The arguments of ``RNNCell`` that its own signature does not name: sizes, and what every
-    layer of Keras takes.
+    """The arguments of ``RNNCell`` that its own signature does not name: sizes, and the arguments
+    of every layer of Keras.
     """
 
     name: str | None

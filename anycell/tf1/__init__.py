@@ -1,7 +1,7 @@
 """The recurrent cells of TensorFlow 1 on TensorFlow 2, for old graphs and old checkpoints.
 
 Variables have the names, shapes and gate order of TensorFlow 1, and ``cell.restore(checkpoint,
-scope)`` reads them. On the CPU cells, and stacks of them, run on a fused kernel over whole
+scope)`` reads them. On the CPU, cells and stacks of cells run on a fused kernel over whole
 sequences, forward and backward; ``cell.engine`` says what runs, and why.
 
 Example:
@@ -43,7 +43,7 @@ __all__ = [
     "stack_bidirectional_dynamic_rnn", "static_bidirectional_rnn", "static_rnn",
 ]  # fmt: skip
 
-# Names of TensorFlow 1 that are not here, and the nearest thing.
+# Names of TensorFlow 1 that this package lacks, and the nearest replacement.
 _INSTEAD = {
     "AttentionCellWrapper": "anycell.keras.LSTM(units) (keras.layers.Attention reads its outputs)",
     "CoupledInputForgetGateLSTMCell": "anycell.keras.PeepholeLSTM(units, coupled=True)",

@@ -1,4 +1,4 @@
-"""The base of every cell of TensorFlow 1: one step, in a scope of variables; and a run of many."""
+"""The base of every cell of TensorFlow 1: one step, in a scope of variables; and whole runs."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ class LSTMStateTuple(NamedTuple):
 class RNNCell(tf.Module):
     """``tf.compat.v1.nn.rnn_cell.RNNCell``: ``cell(inputs, state)`` is one step.
 
-    A subclass of yours has ``call(inputs, state)``, which returns the output and the new state, and
-    ``state_size`` and ``output_size``. TensorFlow's own loop runs it, step by step.
+    Your own subclass defines ``call(inputs, state)``, which returns the output and the new state,
+    and ``state_size`` and ``output_size``. TensorFlow's own loop runs it, step by step.
 
     Args:
         trainable: whether optimizers train its variables.
-        name: of its scope of variables; None takes it from the class, ``my_cell`` from ``MyCell``.
-        dtype: of inputs, states and variables; None takes that of the first inputs.
+        name: the scope of its variables; None makes it from the class, ``my_cell`` from ``MyCell``.
+        dtype: the dtype of inputs, states and variables; None takes that of the first inputs.
 
     Attributes:
-        state_size: of the state, or sizes in the structure that the state has.
-        output_size: of the output.
-        engine: what runs it on this machine, and why: "cpu" is a fused kernel, "composite" a loop
-            of TensorFlow's over the steps.
+        state_size: the size of the state, or sizes in the structure of the state.
+        output_size: the size of the output.
+        engine: the engine that runs the cell on this machine, and why: "cpu" is a fused kernel,
+            "composite" a loop of TensorFlow over the steps.
     """
 
     state_size: Any
     output_size: Any
-    # Subclasses of TensorFlow 1's need not have called __init__.
+    # In TensorFlow 1, subclasses need not call __init__.
     dtype: Any = None
     trainable = True
     _reuse: Any = None
@@ -68,7 +68,7 @@ class RNNCell(tf.Module):
 
     @property
     def name(self) -> str:
-        """The name of its scope of variables, which need not be one of Python's."""
+        """The name of its scope of variables, which need not be an identifier of Python."""
         return self._base_name or super().name
 
     # -- of each cell ----------------------------------------------------------------------------
@@ -77,28 +77,28 @@ class RNNCell(tf.Module):
         raise NotImplementedError(f"{type(self).__name__}.call(inputs, state)")
 
     def _sequence(self, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
-        """All steps of ``x`` ``[T, B, width]`` at once."""
+        """Runs all steps of ``x`` ``[T, B, width]`` at once."""
         raise NotImplementedError
 
     def _obstacle(self) -> str | None:
-        """Why only a loop over the steps can run it, if there is a reason."""
+        """Returns why only a loop over the steps can run the cell, or None."""
         return None
 
     def _engine(self) -> Engine:
-        """The engine that runs the cell where nothing stands in the way."""
+        """Returns the engine that runs the cell if there is no obstacle."""
         raise NotImplementedError
 
     def _begin(self) -> RNNCell:
-        """The cell for one run."""
+        """Returns the cell for one run."""
         return self
 
     def _within(self) -> list[tuple[str, Any]]:
-        """The cells that it is made of, by their scopes below its own."""
+        """Returns the cells inside this cell, with their scopes below its own."""
         return []
 
     # -- use -------------------------------------------------------------------------------------
     def __call__(self, inputs: Tensor, state: Any, scope: Any = None) -> Result:
-        """One step: the output ``[B, output_size]`` and the new state from ``[B, width]``."""
+        """Runs one step; returns the output ``[B, output_size]`` and the new state."""
         with self._scoped(scope):
             return self.call(inputs, state)
 
@@ -109,7 +109,7 @@ class RNNCell(tf.Module):
         sequence_length: Tensor = None,
         reverse: bool = False,
     ) -> Result:
-        """Outputs ``[T, B, output_size]`` and the final state, over inputs ``[T, B, width]``.
+        """Returns outputs ``[T, B, output_size]`` and final state for inputs ``[T, B, width]``.
 
         Past a row's ``sequence_length`` outputs are zero and the state is held; ``reverse`` starts
         there.
@@ -117,7 +117,7 @@ class RNNCell(tf.Module):
         return run(self, read(self, inputs), initial_state, sequence_length, reverse)
 
     def zero_state(self, batch_size: Any, dtype: Any = None) -> Any:
-        """The state to begin with, all zeros."""
+        """Returns an initial state of zeros."""
         kind = dtype or self.dtype or tf.float32
 
         def zeros(size: Any) -> Tensor:
@@ -128,7 +128,7 @@ class RNNCell(tf.Module):
     def get_initial_state(
         self, inputs: Any = None, batch_size: Any = None, dtype: Any = None
     ) -> Any:
-        """``zero_state`` for ``batch_size`` rows, or for the rows of ``inputs`` ``[B, ...]``."""
+        """Returns ``zero_state`` for ``batch_size`` rows, or those of ``inputs`` ``[B, ...]``."""
         if inputs is not None:
             x = tf.convert_to_tensor(inputs)
             batch_size, dtype = x.shape.as_list()[0] or tf.shape(x)[0], x.dtype
@@ -153,7 +153,7 @@ class RNNCell(tf.Module):
 
         Args:
             checkpoint: its path, without ``.index``.
-            scope: of the cell in it, as ``"rnn/lstm_cell"``; ``tf.train.list_variables`` lists.
+            scope: the cell's scope in it, as ``"rnn/lstm_cell"``; see ``tf.train.list_variables``.
 
         Raises:
             ValueError: if a variable is missing or has another shape.
@@ -161,20 +161,20 @@ class RNNCell(tf.Module):
         """
         if not v1.executing_eagerly_outside_functions():
             hint = (
-                "In a graph variables have their names of TensorFlow 1: "
+                "In a graph, variables have the names of TensorFlow 1: call "
                 "tf.compat.v1.train.Saver().restore(session, path)."
             )
             refuse("restore", "a graph of TensorFlow 1", "eager mode", hint, RuntimeError)
         for below, cell in self._within():
             if not isinstance(cell, RNNCell):
                 expected = "cells of anycell.tf1, whose variables are known"
-                hint = "Restore each cell alone."
+                hint = "Restore each cell separately."
                 refuse("restore", f"a {type(cell).__name__} within", expected, hint)
             cell.restore(checkpoint, f"{scope}/{below}" if below else scope)
 
     @contextmanager
     def _scoped(self, scope: Any = None) -> Iterator[None]:
-        """The cell's scope of variables, which the first use decides, as in TensorFlow 1."""
+        """Enters the cell's scope of variables, which the first use sets, as in TensorFlow 1."""
         if self._scope is None:
             place = self.name if self._reuse and scope is None else scope
             with v1.variable_scope(place, default_name=self.name) as self._scope:
@@ -191,7 +191,7 @@ class RNNCell(tf.Module):
 def run(
     cell: Any, x: Tensor, state: Any = None, sequence_length: Any = None, reverse: bool = False
 ) -> Result:
-    """Outputs and final state of any cell over ``x`` ``[T, B, width]``."""
+    """Returns outputs and final state of any cell over ``x`` ``[T, B, width]``."""
     steps, rows = _sizes(x)
     state = cell.zero_state(rows, x.dtype) if state is None else state
     lengths = None
@@ -201,7 +201,7 @@ def run(
 
 
 def sequence(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
-    """The results of ``run``: all steps at once where the cell can do it, else step by step."""
+    """Returns the results of ``run``: all steps at once if possible, else step by step."""
     if obstacle(cell) is not None:
         return _step_by_step(cell, x, state, lengths, reverse)
     with cell._scoped():
@@ -225,18 +225,18 @@ def _step_by_step(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bo
 
 
 def step(cell: Any, inputs: Tensor, state: Any, scope: Any = None) -> Result:
-    """One step of any cell."""
+    """Runs one step of any cell."""
     return cell(inputs, state) if scope is None else cell(inputs, state, scope)
 
 
 def engine(cell: Any) -> Engine:
-    """The engine that runs any cell, and why."""
+    """Returns the engine that runs any cell, and why."""
     reason = obstacle(cell)
     return cell._engine() if reason is None else Engine("composite", reason)
 
 
 def obstacle(cell: Any) -> str | None:
-    """Why a cell runs step by step, if there is a reason."""
+    """Returns why a cell runs step by step, or None."""
     kind = type(cell).__name__
     if not isinstance(cell, RNNCell):
         return f"{kind} is no cell of anycell.tf1"
@@ -248,10 +248,10 @@ def obstacle(cell: Any) -> str | None:
 
 # -- what is given ---------------------------------------------------------------------------------
 def like_cell(name: str, cell: Any) -> Any:
-    """The cell, if it is one.
+    """Returns the cell.
 
     Raises:
-        TypeError: if it is not.
+        TypeError: if ``cell`` is not a cell.
     """
     wanted = ("state_size", "output_size", "zero_state")
     missing = [part for part in wanted if not hasattr(cell, part)]
@@ -267,22 +267,22 @@ def like_cell(name: str, cell: Any) -> Any:
 
 
 def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = None) -> Tensor:
-    """Inputs of that layout as a tensor; ``dtype`` is what a loop was told, if anything."""
+    """Returns inputs of that layout as a tensor; ``dtype`` is the argument of a loop, or None."""
     of_cell = getattr(cell, "dtype", None)
     if None not in (dtype, of_cell) and tf.as_dtype(dtype) != of_cell:
         given, expected = tf.as_dtype(dtype).name, f"{tf.as_dtype(of_cell).name}, that of the cell"
-        refuse("dtype", given, expected, "Give the cell another by its own dtype.")
+        refuse("dtype", given, expected, "Pass this dtype to the cell when you make it.")
     kind = dtype or of_cell or (None if tf.is_tensor(inputs) else tf.float32)
     x = tensor("inputs", inputs, kind)
     _floating(x.dtype)
     if x.shape.rank != layout.count(",") + 1 or x.shape.as_list()[-1] is None:
         expected = f"{layout}, of which rank and width are known when a graph is made"
-        refuse("inputs", f"shape {x.shape}", expected, "Say them by inputs.set_shape.")
+        refuse("inputs", f"shape {x.shape}", expected, "Set them with inputs.set_shape.")
     return x
 
 
 def tensor(name: str, value: Any, dtype: Any) -> Tensor:
-    """A tensor of that dtype; anything that is not a tensor yet is converted."""
+    """Returns a tensor of that dtype; converts anything that is not a tensor yet."""
     if tf.is_tensor(value) and dtype is not None and value.dtype.base_dtype != dtype:
         expected = tf.as_dtype(dtype).name
         refuse(name, value.dtype.name, expected, f"Cast it: tf.cast({name}, tf.{expected}).")
@@ -290,7 +290,7 @@ def tensor(name: str, value: Any, dtype: Any) -> Tensor:
 
 
 def masked(x: Tensor, lengths: Tensor) -> Tensor:
-    """``x`` ``[T, B, ...]``, zero past the lengths."""
+    """Returns ``x`` ``[T, B, ...]`` with zeros past the lengths."""
     if lengths is None:
         return x
     return tf.where(mask(x, lengths)[..., None], x, tf.zeros((), x.dtype))
@@ -303,19 +303,19 @@ def mask(x: Tensor, lengths: Tensor) -> Tensor:
 
 def _floating(dtype: Any) -> Any:
     base = tf.as_dtype(dtype).base_dtype
-    # No walrus: AutoGraph converts this, and does not know it.
+    # No walrus operator, because AutoGraph converts this function and does not support it.
     if base not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
         refuse("dtype", base.name, "float16, bfloat16, float32 or float64", "Cast the inputs.")
     return base
 
 
 def _sizes(x: Tensor) -> list[Any]:
-    """Steps and rows: numbers, where they are known before a graph runs."""
+    """Returns steps and rows, as numbers if they are known before a graph runs."""
     return [tf.shape(x)[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])]
 
 
 def _lengths(value: Any, known: int | None, rows: Any, steps: Any) -> Tensor:
-    """A length for each row; ``rows`` is their number, ``known`` if it is before a graph runs."""
+    """Returns a length for each of ``rows``; ``known`` is their number, if a graph knows it yet."""
     lengths = tf.convert_to_tensor(value)
     if not lengths.dtype.is_integer:
         hint = "Cast them: tf.cast(sequence_length, tf.int32)."
@@ -323,7 +323,7 @@ def _lengths(value: Any, known: int | None, rows: Any, steps: Any) -> Tensor:
     if not lengths.shape.is_compatible_with((known,)):
         hint = "Pass a length for each row of the batch."
         refuse("sequence_length", f"shape {lengths.shape}", f"({known},)", hint)
-    # Those beyond the last step are cut before int32 would wrap them.
+    # Lengths beyond the last step are clipped before a cast to int32 could wrap them.
     lengths = tf.clip_by_value(tf.cast(lengths, tf.int64), 0, tf.cast(steps, tf.int64))
     lengths = tf.cast(lengths, tf.int32)
     if known is not None and lengths.shape.is_fully_defined():

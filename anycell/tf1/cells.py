@@ -12,7 +12,7 @@ from anycell.lang.ops import clip, sigmoid
 
 
 def _lstm(name: str, state: str, params: str, doc: str) -> Cell:
-    """An LSTM, with peepholes if it has parameters, and with a projection if h has a size."""
+    """Makes an LSTM, with peepholes if it has parameters, with a projection if h has a size."""
 
     def with_peepholes(
         x: Gates,
@@ -47,7 +47,7 @@ def _lstm(name: str, state: str, params: str, doc: str) -> Cell:
     others = [argument for name, argument in whole.parameters.items() if name != "p"]
     without.__signature__ = whole.replace(parameters=others)  # type: ignore[attr-defined]
     step = with_peepholes if params else without
-    step.__name__ = step.__qualname__ = name  # by which a pickle finds the cell
+    step.__name__ = step.__qualname__ = name  # pickles find the cell by this name
     step.__doc__ = doc
     return cell(gates="i g f o", state=state, params=params)(step)
 
@@ -66,7 +66,7 @@ ProjectedPeepholeLSTM = _lstm(
 
 @cell(gates="r u c", state="h")
 def GRU(x: Gates, r: Gates, s: Gates, *, activation: str = "tanh") -> Expr:
-    """GRU as its first paper has it: the reset before the matmul.
+    """GRU as in its first paper, with the reset before the matmul.
 
     r, u = sigmoid(x + W h)
     c = activation(x_c + W_c (r h))

@@ -27,13 +27,13 @@ def dynamic_rnn(
     """Runs a cell over sequences.
 
     Args:
-        cell: one of this package, or another of TensorFlow 1, which runs step by step.
+        cell: a cell of this package, or another of TensorFlow 1, which runs step by step.
         inputs: ``[B, T, width]``, or ``[T, B, width]`` if ``time_major``.
         sequence_length: integers ``[B]``: past it outputs are zero and the state is held.
-        initial_state: as the cell has it; None is zero.
-        dtype: of inputs and states; None is that of the cell, or of the inputs.
+        initial_state: in the cell's own form; None is zero.
+        dtype: the dtype of inputs and states; None takes that of the cell, or of the inputs.
         parallel_iterations, swap_memory: change nothing.
-        scope: of variables; None is ``"rnn"``.
+        scope: the scope of variables; None is ``"rnn"``.
 
     Returns:
         outputs, laid out as the inputs, and the final state.
@@ -86,13 +86,13 @@ def stack_bidirectional_dynamic_rnn(
     swap_memory: bool = False,
 ) -> tuple[Tensor, tuple[Any, ...], tuple[Any, ...]]:
     """``tf.contrib.rnn.stack_bidirectional_dynamic_rnn``: each layer reads both directions of the
-    one before.
+    previous layer.
 
     Args:
-        cells_fw, cells_bw: lists of cells, one of each for a layer.
-        initial_states_fw, initial_states_bw: lists of states, one for a layer; None is zero.
-        scope: of variables; None is ``"stack_bidirectional_rnn"``, and within it a layer is
-            ``cell_0/bidirectional_rnn``.
+        cells_fw, cells_bw: lists of cells, one in each list per layer.
+        initial_states_fw, initial_states_bw: lists of states, one per layer; None is zero.
+        scope: the scope of variables; None is ``"stack_bidirectional_rnn"``, and within it a layer
+            is ``cell_0/bidirectional_rnn``.
 
     Returns:
         outputs of the last layer, forwards and backwards side by side, and for each direction the
@@ -173,7 +173,7 @@ def _shown(value: Any) -> str:
 
 
 def _stacked(inputs: Sequence[Tensor]) -> Tensor:
-    """A list of steps as one tensor; NumPy's arrays stay such, and take the dtype of the cell."""
+    """Stacks a list of steps; arrays stay NumPy's, and later take the dtype of the cell."""
     if not isinstance(inputs, (list, tuple)):
         hint = "tf.unstack(inputs, axis=1) makes one; dynamic_rnn takes a tensor."
         refuse("inputs", type(inputs).__name__, "a list of steps, [B, width] each", hint, TypeError)
@@ -194,5 +194,5 @@ def _direction(
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """The first two axes in the other order."""
+    """Swaps the first two axes."""
     return tf.transpose(x, (1, 0, *range(2, x.shape.rank)))

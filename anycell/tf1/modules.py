@@ -19,14 +19,14 @@ from anycell.plan import Call, Engine
 from anycell.tf1 import cells
 from anycell.tf1.base import LSTMStateTuple, Result, RNNCell, mask, read, run, tensor, v1
 
-# The names that TensorFlow 1 knew: of others Keras has changed the meaning since.
+# The names that TensorFlow 1 knew. Keras has since changed the meaning of some other names.
 _NAMES = "elu exponential linear relu selu sigmoid softplus softsign swish tanh".split()
-# What a name of the language of cells is among TensorFlow's functions, where it is another.
+# The names of TensorFlow's functions that differ from those in the language of cells.
 _SYNONYMS = {"exponential": "exp", "linear": "identity", "silu": "swish"}
 
 
 def _activation(value: Any) -> str:
-    """The name of an activation in the language of cells."""
+    """Returns the name of an activation in the language of cells."""
     for name in ACTIVATIONS:
         names = name, _SYNONYMS.get(name, name)
         if isinstance(value, str) and value in names and value in _NAMES:
@@ -35,14 +35,14 @@ def _activation(value: Any) -> str:
         if callable(value) and value in (*places, getattr(keras.activations, name, None)):
             return name
     raise ValueError(
-        f"activation: given {value!r}; expected None or tanh, one of {', '.join(_NAMES)}, or a "
-        f"function of TensorFlow's or Keras's by a name of {', '.join(ACTIVATIONS)}. Write a cell "
-        "of your own with @anycell.cell for another."
+        f"activation: given {value!r}; expected None or one of {', '.join(_NAMES)}, or the "
+        f"function of TensorFlow or Keras for one of {', '.join(ACTIVATIONS)}. For any other "
+        "activation, write your own cell with @anycell.cell."
     )
 
 
 class KernelCell(Explained, RNNCell):
-    """The base of cells with a kernel: variables made at the first call, and one run."""
+    """The base of cells with a kernel: makes variables at the first call, and runs sequences."""
 
     cell: Cell
     _cell_sizes: tuple[tuple[str, int], ...] = ()
@@ -61,7 +61,7 @@ class KernelCell(Explained, RNNCell):
         super().__init__(name=name, dtype=dtype, **{"_reuse": reuse, **kwargs})
         if self._reuse is True and v1.executing_eagerly_outside_functions():
             expected = "None, False or AUTO_REUSE outside a graph of TensorFlow 1"
-            hint = "There variables belong to the cell: call the same cell again to share them."
+            hint = "Here, variables belong to the cell: call the same cell again to share them."
             refuse("reuse", "True", expected, hint)
         self.activation = "tanh" if activation is None else _activation(activation)
         self.num_units = self.output_size = integer("num_units", num_units)
@@ -71,19 +71,19 @@ class KernelCell(Explained, RNNCell):
 
     # -- of each cell ----------------------------------------------------------------------------
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        """The variables for inputs of that width."""
+        """Returns the shapes of the variables for inputs of that width."""
         raise NotImplementedError
 
     def _call(self) -> Call:
-        """The cell that runs."""
+        """Returns the call of the cell."""
         return Call(self.cell, self.num_units, sizes=self._cell_sizes)
 
     def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
-        """The variables and the parts of the state as a run takes them."""
+        """Returns the variables and the parts of the state in the form that a run takes."""
         raise NotImplementedError
 
     def _read_kernel(self, x: Tensor) -> dict[str, Tensor]:
-        """The input, and what TensorFlow 1 has in one kernel: of the input and of the state."""
+        """Returns the input and the bias, and splits TF 1's kernel into that of input and state."""
         kernel, width = self._read("kernel"), x.shape.as_list()[2]
         return {
             "x": x,
@@ -93,7 +93,7 @@ class KernelCell(Explained, RNNCell):
         }
 
     def _state(self, final: Sequence[Tensor]) -> Any:
-        """Final states as TensorFlow 1 has them."""
+        """Returns final states in the form of TensorFlow 1."""
         return final[0]
 
     # -- variables -------------------------------------------------------------------------------
@@ -103,8 +103,8 @@ class KernelCell(Explained, RNNCell):
         return dict(self._weights)
 
     def build(self, inputs_shape: Any) -> None:
-        """Makes the variables for inputs of that shape, or of that width: unless initializers were
-        given, kernels as the scope of variables has it or glorot, biases as in TF 1."""
+        """Makes the variables for inputs of that shape or width. Without initializers, kernels take
+        the initializer of their scope, or glorot, and biases are as in TF 1."""
         whole = inputs_shape if isinstance(inputs_shape, int) else inputs_shape[-1]
         width = integer("inputs_shape", getattr(whole, "value", whole))
         with self._scoped():
@@ -125,17 +125,17 @@ class KernelCell(Explained, RNNCell):
                 )
 
     def _initial(self, name: str) -> Any:
-        # The gates of a GRU start open; what an LSTM adds to f is no part of its bias.
+        # The gates of a GRU start open; the ``forget_bias`` of an LSTM is not part of its bias.
         bias = self.bias_initializer or ("ones" if name.startswith("gates") else "zeros")
         wanted = bias if name.endswith("bias") else self.kernel_initializer
         initializer = None if wanted is None else keras.initializers.get(wanted)
         if isinstance(initializer, keras.initializers.Initializer):
-            # A copy, or all variables of one shape would get the same numbers.
+            # A copy, because otherwise all variables of one shape would get the same numbers.
             initializer = initializer.clone()
         return initializer
 
     def _read(self, name: str) -> Tensor:
-        """A variable's value in the dtype of the computation."""
+        """Returns a variable's value in the dtype of the computation."""
         return tf.cast(tf.convert_to_tensor(self._weights[name]), self._computed)
 
     def restore(self, checkpoint: str, scope: str) -> None:
@@ -160,7 +160,7 @@ class KernelCell(Explained, RNNCell):
     # -- runs ------------------------------------------------------------------------------------
     @property
     def _computed(self) -> Any:
-        """The dtype of the computation: 16 bits are for inputs, variables and results."""
+        """The dtype of the computation; only inputs, variables and results can have 16 bits."""
         return tf.float64 if self.dtype == tf.float64 else tf.float32
 
     def _subject(self) -> Subject:
@@ -170,12 +170,12 @@ class KernelCell(Explained, RNNCell):
     def _engine(self) -> Engine:
         call, dtype = self._call(), tf.as_dtype(self.dtype or tf.float32)
         gpu = bool(tf.config.list_logical_devices("GPU"))
-        about = call.cell, call.hidden_size, dict(call.sizes), self._computed.name
-        name, reason = choose(Facts(*about, gpu=gpu, traced=refusal()))
+        facts = call.cell, call.hidden_size, dict(call.sizes), self._computed.name
+        name, reason = choose(Facts(*facts, gpu=gpu, traced=refusal()))
         return Engine(name, reason + f"; {dtype.name} computes in float32" * (dtype.size == 2))
 
     def call(self, inputs: Tensor, state: Any) -> Result:
-        """One step."""
+        """Runs one step."""
         x = read(self, inputs, "[B, width]")[None]
         outputs, final = self._sequence(x, state, None, False)
         return outputs[0], final
@@ -194,7 +194,7 @@ class KernelCell(Explained, RNNCell):
         return tf.cast(outputs, x.dtype), self._state([tf.cast(part, x.dtype) for part in final])
 
     def _parts(self, state: Any, rows: int | None) -> list[Tensor]:
-        """The tensors of a state, ``[B, size]`` each."""
+        """Returns the tensors of a state, ``[B, size]`` each."""
         sizes = tf.nest.flatten(self.state_size)
         several = isinstance(state, (tuple, list)) and isinstance(self.state_size, tuple)
         parts = [tensor("state", part, self.dtype) for part in (state if several else [state])]
@@ -212,10 +212,10 @@ class BasicRNNCell(KernelCell):
 
     Args:
         num_units: H.
-        activation: None is tanh; a function of TensorFlow's or its name.
-        reuse: whether variables exist already, in a graph of TensorFlow 1; elsewhere not True, for
-            variables belong to the cell.
-        name: of its scope of variables; None is ``"basic_rnn_cell"``.
+        activation: a function of TensorFlow or its name; None is tanh.
+        reuse: whether variables exist already, in a graph of TensorFlow 1; elsewhere variables
+            belong to the cell, and it must not be True.
+        name: the scope of its variables; None is ``"basic_rnn_cell"``.
         dtype: float16, bfloat16, float32 or float64; None is that of the first inputs.
         kwargs: ``trainable``.
 
@@ -248,13 +248,13 @@ class LSTMCell(KernelCell):
         num_units: H.
         use_peepholes: whether gates see the cell state.
         cell_clip: a bound for c, or None.
-        initializer: of kernels and peepholes; None is that of the scope of variables, or glorot.
+        initializer: for kernels and peepholes; None is that of the scope of variables, or glorot.
         num_proj: the size of a projected output, or None.
-        proj_clip: a bound for that.
+        proj_clip: a bound for the projected output, or None.
         num_unit_shards, num_proj_shards: change nothing.
         forget_bias: added to f in every step.
-        state_is_tuple: whether the state is ``LSTMStateTuple(c, h)``, and not the two side by side
-            in one tensor.
+        state_is_tuple: whether the state is ``LSTMStateTuple(c, h)``, instead of one tensor with c
+            and h concatenated.
         activation, reuse, name, dtype, kwargs: as in ``BasicRNNCell``.
 
     Variables: ``kernel`` ``[width + output_size, 4 * H]`` with gates i c f o, ``bias``
@@ -307,7 +307,7 @@ class LSTMCell(KernelCell):
         return shapes | ({"projection/kernel": (h, self.num_proj)} if self.num_proj else {})
 
     def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
-        # One tensor is checked as one, and then split.
+        # A state in one tensor has been checked; here it is split.
         sizes = [self.num_units, self.output_size]
         c, h = state if self.state_is_tuple else tf.split(state[0], sizes, axis=1)
         arrays = self._read_kernel(x) | named_states(self.cell, (h, c))
@@ -342,7 +342,7 @@ class BasicLSTMCell(LSTMCell):
 
 
 class LSTMBlockCell(LSTMCell):
-    """``tf.contrib.rnn.LSTMBlockCell``: the same, with its own spelling of the arguments."""
+    """``tf.contrib.rnn.LSTMBlockCell``: ``LSTMCell`` with its own names of the arguments."""
 
     _diagonals = "w_i_diag", "w_f_diag", "w_o_diag"
 
@@ -365,7 +365,7 @@ class LSTMBlockCell(LSTMCell):
 
 
 class LSTMBlockFusedCell(LSTMBlockCell):
-    """``tf.contrib.rnn.LSTMBlockFusedCell``: over whole sequences, time first.
+    """``tf.contrib.rnn.LSTMBlockFusedCell``: runs whole sequences, time first.
 
     ``cell(inputs [T, B, width], initial_state=None, dtype=None, sequence_length=None)`` returns
     outputs ``[T, B, H]``, zero past a row's length, and ``LSTMStateTuple(c, h)`` at its end.
@@ -398,11 +398,11 @@ class LSTMBlockFusedCell(LSTMBlockCell):
 
 
 class GRUCell(KernelCell):
-    """``tf.compat.v1.nn.rnn_cell.GRUCell``, and ``GRUBlockCell``: the reset before the matmul.
+    """``tf.compat.v1.nn.rnn_cell.GRUCell``, and ``GRUBlockCell``: resets before the matmul.
 
     Args:
         num_units: H.
-        activation: of the candidate.
+        activation: the activation of the candidate.
         kernel_initializer: None is that of the scope of variables, or glorot.
         bias_initializer: None is 1 for the gates, 0 for the candidate.
         reuse, name, dtype, kwargs: as in ``BasicRNNCell``.

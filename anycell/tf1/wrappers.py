@@ -1,4 +1,4 @@
-"""Cells made of cells: stacks of them, with dropout, residual connections and devices."""
+"""Cells made of other cells: stacks, dropout, residual connections and devices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from anycell.tf1.base import Result, RNNCell, engine, like_cell, masked, sequenc
 
 
 class MultiRNNCell(RNNCell):
-    """``tf.compat.v1.nn.rnn_cell.MultiRNNCell``: each cell reads the outputs of the one before.
+    """``tf.compat.v1.nn.rnn_cell.MultiRNNCell``: each cell reads the previous cell's outputs.
 
-    In a loop each layer runs its whole sequence before the next one does.
+    In a loop, each layer runs its whole sequence before the next layer starts.
 
     Args:
         cells: a list of cells.
-        state_is_tuple: whether the state is a tuple of the cells' states; else these are tensors,
-            and lie side by side in one.
+        state_is_tuple: whether the state is a tuple of the cells' states; otherwise the cells'
+            states are tensors, concatenated into one.
     """
 
     def __init__(self, cells: Any, state_is_tuple: bool = True) -> None:
@@ -56,7 +56,7 @@ class MultiRNNCell(RNNCell):
         return self._through(x, state, sequence, lengths, reverse)
 
     def _through(self, x: Tensor, state: Any, run: Callable[..., Any], *how: Any) -> Result:
-        """Runs the cells one after the other, each on what the one before put out."""
+        """Runs the cells one after the other, each on the outputs of the previous cell."""
         count = len(self.cells)
         if not self.state_is_tuple:
             state = tf.split(state, [cell.state_size for cell in self.cells], axis=1)
@@ -84,7 +84,7 @@ class MultiRNNCell(RNNCell):
 
 
 class _Wrapper(RNNCell):
-    """A cell around another, whose states, sizes and scope of variables are its own."""
+    """A cell around another cell, which has the states, sizes and variable scope of that cell."""
 
     def __init__(self, cell: Any, dtype: Any = None) -> None:
         like_cell("cell", cell)
@@ -113,7 +113,7 @@ class _Wrapper(RNNCell):
 
     @contextmanager
     def _scoped(self, scope: Any = None) -> Iterator[None]:
-        yield  # all is in the scope of the cell within
+        yield  # all variables are in the scope of the inner cell
 
     def _engine(self) -> Engine:
         return engine(self.cell)
@@ -125,18 +125,18 @@ class _Wrapper(RNNCell):
 class DropoutWrapper(_Wrapper):
     """``tf.compat.v1.nn.rnn_cell.DropoutWrapper``: dropout of inputs, outputs and states.
 
-    Dropout of inputs and outputs is done on whole sequences; with dropout of states a loop runs
+    Dropout of inputs and outputs is done on whole sequences; with dropout of states, a loop runs
     the steps one by one.
 
     Args:
-        cell: what it is around.
+        cell: the cell to wrap.
         input_keep_prob, output_keep_prob, state_keep_prob: the share that is kept, a number or a
-            tensor; what is kept is divided by it.
+            tensor; kept values are divided by it.
         variational_recurrent: whether all steps of a run, and all rows, have one mask. Outside of a
             loop, it is the mask drawn when the wrapper was made.
-        input_size: the width of the inputs, for the mask of a variational dropout of them.
-        dtype: of inputs, outputs and states; required if ``variational_recurrent``.
-        seed: of the masks.
+        input_size: the width of the inputs, required for a variational dropout of inputs.
+        dtype: the dtype of inputs, outputs and states; required if ``variational_recurrent``.
+        seed: the seed of the masks.
         dropout_state_filter_visitor: says which parts of a state may be dropped, as in TensorFlow
             1; None: all but c of an ``LSTMStateTuple``.
     """
@@ -165,7 +165,7 @@ class DropoutWrapper(_Wrapper):
             expected = "the dtype of the inputs, because variational_recurrent is set"
             refuse("dtype", "None", expected, "Pass it.")
         if variational_recurrent and self._drops("input") and input_size is None:
-            expected = "the width of the inputs, because variational_recurrent drops of them"
+            expected = "the width of the inputs, because variational_recurrent drops some of them"
             refuse("input_size", "None", expected, "Pass it.")
         self._widths = {"input": input_size, "output": self.output_size, "state": self.state_size}
         self._noise = self._drawn()
@@ -182,7 +182,7 @@ class DropoutWrapper(_Wrapper):
         return self._dropped("output", outputs), final
 
     def _obstacle(self) -> str | None:
-        return "state_keep_prob drops of each step's new state" if self._drops("state") else None
+        return "state_keep_prob drops parts of each new state" if self._drops("state") else None
 
     def _begin(self) -> RNNCell:
         run = super()._begin()
@@ -194,7 +194,7 @@ class DropoutWrapper(_Wrapper):
         return not isinstance(keep, float) or keep < 1.0
 
     def _drawn(self) -> dict[str, Any]:
-        """Draws the numbers of a variational dropout, in [0, 1), one for all rows."""
+        """Draws the numbers of a variational dropout, in [0, 1), the same for all rows."""
         if not self.variational:
             return {}
 
@@ -211,7 +211,7 @@ class DropoutWrapper(_Wrapper):
         return {role: draw(role) for role in self.keep if self._drops(role)}
 
     def _dropped(self, role: str, values: Any, parts: Any = True) -> Any:
-        """``values`` after dropout of those that ``parts`` says."""
+        """Returns ``values`` after dropout of those that ``parts`` marks."""
         if not self._drops(role):
             return values
         seeds, keep = self._seeds(role), self.keep[role]
@@ -237,7 +237,7 @@ class DropoutWrapper(_Wrapper):
         )
 
     def _seeds(self, role: str) -> Iterator[int | None]:
-        """A seed for each value of a role, as TensorFlow 1 makes them of one."""
+        """Yields a seed for each value of a role, made from one seed as in TensorFlow 1."""
         for index in itertools.count():
             text = f"{self.seed}{role}_{index}".encode()
             digest = hashlib.md5(text, usedforsecurity=False).hexdigest()
@@ -248,7 +248,7 @@ class ResidualWrapper(_Wrapper):
     """``tf.compat.v1.nn.rnn_cell.ResidualWrapper``: adds inputs to outputs.
 
     Args:
-        cell: what it is around.
+        cell: the cell to wrap.
         residual_fn: makes the outputs of a step from its inputs and the cell's outputs,
             ``[B, width]`` each, both zero past a row's length; None adds the two.
     """
@@ -271,7 +271,7 @@ class ResidualWrapper(_Wrapper):
         outputs, final = sequence(self.cell, x, state, lengths, reverse)
         if self.residual_fn is None:
             outputs = _sum(x, outputs)
-        else:  # which knows of one step
+        else:  # ``residual_fn`` takes single steps
             function = self.residual_fn
             outputs = tf.vectorized_map(lambda pair: function(*pair), (x, outputs), warn=False)
         return masked(outputs, lengths), final
@@ -281,8 +281,8 @@ class DeviceWrapper(_Wrapper):
     """``tf.compat.v1.nn.rnn_cell.DeviceWrapper``: runs a cell on a device.
 
     Args:
-        cell: what it is around.
-        device: as ``tf.device`` takes it.
+        cell: the cell to wrap.
+        device: a device, as ``tf.device`` takes it.
     """
 
     def __init__(self, cell: Any, device: Any) -> None:
@@ -299,7 +299,7 @@ class DeviceWrapper(_Wrapper):
 
 
 def _probability(name: str, value: Any) -> Any:
-    """A number, or a tensor or variable whose value is not known yet."""
+    """Returns a number, or a tensor or variable whose value is not known yet."""
     if isinstance(value, tf.Variable):
         return value
     number = value
@@ -318,7 +318,7 @@ def _probability(name: str, value: Any) -> Any:
 
 
 def _all_but_c(part: Any) -> Any:
-    """The parts of a state that TensorFlow 1 drops."""
+    """Marks the parts of a state that TensorFlow 1 drops."""
     if getattr(part, "_fields", None) == ("c", "h"):
         return type(part)(c=False, h=True)
     return not isinstance(part, tf.TensorArray)

@@ -1,19 +1,20 @@
 """anycell for PyTorch: recurrent layers of any cell, at fused-kernel speed.
 
 - ``LSTM``, ``GRU``, ``LSTMCell``, ``GRUCell`` replace those of ``torch.nn`` (they are subclasses):
-  same constructors, ``state_dict``, shapes, initial weights and errors; the layers take masks,
-  lengths and resets besides.
-- ``RNN(cell, ...)`` and ``RNNCell(cell, ...)`` run any cell, yours included; every cell of
-  ``anycell.cells`` is a layer of its name besides, ``PeepholeLSTM(3, 8, cell_clip=3.0)``.
+  same constructors, ``state_dict``, shapes, initial weights and errors; the layers also take
+  masks, lengths and resets.
+- ``RNN(cell, ...)`` and ``RNNCell(cell, ...)`` run any cell, yours included; the cells of
+  ``anycell.cells`` also have layers of their own names: ``PeepholeLSTM(3, 8, cell_clip=3.0)``.
 - ``Feedback(layer, readout)`` feeds a readout back to its layer: scheduled sampling, forecasts.
 - ``recurrence(cell, x, weights, ...)`` is the function behind them, on tensors of your own.
 - ``Quantized`` layers have weights of 8 bits; ``anycell.compress.quantize`` makes them.
 - ``accelerate(model)`` swaps the layers inside a model, ``restore(model)`` puts torch's own back;
   ``recurrent_layers(model)`` says what runs.
 
-Layers run on a fused kernel, forward and backward, in float32, float64 and 16 bits on the CPU, and
-else as torch's own layer or step by step; ``layer.engine`` says which, and why. Second derivatives,
-``torch.func``, deepcopy, pickle, hooks and parametrisations work as with ``torch.nn``.
+Layers run on a fused kernel, forward and backward, on the CPU and on GPUs with Triton (float64 on
+the CPU only), or else as torch's own layer or step by step; ``layer.engine`` says which, and why.
+Second derivatives, ``torch.func``, deepcopy, pickle, hooks and parametrisations work as with
+``torch.nn``.
 """
 
 from anycell.requirement import require

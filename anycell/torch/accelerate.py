@@ -37,13 +37,13 @@ def accelerate(model: Model) -> Model:
 
     The modules stay the same objects and change only their class. So parameters, hooks, training
     flag, dtype, device, optimizers and all references to them stay, and checkpoints fit as before.
-    Modules of a subclass get a class that derives from that and from anycell's. A subclass that
-    overrides ``forward``, or anything else that torch's ``forward`` relies on, is left alone. Each
-    layer is logged under "anycell" at level INFO; ``recurrent_layers`` gives the same list, with
-    the reason where a layer is left.
+    A module of a subclass gets a class that derives from the subclass and from anycell's layer. A
+    subclass that overrides ``forward``, or anything else that torch's ``forward`` relies on, is
+    left alone. Each layer is logged under "anycell" at level INFO; ``recurrent_layers`` returns the
+    same list, with the reason why a layer was left alone.
 
     Args:
-        model: any module, also one that is an ``nn.LSTM`` itself.
+        model: any module; it may be an ``nn.LSTM`` itself.
 
     Returns:
         the same model.
@@ -69,15 +69,15 @@ def accelerate(model: Model) -> Model:
 def restore(model: Model) -> Model:
     """Turns every ``LSTM`` and ``GRU`` of anycell inside ``model`` into torch's own, in place.
 
-    The way back from ``accelerate``, to hand a model on to code that compares classes, such as
-    ``quantize_dynamic``, or to where there is no anycell. As there the modules stay the same
-    objects, with their current weights; ``LSTMCell`` and ``GRUCell`` become torch's as well. What
-    torch has no class for stays, and is logged under "anycell" as a warning: ``RNN``, ``Feedback``
-    with its layer, layers of 8 bits, your own subclasses of anycell's layers, and modules whose
-    class torch has changed since, as parametrisations do.
+    This undoes ``accelerate``, for code that compares classes, such as ``quantize_dynamic``, and
+    for machines without anycell. The modules stay the same objects, with their current weights;
+    ``LSTMCell`` and ``GRUCell`` become torch's too. Layers for which torch has no class stay, and
+    are logged under "anycell" as warnings: ``RNN``, ``RNNCell``, the layer of a ``Feedback``,
+    layers of 8 bits, your own subclasses of anycell's layers, and modules whose class torch has
+    changed since, as parametrisations do.
 
     Args:
-        model: any module, also one that is a layer itself.
+        model: any module; it may be a layer itself.
 
     Returns:
         the same model.
@@ -102,15 +102,15 @@ def restore(model: Model) -> Model:
 
 
 def recurrent_layers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Found]:
-    """Every recurrent layer and cell of ``model``, what runs it, and why.
+    """Lists every recurrent layer and cell of ``model``, the engine that runs it, and why.
 
-    The list of a model's modules does not show which of them its code calls in a loop. With further
-    arguments ``model(*args, **kwargs)`` is called once, without gradients and in the mode that it
-    is in, and each entry also says how often its module was called, and with how many steps.
+    The list of a model's modules does not show which of them its code calls in a loop. If further
+    arguments are given, ``model(*args, **kwargs)`` is called once, without gradients and in the
+    model's current mode. Each entry then says how often its module was called, with how many steps.
 
     Args:
         model: any module.
-        args, kwargs: what a call of the model takes.
+        args, kwargs: the arguments of a call of the model.
 
     Raises:
         TypeError: if ``model`` is not a module.
@@ -195,7 +195,7 @@ def _engine(module: Any) -> tuple[str, str]:
 def _watch(
     model: nn.Module, modules: Mapping[str, nn.Module], args: Any, kwargs: Any
 ) -> dict[str, list[int]]:
-    """For each module, the steps of each of its calls in one call of the model."""
+    """Calls the model once; returns the number of steps of each call of each module."""
     calls: dict[str, list[int]] = {}
     hooks = []
     for name, module in modules.items():
@@ -223,7 +223,7 @@ def _note(calls: list[int], module: Any, args: Any, kwargs: Any) -> None:
 
 
 def _often(module: nn.Module, calls: Sequence[int]) -> str:
-    """The part of the reason that comes from the calls."""
+    """Returns the end of the reason, which says how often a module was called."""
     if len(calls) < 2:
         return "" if calls else "; not called"
     low, high = min(calls), max(calls)
@@ -232,6 +232,6 @@ def _often(module: nn.Module, calls: Sequence[int]) -> str:
     if high > 1 or isinstance(module, _STEPS):
         return often
     return (
-        f"{often}: call it once with all steps, or, where a step needs the output before, write "
+        f"{often}: call it once with all steps, or, if a step needs the previous output, write "
         "the loop's body as a cell for anycell.torch.RNN"
     )

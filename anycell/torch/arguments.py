@@ -1,4 +1,4 @@
-"""Checks of the tensors that users pass, which bring them into the form that engines read.
+"""Checks the tensors that users pass, and brings them into the form that engines read.
 
 Every error names the argument, what was given, what is expected, and what to do.
 """
@@ -30,22 +30,22 @@ from anycell.torch.fused import autocast
 def check_layer(
     module: str, cell: Any, input_size: Any, hidden_size: Any, sizes: Mapping[str, Any]
 ) -> dict[str, int]:
-    """The arguments of a module, as of ``RNN``: what the size symbols of its cell stand for."""
-    if isinstance(cell, int):  # a call of torch.nn's module of that name
+    """Checks the arguments of a module such as ``RNN``; returns its sizes by their symbols."""
+    if isinstance(cell, int):  # called with the arguments of torch.nn's module of that name
         hint = f"Pass one of anycell.cells: {module}(cells.RNN, {cell}, {input_size})."
         expected = f"a cell, which anycell.torch.{module} takes first"
         refuse("cell", describe(cell), expected, hint, TypeError)
     check_cell(cell)
-    checks.check_names(cell, sizes)  # first: a misspelt hidden_size is among them
+    checks.check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
     integer("input_size", input_size)
     return check_sizes(cell, integer("hidden_size", hidden_size), sizes)
 
 
 def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: Tensor) -> Tensor:
-    """``value``, a tensor of this shape, with dtype and device of ``like``."""
+    """Returns ``value``; refuses all but tensors of this shape and ``like``'s dtype and device."""
     right = isinstance(value, Tensor) and value.shape == tuple(shape)
     if right and value.dtype == like.dtype and value.device == like.device:
-        return value  # before it is written what is expected, which takes longer than to look
+        return value  # before ``expected`` is formatted, which takes longer than the checks
     expected = f"{like.dtype} {list(shape)}, {axes}"
     if not isinstance(value, Tensor):
         hint = f"Pass torch.from_numpy({name})." if is_array(value) else "Pass a tensor."
@@ -61,17 +61,17 @@ def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: T
 
 
 def check_device(name: str, value: Tensor, device: torch.device) -> None:
-    """``value`` must be where the weights are."""
+    """Refuses a tensor on another device than the weights."""
     if value.device != device:
         hint = f"Move it: {name}.to({str(device)!r})."
         refuse(name, f"on {value.device}", f"on {device}, where the weights are", hint)
 
 
 def as_flags(name: str, value: Tensor, expected: str) -> Tensor:
-    """Flags as bool: of bool or uint8, and all but ``mask`` also of 0 and 1 in any real dtype.
+    """Converts flags to bool: from bool or uint8, and for all but ``mask`` from any real dtype.
 
-    Whether they are 0 and 1 is checked on the CPU, outside of traces and transforms: elsewhere the
-    check would wait for the device, or there are no values yet. There every value but 0 is True.
+    On the CPU, outside of traces and transforms, flags of other dtypes must be 0 or 1. Elsewhere
+    every value but 0 is True: a check would wait for the device, or there are no values yet.
     """
     if value.dtype not in (torch.bool, torch.uint8):
         if name == "mask" or value.is_complex():
@@ -88,34 +88,34 @@ def as_flags(name: str, value: Tensor, expected: str) -> Tensor:
 
 
 def check_flags(name: str, value: Any, shape: tuple[int, ...], axes: str, like: Tensor) -> Tensor:
-    """``mask`` or ``resets`` as bool; ``value`` must be flags of this shape."""
+    """Converts flags of this shape, such as ``mask`` or ``resets``, to bool; refuses all else."""
     expected = f"torch.bool {list(shape)}, {axes}"
     if not isinstance(value, Tensor):
         refuse(name, describe(value), expected, f"Pass torch.as_tensor({name}).", TypeError)
     if value.shape != shape:
         turned = len(shape) == 2 and value.shape == shape[::-1]
-        hint = f"Turn it: {name}.t()." if turned else "One flag per step and row."
+        hint = f"Transpose it: {name}.t()." if turned else "One flag per step and row."
         refuse(name, describe(value), expected, hint)
     check_device(name, value, like.device)
     return as_flags(name, value, expected)
 
 
 def _counts(name: str, value: Any, expected: str) -> tuple[Tensor, bool]:
-    """``lengths`` as whole numbers, and whether to check their values: on another device that would
-    wait, and a graph has none yet.
+    """Returns ``lengths`` as integers, and whether to check their values: on another device than
+    the CPU, a check would wait for the device, and in a compiled graph there are no values yet.
     """
     try:
-        # Of a list on the CPU, whatever torch.set_default_device says.
+        # A list becomes a tensor on the CPU, whatever torch.set_default_device says.
         counts = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         counts = None
     if counts is None:
         refuse(name, describe(value), expected, "Pass a list of int, or a tensor.", TypeError)
     inexact = counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool
-    if inexact and counts.numel():  # of no rows, [] is a list of integers too
+    if inexact and counts.numel():  # [], the lengths of no rows, becomes a float tensor
         refuse(name, describe(counts), expected, f"Cast them: {name}.long().", TypeError)
     visible = counts.device.type == "cpu" and not torch.compiler.is_compiling()
-    return counts.long(), visible  # unsigned ones know no minimum
+    return counts.long(), visible  # torch has no minimum of some unsigned dtypes
 
 
 def _copy(flags: Tensor) -> Tensor:

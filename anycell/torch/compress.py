@@ -1,4 +1,4 @@
-"""The layers of ``anycell.torch``, as ``anycell.compress`` asks for them."""
+"""The part of ``anycell.compress`` that knows the layers of ``anycell.torch``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READOUTS = "torch.nn.Linear modules with in_features={}"
 
 
 def view_of(layer: Any) -> View:
-    """The layer, if its parameters can be replaced."""
+    """Returns a view of the layer; refuses layers whose parameters cannot be replaced."""
     check_plain("layer", layer)
     sizes = {"H": layer.hidden_size, **dict(layer._sizes)}
     return views.view_of(layer, sizes, layer._weights(layer.cell))
@@ -35,7 +35,7 @@ def reads(readout: Any) -> list[Tensor]:
 
 
 def check_plain(name: str, module: Any) -> None:
-    """Refuses parametrizations: their parameters are others than the layer knows."""
+    """Refuses parametrized modules, which hold other parameters than the layer's own."""
     if isinstance(module, nn.Module) and parametrize.is_parametrized(module):
         given = f"{type(module).__name__} with parametrizations"
         hint = "Call torch.nn.utils.parametrize.remove_parametrizations first."
@@ -50,16 +50,16 @@ def take(
     size: str,
     count: int,
 ) -> None:
-    """Makes new parameters by the same names, gradients and an optimizer's state with them.
+    """Replaces parameters, their gradients and their state in an optimizer by the kept entries.
 
-    New ones, because graphs of earlier passes still know the shapes of the old.
+    The parameters are new objects, because graphs of earlier passes still hold the old shapes.
     """
     (layer,), parameters = view.parts, [parameter for parameter, _ in taken]
     if size == "H" and count <= getattr(layer, "proj_size", 0):
         expected = f"more than proj_size, {layer.proj_size}, as torch.nn.LSTM requires"
         refuse("keep", f"{count} units", expected, 'Keep more, or shrink it first: size="P".')
     if len(set(parameters)) < len(parameters):
-        expected = "a parameter for each, since units of both places would have to be the same"
+        expected = "a parameter for each, because both places would have to keep the same units"
         given, hint = "one with a parameter in two places", "Give each its own copy first."
         refuse("layer", given, expected, hint)
     if optimizer is not None:
@@ -98,7 +98,7 @@ def _check(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
         hint = "Pass the object that trains the layer."
         refuse("optimizer", describe(optimizer), "an optimizer of torch.optim", hint, TypeError)
     held = {p for group in optimizer.param_groups for p in group["params"]}
-    foreign = isinstance(optimizer, torch.optim.LBFGS)  # its state is of all parameters in a row
+    foreign = isinstance(optimizer, torch.optim.LBFGS)  # its state has all parameters in one vector
     for p in parameters:
         shapes = [getattr(v, "shape", ()) for v in optimizer.state.get(p, {}).values()]
         foreign |= any(shape not in ((), p.shape) for shape in shapes)
@@ -107,10 +107,10 @@ def _check(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
 
 
 def like(view: View, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str, Any]) -> RNN:
-    """A layer of another cell with those sizes and parameters, and all else of the layer."""
+    """Makes a layer of another cell with those sizes and parameters; all else is as in the view."""
     (layer,) = view.parts
-    first, told = layer.weight_ih_l0, views.told(layer, sizes)
-    new = RNN(cell, **told, device="meta", dtype=first.dtype)  # draws no initial values
+    first, arguments = layer.weight_ih_l0, views.told(layer, sizes)
+    new = RNN(cell, **arguments, device="meta", dtype=first.dtype)  # draws no initial values
     new = new.to_empty(device=first.device)
     with torch.no_grad():
         for name, parameter in new.named_parameters():

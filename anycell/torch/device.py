@@ -1,4 +1,4 @@
-"""PyTorch's tensors as the GPU engine wants them."""
+"""PyTorch's tensors for the GPU engine."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Returned = TypeVar("Returned")
 
 
 class DeviceHost:
-    """Tensors of one dtype on one device, as ``GpuHost`` says; the matmuls are torch's.
+    """A ``GpuHost`` for tensors of one dtype on one device; torch does the matmuls.
 
-    On the CPU, where kernels run in Triton's interpreter, it differs in nothing but speed.
+    The device may be the CPU, where kernels run in Triton's interpreter: only the speed differs.
 
     Attributes:
-        dtype: of the plan.
-        device: where all tensors are.
-        tier: of kernels; None lets ``capacity`` choose.
-        patience: nanoseconds that programs of a kernel wait for one another.
+        dtype: the plan's dtype.
+        device: the device of all tensors.
+        tier: the tier of kernels to run; None lets ``capacity`` choose.
+        patience: how many nanoseconds the programs of a kernel wait for one another.
     """
 
     tier: int | None = None
@@ -42,14 +42,14 @@ class DeviceHost:
 
     @functools.cached_property
     def ordinal(self) -> int:
-        """0 on the CPU."""
+        """The index of the card; 0 on the CPU."""
         index = self.device.index if self.on_card else 0
         return torch.cuda.current_device() if index is None else index
 
     @property
     def tf32(self) -> bool:
-        """Whether torch's own matmuls may round float32 to TF32. Of torch's two settings the older
-        one is an error to read once a program has made use of the newer one.
+        """Whether torch's own matmuls may round float32 to TF32. torch has two settings: reading
+        the older one is an error once a program has used the newer one.
         """
         if not self.on_card or self.dtype is not torch.float32:
             return False
@@ -63,14 +63,14 @@ class DeviceHost:
         return Replays(captured) if self.on_card else None
 
     def run(self, run: Callable[..., Returned], *arguments: Any, **named: Any) -> Returned:
-        """A pass of a layer, run where the tensors are."""
+        """Runs a pass of a layer on the device of the tensors."""
         with torch.cuda.device(self.device) if self.on_card else contextlib.nullcontext():
             return run(self, *arguments, **named)
 
     def stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream if self.on_card else 0
 
-    wide_states = False  # see Arrays; with checkpoints they are
+    wide_states = False  # see GpuHost; with checkpoints, the kept states are wide
 
     def empty(self, shape: tuple[int, ...], wide: bool = False) -> Tensor:
         return torch.empty(shape, dtype=torch.float32 if wide else self.dtype, device=self.device)
@@ -89,8 +89,8 @@ class DeviceHost:
         return self._filled(signed, torch.int64)
 
     def _filled(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """Number by number: a copy from the host would wait for all that is on the stream, and
-        none may be captured in a CUDA graph.
+        """Fills a tensor number by number: a copy from the host would wait for all work on the
+        stream, and a CUDA graph cannot capture a copy.
         """
         filled = torch.empty(len(values), dtype=dtype, device=self.device)
         for place, value in zip(filled, values, strict=True):
@@ -106,8 +106,8 @@ class DeviceHost:
     @functools.cached_property
     def trouble(self) -> Tensor:
         """An int32 that kernels write while the host reads it: pinned memory, on a card."""
-        # Of the host's, whatever torch.set_default_device says; and to write it later, under
-        # inference_mode or not, it must come from neither.
+        # On the host, whatever torch.set_default_device says. Made outside of inference_mode, so
+        # that it can be written both inside and outside of it.
         with torch.inference_mode(False):
             return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=self.on_card)
 
@@ -128,7 +128,7 @@ class DeviceHost:
         elif a.is_cuda and _WIDE_RESULTS:
             multiply = torch.mm if a.dim() == 2 else torch.bmm
             multiply(a, b, out_dtype=out.dtype, out=out)
-        else:  # of two 16-bit numbers the product is exact in float32
+        else:  # float32 holds the product of two 16-bit numbers exactly
             torch.matmul(a.to(out.dtype), b.to(out.dtype), out=out)
 
     def matmul_add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -145,7 +145,7 @@ class DeviceHost:
     def by_head(self, array: Tensor, heads: int) -> Tensor:
         rows, outputs, width = array.shape
         split = array.reshape(rows, outputs, heads, width // heads).permute(2, 0, 1, 3)
-        return split.reshape(heads, rows, outputs * (width // heads))  # of no rows, too
+        return split.reshape(heads, rows, outputs * (width // heads))  # -1 would fail for no rows
 
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
         return x.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
@@ -157,5 +157,5 @@ _WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()
 
 @functools.lru_cache(maxsize=64)
 def host_of(dtype: torch.dtype, device: torch.device) -> DeviceHost:
-    """The host of tensors like these."""
+    """Returns the host of tensors of this dtype on this device."""
     return DeviceHost(dtype, device)

@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
     from anycell.torch.typed import DropInCall
 
-# On a GPU cuDNN runs these in calls with none of our arguments, unless ``_beats_cudnn``, and always
-# where there are fewer steps than this: our launch from Python costs as much as some of its steps.
+# On a GPU, cuDNN runs these cells in calls without our arguments, unless ``_beats_cudnn``; in fewer
+# steps than CUDNN_STEPS always, because our launch from Python takes as long as some of its steps.
 CUDNNS, CUDNN_STEPS = (cells.LSTM, cells.LSTMP, cells.GRU), 16
 
 
 class DropIn(Recurrent):
     """The forward of ``LSTM`` and ``GRU``, in place of their parent's.
 
-    Other calls go to the parent class, which raises its own errors. They add no attribute to an
-    instance, but for ``checkpoint`` where it is given: a module turns from one class into the other
-    by ``__class__`` alone (``accelerate``).
+    Calls that it does not run go to the parent class, which raises its own errors. Instances have
+    no attributes beyond the parent's, except for ``checkpoint`` if it is given: so ``accelerate``
+    only has to set a module's ``__class__``.
     """
 
     _parent: type[nn.RNNBase]
@@ -73,7 +73,7 @@ class DropIn(Recurrent):
     ) -> None:
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         further = {"device": device, "dtype": dtype}
-        if proj_size:  # which nn.GRU refuses, whatever it is
+        if proj_size:  # nn.GRU refuses this argument, even if it is 0
             further["proj_size"] = proj_size
         super().__init__(*sizes, **further)  # type: ignore[call-arg]
         if check_checkpoint(checkpoint) is not None:
@@ -81,7 +81,7 @@ class DropIn(Recurrent):
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs this layer, and why; under autocast, the engine there."""
+        """The engine that runs this layer, and why; under autocast, for autocast's dtype."""
         weight = self.weight_ih_l0
         dtype = autocast_dtype(weight)
         plan = plan_on(weight.device.type, self.cell, self.hidden_size, dtype, self._sizes)
@@ -105,7 +105,7 @@ class DropIn(Recurrent):
         return_states: bool | str | Sequence[str] | None = None,
         **options: Unpack[CallOptions],
     ) -> tuple[Any, ...]:
-        """Output, final state, and sequences of states where they are wanted; see the class."""
+        """Returns output, final state and, if wanted, sequences of states; see the class."""
         # No array is keyword-only: torch.onnx's older exporter passes all by position.
         further: dict[str, Any] = dict(options) if options else {}
         for name, value in (
@@ -123,14 +123,14 @@ class DropIn(Recurrent):
     def _ours(
         self, x: Any, states: tuple[Any, ...] | None, further: dict[str, Any]
     ) -> tuple[Any, ...] | None:
-        """The result of a call; None where the parent has the answer, or the error.
+        """Returns the result of a call; None if the parent must run it or raise its error.
 
         Args:
-            further: what torch's layer does not take, where it is given.
+            further: the arguments that were given and that torch's layer does not take.
         """
         looked, cell = observed(), self.cell
         weight = self._parameters.get("weight_ih_l0")
-        if weight is None:  # parametrised: computed at each look
+        if weight is None:  # parametrised: computed at each access
             weight = self.weight_ih_l0
         plain, plan = not further and not (looked and transformed()), None
         if looked and compiled() and isinstance(x, PackedSequence):
@@ -146,12 +146,12 @@ class DropIn(Recurrent):
         arrays = {}
         if states is not None:
             arrays = dict(zip(state_names("state", cell), states, strict=True))
-        # Under autocast the input may have another dtype than what the layer computes in.
+        # Under autocast, the dtype of the input may differ from the one the layer computes in.
         plan = None if looked or autocast() else plan
         return self._run_cell(cell, x, arrays, plan=plan, **further)
 
     def _fits(self, x: Any, states: Sequence[Any] | None, weight: Tensor) -> bool:
-        """Whether input and states are as torch wants them."""
+        """Returns whether input and states have the shape, device and dtype that torch requires."""
         data = x
         if isinstance(x, PackedSequence):
             data, sizes, *_ = x
@@ -172,15 +172,15 @@ class DropIn(Recurrent):
                 return False
             tensors += states
         device, dtype, any_dtype = weight.device, weight.dtype, autocast()
-        for t in tensors:  # noqa: SIM110  (a call for each)
+        for t in tensors:  # noqa: SIM110  (``all`` would call a generator for each)
             if t.device != device or not (any_dtype or t.dtype is dtype):
                 return False
         return True
 
     def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> Any:
-        """The plan of the fused kernel, or True for its operator; None if neither does."""
+        """Returns the fused kernel's plan, True for its operator, or None if neither can run x."""
         data = parts(x)[0] if isinstance(x, PackedSequence) else x
-        size, sizes = self.hidden_size, self._sizes if self.proj_size else ()  # one call less
+        size, sizes = self.hidden_size, self._sizes if self.proj_size else ()  # saves a call
         if looked and compiled():
             return ops.known(cell, size, sizes, data) or None
         dtype = autocast_dtype(weight) if autocast() else weight.dtype
@@ -188,7 +188,7 @@ class DropIn(Recurrent):
         return plan if isinstance(plan, Plan) and memory(data) else None
 
     def _is_cudnns(self, plan: Any, x: Tensor | PackedSequence, looked: bool) -> bool:
-        """Whether cuDNN runs a call on a card without an argument of ours."""
+        """Returns whether cuDNN runs a call on a card that has none of our arguments."""
         if self.checkpoint is not None or self.cell not in CUDNNS:
             return False
         if looked or isinstance(x, PackedSequence):
@@ -200,8 +200,8 @@ class DropIn(Recurrent):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters of torch's layer."""
-        # Opacus asks each module for them, and then looks up its very class among those that it
-        # refuses, or replaces. What it says of torch's class must hold for ours.
+        # Opacus asks each module for its parameters, and then looks up exactly its class in tables
+        # of what to refuse and to replace. The entries of torch's class must hold for ours too.
         opacus = sys.modules.get("opacus.validators.module_validator")
         if opacus is not None:
             for table in (opacus.ModuleValidator.VALIDATORS, opacus.ModuleValidator.FIXERS):
@@ -210,7 +210,7 @@ class DropIn(Recurrent):
         return super().parameters(recurse)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
-        """torch's, and ``checkpoint`` where it is given."""
+        """Returns torch's text, and ``checkpoint`` if it is set."""
         shown: str = super().extra_repr()  # type: ignore[misc]
         if self.checkpoint is not None:
             shown += f", checkpoint={self.checkpoint!r}"
@@ -224,10 +224,10 @@ class DropIn(Recurrent):
 
 
 def _beats_cudnn(plan: Plan, device: torch.device, steps: int, rows: int) -> bool:
-    """Whether our kernels run a call on a card faster than cuDNN, as measured (docs/gpu.md).
+    """Returns whether our kernels run a call faster than cuDNN, as measured (docs/gpu.md).
 
-    In bfloat16 they do where one launch runs a whole sequence (tiers 1 and 2), in float16 and TF32
-    where the programs of tier 2 do: for the smaller sizes cuDNN has such kernels, too.
+    In bfloat16 they are faster if one launch runs a whole sequence (tiers 1 and 2). In float16 and
+    TF32 only tier 2 is faster: for the smaller sizes of tier 1, cuDNN has such kernels too.
     """
     host = host_of(getattr(torch, plan.dtype), device)
     if steps < CUDNN_STEPS or plan.cell is cells.LSTMP or not (plan.types.mixed or host.tf32):
@@ -241,12 +241,12 @@ def _beats_cudnn(plan: Plan, device: torch.device, steps: int, rows: int) -> boo
 
 
 def _left_alone(function: Any) -> None:
-    """Has Dynamo run a function, and all that it calls, as it is, where it is no part of a graph.
+    """Makes Dynamo run a function, and all that it calls, uncompiled outside of its graphs.
 
-    Dynamo breaks the graph at each ``torch.nn.LSTM``, and then would compile what our forward calls
-    function by function, with guards around each: that takes longer than the call. Where Dynamo
-    traces the layer (its setting ``allow_rnn``) this changes nothing. Before PyTorch 2.7 there is
-    no such thing.
+    Dynamo breaks the graph at each ``torch.nn.LSTM``, and would then compile the functions that our
+    forward calls one by one, with guards around each, which take longer than the call. If Dynamo
+    traces the layer (its setting ``allow_rnn``), this changes nothing. It does nothing before
+    PyTorch 2.7.
     """
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if hasattr(frames, "set_code_exec_strategy"):
@@ -266,19 +266,19 @@ class LSTM(DropIn, nn.LSTM):
         c' = f c + i g
         h' = o tanh(c')
 
-    ``forward`` takes ``input`` and ``hx`` and gives ``(output, (h, c))`` as torch's does, packed
-    for a ``PackedSequence``, which has its lengths, and whose resets are packed alike. What torch's
-    does not take, pass by name; ``return_states`` adds a third result, as of ``RNN``:
+    ``forward`` takes ``input`` and ``hx`` and returns ``(output, (h, c))``, like torch's layer. For
+    a ``PackedSequence``, which has its own lengths, output and resets are packed too. Pass the
+    further arguments by name; ``return_states`` adds a third result, as in ``RNN``:
         {mask lengths resets reset_state recurrent_mask return_states options}
 
-    ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
-    for more time in training, see ``RNN``.
+    ``checkpoint="sqrt"``, or a number of steps, as an argument of the constructor or an attribute,
+    trades time for memory in training; see ``RNN``.
 
-    All calls on the CPU run fused, in float32, float64, bfloat16, float16 and under autocast; on a
-    GPU those with one of these arguments or with ``checkpoint``, and those of 16 bits and 16 steps
-    or more that our kernels run faster than cuDNN. All other calls on a GPU, other devices, and
-    tracing (jit, export) run torch's own layer; ``torch.func`` and second derivatives run step by
-    step. ``engine`` says which, and why.
+    On the CPU all calls run fused, in float32, float64, bfloat16, float16 and under autocast; on a
+    GPU with Triton, calls in float32 or 16 bits with one of these arguments or ``checkpoint``, and
+    calls of 16 steps or more, in 16 bits or TF32, that our kernels run faster than cuDNN. Other
+    calls without these arguments, also on other devices and in traces (jit, export), run torch's
+    layer; ``torch.func``, second derivatives and all else run step by step. See ``engine``.
 
     Raises:
         What ``torch.nn.LSTM`` raises; TypeError or ValueError for the arguments above.
@@ -298,7 +298,7 @@ class LSTM(DropIn, nn.LSTM):
 
     @property
     def cell(self) -> Cell:  # type: ignore[override]
-        """The cell of a step."""
+        """The cell of one step."""
         return cells.LSTMP if self.proj_size else cells.LSTM
 
     @property
@@ -313,8 +313,8 @@ class GRU(DropIn, nn.GRU):
         n = tanh(W_i x_t + b_i + r (W_h h + b_h))
         h' = (1 - z) n + z h
 
-    ``forward`` gives ``(output, h)`` as torch's does. The further arguments, what runs fused, and
-    the errors are as for ``LSTM``.
+    ``forward`` returns ``(output, h)``, like torch's layer. The further arguments, the calls that
+    run fused, and the errors are those of ``LSTM``.
 
     Example:
         >>> gru = GRU(input_size=3, hidden_size=8, batch_first=True)

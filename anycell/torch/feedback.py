@@ -24,32 +24,32 @@ from anycell.torch.rnn import RNN
 
 
 class Feedback(Fed, Explained, nn.Module):
-    r"""Runs a layer whose input is a series, or, where that is not given, its own readout.
+    r"""Runs a layer whose input is a series or, at steps without one, the layer's own readout.
 
         y_t     = W_readout output_t + b_readout
         input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
-    Forced at all steps it is teacher forcing, ``readout(layer(x)[0])``; at none it
-    runs freely; by chance it is scheduled sampling. y before the first step is the readout of the
+    Forcing all steps is teacher forcing, ``readout(layer(x)[0])``; forcing no step is a free run;
+    forcing steps by chance is scheduled sampling. Before the first step, y is the readout of the
     initial state.
 
     Args:
         layer: ``RNN``, ``LSTM`` or ``GRU`` of anycell.torch, of one layer and one direction.
-        readout: ``torch.nn.Linear`` from the layer's output to the Y numbers of the series. Both
-            stay modules of their own, with their own parameters.
+        readout: ``torch.nn.Linear`` from the layer's output to the Y numbers of the series. Layer
+            and readout stay modules of their own, with their own parameters.
 
-    ``prepare`` and ``step`` run it one step at a time, as a forecast is served.
+    ``prepare`` and ``step`` run one step at a time, for serving forecasts.
 
-    ``forward`` takes (pass all but the first two by name), and gives (y, final state):
-        x: ``[T, B, input_size]``, or ``[B, T, input_size]`` if the layer is ``batch_first``, the
-            series in the first Y columns. Where a step is not forced, what lies there never
-            matters, not even NaN.
+    ``forward`` takes (pass all but the first two by name), and returns (y, final state):
+        x: ``[T, B, input_size]``, or ``[B, T, input_size]`` if the layer is ``batch_first``, with
+            the series in the first Y columns. Where a step is not forced, the series has no
+            influence, and may be NaN.
         state, mask, lengths, resets, static: as in ``RNN``.
         forced: where the series is given: bool, laid out as x without its last axis, such as
             ``series.isfinite()``, or ``[T]``, the same for all rows. Or a number in [0, 1], the
-            probability of each step of each row, drawn from torch's default generator. Default:
+            probability that a step of a row is forced; torch's default generator draws. Default:
             True, all steps.
-        y: ``[T, B, Y]``, laid out as x. The final state is as of the layer.
+        y: ``[T, B, Y]``, laid out as x. The final state is that of the layer.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected.
@@ -63,12 +63,12 @@ class Feedback(Fed, Explained, nn.Module):
 
     def __init__(self, layer: Any, readout: nn.Linear) -> None:
         super().__init__()
-        remedy = "anycell.torch.accelerate turns those of torch.nn into ours."
+        remedy = "anycell.torch.accelerate turns layers of torch.nn into these."
         ours = isinstance(layer, (RNN, DropIn))
         check_layer(layer, ours, "RNN, LSTM or GRU of anycell.torch", remedy)
         width = dict(layer._sizes).get(layer.cell.states[0].size, layer.hidden_size)
         if not isinstance(readout, nn.Linear) or readout.in_features != width:
-            hint = "It reads the output of the layer."
+            hint = "Its input is the output of the layer."
             refuse("readout", repr(readout), f"torch.nn.Linear({width}, ...)", hint)
         check_width(readout, readout.out_features, layer.input_size)
         self.layer, self.readout = layer, readout
@@ -93,11 +93,11 @@ class Feedback(Fed, Explained, nn.Module):
         return (*self.layer._sizes, (OUTPUT, self.readout.out_features))
 
     def _subject(self) -> Subject:
-        said = subject(self.layer, self._fed()[1], self._sizes, self.layer.weight_ih_l0)
-        return said._replace(about=f"Feedback of {said.about}", engine=self.engine)
+        inner = subject(self.layer, self._fed()[1], self._sizes, self.layer.weight_ih_l0)
+        return inner._replace(about=f"Feedback of {inner.about}", engine=self.engine)
 
     def _fed(self) -> tuple[Cell, Cell]:
-        """The layer's cell, and the one with its readout fed back."""
+        """Returns the layer's cell, and the cell with the readout fed back."""
         fed = with_feedback(self.layer.cell)
         ops.register(fed)
         return self.layer.cell, fed
@@ -113,16 +113,16 @@ class Feedback(Fed, Explained, nn.Module):
         resets: Tensor | None = None,
         static: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """y and the final state; see the class."""
+        """Returns y and the final state; see the class."""
         layer = self.layer
-        if self._made[0] is not layer.cell:  # it has got other hyperparameters
+        if self._made[0] is not layer.cell:  # replaced, for instance by other hyperparameters
             self._made = self._fed()
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != layer.input_size:
             axes = "[batch, time, {}]" if layer.batch_first else "[time, batch, {}]"
             count = self.readout.out_features
             expected = f"{axes.format(layer.input_size)}, the series in the first {count} column(s)"
             refuse("x", describe(x), expected, "Pass a tensor of that shape.")
-        given, width, like = self._forced(forced, x), self.readout.out_features, layer._like
+        flags, width, like = self._forced(forced, x), self.readout.out_features, layer._like
         check_tensor("x", x, x.shape, "as the weights", like)
         weight = self.readout.weight
         check_tensor("readout", weight, weight.shape, "as the weights of the layer", like)
@@ -135,7 +135,7 @@ class Feedback(Fed, Explained, nn.Module):
             arrays["static"] = check_static(layer.cell, static, shape, like)
         output, final, _ = sequence(
             layer._call(self._made[1], {})._replace(sizes=self._sizes),
-            entering(TORCH, x, given, width, quantized(learned) and x.dtype is torch.float32),
+            entering(TORCH, x, flags, width, quantized(learned) and x.dtype is torch.float32),
             arrays,
             [learned],
             mask=mask,
@@ -177,11 +177,11 @@ class Feedback(Fed, Explained, nn.Module):
         return check_flags(name, value, (len(x),), "one per row", x)
 
     def _forced(self, forced: Any, x: Tensor) -> Tensor:
-        """The flags, laid out as x."""
+        """Returns ``forced`` as flags, laid out as x."""
         shape, steps = tuple(x.shape[:2]), x.shape[int(self.layer.batch_first)]
         probability = chance(forced)
         if probability is not None:
-            if probability in (0, 1):  # nothing is drawn, in an exported graph neither
+            if probability in (0, 1):  # nothing is drawn, not even in an exported graph
                 return (x.new_ones if forced else x.new_zeros)(shape, dtype=torch.bool)
             return torch.rand(shape, device=x.device) < probability
         if not isinstance(forced, Tensor):

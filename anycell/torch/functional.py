@@ -1,4 +1,4 @@
-"""One layer, and layers on top of each other, as functions of tensors; who runs them, and why."""
+"""One layer and stacked layers as functions of tensors; which engine runs them, and why."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def stack(
     weights: Sequence[Arrays],
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Result:
-    """Layers on top of each other.
+    """Runs layers on top of each other.
 
     Args:
-        call: of the first layer.
-        arrays: the input of the first layer and what all share; the states are those of all
-            layers, ``[layers * directions, B, size]``.
-        weights: what each layer learns.
+        call: the call of the first layer.
+        arrays: the input of the first layer, the tensors that all layers share, and the states of
+            all layers, ``[layers * directions, B, size]``.
+        weights: the weights of each layer.
         drop: the dropout between layers, if any.
 
     Returns:
         the output ``[T, B, directions * size]``, the final states of all layers, and
-        ``call.sequences`` of the last one.
+        ``call.sequences`` of the last layer.
     """
     if len(weights) == 1:
         return layer(call, {**arrays, **weights[0]})
@@ -68,7 +68,7 @@ def stack(
 
 
 def layer(call: Call, arrays: Arrays) -> Result:
-    """One layer of one or two directions, on the engine that fits."""
+    """Runs one layer of one or two directions, on the engine that fits."""
     if SCALES in arrays and not _multiplies_integers(arrays):
         arrays = dequantized(arrays)
     elif SCALES in arrays:
@@ -76,16 +76,16 @@ def layer(call: Call, arrays: Arrays) -> Result:
     x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
     if call.plan is None and (observed() or type(x) not in _ORDINARY):
-        # ONNX knows nothing of our operators.
+        # ONNX does not have our operators.
         onnx = exporting() and torch.onnx.is_in_onnx_export()
-        # A FakeTensor, as of export, is a shape without numbers.
+        # A FakeTensor, which export passes, is a shape without numbers.
         if engine != "reference" and (compiled() or isinstance(x, FakeTensor)) and not onnx:
             results = ops.run(call, arrays)
             if results is not None:
                 return results
         if compiled():  # the graph breaks here
             return torch.compiler.disable(layer)(call, arrays)
-        plan = "tensors of a trace, of torch.func or of another type are no plain memory"
+        plan = "tensors of a trace, of torch.func or of another type are not plain memory"
     elif engine != "reference":
         plan = _plan_for(call, arrays)
         if isinstance(plan, Plan):
@@ -104,12 +104,12 @@ _ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) -> Plan | str:
-    """The plan of the fused kernel for such weights, or why there is none."""
+    """Returns the plan of the fused kernel for a weight's device and dtype, or why none exists."""
     return fused.plan_on(weight.device.type, cell, hidden_size, weight.dtype, sizes)
 
 
 def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
-    """The plan of the fused kernel for a call, or why it goes step by step."""
+    """Returns the plan of the fused kernel for a call, or why the call runs step by step."""
     x, cell, mask = arrays["x"], call.cell, arrays.get("recurrent_mask")
     if mask is not None:
         cell = stepped(cell, mask)
@@ -117,11 +117,11 @@ def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
             return "no fused kernel has the gradient of recurrent_mask"
     dtype, device = x.dtype, x.device
     integers = SCALES in arrays
-    for name, t in arrays.items():  # as ``memory``, which would be a call for each
+    for name, t in arrays.items():  # checks the same as ``memory``, without a call for each tensor
         plain = type(t) in _ORDINARY and t.layout is torch.strided and not t.is_neg()
         same = t.dtype is dtype or name in FLAGS or (integers and name.startswith("weight_"))
         if not plain or t.device != device or not same:
-            return f"{name} is no plain tensor with the dtype and the device of x"
+            return f"{name} is not a plain tensor with the dtype and the device of x"
     like = arrays["weight_ih"] if integers else x
     return call.plan or fused_plan(cell, call.hidden_size, like, call.sizes)
 
@@ -130,8 +130,8 @@ TORCH = namespace(torch.empty(0))  # torch.compile cannot look it up
 
 
 def _multiplies_integers(arrays: Arrays) -> bool:
-    """Whether the kernels for integers may run: beside float32 on the CPU, where nobody asks for a
-    gradient, and nothing but a compiler looks at the call.
+    """Returns whether the kernels for integers may run: for an input in float32 on the CPU, without
+    gradients, and if nothing but a compiler observes the call.
     """
     x = arrays["x"]
     if observed() and not compiled():
@@ -151,10 +151,10 @@ def dequantized(arrays: Arrays) -> Arrays:
 
 
 def engine_of(plan: Plan | str, otherwise: str = "reference") -> Engine:
-    """The engine that runs a plan, why, and what devices have refused of it.
+    """Returns the engine that runs a plan, and why; the reason lists what devices have refused.
 
     Args:
-        otherwise: what runs where there is no plan, but the reason for that.
+        otherwise: the engine that runs if ``plan`` is a reason why there is no plan.
     """
     if isinstance(plan, str):
         return Engine(otherwise, plan)
@@ -162,8 +162,8 @@ def engine_of(plan: Plan | str, otherwise: str = "reference") -> Engine:
 
 
 def plain(tensors: Iterable[Any], dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> bool:
-    """Whether each is contiguous, on the CPU, and of that dtype and shape; it may be unaligned."""
-    for t, shape in zip(tensors, shapes):  # noqa: B905  (on the way of a step)
+    """Whether all are contiguous, on the CPU, and of that dtype and shape, aligned or not."""
+    for t, shape in zip(tensors, shapes):  # noqa: B905  (runs at every step)
         if (
             type(t) not in _ORDINARY
             or t.shape != shape
@@ -177,7 +177,7 @@ def plain(tensors: Iterable[Any], dtype: torch.dtype, shapes: Iterable[tuple[int
 
 
 def memory(x: Tensor) -> bool:
-    """Whether ``x`` is plain memory on a device with kernels; a FakeTensor is not."""
+    """Whether ``x`` is plain memory on a device with kernels, which excludes a FakeTensor."""
     return (
         type(x) in _ORDINARY
         and x.device.type in fused.ENGINES
@@ -187,8 +187,8 @@ def memory(x: Tensor) -> bool:
 
 
 def observed() -> bool:
-    """Whether anything looks at the call for which pointers tell nothing: a compiler, an exporter,
-    a trace, ``torch.func``, or forward-mode derivatives.
+    """Returns whether tensors may be more or less than their memory: under a compiler, an exporter,
+    a trace, ``torch.func`` or forward-mode derivatives.
     """
     return (
         torch.compiler.is_dynamo_compiling()
@@ -200,13 +200,13 @@ def observed() -> bool:
 
 
 def compiled() -> bool:
-    """Whether torch.compile, or a strict torch.export, looks at the call."""
-    # A function of ours, for behind a break of the graph Dynamo looks at each by itself.
+    """Whether torch.compile, or a strict torch.export, traces the call."""
+    # Not an alias of torch's: after a graph break, Dynamo looks at each function by itself.
     return torch.compiler.is_dynamo_compiling()
 
 
 def traced() -> bool:
-    """Whether export or jit records the call: pointers mean nothing then."""
+    """Whether export or jit records the call, so that pointers mean nothing."""
     return exporting() or torch._C._get_tracing_state() is not None
 
 
@@ -216,8 +216,8 @@ def transformed() -> bool:
 
 
 def autocast_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype in which a layer computes under autocast: autocast's, as torch's own layers,
-    where it is on for their device and they have no float64.
+    """Returns the dtype in which a layer computes: like torch's own layers, autocast's dtype if
+    autocast is on for the weight's device, unless the weight is float64; else the weight's dtype.
     """
     kind = weight.device.type
     if weight.dtype is torch.float64 or kind not in fused.ENGINES:

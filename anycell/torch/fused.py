@@ -1,4 +1,4 @@
-"""A layer on the fused engine, under one ``torch.autograd.Function``; the way in to all engines."""
+"""A layer on the fused engine, as one ``torch.autograd.Function``; the entry to all engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.device import DeviceHost, Returned, host_of
 from anycell.torch.host import HOSTS, threads
 
-# Which engine has the kernels, by the type of the device.
+# The engine that has the kernels for each type of device.
 ENGINES = {"cpu": "cpu", "cuda": "gpu"}
 autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
@@ -30,7 +30,7 @@ autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 def plan_on(
     device: str, cell: Cell, hidden_size: int, dtype: torch.dtype, sizes: Sizes = ()
 ) -> Plan | str:
-    """The plan of the fused kernel on devices of a type, or why there is none."""
+    """Returns the plan of the fused kernel for a type of device, or why there is no plan."""
     engine = ENGINES.get(device)
     if engine is None:
         return f"no fused kernel for device {device!r} as yet"
@@ -40,7 +40,7 @@ def plan_on(
 
 @functools.cache
 def _foreign() -> str | None:
-    """Why tensors of torch's "cuda" are not on a card that the GPU engine can use."""
+    """Returns why the GPU engine cannot use torch's "cuda" device, or None if it can use it."""
     if torch.version.hip is not None:
         return "PyTorch is built for ROCm; the GPU engine has kernels for NVIDIA's cards only"
     return launch.missing() if torch.cuda.is_available() else None
@@ -50,7 +50,7 @@ def _foreign() -> str | None:
 def plan_of(
     cell: Cell, hidden_size: int, dtype: torch.dtype, sizes: Sizes, engine: str
 ) -> Plan | str:
-    """The plan of the fused kernel on the engine "cpu" or "gpu", or why there is none."""
+    """Returns the plan of the fused kernel on the engine "cpu" or "gpu", or why there is none."""
     name = str(dtype).removeprefix("torch.")
     if name not in dtypes(engine, quantized=True):
         return f"no fused kernel for {dtype} on the {engine.upper()} as yet"
@@ -61,7 +61,7 @@ def plan_of(
 
 
 def run(call: Call, plan: Plan, arrays: Arrays) -> Result:
-    """A layer, as ``composite`` returns it."""
+    """Runs a layer on the fused engine; returns the same results as ``composite``."""
     if call.sequences:  # the kernel keeps them, as it does for the backward pass
         plan = keeping(plan, call.sequences)
         call = call._replace(options=call.options._replace(checkpoint=None))
@@ -89,7 +89,7 @@ class _Fused(torch.autograd.Function):
         arrays = dict(zip(names, tensors, strict=True))
         output, final, kept = run_forward(call, plan, arrays, keep=True)
         assert kept is not None
-        # As autograd's saved tensors they are guarded against edits, and reach the user's hooks.
+        # Saved by autograd, they are guarded against edits, and pass through the user's hooks.
         ctx.save_for_backward(*tensors, *kept.flat())
         ctx.set_materialize_grads(False)
         ctx.call, ctx.plan, ctx.names = call, plan, names
@@ -101,14 +101,14 @@ class _Fused(torch.autograd.Function):
         call, names, needs = ctx.call, ctx.names, ctx.needs_input_grad[3:]
         if all(gradient is None for gradient in arriving):
             return None, None, None, *[None for _ in needs]
-        # Read once: hooks on saved tensors, as those of activation checkpoints, run at each read.
+        # Read once: hooks on saved tensors, such as activation checkpoints', run at each read.
         tensors = ctx.saved_tensors
         arrays = dict(zip(names, tensors, strict=False))
         wanted = {name for name, need in zip(names, needs, strict=True) if need}
         ends = 1 + len(call.cell.states)
         pairs = zip(call.sequences, arriving[ends:], strict=True)
         inside = {name: gradient for name, gradient in pairs if gradient is not None}
-        # The GPU's kernels take gradients at outputs and final states, and at no other sequence.
+        # The GPU's kernels take gradients of outputs and final states, but of no other sequence.
         elsewhere = bool(inside) and ctx.plan.engine == "gpu"
         gradients: Mapping[str, Tensor | None]
         if elsewhere or torch.is_grad_enabled() or any(map(batched, arriving)):
@@ -132,7 +132,7 @@ def batched(gradient: Tensor | None) -> bool:
 def run_forward(
     call: Call, plan: Plan, arrays: Arrays, keep: bool
 ) -> tuple[Tensor, States, layer.Kept | None]:
-    """Output, final states, and what the backward pass reads, of one layer."""
+    """Runs one layer; returns its output, final states, and what the backward pass reads."""
     given = arrays, on_threads(call.options)
     if plan.engine == "cpu":
         precision = torch.get_float32_matmul_precision()
@@ -140,7 +140,7 @@ def run_forward(
         output, finals, kept = layer.forward(HOSTS[plan.dtype], plan, *given, keep=keep)
     else:
         output, finals, kept = _host_of(plan, arrays).run(gpu.forward, plan, *given, keep=keep)
-    # Detached: for autograd they are no views of what is kept.
+    # Detached, so that autograd does not take them for views of what is kept.
     return output.detach(), tuple(finals), kept
 
 
@@ -153,8 +153,8 @@ def run_backward(
     wanted: set[str],
     inside: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The gradients of a layer's tensors, by name; ``inside`` arrive at ``call.sequences``."""
-    # Autograd may hand on a tensor whose numbers are the negatives of those in its memory.
+    """Returns the gradients of a layer's tensors, by name; ``inside`` are of ``call.sequences``."""
+    # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
     d_output, *d_final = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
     given = arrays, on_threads(call.options), kept, d_output, d_final
@@ -168,10 +168,10 @@ def run_backward(
 def differentiable(
     call: Call, arrays: Arrays, wanted: set[str], arriving: Sequence[Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """The gradients as something to differentiate again: by autograd, through the composite."""
+    """Returns gradients that can be differentiated again: by autograd, through the composite."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        # A view stands for each input at this place of the graph: one input may depend on another.
+        # Differentiates for views of the inputs, because one input may depend on another.
         places = {n: t.view_as(t) if n in wanted else t for n, t in arrays.items()}
         output, final, others = composite(call, places)
         ends = zip((output, *final, *others), arriving, strict=True)
@@ -184,10 +184,10 @@ def differentiable(
 
 
 def enter(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any) -> Returned:
-    """``run(*arguments)``, in a range under the name of the cell where a profiler looks on.
+    """Calls ``run(*arguments)``; if a profiler is on, in a range with the name of the cell.
 
-    Under autocast a matmul gives another dtype than the kernels read. What autocast asks for has
-    been done by now; but a backward pass, or a program from export, can be called within it, too.
+    Turns autocast off, under which matmuls return another dtype than the kernels read. Inputs have
+    been cast by now, but a backward pass, or an exported program, can be called under autocast too.
     """
     if autocast():
         with torch._C._DisableAutocast():
@@ -206,13 +206,13 @@ def _ranged(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any
 
 
 def _host_of(plan: Plan, arrays: Arrays) -> DeviceHost:
-    """torch's arrays as the GPU engine wants them."""
+    """Returns the GPU engine's host for arrays like these."""
     return host_of(getattr(torch, plan.dtype), arrays["x"].device)
 
 
 def on_threads(options: Options) -> Options:
-    """The options of a call, on as many threads as torch has."""
-    # One call less, for small layers.
+    """Returns the options of a call with torch's number of threads."""
+    # Saves small layers a call of ``threads``.
     return _on(options, threads() if cpu.pool.FORKED else torch.get_num_threads())
 
 

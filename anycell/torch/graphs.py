@@ -2,12 +2,12 @@
 
 A step of tier 3 is a matmul and a kernel or two, each of some microseconds: started one by one from
 Python, the launches would take longer than the work. A graph starts many steps at once. It serves
-all layers of one form: what differs from call to call is in a table that kernels read, but for
-weights, which are copied once a call into memory of the graph's own.
+all layers of one form: kernels read what differs from call to call from a table; only the weights
+are copied, once a call, into memory that belongs to the graph.
 
-A new form (a new number of rows is one) is launched step by step at first: a capture waits for all
-that the device does, and takes as long as the launches that it holds. Only what has run once can be
-captured: by then all kernels are loaded, the matmul library's too.
+A new form, such as a new number of rows, is launched step by step at first: a capture waits for all
+work on the device, and takes as long as the launches that it records. Only launches that have run
+once can be captured: by then all kernels are loaded, including the matmul library's.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from anycell.engines.gpu.step import Step
 from anycell.engines.gpu.steps import BLOCKS, Steps, arguments, run_plainly
 
 PLAIN = 2  # calls of a form that are launched step by step, before it gets graphs
-KEPT = 32  # forms with graphs, of a device and dtype; the one that was not used for longest goes
-COUNTED = 256  # forms without, whose calls are counted
+KEPT = 32  # forms with graphs, for a device and dtype; the least recently used one goes
+COUNTED = 256  # forms without graphs, whose calls are counted
 
 Run = Callable[[], None]
 
 
 def captured(run: Run) -> Run:
-    """A graph of what ``run`` launches; calling it replays that. Nothing runs yet."""
-    torch.cuda.current_blas_handle()  # of this thread: none can be made during a capture
+    """Captures what ``run`` launches, without running it; calling the result replays it."""
+    torch.cuda.current_blas_handle()  # makes this thread's handle, which a capture cannot make
     side = _side(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
@@ -45,20 +45,20 @@ def captured(run: Run) -> Run:
 
 @functools.lru_cache(maxsize=64)
 def _side(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The stream on which graphs for that stream are captured.
+    """Returns the stream on which graphs for ``stream`` are captured.
 
-    All graphs name the work space that the matmul library has for one stream: so one is enough, and
-    graphs that may run at once have two.
+    A graph refers to the workspace that the matmul library has for the stream of the capture. So
+    graphs for one stream share a workspace, and graphs that may run at once have different ones.
     """
     return torch.cuda.Stream(stream.device)
 
 
 class Replays:
-    """The graphs of one device and dtype. Threads may share it: its calls go one by one.
+    """The graphs of one device and dtype. Threads may share it: a lock runs calls one by one.
 
     Args:
-        capture: makes something to replay of a function; ``captured`` on a card.
-        blocks: steps of graphs, the longest first.
+        capture: turns a function into one that replays its launches; ``captured`` on a card.
+        blocks: the numbers of steps of graphs, the largest first.
         plain: calls of a form before it gets graphs.
     """
 
@@ -66,7 +66,7 @@ class Replays:
         self, capture: Callable[[Run], Run], blocks: tuple[int, ...] = BLOCKS, plain: int = PLAIN
     ) -> None:
         self.capture, self.blocks, self.plain = capture, blocks, plain
-        # From filling the table to the last launch: on one stream, calls of a form share it.
+        # Held from filling the table to the last launch: calls of a form and stream share a table.
         self.lock = threading.Lock()
         self.graphs: OrderedDict[Any, _Graphs] = OrderedDict()
         self.calls: OrderedDict[Any, tuple[int, Step]] = OrderedDict()
@@ -76,7 +76,7 @@ class Replays:
     def __call__(self, kernels: Step, work: Work) -> None:
         """Runs a call."""
         short = work.steps < self.blocks[-1]
-        # What a user captures is launches, not a graph of ours whose memory may go.
+        # A user's capture must record launches, not a graph of ours whose memory may be freed.
         if short or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return run_plainly(kernels, work)
         numbers, table = arguments(kernels, work)
@@ -87,7 +87,7 @@ class Replays:
         return run_plainly(kernels, work)
 
     def _graphs(self, kernels: Step, work: Work, numbers: dict[str, int]) -> _Graphs | None:
-        """The graphs of the call's form; None, as long as it was not called often enough."""
+        """Returns the graphs of the call's form; None until it has been called often enough."""
         stream = work.host.stream()
         key = id(kernels), stream, *numbers.values()  # the kernels live as long as the key
         if key not in self.graphs:
@@ -102,8 +102,8 @@ class Replays:
         return self.graphs[key]
 
     def _made(self, stream: int, name: str, make: Callable[..., Tensor], *shape: Any) -> Tensor:
-        """Memory of that name and shape. It must not come from ``inference_mode``: calls outside of
-        that write it too.
+        """Returns memory of that name and shape. It is made outside of ``inference_mode``, because
+        calls outside of that mode write to it too.
         """
         key = stream, name, shape
         tensor = self.memory.get(key)
@@ -121,7 +121,7 @@ class _Graphs:
         self.captured: dict[int, Run] = {}
 
     def run(self, work: Work, table: list[int]) -> None:
-        """Runs a call: the longest graphs that fit, then what is left step by step."""
+        """Runs a call: the longest graphs that fit, then the remaining steps one by one."""
         with torch.no_grad():
             self.steps.load(work, table)
             left = work.steps
@@ -144,7 +144,7 @@ class _Graphs:
 
 
 def _put(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Keeps a value, and at most ``most`` in all: the one least recently used goes."""
+    """Adds a value, and drops the least recently used one if there are more than ``most``."""
     kept[key] = value
     kept.move_to_end(key)
     if len(kept) > most:

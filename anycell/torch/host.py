@@ -1,4 +1,4 @@
-"""PyTorch's tensors as ``anycell.layer`` wants them."""
+"""PyTorch's tensors on the CPU for ``anycell.layer``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS
 from anycell.plan.dtype import DTYPES
 
 _GEMM = {torch.float32: "sgemm_", torch.float64: "dgemm_"}
-_CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
+_CPU = torch.device("cpu")  # explicit: torch.set_default_device must not move our buffers
 
 
 def fit(array: Tensor, layout: int) -> Tensor:
-    """The tensor, or a contiguous copy where it is not of that layout, or not aligned."""
+    """Returns the tensor, or a contiguous copy if it is unaligned or of another layout."""
     if array.data_ptr() % array.element_size():
         return array.clone(memory_format=torch.contiguous_format)
     if layout == ANY or array.is_contiguous():
@@ -33,7 +33,7 @@ def fit(array: Tensor, layout: int) -> Tensor:
 
 
 def layout(arrays: Mapping[Any, Tensor]) -> tuple[Any, ...]:
-    """All that ``fit`` looks at, of all tensors but flags: of an address the bits that align it."""
+    """Returns all that ``fit`` looks at, for tensors but flags; of an address, its alignment."""
     key: list[Any] = []
     for name, t in arrays.items():
         if name not in FLAGS:
@@ -49,11 +49,10 @@ def as_flags(array: Tensor) -> Tensor | None:
 
 
 def threads() -> int:
-    """The threads of a call, at most: those of torch.
+    """Returns the largest number of threads for a call, which is torch's.
 
     In a forked child the OpenMP threads of the parent are gone, and torch would wait for them. So
-    the first call there leaves torch's own operators with one thread, and has ours go on with as
-    many as before.
+    the first call there sets torch's own operators to one thread; ours keep the number of before.
     """
     return _of_child(os.getpid()) if cpu.pool.FORKED else torch.get_num_threads()
 
@@ -78,8 +77,8 @@ def _blas(name: str) -> int:
 
 
 class TorchHost:
-    """Tensors of one dtype on the CPU; of 16 bits with a host of what cells compute in, ``wide``.
-    The methods are those of ``layer.Host``.
+    """A ``layer.Host`` for tensors of one dtype on the CPU; for 16 bits, ``wide`` is the host for
+    the dtype in which cells compute.
     """
 
     wide_states, library = True, "torch"
@@ -87,7 +86,7 @@ class TorchHost:
     def __init__(self, dtype: torch.dtype, wide: TorchHost | None = None) -> None:
         self.dtype = dtype
         self.wide: TorchHost = self if wide is None else wide
-        # No methods, as below: they are called so often that a Python call between would count.
+        # Not methods, here and below: they run so often that one more Python call would matter.
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
         self._beyond = dtype.itemsize.__rmod__  # bytes beyond a whole number of elements
@@ -112,7 +111,7 @@ class TorchHost:
     layout = staticmethod(layout)
 
     def widen(self, array: Tensor) -> Tensor:
-        # Where rows lie in each other, PyTorch's own order of axes may have no dense one last.
+        # If rows overlap, PyTorch's own order of axes may end with an axis that is not dense.
         dense = torch.contiguous_format
         return array if self.wide is self else array.to(self.wide.dtype, memory_format=dense)
 
@@ -121,14 +120,14 @@ class TorchHost:
 
     @property
     def blas(self) -> int:
-        """The address of a Fortran gemm of this dtype; 0 for none, as in a forked child, where the
-        threads of its pool are gone.
+        """The address of a Fortran gemm of this dtype; 0 if there is none, and in a forked child,
+        where the threads of its pool are gone.
         """
         name = _GEMM.get(self.dtype)
         return _blas(name) if name and not cpu.pool.FORKED else 0
 
     def template(self, shape: tuple[int, ...]) -> Tensor:
-        if math.prod(shape) < 2:  # ``empty_like`` keeps the strides of such a one, which are 0
+        if math.prod(shape) < 2:  # ``empty_like`` would keep the strides of 0 of the expanded one
             return self.empty(shape)
         return self.empty(()).expand(shape)
 
@@ -141,7 +140,7 @@ class TorchHost:
     strides = staticmethod(Tensor.stride)
 
 
-HOSTS: dict[str, TorchHost] = {}  # by the rows of ``DTYPES``
+HOSTS: dict[str, TorchHost] = {}  # by the names in ``DTYPES``
 for _name, _types in DTYPES.items():
     _wide = HOSTS[_types.math.name] if _types.mixed else None
     HOSTS[_name] = HOSTS.get(_types.storage.name) or TorchHost(

@@ -1,4 +1,4 @@
-"""A layer for every cell of ``anycell.cells`` that ``torch.nn`` has no layer of that name for."""
+"""A layer for every cell of ``anycell.cells`` whose name no layer of ``torch.nn`` has."""
 
 from anycell import named
 from anycell.torch.rnn import RNN

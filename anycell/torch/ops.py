@@ -1,14 +1,14 @@
-"""The fused engine as operators of PyTorch, for all that traces: torch.compile, torch.export.
+"""The fused engine as operators of PyTorch, for tracers: torch.compile, torch.export.
 
-``anycell::forward`` takes a list of tensors, and a text that says which cell, with which options,
-and which array of the signature each tensor is. A text, because a graph holds no Python objects,
+``anycell::forward`` takes a list of tensors, and a text that names the cell, the options, and the
+array of the signature that each tensor is. It is a text, because a graph holds no Python objects
 and outlives the process: cells are found again by a name made of what they compute. Run-time
-hyperparameters come beside it, so that a schedule gives no new graph. The device of a call decides
-which engine runs it.
+hyperparameters are separate arguments, so that a schedule makes no new graphs. The device of a call
+decides which engine runs it.
 
-Autograd sees ``anycell::forward`` alone. It turns into ``anycell::run``, which may keep what the
-gradient needs, and ``anycell::backward``: these two are what compiled graphs consist of, so that
-none of their calls passes autograd again, which takes as long as a few steps of a small layer.
+Autograd sees only ``anycell::forward``. It turns into ``anycell::run``, which may keep what the
+gradient needs, and ``anycell::backward``. Compiled graphs consist of these two, so that their calls
+do not pass autograd again, which would take as long as a few steps of a small layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable, at the first call
+from torch._compile import _disable_dynamo  # calls torch.compiler.disable at the first call
 
 from anycell import cells, layer
 from anycell.lang.cell import Cell
@@ -33,44 +33,44 @@ from anycell.torch import fused
 from anycell.torch.composite import SEED, Arrays, Result, changed
 from anycell.torch.fused import enter
 
-# Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
-# of their own, whose memory lasts, and look at what kernels have reported. Recent PyTorch has a tag
-# that says so; without it layers on a card are no operators.
+# Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: the operators replay
+# their own graphs, whose memory lasts, and read what kernels have reported. Recent PyTorch has a
+# tag for this; without the tag, layers on a card do not become operators.
 _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 ON_CARDS = bool(_TAGS)
 _CELLS: dict[str, Cell] = {}
 
 
 def register(cell: Cell) -> None:
-    """Lets operators find a cell by its name; modules do it for theirs."""
+    """Lets operators find a cell by its name; modules register their own cells."""
     _CELLS.setdefault(_name(cell.name, cell.key), cell)
 
 
 def known(cell: Cell, hidden_size: int, sizes: Sizes, x: Tensor) -> bool:
-    """Whether the fused engine runs a cell, which must be registered, on such tensors."""
+    """Whether the fused engine runs a registered cell on tensors like x."""
     facts = cell.name, cell.key, hidden_size, sizes, x.dtype, x.device.type
     return _text(*facts, tuple(Options()), ("x",)) is not None
 
 
 def draws(cell: Cell) -> bool:
-    """Whether a cell draws random masks. For a compiler one that is not registered may."""
+    """Whether a cell may draw random masks: under a compiler, any cell that is not registered."""
     return _draws(cell.name, cell.key) if torch.compiler.is_dynamo_compiling() else bool(cell.keeps)
 
 
-# A compiler cannot trace these, and sees of a cell only its texts.
+# A compiler cannot trace these functions. Of a cell it sees only the name and the key.
 
 
 def _constant(function: Callable[..., Any]) -> Any:
-    """``torch.compiler.assume_constant_result``, without its import of all of Dynamo: that takes as
-    long as torch itself.
+    """Does ``torch.compiler.assume_constant_result`` without its import of Dynamo, which takes as
+    long as the import of torch.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def _constant_size(size: int) -> int:
-    """The same. Before PyTorch 2.6 ``dynamic=True`` makes sizes that a module has unknown to the
-    compiler, until it compiles a loop over them.
+    """Makes a size constant. Before PyTorch 2.6, ``dynamic=True`` makes the sizes of a module
+    unknown to the compiler until it compiles a loop over them.
     """
     return len(range(size))
 
@@ -86,7 +86,7 @@ def _text(
     options: tuple[Any, ...],
     arrays: tuple[str, ...],
 ) -> str | None:
-    """The text of a call; None where no fused kernel runs it, or its cell is not registered."""
+    """Returns the text of a call; None if no fused kernel runs it or its cell is not registered."""
     cell = _CELLS.get(_name(name, key))
     if cell is None or (device == "cuda" and not ON_CARDS):
         return None
@@ -108,7 +108,7 @@ def _name(name: str, key: str) -> str:
     return f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-# Around a broken graph Dynamo would look here, and warn of the cache.
+# After a graph break, Dynamo would look into this function, and warn about a cache in it.
 _plan_on = _disable_dynamo(fused.plan_on)
 
 
@@ -116,12 +116,12 @@ class Spec(NamedTuple):
     """The facts that the text of an operator states.
 
     Attributes:
-        cell: its name among those registered.
-        sizes: what the other size symbols of the cell stand for.
-        options: of the call. Threads are those of torch. With ``checkpoint`` nothing is kept of a
-            forward pass, for how much that would be is no simple function of the sizes, and the
-            backward pass begins with the forward pass once more.
-        arrays: which each tensor is, by the names of ``layer.names``, or "seed".
+        cell: the name by which the cell is registered.
+        sizes: what the cell's size symbols other than H stand for.
+        options: the options of the call, but torch sets the threads. With ``checkpoint`` the
+            forward pass keeps nothing, because the amount would be no simple function of the sizes;
+            the backward pass starts by running the forward pass again.
+        arrays: the name of each tensor, as in ``layer.names``, or "seed".
     """
 
     cell: str
@@ -132,7 +132,7 @@ class Spec(NamedTuple):
     arrays: tuple[str, ...]
 
     def text(self) -> str:
-        """``read`` reads it again."""
+        """Returns the text, which ``read`` turns back into the facts."""
         return json.dumps({**self._asdict(), "options": self.options._asdict()})
 
     @classmethod
@@ -154,7 +154,7 @@ class Spec(NamedTuple):
         return form
 
     def _sound(self) -> bool:
-        """Whether all is of the kind that it should be; the rest shows against the cell."""
+        """Whether all fields have valid types and ranges; ``plan`` compares them with the cell."""
         options = self.options
         check_options({n: getattr(options, n) for n in (*OF_CALL, "checkpoint")}, OPTIONS)
         likes = zip(options, Options()._replace(checkpoint=options.checkpoint), strict=True)
@@ -173,7 +173,7 @@ class Spec(NamedTuple):
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  (of small tuples)
     def plan(self, hyper: tuple[float, ...], device: str) -> Plan:
-        """The plan of the cell with these hyperparameters, on devices of a type."""
+        """Returns the plan of the cell with these hyperparameters, on a type of device."""
         cell = _CELLS.get(self.cell)
         if cell is None:
             raise RuntimeError(
@@ -193,16 +193,16 @@ class Spec(NamedTuple):
         return plan
 
     def plan_of(self, tensors: Sequence[Tensor], hyper: Sequence[float]) -> Plan:
-        """The plan for these tensors, whose number must be that in the text."""
+        """Returns the plan for these tensors; the text says how many there must be."""
         _expect("tensors", len(tensors), len(self.arrays))
         x = tensors[self.arrays.index("x")]
         _expect("x, axes", x.dim(), 3)
         return self.plan(tuple(hyper), x.device.type)
 
     def unpack(self, tensors: Sequence[Tensor], plan: Plan) -> tuple[Call, dict[str, Tensor]]:
-        """The call that the tensors make, and its arrays.
+        """Returns the call that these tensors describe, and its arrays.
 
-        Flags and seed are checked here, all others by ``anycell.layer.contract``.
+        Flags and seed are checked here, all other arrays by ``anycell.layer.contract``.
         """
         arrays, options = dict(zip(self.arrays, tensors, strict=True)), self.options
         for name in FLAGS:
@@ -222,9 +222,9 @@ class Spec(NamedTuple):
 
     def kept_states(self, plan: Plan) -> list[bool]:
         """Says which states besides the first are kept: with checkpoints all, at the borders."""
-        states, every = range(len(plan.cell.states)), self.options.checkpoint is not None
+        states, borders = range(len(plan.cell.states)), self.options.checkpoint is not None
         keeps = gpu.keeps_state if plan.engine == "gpu" else layer.keeps_state
-        return [i > 0 and (every or keeps(plan, i)) for i in states]
+        return [i > 0 and (borders or keeps(plan, i)) for i in states]
 
 
 def _expect(name: str, given: Any, expected: Any) -> None:
@@ -237,7 +237,7 @@ def _expect(name: str, given: Any, expected: Any) -> None:
 
 
 def run(call: Call, arrays: Arrays) -> Result | None:
-    """A layer as an operator; None where the fused engine does not run it."""
+    """Runs a layer as an operator; returns None if the fused engine cannot run it."""
     cell, options, x = call.cell, call.options, arrays["x"]
     if "recurrent_mask" in arrays or call.sequences:
         return None
@@ -262,9 +262,9 @@ def run(call: Call, arrays: Arrays) -> Result | None:
 
 
 def _run(tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: bool) -> list[Tensor]:
-    """The output and the final states; or, where the backward pass will want them, the final states
-    and what is kept. The output is a part of that, or else comes last: results of an operator must
-    not share memory.
+    """Returns the output and the final states, or, if ``keep``, the final states and the arrays for
+    the backward pass. The output is then a part of one of these arrays, or else comes last, because
+    results of an operator must not share memory.
     """
     form = Spec.read(text)
     plan = form.plan_of(tensors, hyper)
@@ -287,7 +287,7 @@ def _run_fake(
     final = [x.new_empty(len(directions), rows, plan.sizes[s.size]) for s in plan.cell.states]
     if not keep:
         return [x.new_empty(kept.hidden)[1 : 1 + steps] if apart is None else apart, *final]
-    # What a cell adds up over time is kept in the dtype that it computes in.
+    # States besides the first are kept in the dtype in which the cell computes.
     wide = getattr(torch, plan.types.math.name) if plan.engine == "cpu" else x.dtype
     memory = [x.new_empty(shape) for shape in (kept.hidden, *kept.values)]
     memory += [x.new_empty(shape, dtype=wide) for shape in kept.flat()[len(memory) :]]
@@ -295,10 +295,10 @@ def _run_fake(
 
 
 def _expect_one_device(form: Spec, tensors: Sequence[Tensor]) -> Tensor:
-    """x, if no tensor is elsewhere: one on "meta" would make all results shapes alone."""
+    """Returns x; refuses tensors on other devices: with one on "meta", results are mere shapes."""
     x = tensors[form.arrays.index("x")]
     for name, tensor in zip(form.arrays, tensors, strict=True):
-        if name != "seed":  # which is on the CPU always
+        if name != "seed":  # the seed is always on the CPU
             _expect("device of a tensor", str(tensor.device), str(x.device))
     return x
 
@@ -312,8 +312,8 @@ def _backward(
     given: Sequence[bool],
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    """The gradients of those tensors that need one; ``given`` says of the output and the final
-    states at which gradients arrive. Without anything kept the forward pass runs once more.
+    """Returns the gradients of the tensors that need one; ``given`` says for the output and each
+    final state whether its gradient arrives. If nothing was kept, the forward pass runs again.
     """
     form = Spec.read(text)
     plan = form.plan_of(tensors, hyper)
@@ -340,9 +340,9 @@ def _backward(
 
 
 def _alone(gradient: Tensor, plan: Plan) -> Tensor:
-    """The gradient in memory of its own, as results of an operator must be: those of a cell's
-    parameters are parts of one tensor, and on a GPU others may be too. Contiguous, as the fake
-    says: that of a weight that lies in columns is not.
+    """Returns the gradient in memory of its own, which operators require: gradients of a cell's
+    parameters are parts of one tensor, and on a GPU others may be too. Makes it contiguous, as the
+    fake says: the gradient of a weight stored by columns comes in columns.
     """
     whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
     if whole and plan.engine == "cpu":
@@ -350,8 +350,8 @@ def _alone(gradient: Tensor, plan: Plan) -> Tensor:
     return gradient.clone(memory_format=torch.contiguous_format)
 
 
-def _backward_fake(tensors: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    _, _, text, *_, needs = rest
+def _backward_fake(tensors: Sequence[Tensor], *others: Any) -> list[Tensor]:
+    _, _, text, *_, needs = others
     _expect_one_device(Spec.read(text), tensors)
     return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need]
 

@@ -1,4 +1,4 @@
-"""``PackedSequence``: rows of several lengths, laid one step after the other; padded, and back."""
+"""Pads a ``PackedSequence``, which has rows of several lengths step by step, and packs it again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from anycell.torch.arguments import as_flags
 
 
 def parts(packed: PackedSequence) -> tuple[Tensor, Tensor]:
-    """The values, and how many rows each step has. By their places: the compiler of PyTorch 2.4
-    takes the attributes for something else.
+    """Returns the values, and how many rows each step has. Reads both by index: the compiler of
+    PyTorch 2.4 mistakes the attributes for something else.
     """
     return packed[0], packed[1]
 
@@ -24,9 +24,9 @@ class Packing(NamedTuple):
 
     Attributes:
         steps, rows: T and B of the padded tensor.
-        mask: bool ``[T, B]``, rows in the order of packing; None where all are of T steps.
-        places: where each packed row lies among T * B, ``[N]``; None likewise.
-        order, back: from the caller's rows to the packed ones, and the reverse; None if the same.
+        mask: bool ``[T, B]``, rows in the order of packing; None if all rows have T steps.
+        places: the index of each packed row among T * B, ``[N]``; None if all rows have T steps.
+        order, back: from the caller's rows to the packed ones, and back; None if both are the same.
     """
 
     steps: int
@@ -48,21 +48,21 @@ class Packing(NamedTuple):
         return cls(steps, rows, mask.to(data.device), places.to(data.device), order, back)
 
     def pad(self, data: Tensor) -> Tensor:
-        """``[N, ...]`` to ``[T, B, ...]``, anything elsewhere: it lies under the mask."""
+        """Pads ``[N, ...]`` to ``[T, B, ...]``, with arbitrary values, which the mask hides."""
         count = self.steps * self.rows
         if self.places is not None:
             data = _Spread.apply(data, self.places, count, False)
         return data.unflatten(0, (self.steps, self.rows))
 
     def pack(self, padded: Tensor) -> Tensor:
-        """``[T, B, ...]`` to ``[N, ...]``."""
+        """Packs ``[T, B, ...]`` to ``[N, ...]``."""
         rows = padded.flatten(0, 1)
         return rows if self.places is None else _Gather.apply(rows, self.places, len(rows))
 
     def alike(self, name: str, value: Any, like: PackedSequence) -> Tensor:
         """Unpacks flags per step, packed as the input is, to bool ``[T, B]``."""
         if not isinstance(value, PackedSequence):
-            expected, hint = "a PackedSequence, as the input is one", "Pack it as the input."
+            expected, hint = "a PackedSequence, like the input", "Pack it like the input."
             refuse(name, describe(value), expected, hint, TypeError)
         pairs = zip(value[1:], like[1:], strict=True)
         if not all(a is b or (a is not None and b is not None and a.equal(b)) for a, b in pairs):
@@ -72,11 +72,11 @@ class Packing(NamedTuple):
         return self.pad(flags).contiguous()
 
 
-# Transposes of each other. Autograd's own for index_select adds up row by row, ten times as slow.
+# The two are transposes. Autograd's own for index_select adds up row by row, ten times as slowly.
 
 
 class _Spread(torch.autograd.Function):
-    """Rows to their places among ``count``."""
+    """Moves rows to their places among ``count``."""
 
     @staticmethod
     def forward(ctx: Any, data: Tensor, places: Tensor, count: int, zero: bool) -> Tensor:
@@ -90,7 +90,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows from their places among ``count``."""
+    """Takes rows from their places among ``count``."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor, count: int) -> Tensor:

@@ -48,40 +48,40 @@ def recurrence(
 ) -> tuple[Any, ...]:
     r"""Runs ``cell`` over a sequence: one direction of one layer, whose tensors are the user's.
 
-    Differentiable in every float tensor that it is given, twice too. What ``anycell.recurrence`` is
-    on NumPy's arrays; ``RNN(cell, ...)`` is a module around it, with layers and directions.
+    It is differentiable, also twice, in every float tensor that it is given. ``anycell.recurrence``
+    is the same for NumPy's arrays; ``RNN(cell, ...)`` is a module with layers and directions.
 
     Args:
         cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the tensors.
-        x: ``[T, B, I]``, or a ``PackedSequence`` of rows of I, as resets then are. Where
-            ``weights`` have no ``weight_ih``, it is projected already: the same as ``gates``.
+        x: ``[T, B, I]``, or a ``PackedSequence`` of rows of I; then resets must be packed too. If
+            ``weights`` have no ``weight_ih``, x must be projected already, like ``gates``.
         weights: what the layer learns, by public names (``cell.learned``): ``weight_ih``
             ``[G*H, I]`` and ``weight_hh`` ``[G*H, size of the first state]``, with rows in the
             cell's order of gates; optionally ``bias_ih`` and ``bias_hh`` ``[G*H]``;
             ``weight_<name>`` and ``bias_<name>`` of each further matmul, ``[out, in]`` or
-            ``[heads, out/heads, in/heads]``; each parameter of the cell, ``[H]``. None means that
-            there is none.
-        state: ``[B, size]`` per state, or the tensor itself for one state; None, for all or for one
-            of them, begins with the declared value. ``reset_state`` may also be ``[size]``.
-        params: the cell's parameters, where they are kept apart from the weights.
-        gates: ``[T, B, G*H]`` or packed, the input's projection onto each gate, in the place of x:
+            ``[heads, out/heads, in/heads]``; each parameter of the cell, ``[H]``. A value of None
+            means that the weight is absent.
+        state: ``[B, size]`` per state, or the tensor itself for one state; None, for all states or
+            one of them, is the declared value. ``reset_state`` may also be ``[size]``.
+        params: the cell's parameters, if they are kept apart from the weights.
+        gates: ``[T, B, G*H]`` or packed, the input's projection onto each gate, in place of x:
             ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, if given.
-        engine: "cpu", "gpu" or "reference" (step by step); None takes what fits.
+        engine: "cpu", "gpu" or "reference" (step by step); None chooses the engine that fits.
         {mask lengths resets reset_state static recurrent_mask return_states options}
 
     Returns:
-        the output ``[T, B, size of the first state]``, packed if x is, and a tuple of the final
-        states ``[B, size]``. With ``return_states`` a third: a dictionary of ``[T, B, size]`` by
-        names of states, packed if x is; at masked steps as ``masked_output`` says.
+        the output ``[T, B, size of the first state]``, packed like x, and a tuple of the final
+        states ``[B, size]``. With ``return_states`` a third result: a dictionary of
+        ``[T, B, size]`` by names of states, packed like x; at masked steps see ``masked_output``.
 
-    In training without a ``seed``, torch's default generator draws one. Resets that are not 0 and 1
-    are an error on the CPU; elsewhere, and in a trace, where nobody looks, all but 0 are resets.
+    In training without a ``seed``, torch's default generator draws one. Resets other than 0 and 1
+    are an error on the CPU; on other devices and in a trace, all values but 0 are resets.
 
-    What runs fused is as for ``RNN``: float32 and 16 bits on the CPU and on a GPU with Triton,
-    float64 on the CPU. ``torch.func``, traces, second derivatives and calls whose
-    ``recurrent_mask`` wants a gradient run step by step; so does, on a GPU, the backward pass of a
-    gradient at a sequence of ``return_states`` other than the output's. Such sequences leave
-    ``checkpoint`` without effect.
+    The same calls run fused as for ``RNN``: float32 and 16 bits on the CPU and on a GPU with
+    Triton, float64 on the CPU. ``torch.func``, traces, second derivatives and calls whose
+    ``recurrent_mask`` requires a gradient run step by step. On a GPU, so does a backward pass with
+    a gradient of a sequence of ``return_states`` other than the output. ``checkpoint`` has no
+    effect in calls that return such sequences.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected, and what to do.
@@ -99,11 +99,11 @@ def recurrence(
         ops.register(cell)
     params = {} if params is None else params
     named = learned_by_name(TORCH, cell, cell.learned, weights=weights, params=params)
-    name, given = _input(x, gates, named)
-    packed = isinstance(given, PackedSequence)
-    data: Any = parts(given)[0] if packed else given
+    name, series = _input(x, gates, named)
+    packed = isinstance(series, PackedSequence)
+    data: Any = parts(series)[0] if packed else series
     check_input(TORCH, cell, name, data, "weight_ih" not in named, packed)
-    rows = int(parts(given)[1][0]) if packed else data.shape[1]
+    rows = int(parts(series)[1][0]) if packed else data.shape[1]
     like = named.get("weight_hh", [*named.values(), data][0])
     arrays, sizes = arguments(
         TORCH, cell, data, named, rows, like, state, reset_state, static, recurrent_mask
@@ -115,18 +115,18 @@ def recurrence(
     wanted = check_return_states(cell, return_states)
     others = tuple([(symbol, size) for symbol, size in sizes.items() if symbol != "H"])
     call = Call(cell, sizes["H"], how, others, besides_output(wanted, cell), engine)
-    output, final, rest = sequence(
-        call, given, arrays, [named], mask=mask, lengths=lengths, resets=resets
+    output, final, values = sequence(
+        call, series, arrays, [named], mask=mask, lengths=lengths, resets=resets
     )
     last = tuple([s.squeeze(0) for s in final])
-    return (output, last, by_name(wanted, cell, output, rest)) if wanted else (output, last)
+    return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
 
 
 def _input(x: Any, gates: Any, named: Mapping[str, Tensor]) -> tuple[str, Any]:
-    """The input, and by which name it came: "gates" where it is projected already."""
+    """Returns the name of the input, "gates" if it is projected already, and the input itself."""
     if (x is None) is (gates is None):
         given = "neither" if x is None else "both"
-        hint = "Pass x, or None and gates=... where the input is projected already."
+        hint = "Pass x, or None and gates=... if the input is projected already."
         refuse("x, gates", given, "one of them", hint, TypeError)
     if gates is not None and "weight_ih" in named:
         expected = "no weight_ih, because gates are already projected"
@@ -135,7 +135,7 @@ def _input(x: Any, gates: Any, named: Mapping[str, Tensor]) -> tuple[str, Any]:
 
 
 def _seed(cell: Cell, training: bool, seed: Any) -> Any:
-    """The seed of the random masks, if any are drawn; traced as a tensor."""
+    """Returns the seed of the random masks, or 0 if none are drawn; a tensor when traced."""
     if not (training and ops.draws(cell)):
         return 0
     if seed is None:

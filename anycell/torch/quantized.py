@@ -29,15 +29,15 @@ KINDS = nn.Module
 class Quantized(RNN):
     """A layer whose weights have 8 bits, for inference on the CPU: calls and steps as of ``RNN``.
 
-    Buffers, by name: each weight as int8, its scales ``{name}_scales`` with a number for each of
-    its outputs, and all others as they were, in float32.
+    The buffers are, by name: each weight as int8, its scales ``{name}_scales`` with a number for
+    each output of the weight, and all other parameters unchanged, in float32.
 
-    Where a gradient of x or of a state is wanted, under ``torch.func``, on other devices and in
-    other dtypes (``layer.bfloat16()``) the layer runs with the real weights that the integers stand
-    for.
+    The layer runs with the real weights that the integers stand for if a gradient of x or of a
+    state is wanted, under ``torch.func``, on other devices, and in other dtypes
+    (``layer.bfloat16()``).
 
     Attributes:
-        error: relative, of the output over the data that ``quantize`` was given; None without.
+        error: the output's relative error over the data given to ``quantize``; None without data.
 
     Example:
         >>> from anycell import compress
@@ -50,8 +50,8 @@ class Quantized(RNN):
         if layer.weight_ih_l0.dtype is not torch.float32:
             given, hint = f"a layer of {layer.weight_ih_l0.dtype}", "Call model.float() first."
             refuse("model", given, "torch.float32, from which weights are rounded", hint)
-        told = views.told(layer, {"H": layer.hidden_size, **dict(layer._sizes)})
-        super().__init__(layer.cell, **told | {"checkpoint": None}, device="meta")
+        arguments = views.told(layer, {"H": layer.hidden_size, **dict(layer._sizes)})
+        super().__init__(layer.cell, **arguments | {"checkpoint": None}, device="meta")
         self.training = layer.training
         for name in list(self._parameters):
             array = getattr(layer, name).detach()
@@ -65,26 +65,26 @@ class Quantized(RNN):
                 self.register_buffer(name, array.clone())
 
     error: float | None = None
-    rounded = True  # as anycell.compress asks
+    rounded = True  # which anycell.compress reads
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Refuses floats, which copying would cut down to integers, most of them to 0."""
+        """Refuses floats, which a copy would truncate to integers, most of them to 0."""
         for name, buffer in self._buffers.items():
             given = state_dict.get(prefix + name)
             integers = buffer is not None and buffer.dtype is torch.int8
             if integers and given is not None and given.dtype is not torch.int8:
                 args[-1].append(  # what load_state_dict raises
-                    f"{prefix}{name}: given {given.dtype}; expected torch.int8, of a quantized "
-                    "layer, which stays as it is. Load into the float32 layer, and quantize it."
+                    f"{prefix}{name}: given {given.dtype}; expected torch.int8, because this layer "
+                    "is quantized. Load into the float32 layer, and quantize that layer."
                 )
                 return
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
-        """There is nothing to draw."""
+        """Does nothing: the layer draws no initial values."""
 
     def flatten_parameters(self) -> None:
-        """There is nothing to flatten: models that call it of ``torch.nn.LSTM`` go on."""
+        """Does nothing; models that call this method of ``torch.nn.LSTM`` keep working."""
 
     def extra_repr(self) -> str:
         """The arguments that are not the default, and what is quantized."""
@@ -104,25 +104,25 @@ def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
     layers = [module for module in model.modules() if is_layer(module)]
     if not layers:
         given = f"{type(model).__name__} without a float32 layer of anycell.torch"
-        hint = "anycell.torch.accelerate turns those of torch.nn into ours."
+        hint = "anycell.torch.accelerate turns layers of torch.nn into these."
         refuse("model", given, "RNN, LSTM or GRU in it", hint, TypeError)
     small = {layer: Quantized(layer) for layer in layers}
     if data is not None:
         _measure(model, small, data)
     if model in small:
         return small[model].eval()
-    # A copy in which the quantized layers already are: float weights are not copied in vain.
+    # The memo makes the copy take the quantized layers, so that no float weights are copied.
     memo = {id(layer): quantized for layer, quantized in small.items()}
     return copy.deepcopy(model, memo).eval()
 
 
 def is_layer(module: Any) -> bool:
-    """Whether it is a layer of ours whose weights can be rounded."""
+    """Whether a module is a layer of ours whose weights can be rounded."""
     return isinstance(module, compress.KINDS) and not isinstance(module, Quantized)
 
 
 def _measure(model: nn.Module, small: dict[nn.Module, Quantized], data: Iterable[Any]) -> None:
-    """Runs the model, and each quantized layer on what its own layer is given."""
+    """Runs the model, and each quantized layer on the inputs of the layer that it replaces."""
     runs: list[tuple[nn.Module, nn.Module, Quantized]] = [(l, s, s) for l, s in small.items()]
     was_training = {module: module.training for module in model.modules()}
     for module in was_training:
@@ -137,7 +137,7 @@ def _measure(model: nn.Module, small: dict[nn.Module, Quantized], data: Iterable
     def batches() -> Iterator[Any]:
         for batch in data:
             if isinstance(batch, list):
-                given = f"a list of {len(batch)}, as a loader makes of inputs and targets"
+                given = f"a list of {len(batch)}, as loaders return inputs and targets"
                 expected = "a tensor, or a tuple of the model's arguments"
                 hint = "Pass the inputs alone: data=(x for x, _ in loader)."
                 refuse("data", given, expected, hint, TypeError)
@@ -158,7 +158,7 @@ def _measure(model: nn.Module, small: dict[nn.Module, Quantized], data: Iterable
 
 
 class Rounding(nn.Module):
-    """A weight as ``quantize`` would round it; gradients pass as if it had not."""
+    """Rounds a weight like ``quantize``; gradients pass as if it were not rounded."""
 
     def forward(self, weight: Tensor) -> Tensor:
         """``scale * round(weight / scale)``."""

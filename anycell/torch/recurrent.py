@@ -1,4 +1,4 @@
-"""The base of modules: from a user's tensors to ``[T, B, ...]``, through layers, and back."""
+"""The base of modules: brings a user's tensors to ``[T, B, ...]``, through layers, and back."""
 
 from __future__ import annotations
 
@@ -64,11 +64,9 @@ class Recurrent(Explained):
         return self.weight_ih_l0
 
     def _weights(self, cell: Cell) -> list[Arrays]:
-        """The weights of each layer of the module's cell, by the names of
-        ``anycell.layer.signature``.
-        """
+        """Returns the weights of each layer, by the names of ``anycell.layer.signature``."""
         layers: list[Arrays] = []
-        for k in range(self.num_layers):  # a comprehension would be one call more
+        for k in range(self.num_layers):  # a comprehension would be one more call
             layers.append(learned(self, cell, f"_l{k}", 1 + self.bidirectional))
         return layers
 
@@ -76,14 +74,14 @@ class Recurrent(Explained):
         return subject(self, self.cell, self._sizes, self.weight_ih_l0)
 
     def prepare(self) -> Self:
-        """Packs the weights for ``step``, once for all steps to come; gives the module itself.
+        """Packs the weights for ``step``, once for all steps to come; returns the module itself.
 
-        ``step`` packs them anew by itself when a weight has been replaced, or written to in any way
-        that autograd notices: by an optimizer, ``load_state_dict``, ``copy_``; and for another
-        ``cell``. A write in place through ``.data`` or ``torch.distributed``, to a weight made in
-        inference mode, or to an attribute of a parametrisation goes unnoticed: call this again.
-        A step is an ordinary call where the module, or all modules, have forward hooks, as the
-        older ``weight_norm`` sets, and in training where weights are parametrised.
+        ``step`` packs them again when ``cell`` or a weight was replaced, or when a weight was
+        written to in a way that autograd notices: by an optimizer, ``load_state_dict``, ``copy_``.
+        A write in place through ``.data`` or ``torch.distributed``, to a weight made in inference
+        mode, or to an attribute of a parametrisation goes unnoticed: call this method again. A step
+        is an ordinary call if the module, or torch for all modules, has forward hooks, which the
+        older ``weight_norm`` sets, and in training if weights are parametrised.
 
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.
@@ -101,23 +99,23 @@ class Recurrent(Explained):
         resets: Tensor | None = None,
         reset_state: Tensor | States | None = None,
     ) -> tuple[Tensor, Any]:
-        """One step, as they arrive: what a call gives for a sequence of one step.
+        """Runs one time step; returns the results of a call for a sequence of one step.
 
-        After ``prepare()``, and where no gradient is wanted (under ``torch.no_grad()`` or
-        ``torch.inference_mode()``), it is one native call on packed weights. That is for
-        float32 and float64 on the CPU; all else is an ordinary call.
+        After ``prepare()``, and if no gradient is wanted (under ``torch.no_grad()`` or
+        ``torch.inference_mode()``), a step in float32 or float64 on the CPU is one native call on
+        packed weights. Any other step is an ordinary call.
 
         Args:
-            x: ``[B, input_size]``, or with no batch ``[input_size]``.
-            state: ``[num_layers, B, size]`` per state, as a call takes and gives it; without a
-                batch ``[num_layers, size]``. None for what a call begins with.
+            x: ``[B, input_size]``, or without a batch ``[input_size]``.
+            state: ``[num_layers, B, size]`` per state, as a call takes and returns it; without a
+                batch ``[num_layers, size]``. None for the state with which a call begins.
             static: as a call takes it.
-            resets: ``[B]``, or with no batch ``[]``, True where the state is replaced before the
-                step, as where an episode starts. bool, or 0 and 1 of any real dtype.
-            reset_state: what resets restore, as ``state``. None for what the cell declares.
+            resets: ``[B]``, or without a batch ``[]``, True where the state is replaced before the
+                step, for instance where an episode starts. bool, or 0 and 1 of any real dtype.
+            reset_state: the state that resets restore; None for the values that the cell declares.
 
         Returns:
-            output ``[B, size]``, and the new state; never arrays that were given.
+            output ``[B, size]``, and the new state; never tensors that were passed in.
 
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.
@@ -172,10 +170,10 @@ class Recurrent(Explained):
         """Runs a cell, and returns the result of the call.
 
         Args:
-            cell: the module's.
+            cell: the module's cell.
             x: as users pass it, checked.
             arrays: states and static by their public names, checked.
-            plan: as ``Call`` has it.
+            plan: see ``Call``.
             mask, lengths, resets, reset_state, recurrent_mask, return_states, options: as users
                 pass them.
         """
@@ -204,7 +202,7 @@ class Recurrent(Explained):
         return output, final if len(final) > 1 else final[0], sequences
 
     def _rows(self, x: Tensor | PackedSequence) -> tuple[int, ...]:
-        """The batch axis of what else comes per row: ``(B,)``, or none."""
+        """Returns the batch axis of other tensors, such as states: ``(B,)``, or () without one."""
         if isinstance(x, PackedSequence):
             return (int(parts(x)[1][0]),)
         return (x.shape[0 if self.batch_first else 1],) if x.dim() == 3 else ()
@@ -212,7 +210,7 @@ class Recurrent(Explained):
     def _named(
         self, kind: str, states: Any, rows: tuple[int, ...], like: Tensor
     ) -> dict[str, Tensor]:
-        """``state`` or ``reset_state`` by public names, checked."""
+        """Checks ``state`` or ``reset_state``; returns its tensors by public names."""
         first = (self.num_layers * (1 + self.bidirectional), *rows)
         sizes = {"H": self.hidden_size, **dict(self._sizes)}
         checked = check_states(kind, states, self.cell, sizes, first, like)
@@ -250,14 +248,14 @@ def sequence(
     batch_first: bool = False,
     dropout: float = 0.0,
 ) -> tuple[Any, States, tuple[Any, ...]]:
-    """Layers of a cell, from a user's tensors, which have been checked, to what a call returns.
+    """Runs layers of a cell on a user's tensors, which were checked; returns a call's results.
 
     Args:
-        call: of the first layer.
+        call: the call of the first layer.
         x: ``[T, B, width]``, ``[B, T, width]`` if ``batch_first``, ``[T, width]``, or packed.
-        arrays: states, static and recurrent_mask by their public names, with no axis of rows where
-            x has none.
-        weights: what each layer learns.
+        arrays: states, static and recurrent_mask by their public names, without an axis of rows if
+            x has no such axis.
+        weights: the weights of each layer.
         mask, lengths, resets: as users pass them.
         dropout: between layers, in training.
 
@@ -267,7 +265,7 @@ def sequence(
     if isinstance(x, PackedSequence):
         for name, value in (("mask", mask), ("lengths", lengths)):
             if value is not None:
-                expected = "None with a PackedSequence, which has its lengths"
+                expected = "None with a PackedSequence, which has its own lengths"
                 refuse(name, describe(value), expected, "Pass a padded tensor, or leave it out.")
         run = torch.compiler.disable(_packed) if compiled() else _packed
         return run(call, x, arrays, weights, resets, dropout)
@@ -303,7 +301,7 @@ def _packed(
     resets: Tensor | PackedSequence | None,
     dropout: float,
 ) -> tuple[PackedSequence, States, tuple[PackedSequence, ...]]:
-    """Padded, under a mask, and packed again."""
+    """Pads a sequence, runs the layers under a mask, and packs the results."""
     packing = Packing.of(x)
     tensors = {"x": packing.pad(parts(x)[0])}
     for name, t in arrays.items():
@@ -321,20 +319,20 @@ def _packed(
     drops = dropout and call.options.training
     run = _in_its_dtype if autocast() else stack
     output, final, others = run(call, tensors, weights, drop if drops else None)
-    packed, *rest = [PackedSequence(packing.pack(t), *x[1:]) for t in (output, *others)]
-    return packed, tuple([_rows(s, packing.back) for s in final]), tuple(rest)
+    packed, *sequences = [PackedSequence(packing.pack(t), *x[1:]) for t in (output, *others)]
+    return packed, tuple([_rows(s, packing.back) for s in final]), tuple(sequences)
 
 
 def _rows(t: Tensor, order: Tensor | None) -> Tensor:
-    """``[..., B, size]`` with its rows in another order."""
+    """Reorders the rows of ``[..., B, size]``."""
     return t if order is None else t.index_select(-2, order)
 
 
 def _in_its_dtype(
     call: Call, arrays: Arrays, weights: Sequence[Arrays], drop: Callable[[Tensor], Tensor] | None
 ) -> Result:
-    """``stack``, in the dtype that autocast asks for."""
-    # What other layers hand on may be of 16 bits, whatever the dtype of this one.
+    """Calls ``stack`` in the dtype that autocast asks for."""
+    # Inputs from other layers may have 16 bits, whatever the dtype of this layer.
     like = [*weights[0].values(), arrays["x"]][0]
     dtype = torch.float32 if quantized(weights[0]) else autocast_dtype(like)
     if dtype is not like.dtype and not quantized(weights[0]):
@@ -344,13 +342,13 @@ def _in_its_dtype(
 
 
 def learned(module: Any, cell: Cell, layer: str = "", directions: int = 1) -> Arrays:
-    """The weights of a layer of a module; ``layer`` stands behind their names."""
-    # As ``layer.places``, whose cache Dynamo does not take.
+    """Returns the weights of one layer of a module; their names end in ``layer``."""
+    # Like ``layer.places``, but without its cache, which Dynamo does not accept.
     mine, arrays = module._parameters, {}
     for end in ENDS[:directions]:
         for name in cell.learned:
             place = name + layer + end
-            # A parametrised weight is no parameter of the module, but computed by an attribute.
+            # A parametrised weight is not a parameter of the module; an attribute computes it.
             tensor = mine[place] if place in mine else getattr(module, place, None)
             if tensor is not None:
                 arrays[name + end] = tensor
@@ -358,14 +356,14 @@ def learned(module: Any, cell: Cell, layer: str = "", directions: int = 1) -> Ar
 
 
 def subject(module: Any, cell: Cell, sizes: Sizes, weight: Tensor) -> Subject:
-    """A module as ``anycell.explain`` takes it."""
+    """Describes a module for ``anycell.explain``."""
     dtype = str(autocast_dtype(weight)).removeprefix("torch.")
     about, hidden = repr(module).splitlines()[0], module.hidden_size
     return Subject(about, module.engine, cell, hidden, dtype, dict(sizes))
 
 
 def leaf(module: Any, x: Proxy, state: Any, **arguments: Any) -> Any:
-    """The call of a module as one node of a graph of ``torch.fx``, as of ``torch.nn``'s modules."""
+    """Adds a module's call to a ``torch.fx`` graph as one node, like the calls of ``torch.nn``."""
     named = {name: value for name, value in arguments.items() if value is not None}
     positional = (x,) if state is None else (x, state)
     tracer: Any = x.tracer
@@ -373,6 +371,6 @@ def leaf(module: Any, x: Proxy, state: Any, **arguments: Any) -> Any:
 
 
 def draw_seed() -> Any:
-    """The seed of one call's random masks, from torch's default generator; traced as a tensor."""
+    """Draws the seed of a call's random masks from torch's generator; a tensor when traced."""
     seed = torch.randint(2**63 - 1, (), device="cpu")
     return seed if compiled() or exporting() else int(seed)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class OfCell(Explained, nn.Module):
-    """Module with a cell, and with what it learns as parameters."""
+    """Module of a cell, whose weights are the module's parameters."""
 
     cell: Cell
     input_size: int
@@ -108,16 +108,16 @@ class OfCell(Explained, nn.Module):
     def __prepare_scriptable__(self) -> NoReturn:
         name = type(self).__name__
         hint = (
-            "Use torch.compile or torch.export, or torch.jit.trace for one number of steps; of "
-            f"{name}(cells.LSTM, ...) and of cells.GRU the layers anycell.torch.LSTM and GRU, "
-            "which load its weights, can be scripted."
+            "Use torch.compile or torch.export, or torch.jit.trace for one number of steps. For "
+            "cells.LSTM and cells.GRU, script anycell.torch.LSTM and GRU, or LSTMCell and GRUCell "
+            "for one step, which load the same weights."
         )
         refuse("torch.jit.script", f"anycell's {name}", "modules of torch", hint, TypeError)
 
 
 @takes()
 class RNN(Recurrent, OfCell):
-    r"""Layers of any cell, as ``torch.nn.LSTM`` is layers of one.
+    r"""Runs layers of any cell, as ``torch.nn.LSTM`` runs layers of one cell.
 
     With the cell's function f and H = ``hidden_size``, each direction of each layer computes
 
@@ -126,39 +126,39 @@ class RNN(Recurrent, OfCell):
         state_t = f(x_t, r_t, state_{t-1}, p)
 
     Args:
-        cell: what ``@anycell.cell`` made; ``anycell.cells`` has some.
+        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``.
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device,
-            dtype: as in ``torch.nn.LSTM``. A cell that places its own biases has no others.
-        checkpoint: less memory for more time in training: the forward pass keeps x and the states
-            of every ``checkpoint`` steps, with "sqrt" of about sqrt(T) steps; and the backward pass
-            computes the rest again, bit by bit the same. The number of steps is rounded up to what
-            8 MiB of projected input hold, on a GPU 64. An attribute too. Fused layers heed it.
-        sizes: of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
+            dtype: as in ``torch.nn.LSTM``. ``bias`` does nothing if the cell places its own biases.
+        checkpoint: saves memory in training, but takes more time: the forward pass keeps only x and
+            the states of every ``checkpoint`` steps ("sqrt": about sqrt(T) steps), and the backward
+            pass computes the rest again, with the same bits. The number of steps is rounded up to
+            whole chunks of 8 MiB of projected input, on a GPU of 64 MiB. It is also an attribute.
+            Only fused layers use it.
+        sizes: the sizes that states declare, by their symbols: ``P=64`` for ``state="h:P c"``.
 
-    ``forward`` takes (pass all but the first two by name), and gives (output, final state):
-        x: ``[T, B, input_size]``, ``[B, T, input_size]`` if ``batch_first``, or, with no batch,
-            ``[T, input_size]``; or a ``PackedSequence``, and then the output is one, and so are
-            resets.
+    ``forward`` takes (pass all but the first two by name), and returns (output, final state):
+        x: ``[T, B, input_size]``, ``[B, T, input_size]`` if ``batch_first``, or, without a batch,
+            ``[T, input_size]``; or a ``PackedSequence``, and then output and resets are packed too.
         state: a tuple in the cell's order, ``[num_layers * D, B, H]`` each, D = 2 if bidirectional
-            else 1; of one state the tensor itself. Default: the values that the cell declares.
+            else 1; for one state, the tensor itself. Default: the values that the cell declares.
         {mask lengths resets reset_state static recurrent_mask return_states options}
         output: ``[T, B, D * H]``, laid out as x: the first state of the last layer.
         final state: as ``state``, after each row's last step.
         a third result, if ``return_states``: a dictionary by names of states, each of the last
-            layer, ``[T, B, D * size]``, laid out as x; at masked steps as ``masked_output`` says.
-            ``recurrence`` says what then runs fused.
+            layer, ``[T, B, D * size]``, laid out as x; at masked steps see ``masked_output``.
+            ``recurrence`` says which of these calls run fused.
 
     Parameters, shaped as torch's: ``weight_ih_l{k}``, ``weight_hh_l{k}``, ``bias_ih_l{k}``,
     ``bias_hh_l{k}`` with rows in the cell's order of gates, ``{name}_l{k}`` ``[H]`` for each
-    parameter of the cell, ``weight_{name}_l{k}`` for each further matmul; for the reverse direction
-    with ``_reverse`` behind. An ``RNN(cells.LSTM, ...)`` loads checkpoints of ``torch.nn.LSTM`` and
-    the other way round, and so for GRU. Initial values: those that the cell declares, else
-    U(-1/sqrt(H), 1/sqrt(H)), drawn in torch's order.
+    parameter of the cell, ``weight_{name}_l{k}`` for each further matmul; names of the reverse
+    direction end in ``_reverse``. ``RNN(cells.LSTM, ...)`` and ``torch.nn.LSTM`` load each other's
+    checkpoints, as do ``RNN(cells.GRU, ...)`` and ``torch.nn.GRU``. Initial values are those that
+    the cell declares, or U(-1/sqrt(H), 1/sqrt(H)), drawn in torch's order.
 
-    All tensors have dtype and device of the weights. float32, bfloat16 and float16 run fused on the
-    CPU and on a GPU with Triton, float64 on the CPU, others step by step; ``engine`` says which,
-    and why. Under ``torch.autocast`` for its device a layer takes autocast's dtype, as torch's own
-    do. The cell's random masks (``keep``) take one seed per call from torch's default generator.
+    All tensors must have the dtype and device of the weights. float32, bfloat16 and float16 run
+    fused on the CPU and on a GPU with Triton, float64 on the CPU, others step by step; ``engine``
+    says which, and why. Under ``torch.autocast`` for its device a layer uses autocast's dtype, like
+    torch's own. Random masks (``keep``) take one seed per call from torch's default generator.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected, and what to do.
@@ -177,7 +177,7 @@ class RNN(Recurrent, OfCell):
         self,
         cell: Cell,
         input_size: int,
-        hidden_size: int | None = None,  # so that RNN(3, 4) is told what it lacks, a cell
+        hidden_size: int | None = None,  # so that the error of RNN(3, 4) is about the missing cell
         num_layers: int = 1,
         bias: bool = True,
         batch_first: bool = False,
@@ -217,7 +217,7 @@ class RNN(Recurrent, OfCell):
         return_states: bool | str | Sequence[str] | None = None,
         **options: Unpack[CallOptions],
     ) -> tuple[Any, ...]:
-        """Output and final state; see the class."""
+        """Returns the output and the final state; see the class."""
         # No array is keyword-only: torch.onnx's older exporter passes all by position.
         further: dict[str, Any] = {
             "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
@@ -234,7 +234,7 @@ class RNN(Recurrent, OfCell):
         return self._run_cell(self.cell, x, arrays, **further)
 
     def _check_input(self, x: Any) -> None:
-        """The input of a call."""
+        """Checks the input of a call."""
         packed = isinstance(x, PackedSequence)
         axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
         if packed:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from anycell.lang.declare import SizeArguments
 
 _ONE_STEP = Engine("torch", "a single step reads the weights once: packing them first does not pay")
-# By name and key, as a compiler sees of a cell only its texts. None of these has hyperparameters.
+# By name and key: a compiler sees no more of a cell. None of these cells has hyperparameters.
 _OPERATORS = {
     (cell.name, cell.key): operator
     for cell, operator in (
@@ -52,7 +52,7 @@ class DropInCell(Explained):
 
 
 class LSTMCell(DropInCell, nn.LSTMCell):
-    """``torch.nn.LSTMCell``, one step of ``LSTM``: for now as torch runs it.
+    """``torch.nn.LSTMCell``, one step of ``LSTM``, which torch runs for now.
 
     Example:
         >>> h, c = LSTMCell(input_size=3, hidden_size=8)(torch.zeros(2, 3))
@@ -67,7 +67,7 @@ class LSTMCell(DropInCell, nn.LSTMCell):
 
 
 class GRUCell(DropInCell, nn.GRUCell):
-    """``torch.nn.GRUCell``, one step of ``GRU``: for now as torch runs it.
+    """``torch.nn.GRUCell``, one step of ``GRU``, which torch runs for now.
 
     Example:
         >>> h = GRUCell(input_size=3, hidden_size=8)(torch.zeros(2, 3))
@@ -87,15 +87,15 @@ class RNNCell(OfCell):
     Args:
         cell, input_size, hidden_size, bias, device, dtype, sizes: as for ``RNN``.
 
-    ``forward(x, state=None, static=None)`` takes ``[B, input_size]`` or, with no batch,
-    ``[input_size]``, the state as a tuple in the cell's order, ``[B, H]`` each (of one state the
-    tensor itself; default: what the cell declares), and the cell's static input ``[B, H]``; it
-    gives the new state in the same form. Under ``torch.autocast`` it computes in the dtype of its
-    weights: a state that is handed on would be rounded to 16 bits at each step, unlike a layer's. A
-    call is a sequence of one step: masks that a cell draws once per sequence are drawn anew.
+    ``forward(x, state=None, static=None)`` takes ``[B, input_size]`` or, without a batch,
+    ``[input_size]``; the state as a tuple in the cell's order, ``[B, H]`` each (the tensor itself
+    for one state; default: what the cell declares); and the cell's static input ``[B, H]``. It
+    returns the new state in the same form. Under ``torch.autocast`` it computes in the dtype of its
+    weights: autocast would round the state to 16 bits between steps, which layers do not do. A call
+    is a sequence of one step: masks that a cell draws once per sequence are drawn at each call.
 
-    Parameters: as of ``RNN``, without the number of the layer: ``weight_ih``, ``weight_hh``,
-    ``bias_ih``, ``bias_hh``, and the cell's own by their names.
+    Parameters: as in ``RNN``, without the number of the layer: ``weight_ih``, ``weight_hh``,
+    ``bias_ih``, ``bias_hh``, and the cell's own parameters by their names.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected, and what to do.
@@ -117,7 +117,7 @@ class RNNCell(OfCell):
         self,
         cell: Cell,
         input_size: int,
-        hidden_size: int | None = None,  # so that RNN(3, 4) is told what it lacks, a cell
+        hidden_size: int | None = None,  # so that an error of RNNCell(3, 4) is about the cell
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
@@ -128,8 +128,8 @@ class RNNCell(OfCell):
         taken = [name for name in cell.param_names if name in dir(self)]
         if taken:
             given = f"{cell.name}, which has a parameter named {taken[0]!r}"
-            expected = "none by the name of an attribute of RNNCell"
-            refuse("cell", given, expected, "Give it another name in the cell.")
+            expected = "no parameter with the name of an attribute of RNNCell"
+            refuse("cell", given, expected, "Rename the parameter in the cell.")
         named = shapes(cell, self.sizes, self.input_size, self.bias)
         self._create(named.items(), device, dtype)
 
@@ -142,7 +142,7 @@ class RNNCell(OfCell):
     def forward(
         self, x: Tensor, state: Tensor | States | None = None, static: Tensor | None = None
     ) -> Tensor | States:
-        """The new state; see the class."""
+        """Returns the new state; see the class."""
         if isinstance(x, Proxy):
             return leaf(self, x, state, static=static)
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
@@ -166,7 +166,7 @@ class RNNCell(OfCell):
         return new if len(new) > 1 else new[0]
 
     def _step(self, x: Tensor, static: Tensor | None, *states: Tensor) -> States:
-        """The new states, ``[B, size]``: by torch's operator of the cell, if there is one."""
+        """Returns the new states, ``[B, size]``, by torch's operator for the cell if one exists."""
         cell = self.cell
         operator: Any = _OPERATORS.get((cell.name, cell.key))
         if operator is not None:

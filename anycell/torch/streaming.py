@@ -21,7 +21,7 @@ from anycell.torch.host import HOSTS, threads
 class Prepared:
     """The packed weights of a module, and what they were packed from.
 
-    A copy of a module, and a pickle, has them not, and packs its own at the first step.
+    Copies and pickles do not carry them; they pack again at their first step.
     """
 
     def __init__(self, module: Any = None) -> None:
@@ -32,20 +32,20 @@ class Prepared:
             return
         _watch()
         self.written = _WRITTEN[0]
-        owners = _modules(module)  # of a parametrised weight the originals lie in a child
+        owners = _modules(module)  # a child holds the originals of a parametrised weight
         places = [d for owner in owners for d in (owner._parameters, owner._buffers)]
-        for place in [*places, module.__dict__]:  # in the last, weights that are not parameters
+        for place in [*places, module.__dict__]:  # the last: weights that are not parameters
             for name, tensor in place.items():
                 if isinstance(tensor, Tensor):
-                    # Of tensors made in inference mode autograd counts no writes.
+                    # Autograd does not count writes to tensors made in inference mode.
                     version = None if tensor.is_inference() else tensor._version
                     self.stamps.append((place, name, tensor, version, tensor.data_ptr()))
         self.cell = module.cell
-        # Where there are parametrisations: in training one may be another.
+        # Only with parametrisations, which may differ in training, or be replaced.
         self.mode = (module.training, owners) if len(owners) > 1 else None
         weight = module.weight_ih_l0
         self.dtype: torch.dtype = module._like.dtype
-        # In training: random masks of the cell, or a parametrisation that drops weights.
+        # In training, the cell may draw random masks, and a parametrisation may drop weights.
         self.draws = bool(module.cell.keeps) or len(owners) > 1
         plan = fused_plan(module.cell, module.hidden_size, weight, module._sizes)
         if isinstance(plan, Plan) and plan.engine == "cpu" and not plan.types.mixed:
@@ -63,7 +63,7 @@ class Prepared:
         return Stream(host, plan.cell, sizes, plan.dtype, detached, threads())
 
     def stale(self, module: Any) -> bool:
-        """Whether cell or weights of the module are others by now, as far as torch can tell."""
+        """Whether the module's cell or weights have changed, as far as torch can tell."""
         if not self.stamps or module.cell is not self.cell or self.written is not _WRITTEN[0]:
             return True
         if self.mode is not None and self.mode != (module.training, _modules(module)):
@@ -78,7 +78,7 @@ class Prepared:
     def step(
         self, x: Any, state: Any, static: Any, resets: Any, reset_state: Any
     ) -> tuple[Tensor, tuple[Tensor, ...] | Tensor] | None:
-        """One step, if it is for the packed weights; None for all that wants a second look."""
+        """Runs a step on the packed weights; returns None if it has to be an ordinary call."""
         stream = self.stream
         if stream is None or type(x) is not Tensor or x.dim() != 2:
             return None
@@ -115,12 +115,12 @@ class Prepared:
 
 
 def _together(states: Any) -> tuple[Any, ...] | None:
-    """States as a tuple."""
+    """Puts a single state into a tuple."""
     return states if states is None or type(states) is tuple else (states,)
 
 
 def elsewhere() -> bool:
-    """Whether gradients are wanted, or something looks on that pointers tell nothing."""
+    """Whether gradients or autocast are on, or tensors may be more or less than their memory."""
     return (
         torch.compiler.is_dynamo_compiling()
         or torch.is_grad_enabled()
@@ -136,16 +136,16 @@ def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [inner for _, inner in module.named_modules(remove_duplicate=False)]
 
 
-_WRITTEN = [object()]  # another after each step of an optimizer whose writes torch does not count
+_WRITTEN = [object()]  # replaced after each step of an optimizer whose writes torch does not count
 
 
 @functools.cache
 def _watch() -> None:
-    """Has torch report, from now on, the steps of all optimizers."""
+    """Makes torch report the steps of all optimizers from now on."""
     register_optimizer_step_post_hook(_stepped)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Notes a step with ``fused=True``: autograd counts no write of these kernels."""
+    """Notes a step with ``fused=True``: autograd does not count the writes of its kernels."""
     if any(group.get("fused") for group in optimizer.param_groups):
         _WRITTEN[0] = object()

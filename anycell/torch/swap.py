@@ -14,12 +14,12 @@ from anycell.torch.step import GRUCell, LSTMCell
 _SWAPS: dict[type[nn.Module], type[DropIn]] = {nn.LSTM: LSTM, nn.GRU: GRU}
 _STEPS: dict[type, type[nn.Module]] = {LSTMCell: nn.LSTMCell, GRUCell: nn.GRUCell}
 _SUBCLASSES: WeakValueDictionary[type[nn.Module], type[Any]] = WeakValueDictionary()
-# Names that a subclass may add to those of its parent, besides new methods.
+# Names of its parent that a subclass may override, and still be swapped.
 _HARMLESS = {
     "_apply", "_replicate_for_data_parallel", "extra_repr", "flatten_parameters", "reset_parameters"
 }  # fmt: skip
-# Beside what torch's layers define: what a call passes on its way to forward, what forward reads,
-# and what makes classes and instances.
+# Names, besides those that torch's layers define, that a call uses on its way to forward, that
+# forward reads, or that make classes and instances.
 _ON_THE_WAY = {
     "__call__", "__getattr__", "__getattribute__", "__getnewargs__", "__getnewargs_ex__",
     "__init_subclass__", "__new__", "__reduce__", "__reduce_ex__", "_call_impl", "_flat_weights",
@@ -28,14 +28,14 @@ _ON_THE_WAY = {
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why a module is left as it is; None where ``swap`` may be called."""
+    """Returns why a module is left as it is, or None if ``swap`` may be called."""
     if isinstance(module, DropIn):
         return "it is anycell's"
     parent = _parent(type(module))
     if parent is None:
         return (
-            "only nn.LSTM and nn.GRU are swapped; of the same weights, anycell.torch.RNN with "
-            "anycell.cells.RNN runs fused"
+            "only nn.LSTM and nn.GRU are swapped; anycell.torch.RNN with anycell.cells.RNN runs "
+            "fused with the same weights"
             if isinstance(module, nn.RNN)
             else "only nn.LSTM and nn.GRU are swapped"
         )
@@ -62,14 +62,14 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def swap(module: nn.Module) -> None:
-    """Turns a layer of torch that is not refused into one of anycell's: another class, no more."""
+    """Turns a layer of torch that is not refused into anycell's; only its class changes."""
     module.__class__ = swapped(type(module))
 
 
 def back(module: nn.Module) -> None:
-    """Turns a layer or cell of anycell's that has a counterpart in torch into that, if it is one.
+    """Turns a layer or cell of anycell's into its counterpart in torch, if it has one.
 
-    A class that others have derived from ours, or that torch has made, stays: it knows no other.
+    Classes that users derived from ours, or that torch made, stay: they have no counterpart.
     """
     kind: Any = type(module)
     ours = kind in (LSTM, GRU) or vars(kind).get("__reduce_ex__") is _reduce
@@ -81,7 +81,7 @@ def back(module: nn.Module) -> None:
 
 
 def swapped(kind: type[nn.Module]) -> type[Any]:
-    """The class that modules of ``kind`` turn into: of a subclass one that derives from both."""
+    """Returns the class for modules of ``kind``; for a subclass, one derived from it and ours."""
     if kind in _SWAPS:
         return _SWAPS[kind]
     made = _SUBCLASSES.get(kind)
@@ -101,9 +101,9 @@ def _parent(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Pickle finds the subclass by its name, and from that this class."""
+    """Pickles the name of the subclass, from which ``_new`` makes this class again."""
     kind = type(self)
-    if "_parent" not in vars(kind):  # others have derived from it, as parametrisations do
+    if "_parent" not in vars(kind):  # a class derived from it, as parametrisations make
         return object.__reduce_ex__(self, protocol)
     return _new, (kind._parent,), *object.__reduce_ex__(self, 2)[2:]
 

@@ -1,4 +1,4 @@
-"""Calls of layers as type checkers see them: ``torch.nn.Module`` tells them nothing of its own."""
+"""Types of the calls of layers, for type checkers: ``torch.nn.Module`` declares no such types."""
 
 from __future__ import annotations
 
