@@ -137,7 +137,7 @@ def test_a_layer_is_explained(which: str) -> None:
 def test_what_a_layer_has_is_not_asked_for() -> None:
     layer = an.LSTM(3, 8)
     for given in ({"hidden_size": 8}, {"dtype": "float32"}, {"engine": "cpu"}, {"P": 3}):
-        with pytest.raises(ValueError, match="expected none beside a layer, which has its own"):
+        with pytest.raises(ValueError, match="expected none with a layer, which has its own"):
             anycell.explain(layer, **given)
     with pytest.raises(TypeError, match=r"cell: given .*; expected a cell.*Or pass a layer"):
         anycell.explain(an.Dense(3, 1))
