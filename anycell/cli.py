@@ -249,7 +249,7 @@ def bench(options: argparse.Namespace) -> int:
 
 @contextmanager
 def progress(costs: Sequence[float]) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """Yields ``say``, which shows the current work, and ``advance``, which counts a finished row: by
+    """Yields ``say``, which shows the current work, and ``advance``, which counts finished rows: by
     a bar in a terminal, else by a line per row, on stderr.
 
     Args:
