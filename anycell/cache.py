@@ -9,7 +9,7 @@ import re
 from anycell.engines.cpu import jit
 
 LIMIT, path, enabled = jit.LIMIT, jit.cache_directory, jit.enabled
-_TEXT = re.compile(r"\w+_[0-9a-f]{16}\.py(\.[0-9a-f]{16})?")  # the text of a GPU kernel
+_TEXT = re.compile(r"\w+_[0-9a-f]{16}\.py(\.[0-9a-f]{16})?")  # files of GPU kernels
 
 
 def kept() -> list[int]:

@@ -29,7 +29,7 @@ PEERS = (  # written out, because listing the contenders imports what they need
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns 0 for success, 1 for a wrong result or check, 2 for wrong usage."""
+    """Runs a command; returns 0, or 1 if a result or a check is wrong, or 2 for wrong usage."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
     handler: Handler | None = getattr(options, "handler", None)

@@ -23,7 +23,7 @@ from anycell.plan.dtype import dtypes
 
 Names = dict[Expr, str]
 
-# The functions that turn the sum of a gate's projections into its value.
+# The functions that turn a gate's pre-activation into its value.
 _GATE_VALUES = frozenset({"sigmoid", "tanh", "relu", "hard_sigmoid", "exp", "softplus"})
 _WIDTH = 92  # columns of a line
 
@@ -47,12 +47,12 @@ def explain(
         cell: a cell of ``@anycell.cell``, for instance one of ``anycell.cells``; or a layer, which
             has sizes, dtype and engine already.
         hidden_size: H. Default: 256.
-        dtype: "float32", "bfloat16", "float16", or for the CPU engine "float64" and "int8".
+        dtype: "float32", "bfloat16" or "float16"; except on the GPU also "float64" or "int8".
             Default: "float32".
         batch: also shows the memory that a batch of this many rows needs.
         backward: whether to show the backward pass, and what is saved for it.
         llvm: ends with the text that the kernels are compiled from.
-        assembly: ends with the machine's instructions; the kernels are compiled to get them.
+        assembly: ends with the kernels' machine instructions, for which it compiles them.
         triton: ends with the source of the GPU engine's kernels.
         engine: "cpu", "gpu" or "reference"; None takes the plan's choice for the CPU.
         sizes: the cell's other sizes, such as ``P=64`` for ``LSTMP``; without them the page has no
@@ -554,7 +554,7 @@ def _reached(roots: Iterable[Expr], stop: Mapping[Expr, Any]) -> dict[Expr, None
 
 
 def _varies(node: Expr) -> bool:
-    """Whether the value is not the same for all units, rows and steps."""
+    """Whether the value may differ between units, rows or steps."""
     return any(leaf.op not in ("const", "hyper") for leaf in topological([node]) if not leaf.args)
 
 

@@ -56,7 +56,7 @@ class Weights:
 
     @property
     def size(self) -> int:
-        """H."""
+        """The hidden size H."""
         return self.recurrent.shape[1]
 
     def joint_bias(self) -> Array:
@@ -64,9 +64,8 @@ class Weights:
         first, second = self.two_biases()
         if self.reset_after and second[-self.size :].any():  # the candidate is last in every layout
             raise ValueError(
-                "the candidate's recurrent bias is not zero, and the reset multiplies it, so it "
-                "cannot be added to the other; expected a target with two biases: torch, keras or "
-                "onnx."
+                "the candidate's recurrent bias is not zero, and the reset multiplies it; expected "
+                "a target with two biases: torch, keras or onnx."
             )
         return np.add(first, second)
 
@@ -94,7 +93,7 @@ class Kind(NamedTuple):
 
     Attributes:
         gates: the gates in the layout's order.
-        shapes: the shape of each array; "|" separates alternatives. The first gives H and in.
+        shapes: the shape of each array; "|" separates alternatives. The first array gives H and in.
     """
 
     gates: str

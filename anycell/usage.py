@@ -35,7 +35,7 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
 
 
 def need(module: str, purpose: str, command: str = "") -> ModuleType:
-    """Imports an optional package, or names the command to install it, by default extra bench."""
+    """Imports an optional package, or says how to install it, by default with the extra bench."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)

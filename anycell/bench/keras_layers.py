@@ -63,7 +63,7 @@ def block(problem: Problem) -> Contender:
     zeros = tf.zeros((shape.B, shape.H))
 
     def run(x: Tensor, weights: Direction, back: bool) -> Tensor:
-        """Time-major, as the op wants; with its gradient: TensorFlow registers another op's."""
+        """Runs time-major, which suits the op. TensorFlow registers the gradient of BlockLSTM."""
         peepholes = [weights.get(name, zeros[0]) for name in ("p_i", "p_f", "p_o")]
         names = "x w b wci wcf wco".split()
         rest = {"cs_prev": zeros, "h_prev": zeros, "use_peephole": "p_i" in weights}

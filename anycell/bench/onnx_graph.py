@@ -46,7 +46,7 @@ def build(problem: Problem) -> bytes:
             tdbh{layer} = {operator} <{attributes}> ({given})
             tbdh{layer} = Transpose <perm = [0, 2, 1, 3]> (tdbh{layer})
             {names[layer + 1]} = Reshape (tbdh{layer}, flat)""")
-    # An old opset and IR, so that any ONNX Runtime of the last years loads the model.
+    # An old opset and IR, so that any ONNX Runtime of recent years loads the model.
     model = parser.parse_model(f"""
         <ir_version: 8, opset_import: ["": 14]>
         bench (float[{shape.T}, {shape.B}, {shape.I}] x)
@@ -60,7 +60,7 @@ def build(problem: Problem) -> bytes:
 
 
 def _arrays(operator: str, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """W, R, B, and P where there are peepholes, of one direction in ONNX's order of gates."""
+    """W, R, B, and with peepholes P, of one direction, in ONNX's order of gates."""
     if operator != "RNN":
         named = {f"{name}_l0": value for name, value in weights.items()}
         return layouts.convert(named, operator, "torch", "onnx")
@@ -104,7 +104,7 @@ def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> 
 
     The weights are constants of the graph, which a session packs once. In int8 they have 7 bits if
     products of 8 bits would saturate and give wrong results. `settings` are entries of its
-    configuration. By default all are ONNX Runtime's own, so that its threads spin, as for users.
+    configuration. By default all are ONNX Runtime's own: its threads spin, as in users' programs.
     """
     if problem.dtype not in ("float32", "int8"):
         raise Unsupported(f"ONNX Runtime has no {problem.dtype} recurrent layers")

@@ -113,7 +113,7 @@ class Problem:
 
     def flops(self, mode: str) -> int:
         """Two times the multiply-adds of the matmuls of one forward pass; three times that in
-        training; for the recurrence only those of one layer and direction.
+        training. The recurrence counts only its matmuls in one layer and direction.
         """
         cell, shape, sizes = self.cell.definition, self.shape, self.sizes
         rows = 2 * shape.T * shape.B

@@ -184,7 +184,7 @@ def mean(rows: Sequence[Row], peer: str, alone: bool = False) -> float:
 
 
 class CompileLimit(BaseException):
-    """Raised into a compilation that takes too long; not an Exception, which compilers swallow."""
+    """Raised into a compilation that takes too long; not an Exception: compilers swallow those."""
 
 
 @contextmanager

@@ -88,7 +88,7 @@ NO_KERNEL = ("not implemented for", "could not create a primitive")
 
 
 def _torchs(contender: Contender) -> Contender:
-    """Raises `Unsupported` when PyTorch says that it has no kernel for a dtype here."""
+    """Makes tasks raise `Unsupported` when PyTorch has no kernel for a dtype on this machine."""
 
     def checked(work: Callable[[], Any]) -> Any:
         try:

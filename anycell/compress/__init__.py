@@ -271,7 +271,7 @@ def fake_quantize(layer: Any) -> Any:
     adapter = sys.modules.get("anycell.torch.quantized")
     if adapter is None or not adapter.is_layer(layer):
         expected = "RNN, LSTM or GRU of anycell.torch"
-        refuse("layer", type(layer).__name__, expected, "Pass such a layer.", TypeError)
+        refuse("layer", type(layer).__name__, expected, "Quantize others once trained.", TypeError)
     return adapter.fake_quantize(layer)
 
 
@@ -391,7 +391,7 @@ def _adapter(name: str, argument: str, given: Any) -> Any:
     expected = "a layer of anycell.torch (RNN, LSTM, GRU), anycell.keras or anycell.numpy"
     expected += ", or a torch.nn.Module or keras.Model with such layers" * (argument == "model")
     hint = (
-        "anycell.torch.accelerate and anycell.keras.accelerate turn those of torch.nn and Keras "
+        "anycell.torch.accelerate and anycell.keras.accelerate turn layers of torch.nn and Keras "
         "into ours."
     )
     if hasattr(given, "readout") and hasattr(given, "layer"):
@@ -428,7 +428,7 @@ def _number(keep: Any, count: int) -> int:
     if whole and 1 <= keep <= count:
         return int(keep)
     expected = f"a number of units from 1 to {count}, or a part of them in (0, 1)"
-    refuse("keep", repr(keep), expected, "Or pass the indices of those that stay.")
+    refuse("keep", repr(keep), expected, "Or pass the indices of the units that stay.")
 
 
 def _indices(keep: Any, count: int, rows: int, split: int) -> Indices:

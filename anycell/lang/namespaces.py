@@ -24,7 +24,7 @@ class Namespace:
 
     Attributes:
         module: has every function that is not listed below.
-        array: ``array(value, like)`` gives a NumPy array or number ``like``'s dtype and device.
+        array: ``array(value, like)`` turns a number or NumPy array into an array like ``like``.
         cast: ``cast(array, "float32")``.
         sigmoid, stop_gradient, round: functions of one array; ``round`` rounds halves to even.
         numbers: converts an array to a NumPy array of float64.

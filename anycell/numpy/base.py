@@ -41,7 +41,7 @@ class Layer:
         self._prepared: Any = None
         self._saved: Any = None
 
-    if not TYPE_CHECKING:  # each class tells type checkers that it is called as its forward
+    if not TYPE_CHECKING:  # each class tells type checkers that a call is its `forward`
 
         def __call__(self, *args: Any, **options: Any) -> Any:
             """Calls ``forward``."""
@@ -164,7 +164,7 @@ class Layer:
             raise
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Reads parameters that ``save`` wrote; on any mismatch the layer stays as it is.
+        """Reads parameters that ``save`` wrote; on any mismatch the layer does not change.
 
         Nothing in the file is executed: archives that hold pickled objects are refused.
 

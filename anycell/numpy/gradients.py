@@ -28,13 +28,13 @@ def check_gradients(
         layer: a layer of this module, or of your own class derived from ``Layer``.
         x: the first argument of ``forward``.
         count: how many numbers of each array are compared; they are drawn at random.
-        seed: of all random numbers.
+        seed: of all random draws.
         options: further arguments of ``forward``, such as ``lengths``.
 
     Returns:
         for ``"x"`` and each parameter, by name, the largest difference of the two, relative to the
-        largest gradient of the array: some 1e-9 if they agree. Near kinks, such as the one of
-        ``relu``, single numbers may differ.
+        largest gradient of the array: some 1e-9 if they agree. Near kinks, such as
+        ``relu``'s, single numbers may differ.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what was expected.

@@ -73,7 +73,7 @@ NAMED: dict[str, Initializer] = {rule.__name__: rule for rule in _RULES}
 
 
 def find(initializer: str | Initializer, argument: str) -> Initializer:
-    """Returns the initializer of a name; a function is used as it is."""
+    """Returns the initializer of a name, or a function that checks what the given one returns."""
     if isinstance(initializer, str) and initializer in NAMED:
         return NAMED[initializer]
     if isinstance(initializer, str) or not callable(initializer):

@@ -52,7 +52,7 @@ class RNN(Explained, Layer):
     Args:
         cell: a cell of ``@anycell.cell``, for instance one of ``anycell.cells``.
         input_size, hidden_size, num_layers: at least 1.
-        bias: whether the projections have biases; never for a cell that adds its own.
+        bias: whether the projections have biases; ignored for a cell that adds its own.
         batch_first: arrays are ``[B, T, .]`` in place of ``[T, B, .]``; states keep their layout.
         dropout: probability that, in training, an element between two layers is zeroed; what stays
             is scaled by ``1 / (1 - dropout)`` (Srivastava et al., 2014).
@@ -299,7 +299,7 @@ class RNN(Explained, Layer):
         grad_state: State | None = None,
         grad_states: Mapping[str, npt.ArrayLike] | None = None,
     ) -> tuple[Array, State]:
-        """Returns the gradients of the last ``forward``'s arguments, from those of its results.
+        """Returns the gradients of the last ``forward``'s arguments, given those of its results.
 
         Replaces ``grads``: gradients of earlier calls are not added, so nothing needs zeroing.
 

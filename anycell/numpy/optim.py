@@ -58,7 +58,7 @@ def _pairs(layers: list[Trainable]) -> Iterator[tuple[Array, Array]]:
                 )
             grad = layer.grads[name]
             if np.shape(grad) != np.shape(parameter):
-                expected = f"{np.shape(parameter)}, that of the parameter"
+                expected = f"{np.shape(parameter)}, the shape of the parameter"
                 refuse(f"grads[{name!r}]", f"shape {np.shape(grad)}", expected, "Reshape it.")
             yield _floats(f"parameters[{name!r}]", parameter), _floats(f"grads[{name!r}]", grad)
 
@@ -101,7 +101,7 @@ def clip_by_global_norm(layers: Layers, max_norm: float) -> float:
 
     Returns:
         The norm before clipping. NaN or infinity mean that the step should not be taken; the
-        gradients are then left as they are.
+        gradients then do not change.
 
     Source: Pascanu, Mikolov & Bengio, *On the Difficulty of Training Recurrent Neural Networks*,
     2013.
