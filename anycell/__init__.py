@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from anycell.explanation import explain as explain
     from anycell.numpy.recurrence import recurrence as recurrence
 
-# Frontends are not among them: a star would import every framework.
+# Frontends are left out: a star import would import every framework.
 __all__ = ["cells", "explain", "layouts", "recurrence"]
 __all__ += lang.__all__
 
@@ -38,13 +38,13 @@ def _load(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(_unknown(name), name=name)
     module = importlib.import_module(_LAZY[name])
-    # A module that has a function of that name stands for it.
+    # `explain` and `recurrence` are functions in their modules; other names are the module itself.
     value = getattr(module, name, module)
     globals()[name] = value
     return value
 
 
-if not TYPE_CHECKING:  # which would take any name for one that is there
+if not TYPE_CHECKING:  # with it, type checkers would accept any name
     __getattr__ = _load
 
 
@@ -58,15 +58,15 @@ def _unknown(name: str) -> str:
         return f"{problem}. {absent(name)}"
     if name in cells.__all__:
         return (
-            f"{problem}. It is a cell: anycell.cells.{name}. Its layers are made by the frontends, "
-            f"such as anycell.torch.RNN(cells.{name}, ...)."
+            f"{problem}. It is a cell: anycell.cells.{name}. The frontends make its layers, for "
+            f"example anycell.torch.RNN(cells.{name}, ...)."
         )
     import difflib
 
     close = difflib.get_close_matches(name, __dir__(), cutoff=0.7)
     hint = f" Close to it: {', '.join(close)}." if close else ""
     return (
-        f"{problem}.{hint} In a cell there are {', '.join(lang.VOCABULARY)}; besides them "
+        f"{problem}.{hint} Cells may use {', '.join(lang.VOCABULARY)}; anycell also has "
         f"{', '.join(sorted({*__dir__()} - {*lang.VOCABULARY}))}."
     )
 

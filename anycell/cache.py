@@ -9,25 +9,25 @@ import re
 from anycell.engines.cpu import jit
 
 LIMIT, path, enabled = jit.LIMIT, jit.cache_directory, jit.enabled
-_TEXT = re.compile(r"\w+_[0-9a-f]{16}\.py(\.[0-9a-f]{16})?")  # of a kernel of the GPU engine
+_TEXT = re.compile(r"\w+_[0-9a-f]{16}\.py(\.[0-9a-f]{16})?")  # files of GPU kernels
 
 
 def kept() -> list[int]:
-    """The bytes of each kernel.
+    """Returns the size of each kernel in bytes.
 
     Raises:
-        OSError: where the cache cannot be used.
+        OSError: if the cache cannot be used.
     """
     return [*jit.kept(), *(os.stat(file).st_size for file in _texts())]
 
 
 def clear() -> list[int]:
-    """Deletes the kernels, and what is left of drafts; the bytes of each.
+    """Deletes the kernels and unfinished drafts; returns the size of each in bytes.
 
-    A file without our name and our mark stays. Kernels that are in use stay in memory.
+    Files that do not look like ours stay. Kernels that are in use stay in memory.
 
     Raises:
-        OSError: where the cache cannot be used.
+        OSError: if the cache cannot be used.
     """
     with jit._Cache(path(), create=False) as cache:
         files = [file for file in cache.files() if cache.is_ours(file)]
@@ -43,7 +43,7 @@ def clear() -> list[int]:
 
 
 def _texts() -> list[str]:
-    """The files with texts of Triton kernels."""
+    """The paths of the files with Triton kernels."""
     try:
         with os.scandir(os.path.join(path(), "triton")) as listing:
             return [

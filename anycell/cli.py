@@ -29,7 +29,7 @@ PEERS = (  # written out, because listing the contenders imports what they need
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 a result differs or a check failed, 2 wrong usage."""
+    """Runs a command; returns 0, or 1 if a result or a check is wrong, or 2 for wrong usage."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
     handler: Handler | None = getattr(options, "handler", None)
@@ -47,20 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("anycell: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has seen enough, as `head` has
+    except BrokenPipeError:  # the reader has stopped reading, like `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, which says what is wrong without the wall of usage in front of it."""
+    """argparse that says what is wrong without printing the whole usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\ntry: {self.prog} --help\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+    """Builds the parser of all commands and their options."""
     import anycell
 
     parser = Parser(prog="anycell", description="Any recurrent cell, at fused-kernel speed.")
@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         (cache, "where compiled kernels are kept, and how large they are; clear it", _cache),
         (demo, "train a model on a real series, and draw what came out", None),
     ):
-        # One without help is understood, and not offered.
+        # A command without help works, but is not listed.
         shown: dict[str, Any] = {"help": text} if handler is not demo or DEMO.is_file() else {}
         about = text[0].upper() + text[1:] + "."
         command = commands.add_parser(handler.__name__, description=about, **shown)
@@ -183,7 +183,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Measure, show, write."""
+    """Runs the benchmark, prints the tables and writes the files."""
     _require("bench", ("torch", "rich", "psutil", "threadpoolctl"), install("bench"))
     if options.threads > MOST:
         raise UsageError(f"--threads {options.threads}: expected at most {MOST}")
@@ -194,7 +194,7 @@ def bench(options: argparse.Namespace) -> int:
 
     peers = options.peers or list(DEFAULT_PEERS)
     if peers == ["all"]:
-        # Of the subject's framework: with both at work, each would wait for the other's threads.
+        # Only of the subject's framework: if both ran, each would wait for the other's threads.
         tensorflow = options.subject in ON_TENSORFLOW
         known = [name for name in CONTENDERS if (name in ON_TENSORFLOW) is tensorflow]
         peers = [name for name in known if name != options.subject]
@@ -223,7 +223,7 @@ def bench(options: argparse.Namespace) -> int:
         **{name: getattr(options, name) for name in as_given},
     )
     try:
-        options.out.mkdir(parents=True, exist_ok=True)  # before all that is measured for it
+        options.out.mkdir(parents=True, exist_ok=True)  # fails before it measures
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"--out {options.out} cannot be used: {reason}") from None
@@ -241,7 +241,7 @@ def bench(options: argparse.Namespace) -> int:
     try:
         if (picture := chart.draw(result, options.out)) is not None:
             written.append(picture)
-    except UsageError as error:  # the numbers are there; only the picture is not
+    except UsageError as error:  # the numbers are written; only the chart is missing
         print(f"anycell: {error}", file=sys.stderr)
     print("written:", ", ".join(map(str, written)))
     return 0 if result.ok else 1
@@ -249,11 +249,11 @@ def bench(options: argparse.Namespace) -> int:
 
 @contextmanager
 def progress(costs: Sequence[float]) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """Functions that hear what is being done, and that a row is: a bar in a terminal, else a line
-    for each row, on stderr.
+    """Yields ``say``, which shows the current work, and ``advance``, which counts finished rows: by
+    a bar in a terminal, else by a line per row, on stderr.
 
     Args:
-        costs: what each row was thought to take, by which the rest of the time is told.
+        costs: the estimated seconds of each row, which give the remaining time.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -269,7 +269,7 @@ def progress(costs: Sequence[float]) -> Iterator[tuple[Callable[[str], None], Ca
         TextColumn("{task.description}"),
         console=Console(stderr=True),
         transient=True,
-        # Drawn when there is news, not by a thread that would run during a measurement.
+        # Redrawn only on news: a refreshing thread would run during a measurement.
         auto_refresh=False,
         disable=not sys.stderr.isatty(),
     )
@@ -309,7 +309,7 @@ def _explain(parser: argparse.ArgumentParser) -> None:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Print what ``anycell.explain`` says, or which cells there are."""
+    """Prints the page of ``anycell.explain``, or a list of cells."""
     import anycell
 
     if options.cell is None or options.cell.endswith(".py"):
@@ -334,7 +334,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def doctor(_: argparse.Namespace) -> int:
-    """Print what ``anycell.doctor`` finds."""
+    """Prints what ``anycell.doctor`` finds."""
     from anycell.doctor import main
 
     return main()
@@ -349,7 +349,7 @@ def _cache(parser: argparse.ArgumentParser) -> None:
 
 
 def cache(options: argparse.Namespace) -> int:
-    """Print where kernels are kept and what is there, or delete it."""
+    """Prints where kernels are kept and how large they are, or deletes them."""
     from anycell import cache
 
     path = cache.path()
@@ -368,7 +368,7 @@ def cache(options: argparse.Namespace) -> int:
         print(f"At most {cache.LIMIT / 1e6:.0f} MB are kept; the oldest go first.")
         try:
             enabled = cache.enabled()
-        except ValueError as error:  # of the variable
+        except ValueError as error:  # ANYCELL_CACHE is neither 0 nor 1
             raise UsageError(str(error)) from error
         if not enabled:
             print("Switched off by ANYCELL_CACHE=0: kernels are neither read from it nor kept.")
@@ -379,12 +379,12 @@ def cache(options: argparse.Namespace) -> int:
 
 
 def demo(options: argparse.Namespace) -> int:
-    """Run ``examples/demo.py`` of the source tree; further arguments are handed on to it."""
+    """Runs ``examples/demo.py`` of the source tree, with all further arguments."""
     if not DEMO.is_file():
         raise UsageError(
             "the demo is a script of the source tree, not of the installed package:\n"
             "  clone the repository, then run: make demo"
         )
     _require("demo", ("matplotlib", "rich", "statsmodels"), "make demo installs it")
-    # In another process: the script reads its arguments and imports its neighbours.
+    # In another process, because the script reads its arguments and imports its neighbours.
     return subprocess.call([sys.executable, str(DEMO), *options.rest])

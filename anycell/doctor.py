@@ -28,7 +28,7 @@ LIMIT = 1e-6  # relative error of a forward pass in float32
 
 
 def main() -> int:
-    """Print everything; 1 if something does not work, else 0."""
+    """Prints all findings; returns 1 if something does not work, else 0."""
     worst: list[Verdict] = []
     for title, check in CHECKS:
         try:
@@ -59,7 +59,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _frameworks() -> Iterator[Finding]:
-    """Frameworks, by metadata: importing TensorFlow takes seconds, and may be what is broken."""
+    """Frameworks, from metadata: importing TensorFlow takes seconds, and may itself be broken."""
     installed = [name for name in OPTIONAL if util.find_spec(name) is not None]
     versions = [version(name, f"{name}-cpu", f"{name}-gpu") for name in installed]
     shown = [f"{n} {v or '(version unknown)'}" for n, v in zip(installed, versions, strict=True)]
@@ -84,7 +84,7 @@ def _cpu() -> Iterator[Finding]:
 
 
 def _multiplied(target: Target) -> str:
-    """A line on the way kernels multiply numbers of each dtype."""
+    """Says in one line how kernels multiply numbers of each dtype."""
     bytes_, bfloat = "8 bits after widening", "bfloat16 after widening"
     if target.dot:
         bytes_ = "8 bits in fours"
@@ -115,7 +115,7 @@ def _threads() -> Iterator[Finding]:
 
 
 def _speed() -> Iterator[Finding]:
-    """The rates of large products, ours and the libraries', and of memory; some two seconds."""
+    """Measures large products, ours and the libraries', and memory, in some two seconds."""
     from anycell.engines.cpu import pool
 
     count = pool.threads()
@@ -133,7 +133,7 @@ def _speed() -> Iterator[Finding]:
     yield "ok", f"a thread copies {2 * source.nbytes / seconds / 1e9:.1f} GB/s in memory"
 
 
-ROWS, COLUMNS, INNER = 1920, 1024, 512  # of the products that are timed
+ROWS, COLUMNS, INNER = 1920, 1024, 512  # sizes of the products that are timed
 SHAPES = (ROWS, INNER), (INNER, COLUMNS), (ROWS, COLUMNS)
 
 
@@ -160,7 +160,7 @@ def _torchs() -> Callable[[], object]:
 
 
 def _rate(call: Callable[[], object], rows: int) -> float:
-    """GFLOP/s of a product of so many rows."""
+    """Measures the GFLOP/s of a product with this many rows."""
     call()
     return 2e-9 * rows * COLUMNS * INNER / min(_seconds(call) for _ in range(9))
 
@@ -199,7 +199,7 @@ def _cache() -> Iterator[Finding]:
 
 
 def _self_check() -> Iterator[Finding]:
-    """A small LSTM, fused in float32 against the reference in float64."""
+    """Compares a small LSTM, fused in float32, with the reference in float64."""
     import anycell
 
     rng, lstm, size = np.random.default_rng(0), anycell.cells.LSTM, 33

@@ -1,4 +1,4 @@
-"""Environment variables: a value that a variable does not take is refused, never guessed at."""
+"""Environment variables: an invalid value is refused, never guessed at."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def switch(name: str, default: bool) -> bool:
-    """Reads a variable that is 0 or 1; `default` where it is not set, or empty.
+    """Reads a variable that is 0 or 1; returns `default` if it is unset or empty.
 
     Raises:
         ValueError: for any other value.
@@ -18,10 +18,10 @@ def switch(name: str, default: bool) -> bool:
 
 
 def whole_number(name: str, most: int) -> int | None:
-    """Reads a variable that is a whole number; None where it is not set, or empty.
+    """Reads a variable that is a whole number; returns None if it is unset or empty.
 
     Raises:
-        ValueError: for a value that is no whole number, less than 1, or above `most`.
+        ValueError: for a value that is not a whole number from 1 to `most`.
     """
     value = os.environ.get(name, "")
     if not value:
@@ -36,7 +36,7 @@ def whole_number(name: str, most: int) -> int | None:
 
 
 def number(text: str, most: int) -> int | None:
-    """The number from 1 to `most` that a text is, if it is one."""
+    """Reads a whole number from 1 to `most`; returns None for any other text."""
     digits = text.strip().lstrip("0")
     # Python refuses to read thousands of digits.
     if not (digits.isascii() and digits.isdecimal()) or len(digits) > len(str(most)):

@@ -23,7 +23,7 @@ from anycell.plan.dtype import dtypes
 
 Names = dict[Expr, str]
 
-# The functions that turn what a gate collects into the gate's value.
+# The functions that turn a gate's pre-activation into its value.
 _GATE_VALUES = frozenset({"sigmoid", "tanh", "relu", "hard_sigmoid", "exp", "softplus"})
 _WIDTH = 92  # columns of a line
 
@@ -44,19 +44,19 @@ def explain(
     """Describes a cell: equations, derived backward pass, saved values, engine, kernel.
 
     Args:
-        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``; or a layer, which
+        cell: a cell of ``@anycell.cell``, for instance one of ``anycell.cells``; or a layer, which
             has sizes, dtype and engine already.
         hidden_size: H. Default: 256.
-        dtype: "float32" or "float64"; of the GPU engine "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16" or "float16"; except on the GPU also "float64" or "int8".
             Default: "float32".
         batch: also shows the memory that a batch of this many rows needs.
         backward: whether to show the backward pass, and what is saved for it.
         llvm: ends with the text that the kernels are compiled from.
-        assembly: ends with the machine's instructions, for which the kernels are compiled.
+        assembly: ends with the kernels' machine instructions, for which it compiles them.
         triton: ends with the source of the GPU engine's kernels.
-        engine: "cpu", "gpu" or "reference"; None takes what the plan chooses for the CPU.
-        sizes: what other sizes of the cell stand for, as ``P=64`` for ``LSTMP``; without them the
-            page has no kernel.
+        engine: "cpu", "gpu" or "reference"; None takes the plan's choice for the CPU.
+        sizes: the cell's other sizes, such as ``P=64`` for ``LSTMP``; without them the page has no
+            kernel.
 
     Returns:
         an ``Explanation``: a page that prints, with attributes ``plan``, ``llvm``, ``assembly``,
@@ -81,7 +81,7 @@ def explain(
         of_layer = {"hidden_size": hidden_size, "dtype": dtype, "engine": engine, **sizes}
         for name, value in of_layer.items():
             if value is not None:
-                refuse(name, repr(value), "none beside a layer, which has its own", "Leave it out.")
+                refuse(name, repr(value), "none with a layer, which has its own", "Leave it out.")
         return cell.explain(**shown)
     check_cell(cell, " Or pass a layer of anycell.")
     check_names(cell, sizes)
@@ -98,7 +98,7 @@ class Subject(NamedTuple):
     Attributes:
         about: the layer and what it does, as the subject of a sentence whose end is its engine.
         engine: what runs it, and why.
-        cell: the step; None where it is not known in the language.
+        cell: the cell of the step; None if no cell describes it.
         hidden_size, dtype, sizes: as ``anycell.plan.plan`` takes them.
     """
 
@@ -127,8 +127,8 @@ class Explained:
         assembly: bool = False,
         triton: bool = False,
     ) -> Explanation:
-        """Describes this layer: the engine that runs it, and why; then the page of its cell, whose
-        arguments ``anycell.explain`` has.
+        """Describes this layer: the engine that runs it, and why; then its cell. The arguments are
+        as in ``anycell.explain``.
         """
         asked = {"llvm": llvm, "assembly": assembly, "triton": triton}
         return about_layer(self._subject(), batch, backward, **asked)
@@ -154,10 +154,10 @@ class Found:
 
     Attributes:
         name: its path in the model, "" for the model itself.
-        kind: its class, and whose.
-        engine: what runs it: that of ``layer.engine``, or "torch" or "keras" for the framework.
-        reason: why.
-        calls: how many times one call of the model called it; None where none was watched.
+        kind: its class, and the library of the class.
+        engine: the name of ``layer.engine``, or "torch" or "keras" if the framework runs it.
+        reason: why this engine runs it.
+        calls: how many times one call of the model called it; None if no call was watched.
     """
 
     name: str
@@ -171,16 +171,16 @@ class Found:
 
 
 class Explanation:
-    """A page about a cell or a layer, for the eye: ``print`` it, or let the interpreter show it.
-    ``"engine: cpu" in page`` and ``page[:80]`` are those of its text.
+    """A page to read about a cell or a layer: ``print`` it, or let the interpreter show it.
+    ``"engine: cpu" in page`` and ``page[:80]`` act on its text.
 
     Attributes:
-        plan: the ``anycell.plan.Plan`` that the page is about; None for a layer whose step is not
-            known in the language.
-        llvm: the LLVM text of the kernels; None where the plan's engine has none.
+        plan: the ``anycell.plan.Plan`` that the page is about; None for a layer that no cell
+            describes.
+        llvm: the LLVM text of the kernels; None unless the plan's engine is the CPU's.
         assembly: their assembly on this machine, compiled when first asked for; None likewise.
-        triton: the source of the GPU engine's kernels; None where the plan's engine is another.
-        page: the sections, and the names of what the backward pass is given and gives.
+        triton: the source of the GPU engine's kernels; None if the plan has another engine.
+        page: the sections, and the names of the inputs and results of the backward pass.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Explanation:
         return self._texts("assembly")
 
     def _texts(self, kind: str) -> str | None:
-        """The texts of both passes, where the plan's engine is the CPU's."""
+        """The texts of the kernels; None unless the plan's engine is the CPU's."""
         if self.plan is None or self.plan.engine != "cpu":
             return None
         from anycell.engines.cpu import describe
@@ -251,11 +251,11 @@ class Explanation:
 
     @functools.cached_property
     def _sections(self) -> list[list[str]]:
-        """Each a heading and its lines."""
+        """The sections, each a heading and its lines."""
         if self.plan is None:
             return [[self._about]]
         page = self.page
-        # What compiles goes first: the section on the kernels then says so.
+        # The sources come first: they may compile kernels, and the section on kernels says so.
         sources = {name: getattr(self, name) for name, asked in self._asked.items() if asked}
         sections = [[self._about] if self._about else [], page.heading(), page.forward()]
         if self.backward:
@@ -285,7 +285,7 @@ class _Page:
         return [f"{cell!r}: hidden size {plan.hidden_size}, {plan.dtype}", *about[:1]]
 
     def folded(self) -> list[tuple[str, Expr]]:
-        """Values of gates, then new states; functions such as layer_norm by their names."""
+        """The values of gates, then the new states, with ``layer_norm`` and ``clip`` by name."""
         node_of = {name: node for node, name in self.gate_values.items()}
         named = [(gate, node_of[gate]) for gate in self.cell.gates if gate in node_of]
         named += [(f"{s}'", node) for s, node in self.states]
@@ -330,7 +330,7 @@ class _Page:
         yield from (f"{name:{column}}  {meaning}" for name, meaning in rows)
 
     def _unused(self) -> list[str]:
-        """The gates and inputs that the cell declares, and no new state depends on."""
+        """The declared gates, parameters and inputs that no new state depends on."""
         cell, read = self.cell, {label(node) for node in topological(self.cell.next)}
         idle = [g for g in cell.gates if read.isdisjoint({f"x.{g}", f"r.{g}", f"a.{g}"})]
         unused = [f"the gate {gate}" for gate in idle]
@@ -354,19 +354,19 @@ class _Page:
     # -- the backward pass -------------------------------------------------------------------------
     @functools.cached_property
     def saved_names(self) -> dict[Expr, str]:
-        """Saved values go by the gate they are the value of, else v1, v2, ..."""
+        """Names of saved values: the gate whose value it is, or a leaf's name, else v1, v2, ..."""
         number, names = itertools.count(1), self.names
         saved = dict.fromkeys([*self.plan.saved, *self.plan.saved_rows])
         return {n: names.get(n) or label(n) or f"v{next(number)}" for n in saved}
 
     def arriving(self) -> Names:
-        """Names of what the backward pass is given: saved values, states, gradients."""
+        """Names of the inputs of the backward pass: saved values, states, gradients."""
         kept = {n: f"{s}'" for s, n in self.states if s in self.plan.states and n.op not in FREE}
         gradients = {upstream(name): f"d_{name}'" for name in self.cell.state_names}
         return {**self.saved_names, **kept, **gradients}
 
     def gradients(self) -> list[tuple[str, Expr]]:
-        """The gradients that the backward pass of a step gives, by name."""
+        """The gradients that the backward pass of a step computes, by name."""
         cell, g, named = self.cell, self.plan.gradients, []
         recurrent = g.linear.get(RECURRENT, {})
         for gate in cell.gates:
@@ -454,7 +454,7 @@ class _Page:
         return name if text == name else f"{name} = {text}"
 
     def _bytes(self, sizes: Sequence[str], rows: int = 1) -> str:
-        """Sizes in bytes; one that the plan does not know goes by its symbol."""
+        """Shows sizes in bytes; a size that the plan does not know appears as its symbol."""
         number = {"1": 1, **self.plan.sizes}
         item = self.plan.itemsize * rows
         total = item * sum(number[s] for s in sizes if s in number)
@@ -469,13 +469,13 @@ class _Page:
         if not again:
             yield "nothing is computed again"
             return
-        dear = [node for node in again if node.op in HEAVY or len(again) <= 2]
+        costly = [node for node in again if node.op in HEAVY or len(again) <= 2]
         known = {**self.names, **self.saved_names}
-        shown = [known.get(node) or show(node, known) for node in dear]
-        light = len(again) - len(dear)
+        shown = [known.get(node) or show(node, known) for node in costly]
+        light = len(again) - len(costly)
         rest = [f"{light} value{'s' * (light > 1)} of plain arithmetic"] if light else []
         yield from _wrap(f"computed again from these: {', '.join(shown + rest)}")
-        # What all units and rows share takes no memory.
+        # A value that all units and rows share takes no memory.
         sizes = ["1" if node.narrow else self.plan.symbol(node) for node in again if _varies(node)]
         yield f"were they kept as well: {self._bytes([*kept, *sizes])}"
 
@@ -510,12 +510,12 @@ class _Page:
 
 
 def _gradient(matmul: str, output: str) -> str:
-    """The name of an output's gradient; the output of a matmul that has one bears its name."""
+    """The name of an output's gradient; the only output of a matmul is named like the matmul."""
     return f"d_{matmul}" if output == matmul else f"d_{matmul}.{output}"
 
 
 def _beside(parts: Iterable[str]) -> str:
-    """The one part, or all in brackets."""
+    """Shows a single part as it is, several parts in brackets."""
     shown = list(parts)
     return shown[0] if len(shown) == 1 else f"({', '.join(shown)})"
 
@@ -527,7 +527,7 @@ def _gate_values(cell: Cell, new: Mapping[Expr, str]) -> Names:
     """Names for the values of gates: ``f = sigmoid(a.f)``.
 
     A gate lends its name to the first squashing function that depends on no other gate. Gates that
-    have a name already do not count, nor do new states.
+    it reaches only through named values or new states do not count.
     """
     taken = {*cell.hyper, cell.static}
     names: Names = {}
@@ -549,22 +549,22 @@ def _gate_values(cell: Cell, new: Mapping[Expr, str]) -> Names:
 
 
 def _reached(roots: Iterable[Expr], stop: Mapping[Expr, Any]) -> dict[Expr, None]:
-    """The nodes under ``roots``, none beneath ``stop``."""
+    """The nodes under ``roots``, without the arguments of nodes in ``stop``."""
     return dict.fromkeys(topological(roots, stop.__contains__))
 
 
 def _varies(node: Expr) -> bool:
-    """Whether the value is not the same for all units, rows and steps."""
+    """Whether the value may differ between units, rows or steps."""
     return any(leaf.op not in ("const", "hyper") for leaf in topological([node]) if not leaf.args)
 
 
 def _fold(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
-    """Gives what the language's own functions expand to their names again."""
+    """Turns the expansions of ``layer_norm`` and ``clip`` back into calls."""
     if node.op == "mul":
         centred, scale = node.args
         norm = _norm(centred, scale)
         if norm is not None:
-            new = args[0].args[0]  # of the centred value, which has been rewritten
+            new = args[0].args[0]  # the rewritten value, before it is centred
             return Expr("layer_norm", (new, norm[0]), norm[1:])
     if node.op == "minimum" and args[0].op == "maximum":
         return Expr("clip", (*args[0].args, args[1]))
@@ -572,7 +572,7 @@ def _fold(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
 
 
 def _norm(centred: Expr, scale: Expr) -> tuple[Any, ...] | None:
-    """eps and groups, where the product of the two is a layer norm."""
+    """Returns eps and groups if the product of the two is a layer norm, else None."""
     if centred.op != "sub" or scale.op != "div" or scale.args[1].op != "sqrt":
         return None
     value, average = centred.args
@@ -592,6 +592,6 @@ def _indent(lines: Iterable[str], by: str = "    ") -> list[str]:
 
 
 def _wrap(text: str, width: int = _WIDTH - 4) -> list[str]:
-    """Breaks at spaces; what follows the first line is indented."""
+    """Breaks text at spaces, and indents all lines but the first."""
     whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.wrap(text, width, subsequent_indent="    ", **whole)

@@ -1,4 +1,4 @@
-"""There are no layers for JAX as yet: importing this says what there is."""
+"""Placeholder for layers for JAX, which do not exist yet: its import error says what to use."""
 
 from anycell.requirement import absent
 

@@ -36,15 +36,15 @@ FORGET_BIAS = 1.0  # what TensorFlow 1 adds to f by default
 
 @dataclass(frozen=True)
 class Weights:
-    """One layer and direction, with all gates in a row: of an LSTM or a GRU, in a layout's order.
+    """The weights of one direction of an LSTM or GRU layer, with gates stacked in a layout's order.
 
     Attributes:
         kernel: ``[G*H, in]``.
         recurrent: ``[G*H, H]``.
-        bias: ``[G*H]``, of the input, or of both projections where they are only added, or None.
-        recurrent_bias: ``[G*H]``, or None if there is none of its own.
-        peepholes: by gate (i f o) ``[H]``, empty if there are none.
-        reset_after: of a GRU, whether the reset comes after the matmul; None for an LSTM.
+        bias: ``[G*H]``, of the input projection, or of both if they are only added; or None.
+        recurrent_bias: ``[G*H]``, or None if there is no separate one.
+        peepholes: ``[H]`` by gate (i f o), empty without peepholes.
+        reset_after: whether the reset of a GRU comes after the matmul; None for an LSTM.
     """
 
     kernel: Array
@@ -56,7 +56,7 @@ class Weights:
 
     @property
     def size(self) -> int:
-        """H."""
+        """The hidden size H."""
         return self.recurrent.shape[1]
 
     def joint_bias(self) -> Array:
@@ -64,13 +64,13 @@ class Weights:
         first, second = self.two_biases()
         if self.reset_after and second[-self.size :].any():  # the candidate is last in every layout
             raise ValueError(
-                "the candidate's recurrent bias is not zero, and multiplied by the reset; expected "
+                "the candidate's recurrent bias is not zero, and the reset multiplies it; expected "
                 "a target with two biases: torch, keras or onnx."
             )
         return np.add(first, second)
 
     def two_biases(self) -> list[Array]:
-        """The biases of the input and of the recurrent projection."""
+        """The biases of the input and the recurrent projection, zeros for a missing one."""
         none = np.zeros_like(self.kernel[:, 0])
         return [none if bias is None else bias for bias in (self.bias, self.recurrent_bias)]
 
@@ -89,11 +89,11 @@ class Weights:
 
 
 class Kind(NamedTuple):
-    """The arrays that a layout has of an LSTM or a GRU.
+    """The arrays in which a layout holds an LSTM or a GRU.
 
     Attributes:
-        gates: in its order.
-        shapes: by array; alternatives are apart by "|". The first array says what H and in are.
+        gates: the gates in the layout's order.
+        shapes: the shape of each array; "|" separates alternatives. The first array gives H and in.
     """
 
     gates: str
@@ -103,13 +103,13 @@ class Kind(NamedTuple):
 class Layout(NamedTuple):
     """The way in which a framework holds a kind of layer."""
 
-    read: Callable[[Mapping[str, Array], bool], Weights]  # True for a GRU
+    read: Callable[[Mapping[str, Array], bool], Weights]  # the flag is True for a GRU
     write: Callable[[Weights], dict[str, Array]]
     kinds: Mapping[str, Kind]
 
 
 def convert(weights: Arrays, kind: str, source: str, target: str) -> dict[str, Array]:
-    """The arrays of one layer and direction, in another layout.
+    """Converts the arrays of one layer and direction to another layout.
 
     Args:
         weights: by name, as in the table above; biases and peepholes may be absent.
@@ -120,10 +120,10 @@ def convert(weights: Arrays, kind: str, source: str, target: str) -> dict[str, A
         new arrays by name, of the same dtype.
 
     Raises:
-        ValueError: for an unknown layout or kind; for arrays that are missing, that the source has
-            not, or whose shapes do not fit; for what the target cannot hold: peepholes, or a GRU
-            with its reset on the other side of the matmul.
-        TypeError: for what is no mapping, or no array of real numbers.
+        ValueError: for an unknown layout or kind; for arrays that are missing, unknown to the
+            source, or of a wrong shape; for weights that the target cannot hold: peepholes, or a
+            GRU with its reset on the other side of the matmul.
+        TypeError: if ``weights`` is not a mapping, or a value not an array of real numbers.
 
     Example:
         >>> keras_weights = {"kernel": np.ones((3, 8)), "recurrent_kernel": np.ones((2, 8))}
@@ -157,12 +157,12 @@ def _numbers(name: str, value: npt.ArrayLike) -> Array:
         array = np.asarray(value)
     except MemoryError:
         raise
-    except Exception as error:  # rows of unequal lengths; a framework's tensor says no
+    except Exception as error:  # rows of unequal lengths, or a tensor that refuses
         raise TypeError(
             f"weights: given {name!r} as {type(value).__name__}, which is no array ({error}); "
             "expected an array of real numbers."
         ) from error
-    # Numbers of 16 bits that NumPy does not know itself are "V" to it, as records are.
+    # NumPy gives 16-bit numbers of other packages the kind "V", which records have too.
     if array.dtype.kind not in "fiu" and not (
         array.dtype.kind == "V" and not issubclass(array.dtype.type, np.void)
     ):
@@ -172,11 +172,11 @@ def _numbers(name: str, value: npt.ArrayLike) -> Array:
 
 
 def _check_shapes(arrays: Mapping[str, Array], shapes: Mapping[str, str]) -> None:
-    """Checks that the arrays are those of a layout, and of one layer."""
+    """Checks that the arrays belong to a layout, and to one layer."""
     first = next(iter(shapes))
     shape, sides = _take(arrays, first).shape, shapes[first].split()
     if unknown := [str(name) for name in arrays if name not in shapes]:
-        expected = f"none but {', '.join(shapes)}, of one layer and direction"
+        expected = f"only {', '.join(shapes)}, of one layer and direction"
         refuse("weights", ", ".join(unknown), expected)
     units = inputs = 0
     if len(shape) == len(sides):
@@ -196,7 +196,7 @@ def _check_shapes(arrays: Mapping[str, Array], shapes: Mapping[str, str]) -> Non
 
 
 def _parts(side: str) -> tuple[int, int, int]:
-    """Counts H, in and 1 in a side of a shape, as "in+4H"."""
+    """Counts H, in and 1 in a side of a shape, such as "in+4H"."""
     units = inputs = more = 0
     for term in side.split("+"):
         if term == "in":
@@ -228,7 +228,7 @@ def _expect(w: Weights, after: tuple[bool | None, ...], peepholes: bool, name: s
     if w.reset_after not in after:
         side = "after" if w.reset_after else "before"
         given = f"{name!r} for a GRU with the reset {side} the matmul"
-        refuse("target", given, "a layout of such GRUs")
+        refuse("target", given, "a layout that holds such a GRU")
     if w.peepholes and not peepholes:
         given = f"{name!r} for weights with peepholes, but this layout has none"
         refuse("target", given, "a layout with peepholes")
@@ -295,12 +295,12 @@ def _write_onnx(w: Weights) -> dict[str, Array]:
 
 
 def _joint(w: Weights) -> Array:
-    """``[in + H, G*H]``."""
+    """Stacks both kernels: ``[in + H, G*H]``."""
     return np.concatenate([w.kernel.T, w.recurrent.T])
 
 
 def _read_joint(joint: Array, size: int, *more: Any) -> Weights:
-    """From ``[in + H, G*H]``, of that H."""
+    """Splits a kernel ``[in + H, G*H]``, whose H is ``size``."""
     return Weights(joint[:-size].T, joint[-size:].T, *more)
 
 
@@ -338,7 +338,7 @@ def _write_block(w: Weights, names: tuple[str, str, str] = _V2) -> dict[str, Arr
 
 
 def _shifted(w: Weights, by: float) -> Weights:
-    """With a number added to the bias of f, the third gate of TensorFlow 1."""
+    """Adds a number to the bias of f, the third gate of TensorFlow 1."""
     bias, f = w.joint_bias(), slice(2 * w.size, 3 * w.size)
     bias[f] += bias.dtype.type(by)
     return Weights(w.kernel, w.recurrent, bias, peepholes=w.peepholes)
@@ -357,14 +357,14 @@ def _write_flax(w: Weights) -> dict[str, Array]:
 
 
 def _kinds(shapes: Mapping[str, str], peepholes: str = "", **gates: str) -> dict[str, Kind]:
-    """Per kind. In shapes G stands for the number of gates, in ``peepholes`` {} for a gate."""
+    """Makes each ``Kind``: in shapes G is the number of gates, in ``peepholes`` {} is a gate."""
     kinds = {}
     for kind, order in gates.items():
         count = str(len(order.split()))
-        every = {name: shape.replace("G", count) for name, shape in shapes.items()}
+        named = {name: shape.replace("G", count) for name, shape in shapes.items()}
         if peepholes and kind == "LSTM":
-            every |= {peepholes.format(gate): "H" for gate in "ifo"}
-        kinds[kind] = Kind(order, every)
+            named |= {peepholes.format(gate): "H" for gate in "ifo"}
+        kinds[kind] = Kind(order, named)
     return kinds
 
 

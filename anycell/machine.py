@@ -15,7 +15,7 @@ SIMD = "neon sve avx2 fma avx_vnni avx512f avx512_vnni avx512_bf16 amx_bf16 amx_
 
 
 def usable_cores() -> int:
-    """Cores this process may run on, which in a container is fewer than the machine has."""
+    """The number of cores that this process may use; a container may allow fewer than there are."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -41,7 +41,7 @@ def instruction_sets() -> list[str]:
 
 
 def version(*packages: str) -> str | None:
-    """The version of the first of these that is installed, without importing it."""
+    """The version of the first of these packages that is installed, without importing it."""
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(package)
@@ -49,7 +49,7 @@ def version(*packages: str) -> str | None:
 
 
 def output(*command: str) -> str:
-    """Runs a command and returns what it prints: nothing if it fails, or is not there."""
+    """Runs a command and returns its output, or "" if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -58,7 +58,7 @@ def output(*command: str) -> str:
 
 
 def revision() -> str | None:
-    """``1a2b3c4`` or ``1a2b3c4+changes``; nothing for an installed package."""
+    """The revision, ``1a2b3c4`` or ``1a2b3c4+changes``; None for an installed package."""
     if not (ROOT / ".git").exists():
         return None
     commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")

@@ -1,4 +1,4 @@
-"""A layer of its own name for each cell of ``anycell.cells``, in every frontend by one rule."""
+"""A layer named after each cell of ``anycell.cells``, made by one rule in every frontend."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes
 
 Layer = TypeVar("Layer", bound=type)
-_DEFAULTS = {  # of what a repr shows
+_DEFAULTS = {  # the arguments that a repr shows if they differ from these values
     "num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False,
     "checkpoint": None,
 }  # fmt: skip
 
 
 class Named:
-    """Mixin in front of a frontend's ``RNN``: the layer of one cell, whose hyperparameters are
-    arguments by keyword. Where cell and layer have one of a name, such as ``dropout``, it is the
+    """Mixin in front of a frontend's ``RNN``: the layer of one cell, which takes the cell's
+    hyperparameters by keyword. If cell and layer share a name, such as ``dropout``, it sets the
     cell's.
     """
 
@@ -32,7 +32,7 @@ class Named:
 
 
 def layers(base: Layer, module: str, taken: Container[str]) -> dict[str, Layer]:
-    """Makes the layers that users find in ``module`` by the names of the cells that are not taken.
+    """Makes the layers that users find in ``module``: one per cell whose name is not ``taken``.
 
     Args:
         base: a ``Named`` class of the frontend.
@@ -49,8 +49,8 @@ def layers(base: Layer, module: str, taken: Container[str]) -> dict[str, Layer]:
 
 
 def _signature(base: type, cell: Cell) -> inspect.Signature:
-    """The arguments of a layer of a cell: those of ``RNN``, by keyword from where the cell has one
-    of the name, and those of the cell.
+    """The arguments of a cell's layer: ``RNN``'s, then the cell's, which replace those of the same
+    name. All arguments after the first replaced one are keyword-only.
     """
     kind = inspect.Parameter
     hyper = inspect.signature(cell.function).parameters.values()

@@ -8,7 +8,7 @@ from importlib import metadata
 
 
 def installed() -> str:
-    """The version that was installed; ``0+unknown`` of files that were only copied."""
+    """The installed version; ``0+unknown`` if the files were only copied."""
     try:
         return metadata.version("anycell")
     except metadata.PackageNotFoundError:
@@ -16,13 +16,13 @@ def installed() -> str:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra: of a release from the index, else of the checkout."""
-    released = re.fullmatch(r"(?!0\.0$)[\d.]+", installed())  # 0.0: nobody knows
+    """The command that installs an extra, from the index for a release, else from the checkout."""
+    released = re.fullmatch(r"(?!0\.0$)[\d.]+", installed())  # 0.0: no tag is known
     return f"pip install '{'anycell' if released else '.'}[{extra}]'"
 
 
 def absent(framework: str) -> str:
-    """The sentence about a framework of JAX's that has no frontend."""
+    """The message about a JAX framework that has no frontend."""
     return (
         f"There are no layers for {framework} as yet; on JAX, anycell.keras runs step by step. See "
         "docs/keras.md, JAX."
@@ -34,9 +34,9 @@ def require(package: str, frontend: str, extra: str, otherwise: str = "") -> Non
 
     Args:
         package: the framework, by the name that it is imported by.
-        frontend: who needs it.
+        frontend: the frontend that needs it.
         extra: the extra of anycell that installs it.
-        otherwise: what else helps where the framework is there, but one of its own parts is not.
+        otherwise: a further remedy if a package that the framework needs is missing.
 
     Raises:
         ModuleNotFoundError: naming the module that is missing, and what to install.

@@ -1,4 +1,4 @@
-"""The arguments of the command line: cells by name or file, and errors that tell what is wrong."""
+"""The arguments of the command line: cells by name or file, and errors that say what is wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from anycell.requirement import install
 
 
 class UsageError(Exception):
-    """Something was asked for that does not exist; the message is all that the user needs."""
+    """A request for something that does not exist; the message is all that the user needs."""
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
@@ -35,7 +35,7 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
 
 
 def need(module: str, purpose: str, command: str = "") -> ModuleType:
-    """Import an optional package, or say which command installs it: that of the extra bench."""
+    """Imports an optional package, or says how to install it, by default with the extra bench."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -61,7 +61,7 @@ def find_cell(origin: str) -> Cell:
                 problem = f"{origin}: given a value of type {type(value).__name__}; expected a cell"
             else:
                 problem = f"{path} defines no {name!r}"
-            choose = did_you_mean(name, sorted(known)) if known else "; no function is under @cell"
+            choose = did_you_mean(name, sorted(known)) if known else "; it has no @cell function"
             raise UsageError(problem + choose)
         return value
     known = built_in()
@@ -98,19 +98,19 @@ def _module(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # so that inspect and linecache find the cell's source
     folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)  # a script imports its neighbours, as when it is run
+    sys.path.insert(0, folder)  # the file may import its neighbours, as a script may
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's, who needs no traceback through ours
-        raise UsageError(_told(path, error)) from error
+    except Exception as error:  # the user's error, without a traceback through our code
+        raise UsageError(_one_line(path, error)) from error
     finally:
         sys.path.remove(folder)
     return module
 
 
-def _told(path: Path, error: Exception) -> str:
+def _one_line(path: Path, error: Exception) -> str:
     """The error in one line, with the last line of the file that it came through."""
-    if isinstance(error, CellError):  # which names its place itself
+    if isinstance(error, CellError):  # its message names its place
         return str(error)
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"

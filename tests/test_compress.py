@@ -631,7 +631,7 @@ def test_a_matmul_with_the_name_of_a_factor(rng: np.random.Generator) -> None:
     layer = an.RNN(Named, 3, 8, dtype="float64", seed=0)
     x = rng.standard_normal((4, 2, 3))
     assert_close(compress.factorize(layer, 8)(x)[0], layer(x)[0], "float64", "forward")
-    with pytest.raises(ValueError, match=r"which has a matmul 'hh_u'; expected one without"):
+    with pytest.raises(ValueError, match=r"which has a matmul 'hh_u'; expected a cell without it"):
         compress.factorize(layer, 4, matmuls=["hh"])
 
 

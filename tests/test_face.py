@@ -137,7 +137,7 @@ def test_a_layer_is_explained(which: str) -> None:
 def test_what_a_layer_has_is_not_asked_for() -> None:
     layer = an.LSTM(3, 8)
     for given in ({"hidden_size": 8}, {"dtype": "float32"}, {"engine": "cpu"}, {"P": 3}):
-        with pytest.raises(ValueError, match="expected none beside a layer, which has its own"):
+        with pytest.raises(ValueError, match="expected none with a layer, which has its own"):
             anycell.explain(layer, **given)
     with pytest.raises(TypeError, match=r"cell: given .*; expected a cell.*Or pass a layer"):
         anycell.explain(an.Dense(3, 1))
@@ -226,7 +226,7 @@ def test_cross_entropy_of_a_single_step() -> None:
         ((X, np.zeros((5, 3), int)), ValueError, r"target: given shape \[5, 3\]; expected shape"),
         ((X, np.zeros((5, 2))), TypeError, r"target: given dtype float64; expected integers"),
         ((X, np.full((5, 2), 3)), ValueError, r"target: .*; expected 0 to 2\. Add outputs"),
-        ((X, np.full((5, 2), -1)), ValueError, r"target: given a number of no class"),
+        ((X, np.full((5, 2), -1)), ValueError, r"target: given an unknown class"),
         ((X, np.zeros((5, 2), int), np.zeros((5, 2), bool)), ValueError, "no step that counts"),
         ((X[:0], np.zeros((0, 2), int)), ValueError, "no step that counts"),
         ((1.0, 1), ValueError, r"logits: given shape \[\]; expected shape \[\.\.\., C\]"),

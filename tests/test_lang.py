@@ -201,7 +201,7 @@ def test_outputs_of_a_matmul_are_as_wide_as_each_other() -> None:
         a, b = linear(x.a, "w", gates="a b")
         return a, b * x.b
 
-    assert "the sizes do not close" in refused(Wide, state="h:P c")
+    assert "the sizes do not match" in refused(Wide, state="h:P c")
 
 
 def test_sizes_follow_from_use() -> None:
@@ -413,7 +413,7 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: linear(s.h > 0, "u"), "linear() got `s.h > 0`, a condition", "1.0, 0.0)"),
     (lambda x, r, s: keep(0.5, per="batch"), "per='batch'", 'per="sequence"'),
     (lambda x, r, s: linear(s.h, "w") + linear(x.a, "w"), "two matmuls cannot share one",
-     "Another name is another weight, learned apart"),
+     "Another name is another weight, learned separately"),
     (lambda x, r, s: linear("w", s.h), "linear(..., s.h): the weight needs", 'linear(value, "na'),
     (lambda x, r, s: linear(s.h, "w", bias="no"), "bias='no'): expected True or", "bias=True"),
     (lambda x, r, s: linear(s.h, "w", size=8), "size=8): expected a symbol", "RNN(cell, 12, 100,"),
@@ -437,8 +437,8 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: layer_norm(x.a, eps=-1e-5), "eps=-1e-05", "eps=1e-5"),
     (lambda x, r, s: layer_norm(x.a, eps=np.nan), "eps=nan", "eps=1e-5"),
     # Found when the function has returned: they name its last line.
-    (lambda x, r, s: x, "returned all gates at once, its states are 1: h", "`return h`"),
-    (lambda x, r, s: (x.a, x.b), "returned 2 value(s), its states are 1: h", "`return h`"),
+    (lambda x, r, s: x, "returned all gates at once; it declares 1 state(s): h", "`return h`"),
+    (lambda x, r, s: (x.a, x.b), "returned 2 value(s); it declares 1 state(s): h", "`return h`"),
     (lambda x, r, s: None, "returned NoneType for the new state 'h'", "a traced value"),
     (lambda x, r, s: x.a > 0, "returned a condition", "where(condition, 1.0, 0.0)"),
     (lambda x, r, s: x.a / 0, "a value is divided by 0; expected another", "the expression"),
@@ -499,7 +499,7 @@ def test_a_declaration_is_refused_with_its_line() -> None:
         def Few(x, r):
             return x.a
 
-    with pytest.raises(CellError, match=r"takes \(x, r, s, e, p\); .* order \(x, r, s, p, e\)"):
+    with pytest.raises(CellError, match=r"takes \(x, r, s, e, p\), .* order \(x, r, s, p, e\)"):
 
         @cell(gates="a", params="w", static="e")
         def Swapped(x, r, s, e, p):
@@ -542,8 +542,8 @@ def test_functions_of_other_libraries_are_refused() -> None:
         (lambda x, r, s: x + r, {"state": "h c"}, "`return h, c`"),
         (lambda x, r, s: x.a + s.h, {"state": "h:P"}, "one of size"),
         (lambda x, r, s: x.a, {"state": "h:P"}, 'change the size with linear(value, "name")'),
-        (lambda x, r, s: (s.c, tanh(x.a)), {"state": "h:P c"}, "do not close"),
-        (lambda x, r, s: (s.h * (k := keep(0.5)), s.c * k), {"state": "h:P c"}, "do not close"),
+        (lambda x, r, s: (s.c, tanh(x.a)), {"state": "h:P c"}, "do not match"),
+        (lambda x, r, s: (s.h * (k := keep(0.5)), s.c * k), {"state": "h:P c"}, "do not match"),
         (lambda x, r: x.a, {}, "takes 2 positional arguments"),
         (lambda x, r, s: x.a, {"params": "p"}, "(x, r, s, p)"),
         (lambda x, r, s, p: x.a, {"params": "p", "static": "e"}, "(x, r, s, p, e)"),
@@ -556,7 +556,7 @@ def test_functions_of_other_libraries_are_refused() -> None:
         (lambda x, r, s: x.a, {"gates": "a=3 b"}, "cannot read 'a=3'; expected name."),
         (lambda x, r, s: x.a, {"gates": "a b:Q"}, "cannot read 'b:Q'; expected name."),
         (lambda x, r, s: x.a, {"gates": "a b:Q"}, "Instead: write 'b': it has H units."),
-        (lambda x, r, s: x.a, {"gates": "a b=1"}, "Instead: write 'b'. Initial values have"),
+        (lambda x, r, s: x.a, {"gates": "a b=1"}, "Instead: write 'b'. Only states"),
         (lambda x, r, s, p: x.a, {"params": "w:P"}, "'w:P'; expected name or name=value."),
         (lambda x, r, s, p: x.a, {"params": "w:P"}, "Instead: write 'w': it has H units."),
         (lambda x, r, s, e: x.a, {"static": "e f"}, "static='e f'): expected one name"),
@@ -564,16 +564,16 @@ def test_functions_of_other_libraries_are_refused() -> None:
         (lambda x, r, s: x.a, {"bias": "no"}, "bias='no'): expected True or False"),
         (lambda x, r, s: x.a, {"bias": 1}, "bias=1): expected True or False"),
         (lambda x, r, s: x.a, {"bias": None}, "bias=None): expected True or False"),
-        (lambda x, r, s: (linear(x.a, "w", size="P"), x.b), {"state": "h:Q c"}, "do not close"),
-        (lambda x, r, s: linear(x.a, "w", size="P") * x.b, {}, "do not close"),
+        (lambda x, r, s: (linear(x.a, "w", size="P"), x.b), {"state": "h:Q c"}, "do not match"),
+        (lambda x, r, s: linear(x.a, "w", size="P") * x.b, {}, "do not match"),
         (lambda x, r, s, e: x.a, {"static": ""}, "static=''): expected one name"),
         (lambda x, r, s, e: x.a, {"static": True}, "static=True): expected one string"),
         (lambda x, r, s, e: x.a, {"static": ["e"]}, "static=['e']): expected one string"),
         (lambda x, r, s: x.a, {"gates": ["a", 2]}, "gates=['a', 2]): expected one string"),
         (lambda x, r, s: x.a, {"gates": ["a", "a"]}, "a name appears twice"),
         (lambda x, r, s: x.a, {"state": "h:dropout c"}, "named 'dropout': layers take sizes"),
-        (lambda x, r, s, **k: x.a, {}, "takes **k, to which nothing is ever given"),
-        (lambda x, r, s, *k: x.a, {}, "takes *k, to which nothing is ever given"),
+        (lambda x, r, s, **k: x.a, {}, "takes **k, but nothing is ever passed to it"),
+        (lambda x, r, s, *k: x.a, {}, "takes *k, but nothing is ever passed to it"),
         (functools.partial(lambda x, r, s: x.a), {}, "was given functools.partial("),
         (cells.LSTM, {}, "was given LSTM()"),
         (lambda x, r, s: x.a, {"state": "h=nan"}, "'nan' is not a number"),
@@ -648,7 +648,7 @@ def test_a_bias_that_is_not_there_takes_no_name() -> None:
 
 def test_names_of_the_reverse_direction() -> None:
     """What the second direction learns has them, so nothing else may."""
-    message = r"names that end in '_reverse' are those of the reverse direction(.|\n)*rename it"
+    message = r"names that end in '_reverse' belong to the reverse direction(.|\n)*rename it"
     with pytest.raises(CellError, match=message):
         traced(lambda x, r, s: linear(s.h, "u_reverse"))
     with pytest.raises(CellError, match=message):

@@ -213,7 +213,7 @@ REFUSED: list[tuple[Any, str, type[Exception], str]] = [
     ({**K, "bias": "x"}, "LSTM keras", TypeError, "given 'bias' of dtype <U1; expected"),
     ({**K, "bias": None}, "LSTM keras", TypeError, "given 'bias' of dtype object; expected"),
     ({**K, "bias": [[1], [1, 2]]}, "LSTM keras", TypeError, "'bias' as list, which is no array"),
-    ({**K, "bais": K["bias"]}, "LSTM keras", ValueError, "given bais; expected none but kernel"),
+    ({**K, "bais": K["bias"]}, "LSTM keras", ValueError, "given bais; expected only kernel"),
     ({**K, "bias": np.ones((2, 8))}, "LSTM keras", ValueError, r"shape \(2, 8\); expected \(4H\)"),
     ({**K, "kernel": np.ones((3, 7))}, "LSTM keras", ValueError, r"\(3, 7\); expected \(in, 4H\)"),
     ({**K, "kernel": np.ones((0, 8))}, "LSTM keras", ValueError, r"\(0, 8\); expected \(in, 4H\)"),

@@ -236,7 +236,7 @@ def test_an_array_that_takes_itself_for_another(tmp_path: Path) -> None:
     dense.save(path)
     content = path.read_bytes()
     path.write_bytes(content.replace(b"<f4", b"<f2", 1))
-    with pytest.raises(ValueError, match=re.escape("dense.npz', which is no .npz archive")):
+    with pytest.raises(ValueError, match=re.escape("dense.npz', which is not an .npz archive")):
         dense.load(path)
 
 
@@ -257,7 +257,7 @@ def test_save_replaces_nothing_but_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("fifo")
     for name in ("fifo", "folder", "link"):
-        with pytest.raises(FileExistsError, match=f"path: given .*{name}', which is no file"):
+        with pytest.raises(FileExistsError, match=f"path: given .*{name}', which is not a file"):
             an.Dense(2, 2).save(tmp_path / name)
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
     assert sorted(os.listdir(tmp_path)) == ["fifo", "folder", "link"]

@@ -6,6 +6,6 @@ wrong contender is not timed), ``timing`` (interleaved runs), ``machine`` (the m
 ``probe`` (what only a fresh process can tell), ``runner`` (which puts them together), ``report``
 and ``chart`` (what you see).
 
-Only that command imports it, and needs what the extra ``bench`` installs: nothing else of anycell
-depends on either.
+Only that command imports this package, and needs what the extra ``bench`` installs. Nothing else in
+anycell depends on either.
 """

@@ -13,7 +13,7 @@ from anycell.usage import need
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 COLORS = ("#2f6fb3", "#e08e45", "#4c9a6b", "#a05195", "#c0504d", "#6b7b8c")
-SLOWER = "#f7eeee"  # the half-plane where we lose
+SLOWER = "#f7eeee"  # the half-plane where we are slower
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -25,9 +25,9 @@ STYLE = {
 
 
 def draw(report: Report, folder: Path) -> Path | None:
-    """Write ``bench.png``: one panel per cell and mode, one bar per shape and peer.
+    """Writes ``bench.png``: one panel per cell and mode, one bar per shape and peer.
 
-    Nothing where there is nothing to compare.
+    Returns None, and writes nothing, if there is nothing to compare.
     """
     peers = report.settings.contenders[1:]
     panels = [

@@ -15,7 +15,7 @@ from anycell.bench.tasks import Array, Contender, Mode
 
 
 def late(module: str, function: str, **options: Any) -> Callable[..., Any]:
-    """A function of a module that is imported when it is called, with its framework."""
+    """Returns a function that imports its module, and so a framework, only when it is called."""
 
     def call(*args: Any) -> Any:
         return getattr(importlib.import_module(module), function)(*args, **options)
@@ -26,9 +26,9 @@ def late(module: str, function: str, **options: Any) -> Callable[..., Any]:
 TORCH, NUMPY = "anycell.bench.torch_layers", "anycell.bench.numpy_loops"
 ONNX, KERAS = "anycell.bench.onnx_graph", "anycell.bench.keras_layers"
 SUBJECT = "anycell"
-CALM = {"session.intra_op.allow_spinning": "0"}  # threads that sleep where they have no work
-OUR_LSTM = "anycell-LSTM"  # what our own LSTM takes on the same shape: the price of another cell
-FLOAT32 = "anycell-float32"  # what our layer takes in float32: the gain of fewer bits
+CALM = {"session.intra_op.allow_spinning": "0"}  # threads sleep when they have no work
+OUR_LSTM = "anycell-LSTM"  # our LSTM on the same shape, to show what another cell costs
+FLOAT32 = "anycell-float32"  # our layer in float32, to show what fewer bits gain
 CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     SUBJECT: late(TORCH, "ours"),
     OUR_LSTM: late(TORCH, "ours"),
@@ -49,24 +49,24 @@ CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
 }
 DEFAULT_PEERS = ("torch.nn", "torch-loop")
 ON_TENSORFLOW = ("anycell.keras", "keras", "keras-xla", "keras-loop", "tf-block")
-# Beyond NumPy and PyTorch.
+# The packages that contenders need beyond NumPy and PyTorch.
 PACKAGES = dict.fromkeys(("onnxruntime", "onnxruntime-calm"), ("onnx", "onnxruntime"))
 PACKAGES |= dict.fromkeys(ON_TENSORFLOW, ("keras", "tensorflow"))
 
 
 def make(name: str, problem: Problem) -> Contender:
-    """The contender of that name, built; `Unsupported` where it has no such layer."""
+    """Builds a contender; raises `Unsupported` if it has no such layer."""
     return CONTENDERS[name](posed(name, problem))
 
 
 def posed(name: str, problem: Problem) -> Problem:
-    """The problem that this contender solves: the same, except for our LSTM among other cells, and
-    for float32 among other dtypes.
+    """The problem that this contender solves: ``OUR_LSTM`` gets the LSTM as its cell, ``FLOAT32``
+    gets float32, and all others get the problem unchanged.
     """
     if name == OUR_LSTM:
         return replace(problem, cell=find_cell("LSTM"))
     return replace(problem, dtype="float32") if name == FLOAT32 else problem
 
 
-# Output, in training all gradients too, in float64.
+# Computes the output, in training all gradients too, in float64.
 reference: Callable[[Problem, Mode], dict[str, Array]] = late(TORCH, "reference")

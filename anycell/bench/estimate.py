@@ -1,4 +1,4 @@
-"""A rough estimate of the time that a benchmark takes, by what each row consists of."""
+"""Estimates roughly how long a benchmark takes, from the parts of each row."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from anycell.bench.tasks import Mode
 from anycell.bench.timing import BLOCK_S, MIN_ROUNDS, WINDOW_S
 from anycell.plan.dtype import DTYPES
 
-SLOWER = 4.0  # a call's time over that of its matmuls at the rate of a large one
-STEP_S = 20e-6  # of each step of a layer, beside its matmuls
+SLOWER = 4.0  # a call's time over the time of its matmuls at the rate of a large matmul
+STEP_S = 20e-6  # for each step of a layer, besides its matmuls
 PROCESS_S = 5.0  # until a fresh process has imported torch and made its first call
 COMPILE_S = 30.0  # torch.compile
 
 
 def seconds(settings: Settings) -> list[float]:
-    """Seconds of each row, in the order of the rows."""
+    """Estimates the seconds of each row, in the order of the rows."""
     rate = 1e9 * Matmul(DTYPES[settings.dtype].storage.name).gflops
     return [
         _row(settings, Problem(cell, shape, settings.dtype, settings.threads), mode, rate)
@@ -29,13 +29,13 @@ def seconds(settings: Settings) -> list[float]:
 def _row(settings: Settings, problem: Problem, mode: Mode, rate: float) -> float:
     count, shape = len(settings.contenders), problem.shape
     call = SLOWER * problem.flops(mode) / rate + STEP_S * shape.T * shape.L * shape.D
-    checked = (4 + 2 * count) * call  # the reference in float64, and two calls of everybody
+    checked = (4 + 2 * count) * call  # the reference in float64, and two calls of each contender
     rounds = max(settings.seconds, MIN_ROUNDS * count * (max(call, BLOCK_S) + WINDOW_S))
     matmuls = 6 * 2 * Matmul.SIZE**3 / rate
     fresh = 2 * PROCESS_S * settings.first_call
     if settings.alone:
-        each = max(min(settings.seconds, ALONE_S), MIN_ROUNDS * max(call, BLOCK_S))
-        fresh += count * (PROCESS_S + each)
+        alone = max(min(settings.seconds, ALONE_S), MIN_ROUNDS * max(call, BLOCK_S))
+        fresh += count * (PROCESS_S + alone)
     if settings.memory and mode == "training":
         fresh += count * PROCESS_S
     if "torch-compile" in settings.contenders:
@@ -44,7 +44,7 @@ def _row(settings: Settings, problem: Problem, mode: Mode, rate: float) -> float
 
 
 def duration(seconds: float) -> str:
-    """The number as people say it.
+    """Rounds seconds to a time as people say it.
 
     >>> [duration(seconds) for seconds in (2, 44, 100, 3000, 9000)]
     ['10 s', '50 s', '2 min', '50 min', '2.5 h']

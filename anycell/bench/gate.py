@@ -15,7 +15,7 @@ import numpy.typing as npt
 Arrays = Mapping[str, npt.NDArray[np.floating]]
 
 # Norm-wise relative error over the whole array: forward, gradients. The test suite asserts that
-# these are the numbers of its own table. In 16 and 8 bits that of inputs and weights is counted in.
+# these equal its own table. In 16 and 8 bits they include the rounding of inputs and weights.
 LIMITS = {
     ("float64", "forward"): 1e-12,
     ("float64", "gradient"): 1e-11,
@@ -28,8 +28,8 @@ LIMITS = {
     ("int8", "forward"): 2e-2,
 }
 
-# What others may be off by, in terms of that. torch.nn itself is at 1.1 times the limit where it
-# sums 93 000 gradients of a bias one after the other: its rounding is not for us to refuse.
+# Other contenders may be off by this multiple of a limit. torch.nn itself reaches 1.1 limits where
+# it sums 93 000 gradients of a bias one by one, and we do not refuse its rounding.
 PEERS = 4.0
 
 
@@ -61,7 +61,7 @@ def relative_error(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
 
 
 def judge(got: Arrays, want: Arrays, dtype: str, slack: float = 1.0) -> Verdict:
-    """Compare a contender's arrays with the float64 reference's, with `slack` times the limits.
+    """Compares a contender's arrays with the float64 reference's, with `slack` times the limits.
 
     The array named ``output`` is the forward pass, all others are gradients.
     """

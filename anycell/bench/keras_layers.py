@@ -1,7 +1,7 @@
 """Layers of Keras on TensorFlow, ours and others', each in a ``tf.function``.
 
-Inputs are batch-major, as Keras has them. A training step asks for the gradients of the weights, as
-``fit`` does; the input's gradient, which the gate wants to see too, comes from a call of its own.
+Inputs are batch-major, as in Keras. A training step computes the gradients of the weights, as
+``fit`` does; the input's gradient, which the gate checks too, comes from a separate call.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def block(problem: Problem) -> Contender:
     zeros = tf.zeros((shape.B, shape.H))
 
     def run(x: Tensor, weights: Direction, back: bool) -> Tensor:
-        """Time-major, which suits it; its gradient by hand: TensorFlow registers another's."""
+        """Runs time-major, which suits the op. TensorFlow registers the gradient of BlockLSTM."""
         peepholes = [weights.get(name, zeros[0]) for name in ("p_i", "p_f", "p_o")]
         names = "x w b wci wcf wco".split()
         rest = {"cs_prev": zeros, "h_prev": zeros, "use_peephole": "p_i" in weights}
@@ -135,7 +135,7 @@ def _keras_name(name: str) -> str:
 
 
 def _as_keras(problem: Problem, weights: Direction, reorder: bool) -> dict[str, Tensor]:
-    """The weights of a direction by Keras's names; `reorder` puts r z n as z r n."""
+    """The weights of a direction by Keras's names; `reorder` turns gates r z n into z r n."""
     arrays: dict[str, list[Tensor]] = {}
     for name, value in weights.items():
         if name.startswith("weight"):
@@ -150,7 +150,7 @@ def _as_keras(problem: Problem, weights: Direction, reorder: bool) -> dict[str, 
 
 
 def _as_torch(problem: Problem, gradients: Any, reorder: bool) -> dict[str, Array]:
-    """Gradients by torch's names: the derivative of `_as_keras` makes them of Keras's."""
+    """Gradients by torch's names, from Keras's gradients by the derivative of `_as_keras`."""
     weights = {name: tf.constant(value) for name, value in problem.weights.items()}
     with tf.GradientTape() as tape:
         tape.watch(weights)
@@ -207,7 +207,7 @@ def _contender(
     compiled: bool = False,
     time_major: bool = False,
 ) -> Contender:
-    """Any layers on TensorFlow; ``compiled`` by XLA."""
+    """A contender of any layers on TensorFlow, by XLA if ``compiled``."""
     if problem.dtype != "float32":
         raise Unsupported(f"no {problem.dtype} on TensorFlow here")
 
@@ -250,7 +250,7 @@ def _contender(
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Our kernels on threads of their own, as where there is no torch in the process."""
+    """Runs our kernels on threads of their own, as in a process without torch."""
     cpu.pool.attach(None)
     try:
         yield
@@ -259,7 +259,7 @@ def _alone() -> Iterator[None]:
 
 
 def set_threads(count: int) -> None:
-    """Set TensorFlow's threads, which it takes before its first operation only."""
+    """Sets TensorFlow's threads, which works only before its first operation."""
     for kind in ("intra", "inter"):
         if getattr(tf.config.threading, f"get_{kind}_op_parallelism_threads")() != count:
             getattr(tf.config.threading, f"set_{kind}_op_parallelism_threads")(count)

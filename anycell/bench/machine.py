@@ -34,7 +34,7 @@ def describe() -> dict[str, Any]:
 
 
 def busy(machine: dict[str, Any]) -> str:
-    """A warning where others were at work when the machine was described; else nothing."""
+    """A warning if the machine was busy when it was described, else an empty string."""
     if machine["load"] <= 0.5 * machine["cores"]:
         return ""
     return (
@@ -46,8 +46,8 @@ def busy(machine: dict[str, Any]) -> str:
 class Matmul(Task):
     """A square matmul far out of cache, in the framework's own library with its own threads.
 
-    The rate is measured again around every row of the table, because the same machine has another
-    rate ten minutes later.
+    The rate is measured again around every row of the table, because the rate of a machine changes
+    within minutes.
     """
 
     SIZE = 2048
@@ -63,7 +63,7 @@ class Matmul(Task):
         self.samples.clear()
 
     def sample(self, times: int = 3) -> list[float]:
-        """GFLOP/s of a few runs, also kept in ``samples``."""
+        """Measures the GFLOP/s of a few runs, and also adds them to ``samples``."""
         settle()
         rates = [2e-9 * self.SIZE**3 / once(self) for _ in range(times)]
         self.samples += rates

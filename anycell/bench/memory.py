@@ -10,13 +10,13 @@ from pathlib import Path
 from anycell.usage import need
 
 # A fixed threshold sends every larger buffer to mmap, so that what is freed leaves the process at
-# once. (glibc otherwise raises it as it goes, and a reused heap hides what a step allocates.)
+# once. (glibc otherwise raises the threshold, and a reused heap hides what a step allocates.)
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 PROC = Path("/proc/self")
 
 
 def supported() -> bool:
-    """Whether this system tells a peak that starts again, which psutil does not."""
+    """Whether this system has a peak that can be reset, which psutil does not offer."""
     return sys.platform == "linux"
 
 
@@ -26,14 +26,14 @@ def _bytes(file: str, key: str) -> int:
 
 
 def growth(step: Callable[[], object]) -> int:
-    """Bytes by which the process grew at most while `step` ran.
+    """Returns the largest growth of the process while `step` runs, in bytes.
 
     `step` must have run on a small problem before, so that libraries are loaded and threads exist.
     """
     gc.collect()
     psutil = need("psutil", "a measurement of memory")
-    getattr(psutil, "heap_trim", lambda: None)()  # freed memory is not the next step's; glibc only
+    getattr(psutil, "heap_trim", lambda: None)()  # frees memory of earlier steps; glibc only
     before = _bytes("smaps_rollup", "Rss:")  # the counters of ``status`` lag behind
-    (PROC / "clear_refs").write_text("5")  # the high-water mark starts again
+    (PROC / "clear_refs").write_text("5")  # resets the high-water mark
     step()
     return max(0, _bytes("status", "VmHWM:") - before)

@@ -29,13 +29,13 @@ def sigmoid(v: Array) -> Array:
 class Scan:
     """One direction of one layer, in time order; ``forward`` keeps what ``backward`` needs.
 
-    A cell says what a step does, and its derivative: `step` writes ``h[t + 1]``, `back` writes the
-    gradients of both projections and returns the gradient that h gets past the matmul, if any.
+    A subclass defines a step and its derivative: `step` writes ``h[t + 1]``, `back` writes the
+    gradients of both projections and returns the gradient of h that bypasses the matmul, if any.
 
     Attributes:
         gates: ``[T, B, G * H]``, first projected inputs, then the activated gates.
         h, c: the states, ``[T + 1, B, H]``, from the initial ones on.
-        aside: ``[T + 1, B, H]``, what else a step keeps.
+        aside: ``[T + 1, B, H]``, another value that a step keeps.
         learned: gradients of parameters that a step multiplies itself, which `back` adds up.
         apart: whether the gradients of the two projections differ, as a GRU's do.
     """
@@ -152,7 +152,7 @@ class GRU(Scan):
 
 
 class RNN(Scan):
-    """Elman's, with tanh."""
+    """Elman's network, with tanh."""
 
     def step(self, t: int, recurrent: Array) -> None:
         np.tanh(self.gates[t] + recurrent, out=self.h[t + 1])
@@ -220,7 +220,7 @@ def loop(problem: Problem) -> Contender:
 
 
 def ours(problem: Problem) -> Contender:
-    """The layer without a framework; in 16 bits it trains in 16 bits, too."""
+    """Our layer without a framework; in 16 bits it also trains in 16 bits."""
     cell, shape = problem.cell.definition, problem.shape
     if cell.keeps:
         raise Unsupported(f"{problem.cell.name} draws random masks, here from NumPy's generator")
@@ -245,13 +245,13 @@ def ours(problem: Problem) -> Contender:
 
 
 def recurrence(problem: Problem) -> Task:
-    """The primitive alone: one direction of the first layer, its input projected before."""
+    """The primitive alone: one direction of the first layer, with its input already projected."""
     arguments = recurrence_arguments(problem)
     return Task(lambda: anycell.recurrence(*arguments)[0])
 
 
 def recurrence_arguments(problem: Problem, dtype: str | None = None) -> tuple[Any, ...]:
-    """Cell, projected inputs, weights, state and parameters, as the primitive takes them."""
+    """The arguments of the primitive: cell, projected inputs, weights, state and parameters."""
     kind, cell = numpy_dtype(dtype or problem.dtype), problem.cell.definition
     first = by_direction(problem.weights, problem.shape)[0][0]
     w = {name: value.astype(dtype or problem.wide) for name, value in first.items()}

@@ -46,7 +46,7 @@ def build(problem: Problem) -> bytes:
             tdbh{layer} = {operator} <{attributes}> ({given})
             tbdh{layer} = Transpose <perm = [0, 2, 1, 3]> (tdbh{layer})
             {names[layer + 1]} = Reshape (tbdh{layer}, flat)""")
-    # An old opset and IR, so that any ONNX Runtime of the last years loads the model.
+    # An old opset and IR, so that any ONNX Runtime of recent years loads the model.
     model = parser.parse_model(f"""
         <ir_version: 8, opset_import: ["": 14]>
         bench (float[{shape.T}, {shape.B}, {shape.I}] x)
@@ -60,7 +60,7 @@ def build(problem: Problem) -> bytes:
 
 
 def _arrays(operator: str, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """W, R, B, and P where there are peepholes, of one direction in ONNX's order of gates."""
+    """W, R, B, and with peepholes P, of one direction, in ONNX's order of gates."""
     if operator != "RNN":
         named = {f"{name}_l0": value for name, value in weights.items()}
         return layouts.convert(named, operator, "torch", "onnx")
@@ -69,8 +69,8 @@ def _arrays(operator: str, weights: Mapping[str, np.ndarray]) -> dict[str, np.nd
 
 
 def saturates() -> bool:
-    """Whether ONNX Runtime's products of bytes may exceed what they are summed in: on x86 without
-    VNNI pairs of them are summed in 16 bits, and outputs are off by 9 to 20 percent.
+    """Whether ONNX Runtime's sums of byte products may overflow: on x86 without VNNI it sums pairs
+    of products in 16 bits, and outputs are off by 9 to 20 percent.
     """
     return X86 and not {"avx512_vnni", "avx_vnni"} & set(instruction_sets())
 
@@ -79,12 +79,12 @@ def quantized(model: bytes, reduce_range: bool) -> bytes:
     """The model with ``DynamicQuantizeLSTM``: weights of 8 bits, with a scale for each output.
 
     Args:
-        reduce_range: weights of 7 bits, whose products cannot saturate.
+        reduce_range: whether weights have 7 bits, so that products cannot saturate.
     """
     onnx = need("onnx", "the onnxruntime peer")
     quantization: Any = need("onnxruntime.quantization", "the onnxruntime peer")
     graph = onnx.load_from_string(model)
-    # There is nothing to prepare in a graph of constants: without this ONNX Runtime asks for it.
+    # Marks the graph as prepared, or ONNX Runtime asks for it; a graph of constants needs nothing.
     onnx.helper.set_model_props(graph, {"onnx.quant.pre_process": "onnxruntime.quant"})
     with tempfile.TemporaryDirectory(prefix="anycell-bench-") as folder:
         path = Path(folder) / "quantized.onnx"
@@ -100,12 +100,11 @@ def quantized(model: bytes, reduce_range: bool) -> bytes:
 
 
 def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> Contender:
-    """ONNX Runtime, on the problem as a graph: inference in float32, of LSTMs in int8 too.
+    """ONNX Runtime on the problem as a graph: inference in float32, for LSTMs also in int8.
 
-    The weights are constants of the graph, which a session packs once. In int8 they have 7
-    bits where products of 8 bits would saturate, and wrong results come out. `settings` are entries
-    of its configuration; by default all are ONNX Runtime's own, so that its threads spin while it
-    runs, as they do for its users.
+    The weights are constants of the graph, which a session packs once. In int8 they have 7 bits if
+    products of 8 bits would saturate and give wrong results. `settings` are entries of its
+    configuration. By default all are ONNX Runtime's own: its threads spin, as in users' programs.
     """
     if problem.dtype not in ("float32", "int8"):
         raise Unsupported(f"ONNX Runtime has no {problem.dtype} recurrent layers")
@@ -114,7 +113,7 @@ def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> 
         reduced = saturates()
         model = quantized(model, reduced)
         if reduced:
-            remark = "weights of 7 bits, for its products of 8 bits saturate without VNNI"
+            remark = "weights of 7 bits, because its products of 8 bits saturate without VNNI"
     runtime: Any = need("onnxruntime", "the onnxruntime peer")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = problem.threads
@@ -135,7 +134,7 @@ def openvino(problem: Problem) -> Contender:
         raise Unsupported("OpenVINO leaves out the peepholes of an ONNX LSTM")
     try:
         runtime: Any = need("openvino", "the openvino peer", "pip install openvino")
-    except UsageError as error:  # it is large, and the others can be measured without it
+    except UsageError as error:  # it is large, and all others run without it
         raise Unsupported(str(error)) from None
     core = runtime.Core()
     settings = {

@@ -34,9 +34,10 @@ class ProbeError(Exception):
 
 
 def first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]:
-    """Milliseconds that a first call takes longer: with an empty kernel cache, then from it.
+    """Milliseconds that a first call takes longer than a later one: with an empty kernel cache
+    ("cold"), then with the cache that it filled ("warm").
 
-    Kernels depend on neither T nor B. Small ones keep the time of the work out of the difference.
+    Kernels depend on neither T nor B, so small ones keep the work itself out of the difference.
     """
     shape = replace(problem.shape, T=min(problem.shape.T, 4), B=min(problem.shape.B, 4))
     problem = replace(problem, shape=shape)
@@ -47,12 +48,12 @@ def first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]
 
 
 def step_memory(contender: str, problem: Problem) -> int:
-    """Bytes by which a process grows at most in a training step, gradients included."""
+    """The largest growth of a process in a training step, in bytes, gradients included."""
     return int(_ask("memory", contender, problem, "training", memory.ENVIRONMENT))
 
 
 def alone(contender: str, problem: Problem, mode: Mode, seconds: float) -> list[float]:
-    """Samples in milliseconds per call, taken as in turns, but without other contenders."""
+    """Samples in milliseconds per call, like interleaved ones, but without other contenders."""
     return [1e3 * sample for sample in _ask("alone", contender, problem, mode, {}, seconds)]
 
 
@@ -95,7 +96,7 @@ def main(request: dict[str, Any]) -> Any:
         del tiny
     contender = make(name, problem)
     task = contender.task(mode)
-    if "torch" in sys.modules:  # who needs no torch runs without its threads and libraries
+    if "torch" in sys.modules:  # else the contender runs without torch's threads
         sys.modules["torch"].set_num_threads(problem.threads)
     with contender.around():
         if what == "alone":
@@ -105,8 +106,8 @@ def main(request: dict[str, Any]) -> Any:
 
 
 def _start_torch(threads: int) -> None:
-    """Lets torch start and load what its first use needs, which is not the layer's: threads, a
-    library, and for a gradient that is given, its symbolic algebra.
+    """Makes torch load what its first use needs, which must not count as the layer's: threads, a
+    library, and its symbolic algebra, which ``backward(gradient)`` needs.
     """
     import torch
 
@@ -116,7 +117,7 @@ def _start_torch(threads: int) -> None:
 
 
 def _longer(task: Task) -> float:
-    """Seconds that the first call, which is prepared, takes longer than later ones."""
+    """Seconds that the first call, already prepared, takes longer than later ones."""
     start = time.perf_counter()
     task.call()
     first = time.perf_counter() - start

@@ -1,6 +1,6 @@
 """One problem, the same numbers for every contender: cell, shape, inputs, weights.
 
-They are float64 where that is measured, else float32, which contenders of 16 and 8 bits round.
+Arrays are float64 if that dtype is measured, else float32; contenders of 16 and 8 bits round them.
 Weights are a dictionary with ``torch.nn``'s names and layouts: every contender can read those.
 """
 
@@ -24,7 +24,7 @@ from anycell.plan.dtype import DTYPES, Dtype
 Array = npt.NDArray[np.floating]
 V = TypeVar("V")
 
-# Built-in cells whose equations the peers know by heart.
+# Built-in cells that the peers have code of their own for.
 CLASSICS = ("LSTM", "GRU", "RNN", "PeepholeLSTM", "LayerNormLSTM")
 
 
@@ -47,18 +47,18 @@ def find_cell(origin: str) -> CellSpec:
 
 
 def rounds(dtype: str) -> bool:
-    """Whether those who compute in it round the arrays that they are given, to 16 or 8 bits."""
+    """Whether contenders of this dtype round the problem's arrays, to 16 or 8 bits."""
     types = DTYPES[dtype]
     return types.operands is not types.math
 
 
 def suffix(layer: int, direction: int) -> str:
-    """The end of ``torch.nn``'s names of the weights of a direction of a layer."""
+    """The suffix of ``torch.nn``'s weight names for a direction of a layer."""
     return f"_l{layer}" + "_reverse" * direction
 
 
 def by_direction(weights: Mapping[str, V], shape: Shape) -> list[list[dict[str, V]]]:
-    """The weights of each layer and direction, by their names without its suffix."""
+    """The weights of each layer and direction, by their names without suffix."""
 
     def part(end: str) -> dict[str, V]:
         return {name.removesuffix(end): v for name, v in weights.items() if name.endswith(end)}
@@ -77,7 +77,7 @@ class Problem:
     seed: int = 0
 
     def asdict(self) -> dict[str, Any]:
-        """The entries from which another process makes the problem again."""
+        """Returns the entries from which another process makes the problem again."""
         rest = {"dtype": self.dtype, "threads": self.threads, "seed": self.seed}
         return {"cell": self.cell.origin, "shape": asdict(self.shape), **rest}
 
@@ -93,7 +93,7 @@ class Problem:
 
     @property
     def others(self) -> dict[str, int]:
-        """The sizes that the cell declares besides H: half of H, as a projection mostly is."""
+        """The sizes that the cell declares besides H: half of H, like most projections."""
         return dict.fromkeys(declared_sizes(self.cell.definition), max(1, self.shape.H // 2))
 
     @property
@@ -103,7 +103,7 @@ class Problem:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The arguments of a layer of several layers, directions or sizes, as ours are called."""
+        """Keyword arguments of our layers: number of layers, directions, and further sizes."""
         return {"num_layers": self.shape.L, "bidirectional": self.shape.D == 2, **self.others}
 
     @property
@@ -112,8 +112,8 @@ class Problem:
         return self.sizes[self.cell.definition.states[0].size]
 
     def flops(self, mode: str) -> int:
-        """Multiply-adds times two of the matmuls: of one forward pass, three times that in
-        training, or of the recurrence alone, of one layer and direction.
+        """Two times the multiply-adds of the matmuls of one forward pass; three times that in
+        training. The recurrence counts only its matmuls in one layer and direction.
         """
         cell, shape, sizes = self.cell.definition, self.shape, self.sizes
         rows = 2 * shape.T * shape.B
@@ -131,9 +131,9 @@ class Problem:
         """Everything trainable, by ``torch.nn``'s names: U(-1/sqrt(H), 1/sqrt(H)), as there.
 
         Parameters are near their initial values, not at them: a gain of exactly 1 would hide a
-        mistake. They differ by a part of it, so that gains that are small stay so: a layer norm
-        with a recurrent gain of 1 makes a chaotic system, in which no two float32 programs agree
-        after some hundred steps.
+        mistake. They differ by a fraction of it, so that small gains stay small: a layer norm with
+        a recurrent gain of 1 makes a chaotic system, in which no two float32 programs agree after a
+        few hundred steps.
         """
         shape, cell, bound = self.shape, self.cell.definition, self.shape.H**-0.5
         rng, weights = np.random.default_rng([self.seed, 0]), dict[str, Array]()
@@ -151,7 +151,7 @@ class Problem:
 
     @cached_property
     def dy(self) -> Array:
-        """The loss is ``(output * dy).sum()``."""
+        """The gradient of the output; the loss is ``(output * dy).sum()``."""
         shape = self.shape
         return self._normal(2, (shape.T, shape.B, shape.D * self.width))
 

@@ -33,7 +33,7 @@ ENTRY = """
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Everything that was measured and everything needed to judge it."""
+    """Returns everything that was measured, and everything needed to judge it."""
     settings = report.settings
     document = {
         "schema": SCHEMA,
@@ -86,7 +86,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_json(report: Report, folder: Path) -> Path:
-    """``bench.json`` in that folder, which need not exist."""
+    """Writes ``bench.json`` into a folder, which need not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "bench.json"
     path.write_text(json.dumps(as_json(report), indent=1) + "\n", encoding="utf-8")
@@ -96,7 +96,7 @@ def write_json(report: Report, folder: Path) -> Path:
 # -- tables ----------------------------------------------------------------------------------------
 
 Table = tuple[str, list[str], list[list[str]]]
-TITLES = ("geometric mean", "the same, alone")  # of the lines that are of all shapes
+TITLES = ("geometric mean", "the same, alone")  # of the lines over all shapes
 WORDS = {"wrong": "REFUSED", "failed": "FAILED", "skipped": "skipped", "unsupported": "-"}
 
 
@@ -105,8 +105,8 @@ class Column(NamedTuple):
 
     Attributes:
         header: its title.
-        text: what it says of a row.
-        last: what it says below, of all rows: of times in turns, or alone.
+        text: its text for a row.
+        last: its text below all rows, about times in turns or alone.
     """
 
     header: str
@@ -133,7 +133,7 @@ def _columns(settings: Settings, rows: list[Row]) -> Iterator[Column]:
 
     def of(name: str) -> Iterator[Column]:
         yield Column(f"{name} ms", lambda row: _spread(row.entries[name]))
-        if rounds(settings.dtype):  # there a time says little alone
+        if rounds(settings.dtype):  # a time without the error says little
             yield Column("error", lambda row: _errors(row.entries[name]))
         if name != ours:
             yield Column(
@@ -176,7 +176,7 @@ def _ms(value: float) -> str:
 
 
 def _number(form: str, value: float | None) -> str:
-    """The number in that form; nothing of what was not measured."""
+    """Formats a number; returns an empty string if it was not measured."""
     return "" if value is None or math.isnan(value) else form.format(value)
 
 
@@ -188,7 +188,7 @@ def _errors(entry: Entry) -> str:
 
 
 def _spread(entry: Entry) -> str:
-    """Median and half the distance of the quartiles in percent of it, or why there is none."""
+    """The median, and half the interquartile range in percent of it; or why there is none."""
     if not entry.timed:
         return WORDS.get(entry.status, "")
     spread = 50 * entry.iqr_ms / entry.median_ms
@@ -209,7 +209,7 @@ def summary(report: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """Why a table has no number somewhere; every refusal is spelled out."""
+    """Explains missing numbers in the tables; every refusal is spelled out."""
     remarks = []
     if report.interrupted:
         remarks.append(f"interrupted after {len(report.rows)} rows: the rest is missing")
@@ -255,7 +255,7 @@ LEGEND = (
 
 
 def show(report: Report) -> None:
-    """Print the tables, what is in them, and the notes."""
+    """Prints the tables, a legend, and the notes."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text

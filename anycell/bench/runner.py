@@ -1,4 +1,4 @@
-"""Runs the benchmark: for each cell and shape, build everybody, check everybody, time everybody."""
+"""Runs the benchmark: for each cell and shape, it builds, checks and times all contenders."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from anycell.plan.dtype import DTYPES
 MODES: tuple[Mode, ...] = ("inference", "training")
 OUR_THREADS = "ANYCELL_NUM_THREADS"
 APART = 1.1  # times in turns and alone that differ by more than this factor do not agree
-FAR = 3.0  # ratios in turns and alone that differ by more than this factor are of a busy machine
-ALONE_S = 1.0  # for the runs of a contender alone, where there is no other to be compared with
+FAR = 3.0  # ratios in turns and alone that differ by more than this factor mean a busy machine
+ALONE_S = 1.0  # for the runs of a contender alone, which needs no rounds with others
 Status = Literal["ok", "wrong", "unsupported", "failed", "skipped"]
 
 
@@ -91,12 +91,12 @@ class Entry:
 
     @property
     def disagrees(self) -> bool | None:
-        """Whether it takes another time in turns than alone; None without both."""
+        """Whether the times in turns and alone differ; None without both."""
         factor = self.median_ms / self.alone_ms
         return None if math.isnan(factor) else max(factor, 1 / factor) > APART
 
     def refuse(self, status: Status, reason: str) -> None:
-        """No speed for this one: whatever was timed is dropped."""
+        """Refuses the contender, and drops its timings."""
         self.status, self.reason = status, reason
         self.samples_ms.clear()
 
@@ -142,14 +142,14 @@ class Row:
         return None if math.isnan(ratio) else ratio
 
     def far(self, peer: str) -> bool:
-        """Whether the ratios in turns and alone are so far apart that neither says anything."""
+        """Whether the ratios in turns and alone are so far apart that neither means anything."""
         turns, alone = self.ratio(peer), self.ratio(peer, alone=True)
         return turns is not None and alone is not None and max(turns / alone, alone / turns) > FAR
 
 
 @dataclass
 class Report:
-    """All that came out."""
+    """The results of a run."""
 
     settings: Settings
     machine: dict[str, Any]
@@ -160,7 +160,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """All was measured, everybody's results were right, and every contender that exists ran."""
+        """Whether the run was not interrupted, no result was wrong, and no contender failed."""
         statuses = {entry.status for row in self.rows for entry in row.entries.values()}
         return not self.interrupted and not statuses & {"wrong", "failed"}
 
@@ -177,19 +177,19 @@ def ratios(rows: Sequence[Row], peer: str, alone: bool = False) -> list[float]:
 
 
 def mean(rows: Sequence[Row], peer: str, alone: bool = False) -> float:
-    """The geometric mean of a peer's ratios; NaN where there is none, or one cannot be trusted."""
+    """The geometric mean of a peer's ratios; NaN without ratios, or if one cannot be trusted."""
     if any(row.far(peer) for row in rows):
         return math.nan
     return geometric_mean(ratios(rows, peer, alone))
 
 
 class CompileLimit(BaseException):
-    """Raised into a compilation that takes too long; not an Exception, which compilers swallow."""
+    """Raised into a compilation that takes too long; not an Exception: compilers swallow those."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """`CompileLimit` after this many seconds, where this thread can have an alarm clock."""
+    """Raises `CompileLimit` after this many seconds, if this thread can set an alarm."""
     main = threading.current_thread() is threading.main_thread()
     if seconds is None or not hasattr(signal, "setitimer") or not main:
         yield
@@ -199,10 +199,10 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         raise CompileLimit(f"not compiled after {seconds:.0f} s (--compile-limit)")
 
     before = signal.signal(signal.SIGALRM, ring)
-    # It rings again: a compiler may be where an exception is ignored, as in a destructor.
+    # It rings again, because an exception may be ignored, for instance in a destructor.
     signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)
     try:
-        with warnings.catch_warnings():  # an interrupted backward pass complains, at length
+        with warnings.catch_warnings():  # an interrupted backward pass warns at length
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -216,7 +216,7 @@ Say = Callable[[str], object]
 def run(
     settings: Settings, say: Say = lambda _: None, done: Callable[[], object] = lambda: None
 ) -> Report:
-    """The whole benchmark. `say` hears what is being done, `done` is called after each row."""
+    """Runs the whole benchmark. `say` is told the current work; `done` is called after each row."""
     now = datetime.now(timezone.utc).isoformat("T", "seconds")
     report = Report(settings, machine.describe(), now)
     with all_threads(settings.threads):
@@ -234,7 +234,7 @@ def run(
 
 @contextmanager
 def all_threads(threads: int) -> Iterator[None]:
-    """Gives everybody this many threads: us, here and in processes that start, torch and BLAS."""
+    """Sets the threads of torch, BLAS and our kernels, of ours also in child processes."""
     import torch
 
     torch_before, ours_before = torch.get_num_threads(), os.environ.get(OUR_THREADS)
@@ -252,7 +252,7 @@ def all_threads(threads: int) -> Iterator[None]:
 
 @contextmanager
 def refusing(entry: Entry) -> Iterator[None]:
-    """An error inside refuses the contender: one that fails must not end the benchmark."""
+    """Makes an error inside refuse the contender, so that the benchmark goes on."""
     try:
         yield
     except Unsupported as error:
@@ -264,14 +264,14 @@ def refusing(entry: Entry) -> Iterator[None]:
 
 
 class Bench:
-    """Makes rows, with what they share: settings, who hears what is done, the large matmul."""
+    """Makes rows, and holds what they share: settings, progress callback, large matmul."""
 
     def __init__(self, settings: Settings, say: Say) -> None:
         self.settings, self.say = settings, say
         self.matmul = machine.Matmul(DTYPES[settings.dtype].storage.name)
 
     def rows(self, cell: CellSpec, shape: Shape) -> Iterator[Row]:
-        """Builds everybody; then, in each mode, checks everybody and times who was right."""
+        """Builds all contenders; then, in each mode, checks all and times those that pass."""
         settings, built = self.settings, dict[str, Contender]()
         problem = Problem(cell, shape, settings.dtype, settings.threads, settings.seed)
         entries = {name: Entry() for name in settings.contenders}
@@ -301,7 +301,7 @@ class Bench:
                         self.say(f"{row.title}: checking {name}")
                         if self.check(row.entries[name], contender, name, task, want):
                             running[name] = task
-                if settings.subject in running:  # without us there is nothing to compare with
+                if settings.subject in running:  # without it there is nothing to compare with
                     self.time(row, running)
             if settings.subject in running:
                 self.probe(row, problem)
@@ -310,7 +310,7 @@ class Bench:
     def check(
         self, entry: Entry, contender: Contender, name: str, task: Task, want: gate.Arrays
     ) -> bool:
-        """Whether the results of the first call, which is timed, pass the correctness gate."""
+        """Times the first call; returns whether its results pass the correctness gate."""
         if contender.engine is not None:
             entry.engine = dict(zip(("name", "reason"), contender.engine, strict=True))
         if contender.remark is not None:
@@ -329,7 +329,7 @@ class Bench:
         return verdict.ok
 
     def time(self, row: Row, running: Mapping[str, Task]) -> None:
-        """Samples of all in turns, and the rate of the large matmul before and after."""
+        """Times all contenders in turns, and the large matmul before and after."""
         rates = self.matmul.sample()
         samples = interleave(
             running,
@@ -341,7 +341,7 @@ class Bench:
             row.entries[name].samples_ms = [1e3 * s for s in seconds]
 
     def probe(self, row: Row, problem: Problem) -> None:
-        """Measures that take fresh processes, as far as they are asked for."""
+        """Takes the measurements that were asked for and need fresh processes."""
         settings, mode = self.settings, row.mode
         weighed = settings.memory and mode == "training" and memory.supported()
 
@@ -366,7 +366,7 @@ class Bench:
 
 
 def _brief(error: BaseException) -> str:
-    """One line: what, and where it came from."""
+    """Describes an error in one line, with the place where it was raised."""
     lines = str(error).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

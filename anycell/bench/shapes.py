@@ -43,8 +43,8 @@ SIZES = re.compile(r"T(\d+)B(\d+)I(\d+)H(\d+)(?:L(\d+))?(?:D([12]))?")
 
 
 def select(names: Iterable[str]) -> list[Shape]:
-    """Shapes by name, or by sizes as ``T20B4I64H128L2D1``, of one layer and direction where these
-    are not given. ``all`` stands for every shape that a CPU can finish over a coffee.
+    """Returns shapes by name, or by sizes such as ``T20B4I64H128L2D1``, in which L and D default to
+    1. ``all`` stands for every shape but the ``GPU_SIZED`` ones.
     """
     known = all_shapes()
     chosen: dict[str, Shape] = {}

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value, or the mean of the two in the middle; NaN where there are none."""
+    """The middle value, or the mean of the two in the middle; NaN without values."""
     return statistics.median(values) if values else math.nan
 
 
 def iqr(values: Sequence[float]) -> float:
-    """The distance between the quartiles: 0 of a single value, NaN of none.
+    """The distance between the quartiles: 0 for a single value, NaN without values.
 
     >>> iqr([1.0, 2.0, 3.0, 4.0, 5.0])
     2.0
@@ -39,7 +39,7 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> fl
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The mean of ratios; NaN where there are none.
+    """The mean of ratios; NaN without values.
 
     >>> geometric_mean([0.5, 2.0])
     1.0

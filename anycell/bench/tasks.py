@@ -24,7 +24,7 @@ class Task:
 
     Attributes:
         work: what is timed; its result is kept until the next call is prepared.
-        arrays: makes of that result what the gate compares, by name.
+        arrays: turns that result into the arrays that the gate compares, by name.
         ready: what must be done before each call, and is not timed.
     """
 
@@ -51,8 +51,8 @@ class Contender:
     Attributes:
         tasks: what it can do.
         around: holds the settings that its calls need, such as threads.
-        engine: what runs it, where that is a choice, and why.
-        remark: what must be known of its results on this machine.
+        engine: the name of what runs it, and why, if there is a choice.
+        remark: what readers must know about its results on this machine.
     """
 
     tasks: dict[Mode, Task]

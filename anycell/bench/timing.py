@@ -19,12 +19,12 @@ MIN_ROUNDS = 5
 MAX_ROUNDS = 300
 BLOCK_S = 20e-3  # a sample lasts at least this long: as long as the usual pause before it
 WINDOW_S = 10e-3  # systems count a running thread's time by ticks, of 4 or of 10 ms
-PATIENCE_S = 0.5  # five times as long as the longest that any pool was seen to spin
+PATIENCE_S = 0.5  # five times the longest spin that was seen in any pool
 
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """No garbage collection inside: it would be charged to the contender that happens to run."""
+    """Disables garbage collection, which would be charged to whichever contender is running."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -36,11 +36,11 @@ def no_gc() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Wait until no thread of this process is at work any more.
+    """Waits until no thread of this process is at work any more.
 
     Pools spin on after a call, to be quick at the next: libgomp for 5 to 10 ms, ONNX Runtime for
-    30, OpenBLAS for 100. Settings that forbid it slow their owners down, so none are changed:
-    the next contender begins when the cores are free.
+    30, OpenBLAS for 100. Settings that forbid spinning make a pool slower, so they are left alone,
+    and the next contender waits until the cores are free.
     """
     for _ in range(round(PATIENCE_S / WINDOW_S)):
         start, busy = time.perf_counter(), time.process_time()

@@ -27,10 +27,10 @@ def from_module(
     dtype: str | None = None,
     quantize: Callable[[Any], Any] | None = None,
 ) -> Contender:
-    """Any ``module(x)``, made by ``build()``, that returns the output, or a tuple that starts so.
+    """Makes a contender of a ``module(x)`` that returns the output, or a tuple with it in front.
 
-    In 16 bits inference is of a module in that dtype, training of a float32 one under autocast.
-    In 8 bits there is only inference, of ``quantize(module)``.
+    In 16 bits, inference runs a module in that dtype, training a float32 module under autocast.
+    In 8 bits there is only inference, with ``quantize(module)``.
     """
     types = DTYPES[dtype or problem.dtype]
     kind = getattr(torch, types.storage.name)
@@ -51,7 +51,7 @@ def from_module(
 def _task(
     module: Any, problem: Problem, kind: Any, around: Callable[[], Any], training: bool = False
 ) -> Task:
-    """A forward pass of inputs in that dtype, with its settings around it, and a backward pass."""
+    """A task: a forward pass in dtype ``kind`` within ``around()``, in training a backward pass."""
     x = torch.from_numpy(problem.x).to(kind, copy=True).requires_grad_(training)
     static = {} if problem.static is None else {"static": torch.from_numpy(problem.static).to(kind)}
     leaves = {"x": x, **dict(module.named_parameters())} if training else {}
@@ -75,9 +75,9 @@ def _task(
             torch.manual_seed(problem.seed)
 
     def arrays(output: Any) -> dict[str, Array]:
-        # What has no gradient stays absent: the gate says which one is missing.
+        # Arrays without a gradient stay absent, and the gate names them.
         gradients = {k: v.grad for k, v in leaves.items() if v.grad is not None}
-        # In float32 where NumPy has no such dtype.
+        # Arrays of 16 bits become float32, because NumPy has no bfloat16.
         kept = {"output": output, **gradients}.items()
         return {k: (v.float() if v.element_size() == 2 else v).numpy() for k, v in kept}
 
@@ -88,7 +88,7 @@ NO_KERNEL = ("not implemented for", "could not create a primitive")
 
 
 def _torchs(contender: Contender) -> Contender:
-    """`Unsupported` where PyTorch says that it has no kernel for a dtype on this machine."""
+    """Makes tasks raise `Unsupported` when PyTorch has no kernel for a dtype on this machine."""
 
     def checked(work: Callable[[], Any]) -> Any:
         try:
@@ -116,7 +116,7 @@ def theirs(problem: Problem) -> Contender:
 
 
 def _quantized(module: Any) -> Any:
-    """The module with weights of 8 bits, by what PyTorch itself has."""
+    """Returns the module with weights of 8 bits, by PyTorch's own quantization."""
     model = torch.nn.Sequential(module)
     with warnings.catch_warnings():  # it will move to torchao, which has no recurrent layers yet
         warnings.simplefilter("ignore")
@@ -157,7 +157,7 @@ def loop(problem: Problem) -> Contender:
 
 
 def compiled(problem: Problem) -> Contender:
-    """The loop under ``torch.compile``; its first call compiles, minutes where T is large."""
+    """The loop under ``torch.compile``, whose first call takes minutes if T is large."""
     if not problem.cell.classic:
         raise Unsupported(f"no loop for {problem.cell.name} that torch.compile could take whole")
 
@@ -171,7 +171,7 @@ def compiled(problem: Problem) -> Contender:
 
 
 def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
-    """Output, in training all gradients too, in float64: by ``torch.nn``, or by the plain loop."""
+    """Computes output, in training all gradients too, in float64, by ``torch.nn`` or the loop."""
     if mode == "recurrence":
         return {"output": Recurrence(*recurrence_arguments(problem, "float64")).forward()[0]}
     try:

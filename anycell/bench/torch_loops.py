@@ -28,7 +28,7 @@ def transposed(w: Weights) -> dict[str, Tensor]:
 
 
 def with_gains(w: Weights) -> dict[str, Tensor]:
-    """The gains of the recurrent norm too, one row per gate."""
+    """Adds the gains of the recurrent norm, one row per gate."""
     return {**transposed(w), "gain_r": torch.stack([w[f"r_{k}"] for k in "ifgo"])}
 
 
@@ -63,21 +63,21 @@ def one_bias(x: Tensor, w: Weights) -> Tensor:
 
 
 def normalised(x: Tensor, w: Weights) -> Tensor:
-    """The projection of all inputs and its norm per gate, which does not depend on time either."""
+    """The projection of all inputs, normalised per gate, which also needs no loop over time."""
     gain, bias = (torch.stack([w[f"{part}_{k}"] for k in "ifgo"]) for part in "xb")
     projected = F.linear(x, w["weight_ih"]).unflatten(2, (4, -1))
     return F.layer_norm(projected, projected.shape[-1:]) * gain + bias
 
 
 def lstm(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-    """Gates i f g o."""
+    """A step with gates i f g o."""
     i, f, g, o = torch.addmm(gates, h, w["hh"]).chunk(4, 1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
 def peephole_lstm(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-    """i and f see the old c, o the new one."""
+    """A step in which i and f see the old c, and o the new one."""
     i, f, g, o = torch.addmm(gates, h, w["hh"]).chunk(4, 1)
     i, f = torch.sigmoid(i + w["p_i"] * c), torch.sigmoid(f + w["p_f"] * c)
     c = f * c + i * torch.tanh(g)
@@ -85,7 +85,7 @@ def peephole_lstm(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tens
 
 
 def layer_norm_lstm(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-    """The norms of both projections per gate, and of c."""
+    """A step with norms of the recurrent projection per gate, and of c."""
     recurrent = F.layer_norm((h @ w["hh"]).unflatten(1, (4, -1)), h.shape[1:])
     i, f, g, o = (gates + recurrent * w["gain_r"]).unbind(1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
@@ -94,7 +94,7 @@ def layer_norm_lstm(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Te
 
 
 def gru(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-    """Gates r z n, the reset after the matmul."""
+    """A step with gates r z n, the reset after the matmul."""
     x_r, x_z, x_n = gates.chunk(3, 1)
     h_r, h_z, h_n = F.linear(h, w["weight_hh"], w["bias_hh"]).chunk(3, 1)
     z = torch.sigmoid(x_z + h_z)
@@ -103,7 +103,7 @@ def gru(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tensor, Tensor
 
 
 def rnn(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-    """Elman's, with tanh."""
+    """A step of Elman's network, with tanh."""
     return torch.tanh(torch.addmm(gates, h, w["hh"])), c
 
 
@@ -118,7 +118,7 @@ SCANS: dict[str, Scan] = {
 
 class Loop(nn.Module):
     """Layers and directions around a scan, with ``torch.nn``'s parameter names. A cell without a
-    scan by hand runs by its graph, operation by operation, in torch.
+    handwritten scan runs its graph, operation by operation, in torch.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -34,7 +34,7 @@ def _unknown(name: str) -> NoReturn:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
 
 
-if not TYPE_CHECKING:  # which would take any name for one that is there
+if not TYPE_CHECKING:  # with it, type checkers would accept any name
     __getattr__ = _unknown
 
 

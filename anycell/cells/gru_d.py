@@ -15,9 +15,9 @@ def GRUD(x: Gates, r: Gates, s: Gates) -> Expr:
     h' = (1 - z) k + z n
 
     The layer's input is [v, m, t] side by side: the values, their mask, the time since the last
-    observation of each. Gaps of v are filled beforehand, v = m v + (1 - m) (w last + (1 - w) mean)
-    with w = exp(-max(0, a t + b)): it needs no state, and is a line in any framework. In the
-    paper x_d sees t alone, and the other gates v and m: hold the other columns at zero.
+    observation of each. Fill the gaps of v beforehand, v = m v + (1 - m) (w last + (1 - w) mean)
+    with w = exp(-max(0, a t + b)): this needs no state, and is a line in any framework. In the
+    paper x_d sees only t, and the other gates see only v and m: hold other columns at zero.
 
     Source: Che et al., *Recurrent Neural Networks for Multivariate Time Series with Missing
     Values*, 2018.

@@ -36,13 +36,13 @@ def LayerNormLSTM(
     h' = sigmoid(a_o) tanh(c_gain LN(c') + c_shift)
 
     The gains r_k start at 0.1 (Cooijmans et al., *Recurrent Batch Normalization*, 2017), and b_f at
-    1. With gains of 1, as in other libraries, a norm undoes what small weights do, and long
-    sequences are chaotic: rounding errors, and gradients, grow until they are all there is.
+    1. With gains of 1, as in other libraries, a norm undoes the effect of small weights, and long
+    sequences are chaotic: rounding errors and gradients grow until they dominate.
 
     Args:
-        form: "gate", each gate has norms of its own; "ba", of all gates as one vector of 4 H
-            numbers, as in the paper and in Haste; "addons", also c' itself is normalised and kept
-            so, h' = o tanh(c'), as in TensorFlow Addons (with eps=1e-3).
+        form: "gate" normalises each gate by itself; "ba" normalises all gates as one vector of 4 H
+            numbers, as in the paper and in Haste; "addons" does the same, and c' stays normalised,
+            h' = o tanh(c'), as in TensorFlow Addons (with eps=1e-3).
 
     Source: Ba, Kiros & Hinton, *Layer Normalization*, 2016, equations 20 to 22.
     """

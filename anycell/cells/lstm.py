@@ -26,7 +26,7 @@ def LSTM(
         coupled: i = 1 - f (Greff et al., *LSTM: A Search Space Odyssey*, 2017); gate i is unused.
         forget_bias: added to the forget gate's argument, as TensorFlow's v1 cells do.
         cell_clip: c' is clipped to [-cell_clip, cell_clip] before anything reads it (TensorFlow).
-        gate_clip: so is the argument of each gate, as by the attribute ``clip`` of ONNX.
+        gate_clip: clips the argument of each gate likewise, like the attribute ``clip`` of ONNX.
 
     Source: Hochreiter & Schmidhuber, *Long Short-Term Memory*, 1997; forget gate of Gers,
     Schmidhuber & Cummins, *Learning to Forget*, 2000.

@@ -16,7 +16,7 @@ def LSTMP(
     h' = W_hr (o tanh(c'))                     h of size P, all else of size H
 
     Args:
-        cell_clip, proj_clip: c' and h' are clipped to such a bound on both sides, as by
+        cell_clip, proj_clip: c' and h' are clipped to between minus and plus this bound, as in
             TensorFlow's v1 ``LSTMCell``.
 
     Source: Sak, Senior & Beaufays, *Long Short-Term Memory Recurrent Neural Network Architectures

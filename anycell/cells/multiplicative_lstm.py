@@ -16,7 +16,7 @@ def MultiplicativeLSTM(
     c' = f c + i g
     h' = o tanh(c')
 
-    The paper's x_m has no bias; the layer's, rows m of ``bias_ih``, may be held at zero.
+    The paper's x_m has no bias; to match it, hold the layer's, rows m of ``bias_ih``, at zero.
 
     Args:
         gate_inside: h' = tanh(o c'), as some implementations have it.

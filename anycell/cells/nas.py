@@ -15,7 +15,7 @@ def NAS(x: Gates, r: Gates, s: Gates) -> tuple[Expr, Expr]:
     w = tanh(tanh(a_4) sigmoid(a_5)),  y = sigmoid(tanh(a_6) + sigmoid(a_7))
     h' = tanh(c' tanh(w + y))
 
-    TensorFlow's has no bias, or with ``use_bias`` the one that is ``bias_hh`` here.
+    TensorFlow's cell has no bias, or with ``use_bias`` one that corresponds to ``bias_hh``.
 
     Source: Zoph & Le, *Neural Architecture Search with Reinforcement Learning*, 2017.
     """

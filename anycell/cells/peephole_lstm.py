@@ -29,7 +29,7 @@ def PeepholeLSTM(
         forget_bias: added to the forget gate's argument, as TensorFlow's v1 cells do.
         cell_clip: c' is clipped to [-cell_clip, cell_clip] before the output gate, as in
             TensorFlow.
-        gate_clip: so is the argument of each gate, as by the attribute ``clip`` of ONNX.
+        gate_clip: clips the argument of each gate likewise, like the attribute ``clip`` of ONNX.
 
     Source: Gers & Schmidhuber, *Recurrent Nets that Time and Count*, 2000.
     """

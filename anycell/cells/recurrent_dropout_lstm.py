@@ -15,7 +15,7 @@ def RecurrentDropoutLSTM(
     c' = f c + i d(g)                          d: 0 with probability dropout, else g / (1 - dropout)
     h' = o tanh(c')
 
-    In evaluation d(g) = g: an LSTM, whose weights these are.
+    In evaluation d(g) = g: the cell is an LSTM with the same weights.
 
     Args:
         dropout: a probability below 1.

@@ -14,7 +14,7 @@ def VariationalLSTM(x: Gates, r: Gates, s: Gates, *, dropout: float = 0.25) -> t
     c' = f c + i g
     h' = o tanh(c')
 
-    In evaluation d = 1: an LSTM with ``W_r`` for ``W_hh``, whose recurrent bias is in ``b_ih``.
+    In evaluation d = 1: an LSTM with ``W_r`` as ``W_hh``, and with both biases in ``b_ih``.
 
     Args:
         dropout: a probability below 1.

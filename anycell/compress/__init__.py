@@ -1,10 +1,10 @@
-"""Smaller layers: fewer units, in place of masks that hide them; weights of low rank; of 8 bits.
+"""Smaller layers: with fewer units, really removed; with weights of low rank; with 8-bit weights.
 
 ``unit_norms`` is a term for training that drives whole units to zero (group lasso), ``shrink``
-takes units out of a layer and of what reads it, and ``gradual`` says how many should be left at a
-step of training. ``factorize`` makes products of two smaller matrices of the weights in a step, and
-``quantize`` rounds all weights. They are for the layers of ``anycell.torch``, ``anycell.keras`` and
-``anycell.numpy``, of any cell: its graph says what belongs to a unit, and which matmuls there are.
+removes units from a layer and its readouts, and ``gradual`` says how many should be left at a step
+of training. ``factorize`` turns the weights in a step into products of two smaller matrices, and
+``quantize`` rounds all weights. They take the layers of ``anycell.torch``, ``anycell.keras`` and
+``anycell.numpy``, with any cell: its graph says what belongs to a unit, and lists the matmuls.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def unit_norms(layer: Any, *, readouts: Sequence[Any] = (), size: str = "H") -> 
 
         norm_u = sqrt(sum of w**2 over the weights in the rows and columns of unit u)
 
-    These are its rows of the input and recurrent weights, for all gates, and what reads it: its
-    columns of the recurrent weights, of the next layer's input weights and of readouts, not biases
-    and parameters of the cell. The sum of norms is the group-lasso term of Wen et al.: added to a
-    loss it drives whole units to zero, which ``shrink`` then takes out.
+    These are the unit's rows of the input and recurrent weights, for all gates, and its columns of
+    the weights that read it: recurrent, the next layer's input, and readouts. Biases and the cell's
+    parameters do not count. The sum of norms is the group-lasso term of Wen et al.: added to a
+    loss, it drives whole units to zero, which ``shrink`` then removes.
 
     Args:
         layer, readouts, size: as in ``shrink``.
 
     Returns:
-        ``[num_layers * D, units]``, D directions, in the order of the states; of PyTorch and Keras
-        with a gradient (0 for a unit whose weights are all 0), of NumPy without.
+        ``[num_layers * D, units]``, D directions, in the order of the states. In PyTorch and Keras
+        it has a gradient (0 for a unit whose weights are all 0), in NumPy none.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected.
@@ -65,37 +65,37 @@ def shrink(
     multiple: int = 8,
     size: str = "H",
 ) -> Indices:
-    """Takes units out of a layer, and of what reads them, in place.
+    """Removes units from a layer, and from its readouts, in place.
 
-    The rows and columns of every weight, bias and parameter that belong to a unit go, in all
-    layers and directions, and its columns of the readouts. Where the weights that read a unit are
-    zero, and the cell has no sums over units, the outputs of the other units stay as they were.
+    This removes a unit's rows and columns of every weight, bias and parameter, in all layers and
+    directions, and its columns of the readouts. If the weights that read the unit are zero, and the
+    cell has no sums over units, the outputs of the other units do not change.
 
     Args:
         layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.keras`` (also in
             ``Bidirectional``) or ``anycell.numpy``.
-        keep: how many units stay, rounded up to ``multiple`` and at most all: a number from 1, or
-            a part of all in (0, 1). They are those of the largest ``unit_norms``. Or the units
-            themselves, not rounded: ``[units]`` for all layers and directions, or one row for each,
-            ``[num_layers * D, units]``.
+        keep: how many units stay: a number from 1, or a fraction in (0, 1), rounded up to
+            ``multiple`` and at most all. The units of the largest ``unit_norms`` stay. Or the
+            indices of units, not rounded: ``[units]`` for all layers and directions, or one row for
+            each, ``[num_layers * D, units]``.
         readouts: layers that read the output of the last layer (D directions side by side):
-            ``torch.nn.Linear``, ``anycell.numpy.Dense``; of Keras ``Dense`` and recurrent layers.
-            What else reads it is the caller's: the indices returned say which of its inputs
+            ``torch.nn.Linear``, ``anycell.numpy.Dense``, or Keras's ``Dense`` and recurrent layers.
+            Adapt other readers of the output yourself: the returned indices say which inputs
             remain.
-        optimizer: an optimizer of ``torch.optim`` or Keras, or ``anycell.numpy.Adam``, that goes on
-            training: it gets the new parameters, and of its momenta what belongs to them. An
-            optimizer of PyTorch or Keras that is not given here must be made anew.
-        multiple: units that a vector of the machine holds, or several: other numbers of units cost
+        optimizer: an optimizer of ``torch.optim`` or Keras, or ``anycell.numpy.Adam``, that will
+            continue training: it gets the new parameters, and the matching parts of its momenta.
+            Any other optimizer of PyTorch or Keras for this layer must be made anew.
+        multiple: a multiple of the units in a vector of the machine: other numbers of units cost
             as much as the next multiple. 8 float32 fill 32 bytes (AVX2), 16 fill 64 (AVX-512).
-        size: symbol of the units, where the cell declares several: "P" in ``state="h:P c"``. Each
-            size is shrunk by a call of its own.
+        size: the size symbol of the units, if the cell has several: "P" in ``state="h:P c"``. Each
+            size needs a call of its own.
 
     Returns:
         the units that stayed, ``[num_layers * D, kept]``, ascending.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected. Nothing
-            has changed then.
+            is changed then.
 
     Example:
         >>> layer = anycell.numpy.LSTM(3, 64, seed=0)
@@ -119,15 +119,15 @@ def shrink(
 
 
 def gradual(final: float, begin: int, end: int, *, initial: float = 1.0) -> Any:
-    """Makes a schedule of the part of units to keep, for gradual pruning.
+    """Makes a schedule of the fraction of units to keep, for gradual pruning.
 
         keep(t) = final + (initial - final) * (1 - (t - begin) / (end - begin))**3
 
     between the steps ``begin`` and ``end`` of training; ``initial`` before, ``final`` after. Both
-    are parts in (0, 1].
+    are fractions in (0, 1].
 
     Returns:
-        a function of the step that returns the part to keep.
+        a function of the step that returns the fraction to keep.
 
     Raises:
         ValueError: naming the argument, what was given and what was expected.
@@ -155,26 +155,26 @@ def gradual(final: float, begin: int, end: int, *, initial: float = 1.0) -> Any:
 
 
 def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) -> Any:
-    """Makes a layer with weights of low rank in its step: W becomes U V, the best of that rank.
+    """Makes a layer with weights of low rank in its step: W becomes U V, its best approximation.
 
     W = U V is the truncated singular value decomposition, with the roots of the singular values in
     both factors, so that both train alike. ``||W - U V||`` is the root of the sum of the squares of
-    the singular values left out (of a weight with heads, over all heads). At full rank the layer
-    computes what it did, up to rounding.
+    the singular values left out (over all heads, if there are several). At full rank the layer
+    computes the same, up to rounding.
 
-    It pays where ``rank * (out + in) < out * in``: an LSTM of H units below 4/5 H. Input weights
-    stay as they are: they are not multiplied step by step.
+    It pays off if ``rank * (out + in) < out * in``: for an LSTM of H units, below rank 4/5 H. Input
+    weights do not change, because they are not multiplied step by step.
 
     Args:
         layer: as in ``shrink``.
-        rank: of each weight, at most the smaller of its sizes; with heads, of all heads together,
-            and a multiple of them. Best a multiple of what a vector of the machine holds, 16.
-        matmuls: names of those that change, as in ``low_rank``; None is all in the step.
+        rank: the rank of each weight, at most the smaller of its sizes. With heads it is the sum
+            over all heads, a multiple of their number. Best is a multiple of 16, a machine vector.
+        matmuls: names of the matmuls that change, as in ``low_rank``; None means all in the step.
 
     Returns:
         a new layer, an ``RNN`` of ``low_rank(layer.cell, matmuls)``, with copies of all else that
-        the layer has learned. U and V are trained, even if W was frozen. Hooks are not taken along,
-        and an optimizer that goes on training must be made anew.
+        the layer has learned. U and V are trained, even if W was frozen. Hooks are not copied, and
+        further training needs a new optimizer.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected.
@@ -204,14 +204,14 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
     cell.check_sizes(sizes)
     learned: dict[str, Any] = {}
     for k, arrays in enumerate(view.learned):
-        # Apart from what is left: a matmul may have the name of another one's factor.
+        # Kept apart: a matmul may have the name of another matmul's factor.
         arrays, made = dict(arrays), dict[str, Any]()
         for l, end in linears:
             weight = views.numbers(arrays.pop(l.weight + end))
             if not np.isfinite(weight).all():
                 given = f"one whose {place(l.weight + end, k)} has infinities or NaN"
-                hint = "Others have no singular value decomposition."
-                refuse("layer", given, "numbers", hint)
+                hint = "Other weights have no singular value decomposition."
+                refuse("layer", given, "finite numbers", hint)
             factors = _factors(weight, rank // l.heads)
             made |= zip((f"{l.weight}_u{end}", f"{l.weight}_v{end}"), factors, strict=True)
             if l.bias_name + end in arrays:
@@ -225,17 +225,16 @@ def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
 
     Args:
         model: a layer as in ``shrink``, a ``Feedback`` around one, or a ``torch.nn.Module`` or
-            ``keras.Model`` that has such layers. It stays as it is.
-        data: inputs on which to measure the error, one at least: each a batch, or a tuple of
-            arguments, the last of which may be a dictionary of those with names. Never targets.
-            Wrap a loader in a progress bar to see one.
+            ``keras.Model`` that has such layers. It does not change.
+        data: inputs on which to measure the error, at least one: each a batch, or a tuple of
+            arguments, the last of which may be a dictionary of keyword arguments. Do not include
+            targets. To see progress, wrap a loader in a progress bar.
 
     Returns:
-        a ``Quantized`` layer, or a copy of the model with such layers in the place of its own (of a
-        ``keras.Model`` by its config, not compiled); modules of torch in eval mode.
-        Their ``error`` is that of the output over ``data``, by each layer's own input:
-        ``norm(quantized - float) / norm(float)``; None without data, and of a layer that did not
-        run.
+        a ``Quantized`` layer, or a copy of the model with such layers in place of its own: of a
+        ``keras.Model`` a copy by its config, not compiled; of a torch module one in eval mode.
+        Their ``error`` is ``norm(quantized - float) / norm(float)`` of the output over ``data``,
+        for each layer's own input; None without data, and for a layer that did not run.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected.
@@ -252,19 +251,19 @@ def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
 
 
 def fake_quantize(layer: Any) -> Any:
-    """Has a layer of ``anycell.torch`` train with the weights that ``quantize`` would give it.
+    """Makes a layer of ``anycell.torch`` train with the weights that ``quantize`` would give it.
 
         forward     scale * round(w / scale)
         backward    as if the weight had not been rounded (straight through)
 
-    Each weight gets a parametrization of ``torch.nn.utils.parametrize``; the layer runs fused.
-    ``quantize`` takes it as it is.
+    Each weight gets a parametrization of ``torch.nn.utils.parametrize``. The layer still runs
+    fused, and ``quantize`` accepts it.
 
     Args:
         layer: ``RNN``, ``LSTM`` or ``GRU`` of ``anycell.torch``, changed in place and returned.
 
     Raises:
-        TypeError, ValueError: for another kind of layer, or one that has parametrizations.
+        TypeError, ValueError: for another kind of layer, or a layer that has parametrizations.
 
     Source: Jacob et al., *Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference*, 2018.
@@ -272,18 +271,18 @@ def fake_quantize(layer: Any) -> Any:
     adapter = sys.modules.get("anycell.torch.quantized")
     if adapter is None or not adapter.is_layer(layer):
         expected = "RNN, LSTM or GRU of anycell.torch"
-        refuse("layer", type(layer).__name__, expected, "Others cannot train so.", TypeError)
+        refuse("layer", type(layer).__name__, expected, "Quantize others once trained.", TypeError)
     return adapter.fake_quantize(layer)
 
 
 class _Model:
-    """A layer and what reads it, whatever the framework.
+    """A layer and its readouts, of any framework.
 
     Attributes:
         size, count: symbol and number of the units.
-        split: the equal parts that heads and groups make of them.
-        columns: whether the output is of these units.
-        reads: the weights that read it.
+        split: the number of equal parts into which heads and groups divide the units.
+        columns: whether the layer's output consists of these units.
+        reads: the weights of the readouts.
     """
 
     def __init__(self, layer: Any, readouts: Sequence[Any], size: str) -> None:
@@ -332,8 +331,8 @@ class _Model:
         return [readout for readout in reading if all(readout is not r for r in self.readouts)]
 
     def norms(self) -> Any:
-        """The root of the sum of squares of each unit, with the slope 0 at 0: a unit that is gone
-        stays where it is.
+        """Computes the norm of each unit, with gradient 0 at 0: a unit whose weights are zero keeps
+        them.
         """
         totals = []
         for k in range(self.layers):
@@ -353,14 +352,14 @@ class _Model:
         return xp.where(total > 0, xp.sqrt(xp.where(total > 0, total, zeros + 1.0)), zeros)
 
     def strongest(self, wanted: int, multiple: int) -> Indices:
-        """The units of the largest norms, per layer and direction."""
+        """The units with the largest norms, per layer and direction."""
         step = math.lcm(multiple, self.split)
         wanted = min(self.count, -(-wanted // step) * step)
         norms = views.numbers(self.norms())
         return np.stack([units.select(row, wanted, self.split) for row in norms])
 
     def taken(self, kept: Indices) -> list[tuple[Any, tuple[Any, ...]]]:
-        """Every array that loses elements, and the index that takes the others."""
+        """Every array that may lose elements, and the index that takes the others."""
         indices = []
         for k in range(self.layers):
             for d in range(self.directions):
@@ -383,7 +382,7 @@ class _Model:
 
 
 def _adapter(name: str, argument: str, given: Any) -> Any:
-    """The module that knows the framework of a layer or model; it imports no other framework."""
+    """Returns the module for the framework of a layer or model; imports no other framework."""
     for framework in ("keras", "torch", "numpy"):  # layers of Keras may be modules of torch
         if f"anycell.{framework}" in sys.modules:
             adapter = importlib.import_module(f"anycell.{framework}.{name}")
@@ -392,13 +391,13 @@ def _adapter(name: str, argument: str, given: Any) -> Any:
     expected = "a layer of anycell.torch (RNN, LSTM, GRU), anycell.keras or anycell.numpy"
     expected += ", or a torch.nn.Module or keras.Model with such layers" * (argument == "model")
     hint = (
-        "anycell.torch.accelerate and anycell.keras.accelerate turn those of torch.nn and Keras "
+        "anycell.torch.accelerate and anycell.keras.accelerate turn layers of torch.nn and Keras "
         "into ours."
     )
     if hasattr(given, "readout") and hasattr(given, "layer"):
         expected = "its layer"
         hint = (
-            "Pass the layer, and the readout beside it: shrink(feedback.layer, ..., "
+            "Pass the layer, and the readout separately: shrink(feedback.layer, ..., "
             "readouts=[feedback.readout])."
         )
     refuse(argument, type(given).__name__, expected, hint, TypeError)
@@ -421,7 +420,7 @@ def _factors(weight: npt.NDArray[Any], rank: int) -> tuple[npt.NDArray[Any], npt
 
 
 def _number(keep: Any, count: int) -> int:
-    """Counts the units, from a number or a part of all."""
+    """Returns the number of units to keep, from a number or a fraction of all."""
     part = isinstance(keep, (float, np.floating)) and 0.0 < keep < 1.0
     whole = isinstance(keep, (int, np.integer)) and not isinstance(keep, bool)
     if part:
@@ -429,11 +428,11 @@ def _number(keep: Any, count: int) -> int:
     if whole and 1 <= keep <= count:
         return int(keep)
     expected = f"a number of units from 1 to {count}, or a part of them in (0, 1)"
-    refuse("keep", repr(keep), expected, "Or pass the indices of those that stay.")
+    refuse("keep", repr(keep), expected, "Or pass the indices of the units that stay.")
 
 
 def _indices(keep: Any, count: int, rows: int, split: int) -> Indices:
-    """The units of each layer and direction, ascending, from those that a user names."""
+    """Checks the indices of units to keep; returns them ascending per layer and direction."""
     kept = np.asarray(keep)
     whole, single = kept.dtype.kind in "iu" and kept.size, kept.ndim == 1
     if not whole or not (single or (kept.ndim == 2 and len(kept) == rows)):

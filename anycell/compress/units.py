@@ -1,8 +1,8 @@
 """The parts of a layer's arrays that belong to one unit; they follow from the cell's graph.
 
-The size symbols of a cell say what the axes of every array count: those of ``weight_ih`` the hidden
-units, once per gate, and the inputs; those of a projection in ``state="h:P c"`` the P and the H
-units. A unit is removed by taking the others along each axis that counts units of its size.
+The size symbols of a cell say what the axes of every array count: ``weight_ih`` has axes of hidden
+units, once per gate, and of inputs; a projection in ``state="h:P c"`` has axes of P and H units. To
+remove a unit, take the others along each axis that counts units of its size.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Axes(NamedTuple):
     """The units that the axes of an array count.
 
     A matrix is ``[blocks * rows, columns]``, or ``[heads, blocks * rows / heads, columns / heads]``
-    where heads share out both; a vector is ``[blocks * rows]``.
+    if heads split both; a vector is ``[blocks * rows]``.
 
     Attributes:
         rows: the size symbol of the units along the rows.
-        blocks: how many times the rows have all units: once per gate, or output of a matmul.
-        columns: the size symbol along the columns; None of a vector.
-        heads: block-diagonal ones.
+        blocks: how many times the rows contain all units: once per gate, or output of a matmul.
+        columns: the size symbol along the columns; None for a vector.
+        heads: the number of diagonal blocks.
     """
 
     rows: str
@@ -55,7 +55,7 @@ def axes(cell: Cell) -> dict[str, Axes]:
 
 
 def parts(cell: Cell, size: str) -> int:
-    """Counts the parts that must keep equally many units: heads and groups make them."""
+    """Counts the parts, made by heads and groups, that must keep equally many units."""
     counts = [l.heads for l in cell.linears if size in (l.in_size, l.out_size)]
     counts += [
         node.attrs[0] for node, s in cell.sizes.items() if node.op in REDUCTIONS and s == size
@@ -64,20 +64,20 @@ def parts(cell: Cell, size: str) -> int:
 
 
 def taken(counted: Axes, sizes: Mapping[str, int], kept: Mapping[str, Indices]) -> tuple[Any, ...]:
-    """The index that takes what belongs to the kept units: ``array[taken(...)]``.
+    """Returns the index that takes what belongs to the kept units: ``array[taken(...)]``.
 
     Args:
-        counted: of the array.
-        sizes: by size symbol, before.
-        kept: in ascending order the units that stay, of each size that loses some.
+        counted: the axes of the array.
+        sizes: by size symbol, before units are removed.
+        kept: the units that stay, ascending, for each size that loses some.
     """
 
     def places(size: str, blocks: int) -> Indices:
-        """Per head, of its own rows or columns, those that stay: ``[heads, blocks * kept]``."""
+        """The rows or columns that stay, by place in their head: ``[heads, blocks * kept]``."""
         stays = np.zeros(sizes[size], bool)
         stays[kept.get(size, slice(None))] = True
         rows = np.tile(stays.reshape(counted.heads, -1), blocks)
-        return np.stack([np.flatnonzero(row) for row in rows])  # each head keeps as many
+        return np.stack([np.flatnonzero(row) for row in rows])  # all heads keep equally many
 
     rows = places(counted.rows, counted.blocks)
     if counted.columns is None:
@@ -89,8 +89,8 @@ def taken(counted: Axes, sizes: Mapping[str, int], kept: Mapping[str, Indices]) 
 
 
 def sums(counted: Axes, sizes: Mapping[str, int], square: Array, size: str) -> list[Array]:
-    """Sums for each unit of a size, ``[units]``: of the squares of a weight in its rows, in its
-    columns, and less those in both. There are none where no axis counts such units.
+    """Returns sums for each unit of a size, ``[units]``: of a weight's squares in its rows, in its
+    columns, and minus the squares in both; no sums if no axis counts such units.
     """
     assert counted.columns is not None
     xp, heads, totals = namespace(square), counted.heads, []
@@ -99,13 +99,13 @@ def sums(counted: Axes, sizes: Mapping[str, int], square: Array, size: str) -> l
         totals.append(xp.sum(xp.sum(square, 3), 1))
     if counted.columns == size:
         totals.append(xp.sum(xp.sum(square, 2), 1))
-    if len(totals) > 1:  # what lies between a unit and itself
+    if len(totals) > 1:  # weights in both a row and a column of the unit
         totals.append(-xp.sum(xp.diagonal(square, 0, 2, 3), 1))
     return [xp.reshape(total, (sizes[size],)) for total in totals]
 
 
 def select(norms: npt.NDArray[np.floating], count: int, split: int) -> Indices:
-    """The ``count`` units of the largest norms, ascending; equally many of each part."""
-    each = len(norms) // split
-    order = np.argsort(-norms.reshape(split, each), axis=1, kind="stable")[:, : count // split]
-    return np.sort(order + each * np.arange(split)[:, None], axis=None).astype(np.int64)
+    """Returns the ``count`` units of the largest norms, ascending; equally many per part."""
+    width = len(norms) // split
+    order = np.argsort(-norms.reshape(split, width), axis=1, kind="stable")[:, : count // split]
+    return np.sort(order + width * np.arange(split)[:, None], axis=None).astype(np.int64)

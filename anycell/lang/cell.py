@@ -1,4 +1,4 @@
-"""``@cell`` traces a Python function once into a ``Cell``: its graph, with sizes, checked."""
+"""``@cell`` traces a Python function once into a ``Cell``, a checked graph with sizes."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ from anycell.lang.expr import (
 from anycell.lang.ops import TABLE, is_boolean
 from anycell.lang.trace import Declared, Gates, Trace, current, keep, linear
 
-# What others import from here; some of it is written in `declare` and `trace`.
+# The names that other modules import from here; `declare` and `trace` define some of them.
 __all__ = [
     "INPUT", "RECURRENT", "Cell", "Gates", "Linear", "Param", "State", "cell", "keep", "linear",
 ]  # fmt: skip
 
-# Arrays of each call, by the names of ``anycell.plan.arrays``: no parameter may have one.
+# Names of the arrays of each call, as in ``anycell.plan.arrays``: no parameter may take one.
 ARRAYS = frozenset(
     "x mask resets static recurrent_mask gates d_gates product saved d_params d_static".split()
 )
 Rewritten = TypeVar("Rewritten", bound="Cell")
 Declaring = TypeVar("Declaring", bound="Callable[..., Any]")
-VARIANTS = 64  # of a cell, with other hyperparameters, that are remembered
+VARIANTS = 64  # how many cells with other hyperparameters a cell remembers
 
 
 def _exactly(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """A key that tells hyperparameters apart: True from 1, 0.0 from -0.0, NaN from all but another
-    NaN. None where a value has no such text.
+    """Returns a key that tells hyperparameters apart: True from 1, 0.0 from -0.0, but not two NaN.
+    Returns None unless every value is None, a bool, an int, a float or a str.
     """
     if all(value is None or type(value) in (bool, int, float, str) for value in given.values()):
         return tuple([(name, repr(value)) for name, value in given.items()])
@@ -76,17 +76,17 @@ class Cell:
     hyperparameters: ``PeepholeLSTM(coupled=True, cell_clip=3.0)``.
 
     Attributes:
-        name: of the function.
+        name: the name of the function.
         gates, states, params, static: as declared.
-        hyper: run-time hyperparameters (floats), by name; a change of value compiles nothing.
+        hyper: run-time hyperparameters (floats), by name; a new value compiles nothing.
         structure: the other keyword arguments, which select the graph.
         bias: whether the projections of the layer carry biases.
         next: one expression per state, the new states.
-        declared: of each matmul of a step what was declared, by name, in order of evaluation.
-        linears: these matmuls, with what follows from the graph.
-        learned: the public names of all that one direction of a layer may learn.
+        declared: the declaration of each matmul of a step, by name, in order of evaluation.
+        linears: these matmuls, with their operands, used outputs and sizes from the graph.
+        learned: the public names of all arrays that one direction of a layer may learn.
         fused: gates whose input and recurrent projection are only ever added.
-        sizes: the size symbol of each node of the graph, of all but plain numbers.
+        sizes: the size symbol of each node of the graph except plain numbers.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class Cell:
     def __call__(self, *args: Any, **hyper: Any) -> Cell:
         """Returns the cell with other hyperparameters; see the signature of its function.
 
-        Layers ask for the same few again and again, so the last ``VARIANTS`` are not traced anew.
+        Layers ask for the same few cells again and again, so up to ``VARIANTS`` are remembered.
         """
         if args:
             fail(
                 f"Cell {self.name} was called with {len(args)} positional argument(s); "
-                "it takes its hyperparameters, by name.",
+                "it takes only hyperparameters, by name.",
                 f"give them by name; inside a cell, call {self.name}.function(x, r, s).",
             )
         if not hyper:
@@ -209,14 +209,14 @@ class Cell:
             current.reset(outer)
 
     def _derive(self, graph: tuple[Expr, ...], declared: Mapping[str, Declared]) -> None:
-        """Sets the graph, whose matmuls are ``declared`` by name, and all that follows from it."""
+        """Sets the graph, whose matmuls are ``declared``, and everything derived from it."""
         self.next, self.declared = graph, dict(declared)
         self.linears = _linears(graph, declared)
         self.fused = frozenset(n.attrs[1] for n in topological(graph) if n.op == "preact")
         self.learned = learned(self)
         self._sizes()
-        # Sizes that are split, into how many parts, and by what: no walk over ``sizes`` in a call,
-        # which torch.compile of PyTorch 2.10 cannot trace.
+        # Each split size, its number of parts, and what splits it. They are listed here because
+        # torch.compile of PyTorch 2.10 cannot trace a walk over ``sizes`` in a call.
         split: list[tuple[str, int, object]] = []
         for l in self.linears:
             split += [(l.in_size, l.heads, l), (l.out_size, l.heads, l)]
@@ -225,7 +225,7 @@ class Cell:
         self.key = _canonical(self)
 
     def _check_names(self) -> None:
-        """All that a layer learns must have names of their own; see ``layer.signature``."""
+        """Refuses reserved names, and a name for two learned arrays; see ``layer.signature``."""
         matmuls = [(PROJECTION, "the projection of the input", True)]
         matmuls += [(RECURRENT, "the projection of the first state", True)]
         further = [l for l in self.linears if l.name != RECURRENT]
@@ -245,8 +245,8 @@ class Cell:
         for name, what in learned:
             if name.endswith("_reverse"):
                 fail(
-                    f"Cell {self.name}: a layer learns {what}; names that end in '_reverse' are "
-                    "those of the reverse direction.",
+                    f"Cell {self.name}: a layer learns {what}; names that end in '_reverse' belong "
+                    "to the reverse direction.",
                     "rename it.",
                 )
             if name in taken:
@@ -258,7 +258,7 @@ class Cell:
             taken[name] = what
 
     def _unpacked(self, error: ValueError) -> str:
-        """Python's error about the number of names, with those that there are."""
+        """Python's error about unpacking, with the line of the cell and the declared names."""
         where, code = "", self.function.__code__
         for frame, line in traceback.walk_tb(error.__traceback__):
             if frame.f_code is code:
@@ -268,7 +268,7 @@ class Cell:
         return f"{where}{error}.\nInstead: unpack all of them, in the declared order: {shown}."
 
     def _check_numbers(self) -> None:
-        """Refuses hyperparameters that make no probability, no bounds or no divisor."""
+        """Refuses hyperparameters that make a probability, a divisor or clipping bounds invalid."""
         values = ", ".join(f"{name}={value:g}" for name, value in self.hyper.items())
         given = f"Cell {self.name}: " + (f"given {values}, " if values else "")
         known: dict[Expr, float | None] = {}
@@ -292,15 +292,15 @@ class Cell:
                     )
 
     def _check_result(self, result: Any, given: set[Expr]) -> tuple[Expr, ...]:
-        """One node per state, made of what the function was ``given``."""
+        """Returns one node per state, made only from nodes that the function was ``given``."""
         names = " ".join(self.state_names)
         results = result if isinstance(result, (tuple, list)) else (result,)
         if isinstance(result, Gates) or len(results) != len(self.states):
             several = isinstance(result, Gates)
             returned = f"all {result._what}s at once" if several else f"{len(results)} value(s)"
             fail(
-                f"Cell {self.name} returned {returned}, "
-                f"its states are {len(self.states)}: {names}.",
+                f"Cell {self.name} returned {returned}; "
+                f"it declares {len(self.states)} state(s): {names}.",
                 "return the new states in the declared order, "
                 f"`return {', '.join(self.state_names)}`.",
             )
@@ -330,7 +330,7 @@ class Cell:
         """Refuses sizes that heads of a matmul, or groups of a reduction, do not divide.
 
         Args:
-            sizes: what the size symbols stand for, those that are known.
+            sizes: the numbers that the known size symbols stand for.
 
         Raises:
             ValueError: naming the size, what splits it, and sizes to choose.
@@ -364,7 +364,7 @@ class Cell:
             if isinstance(a, str) and isinstance(b, str):
                 place = where if isinstance(where, str) else f"`{where}`"
                 fail(
-                    f"Cell {self.name}: the sizes do not close: {place} joins a value of size {a} "
+                    f"Cell {self.name}: the sizes do not match: {place} joins a value of size {a} "
                     f"with one of size {b}.",
                     'change the size with linear(value, "name"), '
                     "or declare the state with the size it has.",
@@ -378,7 +378,7 @@ class Cell:
         order = topological(self.next)
         fixed = dict.fromkeys(("x", "param", "static", "preact"), "H")
         fixed |= {"input": INPUT, "recurrent_mask": self.states[0].size}
-        numbers: set[Expr] = set()  # and what is computed from numbers alone: they fit any size
+        numbers: set[Expr] = set()  # numbers, and results of numbers alone, which fit any size
         for node in order:
             by_unit = node.op in TABLE and node.op not in REDUCTIONS
             if node.op in ("const", "hyper") or (by_unit and numbers.issuperset(node.args)):
@@ -413,7 +413,7 @@ class Cell:
 
 
 def learned(cell: Cell) -> tuple[str, ...]:
-    """Public names of all that one direction of a layer may learn."""
+    """Returns the public names of all arrays that one direction of a layer may learn."""
     names = [f"weight_{PROJECTION}", f"bias_{PROJECTION}"]
     for l in sorted(cell.linears, key=lambda l: not l.recurrent):
         names += [l.weight, l.bias_name][: 1 + l.bias]
@@ -427,15 +427,15 @@ def rewritten(
     kind: type[Rewritten] = Cell,  # type: ignore[assignment]
     **changes: Any,
 ) -> Rewritten:
-    """A copy whose graph a rule has rewritten, with these matmuls in this order.
+    """Returns a copy of a cell whose graph ``rule`` rewrites; ``declared`` orders its matmuls.
 
     Args:
-        kind: its class.
-        changes: attributes that it has other values of.
+        kind: the class of the copy.
+        changes: new values of attributes.
     """
     new = object.__new__(kind)
     new.__dict__ |= cell.__dict__ | changes
-    new.__dict__.pop("keeps", None)  # of the cell before
+    new.__dict__.pop("keeps", None)  # cached for the old graph
     new._derive(tuple(rewrite(cell.next, rule)), declared)
     return new
 
@@ -482,8 +482,8 @@ def _linears(graph: tuple[Expr, ...], declared: Mapping[str, Declared]) -> tuple
 
 
 def _known(node: Expr, values: Sequence[float | None], hyper: Mapping[str, float]) -> float | None:
-    """The value of a number that follows from hyperparameters by plain arithmetic, and so from the
-    ``values`` of its arguments.
+    """The value of a node that plain arithmetic computes from numbers and hyperparameters, with the
+    ``values`` of its arguments; None for other nodes, and for a division by 0.
     """
     if node.op == "const":
         return float(node.attrs[0])
@@ -526,7 +526,7 @@ def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
 
 
 def _declaration(function: Declaring) -> Declaring:
-    """A declaration whose errors name its line, also those about arguments that it has not."""
+    """Wraps a declaration so that its errors name its line, also errors about unknown arguments."""
     names = [name for name in inspect.signature(function).parameters if name != "function"]
 
     @functools.wraps(function)
@@ -558,15 +558,15 @@ def cell(
 
     Args:
         gates: names of the gates, in the order of the weights; ``x`` and ``r`` unpack in this
-            order. They, states and parameters may also be lists of names.
+            order. Gates, states and parameters may also be lists of names.
         state: names of the states, ``name[:size][=initial]``; the first is the output.
         params: names of per-unit parameters, ``name[=initial]``; without any the function has no
             ``p``.
         static: name of an input given once per sequence, ``[B, H]``; the function's last argument.
-        bias: whether the layer's projections carry biases; a cell that places its own sets False.
+        bias: whether the layer's projections carry biases; False for a cell that adds its own.
 
     Raises:
-        CellError: for what a cell cannot say, naming the line and what to write instead.
+        CellError: for what a cell cannot express; it names the line and what to write instead.
 
     Example:
         >>> from anycell import cell, sigmoid, tanh
@@ -592,7 +592,7 @@ def cell(
     if static is not None and len(words(static, "static")) != 1:
         fail(
             f"@cell(static={static!r}): expected one name, or None.",
-            'name one, static="e", [B, H]; where it stands for several, compute them from it with '
+            'name one, static="e", [B, H]; if you need several values, compute them from it with '
             'linear(e, "name", gates="i f").',
         )
     bias = boolean(bias, f"@cell(bias={brief(bias)})")
@@ -612,14 +612,14 @@ def cell(
         for p in arguments:
             if p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
                 fail(
-                    f"Cell {function.__name__} takes {p}, to which nothing is ever given.",
+                    f"Cell {function.__name__} takes {p}, but nothing is ever passed to it.",
                     "name each hyperparameter, as a keyword-only argument with a default.",
                 )
         positional = kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD
         given = [p.name for p in arguments if p.kind in positional]
         if len(given) == len(expected) and given != expected and {*given} == {*expected}:
             fail(
-                f"Cell {function.__name__} takes ({', '.join(given)}); they are given in the order "
+                f"Cell {function.__name__} takes ({', '.join(given)}), but is called in the order "
                 f"({', '.join(expected)}).",
                 f"write def {function.__name__}({', '.join(expected)}).",
             )
@@ -635,7 +635,7 @@ def cell(
 
 
 def _line_of_def(code: Any) -> int:
-    """The line of a function's head, behind its decorators; of a lambda its first."""
+    """The line of a function's ``def``, after its decorators; the first line of a lambda."""
     first, last = code.co_firstlineno, max(line for *_, line in code.co_lines() if line)
     for line in range(first, last + 1):
         if linecache.getline(code.co_filename, line).lstrip().startswith("def "):

@@ -13,10 +13,10 @@ from typing import Any, TypedDict
 from anycell.lang.expr import Expr, brief, fail, plain
 
 RECURRENT = "hh"  # the matmul behind `r`
-PROJECTION = "ih"  # that behind `x`, where it is one of the step's; see `with_projection`
-INPUT = "(input)"  # the size of its operand: a symbol that no cell can declare
+PROJECTION = "ih"  # the matmul behind `x`, if the step computes it; see `with_projection`
+INPUT = "(input)"  # the size of that matmul's operand: a symbol that no cell can declare
 
-# The sizes that layers take by keyword, as type checkers know them: those of one capital letter.
+# The sizes that type checkers let layers take by keyword: single capital letters.
 SizeArguments = TypedDict(  # noqa: UP013 - as a class it would take a line for each letter
     "SizeArguments",
     {
@@ -27,8 +27,8 @@ SizeArguments = TypedDict(  # noqa: UP013 - as a class it would take a line for 
     total=False,
 )  # fmt: skip
 
-# Keyword arguments of the layers of every frontend, which take sizes by keyword as well: names that
-# no size can have.
+# Names that no size can have, because layers take sizes by keyword, and the layers of some frontend
+# have a keyword argument of that name.
 RESERVED = frozenset(
     "cell input_size hidden_size num_layers units bias use_bias batch_first dropout "
     "recurrent_dropout bidirectional device dtype checkpoint seed initializer gate_bias "
@@ -42,8 +42,8 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class State:
-    """A state: ``size`` is a symbol ("H" is the hidden size), ``initial`` where it starts from and
-    what it resets to.
+    """A state: ``size`` is a symbol ("H" is the hidden size), ``initial`` the value that it starts
+    from and resets to.
     """
 
     name: str
@@ -55,7 +55,7 @@ class State:
 class Param:
     """A per-unit parameter ``[H]``.
 
-    ``initial`` None leaves its initial value to the framework's convention.
+    If ``initial`` is None, the framework's convention sets the initial value.
     """
 
     name: str
@@ -68,14 +68,14 @@ class Linear:
     block-diagonal with ``heads``.
 
     Each output is a node ``linear(operand)`` with attributes ``(name, output)``; a matmul without
-    ``gates`` has one, of its own name. Weight and bias have rows for each of ``declared``, used or
-    not, in that order: for each head a block per output, in the bias for each output its heads.
-    Matmuls may share a weight, with outputs of their own: "hh.i" and "hh.f" have "weight_hh".
+    ``gates`` has one output, named like the matmul. Weight and bias have rows for each output in
+    ``declared``, used or not: the weight by head, then output, the bias by output, then head.
+    Matmuls may share a weight if their outputs differ: "hh.i" and "hh.f" share "weight_hh".
     """
 
     name: str
     operand: Expr
-    outputs: tuple[str, ...]  # those that the step uses, in declared order
+    outputs: tuple[str, ...]  # the outputs that the step uses, in declared order
     heads: int
     bias: bool
     in_size: str
@@ -84,17 +84,17 @@ class Linear:
 
     @functools.cached_property
     def weight(self) -> str:
-        """The public name of its weight: of "hh" it is "weight_hh"."""
+        """The public name of the weight: "weight_hh" for "hh"."""
         return "weight_" + self.name.partition(".")[0]
 
     @functools.cached_property
     def bias_name(self) -> str:
-        """The public name of its bias."""
+        """The public name of the bias."""
         return "bias_" + self.name.partition(".")[0]
 
     @property
     def recurrent(self) -> bool:
-        """Whether it is the matmul behind `r`, or one of those that share its weight."""
+        """Whether this is the matmul behind `r`, or a matmul that shares its weight."""
         return self.name.partition(".")[0] == RECURRENT
 
     def __str__(self) -> str:
@@ -102,9 +102,9 @@ class Linear:
         return f"linear({self.operand!r}, {self.name!r}{heads})"
 
     def shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
-        """The weight's shape, ``[out, in]`` or ``[heads, out/heads, in/heads]``, of all outputs.
+        """The weight's shape for all outputs: ``[out, in]`` or ``[heads, out/heads, in/heads]``.
 
-        Heads divide both; see ``Cell.check_sizes``.
+        The number of heads divides both sizes; see ``Cell.check_sizes``.
         """
         out, into = size[self.out_size], size[self.in_size]
         rows, columns = len(self.declared) * out // self.heads, into // self.heads
@@ -119,7 +119,7 @@ def is_recurrent(node: Expr) -> bool:
 def sort_hyperparameters(
     function: Callable[..., Any], given: dict[str, Any]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Keyword-only arguments: floats are run-time values, everything else selects the graph."""
+    """Splits keyword-only arguments into run-time values (floats) and what selects the graph."""
     signature = inspect.signature(function)
     keyword = {p.name: p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
     for name in given:
@@ -154,23 +154,23 @@ def sort_hyperparameters(
             fail(
                 f"{subject} is a {kind}; expected a float (a run-time value), or a "
                 "bool, int, str, tuple or None (which select the graph).",
-                "give one of these; an array is a per-unit parameter, params=.",
+                "give one of these; declare an array as a per-unit parameter, params=.",
             )
     return hyper, structure
 
 
-# What a word of a declaration may say, and an example.
+# The forms that a word of a declaration may have, and an example.
 _FORMS = {
     "gates": ("name", "i f g o"),
     "state": ("name, name:size or name=value", "h:P c m=-inf"),
     "params": ("name or name=value", "p_i gain=1"),
     "static": ("name", "e"),
 }
-# What to say of a part that a word may not have.
+# How the error goes on about a part that a word may not have.
 _ELSEWHERE = {
-    "size": ': it has H units. Of another size are states, state="h:P c", and results of '
-    'linear(value, "name", size="P").',
-    "value": '. Initial values have states, state="h c=1", and params="p=1".',
+    "size": ': it has H units. Only states, state="h:P c", and results of linear(value, "name", '
+    'size="P") can have another size.',
+    "value": '. Only states, state="h c=1", and params="p=1" have initial values.',
 }
 SYMBOL = re.compile(r"[A-Za-z]\w*")
 
@@ -205,7 +205,7 @@ def words(text: str | Sequence[str], what: str) -> list[tuple[str, str | None, s
 
 
 def check_symbol(size: str, shown: str) -> None:
-    """Layers take sizes by keyword."""
+    """Refuses a size that is named like an argument of layers."""
     if size in RESERVED:
         fail(
             f"{shown}: a size cannot be named {size!r}: layers take sizes by keyword, and have an "
@@ -215,7 +215,7 @@ def check_symbol(size: str, shown: str) -> None:
 
 
 def number(text: str | None, what: str) -> float | None:
-    """An initial value, if one is declared."""
+    """Reads an initial value; returns None if the declaration has none."""
     if text is None:
         return None
     try:

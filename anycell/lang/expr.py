@@ -25,7 +25,7 @@ Number = int | float
 
 
 class CellError(ValueError):
-    """A cell that cannot be expressed, or was called with what it does not declare."""
+    """A cell that cannot be expressed, or that was called with something it does not declare."""
 
 
 # The ops whose result is a condition; every other result is a number.
@@ -35,19 +35,19 @@ CONDITIONS = frozenset(
 
 # The ops that combine the units of a row (attrs: number of groups).
 REDUCTIONS = frozenset({"sum", "mean", "max"})
-# Those whose result is another in each unit, even of arguments that are not.
+# The ops whose result differs from unit to unit even if their arguments do not.
 _PER_UNIT = frozenset({"keep", "linear", "preact", "linear_t"})
 
-# The code object of the cell function being traced, so that an error can name its line; or, of what
-# is declared, that line.
+# The code object of the cell function being traced, so that an error can name its line; or, while a
+# declaration is read, the text that names the line.
 tracing: contextvars.ContextVar[Any] = contextvars.ContextVar("anycell_tracing", default=None)
-# Where functions are that are not the user's: no lines to name.
+# Parts of paths to functions that are not the user's: errors do not name their lines.
 _LIBRARIES = os.path.dirname(os.__file__), "site-packages", "dist-packages"
 
 
 def fail(problem: str, instead: str) -> NoReturn:
-    """Raises ``CellError`` with the line of the cell function that is being traced, or of the
-    user's function that it calls; the last one if it has returned.
+    """Raises ``CellError`` with the current line of the traced cell function, or of the user's
+    function that it calls; once the cell function has returned, with its last line.
     """
     code = tracing.get()
     if code is None or isinstance(code, str):
@@ -70,7 +70,7 @@ def fail(problem: str, instead: str) -> NoReturn:
 
 @contextlib.contextmanager
 def said_at(where: str) -> Iterator[None]:
-    """Within it, errors begin with this ``place``."""
+    """Makes the errors inside begin with ``where``, a ``place``."""
     token = tracing.set(where)
     try:
         yield
@@ -79,7 +79,7 @@ def said_at(where: str) -> Iterator[None]:
 
 
 def refused(problem: str, instead: str) -> Callable[..., NoReturn]:
-    """A method that fails so."""
+    """Returns a method that fails with this error."""
 
     def refuse(self: Any, *args: Any) -> NoReturn:
         fail(problem, instead)
@@ -97,18 +97,18 @@ def place(file: str, number: int, what: str) -> str:
     return f"{file}:{number}: in {what}\n    {linecache.getline(file, number).strip()}\n"
 
 
-# What a NumPy number on the left of an operator asks of the right side.
+# The method of the right operand that answers a ufunc with a NumPy number on the left.
 _REFLECTED = {
     "add": "__radd__", "subtract": "__rsub__", "multiply": "__rmul__", "divide": "__rtruediv__",
     "less": "__gt__", "less_equal": "__ge__", "greater": "__lt__", "greater_equal": "__le__",
     "equal": "__eq__", "not_equal": "__ne__", "power": "__rpow__",
 }  # fmt: skip
-# What other libraries call arithmetic, and multiplying by a matrix.
+# Other libraries' names for arithmetic, and for products with a matrix.
 _ARITHMETIC = frozenset("add sub mul div true_divide rsub".split())
 _MATMULS = frozenset(
     "matmul rmatmul dot inner vdot tensordot einsum linear mm mv bmm addmm baddbmm".split()
 )
-# What to write instead of their functions that have another name here, or none.
+# What to write for their functions that have another name here, or no equivalent.
 _RENAMED = {
     "absolute": "abs(v)", "fabs": "abs(v)", "amax": "max(v)", "amin": "-max(-v)", "min": "-max(-v)",
     "fmax": "maximum(a, b)", "fmin": "minimum(a, b)", "clamp": "clip(v, low, high)",
@@ -120,12 +120,12 @@ _RENAMED = {
 
 LINEAR = (
     'use linear(value, "name"), a matmul with a learned weight of that name; '
-    "a fixed matrix is a weight that you set and do not train."
+    "for a fixed matrix, set that weight and do not train it."
 )
 
 
 def instead_of(name: str) -> str:
-    """Says what a cell writes for the function that another library calls ``name``."""
+    """Says what to write in a cell for the function that another library calls ``name``."""
     from anycell.lang import VOCABULARY
 
     name = name.strip("_")
@@ -139,7 +139,7 @@ def instead_of(name: str) -> str:
 
 
 class Traced:
-    """Refuses the functions of NumPy and PyTorch, which hand a call to a foreign argument."""
+    """Refuses the functions of NumPy and PyTorch, which dispatch to arguments of foreign types."""
 
     __slots__ = ()
 
@@ -176,7 +176,7 @@ def _foreign(function: str) -> NoReturn:
     )
 
 
-# What is said of gates, states or parameters that were to be unpacked.
+# The error about gates, states or parameters that have not been unpacked.
 ALL_AT_ONCE = (
     "All gates at once where one value was expected.",
     "unpack them first: `i, f, g, o = x + r`, or use x.i.",
@@ -184,7 +184,7 @@ ALL_AT_ONCE = (
 
 
 def _operators(op: str) -> tuple[Callable[[Expr, Expr | Number], Expr], ...]:
-    """The methods of an operator of two values, for a node on its left and on its right."""
+    """The methods of a binary operator, for a node on its left and on its right."""
     return (lambda self, other: apply(op, self, other), lambda self, other: apply(op, other, self))
 
 
@@ -193,7 +193,7 @@ class Expr(Traced):
     ``attrs`` hold what is not an expression.
 
     It is ``narrow`` if all units of a row share the value: a number, a reduction over one group, or
-    a function of such.
+    an element-wise function of narrow nodes.
     """
 
     __slots__ = ("__weakref__", "args", "attrs", "narrow", "op")
@@ -271,7 +271,7 @@ class Expr(Traced):
     def __invert__(self) -> Expr:
         return apply("logical_not", self)
 
-    # -- what the language cannot say --------------------------------------------------------------
+    # -- what the language cannot express ----------------------------------------------------------
     __bool__ = refused(
         "Control flow on a traced value: a cell is traced once, before there are numbers.",
         "use where(condition, a, b); maximum(a, b) for Python's max(a, b), minimum(a, b) for "
@@ -279,8 +279,8 @@ class Expr(Traced):
         "Make structural choices with a bool keyword argument.",
     )
     __iter__ = __len__ = __reversed__ = __contains__ = refused(
-        "A traced value cannot be unpacked, or gone through: it is one gate, state or parameter.",
-        "unpack `x + r`, or name the gate; over the units of a row there are anycell's sum, "
+        "A traced value cannot be unpacked or iterated over: it is one gate, state or parameter.",
+        "unpack `x + r`, or name the gate; to combine the units of a row, use anycell's sum, "
         "mean and max.",
     )
 
@@ -323,8 +323,8 @@ class Expr(Traced):
         if name.startswith("__"):
             raise AttributeError(name)
         fail(
-            f"A traced value has no attribute {name!r}, for which this line asks, or a function of "
-            "another library.",
+            f"A traced value has no attribute {name!r}, which this line, or a function of another "
+            "library that it calls, asks for.",
             instead_of(name),
         )
 
@@ -335,13 +335,13 @@ def const(value: Number) -> Expr:
 
 
 def plain(value: Any) -> Any:
-    """A NumPy number, or array without dimensions, as Python's number; all else as it is."""
+    """Turns a NumPy number, or array without dimensions, into Python's; keeps other values."""
     numpys = isinstance(value, (np.generic, np.ndarray)) and value.shape == ()
     return value.item() if numpys else value
 
 
 def positive(value: Any, problem: str, instead: str) -> int:
-    """The value, NumPy's too, as a positive integer; else a ``CellError``."""
+    """Returns a positive integer of Python or NumPy as an int, else raises ``CellError``."""
     try:
         number = 0 if isinstance(value, Traced) else int(operator.index(value))
     except TypeError:
@@ -352,7 +352,7 @@ def positive(value: Any, problem: str, instead: str) -> int:
 
 
 def boolean(value: Any, shown: str) -> bool:
-    """The value, NumPy's too, as True or False; else a ``CellError``."""
+    """Returns a bool of Python or NumPy as a bool, else raises ``CellError``."""
     flag = plain(value)
     if not isinstance(flag, bool):
         fail(f"{shown}: expected True or False.", "bias=True or bias=False.")
@@ -360,13 +360,13 @@ def boolean(value: Any, shown: str) -> bool:
 
 
 def brief(value: Any) -> str:
-    """Describes a value that was given, on one short line."""
+    """Describes a value on one short line."""
     shown = " ".join(repr(value).split())
     return shown if len(shown) < 60 else f"{shown[:56]} ..."
 
 
 def as_expr(value: Any) -> Expr:
-    """The value as a node: traced values stay, numbers become constants; else a ``CellError``."""
+    """Returns a traced value as it is, and a number as a constant; else raises ``CellError``."""
     if isinstance(value, Expr):
         return value
     if isinstance(value, Traced):
@@ -385,12 +385,12 @@ def as_expr(value: Any) -> Expr:
 
 
 def is_const(node: Expr, value: float | None = None) -> bool:
-    """Whether the node is a constant, and of this value if one is given."""
+    """Whether the node is a constant, and equals ``value`` if that is given."""
     return node.op == "const" and (value is None or node.attrs[0] == value)
 
 
 def apply(op: str, *args: Expr | Number, attrs: Attrs = ()) -> Expr:
-    """The node ``op(*args)``, with the identities that keep derived graphs readable."""
+    """Returns the node ``op(*args)``, after identities that keep derived graphs readable."""
     nodes = [
         operand(op, arg, op.startswith("logical_") or (op == "where" and position == 0))
         for position, arg in enumerate(args)
@@ -437,7 +437,7 @@ def apply(op: str, *args: Expr | Number, attrs: Attrs = ()) -> Expr:
 
 
 def operand(op: str, value: Any, condition: bool = False) -> Expr:
-    """The value as a node that ``op`` takes: a number, or a condition; else a ``CellError``."""
+    """Returns the value as a node, which must be a condition if ``condition``, else a number."""
     node = as_expr(value)
     if (node.op in CONDITIONS) is condition:
         return node
@@ -451,7 +451,7 @@ def operand(op: str, value: Any, condition: bool = False) -> Expr:
 def topological(roots: Iterable[Expr], leaf: Callable[[Expr], bool] | None = None) -> list[Expr]:
     """All nodes under ``roots``, arguments before their users, in a fixed order.
 
-    Whatever a node depends on that is a ``leaf`` is left out.
+    The arguments of a ``leaf`` are left out unless other nodes depend on them.
     """
     order: dict[Expr, None] = {}
     stack: list[tuple[Expr, bool]] = [(root, False) for root in reversed(list(roots))]
@@ -483,7 +483,7 @@ def rewrite(
     return [new[root] for root in roots]
 
 
-# As Python binds them: & and | bind tighter than comparisons.
+# Precedence as in Python: & and | bind tighter than comparisons.
 _INFIX = {
     "lt": ("<", 0), "le": ("<=", 0), "gt": (">", 0), "ge": (">=", 0),
     "eq": ("==", 0), "ne": ("!=", 0),
@@ -497,7 +497,7 @@ _LEAVES = {
 
 
 def label(node: Expr) -> str | None:
-    """The name of a leaf as a reader knows it, None for an operation."""
+    """The name of a leaf as users write it; None for an operation."""
     if node.op == "const":
         value = node.attrs[0]
         whole = math.isfinite(value) and value == int(value)
@@ -535,7 +535,7 @@ def show(
     elif node.op == "linear":
         matmul, output = node.attrs
         return f"linear({inner[0]}, {matmul!r})" + (f".{output}" if output != matmul else "")
-    elif node.op == "keep":  # numbered: two masks of one rate are two masks
+    elif node.op == "keep":  # numbered, because two masks with the same rate differ
         name = f"keep_{node.attrs[0]}"
         inner += [f"per={node.attrs[1]!r}"] * (node.attrs[1] != "step")
     return f"{name}({', '.join(inner)})"

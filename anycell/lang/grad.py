@@ -16,8 +16,8 @@ class Gradients:
     Attributes:
         x: gradient of each gate's input projection.
         linear: for each matmul the gradient of each of its outputs.
-        state: gradient of each previous state, *without* what arrives through a matmul on it.
-        param, static: per row and unit; the caller sums over time (and rows).
+        state: gradient of each previous state, *without* the part through a matmul on it.
+        param, static: per row and unit; the caller sums over time, and for param over rows.
     """
 
     x: dict[str, Expr]
@@ -36,8 +36,7 @@ def backward(cell: Cell) -> Gradients:
     """Derives the backward pass of ``cell``.
 
     The gradient of a matmul's operand is ``linear_t`` of its outputs' gradients, unless the operand
-    is a plain state: then the engine adds it while it computes the step before, as the same matmul,
-    transposed.
+    is a plain state: then the engine adds this transposed matmul while it computes the step before.
     """
     zero = const(0.0)
     order = topological(cell.next)

@@ -23,14 +23,14 @@ class Namespace:
     """A framework's array functions, with NumPy's names.
 
     Attributes:
-        module: has everything that is not below.
-        array: ``array(value, like)``, a NumPy array or number with dtype and device of ``like``.
+        module: has every function that is not listed below.
+        array: ``array(value, like)`` turns a number or NumPy array into an array like ``like``.
         cast: ``cast(array, "float32")``.
-        sigmoid, stop_gradient, round: functions of one array; halves are rounded to even numbers.
-        numbers: an array of NumPy's, of float64, with the values of one.
-        softplus: where there is one that all exporters know; else it is ``logaddexp`` of 0.
-        steps: an array as its parts along the first axis.
-        unchecked: a context in which infinity and NaN are values like others, as in compiled code.
+        sigmoid, stop_gradient, round: functions of one array; ``round`` rounds halves to even.
+        numbers: converts an array to a NumPy array of float64.
+        softplus: a function that all exporters know; if None, ``logaddexp`` with 0 replaces it.
+        steps: the parts of an array along the first axis.
+        unchecked: a context in which infinity and NaN raise no warnings, as in compiled code.
     """
 
     module: Any
@@ -52,7 +52,7 @@ def namespace(array: Array) -> Namespace:
     """The namespace of ``array``, which may be a tracer or an instance of a subclass.
 
     Raises:
-        TypeError: for what is no array of a framework known here.
+        TypeError: if ``array`` belongs to none of the frameworks known here.
     """
     for kind in type(array).__mro__:
         make = _MAKERS.get(kind.__module__.partition(".")[0])
@@ -81,7 +81,7 @@ def _torch() -> Namespace:
     torch = sys.modules["torch"]
 
     def array(value: Any, like: Array) -> Array:
-        if like.is_cuda and isinstance(value, (int, float)):  # no copy from the host, which waits
+        if like.is_cuda and isinstance(value, (int, float)):  # a copy from the host would wait
             return torch.full((), value, dtype=like.dtype, device=like.device)
         return torch.asarray(value, dtype=like.dtype, device=like.device)
 
@@ -93,9 +93,9 @@ def _torch() -> Namespace:
         stop_gradient=lambda array: array.detach(),
         round=torch.round,
         numbers=lambda array: array.detach().to("cpu", torch.float64).numpy(),
-        # Above the threshold it is its argument, in float64 too.
+        # Above the threshold softplus returns its argument; at 40 that is exact even in float64.
         softplus=lambda array: torch.nn.functional.softplus(array, threshold=40.0),
-        # The gradient of an index is an array of all steps: for all of them, the square of that.
+        # Not by indexing: the gradient of each index would be an array of all steps.
         steps=torch.unbind,
     )
 

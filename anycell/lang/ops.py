@@ -35,15 +35,15 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Op:
-    """A row of the table; what each field is stands at the top of this module."""
+    """A row of the table; the top of this module describes the fields."""
 
     meaning: Callable[..., Any]
     derivative: Callable[..., tuple[Expr | None, ...]]
     domain: tuple[Interval, ...]
 
 
-# Where the derivative jumps, the meaning is written with where(), so that a framework's autograd
-# takes the side that the table's derivative takes; comparisons point such that NaN passes through.
+# If the derivative jumps, the meaning uses where(), so that a framework's autograd takes the same
+# side as the table's derivative. The comparisons are chosen so that NaN passes through.
 
 
 def _relu(xp: Any, a: Any) -> Any:
@@ -60,10 +60,10 @@ def _softplus(xp: Any, a: Any) -> Any:
 
 
 def _row(reduction: str) -> Callable[..., Any]:
-    """A reduction over each group of units, given back to every unit of the group."""
+    """A reduction over each group of units, returned to every unit of the group."""
 
     def meaning(xp: Any, a: Any, groups: int) -> Any:
-        # Nobody counts the rows: a graph of TensorFlow may not know their number.
+        # -1 stands for the rows, because a TensorFlow graph may not know their number.
         rows = (-1,) if len(a.shape) == 2 else a.shape[:-1]
         split = xp.reshape(a, (*rows, groups, a.shape[-1] // groups))
         reduced = getattr(xp, reduction)(split, axis=-1, keepdims=True)
@@ -73,13 +73,13 @@ def _row(reduction: str) -> Callable[..., Any]:
 
 
 def _select(g: Expr, condition: Expr) -> Expr:
-    if g.op == "where" and is_const(g.args[2], 0.0):  # both in one
+    if g.op == "where" and is_const(g.args[2], 0.0):  # merges both conditions
         return apply("where", condition & g.args[0], g.args[1], 0.0)
     return apply("where", condition, g, 0.0)
 
 
 def _quotient_derivative(g: Expr, y: Expr, a: Expr, b: Expr) -> tuple[Expr, Expr]:
-    # One division; in a norm, where b and y belong to the whole row, none per unit.
+    # One division; none per unit in a norm, because there b belongs to the whole row.
     inverse = 1.0 / b
     return g * inverse, -(g * (y * inverse))
 
@@ -213,7 +213,7 @@ def hard_sigmoid(value: Value) -> Expr:
 
 
 def where(condition: Expr, a: Value, b: Value) -> Expr:
-    """``a`` where the condition holds, else ``b``, and so with their gradients."""
+    """``a`` where the condition holds, else ``b``; the gradient goes to the value chosen."""
     return apply("where", condition, a, b)
 
 
@@ -241,9 +241,9 @@ _OF_TWO = {"sum": "a + b", "mean": "(a + b) / 2", "max": "maximum(a, b)"}
 
 
 def _reduced(op: str, value: Value, groups: int) -> Expr:
-    problem = f"{op}(value, groups={groups!r}): it combines the units of the row of one value."
+    problem = f"{op}(value, groups={groups!r}): {op} combines the units of the row of one value."
     instead = (
-        f"{_OF_TWO[op]} of two values; as groups a positive integer that divides the hidden size."
+        f"{_OF_TWO[op]} of two values; groups is a positive integer that divides the hidden size."
     )
     return apply(op, value, attrs=(positive(groups, problem, instead),))
 
@@ -272,6 +272,6 @@ def layer_norm(value: Value, eps: Value = 1e-5, groups: int = 1) -> Expr:
     """
     number = plain(eps)
     if isinstance(number, (int, float)) and not 0.0 <= number < math.inf:
-        fail(f"layer_norm(value, eps={eps!r}): the root is of a variance plus eps.", "eps=1e-5.")
+        fail(f"layer_norm(value, eps={eps!r}): expected a finite eps from 0 on.", "eps=1e-5.")
     centred = apply("sub", value, mean(value, groups))
     return centred * apply("div", 1.0, sqrt(mean(centred * centred, groups) + eps))

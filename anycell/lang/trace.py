@@ -25,7 +25,7 @@ from anycell.lang.expr import (
 
 
 def _operators(op: str) -> tuple[Callable[[Gates, Any], Gates], ...]:
-    """The methods of an operator of two values, for gates on its left and on its right."""
+    """The methods of a binary operator, for gates on its left and on its right."""
     return (
         lambda self, other: self._combine(op, self, other),
         lambda self, other: self._combine(op, other, self),
@@ -33,8 +33,8 @@ def _operators(op: str) -> tuple[Callable[[Gates, Any], Gates], ...]:
 
 
 class Gates(Traced):
-    """The values of all gates: unpacks in the declared order, names them,
-    adds element by element.
+    """The values of all gates: they unpack in the declared order, are attributes by name, and add,
+    subtract and multiply gate by gate.
     """
 
     _what: str
@@ -99,7 +99,7 @@ class Declared(NamedTuple):
     outputs: tuple[str, ...]
     heads: int
     bias: bool
-    size: str | None  # of each output, where it was named
+    size: str | None  # the size symbol of each output, if one was given
 
 
 current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar(
@@ -148,22 +148,22 @@ def linear(
 
     Args:
         value: the operand, ``[B, in]``.
-        name: names the weight. A name stands for one weight, and one matmul has it: two matmuls
+        name: the name of the weight. Every matmul has a name and a weight of its own: two matmuls
             cannot share a weight.
-        gates: names the outputs of a matmul that has several, all of one size; they come together,
-            as ``r`` does: ``r, z = linear(v, "rz", gates="r z")``.
-        heads: block-diagonal weight with that many equal blocks.
+        gates: the names of the outputs of a matmul that has several, all of one size; the matmul
+            returns them together, like ``r``: ``r, z = linear(v, "rz", gates="r z")``.
+        heads: makes the weight block-diagonal, with that many equal blocks.
         bias: whether the matmul has a learned bias.
         size: a symbol for the size of the result (of each output), which layers then take by
             keyword. ``linear(tanh(linear(s.h, "down", size="R")), "up")`` is a bottleneck of R
             units: ``RNN(cell, 12, 100, R=8)``.
 
-    Without ``size`` the result is as wide as what it is combined with: of H units, the hidden size,
-    or of a state's declared size. So ``linear(tanh(linear(s.h, "down")), "up")`` is twice a weight
-    ``[H, H]``. ``explain`` says the shape of every weight.
+    Without ``size`` the result is as wide as the values it is combined with: H units, the hidden
+    size, or a state's declared size. So ``linear(tanh(linear(s.h, "down")), "up")`` has two weights
+    ``[H, H]``. ``explain`` shows the shape of every weight.
 
     Raises:
-        CellError: for a name that is taken, and for arguments of other kinds.
+        CellError: if the name is taken, or an argument is invalid.
     """
     trace = _inside("linear")
     if not isinstance(name, str) or not name.isidentifier():
@@ -173,11 +173,11 @@ def linear(
     node = operand("linear", value)
     if name in trace.linears:
         fail(
-            f"linear(..., {name!r}): this cell has a matmul of that name, and each has a weight of "
-            "its own: two matmuls cannot share one.",
-            "where two products are added, multiply once: linear(a + b, ...) is the sum of both "
-            "with one weight; where both are of one value, use the first result again. Another "
-            "name is another weight, learned apart from this one.",
+            f"linear(..., {name!r}): this cell has a matmul of that name, and each matmul has a "
+            "weight of its own: two matmuls cannot share one.",
+            "to add two products, multiply once: linear(a + b, ...) is the sum of both with one "
+            "weight; to multiply one value twice, use the first result again. Another name is "
+            "another weight, learned separately.",
         )
     if name in (RECURRENT, PROJECTION) or name.endswith("_bias"):
         fail(

@@ -1,8 +1,8 @@
 """Cells made of cells: with the input projection in the step, a mask on the recurrent matmul, a
 readout that is fed back, or weights of low rank.
 
-Those of low rank are cells like any other. The others are for engines and layers, which make them
-anew: they cannot be pickled.
+Cells of low rank are cells like any other. The others are for engines and layers, which make them
+again when needed: a pickle of them restores the cell that they were made of.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from anycell.refusal import refuse
 
 
 def with_projection(cell: Cell) -> Cell:
-    """The cell whose step begins with the input projection, as one more matmul, the last.
+    """Returns the cell with the input projection inside its step, as one more matmul, the last.
 
-    Its operand is a leaf ``input`` of the size ``INPUT``.
+    The operand of this matmul is a leaf ``input`` of the size ``INPUT``.
     """
     raw = Expr("input")
 
@@ -39,10 +39,10 @@ def with_projection(cell: Cell) -> Cell:
 
 @functools.lru_cache(maxsize=64)
 def with_recurrent_mask(cell: Cell, per_gate: bool) -> Cell:
-    """The cell whose recurrent matmul multiplies the first state times a mask, given per sequence.
+    """Returns the cell whose recurrent matmul takes the first state times a mask per sequence.
 
-    The mask is a leaf ``recurrent_mask`` of the first state's size. One ``per_gate`` makes a matmul
-    per gate, each on its own rows of the one weight.
+    The mask is a leaf ``recurrent_mask`` of the first state's size. With ``per_gate`` each gate has
+    a mask and a matmul of its own, which uses the gate's rows of the shared weight.
     """
 
     def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
@@ -61,27 +61,27 @@ def with_recurrent_mask(cell: Cell, per_gate: bool) -> Cell:
 
 
 READOUT, FEEDBACK = "readout", "feedback"  # matmuls of the cells that `with_feedback` makes
-# The size of what is read out, and a gate: names that no cell can declare.
+# The size of the readout, and a gate: names that no cell can declare.
 OUTPUT, FREE = "_Y", "_free"
 
 
 @functools.lru_cache(maxsize=64)
 def with_feedback(cell: Cell) -> Cell:
-    """The cell whose input is, where it is free, a linear readout of the state before the step.
+    """Returns the cell that, at free steps, adds a readout of its previous state to its input.
 
         y = W_readout s + b_readout            of size OUTPUT, with s the first state
         x_k <- x_k + W_feedback_k y            for each gate k, where x_free > 0
 
-    ``FREE`` is one more gate, the last: 0 where the step sees its input alone, and above 0, however
-    far, where it also sees y, for all units of a row. No gradient goes back to it.
+    ``FREE`` is one more gate, the last, with one value for all units of a row: at 0 the step sees
+    only its input, at any value above 0 it also sees y. No gradient goes back to it.
 
     Raises:
-        ValueError: for a cell that has a matmul of one of these names.
+        ValueError: if the cell has a matmul named ``READOUT`` or ``FEEDBACK``.
     """
     taken = {l.name for l in cell.linears} & {READOUT, FEEDBACK}
     if taken:
         given = f"{cell.name}, which has a linear(..., {min(taken)!r})"
-        expected = "a cell without: that is the name of a matmul that feeds a readout back"
+        expected = "a cell without one: a matmul that feeds a readout back has that name"
         refuse("cell", given, expected, "Rename it.")
     first = Expr("state", (), (cell.states[0].name,))
     free = apply("gt", Expr("x", (), (FREE,)), 0.0)
@@ -101,11 +101,11 @@ def with_feedback(cell: Cell) -> Cell:
     return rewritten(cell, rule, declared, gates=(*cell.gates, FREE))
 
 
-RANK = "rank"  # the size between the two factors of a weight
+RANK = "rank"  # the size symbol between the two factors of a weight
 
 
 class LowRank(Cell):
-    """A cell that ``low_rank`` made; it can be called and pickled, like the ``full`` one."""
+    """A cell that ``low_rank`` made; it can be called and pickled, like the cell ``full``."""
 
     full: Cell
     matmuls: tuple[str, ...]
@@ -122,20 +122,20 @@ class LowRank(Cell):
 
 
 def low_rank(cell: Cell, matmuls: Sequence[str] | None = None, *, bias: bool = True) -> LowRank:
-    """The cell whose weights inside the step are products of two, W = U V.
+    """Returns the cell whose weights inside the step are products of two factors, W = U V.
 
         W v  becomes  U (V v)     with W [out, in], U [out, rank], V [rank, in]
 
-    A weight has ``rank * (out + in)`` numbers in place of ``out * in``, and costs as many
-    multiplications in each step. Layers take the rank by keyword:
-    ``RNN(low_rank(GRU), 12, 256, rank=32)``. The names of U and V are those of W with ``_u`` and
-    ``_v`` behind: ``weight_hh_u`` and ``weight_hh_v``; U's bias is ``bias_hh_u``. Outputs of one
-    matmul share its V, and where it has heads, both factors have.
+    A weight has ``rank * (out + in)`` numbers in place of ``out * in``, and each step takes that
+    many multiplications per row. Layers take the rank by keyword:
+    ``RNN(low_rank(GRU), 12, 256, rank=32)``. U and V are named like W, with ``_u`` and ``_v``
+    appended: ``weight_hh_u`` and ``weight_hh_v``; U's bias is ``bias_hh_u``. Outputs of one
+    matmul share its V. If the matmul has heads, both factors have them.
 
     Args:
-        matmuls: names of those that change, "hh" for the recurrent one; None is all.
-        bias: False for layers without biases; it replaces their own argument of this name, which
-            U of the recurrent matmul does not heed.
+        matmuls: names of the matmuls that change, "hh" for the recurrent one; None means all.
+        bias: False for layers without biases; it replaces the layers' own argument ``bias``, which
+            U of the recurrent matmul ignores.
 
     Raises:
         ValueError: if the cell has no such matmul, or a new name is already in use.
@@ -149,12 +149,12 @@ def low_rank(cell: Cell, matmuls: Sequence[str] | None = None, *, bias: bool = T
         refuse("matmuls", repr(matmuls), expected)
     if RANK in cell.sizes.values():
         given = f"{cell!r}, which has the size {RANK!r}"
-        expected = "one without: that is what the new weights share"
+        expected = "a cell without it: the new weights have a size of that name"
         refuse("cell", given, expected, "Rename it, or name all matmuls in one call.")
     taken = {f"{name}_{end}" for name in chosen for end in "uv"} & {*names} - {*chosen}
     if taken:
         given = f"{cell!r}, which has a matmul {min(taken)!r}"
-        expected = "one without: that is the name of a new one"
+        expected = "a cell without it: a new matmul takes that name"
         refuse("cell", given, expected, "Rename it, or name all matmuls in one call.")
     return _low_rank(cell, chosen, bias and cell.bias)
 

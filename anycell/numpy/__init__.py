@@ -13,8 +13,8 @@
         clip_by_global_norm([lstm, readout], 1.0)
         optimizer.step()
 
-Any cell runs like this: ``RNN(cell, input_size, hidden_size)``; every cell of ``anycell.cells`` is
-a layer of its name besides, ``PeepholeLSTM(1, 64, cell_clip=3.0)``.
+Any cell runs like this: ``RNN(cell, input_size, hidden_size)``. Each cell of ``anycell.cells`` also
+has a layer of its name, ``PeepholeLSTM(1, 64, cell_clip=3.0)``.
 """
 
 from anycell.numpy import initializers, named

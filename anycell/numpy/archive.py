@@ -27,14 +27,14 @@ class Header(NamedTuple):
 
 
 def read(file: BinaryIO, check: Callable[[Mapping[str, Header]], None]) -> dict[str, Array]:
-    """The arrays of an archive, by name.
+    """Reads the arrays of an archive, by name.
 
     Args:
         file: open to read.
-        check: is given the headers, and raises where they are not those that are wanted.
+        check: called with the headers; raises if they are not as expected.
 
     Raises:
-        Damaged: where the file is no such archive, or not whole.
+        Damaged: if the file is not such an archive, or not complete.
     """
     with _damage():
         archive = zipfile.ZipFile(file)
@@ -48,15 +48,15 @@ def read(file: BinaryIO, check: Callable[[Mapping[str, Header]], None]) -> dict[
 
 
 class Damaged(ValueError):
-    """A file that is no archive of arrays, or not whole."""
+    """A file that is not an archive of arrays, or not complete."""
 
 
 @contextmanager
 def _damage() -> Iterator[None]:
-    """Turns the errors of ``zipfile``, its decompressors and NumPy's parser of headers into one.
+    """Turns errors of ``zipfile``, its decompressors and NumPy's header parser into ``Damaged``.
 
-    A failing disk keeps its OSError. Of these EINVAL is no fault of a disk, but of a damaged file,
-    which says that bytes lie where no file has any.
+    OSErrors of a failing disk pass through. EINVAL is not one of them: it comes from a damaged
+    file that points to impossible positions.
     """
     try:
         yield
@@ -68,15 +68,15 @@ def _damage() -> Iterator[None]:
 
 
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
-    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # NumPy's two
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # NumPy's own
         raise ValueError(f"{info.filename} is compressed by method {info.compress_type}")
     with archive.open(info) as member:
         version = npy.read_magic(member)
-        if version != (1, 0):  # the later ones are for names of fields
+        if version != (1, 0):  # later versions are for structured dtypes
             raise ValueError(f"{info.filename} is of version {version}")
         try:
             shape, _, dtype = npy.read_array_header_1_0(member)
-        except MemoryError as error:  # so Python's parser says that brackets are too deep
+        except MemoryError as error:  # Python's parser raises this for deeply nested brackets
             raise ValueError(f"the header of {info.filename} is no Python literal") from error
     if dtype.hasobject:
         raise ValueError(f"{info.filename} holds pickled objects")
@@ -86,7 +86,7 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
     with archive.open(info) as member:
         array = npy.read_array(member, allow_pickle=False)
-        # Zipfile compares the checksum once the end is reached.
+        # Zipfile compares the checksum only at the end.
         if member.read(1):
-            raise ValueError(f"{info.filename} goes on behind its array")
+            raise ValueError(f"{info.filename} has more bytes than its array")
     return array

@@ -26,7 +26,7 @@ class Layer:
     """Named parameters and their gradients.
 
     Attributes:
-        dtype: of everything the layer computes.
+        dtype: the dtype of everything that the layer computes.
     """
 
     dtype: np.dtype[Any]
@@ -37,11 +37,11 @@ class Layer:
         self._parameters = parameters
         self._statistics = dict(statistics or {})
         self._grads: dict[str, Array] = {}
-        self._writes = 0  # to the parameters, all that go through a method of ours
+        self._writes = 0  # how often our own methods wrote to the parameters
         self._prepared: Any = None
         self._saved: Any = None
 
-    if not TYPE_CHECKING:  # each class tells type checkers that it is called as its forward
+    if not TYPE_CHECKING:  # each class tells type checkers that a call is its `forward`
 
         def __call__(self, *args: Any, **options: Any) -> Any:
             """Calls ``forward``."""
@@ -54,7 +54,7 @@ class Layer:
 
     @property
     def arrays(self) -> Mapping[str, Array]:
-        """All that is saved, by name: the parameters, and the statistics of layers with any."""
+        """All saved arrays by name: the parameters, and the statistics of layers that have any."""
         return MappingProxyType({**self._parameters, **self._statistics})
 
     @property
@@ -66,7 +66,7 @@ class Layer:
         """Returns what ``forward`` kept for ``backward``.
 
         Raises:
-            RuntimeError: where no ``forward(..., training=True)`` went before.
+            RuntimeError: if no ``forward(..., training=True)`` came before.
         """
         if self._saved is None:
             raise RuntimeError(
@@ -76,11 +76,11 @@ class Layer:
         return self._saved
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, and a pickle, is of the layer, not of a pass that is under way.
+        # Copies and pickles carry the layer, not a pass in progress.
         return {**self.__dict__, "_grads": {}, "_saved": None, "_prepared": None}
 
     def set_parameters(self, values: Mapping[str, npt.ArrayLike]) -> None:
-        """Copies ``values`` into the parameters; all of them, or on any mismatch none.
+        """Copies ``values`` into the parameters: all of them, or none if any does not fit.
 
         Args:
             values: an array for every parameter, by name; converted to the layer's dtype. They may
@@ -88,8 +88,8 @@ class Layer:
 
         Raises:
             KeyError: for names that are missing or unknown.
-            ValueError, TypeError: for what is no mapping, an array of another shape, or not of real
-                numbers.
+            ValueError, TypeError: if ``values`` is not a mapping, or an array has another shape or
+                no real numbers.
 
         From a PyTorch layer::
 
@@ -99,18 +99,18 @@ class Layer:
         arrays = {name: check.numbers(name, values[name]) for name in self.arrays}
         for name, array in arrays.items():
             self._check_array(name, array)
-        # Copies, all of them before the first is written: a value may be another parameter.
+        # Copies all values before the first write: a value may be another parameter.
         copies = {name: np.array(array, self.arrays[name].dtype) for name, array in arrays.items()}
         self._writes += 1
         for name, parameter in self.arrays.items():
             parameter[...] = copies[name]
 
     def state_dict(self) -> dict[str, Array]:
-        """Copies of ``arrays``: all that is learned, as it is now."""
+        """Returns copies of the current ``arrays``."""
         return {name: array.copy() for name, array in self.arrays.items()}
 
     def load_state_dict(self, values: Mapping[str, npt.ArrayLike]) -> None:
-        """Takes what ``state_dict`` gave, here or of a PyTorch module; as ``set_parameters``."""
+        """Loads a ``state_dict`` of a layer or of a PyTorch module; see ``set_parameters``."""
         self.set_parameters(values)
 
     def _check_names(self, named: Mapping[str, object]) -> None:
@@ -130,7 +130,7 @@ class Layer:
             raise ValueError(f"{name}: given shape {array.shape}, expected {expected}.")
         known = array.dtype.kind in "fiu" or array.dtype.name in dtypes("cpu")
         if self.arrays[name].dtype == np.int8 and array.dtype != np.int8:
-            hint = "Quantize the layer whose parameters these are."
+            hint = "Load them into a float32 layer, and quantize it."
             refuse(name, f"dtype {array.dtype}", "int8, of a quantized layer", hint, TypeError)
         if not (known or _nameless(array)):
             raise TypeError(f"{name}: given dtype {array.dtype}, expected real numbers.")
@@ -141,10 +141,10 @@ class Layer:
         The file appears complete or not at all; the name is taken as it is given.
 
         Raises:
-            FileNotFoundError: where there is no such folder.
-            FileExistsError: where something else than a file has that name.
-            TypeError, ValueError: for what is no path.
-            OSError: where it cannot be written; the file that was there stays.
+            FileNotFoundError: if the folder does not exist.
+            FileExistsError: if something other than a file has that name.
+            TypeError, ValueError: if ``path`` is not a path.
+            OSError: if the file cannot be written; an older file of that name stays.
         """
         target = Path(os.path.realpath(check.path(path)))  # what a link points at
         given = f"path: given {os.fspath(path)!r}"
@@ -152,8 +152,8 @@ class Layer:
             raise FileNotFoundError(f"{given}; expected one in a folder that exists.")
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(target.stat().st_mode):  # a folder, a device
-                raise FileExistsError(f"{given}, which is no file; expected one, or a new name.")
-        # Next to the target, with the permissions of a new file, which tempfile's would not have.
+                raise FileExistsError(f"{given}, which is not a file; expected another name.")
+        # Next to the target, and without tempfile, whose files have other permissions.
         temporary = target.with_name(f".anycell-{secrets.token_hex(8)}")
         try:
             with open(temporary, "xb") as file:
@@ -164,13 +164,13 @@ class Layer:
             raise
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Reads parameters that ``save`` wrote; on any mismatch the layer stays as it is.
+        """Reads parameters that ``save`` wrote; on any mismatch the layer does not change.
 
         Nothing in the file is executed: archives that hold pickled objects are refused.
 
         Raises:
-            OSError: where there is no such file, or it cannot be read.
-            ValueError: for a file that is no such archive, or was damaged.
+            OSError: if the file does not exist, or cannot be read.
+            ValueError: if the file is not such an archive, or is damaged.
             KeyError, ValueError, TypeError: naming the parameter, what was given and what was
                 expected.
         """
@@ -179,7 +179,7 @@ class Layer:
                 values = archive.read(file, self._check_headers)
         except archive.Damaged as error:
             raise ValueError(
-                f"path: given {os.fspath(path)!r}, which is no .npz archive of plain arrays "
+                f"path: given {os.fspath(path)!r}, which is not an .npz archive of plain arrays "
                 f"({error}); expected a file written by {type(self).__name__}.save()."
             ) from error
         for name, value in values.items():
@@ -194,7 +194,7 @@ class Layer:
 
 
 def _nameless(array: Array | archive.Header) -> bool:
-    """Whether an array is bfloat16 as a file has it: of dtypes that NumPy lacks it keeps the size
-    alone.
+    """Whether an array is bfloat16 read from a file, which keeps only the size of dtypes that NumPy
+    lacks.
     """
     return array.dtype == np.dtype("V2")

@@ -22,7 +22,7 @@ Array = npt.NDArray[np.floating]
 
 
 def mapping(name: str, value: Any, expected: str) -> Mapping[Any, Any]:
-    """``value``, if it is a mapping, of ``expected``."""
+    """Returns ``value`` if it is a mapping; ``expected`` describes its contents in errors."""
     if not isinstance(value, Mapping):
         expected = f"a dict, or another mapping, of {expected}"
         refuse(name, describe(value), expected, "Pass a dict.", TypeError)
@@ -30,7 +30,7 @@ def mapping(name: str, value: Any, expected: str) -> Mapping[Any, Any]:
 
 
 def path(value: Any) -> str:
-    """``value`` as the path of a file."""
+    """Returns ``value`` as the path of a file."""
     try:
         text = os.fsdecode(value)
     except TypeError:  # a number would be taken for an open file
@@ -41,7 +41,7 @@ def path(value: Any) -> str:
 
 
 def generator(name: str, seed: Any) -> np.random.Generator:
-    """A generator that draws from ``seed``."""
+    """Returns a generator with this seed."""
     try:
         return np.random.default_rng(seed)
     except (TypeError, ValueError) as error:
@@ -50,12 +50,12 @@ def generator(name: str, seed: Any) -> np.random.Generator:
 
 
 def real_dtype(name: str, value: Any) -> np.dtype[Any]:
-    """A dtype that the kernels compute in, in this machine's order of bytes."""
+    """Returns a dtype that the kernels compute in, in this machine's byte order."""
     try:
         named = isinstance(value, str) and value in dtypes("cpu")
         known = isinstance(value, (str, type, np.dtype))
         dtype = value if named else np.dtype(value).name if known else ""
-    except Exception:  # NumPy raises what its parser of such texts does
+    except Exception:  # NumPy's parser of such texts raises errors of many kinds
         dtype = ""
     if dtype not in dtypes("cpu"):
         *others, last = map(repr, dtypes("cpu"))
@@ -64,15 +64,15 @@ def real_dtype(name: str, value: Any) -> np.dtype[Any]:
 
 
 def numbers(name: str, value: Any, expected: str = "an array of real numbers") -> npt.NDArray[Any]:
-    """``value`` as an array of real numbers or booleans, not copied where it is one."""
+    """Returns ``value`` as an array of real numbers or booleans; does not copy arrays."""
     try:
         array = np.asarray(value)
     except MemoryError:
         raise
-    except Exception as error:  # rows of unequal lengths; another library's array says no
+    except Exception as error:  # rows of unequal lengths, or another library's array
         given = f"{type(value).__name__}, which is no array ({error})"
         refuse(name, given, expected, "Pass np.asarray of it.", TypeError)
-    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):  # of which nothing is left
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):  # asarray drops the mask
         refuse(name, "a masked array", f"{expected}, without a mask", "Call its `filled`.")
     if array.dtype.kind not in "fiub" and array.dtype.name not in dtypes("cpu"):
         given = f"{type(value).__name__} of dtype {array.dtype}"
@@ -83,13 +83,13 @@ def numbers(name: str, value: Any, expected: str = "an array of real numbers") -
 def array(
     name: str, value: Any, shape: Sequence[int | str], dtype: npt.DTypeLike, axes: str = ""
 ) -> Array:
-    """``value`` as an array of ``dtype`` and ``shape``, whose words stand for any size.
+    """Returns ``value`` as an array of ``dtype`` and ``shape``, in which words stand for any size.
 
     Real numbers of any dtype are converted; the user's own array is never written to, so it is not
-    copied where it already fits.
+    copied if it already fits.
 
     Args:
-        axes: what the array is, for errors.
+        axes: describes the array in errors.
     """
     values = numbers(name, value)
     fits = values.ndim == len(shape)
@@ -103,7 +103,7 @@ def array(
 
 
 def features(name: str, value: Any, size: int, dtype: npt.DTypeLike) -> Array:
-    """``value`` as an array ``[..., size]`` of ``dtype``."""
+    """Returns ``value`` as an array ``[..., size]`` of ``dtype``."""
     values = numbers(name, value)
     axes = [f"axis {i}" for i in range(values.ndim - 1)]
     return array(name, values, [*axes, size], dtype)
@@ -112,7 +112,7 @@ def features(name: str, value: Any, size: int, dtype: npt.DTypeLike) -> Array:
 def flags(
     name: str, value: Any, shape: Sequence[int | str], axes: str = "", like: Any = None
 ) -> npt.NDArray[np.bool_]:
-    """``value`` as booleans, a copy; numbers count if each is 0 or 1. ``like`` has no influence."""
+    """Returns ``value`` as a copy of booleans; all numbers must be 0 or 1. ``like`` is ignored."""
     values = array(name, value, shape, numbers(name, value).dtype, axes)
     flags = values.astype(bool)
     if not np.array_equal(flags, values):
@@ -121,7 +121,7 @@ def flags(
 
 
 def _counts(name: str, value: Any, expected: str) -> tuple[npt.NDArray[np.int64], bool]:
-    """Lengths as integers, which can always be looked at."""
+    """Returns lengths as integers, and True: NumPy's values can always be read."""
     counts = numbers(name, value, expected)
     if counts.dtype.kind not in "iu" and counts.size:
         refuse(name, describe(counts), expected, f"Convert them: {name}.astype(int).", TypeError)
@@ -133,14 +133,14 @@ def _below(steps: int, counts: npt.NDArray[np.int64], like: Any) -> npt.NDArray[
 
 
 def _converted(name: str, value: Any, shape: Sequence[int], axes: str, like: Any) -> Array:
-    """``value`` with the dtype of ``like``, whatever array it comes as."""
+    """Returns ``value``, any array, with the dtype of ``like``."""
     if value is None:
         refuse(name, "None", f"{like.dtype} {list(shape)}, {axes}", "Pass an array.", TypeError)
     return array(name, value, shape, like.dtype, axes)
 
 
 def _as_it_is(name: str, value: Any, shape: Sequence[int], axes: str, like: Any) -> Array:
-    """``value``, which must be an array with the dtype of ``like``, in this machine's bytes."""
+    """Returns ``value``, a NumPy array with the dtype of ``like`` in this machine's byte order."""
     if not isinstance(value, np.ndarray):
         expected = f"a NumPy array {list(shape)}, {axes}"
         refuse(name, describe(value), expected, "Pass np.asarray of it.", TypeError)

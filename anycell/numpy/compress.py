@@ -1,4 +1,4 @@
-"""The layers of ``anycell.numpy``, as ``anycell.compress`` asks for them."""
+"""Gives ``anycell.compress`` access to the layers of ``anycell.numpy``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ READOUTS = "anycell.numpy.Dense layers with input_size={}"
 
 
 def view_of(layer: Any) -> View:
-    """The layer, with the very arrays that it learns."""
+    """Returns the view of a layer, which holds the layer's own arrays."""
     return views.view_of(layer, layer.sizes, [layer._learned(k) for k in range(layer.num_layers)])
 
 
 def reads(readout: Any) -> list[Array]:
-    """The weights ``[out, in]`` by which a readout multiplies its input."""
+    """Returns the weights ``[out, in]`` by which a readout multiplies its input."""
     return [readout.parameters["weight"]] if isinstance(readout, Dense) else []
 
 
@@ -38,11 +38,11 @@ def take(
     size: str,
     count: int,
 ) -> None:
-    """Makes new arrays by the same names, gradients and an optimizer's moments with them."""
+    """Replaces arrays, gradients and an optimizer's moments by the parts of them that stay."""
     (layer,), indices = view.parts, {id(array): index for array, index in taken}
 
     def left(array: Array, of: Array) -> Array:
-        """The part that stays of an array that has a number for each of another."""
+        """The part of ``array`` that stays; its elements correspond to the elements of ``of``."""
         return np.ascontiguousarray(array[indices[id(of)]]) if id(of) in indices else array
 
     if optimizer is not None:
@@ -51,7 +51,7 @@ def take(
         optimizer._moments = [(left(m, p), left(v, p)) for p, (m, v) in pairs]
     for owner in (layer, *readouts):
         owner._writes += 1
-        owner._prepared = owner._saved = None  # a pass that is under way is of the old sizes
+        owner._prepared = owner._saved = None  # a pass in progress has the old sizes
         old = owner._parameters
         owner._grads = {name: left(grad, old[name]) for name, grad in owner._grads.items()}
         owner._parameters |= {name: left(array, array) for name, array in old.items()}
@@ -62,10 +62,10 @@ def take(
 
 
 def like(view: View, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str, Array]) -> RNN:
-    """A layer of another cell with those sizes and parameters, and all else of the layer."""
+    """Makes a layer of another cell, with these sizes and parameters, and the same options."""
     (layer,) = view.parts
-    told = views.told(layer, sizes) | {"initializer": "zeros", "recurrent_initializer": "zeros"}
-    new = RNN(cell, **told, dtype=layer.dtype)
+    options = views.told(layer, sizes) | {"initializer": "zeros", "recurrent_initializer": "zeros"}
+    new = RNN(cell, **options, dtype=layer.dtype)
     new.set_parameters(learned)
     new._generator = copy.deepcopy(layer._generator)
     return new

@@ -23,7 +23,7 @@ class Dense(Layer):
     Args:
         input_size, output_size: at least 1.
         bias: whether there is a ``b``.
-        dtype: "float32", "float64", "float16" or "bfloat16" (that of ml_dtypes).
+        dtype: "float32", "float64", "float16" or "bfloat16" (from ml_dtypes).
         initializer: of ``weight``; see ``anycell.numpy.initializers``.
         seed: of the initial values.
 
@@ -55,7 +55,7 @@ class Dense(Layer):
         return f"Dense({self.input_size}, {self.output_size}, bias={'bias' in self._parameters})"
 
     def forward(self, x: npt.ArrayLike, *, training: bool = False) -> Array:
-        """``[..., input_size]`` to ``[..., output_size]``; ``training`` keeps x for backward."""
+        """Maps ``[..., input_size]`` to ``[..., output_size]``; training keeps x for backward."""
         x = check.features("x", x, self.input_size, self.dtype)
         self._saved = x if check.boolean("training", training) else None
         rows = x.reshape(math.prod(x.shape[:-1]), self.input_size)
@@ -70,10 +70,10 @@ class Dense(Layer):
         return host.narrow(y + self._parameters["bias"] if "bias" in self._parameters else y)
 
     def backward(self, grad_output: npt.ArrayLike) -> Array:
-        """The gradient of the input, from the gradient of the output; fills ``grads``.
+        """Returns the gradient of the input, from the gradient of the output, and fills ``grads``.
 
         Raises:
-            RuntimeError: where no ``forward(..., training=True)`` went before.
+            RuntimeError: if no ``forward(..., training=True)`` came before.
         """
         x: Array = self._last_forward()
         shape = (*x.shape[:-1], self.output_size)
@@ -91,17 +91,17 @@ def mse(prediction: npt.ArrayLike, target: npt.ArrayLike) -> tuple[float, Array]
     """The mean squared error, and its gradient with respect to ``prediction``.
 
     Args:
-        prediction, target: of one shape, not empty; the gradient has the dtype of ``prediction``,
-            float64 where that is of integers.
+        prediction, target: of the same shape, not empty. The gradient has the dtype of
+            ``prediction``, or float64 for integers.
 
     Example:
         >>> mse(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
         (2.0, array([ 0., -2.]))
     """
     prediction = check.numbers("prediction", prediction)
-    if prediction.dtype.kind in "biu":  # or the target would be cut to whole numbers
+    if prediction.dtype.kind in "biu":  # or the gradient would be cut to whole numbers
         prediction = prediction.astype(np.float64)
-    # In 16 bits squares overflow at 256, and a mean has three digits.
+    # In float16 squares overflow at 256, and in 16 bits a mean has at most three digits.
     wide = np.result_type(prediction.dtype, np.float32)
     target = check.array("target", target, prediction.shape, wide)
     if not prediction.size:
@@ -119,10 +119,10 @@ def cross_entropy(
         loss = mean of log(sum of exp(logits)) - logits[target]
 
     Args:
-        logits: ``[..., C]``, of C classes; the gradient has its dtype, float64 where that is of
+        logits: ``[..., C]`` for C classes. The gradient has the same dtype, or float64 for
             integers.
         target: integers ``[...]`` from 0 to C - 1, such as the next character.
-        mask: bool ``[...]``, False where a step does not count; what lies there has no influence.
+        mask: bool ``[...]``, False where a step does not count; values there have no influence.
 
     Example:
         >>> loss, grad = cross_entropy([[0.0, 0.0], [5.0, -5.0]], [1, 0], mask=[True, False])
@@ -134,13 +134,13 @@ def cross_entropy(
         refuse("logits", "shape []", "shape [..., C]", "Pass a number for each class.")
     target, shape = check.numbers("target", target), logits.shape[:-1]
     if target.dtype.kind not in "iu":
-        refuse("target", f"dtype {target.dtype}", "integers", "Pass numbers of classes.", TypeError)
+        refuse("target", f"dtype {target.dtype}", "integers", "Pass class numbers.", TypeError)
     chosen = check.array("target", target, shape, np.int64)
     counts = np.ones(shape, bool) if mask is None else check.flags("mask", mask, shape)
     if not counts.any():
         refuse("logits", "no step that counts", "one or more", "Skip the call.")
     if ((chosen < 0) | (chosen >= logits.shape[-1]))[counts].any():
-        refuse("target", "a number of no class", f"0 to {logits.shape[-1] - 1}", "Add outputs.")
+        refuse("target", "an unknown class", f"0 to {logits.shape[-1] - 1}", "Add outputs.")
     wide = np.where(counts[..., None], logits, 0.0).astype(np.float64)
     wide -= wide.max(-1, keepdims=True)
     places = np.where(counts, chosen, 0)[..., None]

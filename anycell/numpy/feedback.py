@@ -25,22 +25,22 @@ from anycell.plan import Engine, scales_of
 
 
 class Feedback(Fed, Explained, Layer):
-    """Runs a layer whose input is a series, or, where that is not given, its own readout.
+    """Runs a layer whose input is a series, or its own readout at steps without the series.
 
         y_t     = W_readout output_t + b_readout
         input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
-    Forced at all steps it is teacher forcing, ``readout.forward(layer.forward(x)[0])``; at none it
-    runs freely; by chance it is scheduled sampling. y before the first step is the readout of the
-    initial state.
+    To force all steps is teacher forcing, ``readout.forward(layer.forward(x)[0])``; without forcing
+    it runs freely; with random forcing it is scheduled sampling. y before the first step is the
+    readout of the initial state.
 
-    Parameters and gradients are those of ``layer`` and ``readout``, by names that begin so, as in
-    ``anycell.torch``: "layer.weight_ih_l0". Give an optimizer this, or both of them.
+    Parameters and gradients of ``layer`` and ``readout`` have names that begin with these words, as
+    in ``anycell.torch``: "layer.weight_ih_l0". Pass an optimizer either this or both of them.
 
     Args:
-        layer: of one layer and one direction, any cell.
-        readout: from the layer's output to the Y numbers of the series.
-        seed: of the steps that are forced by chance; None draws one.
+        layer: any cell, in one layer and one direction.
+        readout: maps the layer's output to the Y numbers of the series.
+        seed: of the random choice of forced steps; None draws one.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what was expected.
@@ -57,11 +57,11 @@ class Feedback(Fed, Explained, Layer):
         check_layer(layer, ours, "RNN, LSTM or GRU of anycell.numpy", "Make one.")
         fits = isinstance(readout, Dense) and readout.input_size == layer._width
         if not fits or readout.dtype != layer.dtype:
-            expected = f"Dense({layer._width}, ...) of {layer.dtype}, as the layer"
+            expected = f"Dense({layer._width}, ...) of {layer.dtype}, like the layer"
             refuse("readout", repr(readout), expected, "It reads the output of the layer.")
         check_width(readout, readout.output_size, layer.input_size)
         self.layer, self.readout = layer, readout
-        with_feedback(layer.cell)  # or why there is none
+        with_feedback(layer.cell)  # raises if the cell cannot be fed back
         self._generator = check.generator("seed", seed)
         self._saved = None
 
@@ -72,12 +72,12 @@ class Feedback(Fed, Explained, Layer):
 
     @property
     def parameters(self) -> Mapping[str, Array]:
-        """The learned arrays of both, by name."""
+        """The learned arrays of layer and readout, by name."""
         return self._joined("parameters")
 
     @property
     def arrays(self) -> Mapping[str, Array]:
-        """All that is saved, by name."""
+        """All saved arrays of layer and readout, by name."""
         return self._joined("arrays")
 
     @property
@@ -126,14 +126,14 @@ class Feedback(Fed, Explained, Layer):
 
         Args:
             x: ``[T, B, input_size]``, laid out as for the layer, the series in the first Y columns.
-                Where a step is not forced, what lies there never matters, not even NaN.
+                At steps that are not forced, the series has no influence, not even as NaN.
             state, mask, lengths, resets, static, training: as in ``RNN.forward``.
-            forced: where the series is given: bool, laid out as x without its last axis, such as
-                ``np.isfinite(series)``, or ``[T]``, the same for all rows. Or a number in [0, 1],
-                the probability of each step of each row, drawn from ``seed``. True is all steps.
+            forced: the steps at which the series is given: bool, laid out as x without its last
+                axis, such as ``np.isfinite(series)``, or ``[T]`` for all rows. Or a number in
+                [0, 1], the probability of each step of each row. True means all steps.
 
         Returns:
-            y ``[T, B, Y]``, laid out as x, and the state, as of ``RNN.forward``.
+            y ``[T, B, Y]``, laid out as x, and the state, as in ``RNN.forward``.
         """
         layer = self.layer
         x = check.array("x", x, layer._layout(layer.input_size), layer.dtype)
@@ -160,13 +160,13 @@ class Feedback(Fed, Explained, Layer):
     def backward(
         self, grad_y: npt.ArrayLike, grad_state: State | None = None
     ) -> tuple[Array, State]:
-        """Computes gradients as ``RNN.backward`` does, from those of y and of the final state.
+        """Computes gradients like ``RNN.backward``, from the gradients of y and the final state.
 
-        It replaces ``grads`` of the layer and of the readout. The gradient of x is 0 for the series
-        where it was not given.
+        Replaces ``grads`` of the layer and of the readout. The gradient of the series in x is 0 at
+        steps where it was not given.
 
         Raises:
-            RuntimeError: where no ``forward(..., training=True)`` went before.
+            RuntimeError: if no ``forward(..., training=True)`` came before.
         """
         (run, given), layer, readout = self._last_forward(), self.layer, self.readout
         width = readout.output_size
@@ -196,7 +196,7 @@ class Feedback(Fed, Explained, Layer):
         return self.readout._read(outputs)
 
     def _forced(self, forced: npt.ArrayLike | float, steps: int, rows: int) -> npt.NDArray[Any]:
-        """``[T, B]``."""
+        """Returns the forced steps as flags ``[T, B]``."""
         probability = chance(np.asarray(forced).item() if np.ndim(forced) == 0 else forced)
         if probability is not None:
             return self._generator.random((steps, rows)) < probability
@@ -208,7 +208,7 @@ class Feedback(Fed, Explained, Layer):
         return np.broadcast_to(flags, (steps, rows))
 
     def _fed_layer(self) -> RNN:
-        """A layer of the fed cell, with what it learns, and the scales of what has 8 bits."""
+        """Makes the layer of the fed cell from the arrays of both, and scales of 8-bit weights."""
         layer, readout = self.layer, self.readout
         weight = readout.parameters["weight"]
         bias = readout.parameters.get("bias", np.zeros(readout.output_size, layer.dtype))

@@ -1,4 +1,4 @@
-"""``check_gradients``: a backward pass against differences of the forward pass."""
+"""``check_gradients`` compares a backward pass with differences of the forward pass."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def check_gradients(
 ) -> dict[str, float]:
     """Compares the gradients of ``backward`` with central differences of ``forward``, in float64.
 
-    Both are of the sum of all results that are not infinite, each number weighted by chance. The
-    layer and its gradients stay as they are: the comparison is of a copy. Random masks and dropout
-    draw the same in each run.
+    Both are gradients of a randomly weighted sum of all results that are not infinite. The layer
+    and its gradients do not change, because a copy is compared. Random masks and dropout draw the
+    same numbers in each run.
 
     Args:
-        layer: of this module, or of a class of yours that derives from ``Layer``.
-        x: what ``forward`` takes first.
-        count: how many numbers of each array are compared, drawn by chance.
-        seed: of what is drawn.
-        options: what ``forward`` takes besides, such as ``lengths``.
+        layer: a layer of this module, or of your own class derived from ``Layer``.
+        x: the first argument of ``forward``.
+        count: how many numbers of each array are compared; they are drawn at random.
+        seed: of all random draws.
+        options: further arguments of ``forward``, such as ``lengths``.
 
     Returns:
         for ``"x"`` and each parameter, by name, the largest difference of the two, relative to the
-        largest gradient of the array: some 1e-9 where they agree. Kinks, as of ``relu``, may differ
-        in places.
+        largest gradient of the array: some 1e-9 if they agree. Near kinks, such as
+        ``relu``'s, single numbers may differ.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what was expected.
@@ -44,21 +44,21 @@ def check_gradients(
         >>> max(errors.values()) < 1e-6
         True
     """
-    # Far from what the same seed gave for x: weights that are x itself are no test.
+    # Jumps ahead, because the same seed may have drawn x: weights equal to x would test nothing.
     rng = np.random.Generator(check.generator("seed", seed).bit_generator.jumped())  # type: ignore[attr-defined]
     count = check.integer("count", count)
     twin, x = _wide(layer), np.array(check.numbers("x", x), np.float64)
 
     run = copy.deepcopy(twin)
     results = run.forward(x, training=True, **options)
-    # Not infinite ones, as the maximum of no step is: any difference with them is NaN.
+    # Infinite results, such as a maximum over no steps, get weight 0: their differences are NaN.
     weights = _mapped(results, lambda r: np.where(np.isinf(r), 0.0, rng.normal(size=r.shape)))
     back = run.backward(*(weights if isinstance(weights, tuple) else (weights,)))
     arrays = {"x": (x, back[0] if isinstance(back, tuple) else back)}
     arrays |= {name: (array, run.grads[name]) for name, array in twin.parameters.items()}
 
     def loss() -> float:
-        # A copy, whose generators draw as those of all others.
+        # A fresh copy each time, so that its generators draw the same numbers.
         results = copy.deepcopy(twin).forward(x, training=True, **options)
         pairs = zip(_arrays(weights), _arrays(results), strict=True)
         return sum(float((w * np.where(w, result, 0.0)).sum()) for w, result in pairs)
@@ -81,7 +81,7 @@ def check_gradients(
 
 
 def _wide(layer: Any) -> Any:
-    """A copy in float64."""
+    """Returns a copy of a layer in float64."""
     trains = hasattr(layer, "backward") and not hasattr(layer, "rounded")
     if not isinstance(layer, Layer) or not trains:
         expected = "a layer of anycell.numpy that trains"
@@ -95,7 +95,7 @@ def _wide(layer: Any) -> Any:
 
 
 def _mapped(results: Any, function: Callable[[Array], Any]) -> Any:
-    """Tuples and dictionaries of arrays as they are, with others in the place of the arrays."""
+    """Applies a function to every array in nested tuples and dictionaries."""
     if isinstance(results, tuple):
         return tuple([_mapped(result, function) for result in results])
     if isinstance(results, dict):

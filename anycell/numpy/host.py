@@ -1,4 +1,4 @@
-"""NumPy's arrays as ``anycell.layer`` wants them."""
+"""Gives ``anycell.layer`` access to NumPy's arrays."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SMALL = 1 << 18  # multiply-adds up to which NumPy's OpenBLAS stays in the calli
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of a name. bfloat16 is in ml_dtypes, which frameworks bring along.
+    """Returns NumPy's dtype of a name; bfloat16 needs ml_dtypes, which frameworks install.
 
     Raises:
-        ModuleNotFoundError: without ml_dtypes.
+        ModuleNotFoundError: for bfloat16 without ml_dtypes.
     """
     if name == "bfloat16":
         require("ml_dtypes", "bfloat16 in NumPy", "bfloat16")
@@ -35,15 +35,15 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=16)
 def host_of(dtype: npt.DTypeLike) -> NumpyHost:
-    """The host of arrays of a dtype that has a row in ``DTYPES``."""
+    """Returns the host for arrays of a dtype that has a row in ``DTYPES``."""
     types = DTYPES[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
     wide = host_of(types.math.name) if types.mixed else None
     return NumpyHost(numpy_dtype(types.storage.name), wide)
 
 
 class NumpyHost:
-    """Arrays of one dtype; of 16 bits with a host of what cells compute in, ``wide``. The methods
-    are those of ``layer.Host``.
+    """Arrays of one dtype. For 16 bits, ``wide`` is the host of the dtype that cells compute in.
+    ``layer.Host`` describes the methods.
     """
 
     wide_states, library, blas = True, "numpy", 0
@@ -57,7 +57,7 @@ class NumpyHost:
         return NumpyHost(np.int8)
 
     def widen(self, array: Array) -> Array:
-        # NumPy's own order puts an axis that is broadcast last, where kernels want a dense one.
+        # Order "K" would put a broadcast axis last, where kernels want a dense one.
         return array if self.wide is self else array.astype(self.wide.dtype, "C", copy=False)
 
     def narrow(self, array: Array) -> Array:
@@ -112,16 +112,16 @@ class NumpyHost:
         return int(array.__array_interface__["data"][0])
 
     def pointers(self, arrays: Iterable[Array]) -> list[int]:
-        """Addresses of several arrays: a call of ``pointer`` for each takes longer."""
+        """Returns the addresses of several arrays, faster than by calls of ``pointer``."""
         return [array.__array_interface__["data"][0] for array in arrays]
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        # Without a Python call for each: they are asked for often.
+        # Without a Python call per axis, because strides are read often.
         return tuple(map(array.itemsize.__rfloordiv__, array.strides))
 
     def matmul(self, a: Array, b: Array) -> Array:
-        """``a @ b``, as an array of what cells compute with: by our matmul, whose threads sleep as
-        soon as it is done, or where it is small by NumPy's, which then takes one thread.
+        """Returns ``a @ b`` in the dtype that cells compute in. Small products not of 16 bits use
+        NumPy's matmul in one thread; others use ours, whose threads sleep as soon as it is done.
         """
         wide = self.wide
         if wide is self and a.size * b.shape[1] <= SMALL:

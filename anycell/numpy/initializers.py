@@ -39,7 +39,7 @@ def glorot_normal(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
 
 
 def orthogonal(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """A random matrix with orthonormal rows, or columns where there are fewer of those.
+    """A random matrix with orthonormal rows, or columns if there are fewer columns.
 
     A product of many such matrices neither grows nor fades, and a recurrent weight is multiplied
     once per step. The Q of a Gaussian matrix's QR decomposition is uniform over the orthogonal
@@ -73,7 +73,7 @@ NAMED: dict[str, Initializer] = {rule.__name__: rule for rule in _RULES}
 
 
 def find(initializer: str | Initializer, argument: str) -> Initializer:
-    """The function behind a name; a function stands for itself."""
+    """Returns the initializer of a name, or a function that checks what the given one returns."""
     if isinstance(initializer, str) and initializer in NAMED:
         return NAMED[initializer]
     if isinstance(initializer, str) or not callable(initializer):

@@ -1,4 +1,4 @@
-"""``RNN(cell)``, and with it ``LSTM``."""
+"""``RNN``, the layer of any cell, and ``LSTM``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class RNN(Explained, Layer):
-    """Layers of any cell, with the backward pass that anycell derived from it.
+    """Layers of any cell, with the backward pass that anycell derives from the cell.
 
     With the cell's function ``f`` and H = ``hidden_size``, each direction of each layer computes
 
@@ -50,36 +50,36 @@ class RNN(Explained, Layer):
         state_t = f(x_t, r_t, state_{t-1}, p)
 
     Args:
-        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``.
+        cell: a cell of ``@anycell.cell``, for instance one of ``anycell.cells``.
         input_size, hidden_size, num_layers: at least 1.
-        bias: whether the projections have biases. A cell that places its own has none here.
-        batch_first: arrays are ``[B, T, .]`` in place of ``[T, B, .]``; states stay as they are.
+        bias: whether the projections have biases; ignored for a cell that adds its own.
+        batch_first: arrays are ``[B, T, .]`` in place of ``[T, B, .]``; states keep their layout.
         dropout: probability that, in training, an element between two layers is zeroed; what stays
             is scaled by ``1 / (1 - dropout)`` (Srivastava et al., 2014).
         bidirectional: a second set of weights runs from the end to the start; the outputs of both
             are side by side.
-        dtype: "float32", "float64", "float16" or "bfloat16" (that of ml_dtypes), of the parameters
+        dtype: "float32", "float64", "float16" or "bfloat16" (from ml_dtypes), of the parameters
             and of all results; in 16 bits a cell computes in float32.
         initializer: of the input weights, for each gate on its own: "glorot_uniform",
             "glorot_normal", "orthogonal", "zeros", or a function ``(shape, generator) -> array``.
             "torch" draws everything as ``torch.nn`` does, U(-1/sqrt(H), 1/sqrt(H)).
         recurrent_initializer: of the recurrent weights, likewise.
-        gate_bias: what the bias of a gate starts from, by its name; 0 for all others. A forget gate
+        gate_bias: the initial bias of gates, by name; other gates start from 0. A forget gate
             that starts open, ``{"f": 1.0}``, lets gradients through from the first step on.
         seed: of the initial values, of dropout and of the cell's random masks; None draws one.
-        checkpoint: less memory for more time in training: the forward pass keeps x and the states
-            of every ``checkpoint`` steps, with "sqrt" of about sqrt(T) steps; and the backward pass
-            computes the rest again, bit by bit the same. The number of steps is rounded up to what
-            8 MiB of projected input hold. The reference engine takes no notice of it.
+        checkpoint: saves memory in training, at the cost of time: the forward pass keeps x and the
+            states of every ``checkpoint`` steps, with "sqrt" of about sqrt(T) steps; the backward
+            pass computes everything else again, with the same bits. The number of steps is rounded
+            up to what 8 MiB of projected input hold. The reference engine ignores it.
         sizes: the size of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
 
     Parameters, by name: ``weight_ih_l{k}`` ``[gates * H, in]``, ``weight_hh_l{k}``
     ``[gates * H, H]``, ``bias_ih_l{k}`` and ``bias_hh_l{k}`` ``[gates * H]``, ``{name}_l{k}``
-    ``[H]`` of each parameter of the cell, ``weight_{name}_l{k}`` of a further matmul inside a step;
-    those of the reverse direction end in ``_reverse``. The gates lie in the cell's order. All is as
-    in ``torch.nn``, so that weights move freely between the two; see ``set_parameters``.
+    ``[H]`` for each parameter of the cell, ``weight_{name}_l{k}`` for a further matmul in a step.
+    Names of the reverse direction end in ``_reverse``. Gates are in the cell's order. All this is
+    as in ``torch.nn``, so that weights move freely between the two; see ``set_parameters``.
 
-    Arrays given are converted to ``dtype`` and never written to.
+    The user's arrays are converted to ``dtype`` and never written to.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what was expected.
@@ -96,7 +96,7 @@ class RNN(Explained, Layer):
         self,
         cell: Cell,
         input_size: int,
-        hidden_size: int | None = None,  # so that RNN(3, 4) is told what it lacks, a cell
+        hidden_size: int | None = None,  # so that RNN(3, 4) raises an error about the cell
         num_layers: int = 1,
         bias: bool = True,
         batch_first: bool = False,
@@ -144,8 +144,8 @@ class RNN(Explained, Layer):
 
     def _subject(self) -> Subject:
         chosen = self.plan
-        said = repr(self), self.engine, chosen.cell, chosen.hidden_size, chosen.dtype
-        return Subject(*said, chosen.sizes)
+        layer = repr(self), self.engine, chosen.cell, chosen.hidden_size, chosen.dtype
+        return Subject(*layer, chosen.sizes)
 
     def _initial(
         self,
@@ -172,8 +172,8 @@ class RNN(Explained, Layer):
                     k = cell.gates.index(gate)
                     value[k * h : (k + 1) * h] = start
                 return value.astype(self.dtype)
-            # A gate is a matrix of its own: stacked ones would be taken for one tall matrix. So is
-            # a head.
+            # Each gate and head is drawn as a matrix of its own: a rule would see stacked ones as
+            # one tall matrix.
             blocks = outputs.get(name, len(cell.gates))
             rule = enter if name == "weight_ih" else recur
             size = (shape[-2] // blocks, shape[-1])
@@ -187,7 +187,7 @@ class RNN(Explained, Layer):
         }
 
     def _learned(self, k: int) -> dict[str, Array]:
-        """The parameters of a layer, by the names of ``anycell.layer.signature``."""
+        """Returns the parameters of layer ``k``, by the names of ``anycell.layer.signature``."""
         return of_layer(self.cell, self._parameters, k, 1 + self.bidirectional)
 
     # -- use -------------------------------------------------------------------------------------
@@ -223,19 +223,19 @@ class RNN(Explained, Layer):
 
         Args:
             x: ``[T, B, input_size]``, or ``[B, T, input_size]`` if ``batch_first``.
-            state: in the cell's order a tuple of ``[num_layers * D, B, H]`` with D = 2 if
-                ``bidirectional`` else 1, or the array alone of a cell with one state. None starts
+            state: a tuple of ``[num_layers * D, B, H]`` in the cell's order, with D = 2 if
+                ``bidirectional`` else 1, or a single array for a cell with one state. None starts
                 from the values that the cell declares, mostly zero.
-            training: dropout and the cell's random masks act, and what ``backward`` needs is kept,
-                x itself among it: do not write to x before ``backward``.
+            training: applies dropout and the cell's random masks, and keeps what ``backward``
+                needs. This includes x itself: do not write to x before ``backward``.
             {mask lengths resets reset_state static recurrent_mask return_states options}
 
         Returns:
             output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
             state: laid out as the argument, after each row's last step.
-            a third result, if ``return_states``: a dictionary by names of states, each of the last
-                layer, ``[T, B, D * size]``, laid out as x; at masked steps as ``masked_output``
-                says.
+            a third result, if ``return_states``: a dictionary of the last layer's states by name,
+                ``[T, B, D * size]``, laid out as x; ``masked_output`` sets their values at masked
+                steps.
         """
         x = check.array("x", x, self._layout(self.input_size), self.dtype)
         x = x.swapaxes(0, 1) if self.batch_first else x
@@ -284,7 +284,7 @@ class RNN(Explained, Layer):
         output = x.swapaxes(0, 1) if self.batch_first else x
         saved.output_shape = output.shape
         if training or not output.flags.c_contiguous:
-            output = output.copy()  # the caller's own; the backward pass reads what is kept
+            output = output.copy()  # for the caller, because the backward pass reads the original
         if not wanted:
             return output, self._returned(finals)
         others = [(o.swapaxes(0, 1) if self.batch_first else o).copy() for o in others]
@@ -299,22 +299,22 @@ class RNN(Explained, Layer):
         grad_state: State | None = None,
         grad_states: Mapping[str, npt.ArrayLike] | None = None,
     ) -> tuple[Array, State]:
-        """The gradients of the last ``forward``'s arguments, from the gradients of its results.
+        """Returns the gradients of the last ``forward``'s arguments, given those of its results.
 
-        Replaces ``grads``: nothing is added to an earlier call's, and nothing needs zeroing.
+        Replaces ``grads``: gradients of earlier calls are not added, so nothing needs zeroing.
 
         Args:
             grad_output: shaped as the output.
             grad_state: shaped as the returned state; None is zero.
-            grad_states: by name, of what ``return_states`` gave; None, or no name, is zero.
+            grad_states: by name, shaped as ``return_states`` returned them; missing ones are zero.
 
         Returns:
-            the gradients of x and of the initial state, shaped as those. The attributes
-            ``grad_static`` and ``grad_reset_state`` have those of a static input and of what resets
-            restore, or None. A recurrent mask has none.
+            the gradients of x and of the initial state, shaped like them. The attributes
+            ``grad_static`` and ``grad_reset_state`` hold the gradients of a static input and of
+            ``reset_state``, or None. A recurrent mask has no gradient.
 
         Raises:
-            RuntimeError: where no ``forward(..., training=True)`` went before.
+            RuntimeError: if no ``forward(..., training=True)`` came before.
         """
         saved: _Saved = self._last_forward()
         d = check.array("grad_output", grad_output, saved.output_shape, self.dtype)
@@ -374,16 +374,17 @@ class RNN(Explained, Layer):
         resets: npt.ArrayLike | None = None,
         reset_state: State | None = None,
     ) -> tuple[Array, State]:
-        """One step, as they arrive: ``forward`` of a sequence of length 1, in evaluation.
+        """Runs one step of a stream: ``forward`` of a sequence of length 1, in evaluation.
 
         After ``prepare()`` it is one native call on packed weights.
 
         Args:
             x: ``[B, input_size]``.
             state, static: as in ``forward``; pass the state that the step before returned.
-            resets: bool ``[B]``, or 0 and 1: True where the state is replaced before the step, as
-                where an episode starts.
-            reset_state: what resets restore, as ``state``. None for what the cell declares.
+            resets: bool ``[B]``, or 0 and 1: True where the state is replaced before the step, such
+                as at the start of an episode.
+            reset_state: the state that resets restore, shaped as ``state``; None is the initial one
+                that the cell declares.
 
         Returns:
             output ``[B, H]`` and the state after it.
@@ -427,7 +428,7 @@ class RNN(Explained, Layer):
     def _states(
         self, name: str, states: State | None, rows: int, start: float | None = None
     ) -> Sequence[Array]:
-        """``[layers * directions, B, size]`` per state; for None ``start``, or what is declared."""
+        """Checks the states; None makes them of ``start``, or else of the declared values."""
         cell, first = self.cell, (self.num_layers * (1 + self.bidirectional), rows)
         if states is not None:
             return check_states(check.NUMPY, name, states, cell, self.sizes, first, self)
@@ -437,7 +438,7 @@ class RNN(Explained, Layer):
         ]
 
     def _sequences(self, gradients: Mapping[str, npt.ArrayLike], saved: _Saved) -> dict[str, Array]:
-        """``grad_states`` by name, ``[T, B, D * size]``."""
+        """Checks ``grad_states``; returns them by name, ``[T, B, D * size]``."""
         arriving = {}
         for name, value in check.mapping("grad_states", gradients, "arrays by state").items():
             if name not in saved.wanted:
@@ -459,15 +460,15 @@ class RNN(Explained, Layer):
         return slice(k * count, (k + 1) * count)
 
     def _returned(self, per_layer: Sequence[passes.States]) -> State:
-        """Per state, what all directions of all layers have of it."""
+        """Joins each state's values of all layers and directions."""
         states = tuple(map(np.concatenate, zip(*per_layer, strict=True)))
         return states if len(states) > 1 else states[0]
 
 
 @dataclass
 class _Saved:
-    """The values that a forward pass in training leaves for the backward pass; ``wanted`` are the
-    states whose sequences it gave.
+    """The values that a forward pass in training keeps for the backward pass; ``wanted`` names the
+    states whose sequences it returned.
     """
 
     wanted: tuple[str, ...]
@@ -489,10 +490,10 @@ class LSTM(RNN):
     """Long short-term memory; its equations are in ``anycell.cells.LSTM``.
 
     Args:
-        forget_bias: what the forget gate's bias starts from. None means 1 (Gers, Schmidhuber &
-            Cummins, 2000; Jozefowicz, Zaremba & Sutskever, 2015), and with ``initializer="torch"``
-            leaves it as drawn.
-        all else: as in ``RNN``. The state is ``(h, c)``, the gates lie in the order i f g o.
+        forget_bias: the initial bias of the forget gate. None means 1 (Gers, Schmidhuber & Cummins,
+            2000; Jozefowicz, Zaremba & Sutskever, 2015), but with ``initializer="torch"`` the bias
+            that is drawn.
+        all else: as in ``RNN``. The state is ``(h, c)``, the order of gates is i f g o.
 
     Example:
         >>> layer = LSTM(input_size=1, hidden_size=32, seed=0)

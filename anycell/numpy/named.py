@@ -1,4 +1,4 @@
-"""A layer for every cell of ``anycell.cells`` that ``anycell.numpy.layers`` has none for."""
+"""Layers for the cells of ``anycell.cells`` without a layer in ``anycell.numpy.layers``."""
 
 from anycell import named
 from anycell.numpy.layers import RNN

@@ -1,4 +1,4 @@
-"""Inputs of a scale that layers like: by statistics of the training data, or of each batch."""
+"""Layers that scale inputs by statistics of the training data, or of each batch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Valid = npt.NDArray[np.bool_]
 class Standardise(Layer):
     """``(x - mean) / std`` of each feature, with the mean and the deviation of the training data.
 
-    NaN stands for a value that is missing: it does not count, and stays NaN. A feature that is
-    constant is divided by 1. Nothing is learned; ``save`` and ``load`` keep ``mean`` and ``std``,
-    float64 ``[size]``, as those of a layer.
+    NaN stands for a missing value: it does not count, and stays NaN. A constant feature is divided
+    by 1. Nothing is learned; ``save`` and ``load`` keep ``mean`` and ``std``, float64 ``[size]``.
 
     Args:
         size: number of features, the last axis.
-        dtype: of results, one that layers have. None is float64 for ``inverse``, since float32 has
-            too few digits for data far from 0, and x's own for ``forward``, float64 of integers.
+        dtype: of the results, a dtype of layers. If None, ``inverse`` returns float64, because
+            float32 has too few digits for data far from 0, and ``forward`` the dtype of x, or
+            float64 for integers.
 
     Example:
         >>> scale = Standardise(1).fit([[1.0], [3.0], [np.nan]])
@@ -41,20 +41,20 @@ class Standardise(Layer):
         super().__init__({}, _statistics(self.size, np.dtype(np.float64), "mean", "std"))
 
     def __repr__(self) -> str:
-        told = "" if self._results is None else f", dtype={self.dtype.name!r}"
-        return f"Standardise({self.size}{told})"
+        dtype = "" if self._results is None else f", dtype={self.dtype.name!r}"
+        return f"Standardise({self.size}{dtype})"
 
     def fit(self, x: npt.ArrayLike, *, mask: npt.ArrayLike | None = None) -> Standardise:
-        """Takes mean and deviation of ``x [..., size]``; returns the layer itself.
+        """Computes mean and deviation of ``x [..., size]``; returns the layer itself.
 
         Args:
-            x: of all axes but the last every element counts that is not NaN.
-            mask: bool, as x without its last axis: False where nothing counts.
+            x: every element that is not NaN counts, along all axes but the last.
+            mask: bool, shaped like x without its last axis: False where nothing counts.
 
         Raises:
             ValueError: for a feature with no value, or an infinite one.
         """
-        # In float64, whatever the layer's dtype: of a large mean float32 leaves few digits.
+        # In float64, whatever the layer's dtype: around a large mean float32 has few digits.
         x = check.features("x", x, self.size, np.float64)
         counts = ~np.isnan(x)
         if mask is not None:
@@ -71,11 +71,11 @@ class Standardise(Layer):
 
     def forward(self, x: npt.ArrayLike) -> Array:
         """``(x - mean) / std`` of ``x [..., size]``."""
-        own = getattr(getattr(x, "dtype", None), "name", "")
-        known = self._results is None and own in dtypes("cpu")
+        dtype = getattr(getattr(x, "dtype", None), "name", "")
+        known = self._results is None and dtype in dtypes("cpu")
         x = check.features("x", x, self.size, np.float64)
         y = (x - self.arrays["mean"]) / self.arrays["std"]
-        return y.astype(numpy_dtype(own) if known else self.dtype)
+        return y.astype(numpy_dtype(dtype) if known else self.dtype)
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -91,9 +91,9 @@ class BatchNorm(Layer):
 
         y = weight (x - mean) / sqrt(var + eps) + bias
 
-    In training mean and variance are the batch's, and the running ones follow, ``r <- (1 -
-    momentum) r + momentum batch``; otherwise they are the running ones. Steps under a mask, or
-    beyond a row's length, do not count, and are 0 in y. Names and arithmetic are those of
+    Training uses the mean and variance of the batch, and updates the running ones, ``r <- (1 -
+    momentum) r + momentum batch``; evaluation uses the running ones. Steps under a mask, or beyond
+    a row's length, do not count, and are 0 in y. Names and arithmetic follow
     ``torch.nn.BatchNorm1d``: the parameters ``weight`` and ``bias``, and ``running_mean`` and
     ``running_var``, which ``save`` and ``load`` keep too.
 
@@ -142,14 +142,14 @@ class BatchNorm(Layer):
         lengths: npt.ArrayLike | None = None,
         training: bool = False,
     ) -> Array:
-        """y, shaped as ``x [T, B, size]``; ``training`` keeps what ``backward`` needs.
+        """Returns y, shaped like ``x [T, B, size]``; ``training`` keeps what ``backward`` needs.
 
         Args:
             mask: bool, laid out as x without its last axis.
-            lengths: integers ``[B]``. With a mask too, a step must pass both.
+            lengths: integers ``[B]``. With a mask too, a step counts only if both include it.
 
         Raises:
-            ValueError: in training for fewer than two steps that count.
+            ValueError: in training, if fewer than two steps count.
         """
         axes = ("B", "T") if self.batch_first else ("T", "B")
         x = check.array("x", x, (*axes, self.size), self.dtype)
@@ -175,10 +175,10 @@ class BatchNorm(Layer):
         __call__ = forward
 
     def backward(self, grad_output: npt.ArrayLike) -> Array:
-        """The gradient of x, from the gradient of y; fills ``grads``.
+        """Returns the gradient of x, from the gradient of y, and fills ``grads``.
 
         Raises:
-            RuntimeError: where no ``forward(..., training=True)`` went before.
+            RuntimeError: if no ``forward(..., training=True)`` came before.
         """
         normal, scale, valid = self._last_forward()
         grad = check.array("grad_output", grad_output, normal.shape, self.dtype)
@@ -191,7 +191,7 @@ class BatchNorm(Layer):
         return (grad - mean - normal * slope) * (scale * self._parameters["weight"]) * valid
 
     def _valid(self, x: Array, mask: npt.ArrayLike | None, lengths: npt.ArrayLike | None) -> Valid:
-        """``[., ., 1]``, laid out as x."""
+        """Returns the steps that count, as flags ``[., ., 1]`` laid out as x."""
         rows, steps = x.shape[:2] if self.batch_first else x.shape[1::-1]
         valid = Layout(check.NUMPY, x, steps, rows, self.batch_first).valid(mask, lengths)
         valid = np.ones((steps, rows), bool) if valid is None else valid
@@ -207,9 +207,9 @@ def _moments(x: Array, counts: Valid) -> tuple[Array, Array, npt.NDArray[np.int6
     axes = tuple(range(x.ndim - 1))
     count = counts.sum(axes)
     divisor = np.maximum(count, 1)
-    with np.errstate(invalid="ignore"):  # of infinite values
+    with np.errstate(invalid="ignore"):  # infinite values give NaN
         mean = np.where(counts, x, 0.0).sum(axes, dtype=np.float64) / divisor
-        # Rounded, it may lie beyond all values: where these are the same, the variance is 0.
+        # Rounding may put the mean beyond all values; after clipping, equal values have variance 0.
         least = np.min(x, axes, initial=np.inf, where=counts)
         mean = np.clip(mean, least, np.max(x, axes, initial=-np.inf, where=counts))
         centred = np.where(counts, x - mean, 0.0)

@@ -1,4 +1,4 @@
-"""Optimizers: clipping of gradients, and Adam."""
+"""Adam, and clipping of gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Layers = Trainable | Iterable[Trainable]
 
 
 def as_layers(layers: Layers) -> list[Trainable]:
-    """One layer, or several, as a list."""
+    """Returns one layer, or several, as a list."""
     several = isinstance(layers, Iterable) and not isinstance(layers, np.ndarray)
     chosen: list[Any] = list(layers) if several else [layers]  # type: ignore[arg-type]
     if not chosen:
@@ -40,7 +40,7 @@ def as_layers(layers: Layers) -> list[Trainable]:
             expected = "a layer, or several, whose `parameters` and `grads` are arrays by name"
             refuse("layers", repr(layer), expected, "Pass one, or a list of them.", TypeError)
     parameters = [{id(array) for array in layer.parameters.values()} for layer in chosen]
-    # A Feedback has those of two layers.
+    # A Feedback has the parameters of two layers.
     twice = len(set().union(*parameters)) < sum(map(len, parameters))
     if twice or len({id(layer) for layer in chosen}) < len(chosen):
         raise ValueError("layers: given one layer twice, expected each once.")
@@ -48,7 +48,7 @@ def as_layers(layers: Layers) -> list[Trainable]:
 
 
 def _pairs(layers: list[Trainable]) -> Iterator[tuple[Array, Array]]:
-    """Every parameter with its gradient."""
+    """Yields every parameter with its gradient."""
     for layer in layers:
         for name, parameter in layer.parameters.items():
             if name not in layer.grads:
@@ -58,7 +58,7 @@ def _pairs(layers: list[Trainable]) -> Iterator[tuple[Array, Array]]:
                 )
             grad = layer.grads[name]
             if np.shape(grad) != np.shape(parameter):
-                expected = f"{np.shape(parameter)}, that of the parameter"
+                expected = f"{np.shape(parameter)}, the shape of the parameter"
                 refuse(f"grads[{name!r}]", f"shape {np.shape(grad)}", expected, "Reshape it.")
             yield _floats(f"parameters[{name!r}]", parameter), _floats(f"grads[{name!r}]", grad)
 
@@ -79,13 +79,13 @@ def clip_by_value(layers: Layers, limit: float) -> None:
     """Clips every element of the gradients of ``layers`` to ``[-limit, limit]``, in place.
 
     Args:
-        layers: one layer or several; what counts is their ``grads``.
+        layers: one layer or several, whose ``grads`` are clipped.
         limit: not negative.
 
     Source: Mikolov, *Statistical Language Models Based on Neural Networks*, 2012.
     """
     number("limit", limit, low=0.0)
-    for _, grad in list(_pairs(as_layers(layers))):  # all are there before the first is clipped
+    for _, grad in list(_pairs(as_layers(layers))):  # checks all before it clips the first
         np.clip(grad, -limit, limit, out=grad)
 
 
@@ -96,19 +96,19 @@ def clip_by_global_norm(layers: Layers, max_norm: float) -> float:
     elements of all gradients, as in ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
-        layers: one layer or several, clipped together: the direction of the step stays.
+        layers: one layer or several, scaled together, which keeps the direction of the step.
         max_norm: not negative.
 
     Returns:
         The norm before clipping. NaN or infinity mean that the step should not be taken; the
-        gradients are then left as they are.
+        gradients then do not change.
 
     Source: Pascanu, Mikolov & Bengio, *On the Difficulty of Training Recurrent Neural Networks*,
     2013.
     """
     number("max_norm", max_norm, low=0.0)
     grads = [grad for _, grad in _pairs(as_layers(layers))]
-    # One wide sum: float32 squares overflow at 1.8e19, and a norm is what exploding gradients meet.
+    # Summed in float64: squares overflow float32 at 1.8e19, which exploding gradients can reach.
     norm = float(np.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in grads)))
     scale = max_norm / (norm + 1e-6)
     if np.isfinite(norm) and scale < 1.0:
@@ -126,8 +126,8 @@ class Adam:
         v <- beta2 v + (1 - beta2) g^2            v^ = v / (1 - beta2^t)
         w <- w - lr m^ / (sqrt(v^) + eps)
 
-    the arithmetic of ``torch.optim.Adam``. Parameters are updated in place; in float32 where they
-    have 16 bits, which hold neither ``eps`` nor small squares.
+    This is the arithmetic of ``torch.optim.Adam``. Parameters are updated in place. For 16-bit
+    parameters it runs in float32, because 16 bits hold neither ``eps`` nor small squares.
 
     Args:
         layers: one layer or several.
@@ -138,7 +138,7 @@ class Adam:
 
     Raises:
         ValueError: for a number out of its range, or a layer given twice.
-        TypeError: for what is no layer.
+        TypeError: for anything that is not a layer.
 
     Example:
         >>> layer = Dense(3, 1)
@@ -181,7 +181,7 @@ class Adam:
         Raises:
             RuntimeError: when a layer has no gradients yet.
             ValueError, TypeError: when a gradient does not fit its parameter.
-            MemoryError: when there is none left. Nothing is changed by a step that fails.
+            MemoryError: when memory runs out. A step that fails changes nothing.
         """
         pairs = list(_pairs(self.layers))
         if [p.shape for p, _ in pairs] != [m.shape for m, _ in self._moments]:
@@ -190,7 +190,7 @@ class Adam:
         (beta1, beta2), steps = self.betas, self.steps + 1
         size = lr / (1.0 - beta1**steps)
         root = (1.0 - beta2**steps) ** 0.5
-        # All the memory that the step takes, before it changes anything: even for numbers.
+        # Allocates all the memory of the step, even for numbers, before it changes anything.
         values = self.weight_decay, 1.0 - beta1, beta2, 1.0 - beta2, root, self.eps, size
         kinds = {m.dtype for m, _ in self._moments}
         scalars = {kind: [np.array(value, kind) for value in values] for kind in kinds}

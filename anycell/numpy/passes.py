@@ -1,7 +1,7 @@
-"""One layer of one or two directions: the forward pass, and with it the backward: its pullback.
+"""Runs one layer in one or two directions; also returns its backward pass, the pullback.
 
-``fused`` runs the compiled kernel, ``composite`` the reference engine step by step, for the cells
-that the kernel refuses. Both take arrays by the names of ``anycell.layer.signature``.
+``fused`` runs the compiled kernel. ``composite`` runs the reference engine step by step, for cells
+that have no kernel. Both take arrays by the names of ``anycell.layer.signature``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from anycell.plan import plan as make_plan
 Array = npt.NDArray[np.floating]
 Named = Mapping[str, Any]
 States = Sequence[Array]  # ``[D, B, size]`` per state
-# From the gradients of output, final states and, by name, sequences of further states to the
-# gradients of the arrays, by name.
+# Maps the gradients of the output, of the final states and, by name, of the sequences of further
+# states to the gradients of the arrays, by name.
 Pullback = Callable[[Array, States, Named], dict[str, Array]]
 Result = tuple[Array, States, Sequence[Array], Pullback]
 
@@ -34,27 +34,27 @@ def run(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str] = ())
     """Runs a layer on the engine of its plan.
 
     Args:
-        plan: of the cell.
-        arrays: by name; None stands for one that is not given.
+        plan: the plan of the cell.
+        arrays: by name; None stands for a missing array.
         options: directions, seeds, threads.
-        wanted: the states besides the first whose values after every step are wanted.
+        wanted: states other than the first whose values after every step are returned.
 
     Returns:
-        outputs ``[T, B, D * size]``, the final states ``[D, B, size]``, the sequences that are
-        wanted, laid out as the outputs, and the pullback. It may be called again, and is of use
-        only in training.
+        outputs ``[T, B, D * size]``, the final states ``[D, B, size]``, the wanted sequences, laid
+        out as the outputs, and the pullback. The pullback may be called repeatedly, but only in
+        training.
     """
     engine = fused if plan.engine == "cpu" else composite
     return engine(plan, arrays, options, wanted)
 
 
 def fused(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str] = ()) -> Result:
-    """``run`` on the compiled kernel."""
+    """Runs a layer with the compiled kernel; see ``run``."""
     mask = arrays.get("recurrent_mask")
     if mask is not None:
         cell = layer.stepped(plan.cell, mask)
         plan = make_plan(cell, plan.hidden_size, plan.dtype, "cpu", plan.sizes)
-    if wanted:  # the kernel keeps them, as it does for the backward pass
+    if wanted:  # the kernel keeps them like values for the backward pass
         plan, options = keeping(plan, tuple(wanted)), options._replace(checkpoint=None)
     host, keep = host_of(plan.dtype), options.training or bool(wanted)
     arrays = {name: array for name, array in arrays.items() if array is not None}
@@ -70,7 +70,7 @@ def fused(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str] = (
 
 
 def composite(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str] = ()) -> Result:
-    """``run`` on the reference engine; its pullback computes the forward pass once more."""
+    """Runs a layer with the reference engine; the pullback computes the forward pass again."""
     cell, x, mask = plan.cell, arrays["x"], arrays.get("mask")
     if mask is not None:  # NaN under a mask must not reach the weights' gradient
         x = np.where(mask[..., None], x, np.zeros((), x.dtype))
@@ -84,7 +84,7 @@ def composite(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str]
         parts = np.split(d_output, len(runs), axis=-1)
         further = {name: np.split(d, len(runs), axis=-1) for name, d in d_states.items()}
         gradients: dict[str, Array] = {"x": np.zeros_like(x)}
-        states = []  # and what resets restore
+        states = []  # gradients of initial states and of states that resets restore
         for d, (end, run, part) in enumerate(zip(ends, runs, parts, strict=True)):
             arriving = {name: parts_[d] for name, parts_ in further.items()}
             grad = run.backward(part, [s[d] for s in d_final], arriving)

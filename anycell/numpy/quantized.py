@@ -19,13 +19,13 @@ KINDS = RNN, Feedback
 
 
 class Quantized(RNN):
-    """A layer whose weights have 8 bits, for inference: calls, steps and files as those of ``RNN``.
+    """A layer with weights of 8 bits, for inference; it is called, stepped and saved like ``RNN``.
 
-    Arrays, by name: each weight as int8, its scales ``{name}_scales`` with a number for each of its
-    outputs, and all others as they were.
+    Arrays, by name: each weight as int8, its scales ``{name}_scales``, one number for each output,
+    and all other arrays unchanged.
 
     Attributes:
-        error: relative, of the output over the data that ``quantize`` was given; None without.
+        error: the relative error of the output over the data of ``quantize``; None without data.
 
     Raises:
         ValueError: for a cell that no kernel runs, and for layers of 16 or 64 bits.
@@ -34,7 +34,7 @@ class Quantized(RNN):
 
     def __init__(self, layer: RNN) -> None:
         if isinstance(layer, Quantized):
-            raise ValueError("layer: given one that is quantized; expected one of float32.")
+            raise ValueError("layer: given a quantized layer; expected a float32 layer.")
         if layer.dtype != np.float32:
             hint = "Copy its parameters to a float32 layer."
             expected = "float32, from which weights are rounded"
@@ -49,7 +49,7 @@ class Quantized(RNN):
         assert self.plan.engine == "cpu"
 
     error: float | None = None
-    rounded = True  # as anycell.compress asks
+    rounded = True  # read by anycell.compress
 
     @property
     def plan(self) -> Plan:
@@ -67,7 +67,7 @@ class Quantized(RNN):
         return super().forward(x, *args, **options)
 
     def backward(self, grad_output: npt.ArrayLike, *args: Any) -> NoReturn:
-        """There is none."""
+        """Raises NotImplementedError: weights of 8 bits have no gradients."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -82,12 +82,12 @@ def quantize(model: RNN | Feedback, data: Iterable[Any] | None) -> Quantized | F
     layer = model.layer if isinstance(model, Feedback) else model
     small, run = Quantized(layer), model
     result: Any = small
-    if isinstance(model, Feedback):  # copies, which draw the same steps
+    if isinstance(model, Feedback):  # copies that force the same random steps
         run, result = copy.copy(model), copy.copy(model)
         result.layer, result.readout = small, copy.deepcopy(model.readout)
         for fed in (run, result):
             fed._saved, fed._generator = None, copy.deepcopy(model._generator)
-        result._fed_layer()  # or why its readout cannot be rounded
+        result._fed_layer()  # raises if its readout cannot be rounded
     if data is not None:
         runs = [(run, result, small)]
         measure(run, runs, "forward", lambda results: results[0].astype(np.float64), data)

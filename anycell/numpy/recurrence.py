@@ -1,7 +1,7 @@
 """The primitive: any cell over a sequence of projected inputs, on NumPy arrays.
 
-It is what lies between the two large matmuls of a layer, the input projection before and the weight
-gradients after. Layers with weights, gradients and training are in ``anycell.numpy``,
+It does what lies between the two large matmuls of a layer, the input projection before and the
+weight gradients after. Layers with weights, gradients and training are in ``anycell.numpy``,
 ``anycell.torch`` and the other frontends.
 """
 
@@ -58,14 +58,14 @@ def recurrence(
     Args:
         cell: a cell of G gates; its hidden size H follows from ``gates_x``.
         gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order.
-        weights: of the matmuls inside a step, by name. ``weight_hh`` is ``[G*H, H]``, for all
+        weights: weights of the matmuls in a step, by name. ``weight_hh`` is ``[G*H, H]``, for all
             gates; any other ``weight_<name>`` ``[out, in]`` or ``[heads, out/heads, in/heads]``,
             where out counts all outputs of the matmul, one after the other. Biases, where there
             are any: ``bias_hh``, ``bias_<name>``.
         state: ``[B, size]`` per state (for one state one array will do); None, for all or for one
             of them, starts from the declared initial value. ``reset_state`` may also be ``[size]``.
         params: the cell's per-unit parameters by name, ``[H]``.
-        engine: "cpu" or "reference"; None takes what the plan says, see ``anycell.explain``.
+        engine: "cpu" or "reference"; None takes the plan's choice, see ``anycell.explain``.
         {mask lengths resets reset_state static recurrent_mask options}
 
     Returns:

@@ -1,7 +1,7 @@
-"""Schedules of training, and its end: learning rates, plateaus, early stopping.
+"""Schedules of training, and when to stop it: learning rates, plateaus, early stopping.
 
 A schedule is a function of the step, from 0 on: ``optimizer.lr = schedule(step)`` before each
-``optimizer.step()``. It may as well say with which probability ``Feedback`` forces a step.
+``optimizer.step()``. It may also give the probability with which ``Feedback`` forces a step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def cosine(peak: float, steps: int, *, warmup: int = 0, final: float = 0.0) -> S
 
     Args:
         peak, final: not negative.
-        steps: of all training.
-        warmup: how many of them the rise takes, less than ``steps``.
+        steps: the number of steps of the whole training.
+        warmup: how many steps the rise takes, fewer than ``steps``.
 
     Example:
         >>> schedule = cosine(0.1, 100, warmup=4)
@@ -37,7 +37,7 @@ def cosine(peak: float, steps: int, *, warmup: int = 0, final: float = 0.0) -> S
         [0.02, 0.1, 0.05, 0.0]
 
     Source: Loshchilov & Hutter, *SGDR: Stochastic Gradient Descent with Warm Restarts*, 2017; the
-    rise of Goyal et al., *Accurate, Large Minibatch SGD*, 2017.
+    rise is from Goyal et al., *Accurate, Large Minibatch SGD*, 2017.
     """
     peak, final = (check.number(n, v, low=0.0) for n, v in (("peak", peak), ("final", final)))
     steps = check.integer("steps", steps)
@@ -56,12 +56,12 @@ def one_cycle(
 ) -> Schedule:
     """Up from ``peak / start``, and down to ``peak / start / end``, each by half a cosine.
 
-    The numbers of ``torch.optim.lr_scheduler.OneCycleLR``; the momentum stays as it is.
+    The rates equal ``torch.optim.lr_scheduler.OneCycleLR``'s; the momentum does not change.
 
     Args:
         peak: not negative; reached after ``rise * steps - 1`` steps.
-        steps: of all training, at least 2; the end is reached with the last, and stays.
-        rise: the part of steps that goes up, in (0, 1).
+        steps: of the whole training, at least 2; the last step reaches the end, which then stays.
+        rise: the fraction of steps that goes up, in (0, 1).
         start, end: above 0.
 
     Example:
@@ -87,7 +87,7 @@ def one_cycle(
 
 
 def inverse_sigmoid(scale: float) -> Schedule:
-    """``scale / (scale + exp(step / scale))``: of scheduled sampling, from almost 1 down to 0.
+    """``scale / (scale + exp(step / scale))``, for scheduled sampling: from almost 1 down to 0.
 
     Args:
         scale: at least 1; the probability is 1/2 at ``scale * log(scale)``.
@@ -101,7 +101,7 @@ def inverse_sigmoid(scale: float) -> Schedule:
     Networks*, 2015.
     """
     scale = check.number("scale", scale, low=1.0)
-    # As a logistic function, whose exp is bounded.
+    # Written as a logistic function, whose exp is bounded.
     return lambda step: 1.0 / (1.0 + math.exp(min(step / scale - math.log(scale), 700.0)))
 
 
@@ -111,18 +111,18 @@ def _eased(start: float, end: float, part: float) -> float:
 
 
 class Plateau:
-    """Lowers a learning rate where a loss no longer falls: called with a loss, it returns the rate.
+    """Lowers a learning rate when a loss no longer falls; called with a loss, it returns the rate.
 
     A loss counts as better below ``best * (1 - threshold)``. After more than ``patience`` calls
-    without a better one, the rate is multiplied by ``factor``. The rule of
+    without a better loss, the rate is multiplied by ``factor``. This is the rule of
     ``torch.optim.lr_scheduler.ReduceLROnPlateau``. NaN is never better.
 
     Args:
-        lr: to begin with, not negative.
+        lr: the initial rate, not negative.
         factor: in [0, 1).
         patience: at least 0.
         threshold: in [0, 1).
-        lowest: the rate does not fall below.
+        lowest: the rate does not fall below this.
 
     Example:
         >>> plateau = Plateau(0.1, factor=0.5, patience=1)
@@ -157,11 +157,11 @@ class Plateau:
 
 
 class EarlyStopping:
-    """Says when a loss has stopped falling, and keeps what the layers were at their best.
+    """Says when a loss has stopped falling, and keeps the arrays of the layers at their best.
 
-    Called with a loss, it returns whether ``patience`` calls in a row were no better than the best
-    one. ``restore`` then writes the arrays of the best call back: parameters, and what else layers
-    save, such as the statistics of ``BatchNorm``. NaN is never better.
+    Called with a loss, it returns whether the last ``patience`` calls were no better than the best
+    one. ``restore`` then writes the arrays of the best call back: parameters, and other arrays that
+    layers save, such as the statistics of ``BatchNorm``. NaN is never better.
 
     Args:
         layers: one layer or several.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from anycell.numpy.base import Array
 from anycell.plan import CallOptions
 
-State = Array | tuple[Array, ...]  # the array alone where a cell has one state
+State = Array | tuple[Array, ...]  # a single array if the cell has one state
 Names = Literal[True] | str | Sequence[str]
 
 
