@@ -317,10 +317,11 @@ def test_cells_are_their_equations(
     assert_solved(solution, problem)
 
 
-@pytest.mark.parametrize(
-    "cell", [cell for cell in EVERY if plan(cell, 34).engine == "cpu"], ids=repr
-)
-@pytest.mark.sample(12)
+FUSED = sorted((c for c in EVERY if plan(c, 34).engine == "cpu"), key=lambda c: not c.keeps)
+
+
+@pytest.mark.parametrize("cell", FUSED, ids=repr)
+@pytest.mark.sample(5)  # those with random masks; without, tests of frontends run every cell
 def test_fused_kernels(cell: Cell, rng: np.random.Generator) -> None:
     """One problem for each cell; ``test_engines.py`` has many for some."""
     situation = {"masked": True, "resets": True, "training": True, "seed": 3}

@@ -128,7 +128,8 @@ def test_units_that_nothing_reads(name: str, size: str) -> None:
         assert_close(parameter.grad, right[names[id(parameter)]], "float64", "gradient")
 
 
-@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("name", [*TORCH][::-1])
+@pytest.mark.sample(every=2)  # with sizes, heads, both directions and the batch first
 def test_a_shrunk_layer_is_one_of_that_size(name: str) -> None:
     """It is printed, saved, loaded, prepared and trained as one that was made so."""
     layer = TORCH[name]()

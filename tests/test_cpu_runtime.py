@@ -695,9 +695,9 @@ def test_names_and_texts_are_the_same_in_every_process(cache: Path) -> None:
             driver.compiled(dtype, isa.current())
         print(len(jit.kept()))
         """
-    first, *others = (python(code, PYTHONHASHSEED=seed).split() for seed in "012")
+    first, other = (python(code, PYTHONHASHSEED=seed).split() for seed in "01")
     assert len({*first[:-1]}) == 6 and first[-1] == "4"
-    assert others == [first] * 2
+    assert other == first
 
 
 def test_a_name_has_a_place_for_all_of_a_plan() -> None:
@@ -821,7 +821,7 @@ def test_two_processes_write_the_same_entries(cache: Path) -> None:
         from test_cpu_runtime import build
 
         warnings.simplefilter("error")
-        for turn in range(30):
+        for turn in range(10):
             for remark in "abc":
                 build(remark)
             for entry in Path(os.environ["ANYCELL_CACHE_DIR"]).iterdir():

@@ -61,6 +61,7 @@ def row(text: str, name: str) -> list[str]:
     return list(found.groups())
 
 
+@pytest.mark.slow
 def test_in_pytorch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     text = run(tmp_path)

@@ -202,17 +202,20 @@ def reduces(cell: Cell) -> bool:
 
 # -- right ---------------------------------------------------------------------------------------
 @pytest.mark.fixed_isa
-@pytest.mark.parametrize("k", range(3))
+@pytest.mark.parametrize("k", range(6))
 @each_instruction_set()
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 def test_forward_and_every_gradient(
     name: str, cell: Cell, dtype: str, k: int, rng: np.random.Generator, ran: list[str]
 ) -> None:
+    """Of few units or of many, for each size is a kernel to compile; in three situations."""
     with isa.force(name):
         for i, shape in enumerate(AWKWARD):
+            if (shape[2] > 7) != k % 2:
+                continue
             if dtype == "float32" and shape[2] == 1 and reduces(cell):
                 continue  # the norm of one unit is 0, and its float32 gradient nothing but rounding
-            situation = SITUATIONS[(i + 2 * k) % len(SITUATIONS)]
+            situation = SITUATIONS[(i + k // 2 * 2) % len(SITUATIONS)]
             near = 3 * (shape[2] == 1)  # where one number is a whole slice, and may cancel
             problem = random_problem(cell, shape, rng, dtype, nearby=near, **situation)
             ran.clear()
@@ -224,8 +227,9 @@ def test_forward_and_every_gradient(
             assert ran == ["cpu"]
 
 
-@pytest.mark.parametrize("hidden", [9, 70], ids=["weights near", "weights fetched ahead"])
-@pytest.mark.parametrize("target", isa.available())
+@pytest.mark.parametrize("target", isa.available()[::-1])
+@pytest.mark.parametrize("hidden", [7, 70], ids=["weights near", "weights fetched ahead"])
+@pytest.mark.sample(len(isa.available()) + 1)  # each instruction set, and both on the widest
 def test_any_number_of_rows(target: str, hidden: int, rng: np.random.Generator) -> None:
     """However they are cut into register blocks, each has the bits that it has among others."""
     x = rng.standard_normal((3, 23, 5)).astype("float32")
@@ -257,7 +261,7 @@ SPLIT_UNITS = [(3, 2, 100), (1, 1, 100), (2, 9, 420)]
 @pytest.mark.parametrize("shape", SPLIT_ROWS + SPLIT_UNITS)
 @each_dtype
 @some_cells
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 def test_threads(
     cell: Cell,
     dtype: str,
@@ -337,7 +341,7 @@ def test_chunks_of_time(
 ) -> None:
     """With the unit matrix for a projection a layer is its recurrence, in chunks of any length."""
     for situation in ({}, {"reverse": True, "masked": True, "resets": True}):
-        problem = random_problem(cell, (7, 3, 9), rng, **situation).astype(dtype)
+        problem = random_problem(cell, (7, 3, 33), rng, **situation).astype(dtype)
         problem["x"][:] = np.nan_to_num(problem["x"])
         right = by_cpu(problem)
         for steps in (1, 2, 3, 7):
@@ -355,22 +359,23 @@ def test_chunks_of_time(
 SEVERAL = [
     cells.LSTMP,
     cells.GRU(reset_after=False),
-    cells.MultiplicativeLSTM,
-    cells.GRUD,
-    cells.VariationalLSTM,
     cells.sLSTM(heads=3),
     LowRank,
     Small,
     Numbers,
     Choosing,
+    cells.MultiplicativeLSTM,
+    cells.GRUD,
+    cells.VariationalLSTM,
 ]
 
 
 @pytest.mark.parametrize("cell", SEVERAL, ids=repr)
+@pytest.mark.sample(7)
 def test_several_matmuls_in_a_step(cell: Cell, rng: np.random.Generator) -> None:
     """Matmuls inside the step, states of another size, heads; rows beyond one panel."""
     draws = {"training": True, "seed": 3} if cell.keeps else {}
-    for shape in ((1, 2, 21), (5, 3, 21), (4, 53, 21)):
+    for shape in ((1, 2, 33), (5, 3, 33), (4, 53, 33)):
         for situation in ({}, {"masked": True, "resets": True, "reverse": True}):
             problem = random_problem(cell, shape, rng, **situation, **draws)
             alone = by_cpu(problem)
@@ -392,12 +397,12 @@ MASKED = [
 
 @pytest.mark.parametrize("dropped", ["all", "each"])
 @pytest.mark.parametrize(("cell", "dtype"), MASKED, ids=repr)
-@pytest.mark.sample(6)
+@pytest.mark.sample(every=5)
 def test_recurrent_masks(
     cell: Cell, dropped: str, dtype: str, rng: np.random.Generator, ran: list[str]
 ) -> None:
     """A mask on the way into the recurrent matmul, for all gates or for each its own."""
-    for i, shape in enumerate([(5, 3, 21), (1, 4, 21), (4, 53, 21)]):
+    for i, shape in enumerate([(5, 3, 33), (1, 4, 33), (4, 53, 33)]):
         problem = random_problem(
             cell, shape, rng, dtype, dropped=dropped, **SITUATIONS[(i + 2) % len(SITUATIONS)]
         )
@@ -416,7 +421,7 @@ def test_recurrent_masks(
 @pytest.mark.parametrize("dropped", ["all", "each"])
 def test_ones_for_a_recurrent_mask(dropped: str, rng: np.random.Generator) -> None:
     """They change nothing; and a layer of one step multiplies by the mask as one of many does."""
-    for shape in ((1, 2, 21), (4, 3, 21)):
+    for shape in ((1, 2, 6), (4, 3, 6)):
         problem = random_problem(cells.LSTM, shape, rng, dropped=dropped)
         projected = by_cpu(problem, projected=True)
         projected.pop("d weight_ih_l0")
@@ -427,16 +432,6 @@ def test_ones_for_a_recurrent_mask(dropped: str, rng: np.random.Generator) -> No
 
 
 # -- what belongs to the caller ------------------------------------------------------------------
-@some_cells
-def test_arguments_are_not_written_to(cell: Cell, rng: np.random.Generator) -> None:
-    for situation in SITUATIONS:
-        problem = random_problem(cell, (5, 4, 7), rng, **situation)
-        before = {name: a.copy() for name, a in problem.arrays.items()}
-        first = by_cpu(problem)
-        assert_same(problem.arrays, before)
-        assert_same(by_cpu(problem), first)
-
-
 @some_cells
 def test_a_second_backward_gives_the_same(cell: Cell, rng: np.random.Generator) -> None:
     problem = random_problem(cell, (5, 4, 7), rng, masked=True, resets=True)
@@ -477,7 +472,7 @@ def test_packing_writes_only_its_block(dtype: str, backward: bool, transposed: b
 def test_offsets_beyond_31_bits(rng: np.random.Generator) -> None:
     """Steps 2**31 elements apart; of the memory between, no page is ever touched."""
     far = 2**31 + 64
-    problem = random_problem(cells.LSTM, (3, 2, 5), rng).astype("float32")
+    problem = random_problem(cells.LSTM, (3, 2, 7), rng).astype("float32")
     try:
         memory = np.empty(2 * far + 1024, np.float32)
     except MemoryError:
@@ -498,9 +493,9 @@ def test_offsets_beyond_31_bits(rng: np.random.Generator) -> None:
 # -- which engine --------------------------------------------------------------------------------
 def test_the_plan_chooses(rng: np.random.Generator, ran: list[str]) -> None:
     for kind in (cells.LSTM, cells.GRU(reset_after=False)):
-        arguments = random_problem(kind, (3, 2, 5), rng).arguments()
-        masked = {**arguments, "recurrent_mask": np.ones((2, 5))}
-        assert plan(kind, 5, "float64").engine == "cpu"
+        arguments = random_problem(kind, (3, 2, 6), rng).arguments()
+        masked = {**arguments, "recurrent_mask": np.ones((2, 6))}
+        assert plan(kind, 6, "float64").engine == "cpu"
         for given in (arguments, masked):
             ran.clear()
             anycell.recurrence(kind, **given)

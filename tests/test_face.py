@@ -43,24 +43,25 @@ def test_a_layer_for_each_cell(frontend: str, name: str) -> None:
     pytest.importorskip(frontend)
     module, cell, hyper = getattr(anycell, frontend), getattr(cells, name), HYPER.get(name, {})
     kind = getattr(module, name)
-    layer = kind(3, 8, num_layers=2, **sizes(name), **hyper)
-    same = module.RNN(cell(**hyper), 3, 8, 2, **sizes(name))
+    x, static, double = X, np.ones((2, 6)), "float64"  # of size 6, as the kernels of other tests
+    if frontend == "torch":
+        torch = importlib.import_module("torch")
+        x, static, double = torch.from_numpy(x), torch.from_numpy(static), torch.float64
+    layer = kind(3, 6, num_layers=2, dtype=double, **sizes(name), **hyper)
+    same = module.RNN(cell(**hyper), 3, 6, 2, dtype=double, **sizes(name))
     if frontend == "torch":
         layer.eval(), same.eval()
     same.load_state_dict(layer.state_dict())
-    x, static = X.astype("float32"), np.ones((2, 8), "float32")
-    if frontend == "torch":
-        x, static = map(importlib.import_module("torch").from_numpy, (x, static))
     further = {} if cell.static is None else {"static": static}
     for other in (same, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
         assert np.array_equal(number(other(x, **further)[0]), number(layer(x, **further)[0]))
         assert type(other) is kind or other is same
     text = repr(layer)
-    assert text.startswith(f"{name}(3, 8, num_layers=2") and f"{name}(" not in text[1:]
+    assert text.startswith(f"{name}(3, 6, num_layers=2") and f"{name}(" not in text[1:]
     assert all(f"{key}={value!r}" in text for key, value in hyper.items())
     assert layer.cell == cell(**hyper) and isinstance(layer, module.RNN)
     with pytest.raises(TypeError, match="num_layer: given 2; expected no such argument"):
-        kind(3, 8, num_layer=2, **sizes(name))
+        kind(3, 6, num_layer=2, **sizes(name))
     shown = inspect.signature(kind).parameters
     assert [*shown][:3] == ["input_size", "hidden_size", "num_layers"] and "sizes" not in shown
     for argument in inspect.signature(cell.function).parameters.values():

@@ -177,7 +177,7 @@ def test_cells(cell: Cell, masked: bool, solve: Any) -> None:
 @SOLVERS
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.sample(12)
+@pytest.mark.sample(every=5)  # each shape
 def test_shapes(shape: tuple[int, ...], dtype: str, solve: Any, threads: int) -> None:
     problem = draw(cells.LSTM, shape)
     assert_solved(solve(problem, dtype), by_loop(problem), dtype)

@@ -238,7 +238,7 @@ def test_sixteen_bits(cell: Cell, tier: int, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("tier", [3, 1])
 @pytest.mark.parametrize("decide", DECISIONS)
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 def test_the_backward_pass_takes_the_branch_of_the_forward_pass(decide: str, tier: int) -> None:
     assert_same_branches(by_gpu(decision(decide), "float16", tier))
 
@@ -302,6 +302,7 @@ def assert_sixteen(problem: Problem, dtype: str, tier: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1997, 2001))
+@pytest.mark.sample(2)
 def test_random_cells(seed: int, rng: np.random.Generator) -> None:
     cell = random_cell(seed, 12)
     situation = {"masked": True, "resets": True, "training": True, "seed": 3}

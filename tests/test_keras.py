@@ -121,7 +121,7 @@ def test_results_and_gradients(
 )
 @pytest.mark.parametrize("name", KERAS)
 @pytest.mark.parametrize("dtype", ["float64"])
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=8)
 def test_arguments_that_the_cell_language_knows(
     dtype: str, name: str, kwargs: dict[str, Any], rng: np.random.Generator
 ) -> None:
@@ -147,7 +147,7 @@ APART = {"selu": [0.0], "hard_tanh": [1.0, -1.0]} if BACKEND == "torch" else {}
 
 
 @pytest.mark.parametrize("function", ACTIVATIONS)
-@pytest.mark.sample(6)
+@pytest.mark.sample(every=4)
 def test_activations_at_their_edges(function: str) -> None:
     if not hasattr(keras.activations, function):
         pytest.skip(f"Keras {keras.__version__} has no such function")
@@ -277,6 +277,7 @@ def test_config_and_files(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.sample(every=2)  # SimpleRNN has fewer losses
 def test_constraints_and_regularizers(name: str) -> None:
     layer = getattr(ak, name)(
         4, kernel_regularizer="l2", bias_regularizer="l1", kernel_constraint="non_neg",
@@ -306,6 +307,7 @@ def test_stateful(name: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("name", KERAS)
 @pytest.mark.parametrize("merge", ["concat", "sum", None])
+@pytest.mark.sample(every=4)  # each layer, and each way to merge
 def test_bidirectional(name: str, merge: str | None, rng: np.random.Generator) -> None:
     theirs, ours = (
         keras.layers.Bidirectional(l, merge_mode=merge)
@@ -364,7 +366,7 @@ def test_encoder_decoder_states_in_the_functional_api(rng: np.random.Generator) 
 
 @pytest.mark.parametrize("name", KERAS)
 @pytest.mark.parametrize("kind", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 def test_mixed_precision(name: str, kind: str, rng: np.random.Generator) -> None:
     theirs, ours = pair(name, 8, return_sequences=True, dtype=kind)
     exact = getattr(keras.layers, name)(8, return_sequences=True)
@@ -550,7 +552,8 @@ def test_a_dropout_rate_of_one(name: str, what: str) -> None:
     assert_close(number(ours(X, training=True)), right, "float32", "forward")
 
 
-@pytest.mark.parametrize("name", [*KERAS, "PeepholeLSTM"])
+@pytest.mark.parametrize("name", ["PeepholeLSTM", *KERAS])
+@pytest.mark.sample(2)
 def test_stateful_layers_train(name: str, rng: np.random.Generator) -> None:
     x = rng.normal(size=(4, 5, 3)).astype("float32")
     given = keras.Input(batch_shape=(2, 5, 3))
@@ -784,6 +787,7 @@ def halving(call: Any) -> Any:
 
 @pytest.mark.parametrize("way", ["replaced", "instance", "class"])
 @pytest.mark.parametrize("name", [*KERAS, "PeepholeLSTM"])
+@pytest.mark.sample(every=2)  # each layer, and each way
 def test_a_changed_cell_is_honoured(
     name: str, way: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:

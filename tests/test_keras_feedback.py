@@ -23,14 +23,14 @@ from anycell.layer.view import numbers  # noqa: E402
 
 # Keras's matmul on torch is of float32.
 DTYPE = "float32" if BACKEND == "torch" else "float64"
-STEPS, ROWS, INPUTS, HIDDEN, WIDTH = 6, 4, 3, 9, 2
+STEPS, ROWS, INPUTS, HIDDEN, WIDTH = 5, 4, 3, 6, 2
 LAYERS: list[tuple[Cell, Any]] = [
     (LSTM, ak.LSTM),
     (GRU, ak.GRU),
     (SimpleRNN, ak.SimpleRNN),
     (cells.PeepholeLSTM, lambda units, **more: ak.RNN(cells.PeepholeLSTM, units, **more)),
     (cells.IndRNN, lambda units, **more: ak.RNN(cells.IndRNN, units, **more)),
-    (cells.LSTMP, lambda units, **more: ak.RNN(cells.LSTMP, units, P=5, **more)),
+    (cells.LSTMP, lambda units, **more: ak.RNN(cells.LSTMP, units, P=4, **more)),
 ]
 
 
@@ -45,7 +45,7 @@ def weights_of(layer: Any, parameters: dict[str, np.ndarray]) -> dict[str, np.nd
 @pytest.mark.parametrize("way", ["eager", "graph", "step by step"])
 @pytest.mark.parametrize("cell", [cell for cell, _ in LAYERS], ids=str)
 @pytest.mark.parametrize("masked", [(), ("mask",)], ids=["", "masked"])
-@pytest.mark.sample(12)
+@pytest.mark.sample(every=5)  # each cell, each way, under masks and without
 def test_layers(cell: Cell, masked: tuple[str, ...], way: str) -> None:
     if way == "graph" and BACKEND != "tensorflow":
         pytest.skip("a graph is TensorFlow's")
@@ -89,7 +89,7 @@ def by_keras(problem: Problem, graph: bool) -> Arrays:
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
 @pytest.mark.parametrize(("cell", "kind"), LAYERS, ids=lambda value: str(value)[:20])
-@pytest.mark.sample(6)
+@pytest.mark.sample(every=3)
 def test_steps_are_one_call(cell: Cell, kind: Any, prepared: bool) -> None:
     """Forced and free, by rows and for all; and resets begin anew."""
     # A step on JAX is Keras's loop, whose tanh is of float32 there whatever it is given.
@@ -203,6 +203,7 @@ def test_refusals(call: Any, message: str) -> None:
 
 # -- with weights of 8 bits ------------------------------------------------------------------------
 @pytest.mark.parametrize("cell", ["LSTM", "PeepholeLSTM"])
+@pytest.mark.sample(1)
 def test_weights_of_8_bits(cell: str, tmp_path: Any) -> None:
     """Trained, quantized, saved and loaded: as before, and with the bits of NumPy's."""
     keras.utils.set_random_seed(0)

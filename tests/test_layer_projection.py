@@ -52,7 +52,7 @@ def test_which_cells() -> None:
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.more), "float64"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sample(8)
+@pytest.mark.sample(every=5)
 def test_same_results(name: str, dtype: str, by: Any) -> None:
     many = 300 if dtype == "float64" else 40  # more than a block of the sum
     for size in ((5, 3, 7, 1), (2, 1, 1, 33), (4, 9, many, 33)):

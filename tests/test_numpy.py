@@ -95,15 +95,15 @@ DRAWN = [pytest.param(c, marks=[] if c.keeps else pytest.mark.more, id=repr(c)) 
 @pytest.mark.parametrize("case", [cells.LSTM, *DRAWN])
 def test_gradients_are_slopes(case: Any, rng: np.random.Generator) -> None:
     """Every gradient of every cell, with masks, resets, layers, directions and dropout."""
-    sizes = {"P": 3} if case in (Odd, Everything, cells.LSTMP) else {}
+    sizes = {"P": 4} if case in (Odd, Everything, cells.LSTMP) else {}
     options = {"dropout": 0.3, "bidirectional": True, "batch_first": True, **sizes}
-    layer = an.RNN(case, 3, 4, 2, dtype="float64", seed=1, **options)
+    layer = an.RNN(case, 3, 6, 2, dtype="float64", seed=1, **options)
     for parameter in layer.parameters.values():
         parameter += 0.2 * rng.standard_normal(parameter.shape)
     x, state, d = problem(layer, 5, 3, rng)
     arguments = {"lengths": [5, 2, 4], "resets": rng.random((3, 5)) < 0.3}
     if case.static:
-        arguments["static"] = rng.standard_normal((3, 4))
+        arguments["static"] = rng.standard_normal((3, 6))
     layer.forward(x, state, training=True, **arguments)  # not the first call of its life
     before = copy.deepcopy(layer._generator)
 

@@ -111,6 +111,7 @@ def test_lucky_roundings_do_not_make_a_problem(draw: int) -> None:
 
 
 @pytest.mark.parametrize("number", [880080, 880171, 880221, 880245, 880261])
+@pytest.mark.sample(2)
 def test_kernels_round_as_well_as_the_reference(number: int) -> None:
     """Whatever the problem: float32 gradients of cells that feel each rounding.
 

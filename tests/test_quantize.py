@@ -37,7 +37,6 @@ from anycell.plan.dtype import Dtype
 
 Array = npt.NDArray[Any]
 FEW = [cells.LSTM, cells.GRU, cells.sLSTM, Everything]
-every_isa = pytest.mark.parametrize("name", isa.available())
 *_NARROWER, _WIDEST = isa.available()
 widest = pytest.mark.parametrize(
     "name", [*[pytest.param(name, marks=pytest.mark.slow) for name in _NARROWER], _WIDEST]
@@ -198,7 +197,7 @@ def test_products(name: str, seed: int) -> None:
         check_products(seed, padded)
 
 
-def between_pages(seed: int, every: int = 1) -> None:
+def between_pages(seed: int, every: int) -> None:
     """Products and layers on memory beside forbidden pages; for a process of its own."""
     layer.choices.WORTH_A_THREAD = 0
     for end in (True, False):
@@ -218,15 +217,10 @@ def between_pages(seed: int, every: int = 1) -> None:
                     assert_rounded(problem, threads=1 + n % 3, projected=projected, host=host)
 
 
-@pytest.mark.parametrize("name", [isa.available()[-1]])
-def test_it_stays_within_its_arrays(name: str, seed: int) -> None:
-    python(f"from test_quantize import *; between_pages({seed}, 5)", ANYCELL_ISA=name)
-
-
-@pytest.mark.slow
-@every_isa
-def test_all_of_it_stays_within_its_arrays(name: str, seed: int) -> None:
-    python(f"from test_quantize import *; between_pages({seed})", ANYCELL_ISA=name)
+@widest
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_it_stays_within_its_arrays(name: str, every: int, seed: int) -> None:
+    python(f"from test_quantize import *; between_pages({seed}, {every})", ANYCELL_ISA=name)
 
 
 # -- numbers that are hard to round ----------------------------------------------------------------
@@ -542,7 +536,7 @@ FORCED = {"forced": 1.0, "free": 0.0, "gaps": np.random.default_rng(0).random((9
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "PeepholeLSTM", "LSTMP", "IndRNN"])
 @pytest.mark.parametrize("forced", FORCED)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 def test_feedback_in_8_bits(kind: str, forced: str, rng: np.random.Generator) -> None:
     """Both frontends have the same bits, multiply integers, and are what they were before."""
     theirs, ours = fed(kind)

@@ -204,10 +204,11 @@ def test_instruction_sets_and_forks_ask_for_another(
 ) -> None:
     given = arrays(rng)
     solve(given)
-    for name in cpu.isa.available():
+    names = {cpu.isa.available()[0], cpu.isa.current().name}
+    for name in names:
         with cpu.isa.force(name):
             solve(given)
-    assert len(recipe.known) == 2 * len(cpu.isa.available())
+    assert len(recipe.known) == 2 * len(names)
     monkeypatch.setattr(cpu.pool, "FORKED", not cpu.pool.FORKED)
     count = len(recipe.known)
     solve(given)
@@ -263,7 +264,7 @@ def test_threads_share_a_recipe(rng: np.random.Generator) -> None:
     "cell", [cells.LSTM, cells.GRU(reset_after=False), cells.PeepholeLSTM, cells.sLSTM(heads=2)],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=5)  # each dtype
 def test_bits_do_not_depend_on_threads(
     cell: Cell, dtype: str, rng: np.random.Generator, set_layer: Callable[..., None]
 ) -> None:

@@ -237,7 +237,7 @@ def resets_of() -> dict[str, Any]:
 @needs_torch
 @pytest.mark.parametrize("layout", ["", "batch_first", "unbatched"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN of PeepholeLSTM", "RNN of EALSTM"])
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=5)  # each layout
 def test_torch_resets(kind: str, layout: str, taken: list[int]) -> None:
     """A step is a call of one step with the same resets, on every way that it may go."""
     options = {"num_layers": 2, "batch_first": layout == "batch_first", "dtype": torch.float64}

@@ -108,9 +108,9 @@ BOUNDED = {"use_peepholes": True, "cell_clip": 0.6, "num_proj": 2, "proj_clip": 
 OF_VERSION_1 = [
     ("BasicLSTMCell", "basic_lstm_cell", t1.BasicLSTMCell, {"forget_bias": 0.5}),
     ("LSTMCell", "lstm_cell", t1.LSTMCell, {}),
-    ("LSTMCell", "lstm_cell", t1.LSTMCell, {"use_peepholes": True}),
     ("LSTMCell", "lstm_cell", t1.LSTMCell, BOUNDED),
     ("GRUCell", "gru_cell", t1.GRUCell, {}),
+    ("LSTMCell", "lstm_cell", t1.LSTMCell, {"use_peepholes": True}),
 ]
 
 
@@ -131,7 +131,7 @@ def legacy(request: pytest.FixtureRequest) -> Iterator[Any]:
     ],
 )
 @pytest.mark.parametrize(("name", "scope", "kind", "given"), OF_VERSION_1)
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=7)  # a cell of each kind, and each loop
 def test_cells_and_loops_of_version_1(
     legacy: Any, name: str, scope: str, kind: Any, given: Any, loop: str, scopes: list[str],
     tmp_path: Path, rng: np.random.Generator,

@@ -219,7 +219,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-FAST = {"deep relu", "translator", "variational states"}
+FAST = {"deep relu", "translator"}
 
 
 @pytest.fixture(autouse=True)
@@ -265,7 +265,6 @@ def compare(found: Any, right: Any) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in PROGRAMS]
 )
-@pytest.mark.sample(4)
 def test_program(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """From theirs to ours; the names are the same, and so the way back is."""
     array, path = rng.normal(size=(ROWS, STEPS, WIDTH)), str(tmp_path / "model.ckpt")

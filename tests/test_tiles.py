@@ -59,6 +59,7 @@ def drawn(cell: Cell, shape: tuple[int, int, int], seed: int, dtype: str) -> Any
 
 
 @tiled
+@pytest.mark.sample(every=2)
 def test_integers_have_the_bits_that_they_have_without(cell: Cell, shape: Any, seed: int) -> None:
     problem = drawn(cell, shape, seed, "float32")
     for projected in (False, True):
@@ -86,7 +87,7 @@ def test_bfloat16(cell: Cell, shape: Any, seed: int) -> None:
 
 @tiled
 @pytest.mark.parametrize("precision", ["high", pytest.param("medium", marks=pytest.mark.more)])
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 def test_float32(precision: str, cell: Cell, shape: Any, seed: int) -> None:
     """As sums of two numbers of bfloat16, or as one: right to as many digits, and no more; of the
     same bits for any threads. Pairs of bfloat16 are for the latter alone, and without either
@@ -233,7 +234,8 @@ def test_instructions(dtype: str) -> None:
     assert "ldtilecfg" not in narrow
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32 medium", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32 medium", "float32", "float16"])
+@pytest.mark.sample(3)
 def test_pairs_are_multiplied_in_one_instruction(dtype: str) -> None:
     """Of bfloat16, in both directions and in products that are parallel in time."""
     target, types = isa.TARGETS["avx512bf16"], DTYPES[dtype]
