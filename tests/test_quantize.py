@@ -505,7 +505,11 @@ def test_training_with_rounded_weights(kind: str) -> None:
         (lambda: compress.quantize(nn.LSTM(2, 3)), TypeError, "anycell.torch.accelerate"),
         (lambda: compress.quantize(at.LSTM(2, 3).double()), ValueError, "a layer of torch.float64"),
         (lambda: compress.quantize(an.LSTM(2, 3, dtype="float64")), ValueError, "dtype float64"),
-        (lambda: compress.quantize(compress.quantize(an.LSTM(2, 3))), ValueError, "given a quantized layer"),
+        (
+            lambda: compress.quantize(compress.quantize(an.LSTM(2, 3))),
+            ValueError,
+            "given a quantized layer",
+        ),
         (lambda: compress.fake_quantize(nn.LSTM(2, 3)), TypeError, "layer: given LSTM; expected"),
         (lambda: compress.fake_quantize(an.LSTM(2, 3)), TypeError, "layer: given LSTM; expected"),
         (lambda: plan(cells.LSTM, 8, "int8", "gpu"), ValueError, "expected one of float32, bfloat"),
