@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
+from anycell.engines.cpu import tiles
 from anycell.engines.cpu.geometry import (
     INPUT,
     QUANTIZED,
@@ -27,7 +28,6 @@ from anycell.engines.cpu.geometry import (
 )  # fmt: skip
 from anycell.engines.cpu.ir import Builder, Target, Value
 from anycell.engines.cpu.table import align, entries
-from anycell.engines.cpu.tiles import ROWS
 from anycell.lang.expr import Expr
 from anycell.plan import FREE, LINE, Plan, arrays, gradient_roots, passes, root_sizes
 
@@ -97,7 +97,7 @@ class Layout:
         self.tiled = any(m.geometry.tiled for m in self.matmuls)
         self.projecting = projecting(self.matmuls, self.cell)
         self.apart = self.projecting is not None and self.cell.fused != set(self.cell.gates)
-        # Of a simple cell: of its matmul, or of two of one shape.
+        # A simple cell has one matmul, or two of one shape.
         self.geometry = Geometry(plan.hidden_size, 0, 0, self.lanes, target.registers)
         if self.matmuls:
             self.geometry = self.matmuls[0].geometry
@@ -192,7 +192,7 @@ class Layout:
         """Rows that are staged for a batch; matrix tiles read 16 rows at once."""
         if self.row_wise:
             return PANEL
-        return (batch + (ROWS - 1)) & -ROWS if self.tiled else batch
+        return (batch + (tiles.ROWS - 1)) & -tiles.ROWS if self.tiled else batch
 
     def staged_input(self, b: Builder, inputs: Value) -> Value:
         """Numbers from a row of the input, as the kernel multiplies it, to the next: whole vectors,

@@ -145,7 +145,7 @@ class Entries:
         return self.b.load(self.at(name), "ptr")
 
     def __setitem__(self, name: str, value: Value | int) -> None:
-        self.b.store(self.b.value(value, "i64"), self.at(name))
+        self.b.store(self.b.value(value), self.at(name))
 
     def set(self, **values: Value | int) -> None:
         """Writes several entries."""
