@@ -172,8 +172,7 @@ class Door:
             return fixed
         g, inputs = self.projecting.geometry, shared["inputs"]
         size = tile_rows_of(inputs, g) * (g.tiles * g.columns * g.lanes * self.size)
-        size = (size + (LINE - 1)) // LINE * LINE
-        return fixed + b.select(inputs.ne(0), size, 0)
+        return fixed + b.select(inputs.ne(0), align(size), 0)
 
     # ---- what the door calls ---------------------------------------------------------------------
     def _print_packing(self) -> None:

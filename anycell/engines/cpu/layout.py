@@ -13,7 +13,7 @@ A thread's workspace has, one after the other:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from anycell.engines.cpu import tiles
 from anycell.engines.cpu.geometry import (
@@ -27,13 +27,11 @@ from anycell.engines.cpu.geometry import (
     whole,
 )  # fmt: skip
 from anycell.engines.cpu.ir import Builder, Target, Value
-from anycell.engines.cpu.table import align, entries
+from anycell.engines.cpu.table import Count, align, entries
 from anycell.lang.expr import Expr
-from anycell.plan import FREE, LINE, Plan, arrays, gradient_roots, passes, root_sizes
+from anycell.plan import FREE, Plan, arrays, gradient_roots, passes, root_sizes
 
 PANEL = 48  # rows whose matmul results are kept before the cell's work on them
-
-Count = TypeVar("Count", int, Value)
 
 
 class Results(NamedTuple):
@@ -183,7 +181,7 @@ class Layout:
     def workspace(self, batch: Count, staged_input: Count | int = 0) -> Count:
         """Bytes per thread; ``staged_input`` of a row of the input that the kernel stages."""
         addresses, fixed = self.workspace_lines
-        total = (batch * 8 + (LINE - 1)) // LINE * LINE * addresses + fixed
+        total = align(batch * 8) * addresses + fixed
         if self.staged_bytes:
             total += (staged_input + self.staged_bytes) * self.staged_rows(batch)
         return total

@@ -9,6 +9,7 @@ from anycell.engines.cpu.ir import Value, constant
 from anycell.engines.cpu.layout import PANEL
 from anycell.engines.cpu.matmul import Blocks, tile_rows_of, whole_chunks
 from anycell.engines.cpu.rows import RowAt, Rows
+from anycell.engines.cpu.table import align
 from anycell.lang.cell import RECURRENT
 
 
@@ -23,7 +24,7 @@ class Panel:
         self.rows, self.b, self.layout, self.arg = rows, rows.b, rows.layout, rows.arg
         self.blocks = blocks
         b, layout, matmuls = self.b, self.layout, self.layout.matmuls
-        addresses = (self.arg["batch"] * 8 + 63) // 64 * 64
+        addresses = align(self.arg["batch"] * 8)
         self.operands = [b.gep(space, addresses * m.number, "i8") for m in matmuls]
         self.taken = b.gep(space, addresses * len(matmuls), "i8")
         self.inputs = b.gep(self.taken, addresses, "i8")
