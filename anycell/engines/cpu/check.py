@@ -25,8 +25,7 @@ ON = environment.switch("ANYCELL_CHECK", False)
 
 Axes = tuple[tuple[int, int], ...]  # counts and strides
 Bounds = tuple[int, int]  # the address of the first byte, and that behind the last
-# Of a call's arrays, by the names of its table's entries: those of the whole call, and those of
-# each direction.
+# Bounds of the arrays of a call by the entries of its table: of the whole call, of each direction.
 CallBounds = tuple[dict[str, Bounds], list[dict[str, Bounds]]]
 
 

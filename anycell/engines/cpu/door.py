@@ -1,5 +1,4 @@
-"""Prints the door of a kernel: the one native function by which a layer runs a pass, or a chunk of
-its steps.
+"""Prints the door of a kernel: the native function by which a layer runs a chunk of steps.
 
 A call is a table of 64-bit numbers: sizes, switches, addresses and strides, by the names of
 ``anycell.layer.signature``. The door packs the weights, writes the states before the first step,
@@ -8,7 +7,7 @@ threads, and copies the final states out. It needs no Python and no lock of Pyth
 handler and a C program call the same function.
 
     void needs(int64_t *call)    writes scratch_bytes, packed_bytes, parts and units_split
-    void door(int64_t *call)     runs so many steps, after the ``begin`` that are done
+    void door(int64_t *call)     runs ``count`` steps, after the ``begin`` that are done
 
 See ``table`` for the entries of a call.
 """
@@ -22,26 +21,23 @@ from typing import NamedTuple
 from anycell.engines.cpu.idioms import narrow
 from anycell.engines.cpu.ir import Builder, Module, Value, constant, integer_of, vector
 from anycell.engines.cpu.layout import Layout
-from anycell.engines.cpu.matmul import packed_rows_of, whole_chunks
+from anycell.engines.cpu.matmul import PACKING, tile_rows_of, whole_chunks
 from anycell.engines.cpu.table import PASSED_ON, Entries, align, names
-from anycell.plan import LINE, Array, scales_of
+from anycell.plan import LINE, scales_of
 
 WORTH_SPREADING = 1 << 16  # numbers to pack below which another thread takes longer to wake
 NEAR_CACHE = 5 << 18  # bytes of a core's own cache
-# Threads do not divide the rows but split the units where each thread would have fewer rows than
-# that, and a core's own cache holds a part of the weights but not all; with hardly any rows they
-# always do. Elsewhere the barrier of each step costs more than it saves.
+# Threads divide the rows: where they split the units, as a rule the barrier after each step costs
+# more than it saves. It pays where a thread would have fewer rows than this and a core's own cache
+# does not hold the weights;
 FEW_ROWS = 16
-FEW_TILED_ROWS = 64  # tiles are through with a weight sooner than it comes from afar
-HARDLY_ANY_ROWS = 4
-# What a packing function reads: the weight, its strides, two biases, where it packs to, the length
-# of the sum, and the scales of integers.
-PACKING = "source heads rows columns input_bias bias packed inner scales".split()
+FEW_TILED_ROWS = 64  # for matrix tiles, which use up a weight sooner than the next one arrives
+HARDLY_ANY_ROWS = 4  # and where it would have fewer than this, whatever the weights
 PACKING_BYTES = align(8 * len(PACKING))
 
 
 def print_gang(module: Module) -> None:
-    """Adds ``gang``, which runs parts of a function on threads, or all in this one."""
+    """Adds ``gang``, which runs the parts of a function on threads, or all of them in this one."""
     b = module.private("gang", "ptr record, ptr function, ptr args, i64 parts")
     record, function, args, parts = b.args
     # An address of 0 is no record.
@@ -58,7 +54,29 @@ class Direction(NamedTuple):
 
     shared: Entries
     each: Entries
-    d: Value
+    number: Value
+
+    @property
+    def reverse(self) -> Value:
+        """1 where it goes from the last step to the first, else 0."""
+        return self.shared["reverse"] >> self.number & 1
+
+
+class Memory(NamedTuple):
+    """Places in scratch memory, in bytes, and the size of a workspace.
+
+    Attributes:
+        packing: of the tables of packing.
+        zeros: of a row of zeros, which stands for the gates where the kernel multiplies the input.
+        work: of the threads' workspaces, of ``workspace`` bytes each.
+        end: behind all.
+    """
+
+    packing: Value
+    zeros: Value
+    work: Value
+    workspace: Value
+    end: Value
 
 
 class Door:
@@ -77,17 +95,12 @@ class Door:
         self.table_bytes = align(8 * len(self.index)) + LINE
         self.matmuls = layout.matmuls
         self.packing_bytes = PACKING_BYTES * (len(self.matmuls) + 1)
-        # The types of numbers in rows that are copied, by the suffix of the functions that do it:
-        # the first state may be narrower than all else.
-        storage = self.plan.types.storage.llvm
-        self.copied = {"": layout.real}
-        if storage != layout.real:
-            self.copied["_narrow"] = integer_of(storage)
 
     def print(self) -> None:
         """Adds ``needs``, ``door`` and what they call."""
-        for suffix, real in self.copied.items():
-            self._print_copy(suffix, real)
+        # The first state may be narrower than all else that is copied.
+        for number in dict.fromkeys((self.layout.real, self.plan.types.storage.llvm)):
+            self._print_copy(number)
         print_gang(self.module)
         self._print_packing()
         self._print_needs()
@@ -97,6 +110,9 @@ class Door:
         else:
             self._print_first_states()
             self._print_final_states()
+        self._print_door()
+
+    def _print_door(self) -> None:
         b = self.module.function("door", "ptr call")
         (call,) = b.args
         shared = self._shared(b)
@@ -130,15 +146,11 @@ class Door:
     def _print_needs(self) -> None:
         """Prints ``needs``: the bytes of the call's memory."""
         shared = self._shared(self.module.function("needs", "ptr call"))
-        *_, end = self._places(shared)
-        shared["scratch_bytes"] = end
+        shared["scratch_bytes"] = self._memory(shared).end
         shared["packed_bytes"] = shared["directions"] * self._packed_bytes(shared)
         self._threads(shared)
 
-    def _places(self, shared: Entries) -> tuple[Value, Value, Value, Value, Value]:
-        """The places in scratch memory of the kernel's tables, tables of packing, a row of zeros,
-        and of the threads' workspaces; the bytes of a workspace; and the end.
-        """
+    def _memory(self, shared: Entries) -> Memory:
         b, directions = shared.b, shared["directions"]
         packing = directions * self.table_bytes + LINE
         zeros = packing + directions * self.packing_bytes
@@ -148,21 +160,19 @@ class Door:
         staged: Value | int = 0
         if self.projecting is not None and self.layout.staged_bytes:
             staged = self.layout.staged_input(b, shared["inputs"]) * self.size
-        bytes_of_one = self.layout.workspace(shared["batch"], staged)
-        end = work + directions * shared["threads"] * bytes_of_one
-        return packing, zeros, work, bytes_of_one, end
+        workspace = self.layout.workspace(shared["batch"], staged)
+        end = work + directions * shared["threads"] * workspace
+        return Memory(packing, zeros, work, workspace, end)
 
     def _packed_bytes(self, shared: Entries) -> Value:
         """Bytes of a direction's packed weights, with the input that the kernel multiplies."""
         b = shared.b
-        fixed = b.value(sum(align(m.packed_elements * self.size) for m in self.matmuls), "i64")
+        fixed = b.value(sum(align(m.packed_elements * self.size) for m in self.matmuls))
         if self.projecting is None:
             return fixed
         g, inputs = self.projecting.geometry, shared["inputs"]
-        each = g.tiles * g.columns * g.lanes * self.size
-        size = (packed_rows_of(inputs, g) + (g.lanes + g.header - 1)) * each
-        size = (size + (LINE - 1)) // LINE * LINE
-        return fixed + b.select(inputs.ne(0), size, 0)
+        size = tile_rows_of(inputs, g) * (g.tiles * g.columns * g.lanes * self.size)
+        return fixed + b.select(inputs.ne(0), align(size), 0)
 
     # ---- what the door calls ---------------------------------------------------------------------
     def _print_packing(self) -> None:
@@ -178,14 +188,14 @@ class Door:
                 numbers.append(self.projecting.number)
             for place, number in enumerate(numbers):
                 table = b.gep(at, place * PACKING_BYTES, "i8")
-                packed = b.load(b.gep(table, PACKING.index("packed"), "i64"), "i64")
-                with b.when(packed.ne(0)):
+                with b.when(Entries(b, table, PACKING)["packed"].ne(0)):
                     b.call(f"pack{number}", table, part, parts)
 
-    def _print_copy(self, suffix: str, real: str) -> None:
-        """Rows of numbers from one array to another, and of one value."""
+    def _print_copy(self, number: str) -> None:
+        """Copies rows of numbers from one array to another; fills rows with a value."""
+        real = number if number == self.layout.real else integer_of(number)
         params = "ptr to, i64 to_row, ptr source, i64 row, i64 column, i64 rows, i64 width"
-        b = self.module.private(f"copy_rows{suffix}", params)
+        b = self.module.private(f"copy_rows_{number}", params)
         vec = vector(b.lanes, real)
         to, to_row, source, row, column, count, width = b.args
         with b.loop(0, count) as r:
@@ -198,15 +208,11 @@ class Door:
                 value = b.load(b.gep(start, i * column, real), real)
                 b.store(value, b.gep(into, i, real))
         params = f"ptr to, i64 to_row, {real} value, i64 rows, i64 width"
-        b = self.module.private(f"fill_rows{suffix}", params)
+        b = self.module.private(f"fill_rows_{number}", params)
         to, to_row, value, count, width = b.args
         with b.loop(0, count) as r, b.loop(0, width, b.lanes) as i:
             at = b.gep(b.gep(to, r * to_row, real), i, real)
             b.store_first(b.splat(value), at, width - i)
-
-    def _suffix(self, array: Array) -> str:
-        """The suffix of the functions that copy and fill rows of an array."""
-        return "" if array.number is self.plan.types.math else "_narrow"
 
     def _copy_or_fill(
         self, of: Direction, to: Value, to_row: Value | int, name: str, entry: str, value: float
@@ -215,15 +221,15 @@ class Door:
         ``name``; fills these with a value where the entry is not there.
         """
         b, each, array = of.each.b, of.each, self.arrays[name]
-        suffix, size = self._suffix(array), (of.shared["batch"], array.width)
+        number, size = array.number.llvm, (of.shared["batch"], array.width)
         with b.when(each[entry].ne(0)) as otherwise:
             strides = each[f"{entry} rows"], each[f"{entry} columns"]
-            b.call(f"copy_rows{suffix}", to, to_row, each.pointer(entry), *strides, *size)
+            b.call(f"copy_rows_{number}", to, to_row, each.pointer(entry), *strides, *size)
         with otherwise:
             filled = constant(value, b.real)
-            if suffix:
-                filled = narrow(b, filled, array.number.llvm)
-            b.call(f"fill_rows{suffix}", to, to_row, filled, *size)
+            if number != b.real:
+                filled = narrow(b, filled, number)
+            b.call(f"fill_rows_{number}", to, to_row, filled, *size)
 
     # ---- where the arrays of a direction begin ---------------------------------------------------
     def _print_layout(self) -> None:
@@ -234,19 +240,18 @@ class Door:
         base = shared.pointer("scratch")
         b.store(shared["directions"], base)
         if not self.backward:
-            _, zeros, work, *_ = self._places(shared)
-            span = work - zeros
-            with b.loop(0, span, 8) as i:
-                b.store(constant(0, "i64"), b.gep(b.gep(base, zeros, "i8"), i, "i8"))
+            memory = self._memory(shared)
+            with b.loop(memory.zeros, memory.work, 8) as i:
+                b.store(b.value(0), b.gep(base, i, "i8"))
         with self._directions(b) as direction:
             self._lay_out(base, direction)
 
     def _threads(self, shared: Entries) -> None:
         """Chooses the number of threads, and whether they split the units."""
-        b, kernel, h = shared.b, self.layout, self.plan.hidden_size
+        b, layout, h = shared.b, self.layout, self.plan.hidden_size
         directions, threads = shared["directions"], shared["threads"]
-        work, rows = b.value(kernel.work, "i64"), shared["batch"]
-        packed = b.value(kernel.packed_bytes, "i64")
+        work, rows = b.value(layout.work), shared["batch"]
+        packed = b.value(layout.packed_bytes)
         if not self.backward:
             work += shared["inputs"] * self.gates
             weights = self.gates * self.plan.types.operands.bytes
@@ -259,47 +264,51 @@ class Door:
         shared["parts"] = parts
         even = (parts % directions).eq(0)
         side = b.select(even, parts // directions, parts)
-        if kernel.row_wise:
+        if layout.row_wise:
             shared["units_split"] = 0
             return
-        # Of a mask with many holes the typical step has few rows, and many steps fewer still.
+        # Under a mask with many holes a typical step has few rows, and many steps have fewer still.
         rows = b.select(shared["sparse"].ne(0), rows // 4, rows)
-        far = FEW_TILED_ROWS if kernel.tiled else FEW_ROWS
+        far = FEW_TILED_ROWS if layout.tiled else FEW_ROWS
         few = b.select(packed <= NEAR_CACHE, HARDLY_ANY_ROWS, far)
-        split = (rows < few * side) & (side > 1) & (side <= kernel.geometry.tiles)
+        split = (rows < few * side) & (side > 1) & (side <= layout.geometry.tiles)
         shared["units_split"] = b.zext(split, "i64")
 
     def _lay_out(self, base: Value, of: Direction) -> None:
-        """The tables of one direction."""
-        (shared, each, d), b = of, of.each.b
-        packing, zeros, work, workspace, _ = self._places(shared)
-        start = b.ptrtoint(base, "i64")
+        """Fills the tables of one direction."""
+        (shared, _, d), b = of, of.each.b
+        memory, start = self._memory(shared), b.ptrtoint(base, "i64")
         offset = d * self.table_bytes + LINE
-        table = Entries(b, b.gep(base, offset, "i8"), self.index)
-        b.store(start + offset, b.gep(base, d + 1, "i64"))
         barrier = offset + align(8 * len(self.index))
-        b.store(constant(0, "i64"), b.gep(base, barrier, "i8"))
-        # The backward pass runs against each direction.
-        bit = shared["reverse"] >> d & 1
-        flag = bit ^ 1 if self.backward else bit
-        backwards, forwards = flag.ne(0), bit.eq(0)
-        sign = 1 - (flag << 1)
-        begin, count, steps = shared["begin"], shared["count"], shared["steps"]
-        time = b.select(backwards, steps - begin - 1, begin)
-        local = b.select(backwards, count - 1, 0)
-        # The time that arrays of states and saved values begin at.
-        origin, span = shared["origin"], shared["span"]
-        from_end = steps - (origin + span)
-        there = time - b.select(forwards, origin, from_end)
-        threads = d * shared["threads"] * workspace
+        b.store(start + offset, b.gep(base, d + 1, "i64"))
+        b.store(b.value(0), b.gep(base, barrier, "i8"))
+        table = Entries(b, b.gep(base, offset, "i8"), self.index)
+        work = memory.work + d * shared["threads"] * memory.workspace
         table.set(
-            steps=count, time=time, time_step=sign, barrier=start + barrier,
-            workspace=start + work + threads, workspace_stride=workspace,
+            barrier=start + barrier, workspace=start + work, workspace_stride=memory.workspace,
             stream=(shared["stream"] << 1) + d, yield_to=_yields(shared),
         )  # fmt: skip
         for name in PASSED_ON:
             table[name] = shared[name]
-        first = {"call": time, "chunk": local, "kept": there}
+        self._lay_out_arrays(of, table)
+        if not self.backward:
+            self._lay_out_input(shared, table, start + memory.zeros)
+        self._lay_out_packing(of, table, b.gep(base, memory.packing + d * self.packing_bytes, "i8"))
+
+    def _lay_out_arrays(self, of: Direction, table: Entries) -> None:
+        """Says which steps the kernel takes, and where its arrays begin at the first of them."""
+        (shared, each, _), b, reverse = of, of.each.b, of.reverse
+        begin, count, steps = shared["begin"], shared["count"], shared["steps"]
+        # The backward pass runs against each direction.
+        back = reverse ^ 1 if self.backward else reverse
+        backwards, sign = back.ne(0), 1 - (back << 1)
+        time = b.select(backwards, steps - begin - 1, begin)
+        # The time that arrays of states and saved values begin at.
+        origin = shared["origin"]
+        origin = b.select(reverse.eq(0), origin, steps - (origin + shared["span"]))
+        kept = time - origin
+        first = {"call": time, "chunk": b.select(backwards, count - 1, 0), "kept": kept}
+        table.set(steps=count, time=time, time_step=sign)
         for name, array in self.arrays.items():
             if "T" not in array.axes:
                 table[name] = each[name]
@@ -311,16 +320,13 @@ class Door:
                 index = first[array.begins]
             elif self.backward:
                 # Slot t is read before step t and, one step of the direction on, after it.
-                index = there + (bit << int(array.beside))
+                index = kept + (reverse << int(array.beside))
             else:
                 index, way, table[f"{name} turns"] = self._slot(of, name, begin)
             at, step, row = self._begin(of, name, index)
             table[name], table[f"{name} steps"], table[f"{name} rows"] = at, step * way, row
             if array.begins == "states" and self.backward:
                 table[f"{name} next"] = step * (0 - sign)
-        if not self.backward:
-            self._lay_out_input(shared, table, start + zeros)
-        self._lay_out_packing(of, table, b.gep(base, packing + d * self.packing_bytes, "i8"))
 
     def _begin(self, of: Direction, name: str, index: Value) -> tuple[Value, Value, Value]:
         """The address of a direction's rows of an array at an index along time, and the strides
@@ -332,7 +338,7 @@ class Door:
         if array.strided:
             step, row = source[f"{name} steps"], source[f"{name} rows"]
         else:
-            row = shared["directions"] * width if array.beside else b.value(width, "i64")
+            row = shared["directions"] * width if array.beside else b.value(width)
             step = shared["batch"] * row
         at = address + index * step * array.number.bytes
         if array.beside:
@@ -343,16 +349,21 @@ class Door:
         """The slot in which a forward pass has a state after ``done`` steps, which way the slots
         go, and whether there are but two.
         """
-        shared, b = of.shared, of.shared.b
-        bit = shared["reverse"] >> of.d & 1
+        shared, b, reverse = of.shared, of.shared.b, of.reverse
         whole = (shared["whole"] >> self.sequences.index(name) & 1).ne(0)
         slot = done - shared["origin"]
         # What a reversed direction begins with has a slot of its own where directions lie beside
         # one another.
         from_end = shared["span"] - slot + int(self.arrays[name].beside)
         turn = slot & 1
-        slot = b.select(whole, b.select(bit.ne(0), from_end, slot), turn)
-        return slot, 1 - (b.select(whole, bit, turn) << 1), b.zext(~whole, "i64")
+        slot = b.select(whole, b.select(reverse.ne(0), from_end, slot), turn)
+        return slot, 1 - (b.select(whole, reverse, turn) << 1), b.zext(~whole, "i64")
+
+    def _state(self, of: Direction, name: str, done: Value) -> tuple[Value, Value]:
+        """The address of a state's rows after ``done`` steps, and the stride from row to row."""
+        slot, *_ = self._slot(of, name, done)
+        at, _, row = self._begin(of, name, slot)
+        return of.each.b.inttoptr(at, "ptr"), row
 
     def _lay_out_input(self, shared: Entries, table: Entries, zeros: Value) -> None:
         """Gives a kernel that multiplies the input a row of zeros in place of gates."""
@@ -362,7 +373,7 @@ class Door:
             table["gates"], table["gates steps"], table["gates rows"] = zeros, 0, 0
         if self.projecting is None:
             return
-        g, blocks = self.projecting.geometry, b.value(1, "i64")
+        g, blocks = self.projecting.geometry, b.value(1)
         rows = g.near_rows(self.plan.types.operands.bytes)
         if not g.quantized:
             blocks = b.smax(((inputs << 1) + rows) // (2 * rows), 1)
@@ -370,55 +381,44 @@ class Door:
         table["input_block"] = whole_chunks(block, g.chunk)
 
     def _lay_out_packing(self, of: Direction, table: Entries, tables: Value) -> None:
-        """Lays out the tables of packing, and the addresses of packed weights."""
-        (shared, each, d), b = of, of.each.b
-        at, base = 0, shared["packed"]
-        base += d * self._packed_bytes(shared)
-        there = shared["packed"].ne(0)
-
-        def input_bias() -> Value | int:
-            if self.backward:
-                return 0
-            bias = each["bias_ih"]
-            if not self.layout.apart:
-                return bias
+        """Fills the tables of packing, and says where the packed weights are."""
+        (shared, each, d), b, inputs = of, of.each.b, of.shared["inputs"]
+        input_bias: Value | int = 0
+        if not self.backward:
             # Sums of the input that have a place of their own begin with its biases.
-            return b.select(shared["inputs"].ne(0), 0, bias)
-
-        def packing(
-            place: int, name: str, bias: Value | int, packed: Value, inner: Value | int
-        ) -> None:
-            entries = Entries(b, b.gep(tables, place * PACKING_BYTES, "i8"), PACKING)
-            entries.set(
-                source=each[name], heads=each[f"{name} heads"], rows=each[f"{name} rows"],
-                columns=each[f"{name} columns"], packed=packed, inner=inner,
-                input_bias=input_bias(), bias=bias,
+            input_bias = each["bias_ih"]
+            if self.layout.apart:
+                input_bias = b.select(inputs.ne(0), 0, input_bias)
+        # The entry of the packed weights, the weight, its bias, the length of the sum, and whether
+        # it is packed.
+        there = shared["packed"].ne(0)
+        rows: list[tuple[str, str, str, Value | int, Value]] = [
+            (m.linear.name, m.linear.weight, m.linear.bias_name, m.parts * m.numbers, there)
+            for m in self.matmuls
+        ]
+        if self.projecting is not None:
+            bias = "bias_ih" if self.layout.apart else self.projecting.linear.bias_name
+            rows.append(("input", "weight_ih", bias, inputs, inputs.ne(0)))
+        at = shared["packed"] + d * self._packed_bytes(shared)
+        sizes = [align(m.packed_elements * self.size) for m in self.matmuls]
+        for number, (entry, weight, bias, inner, given) in enumerate(rows):
+            packed = table[f"packed {entry}"] = b.select(given, at + sum(sizes[:number]), 0)
+            packing = Entries(b, b.gep(tables, number * PACKING_BYTES, "i8"), PACKING)
+            packing.set(
+                source=each[weight], heads=each[f"{weight} heads"], rows=each[f"{weight} rows"],
+                columns=each[f"{weight} columns"], input_bias=input_bias,
+                bias=0 if self.backward else each[bias], packed=packed, inner=inner,
             )  # fmt: skip
             if self.plan.types.quantized:
-                entries["scales"] = each[scales_of(name)]
-
-        for k, m in enumerate(self.matmuls):
-            packed = b.select(there, base + at, 0)
-            bias = 0 if self.backward else each[m.linear.bias_name]
-            packing(k, m.linear.weight, bias, packed, m.parts * m.numbers)
-            table[f"packed {m.linear.name}"] = packed
-            at += align(m.packed_elements * self.size)
-        if self.projecting is not None:
-            inputs = shared["inputs"]
-            packed = b.select(inputs.ne(0), base + at, 0)
-            name = "bias_ih" if self.layout.apart else self.projecting.linear.bias_name
-            packing(len(self.matmuls), "weight_ih", each[name], packed, inputs)
-            table["packed input"] = packed
+                packing["scales"] = each[scales_of(weight)]
 
     # ---- states before the first step, and after the last ----------------------------------------
     def _print_first_states(self) -> None:
         b = self.module.private("write_first", "ptr call")
         with self._directions(b) as of:
             for state, name in zip(self.cell.states, self.sequences, strict=True):
-                slot, *_ = self._slot(of, name, of.shared["begin"])
-                at, _, row = self._begin(of, name, slot)
-                to, entry = b.inttoptr(at, "ptr"), f"state {state.name}"
-                self._copy_or_fill(of, to, row, name, entry, state.initial)
+                to, row = self._state(of, name, of.shared["begin"])
+                self._copy_or_fill(of, to, row, name, f"state {state.name}", state.initial)
 
     def _print_final_states(self) -> None:
         """Copies the states after the last step of the call to where they are asked for."""
@@ -429,12 +429,10 @@ class Door:
             for state, name in zip(self.cell.states, self.sequences, strict=True):
                 final, array = f"final {state.name}", self.arrays[name]
                 with b.when(each[final].ne(0)):
-                    slot, *_ = self._slot(of, name, done)
-                    at, _, row = self._begin(of, name, slot)
+                    source, row = self._state(of, name, done)
                     b.call(
-                        f"copy_rows{self._suffix(array)}", each.pointer(final),
-                        each[f"{final} rows"], b.inttoptr(at, "ptr"), row, 1,
-                        shared["batch"], array.width,
+                        f"copy_rows_{array.number.llvm}", each.pointer(final),
+                        each[f"{final} rows"], source, row, 1, shared["batch"], array.width,
                     )  # fmt: skip
 
     def _print_first_gradients(self) -> None:
@@ -453,13 +451,13 @@ class Door:
                 rows = groups if self.arrays[name].axes == "R" else batch
                 with b.when(each[name].ne(0)):
                     zero = constant(0.0, b.real)
-                    b.call("fill_rows", each.pointer(name), width, zero, rows, width)
+                    b.call(f"fill_rows_{b.real}", each.pointer(name), width, zero, rows, width)
 
 
 def _yields(shared: Entries) -> Value:
     """The address of the function that offers the core to others; 0 without a gang."""
     b = shared.b
-    address = b.variable(b.value(0, "i64"))
+    address = b.variable(b.value(0))
     with b.when(shared["gang"].ne(0)):
         address.value = b.load(b.gep(shared.pointer("gang"), 3, "i64"), "i64")
     return address.value

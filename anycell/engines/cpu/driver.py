@@ -26,12 +26,13 @@ where a direction is reversed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from anycell.engines.cpu import gemm, jit
 from anycell.engines.cpu.gemm import Gemm
-from anycell.engines.cpu.ir import Builder, Target, Value, constant, vector
+from anycell.engines.cpu.ir import Builder, Target, Value, vector
 from anycell.engines.cpu.matmul import masked_numbers
 from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
@@ -50,27 +51,27 @@ CALL = "form table".split()
 # A form: the template, and how many numbers that has; rows of ``PLACE``, and how many; where in the
 # template the first pass begins.
 FORM = "template length places count first".split()
-# A number of the tables that is an address of the call, counted from 0, plus an offset.
+# The number ``at`` a place of the tables is the call's address of this number, plus an offset.
 PLACE = "at address offset".split()
-# Before a segment, ``base`` and ``step`` times the number of segments before it are added up and
-# written to the address ``place``. A forward pass then has the door write the states before the
-# segment there, as if they were final ones, and writes ``rest``.
+# Before segment n the address ``place`` gets ``base + n * step``. In a forward pass the door then
+# writes the states before the segment there, as if they were final ones, and ``place`` gets
+# ``rest``.
 MOVE = "place base step rest".split()
 _KEPT = gemm.ENTRIES[: gemm.ENTRIES.index("add") + 1]
-# The entries of a matmul, the size that is the rows of the chunk (0 rows, 2 inner), whether the
-# direction is reversed, and ``add`` from the second time on.
+# The entries of a matmul; ``along``, which of its sizes counts the rows of the chunk (0 rows, 2
+# inner); whether the direction is reversed; and ``sums``, the ``add`` of all chunks but the first.
 PRODUCT = [
     *_KEPT, "scales", "kind", "along", "reverse", "sums",
     *(f"{operand}_{axis}" for operand in "abc" for axis in ("time", "window")),
 ]  # fmt: skip
-# The kinds of products: by our matmul; by the BLAS of ``blas``; by our matmul without packing, for
-# few rows; the sum of the rows of ``a``; and the rows of ``a``, of any stride from step to step,
-# one behind the other, with zeros for those under the mask ``b``.
+# The kinds of products: our matmul; that of ``blas``; ours without packing, for few rows; the sum
+# of the rows of ``a``; and a dense copy of these rows, whose steps may be any stride apart, with
+# zeros in place of those under the mask ``b``.
 KINDS = OURS, BLAS, FEW, SUM, GATHER = range(5)
 
 _TABLE = align(8 * len(gemm.ENTRIES))
 BLOCK = 4  # vectors, or columns, that are added up side by side
-SUMMED = 64  # rows that are added up before they are added to a total: of fewer it loses less
+SUMMED = 64  # rows that are added up before their sum is added to a total: this loses fewer digits
 
 
 class Driver:
@@ -106,7 +107,7 @@ class Driver:
         with b.loop(0, form["length"]) as i:
             b.store(b.load(b.gep(template, i, "i64"), "i64"), b.gep(table, i, "i64"))
         with b.loop(0, form["count"]) as i:
-            place = Entries(b, b.gep(places, i * len(PLACE), "i64"), PLACE)
+            place = _row(b, places, i, PLACE)
             address = b.load(b.gep(addresses, place["address"], "i64"), "i64")
             b.store(address + place["offset"], b.gep(table, place["at"], "i64"))
         b.call("run", b.gep(table, form["first"], "i64"))
@@ -122,32 +123,34 @@ class Driver:
             begin = first + slot * segment
             end = b.smin(begin + segment, last)
             with b.when(table["moves"] > 0):
-                self._move(b, table, "base", slot)
-                with b.when(table["backward"].eq(0)):
-                    self._door(b, table, begin, 0)
-                    self._move(b, table, "rest", None)
+                with self._moves(table) as move:
+                    b.store(move["base"] + slot * move["step"], move.pointer("place"))
+                with b.when(~backward):
+                    self._door(table, begin, 0)
+                    with self._moves(table) as move:
+                        b.store(move["rest"], move.pointer("place"))
             with b.when(table["again"].ne(0)):
-                again = table.pointer("again")
-                for of_pass in (table, Entries(b, again, PASS)):
-                    for name, value in (("origin", begin), ("span", end - begin)):
-                        b.store(value, b.gep(of_pass.pointer("call"), of_pass[name], "i64"))
-                b.call("chunks", again, begin, end)
+                again = Entries(b, table.pointer("again"), PASS)
+                for of_pass in (table, again):
+                    b.store(begin, _of_door(of_pass, "origin"))
+                    b.store(end - begin, _of_door(of_pass, "span"))
+                b.call("chunks", again.address, begin, end)
             b.call("chunks", b.args[0], begin, end)
         with b.when(table["next"].ne(0)):
             b.call("run", table.pointer("next"))
 
-    def _move(self, b: Builder, table: Entries, name: str, slot: Value | None) -> None:
+    @contextmanager
+    def _moves(self, table: Entries) -> Iterator[Entries]:
+        b = table.b
         with b.loop(0, table["moves"]) as i:
-            move = Entries(b, b.gep(table.address, i * len(MOVE) + len(PASS), "i64"), MOVE)
-            value = move[name] if slot is None else move[name] + slot * move["step"]
-            b.store(value, move.pointer("place"))
+            yield _row(b, b.gep(table.address, len(PASS), "i64"), i, MOVE)
 
-    def _door(self, b: Builder, table: Entries, begin: Value, count: Value | int) -> None:
-        call = table.pointer("call")
-        b.store(begin, b.gep(call, table["begin"], "i64"))
-        b.store(b.value(count, "i64"), b.gep(call, table["count"], "i64"))
-        b.call(table.pointer("door"), call, returns="void")
-        b.store(constant(0, "i64"), b.gep(call, table["pack"], "i64"))
+    def _door(self, table: Entries, begin: Value, count: Value | int) -> None:
+        b = table.b
+        b.store(begin, _of_door(table, "begin"))
+        b.store(b.value(count), _of_door(table, "count"))
+        b.call(table.pointer("door"), table.pointer("call"), returns="void")
+        b.store(b.value(0), _of_door(table, "pack"))
 
     def _chunks(self) -> None:
         b = self.module.private("chunks", "ptr pass, i64 begin, i64 end")
@@ -156,29 +159,27 @@ class Driver:
         backward, chunk = table["backward"].ne(0), table["chunk"]
         total = b.smax((end - begin + chunk - 1) // chunk, 1)
         before, after = table["before"], table["after"]
-        rows = b.gep(address, table["moves"] * len(MOVE) + len(PASS), "i64")
         with b.loop(0, total) as n:
             done = begin + b.select(backward, total - 1 - n, n) * chunk
             count = b.smin(chunk, end - done)
+            self._multiply(table, 0, before, done, count)
+            self._door(table, b.select(backward, table["steps"] - done - count, done), count)
+            self._multiply(table, before, before + after, done, count)
 
-            def multiply(
-                first: Value | int, last: Value, done: Value = done, count: Value = count
-            ) -> None:
-                with b.when(count > 0), b.loop(first, last) as i:
-                    row = b.gep(rows, i * len(PRODUCT), "i64")
-                    b.call("product", address, row, done, count)
-
-            multiply(0, before)
-            self._door(b, table, b.select(backward, table["steps"] - done - count, done), count)
-            multiply(before, before + after)
+    def _multiply(
+        self, table: Entries, first: Value | int, last: Value, done: Value, count: Value
+    ) -> None:
+        b = table.b
+        with b.when(count > 0), b.loop(first, last) as i:
+            b.call("product", table.address, _product(table, i).address, done, count)
 
     # ---- one product -----------------------------------------------------------------------------
     def _product(self) -> None:
         b = self.module.private("product", "ptr pass, ptr row, i64 done, i64 count")
         address, row_address, done, count = b.args
         table, row = Entries(b, address, PASS), Entries(b, row_address, PRODUCT)
-        call, steps, reverse = table.pointer("call"), table["steps"], row["reverse"].ne(0)
-        origin, span = (b.load(b.gep(call, table[n], "i64"), "i64") for n in ("origin", "span"))
+        steps, reverse = table["steps"], row["reverse"].ne(0)
+        origin, span = (b.load(_of_door(table, n), "i64") for n in ("origin", "span"))
         time = b.select(reverse, steps - done - count, done)
         window = time - b.select(reverse, steps - origin - span, origin)
         scratch, along = table.pointer("scratch"), row["along"]
@@ -213,7 +214,7 @@ class Driver:
 
     def _sum(self) -> None:
         """Adds up rows of A, or adds them to C; threads share the columns."""
-        b, one, first, last = self._part("sum_rows", self.matmul.lanes)
+        b, one, first, last = self._part("sum_rows", "columns", self.matmul.lanes)
         add, end = one["add"].ne(0), b.smin(one["columns"], last * b.lanes)
         with b.loop(first, last, BLOCK) as block:
             columns = [(block + n) * b.lanes for n in range(BLOCK)]
@@ -238,12 +239,11 @@ class Driver:
 
     def _gather(self) -> None:
         """Copies rows of the input, zeros for those under a mask; threads share the rows."""
-        b = self.module.private("gather", "ptr table, i64 part, i64 parts")
-        address, part, parts = b.args
-        one, element = Entries(b, address, gemm.ENTRIES), f"i{8 * self.bytes}"
-        rows, batch, columns, mask = one["rows"], one["inner"], one["columns"], one["b"]
+        b, one, first, last = self._part("gather", "rows")
+        batch, columns, mask = one["inner"], one["columns"], one["b"]
+        element = f"i{8 * self.bytes}"
         kind = vector(b.lanes, element)
-        with b.loop(rows * part // parts, rows * (part + 1) // parts) as row:
+        with b.loop(first, last) as row:
             at = row // batch * one["a_inner"] + row % batch * one["a_rows"]
             source = b.gep(one.pointer("a"), at, element)
             to = b.gep(one.pointer("c"), row * one["c_rows"], element)
@@ -261,21 +261,22 @@ class Driver:
         """Multiplies few dense rows of A by B, which is read once and not packed; threads share the
         columns. The order of a sum is another one than that of the matmul.
         """
-        b, one, first, last = self._part("few_rows", 1)
-        a, inner, into = one.pointer("a"), one["inner"], one.pointer("c")
+        b, one, first, last = self._part("few_rows", "columns")
+        a, inner, into, adds = one.pointer("a"), one["inner"], one.pointer("c"), one["add"].ne(0)
 
-        def rows(begin: Value, multiply: Callable[[Value, Value], None]) -> None:
+        @contextmanager
+        def rows(column: Value) -> Iterator[tuple[Value, Value]]:
+            """A loop over the rows: where one of A begins, and its result at a column of C."""
             with b.loop(0, one["rows"]) as row:
                 start = b.gep(a, row * one["a_rows"], self.left)
-                multiply(start, b.gep(into, row * one["c_rows"] + begin))
+                yield start, b.gep(into, row * one["c_rows"] + column)
 
         def dots(column: Value, count: int) -> None:
             """Columns of B that are dense: sums over lanes."""
             starts = [b.gep(one.pointer("b"), (column + n) * one["b_columns"], self.right)
                       for n in range(count)]  # fmt: skip
             later = one["b_columns"] * BLOCK  # columns that are fetched meanwhile
-
-            def multiply(start: Value, to: Value) -> None:
+            with rows(column) as (start, to):
                 sums = [b.variable(0.0, b.vec) for _ in starts]
                 with b.loop(0, inner, b.lanes) as k:
                     mask = b.lane_mask(inner - k)
@@ -285,15 +286,10 @@ class Driver:
                         right = masked_numbers(b, b.gep(at, k, self.right), mask, self.right)
                         sum_.value = b.fma(left, right, sum_.value)
                 for n, sum_ in enumerate(sums):
-                    add_to(b.gep(to, n), b.reduce_add(sum_.value))
-
-            rows(column, multiply)
-
-        def add_to(at: Value, total: Value) -> None:
-            result = b.variable(total)
-            with b.when(one["add"].ne(0)):
-                result.value += b.load(at, b.real)
-            b.store(result.value, at)
+                    at, total = b.gep(to, n), b.variable(b.reduce_add(sum_.value))
+                    with b.when(adds):
+                        total.value += b.load(at, b.real)
+                    b.store(total.value, at)
 
         with b.when(one["b_inner"].eq(1)) as otherwise:
             whole = first + (last - first) // BLOCK * BLOCK
@@ -305,37 +301,39 @@ class Driver:
             # Rows of B that are dense: each number of A times so many of them.
             counts = [last - column - n * b.lanes for n in range(BLOCK)]
             masks = list(map(b.lane_mask, counts))
-
-            def multiply(start: Value, to: Value) -> None:
+            with rows(column) as (start, to):
                 sums = [b.variable(0.0, b.vec) for _ in masks]
-                with b.when(one["add"].ne(0)):
-                    for n, (sum_, mask) in enumerate(zip(sums, masks, strict=True)):
-                        sum_.value = b.masked_load(b.gep(to, n * b.lanes), mask)
+                places = [b.gep(to, n * b.lanes) for n in range(BLOCK)]
+                with b.when(adds):
+                    for sum_, place, mask in zip(sums, places, masks, strict=True):
+                        sum_.value = b.masked_load(place, mask)
                 with b.loop(0, inner) as k:
                     left = b.splat(self._number(b, b.gep(start, k, self.left)))
                     at = b.gep(one.pointer("b"), k * one["b_inner"] + column, self.right)
                     for n, (sum_, mask) in enumerate(zip(sums, masks, strict=True)):
-                        place = b.gep(at, n * b.lanes, self.right)
-                        right = masked_numbers(b, place, mask, self.right)
+                        weights = b.gep(at, n * b.lanes, self.right)
+                        right = masked_numbers(b, weights, mask, self.right)
                         sum_.value = b.fma(left, right, sum_.value)
-                for n, (sum_, count) in enumerate(zip(sums, counts, strict=True)):
-                    b.store_first(sum_.value, b.gep(to, n * b.lanes), count)
-
-            rows(column, multiply)
+                for sum_, place, count in zip(sums, places, counts, strict=True):
+                    b.store_first(sum_.value, place, count)
 
     def _number(self, b: Builder, at: Value) -> Value:
         """A number of A, widened."""
         if self.left == b.real:
             return b.load(at, b.real)
-        one = b.lane_mask(b.value(1, "i64"))
+        one = b.lane_mask(b.value(1))
         return b.extract(masked_numbers(b, at, one, self.left), 0)
 
-    def _part(self, name: str, width: int) -> tuple[Builder, Entries, Value, Value]:
-        """A function of the gang: its matmul, and its columns, counted in pieces of a width."""
+    def _part(
+        self, name: str, shared: str, width: int = 1
+    ) -> tuple[Builder, Entries, Value, Value]:
+        """A function of the gang: its matmul, and the first and last of the rows or columns that
+        are ``shared``, counted in pieces of a width.
+        """
         b = self.module.private(name, "ptr table, i64 part, i64 parts")
         address, part, parts = b.args
         one = Entries(b, address, gemm.ENTRIES)
-        pieces = (one["columns"] + (width - 1)) // width
+        pieces = (one[shared] + (width - 1)) // width
         return b, one, pieces * part // parts, pieces * (part + 1) // parts
 
     def _blas(self) -> None:
@@ -344,48 +342,58 @@ class Driver:
         blas, address = b.args
         one = Entries(b, address, gemm.ENTRIES)
         letters = b.module.table([ord("N"), ord("T")], "i8")
-        sizes = b.alloca("i32", 6)
-        factors = b.alloca(b.real, 2)
         rows, columns, inner = one["rows"], one["columns"], one["inner"]
         of_b, of_a = one["b_columns"].eq(1), one["a_inner"].eq(1)
-        # Nobody steps along a single column or row, but BLAS checks the stride.
-        strides = [
-            b.smax(b.select(dense, stride, other), b.select(dense, length, width))
-            for dense, stride, other, length, width in (
-                (of_b, one["b_inner"], one["b_columns"], columns, inner),
-                (of_a, one["a_rows"], one["a_inner"], inner, rows),
-            )
-        ] + [b.smax(one["c_rows"], columns)]
-        places = []
-        least = [b.smax(stride, 1) for stride in strides]
-        for n, number in enumerate((columns, rows, inner, *least)):
-            places.append(b.gep(sizes, n, "i32"))
-            b.store(b.trunc(number, "i32"), places[-1])
-        b.store(constant(1.0, b.real), factors)
-        add = b.select(one["add"].ne(0), constant(1.0, b.real), constant(0.0, b.real))
-        b.store(add, b.gep(factors, 1))
+
+        def stride(dense: Value, ways: tuple[str, str], lengths: tuple[Value, Value]) -> Value:
+            # Nobody steps along a single column or row, but BLAS checks the stride.
+            steps = b.select(dense, *(one[way] for way in ways))
+            return b.smax(b.smax(steps, b.select(dense, *lengths)), 1)
+
+        ldb = stride(of_b, ("b_inner", "b_columns"), (columns, inner))
+        lda = stride(of_a, ("a_rows", "a_inner"), (inner, rows))
+        ldc = b.smax(b.smax(one["c_rows"], columns), 1)
+        # Fortran takes addresses.
+        numbers = (columns, rows, inner, ldb, lda, ldc)
+        m, n, k, ldb, lda, ldc = (b.variable(b.trunc(x, "i32")).address for x in numbers)
+        alpha = b.variable(1.0, b.real).address
+        beta = b.variable(b.select(one["add"].ne(0), 1.0, 0.0)).address
         turned = [b.gep(letters, b.zext(~dense, "i64"), "i8") for dense in (of_b, of_a)]
-        of_columns, of_rows, of_inner, ldb, lda, ldc = places
         b.call(
-            blas, *turned, of_columns, of_rows, of_inner, factors, one.pointer("b"), ldb,
-            one.pointer("a"), lda, b.gep(factors, 1), one.pointer("c"), ldc, returns="void",
+            blas, *turned, m, n, k, alpha, one.pointer("b"), ldb, one.pointer("a"), lda, beta,
+            one.pointer("c"), ldc, returns="void",
         )  # fmt: skip
 
     def _room(self) -> None:
         b = self.module.function("room", "ptr pass")
         table, space = Entries(b, b.args[0], PASS), b.alloca("i64", len(gemm.ENTRIES))
         one = Entries(b, space, gemm.ENTRIES)
-        rows = b.gep(b.args[0], table["moves"] * len(MOVE) + len(PASS), "i64")
         most = b.variable(0)
         chunk = table["chunk"] * table["batch"]
         with b.loop(0, table["before"] + table["after"]) as i:
-            row = Entries(b, b.gep(rows, i * len(PRODUCT), "i64"), PRODUCT)
+            row = _product(table, i)
             with b.when(row["kind"].eq(OURS)):
                 one["columns"], one["threads"] = row["columns"], table["threads"]
                 one["inner"] = b.select(row["along"].eq(2), chunk, row["inner"])
                 b.call("needs", space)
                 most.value = b.smax(most.value, one["scratch_bytes"])
         table["scratch_bytes"] = most.value + _TABLE
+
+
+def _of_door(table: Entries, name: str) -> Value:
+    """The address of an entry of the door's table, for which the pass has its place."""
+    return table.b.gep(table.pointer("call"), table[name], "i64")
+
+
+def _row(b: Builder, rows: Value, number: Value, names: list[str]) -> Entries:
+    """A row of those that begin at an address."""
+    return Entries(b, b.gep(rows, number * len(names), "i64"), names)
+
+
+def _product(table: Entries, number: Value) -> Entries:
+    """A row of ``PRODUCT`` of a pass."""
+    places = table["moves"] * len(MOVE) + len(PASS)
+    return _row(table.b, table.b.gep(table.address, places, "i64"), number, PRODUCT)
 
 
 class Functions(NamedTuple):

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from anycell.engines.cpu import tiles
 from anycell.engines.cpu.door import print_gang
@@ -46,7 +47,7 @@ from anycell.engines.cpu.ir import (
     vector,
 )  # fmt: skip
 from anycell.engines.cpu.matmul import (
-    Ahead,
+    Prefetch,
     add_products,
     add_scaled,
     masked_numbers,
@@ -61,15 +62,15 @@ from anycell.plan import LINE, Dtype
 
 INNER = 256  # numbers of a block's sum; whole vectors
 ROWS = 96  # of a piece: enough to read a panel for, few enough to divide the work evenly
-# Bytes between rows of A that share their sets of the near cache; where a panel stays there, while
-# rows come and go, half as many are too many.
+# Rows of A that are a multiple of this many bytes apart share their sets of the near cache; half of
+# it where a panel stays there, while rows come and go.
 CONFLICT = 4 << 10
-# Bytes from column to column of A, where columns are dense, from which on a panel does not stay in
-# the near cache beside them.
+# If dense columns of A are at least this many bytes apart, a panel does not stay in the near cache
+# beside them.
 NEAR = 1 << 10
 SPAN_INNER, SPAN_COLUMNS = 8 * INNER, 1024  # of B, packed at a time
 FETCHING = 4  # register blocks of a piece, together, fetch the panel that comes next
-# Of A, from what is copied to what is fetched meanwhile.
+# Rows and columns of A from the one that is copied to the one that is fetched meanwhile.
 ROWS_AHEAD = 4
 COLUMNS_AHEAD = 16
 PIECES = 8  # per thread, where there is the work
@@ -82,10 +83,10 @@ ENTRIES = (
     "rows columns inner a a_rows a_inner b b_inner b_columns c c_rows add threads gang scales "
     "scratch scratch_bytes"
 ).split()
-# At the begin of scratch memory: the table of the call, the span at hand, and on a line of its own
-# how many of its pieces are taken.
-STATE = ["call", "column", "columns", "k", "inner", "add"]
-COUNTER = align(8 * len(STATE))
+# Scratch memory begins with the address of the call's table and the span at hand; on a line of its
+# own it has how many pieces of the span are taken.
+SPAN = ["call", "column", "columns", "k", "inner", "add"]
+COUNTER = align(8 * len(SPAN))
 HEADER = COUNTER + LINE
 
 
@@ -106,8 +107,7 @@ class Gemm:
         self.narrow, self.quantized = self.operands.llvm != real, types.quantized
         self.left, self.right = types.storage, types.weights  # of A, of B
         self.packs = self.size // self.operands.bytes
-        # Of a block of a panel, each as long as a vector's numbers are together; of integers behind
-        # scales and offsets.
+        # Packed rows of a block of a panel; those of integers come after scales and offsets.
         self.header = 2 * self.quantized
         self.packed_rows = self.header + INNER // self.packs
         # The geometry of a wide matmul with one result per unit.
@@ -122,15 +122,15 @@ class Gemm:
             self.rows = tiles.ROWS
         self.width = self.vectors * self.lanes
         # Memory of a thread: a panel, a block of copied rows (copying writes whole vectors of
-        # them), another one for rows that are transposed before they are staged, and results that
-        # are not whole vectors.
+        # them), another one for rows that are transposed before they are staged, and results of a
+        # register block that C has a part of.
         copied = ROW_HEADER + INNER // self.packs if self.quantized else INNER
         self.row = copied + LINE // self.size  # or all rows would share a few lines of the cache
         self.copied_block = INNER * self.rows + LINE // self.size  # of the rows of a register block
         blocks = -(-ROWS // self.rows) * self.copied_block
         self.copied = align(max((ROWS + self.lanes) * self.row, blocks) * self.size)
         self.staged = geometry.rounded and not self.quantized
-        # Whether the numbers of a row, or else of a column, lie side by side in a register block.
+        # For each kind of register block, whether its rows are dense, or else its columns.
         self.kinds = [True] if self.quantized or self.staged else [True, False]
         if self.staged:
             self.copied *= 2
@@ -143,23 +143,23 @@ class Gemm:
         print_pack_block(self.module, self.geometry, self.right.llvm, self.operands.llvm)
         if self.quantized:
             print_quantizing(self.module)
-        elif self.staged:
+        else:
+            print_staging(self.module, self.left.llvm, self.geometry, self.operands.llvm)
+        if self.staged:  # rows whose columns are dense are transposed, and staged then
             plain = Geometry(0, 0, 0, self.lanes, self.module.target.registers)
             print_pack_block(self.module, plain, self.left.llvm, self.real, name="widen_block")
-        else:
+            if self.left.llvm != self.real:
+                print_staging(self.module, self.real, self.geometry, self.operands.llvm)
+        elif not self.quantized:
             self._interleave()
-        staged = {self.left.llvm, self.real} if self.staged else {self.left.llvm}
-        for number in sorted(set() if self.quantized else staged):
-            print_staging(self.module, number, self.geometry, self.operands.llvm)
         for vectors in range(1, self.vectors + 1):
             if self.tiled:
                 self._tiles(vectors)
                 continue
             for rows, dense in itertools.product(range(1, self.rows + 1), self.kinds):
                 self._register_block(rows, vectors, dense)
-        if self.tiled and not self.quantized:
-            self._fetch()
-        self._merge()
+        self._copy_partial("fetch")
+        self._copy_partial("put")
         self._panel()
         self._pack()
         self._multiply()
@@ -187,7 +187,7 @@ class Gemm:
         for result in results:
             b.prefetch(result.address)
         operand = [b.gep(a, a_apart * r if dense else r) for r in range(rows)]
-        bounds, totals, weights = (constant(0, "i64"), count), sums, panel
+        bounds, totals, weights = (b.value(0), count), sums, panel
         if self.quantized:
             scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
             at = b.gep(panel, self.width)
@@ -195,7 +195,7 @@ class Gemm:
             weights = b.gep(panel, self.header * self.width)
             totals = [[b.variable(offset) for offset in offsets] for _ in operand]
         number = self.operands.llvm
-        ahead, inner = [Ahead(first, apart, 2)], constant(1, "i64") if dense else a_apart
+        ahead, inner = [Prefetch(first, apart, 2)], b.value(1) if dense else a_apart
         columns = [b.gep(weights, n * b.lanes) for n in range(vectors)]
         turn = UNROLL if rows == self.rows else 1
         add_products(b, totals, operand, columns, self.width, bounds, number, ahead, inner, turn)
@@ -207,85 +207,55 @@ class Gemm:
         return f"block{vectors}_x{rows}_{'rows' if dense else 'columns'}"
 
     def _tiles(self, vectors: int) -> None:
-        """Prints the register block of up to 16 rows, by matrix tiles."""
+        """Prints the register block of 16 rows (of integers up to 16) by matrix tiles."""
         b = self.module.private(
             f"tiles{vectors}",
             "ptr noalias panel, ptr noalias a, i64 a_rows, ptr noalias c, i64 c_rows, i64 rows, "
             "i64 count, i64 add",
         )
         panel, a, a_rows, c, c_rows, rows, count, add = b.args
-
-        weights = b.gep(panel, self.header * self.width), constant(self.width * self.size, "i64")
-        bounds, left = (constant(0, "i64"), count), (a, a_rows * self.size)
-        same, room = constant(0, "i64"), tiles.room(b, vectors)
-        adds = add.ne(0)
-
-        def multiply(begin: list[tuple[Value, Value]], end: list[tuple[Value, Value]]) -> None:
-            pieces, number = self.geometry.pieces, self.operands.llvm
-            tiles.multiply(b, number, left, weights, bounds, begin, end, pieces)
-
-        def rows_of(row: Value) -> Iterator[tuple[Variable, Variable]]:
-            for n, (at, apart) in enumerate(room):
-                into = Variable(b, b.gep(c, row * c_rows + n * b.lanes), b.vec)
-                sums = b.ivec if self.quantized else b.vec
-                yield into, Variable(b, b.gep(at, row * apart, "i8"), sums)
-
-        if not self.quantized:
+        number, pieces, adds = self.operands.llvm, self.geometry.pieces, add.ne(0)
+        left, bounds = (a, a_rows * self.size), (b.value(0), count)
+        weights = b.gep(panel, self.header * self.width), b.value(self.width * self.size)
+        places = [b.gep(c, n * b.lanes) for n in range(vectors)]
+        if not self.quantized:  # sums begin with what is there, or with zeros
             zeros, stride = b.module.table([0] * b.lanes, "i32"), c_rows * self.size
-
-            def onto(places: list[tuple[Value, Value]]) -> None:
-                """Sums that begin with what is there, or with zeros."""
-                begin = [(b.select(adds, at, zeros), b.select(adds, s, 0)) for at, s in places]
-                multiply(begin, places)
-
-            with b.when(rows.eq(tiles.ROWS)) as otherwise:
-                onto([(b.gep(c, n * b.lanes), stride) for n in range(vectors)])
-            with otherwise:
-                with b.when(adds), b.loop(0, rows) as row:
-                    for there, here in rows_of(row):
-                        here.value = there.value
-                onto(room)
-                with b.loop(0, rows) as row:
-                    for there, here in rows_of(row):
-                        there.value = here.value
+            apart = b.select(adds, stride, 0)
+            begin = [(b.select(adds, at, zeros), apart) for at in places]
+            end = [(at, stride) for at in places]
+            tiles.multiply(b, number, left, weights, bounds, begin, end, pieces)
             return
-        multiply([(b.gep(panel, self.width + n * b.lanes), same) for n in range(vectors)], room)
+        begin = [(b.gep(panel, self.width + n * b.lanes), b.value(0)) for n in range(vectors)]
+        room = tiles.room(b, vectors)
+        tiles.multiply(b, number, left, weights, bounds, begin, room)
         with b.loop(0, rows) as row:
             sums = [b.variable(0.0, b.vec) for _ in room]
-            results, integers = zip(*rows_of(row), strict=True)
+            integers = [Variable(b, b.gep(at, row * apart, "i8"), b.ivec) for at, apart in room]
+            results = [Variable(b, b.gep(at, row * c_rows), b.vec) for at in places]
             scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
             add_scaled(b, [sums], [integers], [b.gep(a, row * a_rows)], scales)
             _write(b, adds, results, sums)
 
-    def _fetch(self) -> None:
-        """Copies rows of C, that are not whole vectors, to where they are added to."""
-        b = self.module.private("fetch", "ptr tile, ptr c, i64 c_rows, i64 rows, i64 columns")
-        tile, c, c_rows, rows, columns = b.args
+    def _copy_partial(self, way: str) -> None:
+        """Copies rows of C to a register block of their own (``fetch``), or back (``put``)."""
+        b = self.module.private(way, "ptr partial, ptr c, i64 c_rows, i64 rows, i64 columns")
+        partial, c, c_rows, rows, columns = b.args
         with b.loop(0, rows) as r, b.loop(0, columns, b.lanes) as n:
-            at = b.gep(c, r * c_rows + n)
-            into = b.gep(tile, r * self.width + n)
-            b.store(b.masked_load(at, b.lane_mask(columns - n)), into)
-
-    def _merge(self) -> None:
-        """Writes or adds rows of results that are not whole vectors to C."""
-        params = "ptr tile, ptr c, i64 c_rows, i64 rows, i64 columns, i64 add"
-        b = self.module.private("merge", params)
-        tile, c, c_rows, rows, columns, add = b.args
-        with b.loop(0, rows) as r, b.loop(0, columns, b.lanes) as n:
-            left, at = columns - n, b.gep(c, r * c_rows + n)
-            total = b.variable(b.load(b.gep(tile, r * self.width + n)))
-            with b.when(add.ne(0)):
-                total.value = b.masked_load(at, b.lane_mask(left)) + total.value
-            b.store_first(total.value, at, left)
+            left, there = columns - n, b.gep(c, r * c_rows + n)
+            here = b.gep(partial, r * self.width + n)
+            if way == "fetch":
+                b.store(b.masked_load(there, b.lane_mask(left)), here)
+            else:
+                b.store_first(b.load(here), there, left)
 
     def _panel(self) -> None:
         """Multiplies all rows of a piece by one block of columns of a panel."""
         b = self.module.private(
             "panel",
             "ptr panel, ptr a, i64 a_blocks, i64 a_rows, i64 a_inner, ptr c, i64 c_rows, i64 rows, "
-            "i64 columns, i64 count, i64 add, ptr tile",
+            "i64 columns, i64 count, i64 add, ptr partial",
         )
-        panel, a, a_blocks, a_rows, a_inner, c, c_rows, rows, columns, count, add, tile = b.args
+        panel, a, a_blocks, a_rows, a_inner, c, c_rows, rows, columns, count, add, partial = b.args
         vectors = _parts(columns, b.lanes)
         with b.loop(0, rows, self.rows) as first:
             left = b.smin(rows - first, self.rows)
@@ -297,48 +267,54 @@ class Gemm:
             of_panel = b.gep(following, block * (self.packed_rows * part), "i8")
             ahead, step = b.select(early, of_panel, panel), b.select(early, part, 0)
 
-            def multiply(vectors: int, to: Value, to_row: Value | int, adds: Value | int) -> None:
+            def multiply(vectors: int, to: Value, to_row: Value | int) -> None:
                 if self.tiled:
-                    b.call(f"tiles{vectors}", panel, at, a_rows, to, to_row, left, count, adds)
+                    b.call(f"tiles{vectors}", panel, at, a_rows, to, to_row, left, count, add)
                     return
                 dense = a_inner.eq(1)
-                operands = to, to_row, count, adds, ahead, step
+                operands = to, to_row, count, add, ahead, step
                 for n, kind in itertools.product(range(1, self.rows + 1), self.kinds):
                     with b.when(left.eq(n) & (dense if kind else ~dense)):
                         apart = a_rows if kind else a_inner
                         b.call(self._name(n, vectors, kind), panel, at, apart, *operands)
 
-            with b.when(columns.eq(self.width)) as otherwise:
-                multiply(self.vectors, into, c_rows, add)
+            # A register block writes whole vectors; with matrix tiles, 16 rows of reals.
+            whole = columns.eq(self.width)
+            if self.tiled and not self.quantized:
+                whole &= left.eq(tiles.ROWS)
+            with b.when(whole) as otherwise:
+                multiply(self.vectors, into, c_rows)
             with otherwise:
-                # Tiles of reals add to what is there: an element's bits do not depend on its place.
-                real_tiles = self.tiled and not self.quantized
-                adds, adds_later = (add, 0) if real_tiles else (0, add)
-                if real_tiles:
-                    with b.when(add.ne(0)):
-                        b.call("fetch", tile, into, c_rows, left, columns)
-                for m in range(1, self.vectors + 1):
-                    with b.when(vectors.eq(m)):
-                        multiply(m, tile, self.width, adds)
-                b.call("merge", tile, into, c_rows, left, columns, adds_later)
+                with b.when(add.ne(0)):
+                    b.call("fetch", partial, into, c_rows, left, columns)
+                for n in range(1, self.vectors + 1):
+                    with b.when(vectors.eq(n)):
+                        multiply(n, partial, self.width)
+                b.call("put", partial, into, c_rows, left, columns)
 
     # ---- what threads take -----------------------------------------------------------------------
     def _part(self, name: str) -> tuple[Builder, Value, Entries, Entries, Value]:
         """A function of the gang: its scratch memory, the call, the span, and its part."""
         b = self.module.private(name, "ptr scratch, i64 part, i64 parts")
         scratch, part, _ = b.args
-        state = self._state(b, scratch)
-        return b, scratch, self._call(b, state.pointer("call")), state, part
+        span = Entries(b, scratch, SPAN)
+        return b, scratch, Entries(b, span.pointer("call"), ENTRIES), span, part
 
-    def _state(self, b: Builder, scratch: Value) -> Entries:
-        return Entries(b, scratch, STATE)
+    @contextmanager
+    def _pieces(self, b: Builder, scratch: Value, count: Value) -> Iterator[Value]:
+        """A loop over pieces of the span, those that no other thread has taken."""
+        with b.repeat() as again:
+            piece = b.atomic_add(b.gep(scratch, COUNTER, "i8"), 1)
+            more = piece < count
+            with b.when(more):
+                yield piece
+            again(more)
 
-    def _call(self, b: Builder, call: Value) -> Entries:
-        return Entries(b, call, ENTRIES)
-
-    def _next(self, b: Builder, scratch: Value) -> Value:
-        """The number of a piece that nobody has taken."""
-        return b.atomic_add(b.gep(scratch, COUNTER, "i8"), 1)
+    def _cut(self, b: Builder, columns: Value, inner: Value) -> tuple[Value, Value]:
+        """Counts the panels of a span, and the blocks of a panel."""
+        # Where a sum has no numbers its scales and offsets are read all the same.
+        blocks = b.smax(_parts(inner, INNER), 1)
+        return _parts(columns, self.width), blocks
 
     def _block(self, b: Builder, scratch: Value, number: Value) -> Value:
         """The place where a block of a panel is packed: first the first blocks of all panels."""
@@ -348,102 +324,84 @@ class Gemm:
     def _pack(self) -> None:
         """Packs the span of B; a piece is a block of a panel."""
         self._pack_panel()
-        b, scratch, _, state, _ = self._part("pack")
-        panels = _parts(state["columns"], self.width)
-        # Where a sum has no numbers its scales and offsets are read all the same.
-        blocks = b.smax(_parts(state["inner"], INNER), 1)
-        total = panels * blocks
-        with b.repeat() as again:
-            number = self._next(b, scratch)
-            more = number < total
-            with b.when(more):
-                panel, block = number % panels, number // panels
-                b.call("pack_panel", scratch, panel, block * INNER, self._block(b, scratch, number))
-            again(more)
+        b, scratch, _, span, _ = self._part("pack")
+        panels, blocks = self._cut(b, span["columns"], span["inner"])
+        with self._pieces(b, scratch, panels * blocks) as number:
+            k, into = number // panels * INNER, self._block(b, scratch, number)
+            b.call("pack_panel", scratch, number % panels, k, into)
 
     def _pack_panel(self) -> None:
         """Packs the numbers of a panel from number k of their sums on."""
         b = self.module.private("pack_panel", "ptr scratch, i64 panel, i64 k, ptr into")
         scratch, panel, k, into = b.args
-        state = self._state(b, scratch)
-        call = self._call(b, state.pointer("call"))
-        count = b.smin(state["inner"] - k, INNER)
-        row = (state["k"] + k) * call["b_inner"]
+        span = Entries(b, scratch, SPAN)
+        call = Entries(b, span.pointer("call"), ENTRIES)
+        count = b.smin(span["inner"] - k, INNER)
+        row = (span["k"] + k) * call["b_inner"]
         for v in range(self.vectors):
             first = panel * self.width + v * self.lanes
-            left = state["columns"] - first
+            left = span["columns"] - first
             with b.when(left > 0):
-                at = row + (state["column"] + first) * call["b_columns"]
+                at = row + (span["column"] + first) * call["b_columns"]
                 source = b.gep(call.pointer("b"), at, self.right.llvm)
                 at = b.gep(into, self.header * self.width + v * self.lanes)
                 strides = call["b_columns"], call["b_inner"]
                 b.call("pack_block", source, *strides, left, count, at, self.width)
                 if self.quantized:
-                    scales = b.gep(call.pointer("scales"), state["column"] + first)
+                    scales = b.gep(call.pointer("scales"), span["column"] + first)
                     scales = b.masked_load(scales, b.lane_mask(left))
                     b.store(scales, b.gep(into, v * self.lanes))
-                    fours = _parts(count, self.packs)
-                    offsets = negative_sums(b, at, fours, self.width)
+                    offsets = negative_sums(b, at, _parts(count, self.packs), self.width)
                     b.store(offsets, b.gep(into, self.width + v * self.lanes))
 
     def _multiply(self) -> None:
         """Multiplies rows of A with the span of B; a piece is rows of C and some of its panels."""
-        b, scratch, call, state, part = self._part("multiply")
-        panels = _parts(state["columns"], self.width)
-        blocks = b.smax(_parts(state["inner"], INNER), 1)
-        # Where there are few pieces of rows, of fewer rows, and then of fewer columns too.
+        b, scratch, call, span, part = self._part("multiply")
+        panels, blocks = self._cut(b, span["columns"], span["inner"])
+        # Where pieces would be few, they have fewer rows, and then fewer columns too.
         wanted = call["threads"] * PIECES
         alone = call["rows"] <= ROWS
         few = (call["rows"] < wanted * ROWS) & ~alone
         tall = b.select(few, ROWS // 2, ROWS)
         rows = _parts(call["rows"], tall)
         sides = b.smin(_parts(wanted, rows), panels)
-        total = rows * sides
         packed = panels * blocks * self.panel
         own_panel = b.gep(b.gep(scratch, HEADER, "i8"), packed + part * self.thread_bytes, "i8")
         space = b.gep(own_panel, self.panel, "i8")
-        tile = b.gep(space, self.copied, "i8")
+        partial = b.gep(space, self.copied, "i8")
         if self.tiled:
             tiles.configure(b, pieces=self.geometry.pieces)
         a_rows, a_inner, c_rows = call["a_rows"], call["a_inner"], call["c_rows"]
-        with b.repeat() as again:
-            number = self._next(b, scratch)
-            more = number < total
-            with b.when(more):
-                side, row = number % sides, number // sides * tall
-                height = b.smin(call["rows"] - row, tall)
-                begin, end = (panels * n // sides for n in (side, side + 1))
-                if self.quantized:
-                    with b.loop(0, height) as r:
-                        start = b.gep(call.pointer("a"), (row + r) * a_rows)
-                        header = b.gep(space, r * self.row)
-                        b.call("scale_row", start, header, call["inner"])
-                with b.loop(0, blocks) as block:
-                    k = block * INNER
-                    count = b.smin(state["inner"] - k, INNER)
-                    place = (state["k"] + k) * a_inner
-                    at = row * a_rows + place
-                    source = b.gep(call.pointer("a"), at, self.left.llvm)
-                    left = self._rows(b, call, source, space, height, count, call["rows"] - row)
-                    add = state["add"] | b.zext(block > 0, "i64")
-                    with b.loop(begin, end) as n:
-                        column = n * self.width
-                        at = row * c_rows + (state["column"] + column)
-                        panel = b.select(
-                            alone, own_panel, self._block(b, scratch, block * panels + n)
-                        )
-                        with b.when(alone):
-                            b.call("pack_panel", scratch, n, k, panel)
-                        into = b.gep(call.pointer("c"), at)
-                        width = b.smin(state["columns"] - column, self.width)
-                        numbers = whole_chunks(count, self.geometry.chunk)
-                        of_panel = into, c_rows, height, width, numbers, add, tile
-                        b.call("panel", panel, *left, *of_panel)
-            again(more)
+        with self._pieces(b, scratch, rows * sides) as number:
+            side, row = number % sides, number // sides * tall
+            height = b.smin(call["rows"] - row, tall)
+            begin, end = (panels * n // sides for n in (side, side + 1))
+            if self.quantized:
+                with b.loop(0, height) as r:
+                    start = b.gep(call.pointer("a"), (row + r) * a_rows)
+                    b.call("scale_row", start, b.gep(space, r * self.row), call["inner"])
+            with b.loop(0, blocks) as block:
+                k = block * INNER
+                count = b.smin(span["inner"] - k, INNER)
+                at = row * a_rows + (span["k"] + k) * a_inner
+                source = b.gep(call.pointer("a"), at, self.left.llvm)
+                left = self._left(b, call, source, space, height, count, call["rows"] - row)
+                numbers = whole_chunks(count, self.geometry.chunk)
+                add = span["add"] | b.zext(block > 0, "i64")
+                with b.loop(begin, end) as n:
+                    shared = self._block(b, scratch, block * panels + n)
+                    panel = b.select(alone, own_panel, shared)
+                    with b.when(alone):
+                        b.call("pack_panel", scratch, n, k, panel)
+                    column = n * self.width
+                    at = row * c_rows + (span["column"] + column)
+                    into, width = b.gep(call.pointer("c"), at), span["columns"] - column
+                    of_c = into, c_rows, height, b.smin(width, self.width)
+                    b.call("panel", panel, *left, *of_c, numbers, add, partial)
         if self.tiled:
             tiles.release(b)
 
-    def _rows(
+    def _left(
         self, b: Builder, call: Entries, source: Value, space: Value, height: Value, count: Value,
         rest: Value,
     ) -> tuple[Value, ...]:  # fmt: skip
@@ -451,13 +409,14 @@ class Gemm:
         register block, row and number of a row. A has ``rest`` rows from there on.
         """
         a_rows, a_inner, number = call["a_rows"], call["a_inner"], self.left.llvm
-        row, one = b.value(self.row, "i64"), constant(1, "i64")
+        row, one = b.value(self.row), b.value(1)
+        copied = space, row * self.rows, row, one
         if self.quantized:
             with b.loop(0, height) as r:
                 header = b.gep(space, r * row)
                 start = b.gep(source, r * a_rows, number)
                 b.call("quantize", start, header, b.gep(header, ROW_HEADER), count)
-            return b.gep(space, ROW_HEADER), row * self.rows, row, one
+            return b.gep(space, ROW_HEADER), *copied[1:]
 
         def stage(rows: Value, apart: Value, number: str) -> None:
             with b.loop(0, height) as r:
@@ -466,17 +425,21 @@ class Gemm:
                     b.prefetch(b.gep(start, apart * ROWS_AHEAD + k, number))
                 b.call(f"stage_{number}", start, to, count)
 
-        where, apart, inner = b.variable(source), b.variable(a_rows), b.variable(one)
-        blocks = b.variable(a_rows * self.rows)
+        left = [b.variable(value) for value in (source, a_rows * self.rows, a_rows, one)]
+
+        def lies(*where: Value) -> None:
+            for variable, value in zip(left, where, strict=True):
+                variable.value = value
+
+        always = constant(1, "i1")
         with b.when(a_inner.eq(1)) as otherwise:
             conflict = CONFLICT // 2 if self.panel < L1_WEIGHTS else CONFLICT
             conflicts = (a_rows * self.left.bytes % conflict).eq(0)
-            with b.when(constant(1, "i1") if self.narrow else conflicts):
+            with b.when(always if self.narrow else conflicts):
                 stage(source, a_rows, number)
-                where.value, apart.value, blocks.value = space, row, row * self.rows
+                lies(*copied)
         with otherwise:
             if self.staged:
-                where.value, apart.value, blocks.value = space, row, row * self.rows
                 transposed = b.gep(space, self.copied // 2, "i8")
                 # Lanes are numbers of the sum: those of a row come to lie side by side.
                 with b.loop(0, count, self.lanes) as n:
@@ -484,16 +447,15 @@ class Gemm:
                     strides = a_inner, a_rows
                     b.call("widen_block", start, *strides, count - n, height, to, row)
                 stage(transposed, row, self.real)
+                lies(*copied)
             else:
-                apart.value = one
-                blocks.value, inner.value = b.value(self.rows, "i64"), a_inner
+                rows = b.value(self.rows)
+                lies(source, rows, one, a_inner)
                 far = constant(int(self.panel < L1_WEIGHTS), "i1") & (a_inner * self.size >= NEAR)
-                with b.when(constant(1, "i1") if self.narrow else far):
-                    where.value = space
-                    blocks.value = b.value(self.copied_block, "i64")
-                    inner.value = b.value(self.rows, "i64")
+                with b.when(always if self.narrow else far):
                     b.call("interleave", source, a_inner, space, height, count, rest)
-        return where.value, blocks.value, apart.value, inner.value
+                    lies(space, b.value(self.copied_block), one, rows)
+        return tuple(variable.value for variable in left)
 
     def _interleave(self) -> None:
         """Copies a block of A whose columns are dense: for each register block the first number of
@@ -523,33 +485,31 @@ class Gemm:
     # ---- the call --------------------------------------------------------------------------------
     def _needs(self) -> None:
         b = self.module.function("needs", "ptr call")
-        call = self._call(b, b.args[0])
-        columns = _parts(b.smin(call["columns"], SPAN_COLUMNS), self.width)
-        inner = b.smax(_parts(b.smin(call["inner"], SPAN_INNER), INNER), 1)
-        packed = columns * inner * self.panel
+        call = Entries(b, b.args[0], ENTRIES)
+        columns, inner = b.smin(call["columns"], SPAN_COLUMNS), b.smin(call["inner"], SPAN_INNER)
+        panels, blocks = self._cut(b, columns, inner)
         threads = b.smax(call["threads"], 1) * self.thread_bytes
-        call["scratch_bytes"] = packed + threads + HEADER
+        call["scratch_bytes"] = panels * blocks * self.panel + threads + HEADER
 
     def _gemm(self) -> None:
         b = self.module.function("gemm", "ptr call")
-        call = self._call(b, b.args[0])
+        call = Entries(b, b.args[0], ENTRIES)
         scratch, gang, threads = call.pointer("scratch"), call.pointer("gang"), call["threads"]
-        state = self._state(b, scratch)
-        state["call"] = b.ptrtoint(b.args[0], "i64")
-        counter = b.gep(scratch, COUNTER, "i8")
+        span, counter = Entries(b, scratch, SPAN), b.gep(scratch, COUNTER, "i8")
+        span["call"] = b.ptrtoint(b.args[0], "i64")
         columns, inner = call["columns"], call["inner"]
 
         def run(function: str) -> None:
-            b.store(constant(0, "i64"), counter)
+            b.store(b.value(0), counter)
             b.call("gang", gang, Value(f"@{function}", "ptr"), scratch, threads)
 
         with b.when(call["rows"] > 0), b.loop(0, columns, SPAN_COLUMNS) as column:
-            state["column"] = column
-            state["columns"] = b.smin(columns - column, SPAN_COLUMNS)
-            # Of no numbers the sum is 0.
+            span["column"] = column
+            span["columns"] = b.smin(columns - column, SPAN_COLUMNS)
+            # A sum of no numbers is 0.
             with b.loop(0, b.smax(inner, 1), SPAN_INNER) as k:
-                state["k"], state["inner"] = k, b.smin(inner - k, SPAN_INNER)
-                state["add"] = call["add"] | b.zext(k > 0, "i64")
+                span["k"], span["inner"] = k, b.smin(inner - k, SPAN_INNER)
+                span["add"] = call["add"] | b.zext(k > 0, "i64")
                 with b.when(call["rows"] > ROWS):
                     run("pack")
                 run("multiply")

@@ -38,10 +38,10 @@ class Geometry:
     registers: int
     packs: int = 1  # numbers of the sum whose weights share a lane: two of 16 bits, four of 8
     header: int = 1  # rows of a packed tile before the weights: biases, of integers more
-    chunk: int = 1  # numbers of which a sum has a whole multiple, the last ones zeros
+    chunk: int = 1  # a sum is padded with zeros to a multiple of so many numbers
     tiled: bool = False  # whether matrix tiles multiply
     paired: bool = False  # whether one instruction adds two products of bfloat16, see ``isa``
-    pieces: int = 1  # that a number is the sum of
+    pieces: int = 1  # numbers of bfloat16 whose sum stands for a number of float32
 
     @property
     def quantized(self) -> bool:
@@ -65,8 +65,7 @@ class Geometry:
         def cost(unroll: int) -> float:
             rows, n = self.block_rows(unroll * self.outputs), unroll * self.outputs
             padded = -(-self.vectors // unroll) * unroll
-            # Per register block and step of the sum: multiply-adds against loads, two of each a
-            # cycle.
+            # A cycle has two multiply-adds and two loads: what a register block needs more of.
             return padded / unroll * max(n * rows, n + rows) / rows
 
         widest = 4 // max(self.outputs, 1) if self.registers == 32 else 2
@@ -181,7 +180,7 @@ class Matmul:
 
     @property
     def stretch(self) -> int:
-        """From one part to the next in the packed weights of a head, in numbers of the sum."""
+        """Numbers of the sum from one part to the next in the packed weights of a head."""
         return whole(self.numbers, self.geometry.chunk)
 
     @property
@@ -261,8 +260,8 @@ def paired(target: Target, types: Dtype) -> bool:
 
 def projecting(matmuls: tuple[Matmul, ...], cell: Cell) -> Matmul | None:
     """The matmul whose tiles a forward kernel can multiply the input by as well, if there is one:
-    it has all gates, and every gate is the sum of both, and nothing else needs either. With matrix
-    tiles both may also stay apart: there the projected gates of all steps cost more than the sums.
+    it has all gates, and every gate is the sum of both, and nothing else needs either. Matrix tiles
+    may also keep both apart: there the projected gates of all steps cost more than the sums.
     """
     for m in matmuls:
         plain = m.state is not None and m.state != INPUT and m.linear.heads == 1

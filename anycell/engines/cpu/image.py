@@ -1,9 +1,9 @@
 """An object file to running code, without LLVM, whose import takes longer than all else that a
 second process does.
 
-Kernels refer to nothing outside themselves. Of linking this is left: the sections side by side in
-one block, and the distances between them filled in. Any object file that asks for more, and any
-other system than Linux on x86-64, is left to LLVM's own loader.
+Kernels refer to nothing outside themselves. So linking has two things left to do: it puts the
+sections side by side in one block, and fills in the distances between them. Any object file that
+asks for more, and any other system than Linux on x86-64, is left to LLVM's own loader.
 """
 
 from __future__ import annotations

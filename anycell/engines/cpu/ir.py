@@ -84,9 +84,9 @@ def _comparison(integer: str, real: str) -> Callable[[Value, Operand], Value]:
 class Value:
     """An SSA value or a constant: how the text names it, and its LLVM type.
 
-    Operators emit instructions into the function of an operand. Of integers `//`, `%` and `<` are
+    Operators emit instructions into the function of an operand. For integers `//`, `%` and `<` are
     those of signed numbers (the quotient is rounded towards 0), and `>>` moves in zeros; a
-    `Builder` has the other ones. Of reals a comparison is false where either is NaN, but for `ne`.
+    `Builder` has the other ones. For reals a comparison is false where either is NaN, but for `ne`.
     `==` compares values as Python objects; `x.eq(y)` is the instruction.
     """
 
@@ -235,24 +235,23 @@ class Module:
         self._plain_loops = itertools.count(2)  # !0 and !1 are what they are made of
         self._metadata: list[str] = []
 
-    def function(
-        self, name: str, params: str = "", returns: str = "void", *,
-        private: bool = False, vectors: int = 1,
-    ) -> Builder:  # fmt: skip
-        """Start a function; parameters are declared as in `"ptr noalias x, i64 count"`. A `private`
-        one is known to this module only, and its calls stay calls. It works on so many registers at
-        once: `lanes` and `vec` are those of all of them.
-        """
-        if name in self._functions:
-            raise ValueError(f"function {name!r} is defined twice")
-        self._functions[name] = builder = Builder(self, name, params, returns, private, vectors)
-        return builder
+    def function(self, name: str, params: str = "", returns: str = "void") -> Builder:
+        """Start a function; parameters are declared as in `"ptr noalias x, i64 count"`."""
+        return self._start(Builder(self, name, params, returns))
 
     def private(
         self, name: str, params: str, returns: str = "void", *, vectors: int = 1
     ) -> Builder:
-        """Start a private function."""
-        return self.function(name, params, returns, private=True, vectors=vectors)
+        """Start a function that only this module knows; its calls stay calls. It works on so many
+        registers at once: `lanes` and `vec` are those of all of them.
+        """
+        return self._start(Builder(self, name, params, returns, True, vectors))
+
+    def _start(self, function: Builder) -> Builder:
+        if function.name in self._functions:
+            raise ValueError(f"function {function.name!r} is defined twice")
+        self._functions[function.name] = function
+        return function
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
         """Declare what this module calls and does not define; again is the same as once."""
@@ -354,8 +353,9 @@ class Builder:
     """Writes the body of one function. Every emitter returns the `Value` that it made."""
 
     def __init__(
-        self, module: Module, name: str, params: str, returns: str, private: bool, vectors: int
-    ) -> None:
+        self, module: Module, name: str, params: str, returns: str, private: bool = False,
+        vectors: int = 1,
+    ) -> None:  # fmt: skip
         self.module, self.target, self.real = module, module.target, module.real
         self.name, self.returns = name, returns
         self.lanes = self.target.lanes(self.real) * vectors
@@ -394,7 +394,7 @@ class Builder:
         (type,) = types
         return tuple(self.value(operand, type) for operand in operands)
 
-    def value(self, operand: Operand, type: str) -> Value:
+    def value(self, operand: Operand, type: str = "i64") -> Value:
         """`operand` as a value of `type`: a number becomes a constant."""
         if not isinstance(operand, Value):
             return replace(constant(operand, type), builder=self)
@@ -478,10 +478,13 @@ class Builder:
         lanes, element = shape(type or self.ivec)
         return constants(range(lanes), element)
 
-    def lane_mask(self, count: Value, lanes: int | None = None) -> Value:
-        """The mask of the first `count` lanes; an i64 of any size and sign."""
-        lanes = lanes or self.lanes
-        element = shape(self.ivec)[1]
+    def lane_mask(
+        self, count: Value, lanes: int | None = None, element: str | None = None
+    ) -> Value:
+        """The mask of the first `count` lanes; an i64 of any size and sign. Lanes are compared as
+        integers of type `element`, by default of the width of `real`.
+        """
+        lanes, element = lanes or self.lanes, element or shape(self.ivec)[1]
         few = self.trunc(self.smin(count, lanes), element)
         return self.iota(vector(lanes, element)) < self.splat(few, lanes)
 
@@ -545,7 +548,7 @@ class Builder:
 
     def gep(self, base: Value, index: Operand, element: str | None = None) -> Value:
         """The address `index` elements on (of `real` by default; "i8" counts bytes)."""
-        index = self.value(index, "i64")
+        index = self.value(index)
         return self._emit("ptr", f"getelementptr inbounds {element or self.real}, {base}, {index}")
 
     def load(self, address: Value, type: str | None = None, align: int | None = None) -> Value:
@@ -619,7 +622,7 @@ class Builder:
 
     def atomic_add(self, address: Value, value: Operand) -> Value:
         """Adds to an i64 that threads share and returns what it was (acquire and release)."""
-        value = self.value(value, "i64")
+        value = self.value(value)
         return self._emit("i64", f"atomicrmw add {address}, {value} acq_rel, align 8")
 
     def atomic_load(self, address: Value) -> Value:
@@ -639,7 +642,7 @@ class Builder:
         """A function of this module by name, or any address together with the type it returns.
         Python numbers are of type i64.
         """
-        values = [arg if isinstance(arg, Value) else self.value(arg, "i64") for arg in args]
+        values = [arg if isinstance(arg, Value) else self.value(arg) for arg in args]
         if isinstance(callee, str):
             returns = self.module.returns(callee)
             callee = Value(f"@{callee}", "ptr")
@@ -674,7 +677,7 @@ class Builder:
     @contextmanager
     def loop(self, lo: Operand, hi: Operand, step: Operand = 1) -> Iterator[Value]:
         """`for i in range(lo, hi, step)` with i64 and a positive step."""
-        lo, hi, step = (self.value(operand, "i64") for operand in (lo, hi, step))
+        lo, hi, step = (self.value(operand) for operand in (lo, hi, step))
         head, body, done = (self._fresh(stem) for stem in ("loop", "body", "done"))
         before, index, more = self._blocks[-1].label, f"%{self._fresh('i')}", self._fresh("%more")
         self._line(f"br label %{head}")

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 import platform
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,40 +27,9 @@ from .ir import ARM, X86, Target
 
 ENV = "ANYCELL_ISA"
 
-# Narrowest first. "generic" is what every machine of its kind has: SSE2 or NEON, and elsewhere
-# 128 bits that LLVM legalises as it can.
-TARGETS: dict[str, Target] = {
-    "generic": Target("generic", bits=128, registers=32 if ARM else 16, fma=ARM, half=ARM)
-}
-if X86:
-    TARGETS["avx2"] = Target("avx2", bits=256, registers=16, fma=True, half=True)
-    TARGETS["avx512"] = Target("avx512", bits=512, registers=32, fma=True, half=True, masks=True)
-    TARGETS["avx512vnni"] = dataclasses.replace(
-        TARGETS["avx512"], name="avx512vnni", dot="llvm.x86.avx512.vpdpbusd.512"
-    )
-    TARGETS["avx512bf16"] = dataclasses.replace(
-        TARGETS["avx512vnni"], name="avx512bf16", pairs="llvm.x86.avx512bf16.dpbf16ps.512",
-        bfloat=True,
-    )  # fmt: skip
-    for _name, _tiles in (("amx", "amx"), ("amx-emulated", "emulated")):
-        TARGETS[_name] = dataclasses.replace(
-            TARGETS["avx512vnni"], name=_name, tiles=_tiles, bfloat=_tiles == "amx"
-        )
-TARGETS["neondot"] = Target(
-    "neondot", bits=128, registers=32, fma=True, half=True, x86=False,
-    dot="llvm.aarch64.neon.sdot.v4i32.v16i8",
-)  # fmt: skip
-TARGETS["neonbf16"] = dataclasses.replace(
-    TARGETS["neondot"], name="neonbf16", dot="llvm.aarch64.neon.usdot.v4i32.v16i8",
-    pairs="llvm.aarch64.neon.bfdot.v4f32.v8bf16", bfloat=True,
-)  # fmt: skip
-# Taken only where asked for: the emulation, which tests run; and on Intel's processors products of
-# bfloat16 in pairs, which take twice as long there as those of float32 (on AMD's half as long).
-ASKED_FOR = ("amx-emulated", "avx512bf16") if X86 else ()
-
 
 class Machine(NamedTuple):
-    """The arguments of LLVM's target machine."""
+    """The arguments of LLVM's target machine, and the features that a host must have."""
 
     cpu: str
     features: str
@@ -69,28 +38,53 @@ class Machine(NamedTuple):
 
 # The levels v3 and v4 of the x86-64 psABI. Every core with one feature of a level has all of them,
 # except where a hypervisor hides some, and then the level is not available.
-_V3 = "cx16 sahf popcnt sse3 ssse3 sse4.1 sse4.2 avx avx2 bmi bmi2 f16c fma lzcnt movbe".split()
-_V4 = [*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
-_VNNI = [*_V4, "avx512vnni"]  # and products of 8 bits
-_BF16 = [*_VNNI, "avx512bf16"]  # and of bfloat16
-_AMX = [*_BF16, "amx-tile", "amx-int8", "amx-bf16"]
+_V3 = "cx16 sahf popcnt sse3 ssse3 sse4.1 sse4.2 avx avx2 bmi bmi2 f16c fma lzcnt movbe"
+_V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+_VNNI = f"{_V4} avx512vnni"  # and products of 8 bits
+_BF16 = f"{_VNNI} avx512bf16"  # and of bfloat16
+_AMX = f"{_BF16} amx-tile amx-int8 amx-bf16"
+
+TARGETS: dict[str, Target] = {}  # narrowest first
+_MACHINES: dict[str, Machine] = {}
 
 
-def _machine(cpu: str, needs: list[str], *more: str) -> Machine:
-    return Machine(cpu, ",".join([*(f"+{f}" for f in needs), *more]), frozenset(needs))
+def _add(target: Target, cpu: str, needs: str, *tuning: str) -> None:
+    features = [*(f"+{feature}" for feature in needs.split()), *tuning]
+    _MACHINES[target.name] = Machine(cpu, ",".join(features), frozenset(needs.split()))
+    TARGETS[target.name] = target
 
 
-_MACHINES = {"generic": _machine("x86-64" if X86 else "generic", ["neon"] if ARM else [])}
-_MACHINES["neondot"] = _machine("generic", ["neon", "dotprod"])
-_MACHINES["neonbf16"] = _machine("generic", ["neon", "dotprod", "i8mm", "bf16"])
+# What every machine of its kind has: SSE2 or NEON, and elsewhere 128 bits that LLVM legalises as it
+# can.
+_generic = Target("generic", bits=128, registers=32 if ARM else 16, fma=ARM, half=ARM)
+_add(_generic, "x86-64" if X86 else "generic", "neon" if ARM else "")
 if X86:
-    _MACHINES["avx2"] = _machine("x86-64-v3", _V3)
-    # LLVM splits 512-bit vectors in two on the older cores unless it is told not to.
-    for _name, _needs in (
-        ("avx512", _V4), ("avx512vnni", _VNNI), ("avx512bf16", _BF16), ("amx", _AMX),
-        ("amx-emulated", _VNNI),
-    ):  # fmt: skip
-        _MACHINES[_name] = _machine("x86-64-v4", _needs, "-prefer-256-bit")
+    _add(Target("avx2", bits=256, registers=16, fma=True, half=True), "x86-64-v3", _V3)
+    _avx512 = Target("avx512", bits=512, registers=32, fma=True, half=True, masks=True)
+    _vnni = replace(_avx512, name="avx512vnni", dot="llvm.x86.avx512.vpdpbusd.512")
+    _pairs = "llvm.x86.avx512bf16.dpbf16ps.512"
+    for _target, _needs in (
+        (_avx512, _V4),
+        (_vnni, _VNNI),
+        (replace(_vnni, name="avx512bf16", pairs=_pairs, bfloat=True), _BF16),
+        (replace(_vnni, name="amx", tiles="amx", bfloat=True), _AMX),
+        (replace(_vnni, name="amx-emulated", tiles="emulated"), _VNNI),
+    ):
+        # LLVM splits 512-bit vectors in two on the older cores unless it is told not to.
+        _add(_target, "x86-64-v4", _needs, "-prefer-256-bit")
+_dot = Target(
+    "neondot", bits=128, registers=32, fma=True, half=True, x86=False,
+    dot="llvm.aarch64.neon.sdot.v4i32.v16i8",
+)  # fmt: skip
+_bf16 = replace(
+    _dot, name="neonbf16", dot="llvm.aarch64.neon.usdot.v4i32.v16i8",
+    pairs="llvm.aarch64.neon.bfdot.v4f32.v8bf16", bfloat=True,
+)  # fmt: skip
+_add(_dot, "generic", "neon dotprod")
+_add(_bf16, "generic", "neon dotprod i8mm bf16")
+# Taken only where asked for: the emulation, which tests run; and on Intel's processors products of
+# bfloat16 in pairs, which take twice as long there as those of float32 (on AMD's half as long).
+ASKED_FOR = ("amx-emulated", "avx512bf16") if X86 else ()
 
 
 def machine(target: Target) -> Machine:
@@ -166,7 +160,7 @@ def _features() -> set[str]:
         for line in file:
             if line.startswith("flags"):
                 flags = set(line.split())
-                return {name for name in _AMX if _LINUX.get(name, name) in flags}
+                return {name for name in _AMX.split() if _LINUX.get(name, name) in flags}
     import llvmlite.binding as llvm
 
     try:

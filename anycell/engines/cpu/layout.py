@@ -13,8 +13,9 @@ A thread's workspace has, one after the other:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+from anycell.engines.cpu import tiles
 from anycell.engines.cpu.geometry import (
     INPUT,
     QUANTIZED,
@@ -26,14 +27,11 @@ from anycell.engines.cpu.geometry import (
     whole,
 )  # fmt: skip
 from anycell.engines.cpu.ir import Builder, Target, Value
-from anycell.engines.cpu.table import align, entries
-from anycell.engines.cpu.tiles import ROWS
+from anycell.engines.cpu.table import Count, align, entries
 from anycell.lang.expr import Expr
-from anycell.plan import FREE, LINE, Plan, arrays, gradient_roots, passes, root_sizes
+from anycell.plan import FREE, Plan, arrays, gradient_roots, passes, root_sizes
 
 PANEL = 48  # rows whose matmul results are kept before the cell's work on them
-
-Count = TypeVar("Count", int, Value)
 
 
 class Results(NamedTuple):
@@ -97,7 +95,7 @@ class Layout:
         self.tiled = any(m.geometry.tiled for m in self.matmuls)
         self.projecting = projecting(self.matmuls, self.cell)
         self.apart = self.projecting is not None and self.cell.fused != set(self.cell.gates)
-        # Of a simple cell: of its matmul, or of two of one shape.
+        # A simple cell has one matmul, or two of one shape.
         self.geometry = Geometry(plan.hidden_size, 0, 0, self.lanes, target.registers)
         if self.matmuls:
             self.geometry = self.matmuls[0].geometry
@@ -183,7 +181,7 @@ class Layout:
     def workspace(self, batch: Count, staged_input: Count | int = 0) -> Count:
         """Bytes per thread; ``staged_input`` of a row of the input that the kernel stages."""
         addresses, fixed = self.workspace_lines
-        total = (batch * 8 + (LINE - 1)) // LINE * LINE * addresses + fixed
+        total = align(batch * 8) * addresses + fixed
         if self.staged_bytes:
             total += (staged_input + self.staged_bytes) * self.staged_rows(batch)
         return total
@@ -192,7 +190,7 @@ class Layout:
         """Rows that are staged for a batch; matrix tiles read 16 rows at once."""
         if self.row_wise:
             return PANEL
-        return (batch + (ROWS - 1)) & -ROWS if self.tiled else batch
+        return (batch + (tiles.ROWS - 1)) & -tiles.ROWS if self.tiled else batch
 
     def staged_input(self, b: Builder, inputs: Value) -> Value:
         """Numbers from a row of the input, as the kernel multiplies it, to the next: whole vectors,

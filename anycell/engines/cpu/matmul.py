@@ -14,14 +14,16 @@ Integers of 8 bits are packed in fours. Rows that they multiply are rounded to i
     sum over k of row[k] weights[k] = row's scale * column's scale * (sum of (q[k] + 128) w[k]
                                                                       - 128 * sum of w[k])
 
-The last term is that with which the sum of a column begins. A row that has an infinity or a NaN has
+The sum of a column begins with the last term. A row that has an infinity or a NaN has
 a scale of NaN.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,8 +48,10 @@ from anycell.engines.cpu.ir import (
     constant,
     element_bits,
     vector,
+    with_element,
 )  # fmt: skip
 from anycell.engines.cpu.layout import Layout
+from anycell.engines.cpu.table import Entries
 from anycell.plan import LINE
 
 Places = tuple[int, ...]
@@ -55,10 +59,13 @@ Places = tuple[int, ...]
 # hardware does not see far enough ahead by itself where few rows share them.
 AHEAD = 2 << 10
 ROUNDING = 1.5 * 2**23  # a float32 plus this has no digits behind the point
-# Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
-# biases, and shift is that of the operand against k.
-BOUNDS = "i64 k0, i64 k1, i64 fresh, i64 shift"
-ROWS = f"ptr weights, ptr rows, ptr acc, i64 count, {BOUNDS}"
+# What a packing function reads: the weight, its strides, two biases, where it packs to, the length
+# of the sum, and the scales of integers.
+PACKING = "source heads rows columns input_bias bias packed inner scales".split()
+# Parameters of a block of rows: k0 and k1 bound the sum, a fresh one begins with the biases, and
+# number k of the sum is number k + shift of the operand.
+SUM_PARAMS = "i64 k0, i64 k1, i64 fresh, i64 shift"
+ROWS_PARAMS = f"ptr weights, ptr rows, ptr acc, i64 count, {SUM_PARAMS}"
 
 
 class Blocks:
@@ -72,9 +79,8 @@ class Blocks:
 
     def __init__(self, layout: Layout, matmul: Matmul) -> None:
         self.matmul, self.g, self.itemsize = matmul, matmul.geometry, layout.size
-        g, (_, strides, _, self.row) = self.g, layout.results
-        self.number = layout.plan.types.operands.llvm
-        self.groups = g.groups(strides[matmul.linear.name] // g.lanes)
+        g, self.row, self.number = self.g, layout.results.row, layout.plan.types.operands.llvm
+        self.groups = g.groups(layout.results.strides[matmul.linear.name] // g.lanes)
         self.all = tuple(itertools.chain(*self.groups))
         self.full = g.lanes * self.itemsize
         self.few, most = 0, g.block_rows(len(self.groups[0]))
@@ -102,7 +108,7 @@ class Blocks:
         self, b: Builder, weights: Value, packed_rows: Value | int, rows: Value, acc: Value,
         count: Value, *bounds: Value | int,
     ) -> None:  # fmt: skip
-        """All columns of a tile of so many packed rows, for ``count`` rows and ``BOUNDS``."""
+        """All columns of a tile of so many packed rows, for ``count`` rows and ``SUM_PARAMS``."""
         lanes, whole = self.g.lanes, (weights, rows, acc, *bounds, packed_rows)
         for n in range(1, self.few + 1):
             with b.when(count.eq(n)):
@@ -119,7 +125,7 @@ class Blocks:
     def _register_block(self, module: Module, places: Places, rows: int) -> None:
         """The hot loop of some rows, and the columns at these places."""
         g, columns = self.g, range(len(places))
-        params = f"ptr noalias weights, ptr noalias rows, ptr noalias acc, {BOUNDS}"
+        params = f"ptr noalias weights, ptr noalias rows, ptr noalias acc, {SUM_PARAMS}"
         beside = len(places)  # columns side by side in memory
         if places is self.all and self.few:
             params, beside = f"{params}, i64 packed_rows", len(self.groups[0])
@@ -154,10 +160,10 @@ class Blocks:
         if g.quantized:
             offsets = [header(OFFSETS, c, b.ivec) for c in columns]
             totals = [[b.variable(offset) for offset in offsets] for _ in operand]
-        step, ahead = width * self.itemsize, list[Ahead]()
+        step, ahead = width * self.itemsize, list[Prefetch]()
         if self.matmul.packed_elements * self.itemsize > L1_WEIGHTS:
             lines = range(AHEAD, AHEAD + step, LINE)
-            ahead = [Ahead(b.gep(at, n, "i8"), step, 3) for at in tile[::beside] for n in lines]
+            ahead = [Prefetch(b.gep(at, n, "i8"), step, 3) for at in tile[::beside] for n in lines]
         add_products(b, totals, operand, tile, width, (k0, k1), self.number, ahead)
         if g.quantized:
             add_scaled(b, sums, totals, addresses, [header(SCALES, c) for c in columns])
@@ -168,14 +174,14 @@ class Blocks:
     def _tiles(self, module: Module, places: Places) -> None:
         """Up to 16 rows, which are staged and so lie evenly, by matrix tiles."""
         g, columns, width = self.g, len(places), len(places) * self.g.lanes
-        b = module.private(self._name("tiles", places), ROWS)
+        b = module.private(self._name("tiles", places), ROWS_PARAMS)
         weights, pointers, acc, count, k0, k1, fresh, shift = b.args
         first, second = (
             b.load(b.gep(pointers, n, "i64"), "i64") for n in (0, b.smin(count - 1, 1))
         )
         start = b.gep(b.load(pointers, "ptr"), shift * (4 // g.packs), "i8")
         rows = start, second - first
-        line = constant(width * self.itemsize, "i64")
+        line = b.value(width * self.itemsize)
         packed = b.gep(weights, g.header * width), line
         results = [b.gep(acc, place * b.lanes) for place in places]
         stride, begins = self.row * self.itemsize, fresh.ne(0)
@@ -187,10 +193,10 @@ class Blocks:
             apart = b.select(begins, 0, stride)
             firsts = (b.select(begins, header(BIASES, c), at) for c, at in enumerate(results))
             begin = [(first, apart) for first in firsts]
-            end = [(result, constant(stride, "i64")) for result in results]
+            end = [(result, b.value(stride)) for result in results]
             tiles.multiply(b, self.number, rows, packed, (k0, k1), begin, end, g.pieces)
             return
-        begin = [(header(OFFSETS, c), constant(0, "i64")) for c in range(columns)]
+        begin = [(header(OFFSETS, c), b.value(0)) for c in range(columns)]
         end = tiles.room(b, columns)
         tiles.multiply(b, self.number, rows, packed, (k0, k1), begin, end)
         with b.loop(0, count) as row:
@@ -206,7 +212,7 @@ class Blocks:
 
     def _rows(self, module: Module, places: Places, sizes: range) -> None:
         """Cuts ``count`` rows into tiles, or into register blocks as equal as can be."""
-        b = module.private(self._name("rows", places), ROWS)
+        b = module.private(self._name("rows", places), ROWS_PARAMS)
         weights, pointers, acc, count, *bounds = b.args
         most = sizes[-1]
 
@@ -229,7 +235,7 @@ class Blocks:
                     b.call(f"{self._name('block', places)}_x{n}", *here, *bounds)
 
 
-class Ahead(NamedTuple):
+class Prefetch(NamedTuple):
     """Lines of memory that a loop over k fetches for later, one for each row of weights.
 
     Attributes:
@@ -245,7 +251,7 @@ class Ahead(NamedTuple):
 def add_products(
     b: Builder, sums: Sequence[Sequence[Variable]], operand: Sequence[Value],
     weights: Sequence[Value], width: int, bounds: tuple[Operand, Operand], number: str,
-    ahead: Sequence[Ahead] = (), apart: Operand = 1, unroll: int = 1,
+    ahead: Sequence[Prefetch] = (), apart: Operand = 1, unroll: int = 1,
 ) -> None:  # fmt: skip
     """The hot loop: ``sums[r][c] += operand[r][k * apart] * weights[c][k * width]``, k in bounds.
 
@@ -260,7 +266,7 @@ def add_products(
     shift, integers = packs.bit_length() - 1, packs == QUANTIZED
     pairs = in_pairs(b.target, number)
     together = integers or pairs
-    first, last = (b.ashr(b.value(k, "i64"), shift) if shift else b.value(k, "i64") for k in bounds)
+    first, last = (b.ashr(b.value(k), shift) if shift else b.value(k) for k in bounds)
 
     def add(line: Value) -> None:
         row_of_weights = line * width
@@ -336,15 +342,14 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
     g, l = m.geometry, m.linear
     b = module.private(f"pack{m.number}", "ptr args, i64 part, i64 parts")
     table, part, parts = b.args
-    kinds = "ptr i64 i64 i64 ptr ptr ptr i64 ptr".split()
-    weight, heads, rows, columns, input_bias, bias, packed, inner, scales = (
-        b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(kinds)
+    one = Entries(b, table, PACKING)
+    weight, input_bias, bias, packed, scales = map(
+        one.pointer, ("source", "input_bias", "bias", "packed", "scales")
     )
-    tile_rows: Value | int = g.tile_rows
-    packed_rows = packed_rows_of(inner, g)
-    if m is layout.projecting:  # the weight of the input is packed the same way
-        tile_rows = packed_rows + (g.lanes + g.header - 1)
-    # Of one head and output: rows of the weight, and numbers that a row has.
+    heads, rows, columns, inner = map(one.__getitem__, ("heads", "rows", "columns", "inner"))
+    # The weight of the input is packed the same way.
+    tile_rows = tile_rows_of(inner, g) if m is layout.projecting else g.tile_rows
+    # Rows of the weight that belong to one head and output; backward, numbers of such a row.
     rows_of_one = m.numbers if m.backward else g.units
     first, last = (m.tiles * n // parts for n in (part, part + 1))
     bias_sum = b.unset(b.vec)
@@ -392,7 +397,7 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
                     b.store(scale, b.gep(column, SCALES * width))
                 b.call("pack_block", start, rows, columns, left, inner, at, width)
                 if g.quantized:
-                    offsets = negative_sums(b, at, packed_rows, width)
+                    offsets = negative_sums(b, at, packed_rows_of(inner, g), width)
                     b.store(offsets, b.gep(column, OFFSETS * width))
 
 
@@ -410,6 +415,11 @@ def packed_rows_of(inner: Value, g: Geometry) -> Value:
     return inner if g.chunk == 1 else whole_chunks(inner, g.chunk) // g.packs
 
 
+def tile_rows_of(inner: Value, g: Geometry) -> Value:
+    """Rows of a packed tile for such a sum, see ``Geometry.tile_rows``."""
+    return packed_rows_of(inner, g) + (g.lanes + g.header - 1)
+
+
 def whole_chunks(inner: Value, chunk: int) -> Value:
     """So many numbers of a sum, up to a whole multiple of those that are multiplied at once."""
     return inner if chunk == 1 else (inner + (chunk - 1)) & -chunk
@@ -423,96 +433,71 @@ def masked_numbers(b: Builder, address: Value, mask: Value, number: str) -> Valu
     return widen(b, bits, number)
 
 
-PACK_BLOCK = (
-    "ptr source, i64 lane_stride, i64 inner_stride, i64 units, i64 count, ptr packed, i64 width"
-)
-
-
 def print_pack_block(
     module: Module, g: Geometry, number: str, operands: str, name: str = "pack_block"
 ) -> None:
-    """Adds the packing of a column of vectors: element k of unit u is source[u * lane_stride + k *
-    inner_stride]. Numbers of operands that share a lane are packed as they are, others widened, or
-    rounded to sums of numbers of bfloat16.
+    """Adds the packing of a vector of columns: element k of unit u is source[u * lane_stride + k *
+    inner_stride]. One of the strides is 1.
+
+    Numbers of the operands' type are packed as they are, where several share a lane. Others are
+    widened, or rounded to sums of numbers of bfloat16, two of which share a lane.
     """
-    b = module.private(name, PACK_BLOCK)
+    strides = "i64 lane_stride, i64 inner_stride"
+    b = module.private(name, f"ptr source, {strides}, i64 units, i64 count, ptr packed, i64 width")
     source, lane_stride, inner_stride, units, count, packed, width = b.args
     rounded = g.rounded and number != operands
-    if g.packs > 1 and not rounded:
-        _pack_together(b, g, number)
-        return
-    group, whole = (2, whole_chunks(count, g.chunk)) if rounded else (1, count)
+    share = 2 if rounded else g.packs  # numbers of the sum that share a lane
+    as_they_are, integer = share > 1 and not rounded, f"i{32 // share}"
 
-    def store(k: Value, numbers: Sequence[Value]) -> None:
-        """The numbers from k on of each column: one, or where rounded the two of a lane."""
-        if not rounded:
-            b.store(numbers[0], b.gep(packed, k * width))
-            return
-        of_chunk = k % g.chunk
-        row = (k - of_chunk) // 2 * g.pieces + of_chunk // 2
-        pieces = zip(*[tiles.split(b, value, g.pieces) for value in numbers], strict=True)
-        for n, (low, high) in enumerate(pieces):
-            both = b.zext(low, b.ivec) | (b.zext(high, b.ivec) << 16)
-            b.store(both, b.gep(packed, (row + n * tiles.ROWS) * width))
+    def load(offset: Value, mask: Value) -> Value:
+        at = b.gep(source, offset, number)
+        if as_they_are:
+            return b.masked_load(at, mask, 0, with_element(mask.type, integer))
+        return masked_numbers(b, at, mask, number)
 
-    with b.when(lane_stride.eq(1)) as otherwise:
-        mask = b.lane_mask(units)
-        with b.loop(0, whole, group) as k:
-            numbers = []
-            for n in range(group):
-                place = k + n if rounded else k
-                exists = mask & b.splat(place < count) if rounded else mask
-                at = b.gep(source, place * inner_stride, number)
-                numbers.append(masked_numbers(b, at, exists, number))
-            store(k, numbers)
-    with otherwise, b.loop(0, whole, b.lanes) as k:
-        inside = b.lane_mask(count - k)
-        rows = []
-        for lane in range(b.lanes):
-            exists = b.splat(units > lane)
-            at = b.gep(source, lane_stride * lane + k, number)
-            rows.append(masked_numbers(b, at, inside & exists, number))
-        columns = b.transpose(rows)
-        for n in range(0, b.lanes, group):
-            store(k + n, columns[n : n + group])
+    def side_by_side(numbers: Sequence[Value]) -> list[Value]:
+        """Vectors of the lanes that these numbers share: one for each of their pieces."""
+        if share == 1:
+            return [*numbers]
+        pieces = [numbers]
+        if rounded:
+            pieces = list(zip(*(tiles.split(b, x, g.pieces) for x in numbers), strict=True))
+        bits = ([b.zext(x, "i32") << 32 // share * n for n, x in enumerate(p)] for p in pieces)
+        return [functools.reduce(operator.or_, shifted) for shifted in bits]
 
-
-def _pack_together(b: Builder, g: Geometry, number: str) -> None:
-    """The body of ``pack_block`` where several k's share a row."""
-    source, lane_stride, inner_stride, units, count, packed, width = b.args
-    packs = g.packs
-    bits = 32 // packs
-    few, mask = vector(b.lanes, f"i{bits}"), b.lane_mask(units)
-
-    def store(group: Value, row: Value) -> None:
-        at = b.gep(packed, row * width)
-        if g.quantized or g.rounded:
-            b.store(group, at)
-            return
-        b.store(b.trunc(group, "i16"), at)
-        b.store(b.trunc(group >> 16, "i16"), b.gep(at, b.lanes, "i16"))
+    def store(k: Value, pieces: Sequence[Value]) -> None:
+        """Writes the lanes that the k-th number of the sum is the first of."""
+        row = k // share
+        if rounded and g.pieces > 1:  # a chunk's second pieces lie below its first ones
+            row = k // g.chunk * (tiles.ROWS * g.pieces) + k % g.chunk // share
+        for n, lanes in enumerate(pieces):
+            at = b.gep(packed, (row + n * tiles.ROWS) * width)
+            if share == 2 and not g.rounded:  # widened one by one, they lie one after the other
+                b.store(b.trunc(lanes, "i16"), at)
+                lanes, at = b.trunc(lanes >> 16, "i16"), b.gep(at, b.lanes, "i16")
+            b.store(lanes, at)
 
     whole = whole_chunks(count, g.chunk)
-    with b.when(lane_stride.eq(1)) as otherwise, b.loop(0, whole, packs) as k:
-        group = b.value(0, b.ivec)
-        for n in range(packs):
-            place = k + n
-            exists = mask & b.splat(place < count)
-            at = b.gep(source, place * inner_stride, number)
-            part = b.zext(b.masked_load(at, exists, 0, few), "i32")
-            group |= part << (n * bits)
-        store(group, k // packs)
-    with otherwise, b.loop(0, count, packs * b.lanes) as k:
-        numbers = vector(packs * b.lanes, f"i{bits}")
-        left = b.trunc(b.smin(count - k, packs * b.lanes), f"i{bits}")
-        inside = b.iota(numbers) < b.splat(left, packs * b.lanes)
+    with b.when(lane_stride.eq(1)) as otherwise:
+        mask = b.lane_mask(units)
+        with b.loop(0, whole, share) as k:
+            numbers = []
+            for n in range(share):
+                exists = mask & b.splat(k + n < count) if share > 1 else mask
+                numbers.append(load((k + n) * inner_stride, exists))
+            store(k, side_by_side(numbers))
+    loaded = share if as_they_are else 1  # numbers that a lane gets from memory
+    with otherwise, b.loop(0, whole, loaded * b.lanes) as k:
+        inside = b.lane_mask(count - k, loaded * b.lanes, integer if as_they_are else None)
         rows = []
         for lane in range(b.lanes):
-            exists = b.splat(units > lane, packs * b.lanes)
-            at = b.gep(source, lane_stride * lane + k, number)
-            rows.append(b.bitcast(b.masked_load(at, inside & exists, 0, numbers), b.ivec))
-        for i, group in enumerate(b.transpose(rows)):
-            store(group, k // packs + i)
+            exists = inside & b.splat(units > lane, loaded * b.lanes)
+            row = load(lane_stride * lane + k, exists)
+            rows.append(b.bitcast(row, b.ivec) if as_they_are else row)
+        columns = b.transpose(rows)
+        for n in range(0, b.lanes, share // loaded):
+            group = columns[n : n + share // loaded]
+            store(k + n * loaded, group if as_they_are else side_by_side(group))
 
 
 def print_staging(module: Module, number: str, g: Geometry, operands: str) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 from anycell.engines.cpu.geometry import INPUT, ROW_HEADER, Matmul
 from anycell.engines.cpu.ir import Value, constant
 from anycell.engines.cpu.layout import PANEL
-from anycell.engines.cpu.matmul import Blocks, packed_rows_of, whole_chunks
+from anycell.engines.cpu.matmul import Blocks, tile_rows_of, whole_chunks
 from anycell.engines.cpu.rows import RowAt, Rows
+from anycell.engines.cpu.table import align
 from anycell.lang.cell import RECURRENT
 
 
@@ -23,7 +24,7 @@ class Panel:
         self.rows, self.b, self.layout, self.arg = rows, rows.b, rows.layout, rows.arg
         self.blocks = blocks
         b, layout, matmuls = self.b, self.layout, self.layout.matmuls
-        addresses = (self.arg["batch"] * 8 + 63) // 64 * 64
+        addresses = align(self.arg["batch"] * 8)
         self.operands = [b.gep(space, addresses * m.number, "i8") for m in matmuls]
         self.taken = b.gep(space, addresses * len(matmuls), "i8")
         self.inputs = b.gep(self.taken, addresses, "i8")
@@ -31,7 +32,7 @@ class Panel:
         self.scratch = b.gep(self.results, PANEL * layout.results.row)
         count, fixed = layout.workspace_lines
         at = b.gep(space, addresses * count + fixed, "i8") if layout.staged_bytes else space
-        staged_rows = b.value(layout.staged_rows(self.arg["batch"]), "i64")
+        staged_rows = b.value(layout.staged_rows(self.arg["batch"]))
         self.staged: dict[int, Value] = {}
         for m in matmuls:
             if m.staged:
@@ -60,7 +61,7 @@ class Panel:
         with b.loop(begin, end) as place:
             at = RowAt(t, self.row(place))
             if layout.backward:
-                # Of the step that was before, for what its state's gradient gets.
+                # A state gets its gradient from the step that the pass took before this one.
                 before = at if m.state is None else RowAt(t - 1, at.row)
                 address = rows.at(layout.gradient(m), before).address
             elif m.state is None:
@@ -119,7 +120,7 @@ class Panel:
         each head, ``apart`` bytes.
         """
         b = self.b
-        numbers, to = b.value(numbers, "i64"), b.gep(header, ROW_HEADER)
+        numbers, to = b.value(numbers), b.gep(header, ROW_HEADER)
         b.call("scale_row", row, header, numbers * heads)
         with b.loop(0, heads) as head:
             into = b.gep(to, head * apart, "i8")
@@ -132,7 +133,7 @@ class Panel:
         b, g, layout = self.b, m.geometry, self.layout
         results = b.gep(self.results, layout.results.places[m.linear.name])
         count = last - first
-        tile0, tile1 = b.value(0, "i64"), b.value(g.tiles, "i64")
+        tile0, tile1 = b.value(0), b.value(g.tiles)
         if span is not None:
             per_span = g.span // g.unroll
             tile0 = span * per_span
@@ -171,7 +172,7 @@ class Panel:
             with b.when(projects), b.loop(0, inputs, arg["input_block"]) as k0:
                 k1 = b.smin(k0 + arg["input_block"], inputs)
                 rows = b.gep(self.inputs, first, "i64")
-                tile_rows = packed_rows_of(arg["inputs"], g) + (g.lanes + g.header - 1)
+                tile_rows = tile_rows_of(arg["inputs"], g)
                 elements = tile_rows * (g.columns * g.lanes)
                 weights = b.gep(arg["packed input"], number * elements)
                 fresh = b.zext(k0.eq(0), "i64")

@@ -135,7 +135,7 @@ class Rows:
     # ---- vectors of units ------------------------------------------------------------------------
     def origin(self, span: Value | None) -> Value:
         """The first vector of units of a span."""
-        return constant(0, "i64") if span is None else span * self.layout.geometry.span
+        return self.b.value(0) if span is None else span * self.layout.geometry.span
 
     @contextmanager
     def vectors(self, span: Value | None, units: int) -> Iterator[Lanes]:
@@ -212,9 +212,9 @@ class Rows:
     # ---- results of matmuls ----------------------------------------------------------------------
     def result(self, m: Matmul, output: int, task: Task, lanes: Lanes) -> Value:
         """The results of a matmul for the vector of units at hand."""
-        places, strides, *_ = self.layout.results
-        name = m.linear.name
-        return self.b.load(self.result_at(places[name] + output * strides[name], task, lanes))
+        results, name = self.layout.results, m.linear.name
+        place = results.places[name] + output * results.strides[name]
+        return self.b.load(self.result_at(place, task, lanes))
 
     def result_at(self, place: int, task: Task, lanes: Lanes) -> Value:
         """The address of the results that begin at a place in each row of them."""

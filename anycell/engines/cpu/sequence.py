@@ -20,6 +20,7 @@ the same operations in the same order whatever the split, so the bits do not dep
 
 from __future__ import annotations
 
+from anycell.engines.cpu import tiles
 from anycell.engines.cpu.door import Door
 from anycell.engines.cpu.ir import Builder, Module, Value, constant
 from anycell.engines.cpu.layout import PANEL, Layout
@@ -27,7 +28,6 @@ from anycell.engines.cpu.matmul import Blocks, print_packing, print_quantizing, 
 from anycell.engines.cpu.panel import Panel
 from anycell.engines.cpu.rows import RowAt, Rows, Task
 from anycell.engines.cpu.step import Step
-from anycell.engines.cpu.tiles import ROWS, configure, release
 
 SPINS = 4000  # turns at a barrier before a thread offers its core, some 100 us
 
@@ -84,9 +84,9 @@ class Sequence:
         def share(total: Value, number: Value) -> Value:
             return total * number // parts
 
-        spans, zero, after = b.value(layout.geometry.spans, "i64"), b.value(0, "i64"), part + 1
+        spans, zero, after = b.value(layout.geometry.spans), b.value(0), part + 1
         groups = (arg["batch"] + arg["row_group"] - 1) // arg["row_group"]
-        # Under a mask groups are dealt out in turn: often long rows come first.
+        # Long rows often come first: under a mask threads take groups in turn.
         first_group, last_group = share(groups, part), share(groups, after)
         self.groups = [
             b.select(split, all_, b.select(rows.optional["mask"], turn, block))
@@ -104,18 +104,19 @@ class Sequence:
         if layout.backward:
             # A last round hands on what arrives through the first step's matmuls and resets, if
             # the caller does not multiply himself.
-            last = b.value(1, "i64")
+            last = b.value(1)
             if layout.matmuls:
                 last = b.zext(rows.given(f"packed {layout.matmuls[0].linear.name}"), "i64")
             self.steps += last
         if layout.tiled:
             most = (groups + parts - 1) // parts * arg["row_group"]
             most = b.smin(b.select(split, arg["batch"], most), arg["batch"])
-            configure(b, b.smax(b.smin(most, ROWS), 1), layout.plan.types.pieces)
+            tiles.configure(b, b.smax(b.smin(most, tiles.ROWS), 1), layout.plan.types.pieces)
 
     def print(self) -> None:
         """The loop over the steps."""
-        b, panel, zero = self.b, self.panel, constant(0, "i64")
+        b, panel = self.b, self.panel
+        zero = b.value(0)
         with b.loop(0, self.steps) as t:
             count = self._take_rows(t)
             if self.layout.row_wise:
@@ -133,7 +134,7 @@ class Sequence:
             with b.when(self.split):
                 self._wait(t)
         if self.layout.tiled:
-            release(b)
+            tiles.release(b)
 
     def _wait(self, t: Value) -> None:
         """Nobody starts step t + 1 before everybody has written step t."""

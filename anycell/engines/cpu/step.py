@@ -58,11 +58,11 @@ class Step:
         operands = [] if last else self._operands(layout.passes[number + 1].matmuls)
         arguments = [node.args[0] for node in part.reductions]
         roots = [*(layout.roots if last else ()), *arguments, *(node for _, node, _ in operands)]
-        # By where they are written: a number fits any size.
+        # The sizes of what the values are written to: a number fits any of them.
         sizes = [*(layout.symbols if last else ()), *map(layout.plan.symbol, part.reductions)]
         sizes += [layout.operand_symbol(m) for m, _, _ in operands]
         # What all units share is computed once, before the loop.
-        zero = constant(0, "i64")
+        zero = b.value(0)
         shared = Values(self, task, Lanes(None, zero, zero, None, None), known)
         for node in topological(roots):
             if node in known.reduced or (node.narrow and self._ready(node, known)):
@@ -90,13 +90,10 @@ class Step:
                     if layout.plan.symbol(node) == size:
                         b.store(values.get(node), self.scratch("kept", node, task, lanes))
         known.stored.update(part.stores)
-        for node, total in sums.items():
-            whole = self._whole(node, total.value, layout.plan.width(node))
-            known.reduced[node] = b.splat(whole)
-            if ("narrow", node) in layout.scratch:
-                b.store(whole, b.gep(task.scratch, layout.scratch["narrow", node]))
         for node in part.reductions:
-            if node not in sums:
+            if node in sums:
+                known.reduced[node] = self._reduced(node, sums[node].value, task)
+            else:
                 self._reduce_groups(node, task)
                 known.stored.add(node)
 
@@ -136,12 +133,20 @@ class Step:
 
     def _both(self, node: Expr, x: Value, y: Value) -> Value:
         """A reduction of two numbers, lane by lane."""
-        return ops.EMIT["maximum"](self.b, x, y) if node.op == "max" else x + y
+        return ops.maximum(self.b, x, y) if node.op == "max" else x + y
 
     def _whole(self, node: Expr, lanes: Value, count: int) -> Value:
         """A reduction of ``count`` numbers, from the sums of all lanes."""
         whole = self.b.reduce_max(lanes) if node.op == "max" else self.b.reduce_add(lanes)
         return whole * (1.0 / count) if node.op == "mean" else whole
+
+    def _reduced(self, node: Expr, sums: Value, task: Task) -> Value:
+        """The reduction of a row in every lane; kept in scratch memory for further stages."""
+        b, scratch = self.b, self.layout.scratch
+        whole = self._whole(node, sums, self.plan.width(node))
+        if ("narrow", node) in scratch:
+            b.store(whole, b.gep(task.scratch, scratch["narrow", node]))
+        return b.splat(whole)
 
     def _fold(self, node: Expr, value: Value, lanes: Lanes, into: Variable) -> None:
         total = into.value
@@ -197,7 +202,7 @@ class Step:
     def _gradients(self, size: str, values: Values) -> None:
         """Writes the gradients of a step that have a size, for the vector of units at hand."""
         rows, layout, plan, get = self.rows, self.layout, self.plan, values.get
-        h, lanes, (at, *_, group, _) = plan.hidden_size, values.lanes, values.task
+        h, lanes, task, at = plan.hidden_size, values.lanes, values.task, values.task.at
         # Every value first: the gradients of the states are written over what others still read.
         gradients, of_h = plan.gradients, size == "H"
         d_gates = [get(g) for g in gradients.x.values()] if of_h else []
@@ -215,7 +220,7 @@ class Step:
             if m.linear.in_size == size:
                 # Not within the branch: other matmuls may read the same values.
                 operand = get(m.linear.operand) if m.state is None else None
-                rows.keep_operand(m, values.task, lanes, operand)
+                rows.keep_operand(m, task, lanes, operand)
         for gate, value in enumerate(d_gates):
             rows.store(value, rows.at("d_gates", at), lanes, gate * h)
         for m, parts in d_outputs.items():
@@ -228,7 +233,7 @@ class Step:
         for i, value in enumerate(d_params):
             # One sum per group of rows, all of one thread: the order of additions does not depend
             # on threads.
-            rows.add(value, rows.of("d_params", group), lanes, i * h)
+            rows.add(value, rows.of("d_params", task.group), lanes, i * h)
         if d_static is not None:
             rows.add(d_static, rows.of("d_static", at.row), lanes)
 

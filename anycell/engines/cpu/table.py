@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from anycell.engines.cpu.ir import Builder, Value
 from anycell.plan import CODES, LINE, Plan, arrays, scales_of
+
+Count = TypeVar("Count", int, Value)  # known as the kernel is printed, or as it runs
 
 # Entries of a kernel's own table that are numbers, not addresses, as are all strides.
 NUMBERS = [
@@ -122,9 +124,9 @@ def entries(plan: Plan, backward: bool) -> dict[str, int]:
     return {name: place for place, name in enumerate(listed)}
 
 
-def align(size: int) -> int:
+def align(size: Count) -> Count:
     """Bytes up to the next cache line."""
-    return -(-size // LINE) * LINE
+    return (size + (LINE - 1)) // LINE * LINE
 
 
 class Entries:
@@ -145,7 +147,7 @@ class Entries:
         return self.b.load(self.at(name), "ptr")
 
     def __setitem__(self, name: str, value: Value | int) -> None:
-        self.b.store(self.b.value(value, "i64"), self.at(name))
+        self.b.store(self.b.value(value), self.at(name))
 
     def set(self, **values: Value | int) -> None:
         """Writes several entries."""

@@ -19,8 +19,8 @@ from anycell.engines.cpu.ir import Builder, Operand, Target, Value, constant, ve
 
 ROWS, BYTES = 16, 64
 COUNT = 8  # tiles
-SUMS, LEFT, RIGHT = 4, (4, 5), (5, 6, 7)  # the one in the middle is of what has more pieces
-# By the type of the products, as LLVM calls it: the instruction, and numbers that share a lane.
+SUMS, LEFT, RIGHT = 4, (4, 5), (5, 6, 7)  # 5 is on the left if a number has two pieces
+# The instruction, and how many numbers share a lane, by LLVM's name of the type of the products.
 DOTS = {"i8": ("llvm.x86.tdpbusd", 4), "bfloat": ("llvm.x86.tdpbf16ps", 2)}
 MOST_BFLOAT16 = 2.0**128 - 2.0**120  # of its numbers
 
@@ -61,7 +61,7 @@ def configure(b: Builder, rows: Operand = ROWS, pieces: int = 1) -> None:
     table = b.alloca(whole)
     b.store(b.load(b.module.table([*palette, *columns, *of_rows], "i8"), whole), table)
     for tile in range(SUMS + pieces):
-        b.store(b.trunc(b.value(rows, "i64"), "i8"), b.gep(table, size + tile, "i8"))
+        b.store(b.trunc(b.value(rows), "i8"), b.gep(table, size + tile, "i8"))
     b.intrinsic("llvm.x86.ldtilecfg", table, returns="void", overload=())
 
 
@@ -155,7 +155,7 @@ def multiply(
         begin, end: of each vector of columns, from where the sums are read and where they are
             written, integers for products of bytes; and bytes to the next row.
         pieces: numbers that each number is the sum of, tile by tile side by side and below each
-            other. Of two the product of the second ones is left out.
+            other. The product of two second pieces is left out.
     """
     (first, stride), (weights, width), (k0, k1) = left, right, bounds
     packs, numbers = DOTS[number][1], chunk(number)
@@ -181,5 +181,5 @@ def multiply(
 
 def room(b: Builder, columns: int) -> list[tuple[Value, Value]]:
     """Room on the stack for tiles side by side: where each is, and bytes from row to row."""
-    memory, apart = b.alloca(vector(16, "i32"), ROWS * columns), constant(columns * BYTES, "i64")
+    memory, apart = b.alloca(vector(16, "i32"), ROWS * columns), b.value(columns * BYTES)
     return [(b.gep(memory, c * BYTES, "i8"), apart) for c in range(columns)]
