@@ -101,7 +101,7 @@ def _quota() -> int:
 
 # -------------------------------------------------------------------------------------- native code
 
-# How a thread yields the core for a moment, by processor.
+# By processor: how a thread yields the core for a moment.
 _PAUSES = {
     "x86": "call void @llvm.x86.sse2.pause()",
     "arm": "call void @llvm.aarch64.hint(i32 1)",
@@ -225,8 +225,8 @@ FORKED = _forked()
 
 
 def _in_child() -> None:
-    global FORKED, _gangs
-    FORKED, _gangs = True, None  # the parent's threads are not here
+    global FORKED
+    FORKED = True
 
 
 if hasattr(os, "register_at_fork"):
@@ -237,7 +237,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Workers:
-    """Threads of our own.
+    """Threads of our own, of one process.
 
     Attributes:
         threads: those that were started or that the system did not grant.
@@ -245,7 +245,7 @@ class _Workers:
     """
 
     def __init__(self) -> None:
-        self._sleep = _sleep()
+        self.pid, self._sleep = os.getpid(), _sleep()
         self._library = _compiled(self._sleep)
         self._work = self._library.function("worker")
         self.threads: list[threading.Thread] = []
@@ -302,10 +302,11 @@ def _around(workers: _Workers) -> _Gangs:
 
 def _current() -> _Gangs:
     global _gangs
-    with jit.lock:
-        if _gangs is None:
-            _gangs = _around(_Workers())
-        return _gangs
+    if _gangs is None or _gangs.workers.pid != os.getpid():  # a forked child has its own
+        with jit.lock:
+            if _gangs is None or _gangs.workers.pid != os.getpid():
+                _gangs = _around(_Workers())
+    return _gangs
 
 
 def attach(near: str | None) -> None:
@@ -346,8 +347,12 @@ def gang(parts: int) -> int:
     """
     if parts <= 1:
         return 0
-    gangs = _gangs or _current()
+    gangs = _gangs
+    if gangs is None or gangs.workers.pid != os.getpid():  # as a rule one call less
+        gangs = _current()
     if gangs.openmp is not None:
         return ctypes.addressof(gangs.record)
-    gangs.workers.hire(min(parts, MOST) - 1)
+    count = min(parts, MOST) - 1
+    if count > len(gangs.workers.threads):  # likewise
+        gangs.workers.hire(count)
     return gangs.workers.address
