@@ -661,7 +661,7 @@ def test_other_errors() -> None:
     with pytest.warns(UserWarning, match="num_layers=1"):
         at.RNN(cells.LSTM, 3, 5, dropout=0.5)
     engine = anycell.cell(gates="a", state="h", params="engine")(lambda x, r, s, p: x.a * p.engine)
-    with pytest.raises(ValueError, match=r"has a parameter named 'engine'.*another name"):
+    with pytest.raises(ValueError, match=r"has a parameter named 'engine'.*Rename"):
         at.RNNCell(engine, 3, 5)
     with pytest.raises(ValueError, match=r"x: given torch.float32 \[2, 4\]; expected .*\[2, 3\]"):
         at.RNNCell(cells.LSTM, 3, 5)(torch.zeros(2, 4))
