@@ -15,6 +15,7 @@ from tolerances import assert_close
 from anycell import cells
 from anycell.engines import cpu
 from anycell.engines.cpu import driver, gemm, isa
+from anycell.engines.cpu.ir import X86
 from anycell.layer import products
 from anycell.layer.bounds import extent
 from anycell.numpy import Dense
@@ -339,33 +340,29 @@ def test_what_it_will_touch_is_checked() -> None:
 @pytest.fixture
 def anew() -> Iterator[None]:
     """The rule is asked for anew, in the test and after it."""
-    products.CHOSEN.clear()
+    products.rule.cache_clear()
     yield
-    products.CHOSEN.clear()
+    products.rule.cache_clear()
 
 
 @pytest.mark.parametrize("maker", [True, False], ids=["AMD", "others"])
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_the_rule(library: str, maker: bool, monkeypatch: pytest.MonkeyPatch, anew: None) -> None:
-    """By library and maker; the variable overrides it. It says who multiplies in a pass."""
+def test_the_rule(maker: bool, monkeypatch: pytest.MonkeyPatch, anew: None) -> None:
+    """It depends on the maker; the variable overrides it. It says who multiplies in a pass."""
     monkeypatch.delenv(products.ENV, raising=False)
     monkeypatch.setattr(isa, "amd", lambda: maker)
-    rule, whole = products.rule(library), plan(cells.LSTM, 8)
-    assert rule.host == (not isa.current().fma or (library == "torch" and not maker))
-    host = NumpyHost("float32")
+    whole, host = plan(cells.LSTM, 8), NumpyHost("float32")
+    narrow = plan(cells.LSTM, 8, "bfloat16", "cpu")
+    assert products.rule().host == (X86 and not (isa.current().fma and maker))
     for said, one in (("ours", False), ("host", True)):
         monkeypatch.setenv(products.ENV, said)
-        products.CHOSEN.clear()
-        rule = products.rule(library)
-        assert rule.host == one and products.ENV in rule.why
-        host.library = library
+        products.rule.cache_clear()
+        assert products.rule().host == one and products.ENV in products.rule().why
         for there in (0, 1):
             host.blas = there
             kind = products.kind_of(host, whole)
             assert (kind == driver.BLAS) == (one and bool(there))
-            narrow = plan(cells.LSTM, 8, "bfloat16", "cpu")
             assert products.kind_of(host, narrow) == driver.OURS
     monkeypatch.setenv(products.ENV, "mine")
-    products.CHOSEN.clear()
+    products.rule.cache_clear()
     with pytest.raises(ValueError, match="ANYCELL_MATMUL='mine': expected ours or host"):
-        products.rule(library)
+        products.rule()

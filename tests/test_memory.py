@@ -153,7 +153,7 @@ def test_every_guise_where_the_library_multiplies(
     entry: Entry, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """BLAS takes no rows that lie in each other, as those of an array that is expanded."""
-    monkeypatch.setitem(products.CHOSEN, "torch", products.Rule(True, "asked for"))
+    monkeypatch.setattr(products, "rule", lambda: products.Rule(True, "asked for"))
     monkeypatch.setattr(recipe, "known", {})
     test_every_guise_of_every_array(entry, CASES[0], two_threads)
 

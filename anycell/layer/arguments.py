@@ -37,8 +37,6 @@ class Host(Arrays, Protocol):
     Arrays must also slice, assign (``a[i:j] = b``), ``reshape`` and ``sum(0)`` as in NumPy.
     """
 
-    library: str  # whose matmul may replace ours, see ``products``
-
     @property
     def blas(self) -> int:
         """The address of the library's Fortran gemm for this dtype; 0 if there is none."""

@@ -2,12 +2,13 @@
 
 Our matmul runs on the gang of the kernels: no second pool of threads competes with it for the
 cores, and its bits do not depend on the number of threads. The framework's matmul is used if it is
-faster and native code can call it, as the MKL in PyTorch. ``RULES`` has the figures.
+faster and native code can call it, as the MKL in PyTorch.
 ``ANYCELL_MATMUL=ours`` or ``host`` overrides the rule.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import NamedTuple
 
@@ -45,48 +46,39 @@ class Rule(NamedTuple):
 #     Intel Cascade Lake, AVX-512     0.9 / 0.9          -
 #
 # On Intel's Sapphire Rapids (AVX-512, two threads) layers with our matmul take 0.99 (inference) and
-# 1.07 (training) times as long as with MKL.
-# The threads of NumPy's OpenBLAS spin for a while after each matmul, on cores that the kernels
-# need. Other processors have not been measured.
-RULES = {
-    ("numpy", True): Rule(False, "ours: OpenBLAS's idle threads spin on the cores of the kernels"),
-    ("torch", True): Rule(False, "ours: MKL is slower on AMD"),
-    ("torch", False): Rule(True, "MKL, which PyTorch has: it is as fast as ours or faster here"),
-}
-RULES["numpy", False] = RULES["numpy", True]
+# 1.07 (training) times as long as with MKL. Other processors have not been measured.
+AMD = Rule(False, "ours: MKL is slower on AMD")
+OTHERS = Rule(True, "MKL, which PyTorch has: it is as fast as ours or faster here")
 NO_MKL = Rule(False, "ours: PyTorch has MKL only on x86-64")
 NARROW = Rule(True, "the library's: without fused multiply-adds its vectors may be wider")
+# NumPy's hosts, and so Keras's, name no library for native code to call.
+NUMPY = "ours: OpenBLAS's idle threads spin on the cores of the kernels"
 
-CHOSEN: dict[str, Rule] = {}  # by library; chosen at its first product
 
-
-def rule(library: str) -> Rule:
-    """The rule for arrays of a framework, "numpy" or "torch", in this process.
+@functools.cache
+def rule() -> Rule:
+    """The rule for PyTorch's tensors, in this process.
 
     Raises:
         ValueError: for an ``ANYCELL_MATMUL`` that is neither "ours" nor "host".
     """
-    if library not in CHOSEN:
-        CHOSEN[library] = _choose(library)
-    return CHOSEN[library]
-
-
-def _choose(library: str) -> Rule:
-    setting = os.environ.get(ENV, "")
-    if setting not in ("", "ours", "host"):
-        raise ValueError(f"{ENV}={setting!r}: expected ours or host. Set it to one, or unset it.")
-    if setting == "ours":
+    said = os.environ.get(ENV, "")
+    if said not in ("", "ours", "host"):
+        raise ValueError(f"{ENV}={said!r}: expected ours or host. Set it to one, or unset it.")
+    if said == "ours":
         return Rule(False, f"ours, as {ENV} says")
-    if setting == "host":
+    if said == "host":
         return Rule(True, f"the library's, as {ENV} says")
-    if library == "torch" and not X86:
+    if not X86:
         return NO_MKL
-    return RULES[library, cpu.isa.amd()] if cpu.isa.current().fma else NARROW
+    if not cpu.isa.current().fma:
+        return NARROW
+    return AMD if cpu.isa.amd() else OTHERS
 
 
 def kind_of(host: Host, plan: Plan, *operands: View) -> int:
     """The kind of a product of a pass, see ``driver.KINDS``."""
-    other = plan.types.plain and host.blas and rule(host.library).host
+    other = plan.types.plain and rule().host and host.blas
     return BLAS if other and all(map(_apart, operands)) else OURS
 
 

@@ -81,7 +81,7 @@ class TorchHost:
     the dtype in which cells compute.
     """
 
-    wide_states, library = True, "torch"
+    wide_states = True
 
     def __init__(self, dtype: torch.dtype, wide: TorchHost | None = None) -> None:
         self.dtype = dtype
