@@ -15,10 +15,10 @@ A thread reads the rows of its piece in place. It copies them, block by block, i
 each other or a panel from the near cache. If the columns of A are dense, copies have the order in
 which a register block reads them: the first number of each of its rows, then the second number of
 each row.
-If A and B have 16 bits, C has 32 bits: rows of A are widened as they are copied, and B is packed in
-pairs, see ``matmul``. If B has integers, its columns have scales, and A is float32: the rows of A
-are rounded as they are copied.
-While a thread multiplies by a panel, it fetches the next panel.
+If A and B have 16 bits, C has 32 bits. Rows of A are widened as they are copied, unless bfloat16 is
+multiplied as it is; B is packed in pairs, see ``matmul``. If B has integers, its columns have
+scales, and A is float32: the rows of A are rounded as they are copied.
+While a thread multiplies by a panel without matrix tiles, it fetches the next panel.
 
 An element of C is a sum of blocks of ``INNER`` numbers in their order; each block is summed from
 its first number to its last. So the bits of an element depend only on its row of A and its column
@@ -317,7 +317,7 @@ class Gemm:
         return _parts(columns, self.width), blocks
 
     def _block(self, b: Builder, scratch: Value, number: Value) -> Value:
-        """Returns where a block of a panel is packed: the first blocks of all panels lead."""
+        """Returns where a block of a panel is packed: the first blocks of all panels come first."""
         numbers = number * (self.packed_rows * self.width)
         return b.gep(b.gep(scratch, HEADER, "i8"), numbers)
 

@@ -65,7 +65,7 @@ class Geometry:
         def cost(unroll: int) -> float:
             rows, n = self.block_rows(unroll * self.outputs), unroll * self.outputs
             padded = -(-self.vectors // unroll) * unroll
-            # A cycle has two multiply-adds and two loads: the scarcer resource counts.
+            # A cycle has two multiply-adds and two loads: whichever a register block needs more of.
             return padded / unroll * max(n * rows, n + rows) / rows
 
         widest = 4 // max(self.outputs, 1) if self.registers == 32 else 2

@@ -98,7 +98,7 @@ def request(layout: Layout) -> jit.Request:
 
 @functools.lru_cache(maxsize=1024)
 def description(plan: Plan, backward: bool) -> str:
-    """Describes everything in a plan that determines its kernel's text, for far less work.
+    """Describes everything in a plan that determines its kernel's text; printing costs far more.
 
     It has the graphs and choices of the plan, so a kernel's name does not rely on planning being
     reproducible. It omits the values of hyperparameters.

@@ -173,7 +173,7 @@ class Layout:
     # ---- sizes -----------------------------------------------------------------------------------
     @property
     def workspace_lines(self) -> tuple[int, int]:
-        """Counts the lists of a number per batch row, and the bytes of results and scratch."""
+        """Counts the lists with an entry per batch row, and the bytes of results and scratch."""
         rows = PANEL if len(self.stages) > 1 else 1
         reals = PANEL * self.results.row + rows * self.scratch_row
         return len(self.matmuls) + 2, align(reals * self.size) + 64
