@@ -372,5 +372,5 @@ def test_native_calls_are_held_against_their_arrays(monkeypatch: pytest.MonkeyPa
         forward(np.zeros((40, 6, 9), "float32").transpose(0, 2, 1)[:, :, ::-1])
     with pytest.raises(AssertionError, match="weight_hh: the kernel would touch"):
         forward(weight_hh=w[:, :7])
-    with pytest.raises(AssertionError, match="no multiple of 4 bytes"):
+    with pytest.raises(AssertionError, match="not a multiple of 4 bytes"):
         forward(dict(variants(x))["1 bytes past an element"])

@@ -19,9 +19,9 @@ from anycell.plan import DTYPES, LINE, Plan
 
 
 def rounded(plan: Plan, precision: str) -> Plan:
-    """The plan of a layer whose matmuls may round as far as a framework's precision allows: of
-    float32 "high" to sums of two numbers of bfloat16, "medium" to one number. The plan itself where
-    nothing is gained: without an instruction for it, and for other dtypes.
+    """Returns a layer's plan with matmuls that round as far as a framework's precision allows:
+    float32 to sums of two bfloat16 numbers ("high") or to one ("medium"). Returns the plan itself
+    if that gains nothing: without an instruction for it, and for other dtypes.
     """
     target = isa.current()
     gained = target.tiles or (target.pairs and precision == "medium")
@@ -35,7 +35,7 @@ def _rounded(plan: Plan, precision: str) -> Plan:
 
 
 class Block:
-    """Memory on a cache line, and where it lies: NumPy takes longer to say it than to allocate."""
+    """Memory on a cache line, and its address, which takes NumPy longer than the allocation."""
 
     __slots__ = ("address", "memory", "size")
 
@@ -48,17 +48,17 @@ class Block:
 class Scratch:
     """Memory for calls of kernels, kept from call to call: fresh pages cost more than the work.
 
-    Threads share it, since those of a framework may come to Python for one call only; there are as
-    many blocks as there were calls at a time. Both methods are one operation of a list's: atomic.
+    Threads share it, since a framework's thread may enter Python for a single call only. There are
+    as many blocks as there were concurrent calls. Each method is one atomic operation on a list.
     """
 
     def __init__(self) -> None:
         self.idle: list[Block] = []
 
     def take(self, size: int) -> Block:
-        """A block of at least ``size`` bytes.
+        """Returns a block of at least ``size`` bytes.
 
-        Give it back for the next call; without it (an error) a later one allocates.
+        Give the block back for the next call. If an error prevents this, a later call allocates.
         """
         try:
             block = self.idle.pop()
@@ -67,7 +67,7 @@ class Scratch:
         return block if block.size >= size else Block(size)
 
     def give_back(self, block: Block) -> None:
-        """Keeps it for the next call."""
+        """Keeps the block for the next call."""
         self.idle.append(block)
 
 
@@ -80,7 +80,7 @@ def hyperparameters(plan: Plan) -> np.ndarray:
 
 
 def room(dtype: str, table: Sequence[int]) -> int:
-    """The bytes of memory that the driver asks for in a pass of a table, see ``driver``."""
+    """Returns the bytes of memory that the driver needs for a pass's table, see ``driver``."""
     entries = array("q", table)
     driver.compiled(dtype, isa.current()).room(entries.buffer_info()[0])
     return entries[driver.PASS.index("scratch_bytes")]
@@ -100,13 +100,13 @@ def multiply(
     """``C = A @ B``, or ``C += A @ B``, see ``gemm``.
 
     Args:
-        dtype: of A and B; C is of the type in which their products add up. Integers are B alone.
+        dtype: of A and B; C has the type in which products add up. Only B may have integers.
         sizes: rows, columns, and the length of the sums.
-        a, b: address, strides from row to row and from column to column, in elements; one is 1.
-        c: address, stride from row to row.
-        threads: at most this many.
+        a, b: address, strides between rows and between columns, in elements; one stride is 1.
+        c: address, stride between rows.
+        threads: the maximum number of threads.
         bounds: of the three arrays, for ``check``.
-        scales: address of the scales of columns of integers, dense.
+        scales: address of the scales of B's columns, dense, if B has integers.
     """
     functions, gang = driver.compiled(dtype, isa.current()), pool.gang(threads)
     entries = array("q", [*sizes, *a, *b, *c, add, min(threads, pool.MOST), gang, scales, 0, 0])

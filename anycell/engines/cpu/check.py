@@ -1,9 +1,9 @@
-"""``ANYCELL_CHECK=1``: what a native call will touch is held against the arrays that it was given.
+"""``ANYCELL_CHECK=1``: checks that a native call stays within the arrays that it is given.
 
-Kernels do no bounds checks. With this switch every address of an argument table comes with the
-bounds of the array that it points into. The bytes that the kernel is to touch follow from the table
-alone, and must lie within them: this is asserted just before the call, whoever calls.
-The tests run under it.
+Kernels do no bounds checks. With this switch, every address of an argument table comes with the
+bounds of the array that it points into. The bytes that the kernel will touch follow from the table
+alone. Just before each call, of any caller, these bytes are asserted to lie within the bounds.
+The tests run with this switch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 ON = environment.switch("ANYCELL_CHECK", False)
 
 Axes = tuple[tuple[int, int], ...]  # counts and strides
-Bounds = tuple[int, int]  # the address of the first byte, and that behind the last
-# Bounds of the arrays of a call by the entries of its table: of the whole call, of each direction.
+Bounds = tuple[int, int]  # the addresses of the first byte, and of the byte after the last
+# Bounds of a call's arrays, by the names of entries: of the whole call, and of each direction.
 CallBounds = tuple[dict[str, Bounds], list[dict[str, Bounds]]]
 
 
 class Span(NamedTuple):
-    """The bytes of an array that a kernel touches, up to ``last``, and the size of an element."""
+    """The byte addresses [first, last) of an array that a kernel touches, and its element size."""
 
     name: str
     first: int
@@ -39,15 +39,15 @@ class Span(NamedTuple):
 
 
 def check(kernel: Kernel, entries: array[int], bounds: CallBounds | None) -> None:
-    """Checks that a call stays within its arrays: has the door fill the tables of the kernel and of
-    packing, and holds what these will touch against the bounds.
+    """Checks that a call stays within its arrays. The door fills the tables of the kernel and of
+    packing; the bytes that the call will touch are then compared with the bounds.
 
     Args:
         entries: the call's table.
-        bounds: of the arrays that addresses point into.
+        bounds: of the arrays that the table's addresses point into.
 
     Raises:
-        AssertionError: naming the argument, what the kernel would touch, and what it may.
+        AssertionError: names the argument, the bytes it would touch, and the array's size.
     """
     assert bounds is not None, "the bounds of the call's arrays are missing"
     shared, each = bounds
@@ -69,12 +69,12 @@ def check_product(
     """Checks that a matmul stays within its arrays.
 
     Args:
-        sizes: bytes of a number of A, B and C.
+        sizes: bytes per element of A, B and C.
         entries: the table of the call, see ``gemm``.
         bounds: of A, B and C.
 
     Raises:
-        AssertionError: as ``check``.
+        AssertionError: as in ``check``.
     """
     table = dict(zip(gemm.ENTRIES, entries, strict=True))
     operands = product_axes(table).items()
@@ -84,7 +84,7 @@ def check_product(
 
 
 def product_axes(table: Mapping[str, int]) -> Mapping[str, Axes]:
-    """The axes of A, B and C of a matmul, of which A and B have one of stride 1."""
+    """Returns the axes of A, B and C of a matmul; A and B must each have an axis of stride 1."""
     rows, columns, inner = (table[name] for name in ("rows", "columns", "inner"))
     axes = {
         "a": ((rows, table["a_rows"]), (inner, table["a_inner"])),
@@ -109,21 +109,21 @@ def inside(span: Span, bounds: Bounds | None) -> None:
     """Checks that a span lies within bounds.
 
     Raises:
-        AssertionError: as ``check``.
+        AssertionError: as in ``check``.
     """
     name, first, last, size = span
     assert bounds is not None, f"{name}: the bounds of its array are missing"
     low, high = bounds
     assert low <= first <= last <= high, (
         f"{name}: the kernel would touch bytes {first - low} to {last - low} of an array of "
-        f"{high - low}"
+        f"{high - low} bytes"
     )
     whole = first == last or first % size == 0
-    assert whole, f"{name}: address {first:#x} is no multiple of {size} bytes"
+    assert whole, f"{name}: address {first:#x} is not a multiple of {size} bytes"
 
 
 def reach(name: str, address: int, size: int, width: int, axes: Axes) -> Iterator[Span]:
-    """The bytes of ``width`` elements along axes of (count, stride); none if the address is 0."""
+    """Yields the bytes of ``width`` elements along (count, stride) axes; nothing for address 0."""
     if address and all(count > 0 for count, _ in axes):
         far = [(count - 1) * stride for count, stride in axes]
         first, last = sum(min(0, f) for f in far), sum(max(0, f) for f in far) + width
@@ -133,10 +133,10 @@ def reach(name: str, address: int, size: int, width: int, axes: Axes) -> Iterato
 def touched(
     kernel: Kernel, call: Mapping[str, int], each: Mapping[str, int], table: Mapping[str, int]
 ) -> Iterator[Span]:
-    """Yields the bytes of one direction that a call touches, by the names of the call's entries.
+    """Yields the bytes that a call touches in one direction, named by the call's entries.
 
     Args:
-        call, each: the call's entries, first of all directions, then of this one.
+        call, each: the call's entries for all directions, and for this direction.
         table: the kernel's own entries.
     """
     steps, batch = table["steps"], table["batch"]
@@ -165,7 +165,7 @@ def touched(
         yield from reach("packed", call["packed"], 1, call["packed_bytes"], ())
     if call["pack"]:
         yield from _weights(kernel, call, each)
-    # What the door itself copies: states before the first step and after the last.
+    # The door itself copies initial and final states; backward, gradients of the final states.
     for entry, described in kernel.copied.items():
         if each.get(entry):
             columns = described.width, each[f"{entry} columns"]

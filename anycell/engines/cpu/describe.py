@@ -11,7 +11,7 @@ from anycell.plan import Plan
 
 
 def describe(plan: Plan, backward: bool, batch: int | None) -> Iterator[str]:
-    """Describes the cut of a kernel, the memory that a batch needs, and where its code is."""
+    """Describes the tiles and passes of a kernel, the memory of a batch, and where the code is."""
     layout = Layout(plan, backward, isa.current())
     yield from _geometry(layout, batch)
     yield from _passes(layout)
@@ -19,12 +19,12 @@ def describe(plan: Plan, backward: bool, batch: int | None) -> Iterator[str]:
 
 
 def llvm(plan: Plan, backward: bool) -> str:
-    """The text of a kernel."""
+    """Returns the LLVM text of a kernel."""
     return str(print_kernel(Layout(plan, backward, isa.current())))
 
 
 def assembly(plan: Plan, backward: bool) -> str:
-    """The machine's instructions, for which the kernel is compiled."""
+    """Returns the machine instructions of a kernel, which is compiled first if necessary."""
     return kernel.compiled(plan, backward).library.assembly()
 
 
@@ -62,7 +62,7 @@ def _geometry(layout: Layout, batch: int | None) -> Iterator[str]:
 
 
 def _passes(layout: Layout) -> Iterator[str]:
-    """Describes the passes over a row, of which reductions and matmuls need all units."""
+    """Describes the passes over a row: several if reductions or matmuls need all units."""
     passes = layout.passes
     if len(passes) == 1:
         return

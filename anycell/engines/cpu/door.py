@@ -3,11 +3,11 @@
 A call is a table of 64-bit numbers: sizes, switches, addresses and strides, by the names of
 ``anycell.layer.signature``. The door packs the weights, writes the states before the first step,
 computes from the table where each direction of the chunk begins, runs the kernel on the gang of
-threads, and copies the final states out. It needs no Python and no lock of Python's: ctypes, an XLA
-handler and a C program call the same function.
+threads, and copies the final states out. It needs neither Python nor the interpreter lock: ctypes,
+an XLA handler and a C program call the same function.
 
     void needs(int64_t *call)    writes scratch_bytes, packed_bytes, parts and units_split
-    void door(int64_t *call)     runs ``count`` steps, after the ``begin`` that are done
+    void door(int64_t *call)     runs ``count`` steps, after ``begin`` steps that are done already
 
 See ``table`` for the entries of a call.
 """
@@ -25,22 +25,22 @@ from anycell.engines.cpu.matmul import PACKING, tile_rows_of, whole_chunks
 from anycell.engines.cpu.table import PASSED_ON, Entries, align, names
 from anycell.plan import LINE, scales_of
 
-WORTH_SPREADING = 1 << 16  # numbers to pack below which another thread takes longer to wake
+WORTH_SPREADING = 1 << 16  # numbers to pack; fewer take less time than waking a second thread
 NEAR_CACHE = 5 << 18  # bytes of a core's own cache
-# Threads divide the rows: where they split the units, as a rule the barrier after each step costs
-# more than it saves. It pays where a thread would have fewer rows than this and a core's own cache
-# does not hold the weights;
+# Threads usually divide the rows. Splitting the units needs a barrier after each step, which tends
+# to cost more than it saves. It pays if a thread would have fewer rows than this and the weights do
+# not fit into a core's own cache.
 FEW_ROWS = 16
-FEW_TILED_ROWS = 64  # for matrix tiles, which use up a weight sooner than the next one arrives
-HARDLY_ANY_ROWS = 4  # and where it would have fewer than this, whatever the weights
+FEW_TILED_ROWS = 64  # the same with matrix tiles, which use weights faster than they arrive
+HARDLY_ANY_ROWS = 4  # it also pays below this number of rows if the weights do fit
 PACKING_BYTES = align(8 * len(PACKING))
 
 
 def print_gang(module: Module) -> None:
-    """Adds ``gang``, which runs the parts of a function on threads, or all of them in this one."""
+    """Adds ``gang``, which runs the parts of a function on threads, or all of it in this thread."""
     b = module.private("gang", "ptr record, ptr function, ptr args, i64 parts")
     record, function, args, parts = b.args
-    # An address of 0 is no record.
+    # Address 0 means that there is no gang of threads.
     there = b.ptrtoint(record, "i64").ne(0)
     with b.when(there & (parts > 1)) as otherwise:
         run, table, openmp = (b.load(b.gep(record, i, "i64"), "ptr") for i in range(3))
@@ -50,7 +50,7 @@ def print_gang(module: Module) -> None:
 
 
 class Direction(NamedTuple):
-    """One direction of a call: entries of the whole call, of the direction, and its number."""
+    """One direction of a call: the call's shared entries, the direction's entries, its number."""
 
     shared: Entries
     each: Entries
@@ -58,18 +58,18 @@ class Direction(NamedTuple):
 
     @property
     def reverse(self) -> Value:
-        """1 where it goes from the last step to the first, else 0."""
+        """1 if the direction runs from the last step to the first, else 0."""
         return self.shared["reverse"] >> self.number & 1
 
 
 class Memory(NamedTuple):
-    """Places in scratch memory, in bytes, and the size of a workspace.
+    """Byte offsets in scratch memory, and the size of a workspace.
 
     Attributes:
         packing: of the tables of packing.
-        zeros: of a row of zeros, which stands for the gates where the kernel multiplies the input.
+        zeros: of a row of zeros, which replaces the gates if the kernel multiplies the input.
         work: of the threads' workspaces, of ``workspace`` bytes each.
-        end: behind all.
+        end: of the end, which is the size of scratch memory.
     """
 
     packing: Value
@@ -89,16 +89,16 @@ class Door:
         self.arrays, self.index = layout.arrays, layout.entries
         self.sequences, self.projecting = layout.sequences, layout.projecting
         self.gates = len(self.cell.gates) * self.plan.hidden_size
-        # Scratch memory has the number of directions and the addresses of their tables, then the
-        # kernel's tables, each with the counter of its barrier on a line of its own, and then the
-        # tables of packing.
+        # Scratch memory begins with the number of directions and the addresses of their tables.
+        # Then come the kernel's tables, each with its barrier's counter on a cache line of its own,
+        # and then the tables of packing.
         self.table_bytes = align(8 * len(self.index)) + LINE
         self.matmuls = layout.matmuls
         self.packing_bytes = PACKING_BYTES * (len(self.matmuls) + 1)
 
     def print(self) -> None:
-        """Adds ``needs``, ``door`` and what they call."""
-        # The first state may be narrower than all else that is copied.
+        """Adds ``needs``, ``door`` and the functions that they call."""
+        # The first state may have a narrower type than everything else that is copied.
         for number in dict.fromkeys((self.layout.real, self.plan.types.storage.llvm)):
             self._print_copy(number)
         print_gang(self.module)
@@ -123,7 +123,7 @@ class Door:
                 many = shared["packed_bytes"] // self.size > WORTH_SPREADING
                 threads = b.select(many, shared["threads"], 1)
                 b.call("gang", gang, Value("@pack_all", "ptr"), base, threads)
-            # The steps that are done before the first that the arrays of states have.
+            # True for the first chunk: backward, of the pass; forward, of the arrays of states.
             with b.when(shared["begin"].eq(0 if self.backward else shared["origin"])):
                 b.call("write_first", call)
             with b.when(shared["count"] > 0):
@@ -136,7 +136,7 @@ class Door:
 
     @contextmanager
     def _directions(self, b: Builder) -> Iterator[Direction]:
-        """A loop over directions."""
+        """Loops over the directions."""
         shared = self._shared(b)
         with b.loop(0, shared["directions"]) as d:
             at = d * len(self.names.each) + len(self.names.shared)
@@ -144,7 +144,7 @@ class Door:
 
     # ---- memory ----------------------------------------------------------------------------------
     def _print_needs(self) -> None:
-        """Prints ``needs``: the bytes of the call's memory."""
+        """Adds ``needs``, which writes how much memory and how many threads the call takes."""
         shared = self._shared(self.module.function("needs", "ptr call"))
         shared["scratch_bytes"] = self._memory(shared).end
         shared["packed_bytes"] = shared["directions"] * self._packed_bytes(shared)
@@ -165,7 +165,7 @@ class Door:
         return Memory(packing, zeros, work, workspace, end)
 
     def _packed_bytes(self, shared: Entries) -> Value:
-        """Bytes of a direction's packed weights, with the input that the kernel multiplies."""
+        """The bytes of a direction's packed weights, with input weights that the kernel uses."""
         b = shared.b
         fixed = b.value(sum(align(m.packed_elements * self.size) for m in self.matmuls))
         if self.projecting is None:
@@ -176,7 +176,7 @@ class Door:
 
     # ---- what the door calls ---------------------------------------------------------------------
     def _print_packing(self) -> None:
-        """Packs all weights of all directions, by the tables that ``lay_out`` filled."""
+        """Adds ``pack_all``: packs the weights of all directions from the tables of ``lay_out``."""
         b = self.module.private("pack_all", "ptr base, i64 part, i64 parts")
         base, part, parts = b.args
         directions = b.load(base, "i64")
@@ -192,7 +192,7 @@ class Door:
                     b.call(f"pack{number}", table, part, parts)
 
     def _print_copy(self, number: str) -> None:
-        """Copies rows of numbers from one array to another; fills rows with a value."""
+        """Adds functions that copy rows of numbers between arrays, and fill rows with a value."""
         real = number if number == self.layout.real else integer_of(number)
         params = "ptr to, i64 to_row, ptr source, i64 row, i64 column, i64 rows, i64 width"
         b = self.module.private(f"copy_rows_{number}", params)
@@ -217,8 +217,8 @@ class Door:
     def _copy_or_fill(
         self, of: Direction, to: Value, to_row: Value | int, name: str, entry: str, value: float
     ) -> None:
-        """Copies an entry of the call, rows and columns of any strides, to rows of the array
-        ``name``; fills these with a value where the entry is not there.
+        """Copies an array of the call, with any strides of rows and columns, to rows of the array
+        ``name``. Fills the rows with ``value`` if the call does not have the array.
         """
         b, each, array = of.each.b, of.each, self.arrays[name]
         number, size = array.number.llvm, (of.shared["batch"], array.width)
@@ -233,7 +233,7 @@ class Door:
 
     # ---- where the arrays of a direction begin ---------------------------------------------------
     def _print_layout(self) -> None:
-        """Fills the tables of the kernel and of packing, from the table of the call."""
+        """Adds ``lay_out``, which fills the tables of the kernel and of packing from the call's."""
         b = self.module.private("lay_out", "ptr call")
         shared = self._shared(b)
         self._threads(shared)
@@ -267,7 +267,7 @@ class Door:
         if layout.row_wise:
             shared["units_split"] = 0
             return
-        # Under a mask with many holes a typical step has few rows, and many steps have fewer still.
+        # Under a sparse mask, a typical step takes few rows, and many steps take even fewer.
         rows = b.select(shared["sparse"].ne(0), rows // 4, rows)
         far = FEW_TILED_ROWS if layout.tiled else FEW_ROWS
         few = b.select(packed <= NEAR_CACHE, HARDLY_ANY_ROWS, far)
@@ -296,14 +296,14 @@ class Door:
         self._lay_out_packing(of, table, b.gep(base, memory.packing + d * self.packing_bytes, "i8"))
 
     def _lay_out_arrays(self, of: Direction, table: Entries) -> None:
-        """Says which steps the kernel takes, and where its arrays begin at the first of them."""
+        """Sets the steps that the kernel takes, and where its arrays begin at the first of them."""
         (shared, each, _), b, reverse = of, of.each.b, of.reverse
         begin, count, steps = shared["begin"], shared["count"], shared["steps"]
         # The backward pass runs against each direction.
         back = reverse ^ 1 if self.backward else reverse
         backwards, sign = back.ne(0), 1 - (back << 1)
         time = b.select(backwards, steps - begin - 1, begin)
-        # The time that arrays of states and saved values begin at.
+        # The time step at which the arrays of states and saved values begin.
         origin = shared["origin"]
         origin = b.select(reverse.eq(0), origin, steps - (origin + shared["span"]))
         kept = time - origin
@@ -319,7 +319,7 @@ class Door:
             if array.begins != "states":
                 index = first[array.begins]
             elif self.backward:
-                # Slot t is read before step t and, one step of the direction on, after it.
+                # Slot t has the state before step t; if reversed, slot t + 1 (t + 2 if beside).
                 index = kept + (reverse << int(array.beside))
             else:
                 index, way, table[f"{name} turns"] = self._slot(of, name, begin)
@@ -329,8 +329,8 @@ class Door:
                 table[f"{name} next"] = step * (0 - sign)
 
     def _begin(self, of: Direction, name: str, index: Value) -> tuple[Value, Value, Value]:
-        """The address of a direction's rows of an array at an index along time, and the strides
-        from step to step and from row to row.
+        """Returns the address of one direction's rows of an array at an index along time, and the
+        strides between steps and between rows.
         """
         (shared, each, d), b, array = of, of.each.b, self.arrays[name]
         source, width = shared if array.whole else each, array.width
@@ -346,14 +346,14 @@ class Door:
         return b.select(address.ne(0), at, 0), step, row
 
     def _slot(self, of: Direction, name: str, done: Value) -> tuple[Value, Value, Value]:
-        """The slot in which a forward pass has a state after ``done`` steps, which way the slots
-        go, and whether there are but two.
+        """Returns the slot of a state after ``done`` steps of a forward pass, the increment to the
+        next slot (1 or -1), and whether there are only two slots.
         """
         shared, b, reverse = of.shared, of.shared.b, of.reverse
         whole = (shared["whole"] >> self.sequences.index(name) & 1).ne(0)
         slot = done - shared["origin"]
-        # What a reversed direction begins with has a slot of its own where directions lie beside
-        # one another.
+        # If directions lie side by side, the initial state of a reversed direction has a slot of
+        # its own.
         from_end = shared["span"] - slot + int(self.arrays[name].beside)
         turn = slot & 1
         slot = b.select(whole, b.select(reverse.ne(0), from_end, slot), turn)
@@ -366,7 +366,7 @@ class Door:
         return of.each.b.inttoptr(at, "ptr"), row
 
     def _lay_out_input(self, shared: Entries, table: Entries, zeros: Value) -> None:
-        """Gives a kernel that multiplies the input a row of zeros in place of gates."""
+        """Replaces the gates by a row of zeros if the kernel multiplies the input."""
         b = shared.b
         inputs = table["inputs"] = shared["inputs"]
         with b.when(inputs.ne(0)):
@@ -381,16 +381,16 @@ class Door:
         table["input_block"] = whole_chunks(block, g.chunk)
 
     def _lay_out_packing(self, of: Direction, table: Entries, tables: Value) -> None:
-        """Fills the tables of packing, and says where the packed weights are."""
+        """Fills the tables of packing, and sets the addresses of the packed weights."""
         (shared, each, d), b, inputs = of, of.each.b, of.shared["inputs"]
         input_bias: Value | int = 0
         if not self.backward:
-            # Sums of the input that have a place of their own begin with its biases.
+            # Input sums that are kept apart begin with bias_ih; the recurrent sums then omit it.
             input_bias = each["bias_ih"]
             if self.layout.apart:
                 input_bias = b.select(inputs.ne(0), 0, input_bias)
-        # The entry of the packed weights, the weight, its bias, the length of the sum, and whether
-        # it is packed.
+        # For each matmul the names of the packed weights, the weight and its bias, the length of
+        # the sum, and whether the weight is packed.
         there = shared["packed"].ne(0)
         rows: list[tuple[str, str, str, Value | int, Value]] = [
             (m.linear.name, m.linear.weight, m.linear.bias_name, m.parts * m.numbers, there)
@@ -401,8 +401,8 @@ class Door:
             rows.append(("input", "weight_ih", bias, inputs, inputs.ne(0)))
         at = shared["packed"] + d * self._packed_bytes(shared)
         sizes = [align(m.packed_elements * self.size) for m in self.matmuls]
-        for number, (entry, weight, bias, inner, given) in enumerate(rows):
-            packed = table[f"packed {entry}"] = b.select(given, at + sum(sizes[:number]), 0)
+        for number, (entry, weight, bias, inner, is_packed) in enumerate(rows):
+            packed = table[f"packed {entry}"] = b.select(is_packed, at + sum(sizes[:number]), 0)
             packing = Entries(b, b.gep(tables, number * PACKING_BYTES, "i8"), PACKING)
             packing.set(
                 source=each[weight], heads=each[f"{weight} heads"], rows=each[f"{weight} rows"],
@@ -421,7 +421,7 @@ class Door:
                 self._copy_or_fill(of, to, row, name, f"state {state.name}", state.initial)
 
     def _print_final_states(self) -> None:
-        """Copies the states after the last step of the call to where they are asked for."""
+        """Adds ``write_final``: copies the states after the call's last step to the caller."""
         b = self.module.private("write_final", "ptr call")
         with self._directions(b) as of:
             shared, each, _ = of
@@ -436,7 +436,7 @@ class Door:
                     )  # fmt: skip
 
     def _print_first_gradients(self) -> None:
-        """Writes the first values of gradients that add up over time."""
+        """Adds ``write_first``: writes the initial values of gradients that add up over time."""
         b = self.module.private("write_first", "ptr call")
         with self._directions(b) as of:
             shared, each, _ = of
@@ -455,7 +455,7 @@ class Door:
 
 
 def _yields(shared: Entries) -> Value:
-    """The address of the function that offers the core to others; 0 without a gang."""
+    """Returns the address of the function that yields the core to others; 0 without a gang."""
     b = shared.b
     address = b.variable(b.value(0))
     with b.when(shared["gang"].ne(0)):

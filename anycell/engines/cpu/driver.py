@@ -1,26 +1,26 @@
 """Prints the driver: the native function that runs a whole pass of a layer.
 
-    for each segment of time, one without checkpoints
-        backward, with checkpoints: its states once more, by a driver of the forward pass
+    for each segment of time steps (without checkpoints, a single one)
+        backward, with checkpoints: its states again, by chunks of the forward pass
         for each chunk of the segment
             products: the input projection
             the door of the kernel: the steps
             products: gradients of weights and of the input
 
 The backward pass takes segments and chunks from the last to the first. A pass is a table of 64-bit
-numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``. Passes of one form differ in addresses
-alone. So a call gives the template of such tables, and the addresses that go into them.
+numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``. Passes of one form differ only in their
+addresses. So a call has a template of the tables, and the addresses to fill in.
 
     void play(const int64_t *call)    fills in the addresses and runs the pass
-    void run(int64_t *pass)           runs the pass of a table that has them
+    void run(int64_t *pass)           runs a pass whose table has its addresses
     void room(int64_t *pass)          writes scratch_bytes
 
-``next`` chains passes: those of a stack of layers are one call.
+``next`` chains passes: a stack of layers is a single call.
 
-A product reads and writes arrays along time. An operand begins at its address and so many bytes
-further on for each step before the chunk: ``time`` for steps of the sequence, ``window`` for steps
-of the segment at hand, with which arrays of states begin. Steps are counted along the arrays, also
-where a direction is reversed.
+A product reads and writes arrays along time. In a chunk, an operand begins at its address plus
+``time`` bytes for each step of the sequence before the chunk, plus ``window`` bytes for each step
+of the current segment before the chunk: arrays of states begin with the segment. Steps are counted
+in the order of the arrays, even if a direction is reversed.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
 from anycell.plan import DTYPES, Dtype
 
-# ``call`` is the table of the door, and ``begin`` to ``span`` are places in it. ``first`` and
-# ``last`` say in the order of the forward pass which steps to run. ``again`` is the pass that
-# computes the states of a segment, or 0; ``next`` the pass that runs when this one is through, or
-# 0; ``blas`` the address of a Fortran sgemm or dgemm.
+# ``call`` is the door's table; ``begin`` to ``span`` are places in that table. ``first`` and
+# ``last`` bound the steps to run, in the order of the forward pass. ``again`` is the pass that
+# computes the states of a segment again, or 0. ``next`` is the pass to run after this pass, or 0.
+# ``blas`` is the address of a Fortran sgemm or dgemm.
 PASS = (
     "door call begin count pack origin span backward steps batch first last chunk segment again "
     "next moves before after gang threads least_work blas scratch scratch_bytes"
 ).split()
-# A call: a form, memory for the tables, and behind these its addresses.
+# A call: its form, memory for the tables, and then its addresses.
 CALL = "form table".split()
-# A form: the template, and how many numbers that has; rows of ``PLACE``, and how many; where in the
-# template the first pass begins.
+# A form: the template, and its length in numbers; the rows of ``PLACE``, and their count; the place
+# in the template where the first pass begins.
 FORM = "template length places count first".split()
-# The number ``at`` a place of the tables is the call's address of this number, plus an offset.
+# Number ``at`` of the tables becomes the call's address number ``address``, plus ``offset``.
 PLACE = "at address offset".split()
-# Before segment n the address ``place`` gets ``base + n * step``. In a forward pass the door then
-# writes the states before the segment there, as if they were final ones, and ``place`` gets
-# ``rest``.
+# Before segment n, ``base + n * step`` is stored at the address ``place``. In a forward pass, the
+# door then writes the states before the segment to that memory, as if they were final states, and
+# ``rest`` is stored at ``place``.
 MOVE = "place base step rest".split()
 _KEPT = gemm.ENTRIES[: gemm.ENTRIES.index("add") + 1]
-# The entries of a matmul; ``along``, which of its sizes counts the rows of the chunk (0 rows, 2
-# inner); whether the direction is reversed; and ``sums``, the ``add`` of all chunks but the first.
+# The entries of a matmul; ``along``, the size that counts the rows of the chunk (0 rows, 2 inner);
+# ``reverse``, if the direction is reversed; ``sums``, the ``add`` of all chunks but the first.
 PRODUCT = [
     *_KEPT, "scales", "kind", "along", "reverse", "sums",
     *(f"{operand}_{axis}" for operand in "abc" for axis in ("time", "window")),
 ]  # fmt: skip
-# The kinds of products: our matmul; that of ``blas``; ours without packing, for few rows; the sum
-# of the rows of ``a``; and a dense copy of these rows, whose steps may be any stride apart, with
-# zeros in place of those under the mask ``b``.
+# The kinds of products: our matmul; the matmul of ``blas``; our matmul without packing, for few
+# rows; the sum of the rows of ``a``; and a dense copy of the rows of ``a``, which may have any
+# stride between steps, with zeros in place of rows whose mask in ``b`` is 0.
 KINDS = OURS, BLAS, FEW, SUM, GATHER = range(5)
 
 _TABLE = align(8 * len(gemm.ENTRIES))
-BLOCK = 4  # vectors, or columns, that are added up side by side
+BLOCK = 4  # vectors or columns that are added up side by side
 SUMMED = 64  # rows that are added up before their sum is added to a total: this loses fewer digits
 
 
@@ -84,7 +84,7 @@ class Driver:
         self.blas = not (matmul.narrow or matmul.quantized)
 
     def print(self) -> None:
-        """Adds ``play``, ``run``, ``room`` and what they call."""
+        """Adds ``play``, ``run``, ``room`` and the functions that they call."""
         self._sum()
         self._gather()
         if not self.matmul.quantized:
@@ -201,7 +201,7 @@ class Driver:
         with b.when(kind.eq(SUM)):
             b.call("gang", gang, Value("@sum_rows", "ptr"), scratch, threads)
         with b.when(kind.eq(GATHER)):
-            # What a gather does not need as a stride says how many rows a step has.
+            # A gather has no sum: ``inner`` tells it how many rows a step has.
             one["inner"], one["c_rows"] = table["batch"], row["c_rows"]
             b.call("gang", gang, Value("@gather", "ptr"), scratch, threads)
         if not self.matmul.quantized:
@@ -213,7 +213,7 @@ class Driver:
         row["add"] = row["add"] | row["sums"]
 
     def _sum(self) -> None:
-        """Adds up rows of A, or adds them to C; threads share the columns."""
+        """Writes the sum of the rows of A to C, or adds it to C; threads share the columns."""
         b, one, first, last = self._part("sum_rows", "columns", self.matmul.lanes)
         add, end = one["add"].ne(0), b.smin(one["columns"], last * b.lanes)
         with b.loop(first, last, BLOCK) as block:
@@ -238,7 +238,7 @@ class Driver:
                 b.store_first(total.value, place, count)
 
     def _gather(self) -> None:
-        """Copies rows of the input, zeros for those under a mask; threads share the rows."""
+        """Copies rows of the input, with zeros for masked rows; threads share the rows."""
         b, one, first, last = self._part("gather", "rows")
         batch, columns, mask = one["inner"], one["columns"], one["b"]
         element = f"i{8 * self.bytes}"
@@ -259,23 +259,23 @@ class Driver:
 
     def _few(self) -> None:
         """Multiplies few dense rows of A by B, which is read once and not packed; threads share the
-        columns. The order of a sum is another one than that of the matmul.
+        columns. Sums are taken in another order than in the matmul.
         """
         b, one, first, last = self._part("few_rows", "columns")
         a, inner, into, adds = one.pointer("a"), one["inner"], one.pointer("c"), one["add"].ne(0)
 
         @contextmanager
         def rows(column: Value) -> Iterator[tuple[Value, Value]]:
-            """A loop over the rows: where one of A begins, and its result at a column of C."""
+            """Loops over rows: yields where a row of A begins, and its result in a column of C."""
             with b.loop(0, one["rows"]) as row:
                 start = b.gep(a, row * one["a_rows"], self.left)
                 yield start, b.gep(into, row * one["c_rows"] + column)
 
         def dots(column: Value, count: int) -> None:
-            """Columns of B that are dense: sums over lanes."""
+            """Multiplies by dense columns of B: the lanes of a vector add up to one result."""
             starts = [b.gep(one.pointer("b"), (column + n) * one["b_columns"], self.right)
                       for n in range(count)]  # fmt: skip
-            later = one["b_columns"] * BLOCK  # columns that are fetched meanwhile
+            later = one["b_columns"] * BLOCK  # distance to the prefetched columns
             with rows(column) as (start, to):
                 sums = [b.variable(0.0, b.vec) for _ in starts]
                 with b.loop(0, inner, b.lanes) as k:
@@ -298,7 +298,7 @@ class Driver:
             with b.loop(whole, last) as column:
                 dots(column, 1)
         with otherwise, b.loop(first, last, BLOCK * b.lanes) as column:
-            # Rows of B that are dense: each number of A times so many of them.
+            # The rows of B are dense: each number of A is multiplied by vectors of a row of B.
             counts = [last - column - n * b.lanes for n in range(BLOCK)]
             masks = list(map(b.lane_mask, counts))
             with rows(column) as (start, to):
@@ -327,8 +327,8 @@ class Driver:
     def _part(
         self, name: str, shared: str, width: int = 1
     ) -> tuple[Builder, Entries, Value, Value]:
-        """A function of the gang: its matmul, and the first and last of the rows or columns that
-        are ``shared``, counted in pieces of a width.
+        """Begins a function of the gang. Returns its builder, its matmul, and the bounds of a part
+        of the ``shared`` rows or columns, counted in pieces of ``width``.
         """
         b = self.module.private(name, "ptr table, i64 part, i64 parts")
         address, part, parts = b.args
@@ -337,7 +337,7 @@ class Driver:
         return b, one, pieces * part // parts, pieces * (part + 1) // parts
 
     def _blas(self) -> None:
-        """Calls a Fortran gemm, whose matrices are column by column: C.T = B.T @ A.T."""
+        """Calls a Fortran gemm, whose matrices are column-major: C.T = B.T @ A.T."""
         b = self.module.private("blas", "ptr blas, ptr table")
         blas, address = b.args
         one = Entries(b, address, gemm.ENTRIES)
@@ -346,7 +346,7 @@ class Driver:
         of_b, of_a = one["b_columns"].eq(1), one["a_inner"].eq(1)
 
         def stride(dense: Value, ways: tuple[str, str], lengths: tuple[Value, Value]) -> Value:
-            # Nobody steps along a single column or row, but BLAS checks the stride.
+            # The stride of a single column or row is never used, but BLAS checks it.
             steps = b.select(dense, *(one[way] for way in ways))
             return b.smax(b.smax(steps, b.select(dense, *lengths)), 1)
 
@@ -381,23 +381,23 @@ class Driver:
 
 
 def _of_door(table: Entries, name: str) -> Value:
-    """The address of an entry of the door's table, for which the pass has its place."""
+    """Returns the address of an entry of the door's table, whose place the pass's table holds."""
     return table.b.gep(table.pointer("call"), table[name], "i64")
 
 
 def _row(b: Builder, rows: Value, number: Value, names: list[str]) -> Entries:
-    """A row of those that begin at an address."""
+    """Returns one of the rows that begin at the address ``rows``."""
     return Entries(b, b.gep(rows, number * len(names), "i64"), names)
 
 
 def _product(table: Entries, number: Value) -> Entries:
-    """A row of ``PRODUCT`` of a pass."""
+    """Returns a ``PRODUCT`` row of a pass."""
     places = table["moves"] * len(MOVE) + len(PASS)
     return _row(table.b, table.b.gep(table.address, places, "i64"), number, PRODUCT)
 
 
 class Functions(NamedTuple):
-    """The compiled functions of one dtype and instruction set, of the address of a table."""
+    """The compiled functions of one dtype and instruction set; each takes a table's address."""
 
     needs: Callable[[int], None]
     gemm: Callable[[int], None]
@@ -408,7 +408,7 @@ class Functions(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def compiled(dtype: str, target: Target) -> Functions:
-    """The matmul and the driver; compiled once per process, kept on disk."""
+    """Returns the matmul and driver functions; compiled once per process, kept on disk."""
     library = jit.compile(*request(DTYPES[dtype], target))
     return Functions(*map(library.function, Functions._fields))
 

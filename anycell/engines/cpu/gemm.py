@@ -1,28 +1,28 @@
 """The matmuls that are parallel in time: ``C = A @ B`` and ``C += A @ B``, large and of any sizes.
 
-One function per instruction set and dtype, beside the ``driver``, which calls it. A call is a table
-of 64-bit numbers, as that of a door.
+There is one function per instruction set and dtype, in one module with the ``driver``, which calls
+it. A call is a table of 64-bit numbers, like a call of a door.
 
     void needs(int64_t *call)    writes scratch_bytes
     void gemm(int64_t *call)     multiplies
 
-B is packed, a *span* of rows and columns of it at a time: panels of a few vectors of columns, cut
-into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where these are few, of
-columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
-Where C has up to ``ROWS`` rows, a piece is some panels, and its thread packs them: they would cost
-more to fetch from another core than to multiply.
-A thread reads the rows of its piece where they lie, and copies them, block by block, where they
-would drive each other or a panel out of the near cache. Where the columns of A are dense, copies
-have the order in which a register block reads them: the first number of each of its rows, then the
-second ones.
-A and B of 16 bits give a C of 32: rows of A are then widened as they are copied, and B is packed in
-pairs, see ``matmul``. A B of integers comes with the scales of its columns, and with an A of
-float32, whose rows are rounded as they are copied.
-While it multiplies, it fetches the panel that comes next.
+B is packed one *span* of its rows and columns at a time: panels of a few vectors of columns, cut
+into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, if these pieces are too few,
+also of columns. Threads take pieces one by one, so a thread that shares its core takes fewer.
+If C has up to ``ROWS`` rows, a piece is some panels, and its thread packs them: fetching them from
+another core would cost more than multiplying them.
+A thread reads the rows of its piece in place. It copies them, block by block, if they would evict
+each other or a panel from the near cache. If the columns of A are dense, copies have the order in
+which a register block reads them: the first number of each of its rows, then the second number of
+each row.
+If A and B have 16 bits, C has 32 bits. Rows of A are widened as they are copied, unless bfloat16 is
+multiplied as it is; B is packed in pairs, see ``matmul``. If B has integers, its columns have
+scales, and A is float32: the rows of A are rounded as they are copied.
+While a thread multiplies by a panel without matrix tiles, it fetches the next panel.
 
-An element of C is the sum over blocks of ``INNER`` numbers, one after the other, each of them a sum
-from its first number to its last. So its bits follow from its row of A and its column of B alone:
-not from threads, nor from the other rows and columns.
+An element of C is a sum of blocks of ``INNER`` numbers in their order; each block is summed from
+its first number to its last. So the bits of an element depend only on its row of A and its column
+of B, not on threads or on other rows and columns.
 """
 
 from __future__ import annotations
@@ -61,30 +61,30 @@ from anycell.engines.cpu.table import Entries, align
 from anycell.plan import LINE, Dtype
 
 INNER = 256  # numbers of a block's sum; whole vectors
-ROWS = 96  # of a piece: enough to read a panel for, few enough to divide the work evenly
-# Rows of A that are a multiple of this many bytes apart share their sets of the near cache; half of
-# it where a panel stays there, while rows come and go.
+ROWS = 96  # of a piece: enough to be worth reading a panel, few enough to divide the work evenly
+# Rows of A that are a multiple of this many bytes apart compete for sets of the near cache. Half as
+# many bytes suffice if a panel stays in this cache while rows come and go.
 CONFLICT = 4 << 10
 # If dense columns of A are at least this many bytes apart, a panel does not stay in the near cache
 # beside them.
 NEAR = 1 << 10
-SPAN_INNER, SPAN_COLUMNS = 8 * INNER, 1024  # of B, packed at a time
-FETCHING = 4  # register blocks of a piece, together, fetch the panel that comes next
-# Rows and columns of A from the one that is copied to the one that is fetched meanwhile.
+SPAN_INNER, SPAN_COLUMNS = 8 * INNER, 1024  # rows and columns of B packed at a time
+FETCHING = 4  # register blocks of a piece that together fetch the next panel
+# How many rows or columns of A prefetching runs ahead of copying.
 ROWS_AHEAD = 4
 COLUMNS_AHEAD = 16
-PIECES = 8  # per thread, where there is the work
-UNROLL = 4  # rows of weights that a whole register block takes in a turn of its loop
+PIECES = 8  # per thread, if there is enough work
+UNROLL = 4  # rows of weights that a full register block takes per iteration of its loop
 
-# Strides count elements. A and B have one of 1 (A from column to column, where B is integers), C is
-# [rows, columns] with a stride of 1 from column to column. ``add`` is 1 for C += A @ B, ``gang`` as
-# in a door's table. ``scratch`` is memory of ``scratch_bytes``, on a cache line.
+# Strides count elements. A and B each have one stride of 1 (A between columns, if B has integers).
+# C is [rows, columns] with a stride of 1 between columns. ``add`` is 1 for C += A @ B; ``gang`` is
+# as in a door's table. ``scratch`` is memory of ``scratch_bytes`` bytes, on a cache line.
 ENTRIES = (
     "rows columns inner a a_rows a_inner b b_inner b_columns c c_rows add threads gang scales "
     "scratch scratch_bytes"
 ).split()
-# Scratch memory begins with the address of the call's table and the span at hand; on a line of its
-# own it has how many pieces of the span are taken.
+# Scratch memory begins with the address of the call's table and the current span. The number of
+# pieces of the span that are taken follows on a cache line of its own.
 SPAN = ["call", "column", "columns", "k", "inner", "add"]
 COUNTER = align(8 * len(SPAN))
 HEADER = COUNTER + LINE
@@ -95,8 +95,8 @@ class Gemm:
 
     Args:
         target: the instruction set.
-        types: A and B consist of what it stores, or of its operands where these are integers (B
-            alone), C of what it adds their products up in.
+        types: the dtype: A has its storage type, B its type of weights, and C the type in which it
+            adds up products.
     """
 
     def __init__(self, target: Target, types: Dtype) -> None:
@@ -107,7 +107,7 @@ class Gemm:
         self.narrow, self.quantized = self.operands.llvm != real, types.quantized
         self.left, self.right = types.storage, types.weights  # of A, of B
         self.packs = self.size // self.operands.bytes
-        # Packed rows of a block of a panel; those of integers come after scales and offsets.
+        # Packed rows of a block of a panel; integers come after a row of scales and one of offsets.
         self.header = 2 * self.quantized
         self.packed_rows = self.header + INNER // self.packs
         # The geometry of a wide matmul with one result per unit.
@@ -121,20 +121,20 @@ class Gemm:
         if self.tiled:
             self.rows = tiles.ROWS
         self.width = self.vectors * self.lanes
-        # Memory of a thread: a panel, a block of copied rows (copying writes whole vectors of
-        # them), another one for rows that are transposed before they are staged, and results of a
-        # register block that C has a part of.
+        # Memory of a thread: a block of a panel; a block of copied rows (copying writes whole
+        # vectors of rows); another block if rows are transposed before they are staged; and the
+        # results of a register block of which C has only a part.
         copied = ROW_HEADER + INNER // self.packs if self.quantized else INNER
-        self.row = copied + LINE // self.size  # or all rows would share a few lines of the cache
+        self.row = copied + LINE // self.size  # or all rows would share a few sets of the cache
         self.copied_block = INNER * self.rows + LINE // self.size  # of the rows of a register block
         blocks = -(-ROWS // self.rows) * self.copied_block
         self.copied = align(max((ROWS + self.lanes) * self.row, blocks) * self.size)
         self.staged = geometry.rounded and not self.quantized
-        # For each kind of register block, whether its rows are dense, or else its columns.
+        # The kinds of register blocks: True if the rows of A are dense, False if its columns are.
         self.kinds = [True] if self.quantized or self.staged else [True, False]
         if self.staged:
             self.copied *= 2
-        self.panel = self.packed_rows * self.width * self.size  # bytes of a block of it
+        self.panel = self.packed_rows * self.width * self.size  # bytes of a block of a panel
         self.thread_bytes = self.panel + self.copied + align(self.rows * self.width * self.size)
 
     def print(self) -> None:
@@ -145,7 +145,7 @@ class Gemm:
             print_quantizing(self.module)
         else:
             print_staging(self.module, self.left.llvm, self.geometry, self.operands.llvm)
-        if self.staged:  # rows whose columns are dense are transposed, and staged then
+        if self.staged:  # rows of an A with dense columns are transposed, then staged
             plain = Geometry(0, 0, 0, self.lanes, self.module.target.registers)
             print_pack_block(self.module, plain, self.left.llvm, self.real, name="widen_block")
             if self.left.llvm != self.real:
@@ -171,7 +171,7 @@ class Gemm:
         """c[rows, vectors] (+)= a[rows, :count] @ panel[:count, vectors].
 
         Args:
-            dense: rows of ``a`` are, or else columns.
+            dense: whether the rows of ``a`` are dense; otherwise its columns are.
         """
         b = self.module.private(
             self._name(rows, vectors, dense),
@@ -218,7 +218,7 @@ class Gemm:
         left, bounds = (a, a_rows * self.size), (b.value(0), count)
         weights = b.gep(panel, self.header * self.width), b.value(self.width * self.size)
         places = [b.gep(c, n * b.lanes) for n in range(vectors)]
-        if not self.quantized:  # sums begin with what is there, or with zeros
+        if not self.quantized:  # sums begin with the numbers of C, or with zeros
             zeros, stride = b.module.table([0] * b.lanes, "i32"), c_rows * self.size
             apart = b.select(adds, stride, 0)
             begin = [(b.select(adds, at, zeros), apart) for at in places]
@@ -249,7 +249,7 @@ class Gemm:
                 b.store_first(b.load(here), there, left)
 
     def _panel(self) -> None:
-        """Multiplies all rows of a piece by one block of columns of a panel."""
+        """Multiplies all rows of a piece by one block of a panel."""
         b = self.module.private(
             "panel",
             "ptr panel, ptr a, i64 a_blocks, i64 a_rows, i64 a_inner, ptr c, i64 c_rows, i64 rows, "
@@ -259,7 +259,7 @@ class Gemm:
         vectors = _parts(columns, b.lanes)
         with b.loop(0, rows, self.rows) as first:
             left = b.smin(rows - first, self.rows)
-            # The first register blocks fetch the next panel, a part each.
+            # Each of the first register blocks fetches a part of the next panel.
             block, part = first // self.rows, self.width * self.size // FETCHING
             at, into = b.gep(a, block * a_blocks), b.gep(c, first * c_rows)
             early = block < FETCHING
@@ -278,7 +278,7 @@ class Gemm:
                         apart = a_rows if kind else a_inner
                         b.call(self._name(n, vectors, kind), panel, at, apart, *operands)
 
-            # A register block writes whole vectors; with matrix tiles, 16 rows of reals.
+            # A register block writes whole vectors; matrix tiles of reals also write 16 rows.
             whole = columns.eq(self.width)
             if self.tiled and not self.quantized:
                 whole &= left.eq(tiles.ROWS)
@@ -294,7 +294,7 @@ class Gemm:
 
     # ---- what threads take -----------------------------------------------------------------------
     def _part(self, name: str) -> tuple[Builder, Value, Entries, Entries, Value]:
-        """A function of the gang: its scratch memory, the call, the span, and its part."""
+        """Begins a function of the gang. Returns its builder, scratch memory, call, span, part."""
         b = self.module.private(name, "ptr scratch, i64 part, i64 parts")
         scratch, part, _ = b.args
         span = Entries(b, scratch, SPAN)
@@ -302,7 +302,7 @@ class Gemm:
 
     @contextmanager
     def _pieces(self, b: Builder, scratch: Value, count: Value) -> Iterator[Value]:
-        """A loop over pieces of the span, those that no other thread has taken."""
+        """Loops over those pieces of the span that no other thread has taken."""
         with b.repeat() as again:
             piece = b.atomic_add(b.gep(scratch, COUNTER, "i8"), 1)
             more = piece < count
@@ -312,12 +312,12 @@ class Gemm:
 
     def _cut(self, b: Builder, columns: Value, inner: Value) -> tuple[Value, Value]:
         """Counts the panels of a span, and the blocks of a panel."""
-        # Where a sum has no numbers its scales and offsets are read all the same.
+        # Scales and offsets are read even if the sum has no numbers.
         blocks = b.smax(_parts(inner, INNER), 1)
         return _parts(columns, self.width), blocks
 
     def _block(self, b: Builder, scratch: Value, number: Value) -> Value:
-        """The place where a block of a panel is packed: first the first blocks of all panels."""
+        """Returns where a block of a panel is packed: the first blocks of all panels come first."""
         numbers = number * (self.packed_rows * self.width)
         return b.gep(b.gep(scratch, HEADER, "i8"), numbers)
 
@@ -331,7 +331,7 @@ class Gemm:
             b.call("pack_panel", scratch, number % panels, k, into)
 
     def _pack_panel(self) -> None:
-        """Packs the numbers of a panel from number k of their sums on."""
+        """Packs a block of a panel, which begins at row ``k`` of the span."""
         b = self.module.private("pack_panel", "ptr scratch, i64 panel, i64 k, ptr into")
         scratch, panel, k, into = b.args
         span = Entries(b, scratch, SPAN)
@@ -355,10 +355,10 @@ class Gemm:
                     b.store(offsets, b.gep(into, self.width + v * self.lanes))
 
     def _multiply(self) -> None:
-        """Multiplies rows of A with the span of B; a piece is rows of C and some of its panels."""
+        """Multiplies rows of A by the span of B; a piece is some rows of C and some panels."""
         b, scratch, call, span, part = self._part("multiply")
         panels, blocks = self._cut(b, span["columns"], span["inner"])
-        # Where pieces would be few, they have fewer rows, and then fewer columns too.
+        # If pieces would be too few, they get fewer rows, and then also fewer columns.
         wanted = call["threads"] * PIECES
         alone = call["rows"] <= ROWS
         few = (call["rows"] < wanted * ROWS) & ~alone
@@ -405,8 +405,8 @@ class Gemm:
         self, b: Builder, call: Entries, source: Value, space: Value, height: Value, count: Value,
         rest: Value,
     ) -> tuple[Value, ...]:  # fmt: skip
-        """A block of rows of A, copied or in place: its address, and how far it is to the next
-        register block, row and number of a row. A has ``rest`` rows from there on.
+        """Returns the address of a block of rows of A, copied or in place, and the strides to the
+        next register block, row and number of a row. A has ``rest`` rows from the block on.
         """
         a_rows, a_inner, number = call["a_rows"], call["a_inner"], self.left.llvm
         row, one = b.value(self.row), b.value(1)
@@ -441,7 +441,7 @@ class Gemm:
         with otherwise:
             if self.staged:
                 transposed = b.gep(space, self.copied // 2, "i8")
-                # Lanes are numbers of the sum: those of a row come to lie side by side.
+                # Lanes are numbers of the sum, so the numbers of a row become contiguous.
                 with b.loop(0, count, self.lanes) as n:
                     start, to = b.gep(source, n * a_inner, number), b.gep(transposed, n)
                     strides = a_inner, a_rows
@@ -458,8 +458,8 @@ class Gemm:
         return tuple(variable.value for variable in left)
 
     def _interleave(self) -> None:
-        """Copies a block of A whose columns are dense: for each register block the first number of
-        each of its rows, then the second ones. A has ``rest`` rows from the first one on.
+        """Copies a block of A with dense columns: for each register block the first number of each
+        row, then the second number of each row. A has ``rest`` rows from the block on.
         """
         params = "ptr source, i64 a_inner, ptr to, i64 rows, i64 count, i64 rest"
         b = self.module.private("interleave", params)
@@ -467,7 +467,7 @@ class Gemm:
         number = self.left.llvm
         with b.loop(0, whole_chunks(count, self.geometry.chunk)) as k:
             start, into = b.gep(source, k * a_inner, number), b.gep(to, k * self.rows)
-            there = b.select(k < count, rest, 0)  # zeros behind the last numbers
+            there = b.select(k < count, rest, 0)  # zeros after the last numbers
             with b.loop(0, _parts(rows, self.rows)) as block:
                 for n in range(0, self.rows, self.lanes):
                     first = block * self.rows + n
@@ -479,7 +479,7 @@ class Gemm:
                         numbers.value = widen(b, whole, number)
                     with otherwise:
                         numbers.value = masked_numbers(b, at, b.lane_mask(left), number)
-                    # The next numbers overwrite the lanes beyond the rows, or nobody reads them.
+                    # Lanes beyond the rows are overwritten by the next numbers, or never read.
                     b.store(numbers.value, b.gep(into, block * self.copied_block + n))
 
     # ---- the call --------------------------------------------------------------------------------
@@ -516,7 +516,7 @@ class Gemm:
 
 
 def _write(b: Builder, adds: Value, results: Iterable[Variable], sums: Iterable[Variable]) -> None:
-    """Writes or adds sums to results."""
+    """Writes sums to results, or adds them."""
     pairs = list(zip(results, sums, strict=True))
     with b.when(adds):
         for result, total in pairs:
@@ -526,5 +526,5 @@ def _write(b: Builder, adds: Value, results: Iterable[Variable], sums: Iterable[
 
 
 def _parts(count: Value, size: Value | int) -> Value:
-    """Counts the parts of ``size`` elements that a length has; the last may be smaller."""
+    """Counts the parts of ``size`` elements in ``count``; the last part may be smaller."""
     return (count + size - 1) // size

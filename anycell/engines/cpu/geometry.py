@@ -14,10 +14,10 @@ from anycell.plan import Dtype, Plan
 
 INPUT = -1  # in place of the number of a state
 QUANTIZED = 4  # weights of 8 bits that share a lane of 32
-# Rows before the weights of a packed tile: biases; of integers also the scales of the columns, and
-# what their sums begin with.
+# Rows before the weights of a packed tile: biases; for integers also the scales of the columns, and
+# the initial values of their sums.
 BIASES, SCALES, OFFSETS = range(3)
-ROW_HEADER = 16  # numbers before the integers of a row: their scale, and what they are divided by
+ROW_HEADER = 16  # numbers before the integers of a row: the first two are the scale and its inverse
 L1_WEIGHTS = 32 << 10  # bytes of a block of packed weights that stays in the first-level cache
 
 
@@ -25,10 +25,10 @@ L1_WEIGHTS = 32 << 10  # bytes of a block of packed weights that stays in the fi
 class Geometry:
     """The cut of a matmul with ``outputs`` results per unit, and of the element-wise work after it.
 
-    A tile has ``unroll`` vectors of units, each with all its outputs: ``columns`` vectors. The
-    register block takes ``groups`` of columns in turn, with as many rows as the registers hold. The
-    element-wise work goes over ``width`` vectors at once, two independent chains of operations
-    where one would wait for itself, and over whole ``span``s of tiles.
+    A tile has ``unroll`` vectors of units, each with all its outputs: ``columns`` vectors. Register
+    blocks take ``groups`` of columns in turn, with as many rows as the registers hold. The
+    element-wise work takes ``width`` vectors at once, since two independent chains of operations
+    hide each other's latency, and whole ``span``s of tiles.
     """
 
     units: int
@@ -38,19 +38,19 @@ class Geometry:
     registers: int
     packs: int = 1  # numbers of the sum whose weights share a lane: two of 16 bits, four of 8
     header: int = 1  # rows of a packed tile before the weights: biases, of integers more
-    chunk: int = 1  # a sum is padded with zeros to a multiple of so many numbers
+    chunk: int = 1  # a sum is padded with zeros to a multiple of this many numbers
     tiled: bool = False  # whether matrix tiles multiply
     paired: bool = False  # whether one instruction adds two products of bfloat16, see ``isa``
     pieces: int = 1  # numbers of bfloat16 whose sum stands for a number of float32
 
     @property
     def quantized(self) -> bool:
-        """Whether it multiplies integers of 8 bits."""
+        """Whether the matmul multiplies integers of 8 bits."""
         return self.packs == QUANTIZED
 
     @property
     def rounded(self) -> bool:
-        """Whether rows and weights are bfloat16 when they are multiplied, not widened before."""
+        """Whether rows and weights are multiplied as bfloat16, not widened; unused for integers."""
         return self.tiled or self.paired
 
     @property
@@ -65,7 +65,7 @@ class Geometry:
         def cost(unroll: int) -> float:
             rows, n = self.block_rows(unroll * self.outputs), unroll * self.outputs
             padded = -(-self.vectors // unroll) * unroll
-            # A cycle has two multiply-adds and two loads: what a register block needs more of.
+            # A cycle has two multiply-adds and two loads: whichever a register block needs more of.
             return padded / unroll * max(n * rows, n + rows) / rows
 
         widest = 4 // max(self.outputs, 1) if self.registers == 32 else 2
@@ -93,32 +93,32 @@ class Geometry:
         return -(-self.vectors // self.span)
 
     def groups(self, stride: int) -> tuple[tuple[int, ...], ...]:
-        """Per register block the places of its columns, in vectors, among the results of a row.
+        """Returns the places of each register block's columns, in vectors, in a row of results.
 
-        Columns of a tile are ordered by output, then by vector of units, as equal in number as can
-        be; results of one output lie ``stride`` vectors from those of the next.
+        Columns of a tile are ordered by output, then by vector of units; register blocks have
+        nearly equal numbers of columns. Results of successive outputs lie ``stride`` vectors apart.
         """
         places = [n * stride + v for n in range(self.outputs) for v in range(self.unroll)]
         return tuple(tuple(places[begin:end]) for begin, end in self.cuts)
 
     @functools.cached_property
     def cuts(self) -> tuple[tuple[int, int], ...]:
-        """Per register block its first column, and the one behind its last. A packed tile has the
-        header and the weights of one, then those of the next: each is read from end to end.
+        """The first column of each register block, and the column after its last. A packed tile has
+        the header and weights of one block after the other, so each block is read sequentially.
         """
         widest = 4 if self.registers == 32 else 3 if self.columns == 3 else 2
         count = -(-self.columns // widest) or 1
         return tuple(itertools.pairwise(i * self.columns // count for i in range(count + 1)))
 
     def block_rows(self, columns: int) -> int:
-        """Rows of a register block: all registers but for the weights and one for the operand."""
-        most = 10 if columns == 1 else 7  # more would hide no more latency, and compile longer
+        """Rows of a register block: sums fill the registers that weights and an operand leave."""
+        most = 10 if columns == 1 else 7  # more rows hide no more latency, but compile longer
         return max(1, min(most, (self.registers - columns - 1) // columns))
 
     @property
     def inner_padded(self) -> int:
-        """Rows of a packed tile behind its header; packing writes whole vectors, and in a backward
-        pass those of the last output begin at any row.
+        """Rows of a packed tile after its header. Packing writes whole vectors of rows; backward,
+        the vectors of the last output may begin at any row.
         """
         return -(-self.inner // self.packs) + self.lanes - 1
 
@@ -137,7 +137,7 @@ class Geometry:
         return L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)
 
     def inner_block(self, itemsize: int) -> int:
-        """The length of a part of the sum, for weights of this size. A sum of integers is one."""
+        """The length of a part of the sum, for weights of this size; integers have one part."""
         if self.quantized:
             return self.inner
         blocks = max(1, round(self.inner / self.near_rows(itemsize)))
@@ -149,10 +149,10 @@ class Matmul:
     """One matmul of a step, or in the backward pass its transpose.
 
     Attributes:
-        linear, number: of the cell, and which of its matmuls.
+        linear, number: the matmul of the cell, and its number.
         geometry: of one head.
-        state: forward the state that is its operand, backward the one whose gradient its result
-            adds to; INPUT for the input's matmul, None for a matmul inside the step.
+        state: forward the state that is the operand, backward the state to whose gradient the
+            result adds; INPUT for the input's matmul, None for a matmul inside the step.
         units, inner: of all heads together.
     """
 
@@ -170,17 +170,17 @@ class Matmul:
 
     @property
     def parts(self) -> int:
-        """Arrays side by side that a row of the operand consists of: backward one per output."""
+        """Counts the arrays side by side in a row of the operand: backward one per output."""
         return len(self.linear.outputs) if self.backward else 1
 
     @property
     def numbers(self) -> int:
-        """Numbers of a head in one of these parts."""
+        """Numbers of a head in one part of a row of the operand."""
         return self.inner // (self.parts * self.linear.heads)
 
     @property
     def stretch(self) -> int:
-        """Numbers of the sum from one part to the next in the packed weights of a head."""
+        """Distance between parts in the packed weights of a head, in numbers of the sum."""
         return whole(self.numbers, self.geometry.chunk)
 
     @property
@@ -192,7 +192,7 @@ class Matmul:
 
     @property
     def staged_row(self) -> int:
-        """Numbers from one such row to the next: whole vectors, and no large power of two."""
+        """Stride between staged rows, in numbers: whole vectors, and no multiple of 256."""
         g, count = self.geometry, self.linear.heads * self.geometry.inner
         if g.quantized:
             count = ROW_HEADER + count // g.packs
@@ -201,14 +201,14 @@ class Matmul:
 
     @property
     def segments(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Parts of the sum: from where to where in the packed weights, where in the operand, and
-        how much further there for each head.
+        """Parts of the sum: their begin and end in the packed weights, their begin in the operand,
+        and the operand's stride between heads.
         """
         g = self.geometry
         if not self.backward or self.linear.heads == 1 or self.staged:
             return ((0, g.inner, 0, g.inner),)
-        each, all_heads = self.numbers, self.inner // self.parts
-        return tuple((n * each, (n + 1) * each, n * all_heads, each) for n in range(self.parts))
+        head, all_heads = self.numbers, self.inner // self.parts
+        return tuple((n * head, (n + 1) * head, n * all_heads, head) for n in range(self.parts))
 
     @property
     def tiles(self) -> int:
@@ -220,7 +220,7 @@ class Matmul:
 
 
 def whole(count: int, size: int) -> int:
-    """``count``, up to the next multiple of ``size``."""
+    """Rounds ``count`` up to a multiple of ``size``."""
     return -(-count // size) * size
 
 
@@ -229,7 +229,7 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
     lanes, of_step = target.lanes(plan.types.math.llvm), []
     operands = plan.types.operands
     packs, tiled = plan.types.math.bytes // operands.bytes, tiles.multiplies(target, operands.llvm)
-    if packs == QUANTIZED:  # vectors add up short sums as fast, and to the same bits
+    if packs == QUANTIZED:  # vectors take short sums as fast as tiles, with the same bits
         sums = (plan.sizes[l.in_size] // l.heads for l in plan.cell.linears)
         tiled = tiled and max(sums, default=0) >= tiles.chunk(operands.llvm)
     chunk = tiles.chunk(operands.llvm) if tiled else packs
@@ -254,14 +254,14 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
 
 
 def paired(target: Target, types: Dtype) -> bool:
-    """Whether one instruction of the target adds two products of what the matmuls multiply."""
+    """Whether one instruction of the target adds two products of the matmuls' operands."""
     return in_pairs(target, types.operands.llvm) and types.pieces == 1
 
 
 def projecting(matmuls: tuple[Matmul, ...], cell: Cell) -> Matmul | None:
-    """The matmul whose tiles a forward kernel can multiply the input by as well, if there is one:
-    it has all gates, and every gate is the sum of both, and nothing else needs either. Matrix tiles
-    may also keep both apart: there the projected gates of all steps cost more than the sums.
+    """Returns the matmul to whose results a forward kernel can add the input projection, or None.
+    It has all gates, every gate is the sum of both, and nothing else needs either. Matrix tiles may
+    also keep both apart: projecting the gates of all steps would cost more than separate sums.
     """
     for m in matmuls:
         plain = m.state is not None and m.state != INPUT and m.linear.heads == 1

@@ -1,4 +1,4 @@
-"""Compiled plans: from the cache on disk where they are there, else printed and compiled."""
+"""Compiled plans: loaded from the cache on disk if possible, else printed and compiled."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Kernel:
     """A compiled plan in one direction: its door, and the sizes and names that a call needs.
 
     Attributes:
-        door, needs: native functions of the address of a call's table, see ``door``; the door's own
-            ``address``.
-        shared, each: places of the entries of such a table: of those of the whole call, and of
-            those of a direction among the ``stride`` entries that each direction has.
-        axes: how many strides follow the address of an array, of its last axes, where some do.
+        door, needs: native functions that take the address of a call's table, see ``door``;
+            ``address`` is the door's address.
+        shared, each: places of entries in a call's table: of the whole call's entries, and of one
+            direction's entries among its ``stride`` entries.
+        axes: how many strides, of its last axes, follow an array's address, if any do.
         arrays: see ``anycell.plan.arrays``.
         index: places of the entries of a kernel's own table, which the door fills.
-        projecting: the matmul to whose sums it can add the input projection, if there is one.
+        projecting: the matmul to whose sums the kernel can add the input projection, or None.
     """
 
     def __init__(self, layout: Layout, library: jit.Library) -> None:
@@ -39,15 +39,15 @@ class Kernel:
         self.door, self.needs = library.function("door"), library.function("needs")
         names = table.names(plan, layout.backward)
         self.shared = {name: i for i, name in enumerate(names.shared)}
-        # A direction has its parameters by their own names.
+        # A direction's parameters are found by their plain names.
         self.each = {name.removeprefix("param "): i for i, name in enumerate(names.each)}
         self.stride = len(names.each)
         self.axes = {name: count for name in names.each if (count := table.axes(name))}
         self.arrays, self.index = layout.arrays, layout.entries
         self.itemsize: int = plan.itemsize
         self.projecting = layout.projecting
-        # For ``check``: what the door copies, by its entries, and the array that it copies to or
-        # from; and heads, rows and columns of the weights that are packed.
+        # For ``check``: the entries that the door copies, with the arrays that it copies to or
+        # from; and the heads, rows and columns of the packed weights.
         self.copied = {}
         for state, name in zip(plan.cell.state_names, layout.sequences, strict=True):
             if layout.backward:
@@ -66,7 +66,7 @@ _kernels: dict[tuple[str, Target], Kernel] = {}
 
 
 def loaded(plan: Plan, backward: bool, target: Target) -> Kernel | None:
-    """The kernel, if this process has it."""
+    """Returns the kernel if this process has loaded it."""
     return _kernels.get((description(plan, backward), target))
 
 
@@ -74,10 +74,10 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
     """The kernel of a plan for the instruction set in use; compiled once, kept on disk.
 
     Raises:
-        ValueError: for the backward pass of weights of integers, which there is not.
+        ValueError: if ``backward`` is true for integer weights, which have no backward pass.
     """
     if backward and plan.types.quantized:
-        refuse("backward", f"a plan of {plan.dtype}", "one of a dtype that has gradients")
+        refuse("backward", f"a plan of {plan.dtype}", "a plan of a dtype with gradients")
     target = isa.current()
     key = description(plan, backward), target
     if key not in _kernels:
@@ -98,18 +98,18 @@ def request(layout: Layout) -> jit.Request:
 
 @functools.lru_cache(maxsize=1024)
 def description(plan: Plan, backward: bool) -> str:
-    """Describes all of a plan that its kernel's text follows from, at a small part of its cost.
+    """Describes everything in a plan that determines its kernel's text; printing costs far more.
 
-    It has the graphs and choices of the plan, so the name does not rely on planning being
-    reproducible. Values of hyperparameters are no part of it.
+    It has the graphs and choices of the plan, so a kernel's name does not rely on planning being
+    reproducible. It omits the values of hyperparameters.
     """
     leaves = list(_leaves(plan))
     nodes = topological([leaf for leaf in leaves if isinstance(leaf, Expr)])
     number = {node: i for i, node in enumerate(nodes)}
     lines = [f"{n.op} {n.attrs!r} {[number[arg] for arg in n.args]}" for n in nodes]
-    rest = [f"#{number[leaf]}" if isinstance(leaf, Expr) else repr(leaf) for leaf in leaves]
+    values = [f"#{number[leaf]}" if isinstance(leaf, Expr) else repr(leaf) for leaf in leaves]
     kind = f"backward {backward} short {plan.types.short}"
-    return "\n".join((kind, *lines, " ".join(rest)))
+    return "\n".join((kind, *lines, " ".join(values)))
 
 
 def _leaves(value: object) -> Iterator[Expr | str | float | None]:
@@ -133,4 +133,4 @@ def _leaves(value: object) -> Iterator[Expr | str | float | None]:
     elif value is None or isinstance(value, Expr | str | int | float):
         yield value
     else:
-        raise TypeError(f"a kernel's name has no place for {value!r}")
+        raise TypeError(f"plan: given {value!r} in it; expected expressions and plain values")

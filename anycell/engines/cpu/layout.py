@@ -1,12 +1,12 @@
-"""The layout of a kernel: all that follows from a plan, a direction and an instruction set before
-a line is printed.
+"""The layout of a kernel: everything that a plan, a direction and an instruction set determine
+before a line is printed.
 
 A thread's workspace has, one after the other:
 
-    addresses    of the operands' rows of each matmul, rows that take the step, rows of the input
+    lists        addresses of each matmul's operand rows; rows that take the step; addresses of the
+                 input's rows
     results      of matmuls, for a panel of rows
-    scratch      operands and values kept for later passes: of a panel if there are stages, else of
-                 a row
+    scratch      operands and values kept for later passes: of a panel if stages > 1, else a row
     staged       rows that are rounded or widened before they are multiplied, see ``matmul``
 """
 
@@ -31,16 +31,16 @@ from anycell.engines.cpu.table import Count, align, entries
 from anycell.lang.expr import Expr
 from anycell.plan import FREE, Plan, arrays, gradient_roots, passes, root_sizes
 
-PANEL = 48  # rows whose matmul results are kept before the cell's work on them
+PANEL = 48  # rows whose matmul results are computed before the cell's work on them
 
 
 class Results(NamedTuple):
-    """The places of matmul results in a row of them.
+    """The places of matmul results in a row of results.
 
     Attributes:
-        places, strides: by matmul, where its results begin, and from one output to the next.
+        places, strides: by matmul, where its results begin, and the stride between its outputs.
         input: where the input's results begin, if they have a place of their own.
-        row: from a row to the next.
+        row: the stride between rows.
     """
 
     places: dict[str, int]
@@ -56,20 +56,20 @@ class Layout:
         entries, arrays: see ``table`` and ``anycell.plan.arrays``.
         sequences: the array of each state.
         loaded: values of the graph that are in memory: ``saved``, and ``new_states`` by number.
-        roots: what a step computes, in ``passes``.
-        symbols: the size symbol of each root, that of where it is written: a number has none.
-        stages: the passes that begin one, as a matmul inside the step must be complete first.
-        row_wise: whether a panel of rows takes the step together; else the work on a span of units
-            follows its tiles at once.
+        roots: the expressions that a step computes, in ``passes``.
+        symbols: the size symbol of each root's destination, since a plain number has no size.
+        stages: the first pass, and passes that begin with matmuls inside the step.
+        row_wise: whether a panel of rows takes the step together; otherwise the work on a span of
+            units follows its tiles at once.
         projecting: the matmul to whose sums the kernel can add the input projection; ``apart``
-            where the input's part of a gate has a place of its own.
+            if the input's part of a gate has a place of its own.
         width: vectors that the element-wise work takes at once.
         results, scratch: places in the rows of matmul results and of scratch memory.
     """
 
     def __init__(self, plan: Plan, backward: bool, target: Target) -> None:
         self.plan, self.cell, self.backward, self.target = plan, plan.cell, backward, target
-        # Registers and workspaces hold what the cell's math works on, arrays what their rows say.
+        # Registers and workspaces hold numbers of the cell's math; each array has its own type.
         self.real, self.size = plan.types.math.llvm, plan.types.math.bytes
         self.lanes = target.lanes(self.real)
         self.entries, self.arrays = entries(plan, backward), arrays(plan, backward)
@@ -132,7 +132,7 @@ class Layout:
         return Results(places, strides, of_input, at)
 
     def _scratch(self) -> tuple[dict[tuple[str, Expr], int], int]:
-        """Places in the scratch memory of a row, by use and value; and the numbers of a row."""
+        """Returns places in a row's scratch memory, by use and value; and the row's length."""
         reductions = [n for part in self.passes for n in part.reductions]
         grouped = [n for n in reductions if n.attrs != (1,)]
         stored = [n for part in self.passes for n in part.stores]
@@ -152,7 +152,7 @@ class Layout:
         return places, whole(at, step)
 
     def operand_symbol(self, m: Matmul) -> str:
-        """The size symbol of what a matmul multiplies: backward the gradients of its outputs."""
+        """The size symbol of a matmul's operand: backward, the gradients of its outputs."""
         return m.linear.out_size if self.backward else m.linear.in_size
 
     def gradient(self, m: Matmul) -> str:
@@ -161,7 +161,7 @@ class Layout:
         return "d_gates" if shared else f"d_outputs {m.linear.name}"
 
     def operand_type(self, m: Matmul) -> str:
-        """LLVM's type of the numbers that a matmul's operand has in memory."""
+        """The LLVM type of the numbers of a matmul's operand in memory."""
         if self.backward:
             name = self.gradient(m)
         elif m.state is None:
@@ -173,13 +173,13 @@ class Layout:
     # ---- sizes -----------------------------------------------------------------------------------
     @property
     def workspace_lines(self) -> tuple[int, int]:
-        """Counts the addresses for each row of the batch, and the bytes of results and scratch."""
+        """Counts the lists with an entry per batch row, and the bytes of results and scratch."""
         rows = PANEL if len(self.stages) > 1 else 1
         reals = PANEL * self.results.row + rows * self.scratch_row
         return len(self.matmuls) + 2, align(reals * self.size) + 64
 
     def workspace(self, batch: Count, staged_input: Count | int = 0) -> Count:
-        """Bytes per thread; ``staged_input`` of a row of the input that the kernel stages."""
+        """Bytes per thread, with ``staged_input`` bytes for a staged row of the input."""
         addresses, fixed = self.workspace_lines
         total = align(batch * 8) * addresses + fixed
         if self.staged_bytes:
@@ -193,8 +193,8 @@ class Layout:
         return (batch + (tiles.ROWS - 1)) & -tiles.ROWS if self.tiled else batch
 
     def staged_input(self, b: Builder, inputs: Value) -> Value:
-        """Numbers from a row of the input, as the kernel multiplies it, to the next: whole vectors,
-        and no large power of two. 0 where the caller multiplies.
+        """The stride between staged rows of the input, in numbers: whole vectors, and no large
+        power of two. 0 if the caller multiplies the input.
         """
         count = inputs
         if self.plan.types.quantized:

@@ -1,21 +1,20 @@
-"""Prints the matmuls of a step: the register blocks of one, and the packing of its weights.
+"""Prints the matmuls of a step: their register blocks, and the packing of their weights.
 
 Weights are packed per tile (see ``Geometry``), so that a register block of rows times one tile is
-the inner loop of all that a kernel does.
+the inner loop of the whole kernel.
 
-Weights of 16 bits are packed in pairs: where a vector of wider weights would be, there are the
-weights of two numbers of the sum. They are widened in registers, and the rows that they multiply
-before, once for all tiles (``print_staging``); unless the machine multiplies pairs of bfloat16.
-Sums are of the type that the cell computes in.
+Weights of 16 bits are packed in pairs: the weights of two numbers of the sum take the place of one
+vector of wider weights. They are widened in registers; the rows that they multiply are widened
+beforehand, once for all tiles (``print_staging``). Pairs of bfloat16 are multiplied without being
+widened if the machine can do so. Sums have the type in which the cell computes.
 
-Integers of 8 bits are packed in fours. Rows that they multiply are rounded to integers from -127 to
-127, times the scale of the row, and stored with 128 added:
+Integers of 8 bits are packed in fours. The rows that they multiply are divided by the row's scale,
+rounded to integers q from -127 to 127, and stored with 128 added:
 
     sum over k of row[k] weights[k] = row's scale * column's scale * (sum of (q[k] + 128) w[k]
                                                                       - 128 * sum of w[k])
 
-The sum of a column begins with the last term. A row that has an infinity or a NaN has
-a scale of NaN.
+The sum of a column begins with the last term. A row with an infinity or a NaN has a scale of NaN.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ from anycell.engines.cpu.table import Entries
 from anycell.plan import LINE
 
 Places = tuple[int, ...]
-# Bytes of packed weights from those that are multiplied to those that are fetched meanwhile. The
-# hardware does not see far enough ahead by itself where few rows share them.
+# How many bytes of packed weights prefetching runs ahead of multiplying. The hardware by itself
+# does not look far enough ahead if few rows share the weights.
 AHEAD = 2 << 10
-ROUNDING = 1.5 * 2**23  # a float32 plus this has no digits behind the point
-# What a packing function reads: the weight, its strides, two biases, where it packs to, the length
+ROUNDING = 1.5 * 2**23  # a float32 plus this number is rounded to an integer
+# Arguments of a packing function: the weight, its strides, two biases, the destination, the length
 # of the sum, and the scales of integers.
 PACKING = "source heads rows columns input_bias bias packed inner scales".split()
-# Parameters of a block of rows: k0 and k1 bound the sum, a fresh one begins with the biases, and
+# Parameters of a block of rows: k0 and k1 bound the sum, a fresh sum begins with the biases, and
 # number k of the sum is number k + shift of the operand.
 SUM_PARAMS = "i64 k0, i64 k1, i64 fresh, i64 shift"
 ROWS_PARAMS = f"ptr weights, ptr rows, ptr acc, i64 count, {SUM_PARAMS}"
@@ -72,9 +71,9 @@ class Blocks:
     """results[rows, columns] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns], as functions.
 
     Attributes:
-        groups: of columns, which register blocks take in turn, see ``Geometry``; ``all`` of them.
-        few: so many rows, and fewer, take all columns at once: the sums of a group alone would wait
-            for each other.
+        groups: groups of columns that register blocks take in turn, see ``Geometry``; ``all`` has
+            the columns of all groups.
+        few: up to this many rows take all columns at once: a group has too few independent sums.
     """
 
     def __init__(self, layout: Layout, matmul: Matmul) -> None:
@@ -85,9 +84,9 @@ class Blocks:
         self.full = g.lanes * self.itemsize
         self.few, most = 0, g.block_rows(len(self.groups[0]))
         if len(self.groups) > 1 and len(set(map(len, self.groups))) == 1 and not g.tiled:
-            # More rows are cut into blocks of at least half of the most.
+            # More rows are cut into blocks of at least half of the maximum.
             self.few = min(g.block_rows(len(self.all)), (most - 1) // 2)
-        # Results of a head may begin anywhere.
+        # Results of a head may begin at any element.
         even = matmul.linear.heads == 1 or g.units % g.lanes == 0
         self.align = self.full if even else self.itemsize
 
@@ -108,7 +107,7 @@ class Blocks:
         self, b: Builder, weights: Value, packed_rows: Value | int, rows: Value, acc: Value,
         count: Value, *bounds: Value | int,
     ) -> None:  # fmt: skip
-        """All columns of a tile of so many packed rows, for ``count`` rows and ``SUM_PARAMS``."""
+        """Multiplies ``count`` rows by a tile of ``packed_rows``; ``bounds`` are SUM_PARAMS."""
         lanes, whole = self.g.lanes, (weights, rows, acc, *bounds, packed_rows)
         for n in range(1, self.few + 1):
             with b.when(count.eq(n)):
@@ -123,10 +122,10 @@ class Blocks:
         return f"{what}{self.matmul.number}_{'_'.join(map(str, places))}"
 
     def _register_block(self, module: Module, places: Places, rows: int) -> None:
-        """The hot loop of some rows, and the columns at these places."""
+        """Prints the hot loop for ``rows`` rows and the columns at ``places``."""
         g, columns = self.g, range(len(places))
         params = f"ptr noalias weights, ptr noalias rows, ptr noalias acc, {SUM_PARAMS}"
-        beside = len(places)  # columns side by side in memory
+        beside = len(places)  # columns that lie side by side in memory
         if places is self.all and self.few:
             params, beside = f"{params}, i64 packed_rows", len(self.groups[0])
         width = beside * g.lanes
@@ -172,7 +171,7 @@ class Blocks:
             result(r, c).value = total
 
     def _tiles(self, module: Module, places: Places) -> None:
-        """Up to 16 rows, which are staged and so lie evenly, by matrix tiles."""
+        """Prints the product of up to 16 staged (so evenly spaced) rows, by matrix tiles."""
         g, columns, width = self.g, len(places), len(places) * self.g.lanes
         b = module.private(self._name("tiles", places), ROWS_PARAMS)
         weights, pointers, acc, count, k0, k1, fresh, shift = b.args
@@ -189,7 +188,7 @@ class Blocks:
         def header(what: int, c: int) -> Value:
             return b.gep(weights, what * width + c * b.lanes)
 
-        if not g.quantized:  # sums begin with the biases, or go on
+        if not g.quantized:  # sums begin with the biases, or continue
             apart = b.select(begins, 0, stride)
             firsts = (b.select(begins, header(BIASES, c), at) for c, at in enumerate(results))
             begin = [(first, apart) for first in firsts]
@@ -211,7 +210,7 @@ class Blocks:
                 b.store(total.value, result, align=self.align)
 
     def _rows(self, module: Module, places: Places, sizes: range) -> None:
-        """Cuts ``count`` rows into tiles, or into register blocks as equal as can be."""
+        """Cuts ``count`` rows into tiles, or into register blocks of nearly equal size."""
         b = module.private(self._name("rows", places), ROWS_PARAMS)
         weights, pointers, acc, count, *bounds = b.args
         most = sizes[-1]
@@ -226,7 +225,7 @@ class Blocks:
             return
         blocks = (count + (most - 1)) // most
         least = count // b.smax(blocks, 1)
-        larger = count - least * blocks  # blocks of one row more
+        larger = count - least * blocks  # the number of blocks with one more row
         with b.loop(0, blocks) as i:
             here = at(i * least + b.smin(i, larger))
             rows = b.select(i < larger, least + 1, least)
@@ -236,11 +235,11 @@ class Blocks:
 
 
 class Prefetch(NamedTuple):
-    """Lines of memory that a loop over k fetches for later, one for each row of weights.
+    """Lines of memory that a loop over k prefetches, one for each row of weights.
 
     Attributes:
-        first, step: the first one's address, and bytes to the next.
-        locality: as of ``Builder.prefetch``.
+        first, step: the address of the first line, and bytes to the next line.
+        locality: as in ``Builder.prefetch``.
     """
 
     first: Value
@@ -255,11 +254,10 @@ def add_products(
 ) -> None:  # fmt: skip
     """The hot loop: ``sums[r][c] += operand[r][k * apart] * weights[c][k * width]``, k in bounds.
 
-    ``sums`` are vectors on the stack, ``c`` counts vectors, weights lie on a vector's alignment.
-    Weights of a narrower ``number`` have a row for two or four k, of which bounds are whole
-    multiples. A turn of the loop takes ``unroll`` rows of weights: its own instructions fit beside
-    the multiply-adds, unless another thread shares the core, but several rows take longer to
-    compile.
+    ``sums`` are vectors on the stack, ``c`` counts vectors, weights are aligned to whole vectors.
+    Weights of a narrower ``number`` have a row for two or four k; bounds are multiples of this.
+    An iteration takes ``unroll`` rows of weights. Unrolling saves loop instructions, which delay
+    the multiply-adds only if another thread shares the core, but takes longer to compile.
     """
     full = b.lanes * element_bits(b.real) // 8
     packs = element_bits(b.real) // element_bits(number)
@@ -312,7 +310,7 @@ def add_scaled(
     b: Builder, sums: Sequence[Sequence[Variable]], totals: Sequence[Sequence[Variable]],
     rows: Sequence[Value], scales: Sequence[Value],
 ) -> None:  # fmt: skip
-    """Adds integers to ``sums``, times the scales of their rows (before these) and columns."""
+    """Adds ``totals`` to ``sums``, times scales of rows (which precede the rows) and columns."""
     for r, (sums_, totals_) in enumerate(zip(sums, totals, strict=True)):
         of_row = b.splat(b.load(b.gep(rows[r], -ROW_HEADER), b.real))
         for sum_, total, scale in zip(sums_, totals_, scales, strict=True):
@@ -334,8 +332,8 @@ def print_packing(module: Module, layout: Layout) -> None:
 
 
 def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
-    """A weight [out, in] or [heads, out/heads, in/heads], of any strides but for one of 1 among the
-    last two, into tiles; its scales are [out], or [heads, out/heads].
+    """Packs a weight [out, in] or [heads, out/heads, in/heads] into tiles. One of its last two
+    strides is 1, other strides are arbitrary. Its scales are [out] or [heads, out/heads].
     """
     types = layout.plan.types
     number, of_biases = types.weights.llvm, types.storage.llvm
@@ -347,9 +345,9 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
         one.pointer, ("source", "input_bias", "bias", "packed", "scales")
     )
     heads, rows, columns, inner = map(one.__getitem__, ("heads", "rows", "columns", "inner"))
-    # The weight of the input is packed the same way.
+    # The same function packs the weight of the input, whose sum has another length.
     tile_rows = tile_rows_of(inner, g) if m is layout.projecting else g.tile_rows
-    # Rows of the weight that belong to one head and output; backward, numbers of such a row.
+    # Rows of the weight that belong to one head and output; backward, the sum is over them.
     rows_of_one = m.numbers if m.backward else g.units
     first, last = (m.tiles * n // parts for n in (part, part + 1))
     bias_sum = b.unset(b.vec)
@@ -359,7 +357,7 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
         into = b.gep(packed, tile_number * (tile_rows * (g.columns * g.lanes)))
 
         def place(column: int) -> tuple[Value, int]:
-            """The address of a column, and numbers from one row of it to the next."""
+            """Returns the address of a column, and the stride between its rows, in numbers."""
             first, last = next(cut for cut in g.cuts if column < cut[1])
             at = b.gep(into, tile_rows * (first * g.lanes) + (column - first) * g.lanes)
             return at, (last - first) * g.lanes
@@ -402,7 +400,7 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
 
 
 def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Value:
-    """The first values of the sums of a packed column of integers, see above."""
+    """Returns the initial sums of a packed vector of columns of integers: -128 * sum of w[k]."""
     total, all_128 = b.variable(0, b.ivec), b.value(0x80808080, b.ivec)
     with b.loop(0, rows) as row:
         weights = b.load(b.gep(packed, row * width), b.ivec)
@@ -411,22 +409,22 @@ def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Val
 
 
 def packed_rows_of(inner: Value, g: Geometry) -> Value:
-    """Rows of packed weights for a sum of so many numbers, whole chunks."""
+    """Counts the rows of packed weights for a sum of ``inner`` numbers, in whole chunks."""
     return inner if g.chunk == 1 else whole_chunks(inner, g.chunk) // g.packs
 
 
 def tile_rows_of(inner: Value, g: Geometry) -> Value:
-    """Rows of a packed tile for such a sum, see ``Geometry.tile_rows``."""
+    """Counts the rows of a packed tile for ``inner`` numbers, see ``Geometry.tile_rows``."""
     return packed_rows_of(inner, g) + (g.lanes + g.header - 1)
 
 
 def whole_chunks(inner: Value, chunk: int) -> Value:
-    """So many numbers of a sum, up to a whole multiple of those that are multiplied at once."""
+    """Rounds the length of a sum up to a multiple of ``chunk`` numbers, multiplied at once."""
     return inner if chunk == 1 else (inner + (chunk - 1)) & -chunk
 
 
 def masked_numbers(b: Builder, address: Value, mask: Value, number: str) -> Value:
-    """A vector of numbers of memory, widened, and 0 in the lanes that the mask leaves out."""
+    """Loads a vector of numbers and widens them; lanes that the mask leaves out are 0."""
     if number == b.real:
         return b.masked_load(address, mask)
     bits = b.masked_load(address, mask, 0, vector(b.lanes, "i16"))
@@ -439,8 +437,8 @@ def print_pack_block(
     """Adds the packing of a vector of columns: element k of unit u is source[u * lane_stride + k *
     inner_stride]. One of the strides is 1.
 
-    Numbers of the operands' type are packed as they are, where several share a lane. Others are
-    widened, or rounded to sums of numbers of bfloat16, two of which share a lane.
+    Numbers of the operands' type are packed unchanged if several share a lane. Other numbers are
+    widened, or rounded to sums of bfloat16 numbers, two of which share a lane.
     """
     strides = "i64 lane_stride, i64 inner_stride"
     b = module.private(name, f"ptr source, {strides}, i64 units, i64 count, ptr packed, i64 width")
@@ -456,7 +454,7 @@ def print_pack_block(
         return masked_numbers(b, at, mask, number)
 
     def side_by_side(numbers: Sequence[Value]) -> list[Value]:
-        """Vectors of the lanes that these numbers share: one for each of their pieces."""
+        """Combines numbers that share lanes into vectors: one for each of their pieces."""
         if share == 1:
             return [*numbers]
         pieces = [numbers]
@@ -466,13 +464,13 @@ def print_pack_block(
         return [functools.reduce(operator.or_, shifted) for shifted in bits]
 
     def store(k: Value, pieces: Sequence[Value]) -> None:
-        """Writes the lanes that the k-th number of the sum is the first of."""
+        """Writes the lanes whose first number is the k-th number of the sum."""
         row = k // share
-        if rounded and g.pieces > 1:  # a chunk's second pieces lie below its first ones
+        if rounded and g.pieces > 1:  # a chunk's second pieces lie below its first pieces
             row = k // g.chunk * (tiles.ROWS * g.pieces) + k % g.chunk // share
         for n, lanes in enumerate(pieces):
             at = b.gep(packed, (row + n * tiles.ROWS) * width)
-            if share == 2 and not g.rounded:  # widened one by one, they lie one after the other
+            if share == 2 and not g.rounded:  # each is widened by itself: one follows the other
                 b.store(b.trunc(lanes, "i16"), at)
                 lanes, at = b.trunc(lanes >> 16, "i16"), b.gep(at, b.lanes, "i16")
             b.store(lanes, at)
@@ -529,7 +527,7 @@ def print_quantizing(module: Module) -> None:
     largest = b.variable(0, b.ivec)
     with b.loop(0, count, b.lanes) as i:
         mask = b.lane_mask(count - i)
-        # As integers magnitudes have the order of the numbers, and NaN is above all.
+        # Bits of magnitudes, read as integers, keep their order, and NaN is above all numbers.
         size = b.bits(b.masked_load(b.gep(source, i), mask)) & 0x7FFFFFFF
         largest.value = b.smax(largest.value, size)
     bits = b.reduce_max(largest.value)
@@ -543,6 +541,6 @@ def print_quantizing(module: Module) -> None:
     with b.loop(0, count, b.lanes) as i:
         mask = b.lane_mask(count - i)
         product = b.masked_load(b.gep(source, i), mask) * inverse
-        # The sum has the rounded number in its lowest bits; 128 more is the highest of eight.
+        # The lowest bits of the sum are the rounded number; flipping the highest of 8 adds 128.
         rounded = b.trunc(b.bits(product + ROUNDING), "i8")
         b.store(rounded ^ -128, b.gep(to, i, "i8"))

@@ -1,5 +1,5 @@
-"""Prints the matmuls of a step, for some of the rows that take it: finds their operands, widens or
-rounds these where that comes first, and multiplies tile by tile.
+"""Prints the matmuls of a step for some of the rows that take the step: finds the operands, widens
+or rounds the operands if necessary, and multiplies tile by tile.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Panel:
 
     # ---- operands --------------------------------------------------------------------------------
     def find(self, m: Matmul, t: Value, begin: Value, end: Value, first: Value) -> None:
-        """Lists the addresses of the operand's rows at step t; stages the rows."""
+        """Lists the addresses of the operand's rows at step t; stages the rows if necessary."""
         b, rows, layout = self.b, self.rows, self.layout
         with b.loop(begin, end) as place:
             at = RowAt(t, self.row(place))
             if layout.backward:
-                # A state gets its gradient from the step that the pass took before this one.
+                # The gradient of a state comes from the previous step of the backward pass.
                 before = at if m.state is None else RowAt(t - 1, at.row)
                 address = rows.at(layout.gradient(m), before).address
             elif m.state is None:
@@ -81,7 +81,7 @@ class Panel:
                 b.store(address, b.gep(self.inputs, place, "i64"))
 
     def _stage(self, m: Matmul, t: Value, address: Value, place: Value) -> Value:
-        """Writes a row of an operand to its place, and returns the address."""
+        """Stages a row of an operand, and returns the address of the staged row."""
         b, g, layout = self.b, m.geometry, self.layout
         number, to = layout.operand_type(m), b.gep(self.staged[m.number], place * m.staged_row)
         if g.quantized:
@@ -89,7 +89,7 @@ class Panel:
         operands = layout.plan.types.operands.llvm
         staged = operands if g.rounded and g.packs > 1 else layout.real
         there = constant(1, "i1")
-        if layout.backward:  # before the first step there are no gradients, nor after the last
+        if layout.backward:  # there are no gradients before the first or after the last step
             there = t < self.arg["steps"] if m.state is None else t > 0
         with b.when(there), b.loop(0, m.linear.heads) as head:
             for n in range(m.parts):
@@ -100,7 +100,7 @@ class Panel:
         return to
 
     def _stage_input(self, address: Value, place: Value) -> Value:
-        """Stages a row of the input, where the kernel multiplies it."""
+        """Stages a row of the input if the kernel multiplies it; returns the row's address."""
         b, inputs, types = self.b, self.arg["inputs"], self.layout.plan.types
         staged = b.variable(address)
         with b.when(self.rows.given("input")):
@@ -116,8 +116,8 @@ class Panel:
     def _quantize(
         self, header: Value, row: Value, heads: int, numbers: Value | int, apart: int
     ) -> Value:
-        """Writes a row as integers, behind its scale, and returns their address; ``numbers`` of
-        each head, ``apart`` bytes.
+        """Writes a row as integers after its scale, and returns the address of the integers. Each
+        head has ``numbers`` of them; heads begin ``apart`` bytes apart.
         """
         b = self.b
         numbers, to = b.value(numbers), b.gep(header, ROW_HEADER)
@@ -158,7 +158,7 @@ class Panel:
     def _tile(
         self, m: Matmul, number: Value, first: Value, into: Value, count: Value, head: Value
     ) -> None:
-        """One tile, block by block of the sum."""
+        """Multiplies by one tile, one block of the sum after the other."""
         b, g, arg, blocks = self.b, m.geometry, self.arg, self.blocks[m.number]
         results, block = self.layout.results, g.inner_block(self.layout.plan.types.operands.bytes)
         begins = constant(1, "i1")  # whether the sum begins here, with the biases
@@ -189,7 +189,7 @@ class Panel:
     def _fill(
         self, m: Matmul, results: Value, span: Value | None, first: Value, last: Value
     ) -> None:
-        """Results that the kernel does not compute: forward the caller's, backward zeros."""
+        """Writes results that the kernel does not compute: forward the caller's, backward zeros."""
         b, layout, rows = self.b, self.layout, self.rows
         with b.loop(first, last) as place, rows.vectors(span, m.units) as lanes:
             into = (place - first) * layout.results.row

@@ -1,8 +1,8 @@
-"""The tables of 64-bit numbers by which kernels are called: the call's, and a kernel's own.
+"""The tables of 64-bit numbers with which kernels are called: the call's, and a kernel's own.
 
-Any caller fills the call's table; the door fills a kernel's own from it, for one direction and
-chunk of steps. The arrays in both are those of ``anycell.plan.arrays``. An address that is 0 stands
-for an array that is not there. Strides count elements.
+The caller fills the call's table. From it the door fills a kernel's own table, for one direction
+and one chunk of steps. Both tables refer to the arrays of ``anycell.plan.arrays``. Address 0 stands
+for an absent array. Strides count elements.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ from typing import NamedTuple, TypeVar
 from anycell.engines.cpu.ir import Builder, Value
 from anycell.plan import CODES, LINE, Plan, arrays, scales_of
 
-Count = TypeVar("Count", int, Value)  # known as the kernel is printed, or as it runs
+Count = TypeVar("Count", int, Value)  # known when the kernel is printed, or when it runs
 
-# Entries of a kernel's own table that are numbers, not addresses, as are all strides.
+# Entries of a kernel's own table that are numbers, not addresses; strides are numbers, too.
 NUMBERS = [
     *"steps batch row_group time time_step units_split workspace_stride seed stream".split(),
     *"inputs input_block".split(),
     *CODES,
 ]
 ADDRESSES = "barrier yield_to workspace hyper".split()
-# Entries that a kernel reads as the call has them.
+# Entries that the door copies unchanged from the call's table to a kernel's own table.
 PASSED_ON = [*"batch row_group units_split hyper seed".split(), *CODES]
 
 
 class Names(NamedTuple):
-    """The entries of a call's table: those ``shared`` by all directions, then for each direction
-    the entries ``each``.
+    """The entries of a call's table: the entries ``shared`` by all directions, then, once for each
+    direction, the entries ``each``.
 
     Attributes:
         shared: of the whole call:
 
             lay_out                 1 to fill the kernel's tables and do nothing else
-            directions, reverse     how many; a bit for each that runs from the last step
+            directions, reverse     how many; a bit for each direction that begins at the last step
             steps, batch            of the input
             begin, count            steps done, in the order of the pass, and steps to do
-            origin, span            of which steps, in the forward pass's order, the arrays of
-                                    states and saved values are; 0 and ``steps`` without checkpoints
-            whole                   forward: a bit for each state whose array has all steps; the
-                                    others have two slots, which take turns
+            origin, span            first step, in the forward pass's order, and steps of the arrays
+                                    of states and saved values; 0 and all without checkpoints
+            whole                   forward: a bit for each state whose array has all steps; other
+                                    arrays have two slots, used in turn
             pack                    1 to pack the weights, 0 where ``packed`` holds them
-            threads, least_work     their maximum; multiply-adds of a call worth a second one
-            sparse                  1 where a mask lets few steps pass
+            threads, least_work     most threads; multiply-adds from which a second thread pays
+            sparse                  1 if a mask leaves few steps
             row_group               rows that share sums of parameter gradients
             gang                    address of: gang function, its table, its OpenMP, a function
                                     that yields the core; 0 for one thread
             scratch, packed         memory, on a cache line; ``needs`` says how many bytes
-            parts, units_split      written: the threads of the call, and whether they split units
+            parts, units_split      outputs: the threads of the call, and whether they split units
             hyper                   values of the cell's hyperparameters
             seed, stream            see ``Options``; and each option that has ``codes``
-            inputs                  forward: of the ``input`` that the kernel multiplies, else 0
+            inputs                  forward: size of the ``input`` if a kernel multiplies it, else 0
             arrays of the whole call, see ``anycell.plan.arrays``
 
-        each: of one direction: its arrays, weights, and what it starts from and ends with:
+        each: of one direction: its arrays, weights, and initial and final states:
 
             weight_ih, ...          each with the strides of its last three axes
-            state, reset_state      before the first step, and what resets restore, per state
+            state, reset_state      per state: its initial value, and the value that resets restore
             final, d_final          states after the last step, and their gradients, per state
     """
 
@@ -94,8 +94,8 @@ def names(plan: Plan, backward: bool) -> Names:
 
 
 def axes(name: str) -> int:
-    """Counts the strides that follow an address: three of a weight's last axes, or two, of rows and
-    columns, of what a direction starts from or ends with.
+    """Counts the strides that follow an address: three for a weight's last axes; two (rows and
+    columns) for an initial or final state, or for the gradient of a final state.
     """
     what, *of = name.split()
     if what in ("state", "reset_state", "d_final", "final"):
@@ -107,9 +107,9 @@ def axes(name: str) -> int:
 def entries(plan: Plan, backward: bool) -> dict[str, int]:
     """The entries of a kernel's own table, and their places.
 
-    " steps" and " rows" are strides from step to step and from row to row; the first are negative
-    where time runs backwards. A state's array has the state before each step: " turns" says that it
-    has two slots only, " next" is the stride to the state after the step.
+    " steps" and " rows" are strides between steps and between rows; strides between steps are
+    negative if time runs backwards. A state's array has the state before each step: " turns" says
+    that it has only two slots, " next" is the stride to the state after the step.
     """
     listed = [*NUMBERS, *ADDRESSES]
     listed += [f"packed {l.name}" for l in plan.cell.linears] + ["packed input"]
@@ -125,12 +125,12 @@ def entries(plan: Plan, backward: bool) -> dict[str, int]:
 
 
 def align(size: Count) -> Count:
-    """Bytes up to the next cache line."""
+    """Rounds bytes up to whole cache lines."""
     return (size + (LINE - 1)) // LINE * LINE
 
 
 class Entries:
-    """A table of 64-bit numbers in memory, by their names in order."""
+    """A table of 64-bit numbers in memory; ``names`` lists its entries in order."""
 
     def __init__(self, b: Builder, address: Value, names: Iterable[str]) -> None:
         self.b, self.address = b, address

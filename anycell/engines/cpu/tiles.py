@@ -2,12 +2,12 @@
 
     sums[r, c] += left[r, k] * right[k, c]        16 rows r, 16 columns c, 32 or 64 numbers k
 
-Sums are of 32 bits. The left tile has rows of bfloat16, or of unsigned bytes; the right one has the
-weights of 16 columns as ``matmul`` packs them, two of bfloat16 or four signed bytes a lane.
+Sums have 32 bits. The left tile has rows of bfloat16, or of unsigned bytes. The right tile has the
+weights of 16 columns as ``matmul`` packs them, two bfloat16 numbers or four signed bytes per lane.
 
-Between ``configure`` and ``release`` a thread owns its tiles. Linux must have permitted the process
-to use them, which ``isa`` asks for. A target whose tiles are "emulated" computes the same with
-vectors, for tests on machines that have none; sums of bfloat16 are taken in another order there.
+Between ``configure`` and ``release`` a thread owns its tiles. Linux must permit the process to use
+tiles; ``isa`` asks for the permission. "Emulated" tiles compute the same with vectors, for tests on
+machines without tiles; they take sums of bfloat16 in another order.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from anycell.engines.cpu.ir import Builder, Operand, Target, Value, constant, ve
 
 ROWS, BYTES = 16, 64
 COUNT = 8  # tiles
-SUMS, LEFT, RIGHT = 4, (4, 5), (5, 6, 7)  # 5 is on the left if a number has two pieces
-# The instruction, and how many numbers share a lane, by LLVM's name of the type of the products.
+SUMS, LEFT, RIGHT = 4, (4, 5), (5, 6, 7)  # tile 5 is on the left if a number has two pieces
+# The instruction, and how many numbers share a lane, by the LLVM type of the numbers.
 DOTS = {"i8": ("llvm.x86.tdpbusd", 4), "bfloat": ("llvm.x86.tdpbf16ps", 2)}
-MOST_BFLOAT16 = 2.0**128 - 2.0**120  # of its numbers
+MOST_BFLOAT16 = 2.0**128 - 2.0**120  # the largest finite number
 
 
 def multiplies(target: Target, number: str) -> bool:
-    """Whether products of this type are taken by tiles."""
+    """Whether tiles multiply numbers of this type."""
     return bool(target.tiles) and number in DOTS
 
 
@@ -36,10 +36,10 @@ def chunk(number: str) -> int:
 
 
 def split(b: Builder, value: Value, pieces: int) -> list[Value]:
-    """Numbers of bfloat16, as bits, of which reals are the sum but for what the last leaves.
+    """Splits reals into ``pieces`` bfloat16 numbers, as bits, whose sum is nearly the real.
 
-    Where there are several, infinities (and what is above the largest number) become the largest
-    number: times what is left of a weight, which may be 0, they would be NaN.
+    With several pieces, infinities (and reals above the largest number) become the largest number:
+    an infinity times the second piece of a weight, which may be 0, would be NaN.
     """
     numbers: list[Value] = []
     for _ in range(pieces):
@@ -52,7 +52,7 @@ def split(b: Builder, value: Value, pieces: int) -> list[Value]:
 
 
 def configure(b: Builder, rows: Operand = ROWS, pieces: int = 1) -> None:
-    """Zeroes all tiles; those on the left and sums have ``rows``: fewer are multiplied faster."""
+    """Zeroes all tiles. Sums and left tiles have ``rows`` rows: fewer are multiplied faster."""
     if b.target.tiles != "amx":
         return
     palette, columns = [1] + [0] * 15, [BYTES, 0] * COUNT + [0] * (32 - 2 * COUNT)
@@ -66,7 +66,7 @@ def configure(b: Builder, rows: Operand = ROWS, pieces: int = 1) -> None:
 
 
 def release(b: Builder) -> None:
-    """Nothing is kept of them when threads are switched."""
+    """Releases all tiles, so that Linux need not save them when it switches threads."""
     if b.target.tiles == "amx":
         b.intrinsic("llvm.x86.tilerelease", returns="void", overload=())
 
@@ -81,7 +81,7 @@ class Tiles:
         self.memory = [] if self.real else [b.alloca(self.line, ROWS) for _ in range(COUNT)]
 
     def load(self, tile: int, address: Value, stride: Value) -> None:
-        """Rows of 64 bytes, so many bytes from one to the next."""
+        """Loads rows of 64 bytes, which begin ``stride`` bytes apart."""
         if self.real:
             self._instruction("llvm.x86.tileloadd64", tile, address, stride)
             return
@@ -91,7 +91,7 @@ class Tiles:
             b.store(b.load(at, self.line, align=1), self._row(tile, row))
 
     def store(self, tile: int, address: Value, stride: Value) -> None:
-        """The inverse of ``load``."""
+        """Stores rows, the inverse of ``load``."""
         if self.real:
             self._instruction("llvm.x86.tilestored64", tile, address, stride)
             return
@@ -146,16 +146,16 @@ def multiply(
     end: Sequence[tuple[Value, Value]],
     pieces: int = 1,
 ) -> None:
-    """Rows times weights, for 16 rows (or as many as were configured) and some vectors of columns.
+    """Multiplies 16 rows (or as many as are configured) by some vectors of columns of weights.
 
     Args:
         left: address of the first row's number 0, and bytes to the next; 16 rows can be read.
-        right: address of the first packed row, and bytes to the next, of ``columns`` vectors.
-        bounds: of the numbers of the sum, whole chunks of those that two tiles multiply.
-        begin, end: of each vector of columns, from where the sums are read and where they are
-            written, integers for products of bytes; and bytes to the next row.
-        pieces: numbers that each number is the sum of, tile by tile side by side and below each
-            other. The product of two second pieces is left out.
+        right: address of the first packed row, and bytes to the next row.
+        bounds: of the numbers of the sum, in whole chunks (see ``chunk``).
+        begin, end: for each vector of columns, where its sums are read and where they are written
+            (integers for products of bytes), and bytes to the next row.
+        pieces: how many numbers add up to a number. Their tiles lie side by side on the left, below
+            each other on the right. The product of two second pieces is left out.
     """
     (first, stride), (weights, width), (k0, k1) = left, right, bounds
     packs, numbers = DOTS[number][1], chunk(number)
@@ -180,6 +180,6 @@ def multiply(
 
 
 def room(b: Builder, columns: int) -> list[tuple[Value, Value]]:
-    """Room on the stack for tiles side by side: where each is, and bytes from row to row."""
+    """Allocates tiles side by side on the stack; returns their addresses and bytes per row."""
     memory, apart = b.alloca(vector(16, "i32"), ROWS * columns), b.value(columns * BYTES)
     return [(b.gep(memory, c * BYTES, "i8"), apart) for c in range(columns)]
