@@ -1,4 +1,4 @@
-"""Compiled plans: from the cache on disk where they are there, else printed and compiled."""
+"""Compiled plans: loaded from the cache on disk if they are there, else printed and compiled."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Kernel:
     """A compiled plan in one direction: its door, and the sizes and names that a call needs.
 
     Attributes:
-        door, needs: native functions of the address of a call's table, see ``door``; the door's own
-            ``address``.
-        shared, each: places of the entries of such a table: of those of the whole call, and of
-            those of a direction among the ``stride`` entries that each direction has.
-        axes: how many strides follow the address of an array, of its last axes, where some do.
+        door, needs: native functions that take the address of a call's table, see ``door``;
+            ``address`` is the address of the door itself.
+        shared, each: places of entries in such a table: ``shared`` for the whole call, ``each``
+            among the ``stride`` entries of every direction.
+        axes: the number of strides (of its last axes) that follow an array's address, unless 0.
         arrays: see ``anycell.plan.arrays``.
         index: places of the entries of a kernel's own table, which the door fills.
-        projecting: the matmul to whose sums it can add the input projection, if there is one.
+        projecting: the matmul to whose sums the kernel can add the input projection, or None.
     """
 
     def __init__(self, layout: Layout, library: jit.Library) -> None:
@@ -39,15 +39,15 @@ class Kernel:
         self.door, self.needs = library.function("door"), library.function("needs")
         names = table.names(plan, layout.backward)
         self.shared = {name: i for i, name in enumerate(names.shared)}
-        # A direction has its parameters by their own names.
+        # The entries of a direction have the plain names of its parameters.
         self.each = {name.removeprefix("param "): i for i, name in enumerate(names.each)}
         self.stride = len(names.each)
         self.axes = {name: count for name in names.each if (count := table.axes(name))}
         self.arrays, self.index = layout.arrays, layout.entries
         self.itemsize: int = plan.itemsize
         self.projecting = layout.projecting
-        # For ``check``: what the door copies, by its entries, and the array that it copies to or
-        # from; and heads, rows and columns of the weights that are packed.
+        # ``check`` reads these: for each entry that the door copies, the array that it copies to or
+        # from; and the heads, rows and columns of the packed weights.
         self.copied = {}
         for state, name in zip(plan.cell.state_names, layout.sequences, strict=True):
             if layout.backward:
@@ -66,7 +66,7 @@ _kernels: dict[tuple[str, Target], Kernel] = {}
 
 
 def loaded(plan: Plan, backward: bool, target: Target) -> Kernel | None:
-    """The kernel, if this process has it."""
+    """The kernel of a plan if this process has loaded it, else None."""
     return _kernels.get((description(plan, backward), target))
 
 
@@ -74,10 +74,10 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
     """The kernel of a plan for the instruction set in use; compiled once, kept on disk.
 
     Raises:
-        ValueError: for the backward pass of weights of integers, which there is not.
+        ValueError: for a backward pass with integer weights, which does not exist.
     """
     if backward and plan.types.quantized:
-        refuse("backward", f"a plan of {plan.dtype}", "one of a dtype that has gradients")
+        refuse("backward", f"a plan of {plan.dtype}", "a plan of a dtype that has gradients")
     target = isa.current()
     key = description(plan, backward), target
     if key not in _kernels:
@@ -89,7 +89,7 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
 
 
 def request(layout: Layout) -> jit.Request:
-    """The request to ``jit``."""
+    """The arguments of ``jit.compile`` for a layout."""
     sources, target = fingerprint(), layout.target
     described = description(layout.plan, layout.backward)
     recipe = f"{sources}\n{target}\n{described}" if sources else None
@@ -98,18 +98,18 @@ def request(layout: Layout) -> jit.Request:
 
 @functools.lru_cache(maxsize=1024)
 def description(plan: Plan, backward: bool) -> str:
-    """Describes all of a plan that its kernel's text follows from, at a small part of its cost.
+    """Describes everything in a plan that determines its kernel's text; much cheaper than the text.
 
-    It has the graphs and choices of the plan, so the name does not rely on planning being
-    reproducible. Values of hyperparameters are no part of it.
+    The description has the plan's graphs and choices, so it does not rely on planning being
+    reproducible. It does not have the values of hyperparameters.
     """
     leaves = list(_leaves(plan))
     nodes = topological([leaf for leaf in leaves if isinstance(leaf, Expr)])
     number = {node: i for i, node in enumerate(nodes)}
     lines = [f"{n.op} {n.attrs!r} {[number[arg] for arg in n.args]}" for n in nodes]
-    rest = [f"#{number[leaf]}" if isinstance(leaf, Expr) else repr(leaf) for leaf in leaves]
+    parts = [f"#{number[leaf]}" if isinstance(leaf, Expr) else repr(leaf) for leaf in leaves]
     kind = f"backward {backward} short {plan.types.short}"
-    return "\n".join((kind, *lines, " ".join(rest)))
+    return "\n".join((kind, *lines, " ".join(parts)))
 
 
 def _leaves(value: object) -> Iterator[Expr | str | float | None]:
