@@ -289,7 +289,7 @@ class Module:
         width = f'"prefer-vector-width"="{self.target.bits}"'
         attributes = [
             f'attributes #0 = {{ nounwind "no-builtins" {width} }}',
-            # Kernels are already unrolled and vectorised; LLVM would cost time and change bits.
+            # Kernels are printed unrolled and vectorised; doing it again costs time, changes bits.
             '!0 = !{!"llvm.loop.unroll.disable"}',
             '!1 = !{!"llvm.loop.vectorize.enable", i1 false}',
             *self._metadata,

@@ -21,10 +21,10 @@ All exponential functions split x = n ln2 + r with |r| <= ln2/2:
 - 2^n can leave the range of the format although the function's value does not. So 2^n is scaled
   by a power of two, which the last operation removes, and the result is rounded once.
 
-A cell of 16 or 8 bits also computes in float, but its functions may be shorter (`SHORT`): their
-polynomials have a lower degree and ln2 has one part. In 512 bits, a reciprocal replaces the
-division, which occupies its unit for as long as all other work takes. The worst errors over 44
-million floats, in ulps of the 16-bit number that the result is rounded to:
+A cell of 16 or 8 bits also computes in float, but its functions may be shorter (`SHORT`): the
+polynomial of exp has a lower degree, and ln2 has one part. In 512-bit vectors, a reciprocal
+replaces the division, which occupies its unit for as long as all other work takes. The worst errors
+over 44 million floats, in ulps of the 16-bit number that the result is rounded to:
 
                        exp      log    sigmoid    tanh     softplus   log_sigmoid
     float16          0.0088   0.0001   0.0090    0.0445    0.0089      0.0090

@@ -53,7 +53,7 @@ def print_kernel(layout: Layout) -> Module:
 
 
 def _print_all(module: Module) -> None:
-    """Prints ``run_all``: directions run side by side if ``parts`` divides evenly, else in turn."""
+    """Prints ``run_all``: directions run side by side if they divide ``parts``, else in turn."""
     b = module.private("run_all", "ptr calls, i64 part, i64 parts")
     calls, part, parts = b.args
     count = b.load(calls, "i64")
