@@ -124,7 +124,7 @@ class Step:
 
     # ---- reductions ------------------------------------------------------------------------------
     def _ready(self, node: Expr, known: Known) -> bool:
-        """Whether a narrow value needs no reductions but finished and loaded ones."""
+        """Whether a narrow value can be computed from finished reductions and loaded values."""
         if node in self.layout.new_states:
             return False  # memory holds one number per unit
         if node in known.reduced or node in self.layout.loaded:
@@ -328,7 +328,7 @@ class Values:
         return rows.stream("saved", at, self.lanes, place)
 
     def _entering(self, gate: str, biased: bool) -> Value:
-        """The input's part of a gate; ``biased`` adds its bias, if no matmul's sum includes it."""
+        """The input's part of a gate; ``biased`` if no matmul's sum begins with the gate's bias."""
         b, layout, rows = self.b, self.layout, self.rows
         n = layout.cell.gates.index(gate)
         place, m = n * layout.plan.hidden_size, layout.projecting
