@@ -438,7 +438,7 @@ def test_what_is_no_file_is_no_entry(cache: Path, kind: str) -> None:
     STRANGE[kind](entry)
     STRANGE[kind](draft)
     before = [path.lstat() for path in (entry, draft)]
-    with pytest.warns(jit.CacheWarning, match="is there, and is not a file") as seen:
+    with pytest.warns(jit.CacheWarning, match="exists and is not a file") as seen:
         assert not build().cached
     assert len(seen) == 1
     assert not build().cached

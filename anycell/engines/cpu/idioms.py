@@ -1,5 +1,5 @@
-"""Instructions of some machines that others do in a few, or not at all: numbers of 16 bits,
-products of 8 and 16 bits, a reciprocal that is only near.
+"""Operations that are one instruction on some machines, and several or none on others: conversion
+of 16-bit numbers, products of 8-bit and 16-bit numbers, and an approximate reciprocal.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from anycell.engines.cpu.ir import Builder, Target, Value, constant, shape, vect
 
 
 def widen(b: Builder, x: Value, number: str) -> Value:
-    """The reals whose bits are these integers of 16 (or as many as the real has), of type
-    ``number``, in the type of the module.
-    """
+    """Converts reals of type ``number`` to the real type of the module; ``x`` holds their bits."""
     if number == b.real:
         return b.bitcast(x, with_element(x.type, number))
     if number == "bfloat":
@@ -18,7 +16,7 @@ def widen(b: Builder, x: Value, number: str) -> Value:
         return b.bitcast(bits, with_element(x.type, "float"))
     if b.target.half:
         return b.fpext(b.bitcast(x, with_element(x.type, "half")), "float")
-    # The exponent is moved by a product, which is exact for subnormal numbers too.
+    # A product adjusts the exponent; it is exact for subnormal numbers too.
     bits = b.zext(x, "i32")
     size, sign = (bits & 0x7FFF) << 13, (bits & 0x8000) << 16
     real = b.bitcast(size, with_element(x.type, "float")) * 2.0**112
@@ -28,7 +26,7 @@ def widen(b: Builder, x: Value, number: str) -> Value:
 
 
 def narrow(b: Builder, x: Value, number: str) -> Value:
-    """The inverse of ``widen``, rounded to the nearest, to even in the middle."""
+    """The inverse of ``widen``; rounds to nearest, ties to even."""
     if number == b.real:
         return b.bits(x)
     if number == "bfloat" and b.target.bfloat:
@@ -48,7 +46,7 @@ def narrow(b: Builder, x: Value, number: str) -> Value:
     small = b.bitcast(size, x.type) + 0.5
     subnormal = b.bits(small) - (126 << 23)
     rounded = b.select(size < (113 << 23), subnormal, normal)
-    # From halfway between the largest number and the next power of two on it is infinite.
+    # Halfway between the largest number and the next power of two, and above, it is infinite.
     infinite = size >= 0x477FF000
     rounded = b.select(infinite, 0x7C00, rounded)
     rounded = b.select(nan, 0x7E00, rounded)
@@ -56,23 +54,23 @@ def narrow(b: Builder, x: Value, number: str) -> Value:
 
 
 def near_reciprocal(b: Builder, x: Value) -> Value | None:
-    """1 / x within 2^-14 of itself; None where no instruction is faster than a division."""
+    """1 / x with a relative error below 2^-14; None if no instruction is faster than a division."""
     lanes, kind = shape(x.type)
     if not b.target.x86 or b.target.bits < 512 or kind != "float" or lanes not in (16, 32):
         return None
-    every, zeros = constant(-1, "i16"), constant(0.0, vector(16, "float"))
+    all_lanes, zeros = constant(-1, "i16"), constant(0.0, vector(16, "float"))
     total: Value | None = None
     for first in range(0, lanes, 16):
         part = x if lanes == 16 else b.shuffle(x, None, range(first, first + 16))
         name = "llvm.x86.avx512.rcp14.ps.512"
-        near = b.intrinsic(name, part, zeros, every, overload=())
+        near = b.intrinsic(name, part, zeros, all_lanes, overload=())
         total = near if total is None else b.shuffle(total, near, range(first + 16))
     return total
 
 
 def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
-    """``total`` and four products: of each lane's four unsigned bytes with its four signed
-    ones. Exact, up to the size of ``total``.
+    """Adds to each lane of ``total`` the four products of its unsigned bytes and its signed bytes.
+    The sum is exact unless the lane overflows.
     """
     if b.target.dot and b.target.x86:
         return b.intrinsic(b.target.dot, total, unsigned, signed, overload=())
@@ -80,7 +78,7 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
         return _dot_arm(b, total, unsigned, signed)
     pairs = vector(2 * shape(total.type)[0], "i16")
     if b.target.x86 and b.target.bits >= 256:
-        # Bytes 0 and 2 as one pair of 16 bits, bytes 1 and 3 as another one.
+        # Bytes 0 and 2 form one pair of 16-bit numbers, bytes 1 and 3 another.
         name = {256: "llvm.x86.avx2.pmadd.wd", 512: "llvm.x86.avx512.pmaddw.d.512"}
         halves = b.bitcast(signed, pairs)
         operands = (
@@ -102,7 +100,7 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
 
 
 def _dot_arm(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
-    """``dot`` by an instruction of ARM, which may take signed bytes alone."""
+    """``dot`` by an ARM instruction, which on some machines takes only signed bytes."""
     numbers = vector(4 * shape(total.type)[0], "i8")
 
     def add(total: Value, left: Value) -> Value:
@@ -111,7 +109,7 @@ def _dot_arm(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
 
     if "usdot" in b.target.dot:
         return add(total, unsigned)
-    # An unsigned byte is 128 more than the signed one whose first bit is the other.
+    # An unsigned byte is 128 more than the signed byte with the opposite top bit.
     of_128 = add(b.value(0, total.type), b.value(0x80808080, total.type))
     return add(total, unsigned ^ 0x80808080) - of_128
 
@@ -122,8 +120,8 @@ def in_pairs(target: Target, number: str) -> bool:
 
 
 def dot_pairs(b: Builder, total: Value, left: Value, right: Value) -> Value:
-    """``total`` and two products: of each lane's two numbers of bfloat16. Numbers too small to be
-    normal count as 0.
+    """Adds to each lane of ``total`` the two products of its bfloat16 numbers. Subnormal numbers
+    count as 0.
     """
     assert b.target.pairs, b.target.name
     pairs = vector(2 * shape(total.type)[0], "bfloat")

@@ -1,9 +1,9 @@
-"""An object file to running code, without LLVM, whose import takes longer than all else that a
-second process does.
+"""Loads object files as executable code without LLVM. Importing LLVM takes longer than everything
+else that a process does to get a kernel that is on disk.
 
-Kernels refer to nothing outside themselves. So linking has two things left to do: it puts the
-sections side by side in one block, and fills in the distances between them. Any object file that
-asks for more, and any other system than Linux on x86-64, is left to LLVM's own loader.
+Kernels refer to nothing outside themselves, so linking only puts the sections side by side in one
+block and fills in the distances between them. LLVM's own loader handles object files that need
+more, and all systems other than Linux on x86-64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUPPORTED = (
     sys.platform == "linux" and sys.maxsize > 1 << 32 and platform.machine().lower() == "x86_64"
 )
 
-# Numbers of the ELF format, and of its supplement for x86-64.
+# Constants of the ELF format and of its x86-64 supplement.
 _RELOCATABLE, _X86_64 = 1, 62
 _PROGBITS, _SYMTAB, _RELA, _UNWIND = 1, 2, 4, 0x70000001
 _WRITE, _ALLOC = 1, 2
@@ -44,8 +44,8 @@ class _Section(NamedTuple):
 def link(code: bytes) -> tuple[bytes, dict[str, int]] | None:
     """Links an object file so that it may lie anywhere in memory, and finds its symbols.
 
-    None where that takes more than distances within the file: other relocations, symbols from
-    elsewhere, memory that is written to.
+    Returns None if the file needs more than distances within itself: other relocations, symbols
+    from elsewhere or writable memory.
     """
     kind, machine = struct.unpack_from("<HH", code, 16)
     if code[:6] != b"\x7fELF\2\1" or (kind, machine) != (_RELOCATABLE, _X86_64):
@@ -61,7 +61,7 @@ def link(code: bytes) -> tuple[bytes, dict[str, int]] | None:
 
     image, places = bytearray(), {}
     for number, section in enumerate(sections):
-        if section.flags & _ALLOC and section.type != _UNWIND:  # no exception passes a kernel
+        if section.flags & _ALLOC and section.type != _UNWIND:  # no exception crosses a kernel
             if section.type != _PROGBITS or section.flags & _WRITE:
                 return None
             image += bytes(-len(image) % (section.align or 1))
@@ -98,9 +98,9 @@ def _libc() -> Any:
 
 
 def load(code: bytes, symbols: Sequence[str]) -> dict[str, int] | None:
-    """Addresses of functions of an object file, now in memory; None where LLVM has to load it.
+    """Loads an object file; returns the addresses of its functions, or None if LLVM must load it.
 
-    The memory is never freed: a thread may still be inside, even while the interpreter ends.
+    The memory is never freed: a thread may still run its code, even while the interpreter exits.
     """
     linked = link(code) if SUPPORTED else None
     if linked is None:
@@ -112,7 +112,7 @@ def load(code: bytes, symbols: Sequence[str]) -> dict[str, int] | None:
     if base == ctypes.c_void_p(-1).value:
         return None
     ctypes.memmove(base, image, len(image))
-    # Never writable and executable at once; some hardened systems refuse this step, too.
+    # The memory is never writable and executable at once; some hardened systems refuse even this.
     if libc.mprotect(base, len(image), mmap.PROT_READ | mmap.PROT_EXEC):
         libc.munmap(base, len(image))
         return None

@@ -1,8 +1,8 @@
 """A small builder of LLVM IR as plain text.
 
-Nothing here knows cells, plans or llvmlite: a `Module` collects functions and declarations and
-`str(module)` is what the compiler reads. Text, because it is the same for every llvmlite, because
-the explain page shows it as it is, and because printing it costs milliseconds.
+Nothing here knows cells, plans or llvmlite: a `Module` collects functions and declarations, and
+`str(module)` is the text that the compiler reads. Text is the same for every version of llvmlite,
+the explain page shows it unchanged, and printing it takes milliseconds.
 
     >>> module = Module(Target("avx2", bits=256, registers=16, fma=True), "float")
     >>> b = module.function("axpy", "double a, ptr x, ptr y, i64 n")
@@ -15,13 +15,13 @@ the explain page shows it as it is, and because printing it costs milliseconds.
 
 Rules of the house:
 
-- No fast-math flags, so the same text gives the same bits. `fma` is `llvm.fmuladd`: one instruction
-  where the target has it, a product and a sum (never a library call) where it has not.
+- There are no fast-math flags, so the same text computes the same bits. `fma` is `llvm.fmuladd`:
+  one instruction if the target has it, else a product and a sum, but never a library call.
 - Values are immutable. What a loop carries from one turn to the next lives in a `variable`, which
   the optimiser turns into a register.
 - Memory is accessed at element alignment unless `align=` says more.
-- Operators of values emit instructions; a Python number among their operands is a constant of the
-  type of the other one.
+- Operators of values emit instructions; a Python number among their operands becomes a constant of
+  the other operand's type.
 
 One file, because the builder is one class with a short method per instruction.
 """
@@ -44,19 +44,19 @@ ARM = platform.machine().lower() in {"aarch64", "arm64"}
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """The vector geometry of one instruction set (the known ones are listed in `isa.py`). One
-    object each, because calls look up their kernels by it.
+    """The vector geometry of one instruction set (`isa.py` lists the known sets). Every set has
+    one object, because calls look up their kernels by its identity.
     """
 
     name: str
     bits: int  # width of a vector register
-    registers: int  # how many of them a function can name
+    registers: int  # the number of vector registers that a function can name
     fma: bool
     half: bool = False  # whether it converts float16
-    masks: bool = False  # whether it writes some lanes as fast as all of them
-    dot: str = ""  # the intrinsic that adds up products of 8 bits, by fours
-    pairs: str = ""  # that which adds up products of bfloat16, two by two
-    bfloat: bool = False  # whether it converts to bfloat16, numbers too small to be normal to 0
+    masks: bool = False  # whether it writes some lanes as fast as all lanes
+    dot: str = ""  # the intrinsic that adds four products of 8-bit integers per lane
+    pairs: str = ""  # the intrinsic that adds two products of bfloat16 per lane
+    bfloat: bool = False  # whether it converts to bfloat16 (subnormal numbers to 0)
     tiles: str = ""  # "amx" if it has matrix tiles, "emulated" if vectors stand in for them
     x86: bool = X86
 
@@ -82,11 +82,11 @@ def _comparison(integer: str, real: str) -> Callable[[Value, Operand], Value]:
 
 @dataclass(frozen=True)
 class Value:
-    """An SSA value or a constant: how the text names it, and its LLVM type.
+    """An SSA value or a constant: its name in the text, and its LLVM type.
 
     Operators emit instructions into the function of an operand. For integers `//`, `%` and `<` are
-    those of signed numbers (the quotient is rounded towards 0), and `>>` moves in zeros; a
-    `Builder` has the other ones. For reals a comparison is false where either is NaN, but for `ne`.
+    signed (the quotient is rounded towards 0), and `>>` shifts in zeros; `Builder` has the other
+    variants. For reals, comparisons other than `ne` are false if either operand is NaN.
     `==` compares values as Python objects; `x.eq(y)` is the instruction.
     """
 
@@ -124,13 +124,13 @@ class Value:
     eq, ne = _comparison("eq", "oeq"), _comparison("ne", "une")
 
     def __neg__(self) -> Value:
-        """The negative; of a real, the sign turned over, also of a zero and a NaN."""
+        """The negative; for a real, the sign bit flips, also in a zero and a NaN."""
         if not is_real(self.type):
             return 0 - self
         return self._builder(self)._emit(self.type, f"fneg {self}")
 
     def __invert__(self) -> Value:
-        """Every bit turned over; of a mask, the lanes that it leaves out."""
+        """The value with every bit flipped; for a mask, the lanes that it leaves out."""
         return self ^ -1
 
 
@@ -156,7 +156,7 @@ def shape(type: str) -> tuple[int, str]:
 
 
 def with_element(type: str, element: str) -> str:
-    """A type of that shape with another element: `("<8 x float>", "i1")` gives `<8 x i1>`."""
+    """The type of the same shape with another element: `("<8 x float>", "i1")` is `<8 x i1>`."""
     return vector(shape(type)[0], element) if type.startswith("<") else element
 
 
@@ -167,7 +167,7 @@ def element_bits(type: str) -> int:
 
 
 def integer_of(type: str) -> str:
-    """The integer type of the same shape and width: the one a bitcast gives."""
+    """The integer type of the same shape and width, to which a bitcast is possible."""
     return with_element(type, f"i{element_bits(type)}")
 
 
@@ -205,16 +205,16 @@ def _literal(value: Number, element: str) -> str:
             try:
                 value = struct.unpack("<f", struct.pack("<f", value))[0]
             except OverflowError:
-                raise ValueError(f"{value!r} does not fit a float") from None
+                raise ValueError(f"{value!r} does not fit in a float") from None
         elif element != "double":
-            raise TypeError(f"constants of type {element} are not supported; extend from float")
+            raise TypeError(f"constants of type {element} are not supported; use a float constant")
         return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
     if element == "i1":
         return "true" if value else "false"
     if element == "ptr":
         return "null"
     if not isinstance(value, int):
-        raise TypeError(f"{value!r} is not a constant of type {element}")
+        raise TypeError(f"a constant of type {element} must be an int, got {value!r}")
     half = 1 << (int(element[1:]) - 1)
     return str((value + half) % (2 * half) - half)  # wrapped to the signed range
 
@@ -223,27 +223,27 @@ def _literal(value: Number, element: str) -> str:
 
 
 class Module:
-    """The functions of one compilation, and what they call."""
+    """The functions of one compilation, and the declarations of external functions they call."""
 
     def __init__(self, target: Target, real: str = "float", short: bool = False) -> None:
         self.target = target
         self.real = real
-        self.short = short  # whether functions need be no better than numbers of 16 bits
+        self.short = short  # whether functions need no more precision than 16-bit numbers have
         self._declarations: dict[str, tuple[str, str]] = {}  # name -> (return type, text)
         self._globals: list[str] = []
         self._functions: dict[str, Builder] = {}
-        self._plain_loops = itertools.count(2)  # !0 and !1 are what they are made of
+        self._plain_loops = itertools.count(2)  # !0 and !1 are their common operands
         self._metadata: list[str] = []
 
     def function(self, name: str, params: str = "", returns: str = "void") -> Builder:
-        """Start a function; parameters are declared as in `"ptr noalias x, i64 count"`."""
+        """Starts a function; parameters are declared as in `"ptr noalias x, i64 count"`."""
         return self._start(Builder(self, name, params, returns))
 
     def private(
         self, name: str, params: str, returns: str = "void", *, vectors: int = 1
     ) -> Builder:
-        """Start a function that only this module knows; its calls stay calls. It works on so many
-        registers at once: `lanes` and `vec` are those of all of them.
+        """Starts a function that only this module sees and that LLVM does not inline. It works on
+        `vectors` registers at once; its `lanes` and `vec` cover all of them.
         """
         return self._start(Builder(self, name, params, returns, True, vectors))
 
@@ -254,7 +254,7 @@ class Module:
         return function
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
-        """Declare what this module calls and does not define; again is the same as once."""
+        """Declares a function that this module calls but does not define; it may be repeated."""
         text = f"declare {returns} @{name}({', '.join(params)})"
         if self._declarations.setdefault(name, (returns, text))[1] != text:
             raise ValueError(f"{name} is declared twice: {text}; {self._declarations[name][1]}")
@@ -268,7 +268,7 @@ class Module:
         return self._declarations[name][0]
 
     def table(self, values: Sequence[Number], element: str) -> Value:
-        """Read-only numbers in memory; the value is their address."""
+        """Puts read-only numbers in memory; returns their address."""
         name = f"@table{len(self._globals)}"
         body = ", ".join(f"{element} {_literal(value, element)}" for value in values)
         numbers = f"[{len(values)} x {element}] [{body}]"
@@ -276,7 +276,7 @@ class Module:
         return Value(name, "ptr")
 
     def plain_loop(self) -> str:
-        """A fresh metadata node for a loop that LLVM shall neither unroll nor vectorise."""
+        """A fresh metadata node for a loop that LLVM must neither unroll nor vectorise."""
         number = next(self._plain_loops)
         self._metadata.append(f"!{number} = distinct !{{!{number}, !0, !1}}")
         return f"!{number}"
@@ -289,7 +289,7 @@ class Module:
         width = f'"prefer-vector-width"="{self.target.bits}"'
         attributes = [
             f'attributes #0 = {{ nounwind "no-builtins" {width} }}',
-            # The kernels unroll and vectorise themselves; undoing that costs compile time and bits.
+            # Kernels are printed unrolled and vectorised; doing it again costs time, changes bits.
             '!0 = !{!"llvm.loop.unroll.disable"}',
             '!1 = !{!"llvm.loop.vectorize.enable", i1 false}',
             *self._metadata,
@@ -309,7 +309,7 @@ class _Block(NamedTuple):
 
 
 def _conversion(opcode: str) -> Callable[[Builder, Value, str], Value]:
-    """The emitter of a conversion between types of one shape; to the same type it is nothing."""
+    """The emitter of a conversion between types of one shape; it emits nothing for equal types."""
 
     def emit(self: Builder, x: Value, to: str) -> Value:
         to = with_element(x.type, shape(to)[1])
@@ -334,7 +334,7 @@ def _function(name: str) -> Callable[..., Value]:
 
 
 class Variable:
-    """A place in memory: what a loop carries from one turn to the next, and branches leave."""
+    """A place in memory for a value that a loop carries to its next turn, or that branches set."""
 
     def __init__(self, b: Builder, address: Value, type: str, align: int | None = None) -> None:
         self.b, self.address, self.type, self.align = b, address, type, align
@@ -409,10 +409,10 @@ class Builder:
         x, y = self._same(x, y)
         return self._emit(x.type, f"{opcode} {x}, {y.text}")
 
-    udiv, ashr = _binary("udiv"), _binary("ashr")  # without a sign; shift that keeps the sign
+    udiv, ashr = _binary("udiv"), _binary("ashr")  # unsigned division; shift that keeps the sign
     smin, smax = _choice("slt"), _choice("sgt")
-    # One instruction each: x if the comparison holds, else y. So where either is NaN, or both are
-    # 0, it is y.
+    # One instruction each: x if the comparison holds, else y. So the result is y if either is NaN
+    # or both are 0.
     fmin, fmax = _choice("olt"), _choice("ogt")
     fma = _function("llvm.fmuladd")  # x * y + z, fused where the target has the instruction
     fabs, copysign = _function("llvm.fabs"), _function("llvm.copysign")
@@ -446,7 +446,7 @@ class Builder:
     ptrtoint, inttoptr = _conversion("ptrtoint"), _conversion("inttoptr")
 
     def bitcast(self, x: Value, to: str) -> Value:
-        """Reads the bits as another type."""
+        """Reinterprets the bits as another type."""
         return x if x.type == to else self._emit(to, f"bitcast {x} to {to}")
 
     def bits(self, x: Value) -> Value:
@@ -463,7 +463,7 @@ class Builder:
         return self._emit(type, f"shufflevector {first}, {type} poison, {first_lane}")
 
     def shuffle(self, x: Value, y: Value | None, lanes: Sequence[int]) -> Value:
-        """Lanes of x and y put side by side, in the order given."""
+        """Picks lanes, in the given order, from x and y put side by side."""
         other = Value("poison", x.type) if y is None else y
         picks = constants(list(lanes), "i32")
         type = vector(len(lanes), shape(x.type)[1])
@@ -481,15 +481,15 @@ class Builder:
     def lane_mask(
         self, count: Value, lanes: int | None = None, element: str | None = None
     ) -> Value:
-        """The mask of the first `count` lanes; an i64 of any size and sign. Lanes are compared as
-        integers of type `element`, by default of the width of `real`.
+        """The mask of the first `count` lanes; `count` is an i64 of any size and sign. Lanes are
+        compared as integers of type `element`, by default of the width of `real`.
         """
         lanes, element = lanes or self.lanes, element or shape(self.ivec)[1]
         few = self.trunc(self.smin(count, lanes), element)
         return self.iota(vector(lanes, element)) < self.splat(few, lanes)
 
     def _reduce(self, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """Folds the upper half onto the lower until one lane is left: an order that never moves."""
+        """Folds the upper half onto the lower until one lane is left, always in the same order."""
         lanes = shape(x.type)[0]
         while lanes > 1:
             lanes //= 2
@@ -508,11 +508,11 @@ class Builder:
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """N vectors of N lanes: lane j of row i becomes lane i of row j.
 
-        log2(N) stages of N shuffles, each one cheap instruction. A transpose exchanges the bits of
-        the row number with those of the lane number. Within 128 bits, interleaving two rows moves
-        one row bit in at the bottom of the lane number and the top lane bit out, so the high row
-        bits go first; above, separating even from odd blocks of 128 bits moves one in at the top
-        and the bottom one out, so the low row bits go first.
+        Takes log2(N) stages of N shuffles, each one cheap instruction. A transpose exchanges the
+        bits of the row number and the lane number. Within 128 bits, interleaving two rows moves a
+        row bit in at the bottom of the lane number and the top lane bit out, so the high row bits
+        go first. Above, separating even from odd blocks of 128 bits moves a row bit in at the top
+        and the bottom lane bit out, so the low row bits go first.
         """
         lanes, rows = len(rows), list(rows)
         if any(shape(row.type)[0] != lanes for row in rows):
@@ -547,12 +547,12 @@ class Builder:
     # ---- memory
 
     def gep(self, base: Value, index: Operand, element: str | None = None) -> Value:
-        """The address `index` elements on (of `real` by default; "i8" counts bytes)."""
+        """The address `index` elements (of `real` by default; "i8" counts bytes) after `base`."""
         index = self.value(index)
         return self._emit("ptr", f"getelementptr inbounds {element or self.real}, {base}, {index}")
 
     def load(self, address: Value, type: str | None = None, align: int | None = None) -> Value:
-        """One value of `type`, a whole register by default."""
+        """Loads one value of `type`, by default of `vec`."""
         type = type or self.vec
         return self._emit(type, f"load {type}, {address}, align {align or _natural(type)}")
 
@@ -563,7 +563,7 @@ class Builder:
     def masked_load(
         self, address: Value, mask: Value, passthru: Operand = 0, type: str | None = None
     ) -> Value:
-        """The lanes of the mask from memory, the others from `passthru`; those touch no memory."""
+        """Loads the lanes of the mask; the other lanes are from `passthru` and touch no memory."""
         type = type or self.vec
         align = constant(_natural(type), "i32")
         values = address, align, mask, self.value(passthru, type)
@@ -576,10 +576,10 @@ class Builder:
         self.intrinsic("llvm.masked.store", *values, returns="void", overload=types)
 
     def store_first(self, value: Value, address: Value, count: Value) -> None:
-        """Writes the first `count` lanes, an i64 of any size and sign, and touches no other memory.
+        """Writes the first `count` lanes (an i64 of any size and sign); touches no other memory.
 
-        AMD's processors with AVX2 take 20 cycles for a store under a mask, others a branch for each
-        lane: there a whole vector is written as one.
+        Without `Target.masks`, a full vector takes a plain store: a masked store takes 20 cycles on
+        AMD's processors with AVX2, and a branch for each lane on others.
         """
         (lanes, type), register = shape(value.type), self.target.lanes(self.real)
         if self.target.masks:
@@ -596,14 +596,14 @@ class Builder:
                 self.store_first(part, self.gep(address, first, type), count - first)
 
     def alloca(self, type: str, count: int = 1) -> Value:
-        """Stack memory for the whole call, wherever it is asked for."""
+        """Allocates stack memory for the whole call, wherever in the function this is called."""
         value = Value("%" + self._fresh("slot"), "ptr", self)
         alignment = max(_natural(type), min(64, shape(type)[0] * element_bits(type) // 8))
         self._allocas.append(f"{value.text} = alloca {type}, i64 {count}, align {alignment}")
         return value
 
     def variable(self, first: Operand, type: str = "i64") -> Variable:
-        """A variable on the stack that begins with a value, or with a number of a type."""
+        """A variable on the stack that begins with a value, or with a number of type `type`."""
         value = first if isinstance(first, Value) else self.value(first, type)
         variable = self.unset(value.type)
         variable.value = value
@@ -614,19 +614,19 @@ class Builder:
         return Variable(self, self.alloca(type), type)
 
     def prefetch(self, address: Value, locality: int = 3) -> None:
-        """Ask for a cache line to read; locality 3 keeps it close, 0 expects it once."""
+        """Prefetches a cache line to read; locality 3 keeps it close, 0 expects a single use."""
         hints = [constant(hint, "i32") for hint in (0, locality, 1)]
         self.intrinsic("llvm.prefetch", address, *hints, returns="void", overload=["ptr"])
 
     # ---- threads
 
     def atomic_add(self, address: Value, value: Operand) -> Value:
-        """Adds to an i64 that threads share and returns what it was (acquire and release)."""
+        """Adds to an i64 that threads share, and returns its old value (acquire and release)."""
         value = self.value(value)
         return self._emit("i64", f"atomicrmw add {address}, {value} acq_rel, align 8")
 
     def atomic_load(self, address: Value) -> Value:
-        """An i64, and all that its writer wrote before it (acquire)."""
+        """Loads an i64, and makes visible all that its writer wrote before (acquire)."""
         return self._emit("i64", f"load atomic i64, {address} acquire, align 8")
 
     def pause(self) -> None:
@@ -639,8 +639,8 @@ class Builder:
     # ---- calls
 
     def call(self, callee: str | Value, *args: Value | int, returns: str | None = None) -> Value:
-        """A function of this module by name, or any address together with the type it returns.
-        Python numbers are of type i64.
+        """Calls a function by its name in this module, or by any address, which needs `returns`.
+        Python numbers are passed as i64.
         """
         values = [arg if isinstance(arg, Value) else self.value(arg) for arg in args]
         if isinstance(callee, str):
@@ -661,8 +661,8 @@ class Builder:
         returns: str | None = None,
         overload: Sequence[str] | None = None,
     ) -> Value:
-        """A call of `name`, mangled by the overload types (by default the first operand's), which
-        returns the type of the first operand unless told.
+        """Calls `name`, mangled by the overload types (by default the first operand's). It returns
+        the type of the first operand unless `returns` is given.
         """
         types = [args[0].type] if overload is None else overload
         full = ".".join([name, *map(mangle, types)])
@@ -698,7 +698,7 @@ class Builder:
 
     @contextmanager
     def repeat(self) -> Iterator[Callable[[Value], None]]:
-        """A body that runs again while a condition, given as its last word, holds::
+        """A body that repeats while the condition that it passes to `again` at its end holds::
 
         with b.repeat() as again:
             b.pause()
@@ -742,7 +742,7 @@ class Builder:
         self._start(join)
 
     def ret(self, value: Value | None = None) -> None:
-        """Return; a function that returns nothing does so at its end by itself."""
+        """Returns from the function; a void function also returns at its end by itself."""
         self._line("ret void" if value is None else f"ret {value}")
         self._start(self._fresh("unreached"))
 
@@ -752,7 +752,7 @@ class Builder:
             lines.append(f"{block.label}:")
             lines += [f"  {line}" for line in (self._allocas if number == 0 else [])]
             lines += [f"  {line}" for line in block.lines]
-        # Where every path has returned, the last block is one that nothing leads to.
+        # If every path has returned, no branch leads to the last block.
         lines += ["  ret void" if self.returns == "void" else "  unreachable", "}"]
         return "\n".join(lines)
 

@@ -1,10 +1,10 @@
-"""The vector instructions that kernels are printed for, and LLVM's names of them.
+"""The vector instruction sets that kernels are printed for, and LLVM's names for them.
 
 A `Target` says what a kernel's text looks like (vector width, registers); `machine(target)` says
 what LLVM may do with that text (CPU name and feature string). The host's CPU *name* is never
-trusted, since virtual machines hide features that the name promises: only what it reports counts.
+trusted, since virtual machines hide features that it promises: only the reported features count.
 
->>> isa.current().name              # the last of those that this host can run
+>>> isa.current().name              # the last of `isa.available()`
 'amx'
 >>> with isa.force("avx2") as t:    # or ANYCELL_ISA=avx2 in the environment
 ...     t.bits
@@ -37,11 +37,11 @@ class Machine(NamedTuple):
 
 
 # The levels v3 and v4 of the x86-64 psABI. Every core with one feature of a level has all of them,
-# except where a hypervisor hides some, and then the level is not available.
+# unless a hypervisor hides some; the level is then not available.
 _V3 = "cx16 sahf popcnt sse3 ssse3 sse4.1 sse4.2 avx avx2 bmi bmi2 f16c fma lzcnt movbe"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
-_VNNI = f"{_V4} avx512vnni"  # and products of 8 bits
-_BF16 = f"{_VNNI} avx512bf16"  # and of bfloat16
+_VNNI = f"{_V4} avx512vnni"  # adds products of 8-bit integers
+_BF16 = f"{_VNNI} avx512bf16"  # adds products of bfloat16
 _AMX = f"{_BF16} amx-tile amx-int8 amx-bf16"
 
 TARGETS: dict[str, Target] = {}  # narrowest first
@@ -54,8 +54,8 @@ def _add(target: Target, cpu: str, needs: str, *tuning: str) -> None:
     TARGETS[target.name] = target
 
 
-# What every machine of its kind has: SSE2 or NEON, and elsewhere 128 bits that LLVM legalises as it
-# can.
+# Every machine can run this set: SSE2 on x86-64, NEON on ARM; elsewhere LLVM legalises vectors of
+# 128 bits.
 _generic = Target("generic", bits=128, registers=32 if ARM else 16, fma=ARM, half=ARM)
 _add(_generic, "x86-64" if X86 else "generic", "neon" if ARM else "")
 if X86:
@@ -82,8 +82,8 @@ _bf16 = replace(
 )  # fmt: skip
 _add(_dot, "generic", "neon dotprod")
 _add(_bf16, "generic", "neon dotprod i8mm bf16")
-# Taken only where asked for: the emulation, which tests run; and on Intel's processors products of
-# bfloat16 in pairs, which take twice as long there as those of float32 (on AMD's half as long).
+# Used only on request: the emulation, for tests; and products of bfloat16 in pairs, unless AMD made
+# the processor. They take twice as long as products of float32 on Intel's, half as long on AMD's.
 ASKED_FOR = ("amx-emulated", "avx512bf16") if X86 else ()
 
 
@@ -94,8 +94,8 @@ def machine(target: Target) -> Machine:
 
 @lru_cache(maxsize=1)
 def available() -> tuple[str, ...]:
-    """The names that this host can run, narrowest first, without those of ``ASKED_FOR`` that pay
-    nowhere or not here. Where it has tiles, it asks Linux for their use.
+    """The names of the sets that this host can run, narrowest first, without those in ``ASKED_FOR``
+    that do not pay here. Asks Linux for permission to use tiles, if the host has them.
     """
     paying = {"avx512bf16"} if amd() else set()
     known = [name for name in TARGETS if name not in {*ASKED_FOR} - paying and runs(name)]
@@ -103,7 +103,7 @@ def available() -> tuple[str, ...]:
 
 
 def runs(name: str) -> bool:
-    """Whether this host has all that an instruction set needs, which may be another processor's."""
+    """Whether this host has all features of an instruction set, even one of another processor."""
     return name == "generic" or (name in _MACHINES and _MACHINES[name].needs <= _features())
 
 
@@ -112,21 +112,20 @@ _SYSCALL, _ASK, _TILE_DATA = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, 
 
 @lru_cache(maxsize=1)
 def permitted() -> bool:
-    """Whether Linux lets this process, and those that it forks, use tiles; asks for it."""
+    """Asks Linux to let this process and its forks use tiles; returns whether Linux does."""
     try:
         return ctypes.CDLL(None).syscall(_SYSCALL, _ASK, _TILE_DATA) == 0
     except (OSError, AttributeError):  # not Linux
         return False
 
 
-# Where Linux and LLVM call a feature by different names.
+# Linux's names for features, by LLVM's names, where the two differ.
 _LINUX = {
     "sahf": "lahf_lm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2", "bmi": "bmi1",
     "lzcnt": "abm", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16",
     "amx-tile": "amx_tile", "amx-int8": "amx_int8", "amx-bf16": "amx_bf16",
 }  # fmt: skip
-# Of ARM: LLVM's name; the number of the entry of Linux's auxiliary vector, and the bit there; the
-# name of macOS.
+# ARM features: LLVM's name; the entry of Linux's auxiliary vector, and the bit in it; macOS's name.
 _ARM = [
     ("neon", 16, 1, "AdvSIMD"),
     ("dotprod", 16, 20, "arm.FEAT_DotProd"),
@@ -136,11 +135,11 @@ _ARM = [
 
 
 def _arm_features() -> set[str]:
-    """The features that this host reports, of those of ``_ARM``."""
+    """The features in ``_ARM`` that this host reports."""
     libc, names = ctypes.CDLL(None), set()
     for name, entry, bit, apple in _ARM:
         if sys.platform == "linux":
-            on = libc.getauxval(entry) >> bit & 1  # an int, whose bits are enough
+            on = libc.getauxval(entry) >> bit & 1  # as an int, which has these bits
         else:
             value, size = ctypes.c_int(), ctypes.c_size_t(4)
             key = f"hw.optional.{apple}".encode()
@@ -155,7 +154,7 @@ def _features() -> set[str]:
     """The features that this host reports, by LLVM's names."""
     if ARM and sys.platform in ("linux", "darwin"):
         return _arm_features()
-    # Linux knows what it has enabled as well as LLVM does, and need not be imported.
+    # /proc/cpuinfo is as reliable as LLVM, and LLVM need not be imported to read it.
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             if line.startswith("flags"):
@@ -179,9 +178,9 @@ def amd() -> bool:
         return "AuthenticAMD" in platform.processor()
 
 
-@lru_cache(maxsize=1)  # every pass of every layer asks
+@lru_cache(maxsize=1)  # every pass of every layer calls this
 def current() -> Target:
-    """The target to print for: `ANYCELL_ISA` where it is set, else the widest available. The
+    """The target to print for: `ANYCELL_ISA` if it is set, else the last of `available()`. The
     variable is read once; `force` changes it later.
     """
     name = os.environ.get(ENV) or available()[-1]

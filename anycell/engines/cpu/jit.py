@@ -7,14 +7,14 @@
 The text arrives vectorised and unrolled, so LLVM's own vectorisers and unroller stay off: they
 would cost most of the compile time and could only undo the register tiling.
 
-A process that finds its kernels on disk neither prints their text, where the caller names what the
-text follows from (a `recipe`), nor imports LLVM, where `image` can load the code.
+A process that finds its kernels on disk does not print their text if the caller passes a `recipe`,
+from which the text follows, and does not import LLVM if `image` can load the code.
 
-The cache holds machine code that will be executed, hence the care: a directory of our own that
-nobody else can write, entries named by everything that went into them, sealed by a checksum and put
-in place by a rename. Whatever is wrong with an entry, it is compiled again; whatever is wrong with
-the directory, there is one warning and no cache. A file without our name and our mark is neither
-followed, read nor deleted, and does not count.
+The cache holds machine code that will be executed, so it is protected: only the user can write to
+its directory. Entries are named by a hash of all their inputs, sealed by a checksum and put in
+place by a rename. A damaged entry is compiled again; an unusable directory causes one warning, and
+nothing is cached. Links in the directory are not followed. A file that lacks our form of name or
+our mark is neither used nor pruned, and does not count towards the limit.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from . import image, isa
 from .ir import Target
 
 FORMAT = 2  # raise it when the way from text to machine code changes, so that no old entry is found
-# What the text leaves to LLVM: registers for what it keeps on the stack, one of each value that it
-# computes twice, shorter forms of an instruction. All of level 2 takes twice as long to compile,
-# and what comes out is no faster.
+# The text leaves to LLVM: moving stack variables to registers, removing repeated computations, and
+# shorter forms of instructions. Optimising at level 2 takes twice as long, and the code is no
+# faster.
 PASSES = ("sroa", "simplify_cfg", "new_gvn", "instruction_combine")
-LIMIT = 256 << 20  # bytes of all entries together beyond which the oldest go
-ABANDONED = 3600  # seconds after which a draft is of a process that died: it takes one a moment
+LIMIT = 256 << 20  # total bytes of entries above which the oldest are deleted
+ABANDONED = 3600  # seconds after which a draft's process has died: writing takes a moment
 
 _MAGIC = b"anycell\0"
 _SEAL = len(_MAGIC) + hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}(?P<draft>\.[0-9a-f]{16})?")
 
-Text = str | Callable[[], str]  # or what prints it
-# What to compile: the text, its functions, the target, and the name in the cache that stands for
-# the text; None for the text itself.
+Text = str | Callable[[], str]  # the LLVM text, or a function that prints it
+# The arguments of ``compile``: the text, its functions, the target, and the recipe that stands for
+# the text in the cache, if there is one.
 Request = tuple[Text, Sequence[str], Target, str | None]
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-# LLVM contexts are not thread-safe. Held across a fork, so that a child never inherits it locked,
-# nor LLVM in the middle of something.
+# Guards LLVM contexts, which are not thread-safe. A fork holds it, so that a child inherits neither
+# a locked lock nor LLVM in the middle of its work.
 lock = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
@@ -67,7 +67,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class CacheWarning(UserWarning):
-    """The cache of compiled kernels cannot be used; everything works, starting a little slower."""
+    """The cache of compiled kernels cannot be used; everything works, but starts more slowly."""
 
 
 class Library:
@@ -81,19 +81,19 @@ class Library:
 
     @property
     def text(self) -> str:
-        """The LLVM text; printed anew where it came as a function."""
+        """The LLVM text; printed anew if it was passed as a function."""
         return _printed(self._text)
 
     def address(self, symbol: str) -> int:
-        """The address of a function that `compile` was asked for."""
+        """The address of one of the `symbols` passed to `compile`."""
         return self._addresses[symbol]
 
     def function(self, symbol: str) -> Callable[[int | bytes], None]:
-        """Such a function, of a table or its address."""
+        """One of the `symbols` as a callable, which takes a table or the address of a table."""
         return _FUNCTION(self.address(symbol))
 
     def assembly(self) -> str:
-        """The assembly that the text becomes, for reading."""
+        """The text compiled to assembly, for reading."""
         with lock:
             machine = _machine(self.target)
             return machine.emit_assembly(_optimised(self.text, machine))
@@ -105,14 +105,14 @@ class Library:
 def compile(
     text: Text, symbols: Sequence[str], target: Target, recipe: str | None = None
 ) -> Library:
-    """Machine code of the LLVM module `text`, from the cache where it is there.
+    """Loads machine code for the LLVM module `text`, from the cache if it is there.
 
     Any thread may call this.
 
     Args:
-        text: the text, or a function that prints it where it is needed.
-        symbols: the functions whose addresses will be asked for.
-        recipe: all that the text follows from; the cache then goes by it, and not by the text.
+        text: the text, or a function that prints it when it is needed.
+        symbols: the functions whose addresses will be needed.
+        recipe: everything that the text follows from; it replaces the text in the cache key.
     """
     if switch("ANYCELL_DEBUG", default=False):
         print(_printed(text), file=sys.stderr)
@@ -124,7 +124,7 @@ def compile(
 
 
 def stored(text: Text, symbols: Sequence[str], target: Target, recipe: str | None) -> bytes | None:
-    """The object file that `compile` would find in the cache; None where there is none."""
+    """The object file that `compile` would find in the cache; None if there is none."""
     if not enabled():
         return None
     try:
@@ -135,7 +135,7 @@ def stored(text: Text, symbols: Sequence[str], target: Target, recipe: str | Non
 
 
 def enabled() -> bool:
-    """Whether kernels are kept on disk: unless `ANYCELL_CACHE` is 0."""
+    """Whether kernels are kept on disk: true unless `ANYCELL_CACHE` is 0."""
     return switch("ANYCELL_CACHE", default=True)
 
 
@@ -143,7 +143,7 @@ def kept() -> list[int]:
     """The bytes of each entry of the cache.
 
     Raises:
-        OSError: where the cache cannot be used.
+        OSError: if the cache cannot be used.
     """
     with _Cache(cache_directory(), create=False) as cache:
         return [file.size for file in cache.files() if not file.draft and cache.is_ours(file)]
@@ -165,7 +165,7 @@ def code_size(code: bytes) -> int:
 
 @lru_cache(maxsize=1)
 def _llvm() -> Any:
-    """The binding, imported and initialised on first use: it takes longer than all of ours."""
+    """The binding, initialised on first use: importing it takes longer than all our own code."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -206,7 +206,7 @@ def _optimised(text: str, machine: Any) -> Any:
 def _object(text: str, symbols: Sequence[str], target: Target) -> bytes:
     machine = _machine(target)
     module = _optimised(text, machine)
-    for symbol in symbols:  # LLVM ends the process when asked for one that is not there
+    for symbol in symbols:  # LLVM ends the process when asked for an undefined symbol
         try:
             defined = not module.get_function(symbol).is_declaration
         except NameError:
@@ -225,7 +225,7 @@ def _load(code: bytes, symbols: Sequence[str], target: Target) -> dict[str, int]
     engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
     engine.finalize_object()
     addresses = {symbol: engine.get_function_address(symbol) for symbol in symbols}
-    engine.detach()  # never freed: a thread may still be inside, even while the interpreter ends
+    engine.detach()  # never freed: a thread may still run it, even while the interpreter exits
     return addresses
 
 
@@ -234,9 +234,9 @@ def _load(code: bytes, symbols: Sequence[str], target: Target) -> dict[str, int]
 
 @lru_cache(maxsize=1)
 def _toolchain() -> str:
-    """Names the LLVM that compiles, and the system, without loading it.
+    """Names the LLVM that compiles, and the system, without loading LLVM.
 
-    The size of the library stands for the version of the LLVM that was built into it.
+    The size of llvmlite's library stands for the version of the LLVM that was built into it.
     """
     import llvmlite
 
@@ -248,13 +248,13 @@ def _toolchain() -> str:
                 for entry in entries
                 if entry.is_file() and not entry.name.endswith(".py")
             )
-    except OSError:  # it lies elsewhere, as in a frozen program
+    except OSError:  # the library lies elsewhere, as in a frozen program
         llvm = _llvm().llvm_version_info
     return f"{llvmlite.__version__} {llvm} {sys.platform} {platform.machine()}"
 
 
 def _key(text: Text, symbols: Sequence[str], target: Target, recipe: str | None = None) -> str:
-    """The name of the entry: everything that changes the code, or what is asked of it."""
+    """The name of the entry: a hash of everything that changes the code or its functions."""
     cpu, features, _ = isa.machine(target)
     parts = [str(FORMAT), _toolchain(), cpu, features, " ".join(symbols)]
     parts += ["text", _printed(text)] if recipe is None else ["recipe", recipe]
@@ -275,12 +275,12 @@ def cache_directory() -> str:
 
 
 def _sealed(name: str, code: bytes) -> bytes:
-    # The name is under the seal, so that an entry renamed to another's name does not pass for it.
+    # The checksum covers the name, so that an entry renamed to another entry's name is rejected.
     return _MAGIC + hashlib.sha256(name.encode() + code).digest() + code
 
 
 def _check_private(status: os.stat_result) -> None:
-    """Raise OSError where somebody else could have written what has this status."""
+    """Raises OSError if another user could have written the file or directory of this status."""
     if not hasattr(os, "geteuid"):  # Windows: a user's profile is private by inheritance
         return
     if status.st_uid != os.geteuid():
@@ -303,8 +303,8 @@ class _File(NamedTuple):
 class _Cache:
     """An open cache directory.
 
-    Where the system can, its files are reached through the descriptor that was checked, so that
-    nobody can put another directory in its place in between.
+    If the system allows it, files are reached through the descriptor of the directory that was
+    checked, so that nobody can swap the directory after the check.
     """
 
     def __init__(self, path: str, create: bool = True) -> None:
@@ -329,7 +329,7 @@ class _Cache:
 
     def close(self) -> None:
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # nothing was written by way of this descriptor
+            with contextlib.suppress(OSError):  # nothing was written through this descriptor
                 os.close(self._fd)
 
     def __enter__(self) -> _Cache:
@@ -339,8 +339,8 @@ class _Cache:
         self.close()
 
     def _open(self, path: str, flags: int) -> int:
-        # The flags that the system has. What only looks like a file of ours is not followed,
-        # not waited for (a FIFO), and no terminal of ours.
+        # Uses the flags that the system has. If only the name looks like ours, a link is not
+        # followed, a FIFO is not waited for, and a terminal does not become our own.
         for extra in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"):
             flags |= getattr(os, extra, 0)
         return os.open(path, flags, 0o600, dir_fd=self._fd)
@@ -349,16 +349,16 @@ class _Cache:
         return name if self._fd is not None else os.path.join(self.path, name)
 
     def _contents(self, name: str, most: int = -1) -> bytes:
-        """The first ``most`` bytes of a file; OSError where it is no file, or not ours alone."""
+        """The first ``most`` bytes of a file; OSError unless it is a regular file of ours alone."""
         with open(self._name(name), "rb", opener=self._open) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > LIMIT:
-                raise OSError("it is no entry")
+                raise OSError("it is not an entry")
             _check_private(status)
             return file.read(most)
 
     def read(self, name: str) -> bytes | None:
-        """The code stored under `name`; None where there is none that can be trusted."""
+        """The code stored under `name`; None if there is none or it cannot be trusted."""
         try:
             entry = self._contents(name)
         except OSError:
@@ -367,11 +367,11 @@ class _Cache:
         return code if code and entry == _sealed(name, code) else None
 
     def write(self, name: str, code: bytes) -> None:
-        """Put an entry in place, whole or not at all."""
+        """Puts an entry in place, whole or not at all."""
         with contextlib.suppress(FileNotFoundError):
             mode = os.stat(self._name(name), dir_fd=self._fd, follow_symlinks=False).st_mode
             if not stat.S_ISREG(mode):
-                raise FileExistsError(f"{name} is there, and is not a file")
+                raise FileExistsError(f"{name} exists and is not a file")
         draft = f"{name}.{os.urandom(8).hex()}"
         try:
             with open(self._name(draft), "xb", opener=self._open) as file:
@@ -379,21 +379,21 @@ class _Cache:
             os.replace(
                 self._name(draft), self._name(name), src_dir_fd=self._fd, dst_dir_fd=self._fd
             )
-        except FileExistsError:  # the draft's name is somebody's
+        except FileExistsError:  # the file of the draft's name is not ours
             raise
         except BaseException:
             self._unlink(draft)
             raise
-        with contextlib.suppress(OSError):  # the entry is in place; the next one makes room
+        with contextlib.suppress(OSError):  # the entry is in place; the next write prunes again
             self._prune()
 
     def files(self) -> list[_File]:
-        """The files that have names as we give them."""
+        """The regular files whose names have our form."""
         files = []
         with os.scandir(self.path if self._fd is None else self._fd) as listing:
             for item in listing:
                 name = _NAME.fullmatch(item.name)
-                with contextlib.suppress(OSError):  # another process put its draft in place
+                with contextlib.suppress(OSError):  # another process has renamed its draft
                     status = item.stat(follow_symlinks=False) if name else None
                     if name and status and stat.S_ISREG(status.st_mode):
                         draft = name["draft"] is not None
@@ -401,7 +401,7 @@ class _Cache:
         return files
 
     def is_ours(self, file: _File) -> bool:
-        """Whether it bears our mark; of a draft as much as was written."""
+        """Whether a file begins with our mark; a draft may end before the mark is complete."""
         try:
             mark = self._contents(file.name, len(_MAGIC))
         except OSError:
@@ -409,13 +409,13 @@ class _Cache:
         return _MAGIC.startswith(mark) if file.draft else mark == _MAGIC
 
     def _prune(self) -> None:
-        """Drop what a crash left of drafts, and the oldest entries once all are over the limit."""
+        """Deletes abandoned drafts, and the oldest entries while all exceed the limit."""
         files, forgotten = self.files(), time.time() - ABANDONED
         for file in files:
             if file.draft and file.written < forgotten and self.is_ours(file):
                 self._unlink(file.name)
         entries = [file for file in files if not file.draft]
-        if sum(file.size for file in entries) <= LIMIT:  # to look into each would take longer
+        if sum(file.size for file in entries) <= LIMIT:  # reading the marks would take longer
             return
         entries = [file for file in entries if self.is_ours(file)]
         excess = sum(file.size for file in entries) - LIMIT
@@ -434,7 +434,7 @@ _warned: set[str] = set()
 
 
 def _warn(error: OSError) -> None:
-    """Say once per directory that it is not used, why, and what to do about it."""
+    """Warns once per directory that it is not used, why, and what to do about it."""
     path = cache_directory()
     if path not in _warned:
         _warned.add(path)
@@ -448,7 +448,7 @@ def _warn(error: OSError) -> None:
 
 
 def _cached(name: str, build: Callable[[], bytes]) -> tuple[bytes, bool]:
-    """The code of `name`, and whether it was in the cache; if it was not, it now is."""
+    """The code of `name`, and whether it was in the cache; if not, it is built and stored."""
     if not enabled():
         return build(), False
     try:

@@ -89,7 +89,7 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
 
 
 def request(layout: Layout) -> jit.Request:
-    """The request to ``jit``."""
+    """The arguments of ``jit.compile`` for a layout."""
     sources, target = fingerprint(), layout.target
     described = description(layout.plan, layout.backward)
     recipe = f"{sources}\n{target}\n{described}" if sources else None

@@ -1,7 +1,7 @@
-"""Memory for what a layer writes of every step: large, and of the same size call after call.
+"""Memory for the arrays that a layer writes for all steps: large, and of equal size at each call.
 
-A fresh block costs a page fault every 4 KiB, more than the kernel that fills it. So blocks come
-back here when their last array is gone, and the next call takes them warm.
+A fresh block causes a page fault every 4 KiB, which costs more than the kernel that fills it. So a
+block returns here when its last array is gone, and the next call reuses it while it is warm.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-SMALL = 1 << 20  # bytes below which the framework's own allocator does well
-GRAIN = 1 << 21  # sizes are rounded up to this, so that nearly equal ones serve each other
-LIMIT = 512 << 20  # bytes kept idle at most; beyond, blocks go back to the system
+SMALL = 1 << 20  # bytes below which NumPy's own allocator does well
+GRAIN = 1 << 21  # sizes are rounded up to a multiple of this, so that similar arrays share blocks
+LIMIT = 512 << 20  # most bytes kept idle; the oldest blocks beyond it go back to the system
 
 _idle: list[np.ndarray] = []
 _lock = threading.RLock()  # a finaliser may run within `empty`, in the same thread
 
 
 def _unlock() -> None:
-    """A forked child may inherit a lock that is held by a thread which does not exist in it."""
+    """Replaces the lock in a forked child, where the thread that held it may not exist."""
     global _lock
     _lock = threading.RLock()
 
@@ -33,7 +33,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Lease:
-    """A block in use, as NumPy sees it; it goes idle with its last array."""
+    """A block in use, as NumPy sees it; the block becomes idle when its last array is gone."""
 
     def __init__(self, block: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.block = block
@@ -53,7 +53,7 @@ class _Lease:
 
 
 def empty(shape: Sequence[int], dtype: str) -> np.ndarray:
-    """An uninitialised array, on a warm block where one is idle."""
+    """An uninitialised array, in an idle block if one has the right size."""
     kind = np.dtype(dtype)
     size = kind.itemsize * math.prod(shape)
     if size < SMALL:

@@ -1,10 +1,10 @@
 """The printer table of the CPU engine: one row per op of `anycell/lang/ops.py`, as LLVM text.
 
-`EMIT[name](b, *values)` appends the instructions to the builder and returns the result. The rows
-work on vectors of float and double for every instruction set. They are IEEE arithmetic in a fixed
-order, so the same instructions give the same bits everywhere; infinities, NaN, both zeros and
-subnormal numbers come out as the mathematics says. `tools/minimax.py` found the coefficients, and
-`tools/ulp.py` the worst errors, in units in the last place:
+`EMIT[name](b, *values)` appends the instructions to the builder and returns the result. The
+functions take vectors of float and double and work for every instruction set. They use IEEE
+arithmetic in a fixed order, so the same instructions return the same bits everywhere. Infinities,
+NaN, both zeros and subnormal numbers have the results that mathematics defines.
+`tools/minimax.py` found the coefficients; `tools/ulp.py` measured the worst errors, in ulps:
 
                                             exp      log    sigmoid    tanh
     all 2^32 floats, with fused fma         1.032    0.974    1.9992   1.855
@@ -15,16 +15,16 @@ subnormal numbers come out as the mathematics says. `tools/minimax.py` found the
 All exponential functions split x = n ln2 + r with |r| <= ln2/2:
 
 - Adding 1.5 * 2^23 (2^52 in a double) to x log2(e) rounds it to an integer in the lowest bits of
-  the sum, without an instruction for rounding. If the constant carries the exponent's bias as
-  well, those bits shifted to the top *are* the float 2^n.
-- n ln2 is subtracted in two parts, the first of them so short that its product with n is exact.
-- 2^n can leave the range of the format where the function does not. So it is kept some powers of
-  two off, which the last operation puts right, and the result is rounded once.
+  the sum, without an instruction for rounding. If the constant also includes the exponent's bias,
+  those bits, shifted to the top, *are* the float 2^n.
+- n ln2 is subtracted in two parts. The first is so short that its product with n is exact.
+- 2^n can leave the range of the format although the function's value does not. So 2^n is scaled
+  by a power of two, which the last operation removes, and the result is rounded once.
 
-A cell of 16 or 8 bits computes in float too, but its functions may be shorter (`SHORT`): of a
-lower degree, with ln2 in one part, and in 512 bits with a reciprocal in the place of a division,
-which occupies its unit for as long as all else takes. The worst errors over 44 million floats, in
-units in the last place of the 16-bit number that the result is rounded to:
+A cell of 16 or 8 bits also computes in float, but its functions may be shorter (`SHORT`): the
+polynomial of exp has a lower degree, and ln2 has one part. In 512-bit vectors, a reciprocal
+replaces the division, which occupies its unit for as long as all other work takes. The worst errors
+over 44 million floats, in ulps of the 16-bit number that the result is rounded to:
 
                        exp      log    sigmoid    tanh     softplus   log_sigmoid
     float16          0.0088   0.0001   0.0090    0.0445    0.0089      0.0090
@@ -50,12 +50,12 @@ LOG2E = 1.0 / math.log(2.0)
 class Real:
     """The properties of a floating point format that the functions below need."""
 
-    mantissa: int  # stored bits of it
+    mantissa: int  # its stored bits
     bias: int  # of the exponent
-    ln2_high: float  # the leading bits of ln 2, few enough for its product with n to be exact
-    ln2_low: float  # and what is missing
-    tiny: float  # exp(x) rounds to 0 below this x,
-    huge: float  # and to infinity above this one
+    ln2_high: float  # the leading bits of ln 2, so few that their product with n is exact
+    ln2_low: float  # the remainder of ln 2
+    tiny: float  # exp(x) rounds to 0 below this x
+    huge: float  # exp(x) rounds to infinity above this x
     small: float  # 1 + exp(x) rounds to 1 below this x
     normal: float  # the smallest normal number
     exp: tuple[float, ...]
@@ -63,7 +63,7 @@ class Real:
     log1p: tuple[float, ...]
 
 
-# The last three of each by tools/minimax.py.
+# tools/minimax.py found exp, log and log1p of each format.
 FLOAT = Real(
     mantissa=23, bias=127,
     ln2_high=0.693359375, ln2_low=-2.12194440e-4,
@@ -114,19 +114,19 @@ def _over(b: Builder, x: Operand, y: Value) -> Value:
     if near is None:
         return x / y
     # One step of Newton's method.
-    rest = b.fma(-y, near, 1.0)
+    residual = b.fma(-y, near, 1.0)
     quotient = x * near
-    return b.fma(quotient, rest, quotient)
+    return b.fma(quotient, residual, quotient)
 
 
 # ------------------------------------------------------------------------------ exponentials
 
 
 def _polynomial(b: Builder, x: Value, square: Value, coefficients: Sequence[float]) -> Value:
-    """The polynomial with these coefficients, lowest power first, where square is x * x.
+    """The polynomial in x with these coefficients, lowest power first; square is x * x.
 
-    As many operations as Horner's rule, which waits for each of them before the next: here pairs
-    c + d x are formed at once, and only they are chained, in powers of the square.
+    Takes the same number of operations as Horner's rule, where each operation waits for the one
+    before. Here the pairs c + d x are independent; only adding them in powers of square is a chain.
     """
     constants = [b.value(c, x.type) for c in coefficients]
     pairs = [
@@ -139,7 +139,7 @@ def _polynomial(b: Builder, x: Value, square: Value, coefficients: Sequence[floa
 def _power_of_two(b: Builder, x: Value, factor: float, offset: Operand) -> tuple[Value, Value]:
     """n, the integer next to x * factor, and 2^(n + offset) as a real."""
     real = _format(b, x)
-    # Numbers of this size have a spacing of 1, so that the sum is rounded to an integer.
+    # Numbers of this size have a spacing of 1, so the sum is rounded to an integer.
     zero = 1.5 * 2.0**real.mantissa + real.bias
     magic = offset + zero
     total = b.fma(x, factor, magic)
@@ -162,7 +162,7 @@ def exp(b: Builder, x: Value) -> Value:
     """e^x."""
     real = _format(b, x)
     x = b.fmax(real.tiny, b.fmin(real.huge, x))
-    # Below 0 the scale is kept half of the range above the truth, else that much below it.
+    # The scale is 2^far too large for a negative x, else 2^far too small: it stays in range.
     far = float(real.bias // 2 + 1)
     negative = x < 0.0
     p, s = _exp_parts(b, x, b.select(negative, far, -far))
@@ -180,8 +180,8 @@ def _exp_of_minus(b: Builder, x: Value) -> Value:
 def sigmoid(b: Builder, x: Value) -> Value:
     """1 / (1 + e^-x)."""
     real = _format(b, x)
-    # e^-x overflows where the result is subnormal and not yet 0, so both sides of the fraction are
-    # scaled down. Where e^-x vanishes beside the 1, it need not get any smaller.
+    # e^-x overflows where the result is subnormal, not yet 0, so numerator and denominator are
+    # scaled down. x is limited to where 1 + e^-x rounds to 1.
     x = b.fmax(real.tiny, b.fmin(-real.small, x))
     one = 2.0 ** -(real.mantissa + 2)
     p, s = _exp_parts(b, x, math.log2(one), sign=-1)
@@ -191,15 +191,15 @@ def sigmoid(b: Builder, x: Value) -> Value:
 def tanh(b: Builder, x: Value) -> Value:
     """The hyperbolic tangent, accurate near 0 without a branch for it.
 
-    With t = (e^2|x| - 1) / 2 it is t / (1 + t), or t - t^2 / (1 + t), or 1 - 1 / (1 + t). The
-    second subtracts little for a small t and the third for a large one, so that errors of the
-    fraction hardly count; m = min(t, 1) makes one of the two: m - m^2 / (1 + t).
+    With t = (e^2|x| - 1) / 2, tanh |x| is t / (1 + t) = t - t^2 / (1 + t) = 1 - 1 / (1 + t). The
+    second form subtracts little if t is small, the third if t is large, so errors of the fraction
+    hardly count. With m = min(t, 1), m - m^2 / (1 + t) is the form that suits t.
     """
     real = _format(b, x)
     size = b.fmin(-real.small / 2, b.fabs(x))
     n, s = _power_of_two(b, size, 2.0 * LOG2E, 0)
-    # Half of r, so that 2|x| need not be computed. One part of ln2 is enough here: the larger n,
-    # the less an error in r counts.
+    # Half of r, so that 2|x| need not be computed. One part of ln2 is enough here, because an error
+    # in r counts less the larger n is.
     half = b.fma(n, -math.log(2.0) / 2.0, size)
     scaled = [c * 2.0 ** (k + 1) for k, c in enumerate(real.exp)]
     square = half * half
@@ -214,14 +214,14 @@ def tanh(b: Builder, x: Value) -> Value:
 
 
 def log(b: Builder, x: Value) -> Value:
-    """The natural logarithm: -inf at 0, NaN below."""
+    """The natural logarithm: -inf at 0, NaN below 0."""
     real = _format(b, x)
     # x = 2^n (1 + f) with 1 + f between the roots of 1/2 and 2; subnormals are scaled up first.
     lift = real.mantissa + 2
     subnormal = x < real.normal
     lifted = b.select(subnormal, x * 2.0**lift, x)
     root = b.bits(b.value(math.sqrt(0.5), x.type))
-    # The bits count from the root, and n from the bias, so that no shift meets a sign.
+    # The offset is counted from the root's bits and includes the bias: for x >= 0 it is positive.
     offset = b.bits(lifted) - (root - (real.bias << real.mantissa))
     magic = 1.5 * 2.0**real.mantissa
     n = offset >> real.mantissa | b.bits(b.value(magic, x.type))
@@ -278,12 +278,12 @@ def hard_sigmoid(b: Builder, x: Value) -> Value:
 
 
 def minimum(b: Builder, x: Value, y: Value) -> Value:
-    """The smaller one; NaN where either is."""
+    """The smaller of x and y; NaN if either is NaN."""
     return b.select(b.compare("uno", x, x), x, b.fmin(x, y))
 
 
 def maximum(b: Builder, x: Value, y: Value) -> Value:
-    """The larger one; NaN where either is."""
+    """The larger of x and y; NaN if either is NaN."""
     return b.select(b.compare("uno", x, x), x, b.fmax(x, y))
 
 
@@ -307,7 +307,7 @@ EMIT: dict[str, Callable[..., Value]] = {
     "sign": sign,
     "sigmoid": sigmoid,
     "tanh": tanh,
-    "relu": lambda b, x: b.fmax(0.0, x),  # x where that is NaN
+    "relu": lambda b, x: b.fmax(0.0, x),  # NaN stays NaN
     "softplus": softplus,
     "log_sigmoid": log_sigmoid,
     "hard_sigmoid": hard_sigmoid,
@@ -335,7 +335,7 @@ def philox(
 ) -> tuple[Value, Value, Value, Value]:
     """Philox4x32-10 (Salmon et al. 2011): four random words for each lane's counter.
 
-    All are vectors of i32. `anycell/lang/philox.py` is the same in NumPy.
+    All values are vectors of i32. `anycell/lang/philox.py` does the same in NumPy.
     """
     for number in range(ROUNDS):
         if number:

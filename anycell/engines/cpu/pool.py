@@ -2,19 +2,19 @@
 
 A kernel is `void kernel(ptr args, i64 part, i64 parts)`, and its parts may wait for each other at
 a barrier. So all parts of a call, a *gang*, run at the same time: nothing is queued, and a call
-that finds a gang at work runs as one part in its own thread. Any number of parts is right, as a
-kernel divides its work by the `parts` that it is given; more of them are only faster.
+that finds a gang at work runs as one part in its own thread. Any number of parts is correct,
+because a kernel divides its work by its argument `parts`; more parts are only faster.
 
 Two ways to get the threads:
 
-- **openmp**: where an OpenMP runtime is already in the process, its threads. They spin for a while
-  after each parallel region, and a second pool would fight them for the cores. Such a runtime does
-  not survive a fork, so a forked child takes the other way.
-- **own**: threads that wait in compiled code for their part, spinning first, then asleep in the
-  kernel.
+- **openmp**: the threads of an OpenMP runtime that the process has already loaded. They spin for a
+  while after each parallel region, and a second pool would compete with them for the cores. Such a
+  runtime does not survive a fork, so a forked child uses its own threads.
+- **own**: threads that wait in compiled code for their part: first they spin, then they sleep in
+  the operating system.
 
-Both are one native call, made without Python's lock: no signal can come between starting a gang and
-waiting for it, so an interrupt never leaves a part waiting for another that was not started.
+Both take one native call, made without Python's lock. No signal handler of Python's runs between
+starting a gang and waiting for it, so an interrupt never leaves a part waiting for a missing part.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from anycell.refusal import refuse
 
 from . import ir, isa, jit
 
-SPIN = 8000  # turns a thread spins before it sleeps: 0.1 to 0.4 ms, a layer's way to the next call
-MOST = 1024  # threads of a gang
-PATIENCE = 1.0  # seconds that a call waits for new threads to begin, before it goes on with fewer
+SPIN = 8000  # turns that a thread spins before it sleeps: 0.1 to 0.4 ms, as between calls of layers
+MOST = 1024  # the most threads of a gang
+PATIENCE = 1.0  # seconds that a call waits for new threads to begin before it goes on with fewer
 
 _chosen: int | None = None
 
@@ -49,17 +49,17 @@ _chosen: int | None = None
 
 
 def threads() -> int:
-    """The number of parts of a call, unless the frontend knows better.
+    """The number of parts of a call, unless the frontend chooses another number.
 
-    What `set_threads` said, else `ANYCELL_NUM_THREADS`, else `OMP_NUM_THREADS`, else the CPUs that
-    this process may use, all looked at anew each time.
+    It is the number passed to `set_threads`, else `ANYCELL_NUM_THREADS`, else `OMP_NUM_THREADS`,
+    else the CPUs that this process may use. All but a container's quota are read at every call.
 
     Raises:
-        ValueError: for an `ANYCELL_NUM_THREADS` that is no whole number from 1 to `MOST`.
+        ValueError: if `ANYCELL_NUM_THREADS` is not a whole number from 1 to `MOST`.
     """
     if _chosen is not None:
         return _chosen
-    if count := _said(*map(os.environ.get, ("ANYCELL_NUM_THREADS", "OMP_NUM_THREADS"))):
+    if count := _requested(*map(os.environ.get, ("ANYCELL_NUM_THREADS", "OMP_NUM_THREADS"))):
         return count
     if hasattr(os, "sched_getaffinity"):
         return max(1, min(len(os.sched_getaffinity(0)), _quota()))
@@ -67,8 +67,8 @@ def threads() -> int:
 
 
 @lru_cache(maxsize=64)
-def _said(ours: str | None, openmps: str | None) -> int | None:
-    """The values of the two variables, by their texts."""
+def _requested(ours: str | None, openmps: str | None) -> int | None:
+    """The number that the two variables set, if any; their texts are the key of its cache."""
     if count := environment.whole_number("ANYCELL_NUM_THREADS", MOST):
         return count
     # OpenMP allows a list, one number per nesting level, and ignores what it cannot read.
@@ -76,10 +76,10 @@ def _said(ours: str | None, openmps: str | None) -> int | None:
 
 
 def set_threads(count: int | None) -> None:
-    """Fix what `threads()` says; None goes back to the environment and the machine.
+    """Sets what `threads()` returns; None goes back to the environment and the machine.
 
     Raises:
-        ValueError: for what is no whole number from 1 to `MOST`.
+        ValueError: if `count` is neither None nor a whole number from 1 to `MOST`.
     """
     global _chosen
     whole = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
@@ -90,7 +90,7 @@ def set_threads(count: int | None) -> None:
 
 @lru_cache(maxsize=1)
 def _quota() -> int:
-    """CPUs that the container's quota is worth: threads beyond it only stop each other."""
+    """The number of CPUs in the container's quota; more threads would only stop each other."""
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
             quota, period = file.read().split()
@@ -101,7 +101,7 @@ def _quota() -> int:
 
 # -------------------------------------------------------------------------------------- native code
 
-# By processor: how a thread yields the core for a moment.
+# The instruction by which a thread pauses in a spin loop, by processor.
 _PAUSES = {
     "x86": "call void @llvm.x86.sse2.pause()",
     "arm": "call void @llvm.aarch64.hint(i32 1)",
@@ -112,8 +112,8 @@ _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 
 
 
 class _Sleep(NamedTuple):
-    """The means by which a thread sleeps until a word in memory changes: two functions, and the
-    calls of them. Nothing is lost when a sleeper wakes early, since it looks again."""
+    """The system's functions by which a thread sleeps until a word in memory changes, and the text
+    of their calls. A thread may wake early, since it checks the word again."""
 
     wait: int
     wake: int
@@ -153,7 +153,7 @@ def _sleep() -> _Sleep | None:
             )
     except (OSError, AttributeError):
         pass
-    return None  # then there are no threads of our own, and every call is one part
+    return None  # then there are no threads of our own; without OpenMP, a call is one part
 
 
 def _address(function: Any) -> int:
@@ -170,9 +170,9 @@ def _compiled(sleep: _Sleep | None) -> jit.Library:
 
 
 def _file(name: str) -> str:
-    """A file beside this one, in a zip archive too."""
+    """The text of a file in this directory, which may be in a zip archive."""
     text = pkgutil.get_data(__package__, name)
-    assert text is not None  # loaders of files and of archives have this
+    assert text is not None  # loaders of files and of archives support `get_data`
     return text.decode()
 
 
@@ -191,7 +191,7 @@ def _find_openmp(near: str | None) -> _OpenMP | None:
     try:
         with open("/proc/self/maps") as file:
             mapped = {line.split(maxsplit=5)[5].strip() for line in file if "omp" in line}
-    except OSError:  # not Linux: the threads of our own do
+    except OSError:  # not Linux: our own threads are used
         return None
     names = ("libgomp", "libiomp5", "libomp")
     runtimes = (path for path in mapped if os.path.basename(path).startswith(names))
@@ -219,8 +219,8 @@ def _forked() -> bool:
     return bool(flags & 0x40)  # PF_FORKNOEXEC
 
 
-# Whether this process was forked and has not started another program since. Then a runtime that was
-# used in the parent hangs here, and there is no telling if it was.
+# Whether this process was forked and has not started another program since. Then an OpenMP runtime
+# hangs here if the parent has used it, which cannot be found out.
 FORKED = _forked()
 
 
@@ -240,8 +240,8 @@ class _Workers:
     """Threads of our own, of one process.
 
     Attributes:
-        threads: those that were started or that the system did not grant.
-        address: of their record.
+        threads: the threads that were started, and those that the system refused to start.
+        address: the address of their record.
     """
 
     def __init__(self) -> None:
@@ -254,23 +254,23 @@ class _Workers:
         if self._sleep:
             self._lines[:, 5:7] = self._sleep.wait, self._sleep.wake
         self._table = self._lines.ctypes.data
-        # Workers read the table until the process ends, and so after the interpreter has.
+        # Workers read the table until the process ends, which is after the interpreter's end.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(lines))
         self._record = self.record("own", 0)
         self.address = ctypes.addressof(self._record)
 
     def record(self, function: str, runtime: int) -> Any:
-        """The four addresses that ``gang`` speaks of."""
+        """The four addresses that ``gang`` describes."""
         address = self._library.address(function)
         return (ctypes.c_int64 * 4)(address, self._table, runtime, yield_address())
 
     def hire(self, count: int) -> None:
-        """Starts workers until there are ``count``, or as far as the system grants them."""
+        """Starts workers until there are ``count`` or the system refuses to start one."""
         if count > len(self.threads) and self._sleep:
-            with jit.lock:  # no fork sees this half done
-                with contextlib.suppress(RuntimeError):  # no more threads to be had
+            with jit.lock:  # no fork happens in between
+                with contextlib.suppress(RuntimeError):  # the system starts no more threads
                     while len(self.threads) < count:
-                        # Daemons, for they never end; they hold no lock of Python's after this.
+                        # Daemons, because they never end; once started, they hold no Python lock.
                         thread = threading.Thread(
                             target=self._work, args=(self._table,), name="anycell", daemon=True
                         )
@@ -283,7 +283,7 @@ class _Workers:
 
 
 class _Gangs(NamedTuple):
-    """The threads of a process: of a runtime, with its record, or else workers."""
+    """The threads of a process: an OpenMP runtime's, with their record, or else the workers."""
 
     workers: _Workers
     openmp: _OpenMP | None
@@ -310,9 +310,9 @@ def _current() -> _Gangs:
 
 
 def attach(near: str | None) -> None:
-    """Look for an OpenMP runtime anew, preferring one whose path contains `near`.
+    """Looks for an OpenMP runtime again, preferring a runtime whose path contains `near`.
 
-    For a frontend, once its framework is loaded: `attach("torch")`. With None none is used.
+    A frontend calls `attach("torch")` once its framework is loaded. None disables OpenMP.
     """
     global _near, _gangs
     _near = near
@@ -329,7 +329,7 @@ def backend() -> str:
 def yield_address() -> int:
     """The address of `i32 f()` that lets another thread have this core.
 
-    For barriers inside kernels: where there are more parts than free cores, one that only spins
+    Barriers inside kernels call it: if there are more parts than free cores, a part that only spins
     keeps the others from arriving for a whole time slice of the scheduler.
     """
     if sys.platform == "win32":
@@ -338,21 +338,21 @@ def yield_address() -> int:
 
 
 def gang(parts: int) -> int:
-    """The address of what native code needs to run a gang of so many parts: of four addresses, the
-    function, its first and its fifth argument, and ``yield_address``. 0 for one part.
+    """The address of the record that native code needs to run a gang; 0 for one part. The record
+    has four addresses: a function, its first and its fifth argument, and ``yield_address``.
 
-    The function is ``i64 f(ptr, ptr kernel, ptr args, i64 parts, ptr)``. It returns how many parts
-    there were, when all are done. The address holds until the process forks, or ``attach`` is
-    called.
+    The function is ``i64 f(ptr, ptr kernel, ptr args, i64 parts, ptr)``. It returns the number of
+    parts that ran, when all are done. The record's address is valid until the process forks or
+    ``attach`` is called.
     """
     if parts <= 1:
         return 0
     gangs = _gangs
-    if gangs is None or gangs.workers.pid != os.getpid():  # as a rule one call less
+    if gangs is None or gangs.workers.pid != os.getpid():  # usually saves a call
         gangs = _current()
     if gangs.openmp is not None:
         return ctypes.addressof(gangs.record)
     count = min(parts, MOST) - 1
-    if count > len(gangs.workers.threads):  # likewise
+    if count > len(gangs.workers.threads):  # usually saves a call
         gangs.workers.hire(count)
     return gangs.workers.address

@@ -1,5 +1,5 @@
-"""Prints how rows of arrays are found, loaded and stored, a vector of units at a time; and the
-steps of rows that only hold their states, or hand their gradients on.
+"""Prints the code that finds, loads and stores rows of arrays, one vector of units at a time, and
+the steps of rows that only hold their states or pass their gradients on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.table import ADDRESSES
 from anycell.plan import CODES
 
-AHEAD = 8  # rows between a load and the prefetch for a later one
+AHEAD = 8  # rows from the loaded row to the prefetched row
 
 
 class Row(NamedTuple):
@@ -33,12 +33,13 @@ class RowAt(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A row that takes a step, and its memory; the units of one span or (None) all of them.
+    """A row that takes a step, and its memory.
 
     Attributes:
+        span: the span of units to work on; None for all units.
         results, scratch: addresses, see ``layout``.
         group: the group of rows that share sums of parameter gradients.
-        reset: whether the row begins the step with restored states.
+        reset: whether the row begins the step with reset states.
     """
 
     at: RowAt
@@ -55,8 +56,8 @@ class Lanes(NamedTuple):
     Attributes:
         vector: its number.
         unit: the first unit.
-        left: how many units there are from it on; None where every lane holds one.
-        mask: the lanes that do, likewise.
+        left: the number of units from ``unit`` on; None if every lane of every vector holds one.
+        mask: the lanes that hold a unit; None if every lane does.
     """
 
     span: Value | None
@@ -67,7 +68,7 @@ class Lanes(NamedTuple):
 
 
 class Rows:
-    """Rows of the arrays whose addresses and strides the kernel's table has."""
+    """Rows of the arrays whose addresses and strides are in the kernel's table."""
 
     def __init__(self, b: Builder, layout: Layout) -> None:
         self.b, self.layout, self.plan, self.cell = b, layout, layout.plan, layout.cell
@@ -82,11 +83,11 @@ class Rows:
 
     # ---- where rows are --------------------------------------------------------------------------
     def given(self, name: str) -> Value:
-        """Whether an optional argument is there."""
+        """Whether the caller passes an optional argument."""
         return self.arg[name].ne(0)
 
     def array(self, name: str, offset: Value | None = None) -> Row:
-        """The first row of an array, or the row that begins ``offset`` numbers on."""
+        """The first row of an array, or the row that begins at number ``offset``."""
         type, address = self.layout.arrays[name].number.llvm, self.arg[name]
         return Row(address if offset is None else self.b.gep(address, offset, type), type)
 
@@ -112,7 +113,7 @@ class Rows:
         return self.at(name, RowAt(slot, row))
 
     def before(self, i: int, at: RowAt, reset: Value) -> Row:
-        """State i as the step sees it: a reset puts the initial value in its place."""
+        """The row that the step reads as state i: that of the initial value after a reset."""
         name = f"reset_state {self.cell.state_names[i]}"
         initial = self.array(name, at.row * self.arg[f"{name} rows"])
         state = self.state(i, at)
@@ -129,7 +130,7 @@ class Rows:
         return flagged.value
 
     def arriving(self, i: int) -> str:
-        """The array of the gradients that reach the sequence of state i."""
+        """The name of the array of the gradients that reach the sequence of state i."""
         return f"d_sequence {self.cell.state_names[i]}" if i else "d_output"
 
     # ---- vectors of units ------------------------------------------------------------------------
@@ -165,9 +166,9 @@ class Rows:
         return b.splat(widen(b, b.load(address, self._bits(row.type)), row.type))
 
     def stream(self, name: str, at: RowAt, lanes: Lanes, offset: int = 0) -> Value:
-        """The vector of units at hand from an array over time, too large for the near caches.
+        """Loads the vector of units at hand from an array over time, and prefetches a later row.
 
-        Rows lie pages apart, where the hardware does not look ahead by itself.
+        The array exceeds the near caches, and the hardware does not prefetch rows pages apart.
         """
         b, g = self.b, self.layout.geometry
         row = self.at(name, at)
@@ -196,14 +197,14 @@ class Rows:
         self.store(self.load(row, lanes, offset) + value, row, lanes, offset)
 
     def _bits(self, type: str) -> str:
-        """The type as which numbers are loaded: integers, if the cell computes with wider ones."""
+        """The type to load numbers as: integers, if the cell computes in another type."""
         return type if type == self.layout.real else integer_of(type)
 
     def _narrow(self, value: Value, type: str) -> Value:
         return value if type == self.layout.real else narrow(self.b, value, type)
 
     def biased(self, value: Value, name: str, lanes: Lanes, place: int) -> Value:
-        """A value plus a bias, if that is given."""
+        """A value plus a bias, if the caller passes the bias."""
         total = self.b.variable(value)
         with self.b.when(self.given(name)):
             total.value = value + self.load(self.array(name), lanes, place)
@@ -217,13 +218,13 @@ class Rows:
         return self.b.load(self.result_at(place, task, lanes))
 
     def result_at(self, place: int, task: Task, lanes: Lanes) -> Value:
-        """The address of the results that begin at a place in each row of them."""
+        """The address of the results that begin at a place in the row of results."""
         unit = (lanes.vector - self.origin(lanes.span)) * self.layout.lanes
         return self.b.gep(task.results, unit + place)
 
     # ---- rows that do not take the step ----------------------------------------------------------
     def hold(self, at: RowAt, span: Value | None) -> None:
-        """A masked step forward: the states stay."""
+        """Prints a masked forward step, which keeps the states."""
         b, repeat = self.b, self.arg["masked_output"].ne(CODES["masked_output"]["zero"])
         for i, _, units in self.states:
             with self.vectors(span, units) as lanes:
@@ -235,7 +236,7 @@ class Rows:
                         self.store(b.select(repeat, value, self.zero), out, lanes)
 
     def hold_gradients(self, task: Task) -> None:
-        """A masked step backward: the gradients of states stay, the gradients of the step are 0."""
+        """Prints a masked backward step: state gradients stay, the step's own gradients are 0."""
         b, at, zero = self.b, task.at, self.zero
         repeat = self.arg["masked_output"].ne(CODES["masked_output"]["zero"])
         for i, name, units in self.states:
@@ -261,8 +262,8 @@ class Rows:
                 self.keep_operand(m, task, lanes, zero)
 
     def keep_operand(self, m: Matmul, task: Task, lanes: Lanes, computed: Value | None) -> None:
-        """Keeps the operand of a matmul, for its weight's gradient, where the caller asks for it:
-        one that was ``computed`` inside the step, or a state that a reset replaced.
+        """Stores the operand of a matmul, for its weight's gradient, if the caller asks for it: a
+        value ``computed`` inside the step, or a state as the step read it, after resets.
         """
         name = f"operand {m.linear.name}"
         with self.b.when(self.given(name)):
@@ -272,20 +273,20 @@ class Rows:
             self.store(computed, self.at(name, task.at), lanes)
 
     def hand_on(self, task: Task) -> None:
-        """The last round of a backward pass: what arrives through the first step's matmuls."""
+        """Prints a backward pass's last round: adds the gradients from the first step's matmuls."""
         for i, _, units in self.states:
             with self.vectors(task.span, units) as lanes:
                 self._carry(i, task, lanes)
 
     def _carry(self, i: int, task: Task, lanes: Lanes) -> None:
-        """Completes the gradient of a state in memory, where the step's graph does not take it."""
+        """Adds matmul results to a state's gradient in memory, if the step's graph does not."""
         arriving = [self.result(m, 0, task, lanes) for m in self.layout.matmuls if m.state == i]
         if arriving:
             into = self.of(f"d_state {self.cell.state_names[i]}", task.at.row)
             self.store(sum(arriving, self.load(into, lanes)), into, lanes)
 
     def divert_reset(self, task: Task) -> None:
-        """The step after this one began with the reset value: its gradient goes there."""
+        """Moves the state gradients to the reset values, with which the following step began."""
         for i, name, units in self.states:
             with self.vectors(task.span, units) as lanes:
                 self._carry(i, task, lanes)

@@ -9,13 +9,13 @@ followed by element-wise work on it:
 Weights are packed per *tile*, a few vectors of units with all gates side by side, so that a
 register block of rows times one tile is the inner loop.
 
-Most cells are that simple, and the work on a span of units follows its tiles at once. Where a cell
-has row reductions or further matmuls, a panel of rows goes through the step together: its matmuls,
-then several passes over the units of each row (``plan.passes``). A matmul inside the step begins a
-new *stage*: all rows of the panel have gone through the passes before it.
+Most cells are that simple: the element-wise work on a span of units follows its tiles at once. If a
+cell has row reductions or further matmuls, a panel of rows takes the step together: first its
+matmuls, then several passes over the units of each row (``plan.passes``). A matmul inside the step
+begins a new *stage*, after all rows of the panel have completed the passes before it.
 
-Threads split the rows of the batch, or the units with a barrier each step. Every row is computed by
-the same operations in the same order whatever the split, so the bits do not depend on it.
+Threads split either the batch rows or, with a barrier at each step, the units. The split changes
+neither the operations on a row nor their order, so the bits do not depend on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from anycell.engines.cpu.panel import Panel
 from anycell.engines.cpu.rows import RowAt, Rows, Task
 from anycell.engines.cpu.step import Step
 
-SPINS = 4000  # turns at a barrier before a thread offers its core, some 100 us
+SPINS = 4000  # turns at a barrier before a thread yields its core, about 100 us
 
 
 def print_kernel(layout: Layout) -> Module:
@@ -37,8 +37,8 @@ def print_kernel(layout: Layout) -> Module:
     types = layout.plan.types
     module = Module(layout.target, layout.real, types.short)
     blocks = [Blocks(layout, m) for m in layout.matmuls]
-    for each in blocks:
-        each.print(module)
+    for block in blocks:
+        block.print(module)
     if types.quantized:
         print_quantizing(module)
     else:
@@ -53,7 +53,7 @@ def print_kernel(layout: Layout) -> Module:
 
 
 def _print_all(module: Module) -> None:
-    """Runs several directions, side by side where there are threads for it, else in turn."""
+    """Prints ``run_all``: directions run side by side if they divide ``parts``, else in turn."""
     b = module.private("run_all", "ptr calls, i64 part, i64 parts")
     calls, part, parts = b.args
     count = b.load(calls, "i64")
@@ -69,8 +69,8 @@ class Sequence:
     """The steps of a sequence, as one thread takes them.
 
     Attributes:
-        groups: of rows, of this thread: the first, behind the last, and from one to the next.
-        spans: of units, of this thread: the first, and behind the last.
+        groups: this thread's groups of rows, as a range: begin, end and step.
+        spans: this thread's spans of units, as a range: begin and end.
         split: whether threads split the units.
     """
 
@@ -86,7 +86,7 @@ class Sequence:
 
         spans, zero, after = b.value(layout.geometry.spans), b.value(0), part + 1
         groups = (arg["batch"] + arg["row_group"] - 1) // arg["row_group"]
-        # Long rows often come first: under a mask threads take groups in turn.
+        # Long rows often come first, so under a mask the threads take groups in rotation.
         first_group, last_group = share(groups, part), share(groups, after)
         self.groups = [
             b.select(split, all_, b.select(rows.optional["mask"], turn, block))
@@ -102,8 +102,8 @@ class Sequence:
         self.step = Step(rows)
         self.steps = arg["steps"]
         if layout.backward:
-            # A last round hands on what arrives through the first step's matmuls and resets, if
-            # the caller does not multiply himself.
+            # A last round passes on the gradients from the first step's matmuls and resets, unless
+            # the caller does the multiplication.
             last = b.value(1)
             if layout.matmuls:
                 last = b.zext(rows.given(f"packed {layout.matmuls[0].linear.name}"), "i64")
@@ -137,21 +137,21 @@ class Sequence:
             tiles.release(b)
 
     def _wait(self, t: Value) -> None:
-        """Nobody starts step t + 1 before everybody has written step t."""
+        """Prints a barrier: no thread starts step t + 1 before all threads have written step t."""
         b, barrier, (_, _, parts) = self.b, self.arg["barrier"], self.b.args
         b.atomic_add(barrier, 1)
         wanted, turns = parts * (t + 1), b.variable(0)
         with b.repeat() as again:
             b.pause()
             turns.value = turn = turns.value + 1
-            # More threads than cores: let the others have this one.
+            # There may be more threads than cores, so let another thread have this core.
             with b.when(turn > SPINS):
                 b.call(self.arg["yield_to"], returns="i32")
             again(b.atomic_load(barrier) < wanted)
 
     def _take_rows(self, t: Value) -> Value:
-        """Lists the rows of this thread that take step t, and counts them: forward those under no
-        mask, as the states of the others hold at once; backward all.
+        """Lists and counts the rows of this thread that take step t: backward all rows; forward the
+        unmasked rows, because the states of masked rows are held at once.
         """
         b, rows, group = self.b, self.rows, self.arg["row_group"]
         count = b.variable(0)
@@ -219,7 +219,7 @@ class Sequence:
         if not self.layout.backward:
             self.step.print(task, stage)
             return
-        # A masked step only hands gradients on.
+        # A masked step only passes gradients on.
         with b.when(rows.flagged("mask", task.at, unequal=False)) as otherwise:
             if stage == len(self.layout.stages) - 1:
                 rows.hold_gradients(task)

@@ -1,6 +1,6 @@
-"""A hash of the code that prints kernels: by it a kernel on disk is found without its text.
+"""A hash of the code that prints kernels, by which a kernel on disk is found without its text.
 
-Printing takes ten times as long as all else on the way to a kernel that is on disk.
+Printing the text takes ten times as long as all other work to load a kernel that is on disk.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 from functools import lru_cache
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# Directories whole, so that a new file is never forgotten.
+# Whole directories, so that a new file is never forgotten.
 PARTS = ("lang", "plan", os.path.join("engines", "cpu"))
 
 
 def files(package: str) -> list[str]:
-    """The files that decide what a kernel's text is, relative to the package."""
+    """The files that determine a kernel's text, relative to the package."""
     names = (os.path.join(part, n) for part in PARTS for n in os.listdir(f"{package}/{part}"))
     return sorted(name for name in names if name.endswith(".py"))
 
@@ -44,10 +44,10 @@ _IMPORTED = _stamps()
 
 @lru_cache(maxsize=1)
 def fingerprint() -> str | None:
-    """The hash of the code that this process runs; None where that cannot be told.
+    """The hash of the code that this process runs; None if it is unknown.
 
-    That is so without source files (a zip archive, bytecode alone), and where one was edited after
-    it was imported: code printed by the old source must not go by the name of the new.
+    It is unknown without source files (in a zip archive, or with bytecode alone), or if one was
+    edited after its import: text printed by old source must not have the new source's hash.
     """
     try:
         now = digest(PACKAGE)

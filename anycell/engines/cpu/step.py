@@ -1,5 +1,5 @@
-"""Prints the element-wise work on a row that takes a step: the graph of the cell, or of its
-derivative, pass by pass over the units.
+"""Prints the element-wise work on a row that takes a step: the graph of the cell or of its
+derivative, in passes over the units.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from anycell.plan import MATMULS
 
 
 class Known(NamedTuple):
-    """The values of a row that earlier passes have computed: ``reduced`` to one number, in every
-    lane; and ``stored`` in scratch memory.
+    """The values of a row that earlier passes have computed: ``reduced`` values are one number in
+    every lane, ``stored`` values are in scratch memory.
     """
 
     reduced: dict[Expr, Value]
@@ -38,11 +38,11 @@ class Step:
         }
 
     def print(self, task: Task, stage: int) -> None:
-        """The passes of one stage of the step."""
+        """Prints the passes of one stage of the step."""
         b, layout = self.b, self.layout
         begin, *following = layout.stages[stage:]
         known = Known({}, set())
-        for part in layout.passes[:begin]:  # what the stages before have found out about the row
+        for part in layout.passes[:begin]:  # results of earlier stages
             for node in part.reductions:
                 if node.attrs == (1,):
                     at = b.gep(task.scratch, layout.scratch["narrow", node])
@@ -52,16 +52,16 @@ class Step:
             self._pass(number, task, known)
 
     def _pass(self, number: int, task: Task, known: Known) -> None:
-        """One pass over the units of a row; the last one computes the results."""
+        """Prints one pass over the units of a row; the last pass computes the results."""
         b, layout, rows = self.b, self.layout, self.rows
         part, last = layout.passes[number], number == len(layout.passes) - 1
         operands = [] if last else self._operands(layout.passes[number + 1].matmuls)
         arguments = [node.args[0] for node in part.reductions]
         roots = [*(layout.roots if last else ()), *arguments, *(node for _, node, _ in operands)]
-        # The sizes of what the values are written to: a number fits any of them.
+        # The sizes of the arrays that the values are written to; a number fits every size.
         sizes = [*(layout.symbols if last else ()), *map(layout.plan.symbol, part.reductions)]
         sizes += [layout.operand_symbol(m) for m, _, _ in operands]
-        # What all units share is computed once, before the loop.
+        # Values that all units share are computed once, before the loop.
         zero = b.value(0)
         shared = Values(self, task, Lanes(None, zero, zero, None, None), known)
         for node in topological(roots):
@@ -124,9 +124,9 @@ class Step:
 
     # ---- reductions ------------------------------------------------------------------------------
     def _ready(self, node: Expr, known: Known) -> bool:
-        """Whether a narrow value hangs on finished reductions only."""
+        """Whether a narrow value can be computed from finished reductions and loaded values."""
         if node in self.layout.new_states:
-            return False  # its memory holds every unit
+            return False  # memory holds one number per unit
         if node in known.reduced or node in self.layout.loaded:
             return True
         return not is_reduction(node) and all(self._ready(arg, known) for arg in node.args)
@@ -136,12 +136,12 @@ class Step:
         return ops.maximum(self.b, x, y) if node.op == "max" else x + y
 
     def _whole(self, node: Expr, lanes: Value, count: int) -> Value:
-        """A reduction of ``count`` numbers, from the sums of all lanes."""
+        """A reduction of ``count`` numbers, from the partial results in the lanes."""
         whole = self.b.reduce_max(lanes) if node.op == "max" else self.b.reduce_add(lanes)
         return whole * (1.0 / count) if node.op == "mean" else whole
 
     def _reduced(self, node: Expr, sums: Value, task: Task) -> Value:
-        """The reduction of a row in every lane; kept in scratch memory for further stages."""
+        """The reduction of a row, in every lane; also stores it if later stages may need it."""
         b, scratch = self.b, self.layout.scratch
         whole = self._whole(node, sums, self.plan.width(node))
         if ("narrow", node) in scratch:
@@ -151,11 +151,11 @@ class Step:
     def _fold(self, node: Expr, value: Value, lanes: Lanes, into: Variable) -> None:
         total = into.value
         folded = self._both(node, total, value)
-        # Lanes beyond H hold no unit.
+        # Lanes after the last unit do not count.
         into.value = folded if lanes.mask is None else self.b.select(lanes.mask, folded, total)
 
     def _reduce_groups(self, node: Expr, task: Task) -> None:
-        """A reduction over equal groups of units, its result written for every unit."""
+        """Reduces equal groups of units, and writes a group's result for each of its units."""
         b, (groups,) = self.b, node.attrs
         size = self.layout.plan.width(node) // groups
         source, target = (
@@ -175,7 +175,7 @@ class Step:
 
     # ---- what a step writes ----------------------------------------------------------------------
     def _results(self, size: str, values: Values) -> None:
-        """Writes results of a forward step that have a size, for the vector of units at hand."""
+        """Writes a forward step's results of one size, for the vector of units at hand."""
         b, rows, layout, lanes, at = self.b, self.rows, self.layout, values.lanes, values.task.at
         states = {
             i: values.get(node)
@@ -200,10 +200,10 @@ class Step:
                         rows.store(value, row, lanes, layout.saved[node])
 
     def _gradients(self, size: str, values: Values) -> None:
-        """Writes the gradients of a step that have a size, for the vector of units at hand."""
+        """Writes a step's gradients of one size, for the vector of units at hand."""
         rows, layout, plan, get = self.rows, self.layout, self.plan, values.get
         h, lanes, task, at = plan.hidden_size, values.lanes, values.task, values.task.at
-        # Every value first: the gradients of the states are written over what others still read.
+        # All values are computed first: writing state gradients overwrites inputs of the others.
         gradients, of_h = plan.gradients, size == "H"
         d_gates = [get(g) for g in gradients.x.values()] if of_h else []
         d_outputs = {
@@ -218,7 +218,7 @@ class Step:
         d_static = get(gradients.static) if of_h and gradients.static is not None else None
         for m in layout.matmuls:
             if m.linear.in_size == size:
-                # Not within the branch: other matmuls may read the same values.
+                # Computed outside the branch of `keep_operand`: other matmuls may share its values.
                 operand = get(m.linear.operand) if m.state is None else None
                 rows.keep_operand(m, task, lanes, operand)
         for gate, value in enumerate(d_gates):
@@ -231,8 +231,8 @@ class Step:
         for name, value in d_states.items():
             rows.store(value, rows.of(f"d_state {name}", at.row), lanes)
         for i, value in enumerate(d_params):
-            # One sum per group of rows, all of one thread: the order of additions does not depend
-            # on threads.
+            # Each group of rows has its own sum. One thread computes it, so the order of additions
+            # does not depend on the number of threads.
             rows.add(value, rows.of("d_params", task.group), lanes, i * h)
         if d_static is not None:
             rows.add(d_static, rows.of("d_static", at.row), lanes)
@@ -268,7 +268,7 @@ class Values:
         return self.known[node]
 
     def number(self, node: Expr) -> Value:
-        """A value as memory holds it: a condition is 1 or 0."""
+        """The value of a node as memory holds it: a condition is 1 or 0."""
         value = self.get(node)
         return self.b.select(value, 1.0, 0.0) if is_boolean(node) else value
 
@@ -318,17 +318,17 @@ class Values:
             if node.op != "preact":
                 return result
             return self._entering(node.attrs[1], biased=False) + result
-        raise NotImplementedError(f"{node.op} has no place in the CPU kernel")
+        raise NotImplementedError(f"the CPU kernel has no instructions for the op {node.op!r}")
 
     def _saved(self, node: Expr) -> Value:
-        """A value that the forward pass has saved, as numbers."""
+        """A value that the forward pass has saved; conditions are numbers."""
         rows, at, place = self.rows, self.task.at, self.layout.saved[node]
         if node.narrow:
             return rows.load_one(rows.at("saved", at), place)
         return rows.stream("saved", at, self.lanes, place)
 
     def _entering(self, gate: str, biased: bool) -> Value:
-        """The input's part of a gate; ``biased`` where no other sum begins with its bias."""
+        """The input's part of a gate; ``biased`` if no matmul's sum begins with the gate's bias."""
         b, layout, rows = self.b, self.layout, self.rows
         n = layout.cell.gates.index(gate)
         place, m = n * layout.plan.hidden_size, layout.projecting
@@ -348,7 +348,7 @@ class Values:
         return entering.value
 
     def _upstream(self, i: int) -> Value:
-        """The gradient that reaches new state i: from the step after, and from its sequence."""
+        """The gradient that reaches new state i from the following step and from its sequence."""
         rows, at, lanes = self.rows, self.task.at, self.lanes
         name, arriving = self.layout.cell.state_names[i], rows.arriving(i)
         value = rows.load(rows.of(f"d_state {name}", at.row), lanes)
@@ -361,7 +361,7 @@ class Values:
         return total.value
 
     def _keep(self, node: Expr, rate: Value) -> Value:
-        """A random mask: drawn from counters in training, its rate in evaluation.
+        """A random mask, drawn from counters, in training; its keep rate in evaluation.
 
         See ``anycell.lang.philox``.
         """
@@ -374,14 +374,14 @@ class Values:
         mask = b.variable(rate)
         with b.when(training):
             word = self.words[block][index % 4].value
-            # Compared in float32 whatever the dtype, so that all engines keep the same units.
+            # Compared in float32 for every dtype, so that all engines keep the same units.
             draw = b.uitofp(word >> 8, "float") * 2.0**-24
             kept = draw < b.fptrunc(rate, "float")
             mask.value = b.select(kept, 1.0, 0.0)
         return mask.value
 
     def _draw(self, training: Value, number: int, per: str) -> list[Variable]:
-        """The slots of the four random words of a block of masks, in training."""
+        """The variables with the four random words of a block of masks; set only in training."""
         b, arg, (t, row) = self.b, self.rows.arg, self.task.at
         lanes = f"<{b.lanes} x i32>"
         slots = [b.unset(lanes) for _ in range(4)]
@@ -402,5 +402,5 @@ class Values:
 
 
 def _empty(node: Expr) -> float:
-    """The reduction of no numbers."""
+    """The value with which a reduction begins."""
     return float("-inf") if node.op == "max" else 0.0
