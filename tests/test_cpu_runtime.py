@@ -31,7 +31,7 @@ from tolerances import assert_close
 
 import anycell
 from anycell import Cell, cell, cells, environment, tanh
-from anycell.engines.cpu import image, ir, isa, jit, kernel, pool, sources
+from anycell.engines.cpu import image, ir, isa, jit, kernel, memory, pool, sources
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
 from anycell.plan import plan
@@ -1110,6 +1110,23 @@ def test_fork_while_a_gang_is_at_work(setup: str) -> None:
         thread.join()
         """,
     )
+
+
+def test_idle_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks that are not in use the latest are kept, and none that is larger than all of them
+    may be.
+    """
+    size = memory.GRAIN
+    monkeypatch.setattr(memory, "_idle", [])
+    monkeypatch.setattr(memory, "LIMIT", 2 * size)
+    kept = [memory.empty((size,), "uint8") for _ in range(3)]
+    addresses = [array.ctypes.data for array in kept]
+    while kept:
+        kept.pop(0)
+    assert [block.ctypes.data for block in memory._idle] == addresses[1:]
+    memory.empty((3 * size,), "uint8")
+    assert [block.ctypes.data for block in memory._idle] == addresses[1:]
+    assert memory.empty((size,), "uint8").ctypes.data == addresses[2]
 
 
 @posix

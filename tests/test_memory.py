@@ -244,7 +244,11 @@ THRESHOLDS = {
     "engines/cpu/driver.py": {"BLOCK": None, "SUMMED": None},  # both sides: test_driver
     "numpy/host.py": {"SMALL": None},  # both sides: test_cpu_matmul
     "layer/recipe.py": {"_RECIPES": None, "_WORD": None},  # both sides: test_recipe
-    "engines/cpu/memory.py": {"SMALL": "warm memory", "GRAIN": None, "LIMIT": None},
+    "engines/cpu/memory.py": {
+        "SMALL": "warm memory",
+        "GRAIN": None,
+        "LIMIT": None,
+    },  # test_cpu_runtime
     "engines/cpu/layout.py": {"PANEL": "several panels of rows"},
     "engines/cpu/rows.py": {"AHEAD": None},
     "engines/cpu/sequence.py": {"SPINS": None},

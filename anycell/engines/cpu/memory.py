@@ -46,6 +46,8 @@ class _Lease:
         }
 
     def __del__(self) -> None:
+        if self.block.size > LIMIT:  # it would push out all others, and then go itself
+            return
         with _lock:
             _idle.append(self.block)
             while sum(block.size for block in _idle) > LIMIT:
