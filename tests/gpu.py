@@ -98,8 +98,8 @@ ADDRESSES = SimpleNamespace(pointer=int, stream=lambda: 0, ordinal=0)
 
 
 class Driver:
-    """A stub of the CUDA driver with two T4; ``launched`` lists the launches it was asked for, and
-    ``arguments`` holds the addresses of the last one's arguments.
+    """A stub of the CUDA driver with two T4; ``launched`` lists the launches that succeeded, and
+    ``arguments`` holds the addresses of the last launch's arguments.
 
     Args:
         current: the context of the thread; 0 for none.

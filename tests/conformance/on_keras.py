@@ -156,7 +156,7 @@ FRONTENDS = [
         variant=True, fused=False,
     ),
 ]  # fmt: skip
-if BACKEND != "jax":  # on JAX everything runs step by step, in Keras's own loop
+if BACKEND != "jax":  # on JAX all run step by step, the drop-ins in Keras's loop
     FRONTENDS += [
         Frontend(f"keras.RNN on {BACKEND}", by_layer(), LACKS),
         Frontend(f"keras drop-ins on {BACKEND}", by_layer(True), AS_KERAS, tuple(DROP_INS)),

@@ -1,4 +1,4 @@
-"""PyTorch: ``RNN``, the drop-ins ``LSTM`` and ``GRU``, ``recurrence``, and their inner function."""
+"""PyTorch: ``RNN``, the drop-ins ``LSTM`` and ``GRU``, ``recurrence``, and the layer function."""
 
 from collections.abc import Callable
 from functools import partial
