@@ -1,6 +1,6 @@
 """The benchmark: its statistics, its gate, its peers, its reports, and its refusals.
 
-This is one file, because most tests run the same small problem, or read the same report.
+One file, because most tests run the same small problem, or read the same report.
 """
 
 import ast

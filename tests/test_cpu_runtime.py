@@ -2,8 +2,8 @@
 
 Tests of layers on these foundations are in `test_layer_runtime.py`.
 
-This is one file, because tests of the cache, of names and of threads share a compiled function and
-the fixtures that keep it apart from the user's cache.
+One file, because tests of the cache, of names and of threads share a compiled function and the
+fixtures that keep it apart from the user's cache.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 Kernels run on a card if there is one. Otherwise Triton's interpreter runs the same texts, and they
 are compiled ahead of time for cards that the machine lacks.
 
-This is one file, because results, texts and the capacity model are checked on the same plans.
+One file, because results, texts and the capacity model are checked on the same plans.
 """
 
 import ast

@@ -2,7 +2,7 @@
 
 One process has one backend of Keras: run the tests with KERAS_BACKEND set to each backend.
 
-This is one file, because every test compares layers of the pairs defined at its top.
+One file, because every test compares layers of the pairs defined at its top.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """The Keras layers when TensorFlow traces, compiles, exports, replicates and differentiates them.
 
-This is one file, because all of it is about graphs of one small model.
+One file, because all of it is about graphs of one small model.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The cell language: traces, refusals with their messages, and every derivative.
 
-This is one file, because half of it is a single table of everything that is refused.
+One file, because half of it is a single table of everything that is refused.
 """
 
 import copy

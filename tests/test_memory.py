@@ -76,7 +76,7 @@ class Entry(NamedTuple):
         return f"{self.frontend}-{self.cell.name}" + "-steps" * self.steps
 
     def problem(self, case: Case) -> Problem:
-        """Returns a call with all possible arguments, or with states only."""
+        """Returns a call with resets and, for sequences, masks; or a call without them."""
         words: tuple[str, ...] = ("state",)
         if case.masked:
             words += ("resets", "reset_state", *(() if self.steps else ("mask", "lengths")))
@@ -152,7 +152,7 @@ def test_every_guise_of_every_array(entry: Entry, case: Case, two_threads: None)
 def test_every_guise_where_the_library_multiplies(
     entry: Entry, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BLAS takes no overlapping rows, such as the rows of an expanded array."""
+    """BLAS takes no rows that lie in each other, as those of an array that is expanded."""
     monkeypatch.setitem(products.CHOSEN, "torch", products.Rule(True, "asked for"))
     monkeypatch.setattr(recipe, "known", {})
     test_every_guise_of_every_array(entry, CASES[0], two_threads)

@@ -1,6 +1,6 @@
 """The NumPy layers, against torch if it is installed, and against finite differences.
 
-This is one file, because layers, losses, optimizers and files are used and tested together.
+One file, because layers, losses, optimizers and files are used and tested together.
 """
 
 import copy

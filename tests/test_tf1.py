@@ -1,6 +1,6 @@
 """TensorFlow 1's cells, against the TensorFlow kernels on which they were based.
 
-This is one file, because the same few functions compare all cells and loops.
+One file, because the same few functions compare all cells and loops.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """The PyTorch layers, against ``torch.nn`` if it has them, else against separate plain calls.
 
-This is one file, because all of it compares pairs of layers by the functions at its top.
+One file, because all of it compares pairs of layers by the functions at its top.
 """
 
 import copy
