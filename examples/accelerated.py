@@ -1,10 +1,10 @@
-"""``accelerate(model)`` on models of real projects: the same outputs, the same training, sooner.
+"""Accelerates models of real projects with ``accelerate(model)``: same outputs, faster training.
 
     python examples/accelerated.py [deepar amp-model ...] [--steps 20]
 
-Each model is made once and copied; the copy is accelerated. Both then train on the same batches in
-turns, with the same seeds for dropout. The times are of whole training steps, all that is not
-recurrent included.
+Each model is built once and copied; the copy is accelerated. Both then train on the same batches in
+turns, with the same seeds for dropout. Times are of whole training steps, including all layers that
+are not recurrent.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from anycell.bench.shapes import Shape, all_shapes
 
 @dataclass
 class Comparison:
-    """Of a model as it is, and accelerated.
+    """The comparison of a model as it is ("theirs") with its accelerated copy ("ours").
 
     Attributes:
-        error: between their outputs before training, norm(ours - theirs) / norm(theirs).
-        theirs, ours: the loss after each step of training.
+        error: of the outputs before training, norm(ours - theirs) / norm(theirs).
+        theirs, ours: the loss of each training step, before its update.
         times: median milliseconds of a step, theirs and ours.
     """
 
@@ -41,7 +41,7 @@ class Comparison:
 
 
 def data(model: Model, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Noise in; out comes what decides by memory: some features, averaged over the past."""
+    """Returns noise, and targets that need memory: mixed features, averaged over the past."""
     x = torch.randn(shape.B, shape.T, model.inputs, dtype=dtype)
     mixed = x @ torch.randn(model.inputs, model.outputs, dtype=dtype) / model.inputs**0.5
     past, averages = torch.zeros_like(mixed[:, 0]), []
@@ -61,7 +61,7 @@ def step(model: Model, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -
 
 
 def compare(name: str, shape: Shape, steps: int, dtype: torch.dtype = torch.float32) -> Comparison:
-    """Trains the model of that name, as it is and accelerated."""
+    """Trains the model called ``name``, as it is and accelerated."""
     torch.manual_seed(0)
     theirs = MODELS[name](shape).to(dtype)
     ours = anycell.torch.accelerate(copy.deepcopy(theirs))

@@ -1,9 +1,9 @@
-"""Forecast a year of CO2 in the air: with PyTorch's LSTM, with anycell's LSTM, and with a cell that
-no library has, because it is written below.
+"""Forecasts a year of CO2 in the air: with PyTorch's and anycell's LSTM, and with a cell that no
+library has, because it is defined below.
 
-    python examples/demo.py                    in PyTorch; without it, on the NumPy layers
-    python examples/demo.py --backend numpy    on the NumPy layers in any case
-    python examples/demo.py --quick            a toy that takes seconds
+    python examples/demo.py                    in PyTorch if it is installed, else in NumPy
+    python examples/demo.py --backend numpy    in NumPy
+    python examples/demo.py --quick            a toy run of seconds
 
 The data, weekly means from Mauna Loa, 1958 to 2001, ship with statsmodels and are in the public
 domain: Keeling & Whorf, *Atmospheric CO2 Concentrations*, Oak Ridge National Laboratory, 2004.
@@ -34,15 +34,15 @@ Array = npt.NDArray[np.float32]
 Index = npt.NDArray[np.int64]
 
 
-# -- the cell, and that is all of it ---------------------------------------------------------------
+# -- the complete cell -----------------------------------------------------------------------------
 
 
 @cell(gates="i g o", state="h u v", params="a=1 b=0.12 decay=4")
 def Pendulum(x, r, s, p):
     """Each unit is a pendulum that the input pushes: seasons are its natural motion.
 
-    Every week (u, v) turns by the angle of (a, b), at first once around a year, and fades a little.
-    No library has this cell; its backward pass and its kernels follow from these lines.
+    Every week, (u, v) turns by the angle of (a, b), initially a full turn in a year, and decays a
+    little. anycell derives the backward pass and the kernels from these lines.
     """
     i, g, o = x + r
     swing = sigmoid(p.decay) / sqrt(p.a * p.a + p.b * p.b)
@@ -55,15 +55,15 @@ def Pendulum(x, r, s, p):
 
 YEAR = 52  # weeks
 HELD_OUT = 10 * YEAR  # at the end of the series; no model sees them in training
-PPM = 3.0  # about the swing of the seasons, the unit in which networks see the data
+PPM = 3.0  # roughly the seasonal amplitude; networks see the data in this unit
 
 
 @dataclass
 class Series:
-    """Windows of ``weeks``, by the index of their first week.
+    """Windows of ``weeks`` weeks, by the index of their first week.
 
-    A model reads a window and, in each week of its last year, forecasts the year ahead. CO2 rises:
-    what is seen counts from the first week of the window, a forecast from the week it is made.
+    A model reads a window and forecasts the year ahead in each week of the window's last year. CO2
+    rises, so inputs are relative to the window's first week, and a forecast to the week it is made.
     """
 
     dates: npt.NDArray[np.datetime64]
@@ -72,7 +72,7 @@ class Series:
     ppm: float = PPM
 
     def __post_init__(self) -> None:
-        last = len(self.co2) - self.weeks - YEAR  # the last window that can be judged
+        last = len(self.co2) - self.weeks - YEAR  # the last window whose forecast can be judged
         split = len(self.co2) - HELD_OUT
         self.train = np.arange(split - self.weeks - YEAR)
         self.test = np.arange(split - self.weeks, last + 1)
@@ -80,16 +80,16 @@ class Series:
         self._change = (self.co2[ahead] - self.co2[: len(ahead), None]) / np.float32(PPM)
 
     def seen(self, windows: Index) -> Array:
-        """``[B, weeks, 1]``."""
+        """The inputs ``[B, weeks, 1]`` of these windows."""
         levels = self.co2[windows[:, None] + np.arange(self.weeks)]
         return (levels - levels[:, :1])[:, :, None] / np.float32(PPM)
 
     def ahead(self, windows: Index) -> Array:
-        """``[B, 52, 52]``: in each week of the window's last year, the change over 52 weeks."""
+        """The targets ``[B, 52, 52]``: the 52 changes ahead, in each week of the last year."""
         return self._change[windows[:, None] + np.arange(self.weeks - YEAR, self.weeks)]
 
     def last_year(self, windows: Index) -> Array:
-        """A forecast without learning: the year that was, once more."""
+        """A forecast without learning, which repeats the last year."""
         return self._change[windows + self.weeks - 1 - YEAR]
 
     def error(self, forecast: Array, windows: Index) -> float:
@@ -109,12 +109,12 @@ def load(weeks: int) -> Series:
 
 
 class Forecaster(Protocol):
-    """A recurrent layer and a linear readout; in ``forecaster_torch`` and ``forecaster_numpy``."""
+    """A recurrent layer and a readout, as in ``forecaster_torch`` and ``forecaster_numpy``."""
 
-    size: int  # how many numbers are learned
+    size: int  # the number of learned parameters
 
     def fit(self, x: Array, y: Array) -> float:
-        """Takes one training step; the loss before it."""
+        """Takes one training step; returns the loss before it."""
         ...
 
     def predict(self, x: Array) -> Array: ...
@@ -122,7 +122,7 @@ class Forecaster(Protocol):
 
 @dataclass
 class Run:
-    """One model, and what its training gave, epoch by epoch."""
+    """One model, and its training results epoch by epoch."""
 
     name: str
     model: Forecaster
@@ -151,7 +151,7 @@ def models(backend: str, hidden: int) -> list[Run]:
     import forecaster_torch as torch
 
     theirs, ours = torch.nn_lstm(hidden, YEAR), torch.lstm(hidden, YEAR)
-    ours.load_state_dict(theirs.state_dict())  # same names, same shapes: it just loads
+    ours.load_state_dict(theirs.state_dict())  # both have the same names and shapes
     return [
         Run("torch.nn.LSTM", theirs, grey),
         Run("anycell.torch.LSTM", ours, red),
@@ -160,7 +160,7 @@ def models(backend: str, hidden: int) -> list[Run]:
 
 
 def train(runs: list[Run], series: Series, epochs: int, console: Console) -> None:
-    """Trains all models side by side, so that a slow moment of the machine hits them all."""
+    """Trains all models side by side, so that a slow phase of the machine affects them all."""
     rng = np.random.default_rng(0)
     columns = (
         TextColumn("  {task.description:<19}"),
@@ -188,9 +188,9 @@ def shuffled(windows: Index, rng: np.random.Generator, size: int = 64) -> list[I
     return [order[k : k + size] for k in range(0, len(order) - size + 1, size)]
 
 
-# -- what came out ---------------------------------------------------------------------------------
+# -- the results -----------------------------------------------------------------------------------
 
-SAME = 1e-4  # largest relative difference between two loss curves that are one
+SAME = 1e-4  # the largest relative difference between loss curves that count as equal
 
 
 def table(runs: list[Run], series: Series) -> Table:
@@ -218,10 +218,10 @@ def difference(one: Run, other: Run) -> float:
 
 
 def against_loop(pendulum: Run, series: Series) -> tuple[float, float]:
-    """How many times the Pendulum as a PyTorch loop takes, and how its forecasts differ, in ppm."""
+    """The time of the Pendulum as a PyTorch loop over ours, and their forecasts' gap in ppm."""
     from forecaster_torch import pendulum_loop
 
-    ours = Run("copy", deepcopy(pendulum.model), "")  # the model itself is to be drawn as it is
+    ours = Run("copy", deepcopy(pendulum.model), "")  # the original is drawn later, unchanged
     loop = Run("loop", pendulum_loop(ours.model), "")
     some = series.test[:64]
     apart = np.abs(loop.forecast(series, some) - ours.forecast(series, some)).max()

@@ -1,12 +1,12 @@
-"""A model of anycell's layers on several processes, by what PyTorch has for it.
+"""Trains a model of anycell's layers in several processes, with the usual tools for PyTorch.
 
     torchrun --standalone --nproc-per-node 2 examples/distributed.py ddp
     torchrun --standalone --nproc-per-node 2 examples/distributed.py fsdp
     torchrun --standalone --nproc-per-node 2 examples/distributed.py accelerate
 
 ``ddp`` is DistributedDataParallel, ``fsdp`` is ``fully_shard`` (FSDP2), ``accelerate`` is Hugging
-Face Accelerate. Each process trains on its rows of the batch; the losses it prints are those of one
-process that trains on all of them.
+Face Accelerate. Each process trains on its rows of the batch. The printed losses equal the losses
+of a single process that trains on all rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import anycell.torch
 
 
 class Tagger(nn.Module):
-    """``[T, B, 8]`` to ``[T, B, 1]``."""
+    """A model from ``[T, B, 8]`` to ``[T, B, 1]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tagger(nn.Module):
 
 
 def train(way: str | None = None, steps: int = 5) -> list[float]:
-    """The loss over the whole batch before each step; of no way, in this process alone."""
+    """Returns the loss over the whole batch before each step; without ``way``, in this process."""
     torch.manual_seed(0)  # the same weights and data everywhere
     model: nn.Module = Tagger()
     x = torch.randn(20, 8, 8)
@@ -46,7 +46,7 @@ def train(way: str | None = None, steps: int = 5) -> list[float]:
     elif way == "fsdp":
         from torch.distributed.fsdp import fully_shard  # since PyTorch 2.6
 
-        for layer in (model.rnn, model.lstm, model):  # each is gathered when its turn comes
+        for layer in (model.rnn, model.lstm, model):  # each is gathered when it runs
             fully_shard(layer)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     if way == "accelerate":
@@ -77,8 +77,8 @@ def main() -> None:
     losses = train(way)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} processes:", *[f"{loss:.6f}" for loss in losses])
-    # A thread of gloo's may still have to free a tensor, for which it needs Python: a process that
-    # ends meanwhile is aborted.
+    # A thread of gloo may still have to free a tensor, and needs Python for it: a process that ends
+    # before is aborted.
     dist.barrier()
     dist.destroy_process_group()
 

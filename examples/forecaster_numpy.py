@@ -12,7 +12,7 @@ Array = npt.NDArray[np.float32]
 
 
 class Forecaster:
-    """``[B, T, 1]`` to ``[B, horizon, horizon]``: forecasts from each of the last steps."""
+    """Maps ``[B, T, 1]`` to ``[B, horizon, horizon]``: forecasts from each of the last steps."""
 
     def __init__(self, layer: RNN, horizon: int) -> None:
         self.layer, self.horizon = layer, horizon
@@ -42,7 +42,7 @@ class Forecaster:
 
 def lstm(hidden: int, horizon: int) -> Forecaster:
     layer = LSTM(1, hidden, batch_first=True, seed=0)
-    # Units that remember from one week up to a year (Tallec & Ollivier, 2018).
+    # Units initially remember from one week up to a year (Tallec & Ollivier, 2018).
     memory = np.log(np.random.default_rng(0).uniform(1.0, horizon, hidden))
     i, f, _, _ = np.split(layer.parameters["bias_ih_l0"], 4)
     i[:], f[:] = -memory, memory

@@ -14,7 +14,7 @@ Array = npt.NDArray[np.float32]
 
 
 class Forecaster(nn.Module):
-    """``[B, T, 1]`` to ``[B, horizon, horizon]``: forecasts from each of the last steps."""
+    """Maps ``[B, T, 1]`` to ``[B, horizon, horizon]``: forecasts from each of the last steps."""
 
     def __init__(self, layer: nn.Module, hidden: int, horizon: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Forecaster(nn.Module):
 def nn_lstm(hidden: int, horizon: int) -> Forecaster:
     torch.manual_seed(0)
     layer = nn.LSTM(1, hidden, batch_first=True)
-    # Units that remember from one week up to a year (Tallec & Ollivier, 2018).
+    # Units initially remember from one week up to a year (Tallec & Ollivier, 2018).
     memory = torch.empty(hidden).uniform_(1.0, horizon).log()
     with torch.no_grad():
         layer.bias_hh_l0.zero_()
@@ -65,7 +65,7 @@ def rnn(cell: Cell, hidden: int, horizon: int) -> Forecaster:
 
 
 class PendulumLoop(nn.Module):
-    """The demo's Pendulum as one writes it without anycell, on the weights of an anycell layer."""
+    """The demo's Pendulum written without anycell, on the weights of an anycell layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
-"""A year ahead, week by week, from a series with gaps: trained as it will run, without a framework.
+"""Forecasts a year ahead, week by week, from a series with gaps, without a framework.
 
     pip install . statsmodels
     python examples/free_run.py            (--quick: seconds)
 
-A layer sees the CO2 of each week and forecasts the next. To look a year ahead it must read its own
-forecasts, and where a week was not measured, too: `Feedback` has the readout inside the loop. One
-model is trained with a teacher, who always gives the true value; the other by scheduled sampling,
-where the teacher steps back. Both see the same batches, and keep the weights that forecast best in
-years that neither learns from. This series is so smooth that the two come out alike, and both far
-ahead of the year that was, once more.
+A layer sees the CO2 of each week and forecasts the next. To look a year ahead, and in weeks without
+a measurement, it must read its own forecasts: `Feedback` puts the readout inside the loop. One
+model trains with teacher forcing, which always gives the true value if there is one; the other with
+scheduled sampling, which gives it less and less often. Both see the same batches, and keep the
+weights that forecast best in years that neither learns from. This series is so smooth that both
+models come out alike, and both far ahead of a forecast that repeats the last year.
 
 The data, weekly means from Mauna Loa, 1958 to 2001, ship with statsmodels and are in the public
 domain: Keeling & Whorf, *Atmospheric CO2 Concentrations*, Oak Ridge National Laboratory, 2004.
@@ -38,14 +38,14 @@ from anycell.numpy import (
 
 Array = npt.NDArray[np.float64]
 YEAR = 52
-WEEKS = 3 * YEAR  # of a window: two years that are seen, and one that is not
+WEEKS = 3 * YEAR  # of a window: two years that are seen, one to forecast
 SEEN = 2 * YEAR
 
 
 def windows(every: int) -> tuple[Array, Array, Array]:
-    """Windows ``[T, B, 3]`` of the series and the season, of training, choosing, and testing.
+    """Windows ``[T, B, 3]`` of the series and the season, for training, choosing, and testing.
 
-    CO2 rises: a window counts from the mean of its first year.
+    CO2 rises, so values are relative to the mean of the window's first year.
     """
     series = co2.load_pandas().data["co2"]
     angle = 2.0 * np.pi * series.index.day_of_year.to_numpy() / 365.25
@@ -55,13 +55,13 @@ def windows(every: int) -> tuple[Array, Array, Array]:
     level = np.nanmean(both[:YEAR, :, :1], axis=0)
     both[..., :1] -= level
     choose, test = np.searchsorted(first, [len(columns) - years * YEAR for years in (16, 10)])
-    # No window of training has a week in common with those that follow.
+    # No training window shares a week with the windows of choosing and testing.
     apart = WEEKS // every
     return both[:, : choose - apart], both[:, choose : test - apart], both[:, test:]
 
 
 def error(feedback: Feedback, scale: Standardise, x: Array) -> float:
-    """Root mean square, in ppm, of the year ahead: its series is not given."""
+    """The root mean square error, in ppm, over the last year, which the model must forecast."""
     given = np.isfinite(x[:-1, :, 0])
     given[SEEN + 1 :] = False
     y, _ = feedback.forward(entering(scale, x), forced=given)
@@ -70,14 +70,14 @@ def error(feedback: Feedback, scale: Standardise, x: Array) -> float:
 
 
 def entering(scale: Standardise, x: Array) -> Array:
-    """What the layer reads, one step before it is to be forecast, and with the season it is for."""
+    """The inputs of the layer: the series, and the season of the next step, which it forecasts."""
     return np.concatenate([scale.forward(x[:-1, :, :1]), x[1:, :, 1:]], -1)
 
 
 def train(
     forced: Callable[[int], float], train: Array, choose: Array, scale: Standardise, epochs: int
 ) -> Feedback:
-    """A model, trained with as many steps given as ``forced`` says."""
+    """Trains a model; ``forced(step)`` is the share of time steps that get the true value."""
     layer, readout = LSTM(3, 32, seed=0), Dense(32, 1, seed=1)
     feedback = Feedback(layer, readout, seed=2)
     batches = -(-train.shape[1] // 32)
@@ -89,7 +89,7 @@ def train(
             truth = scale.forward(x[1:, :, :1])
             given = np.isfinite(x[:-1, :, 0]) & (rng.random(x[:-1, :, 0].shape) < forced(step))
             y, _ = feedback.forward(entering(scale, x), forced=given, training=True)
-            _, grad = mse(y, np.where(np.isfinite(truth), truth, y))  # a gap is no error
+            _, grad = mse(y, np.where(np.isfinite(truth), truth, y))  # gaps do not count
             feedback.backward(grad)
             clip_by_global_norm([layer, readout], 1.0)
             optimizer.lr = rate(step)
@@ -102,7 +102,7 @@ def train(
 
 
 def main(arguments: list[str] | None = None) -> tuple[float, float, float]:
-    """Prints, and returns, the errors: with a teacher, by scheduled sampling, and of a repeat."""
+    """Prints and returns the errors of teacher forcing, scheduled sampling and a repeated year."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a short run")
     quick = parser.parse_args(arguments).quick

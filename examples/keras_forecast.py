@@ -1,10 +1,10 @@
-"""A cell of your own, as a layer of Keras, trained by `fit` to forecast a seasonal series.
+"""Trains a cell of your own as a layer of Keras, by `fit`, to forecast a seasonal series.
 
     pip install '.[tensorflow]'
     python examples/keras_forecast.py            (--quick: a few seconds)
 
-The cell is a leaky unit with a gate that sees a slow average of its own output: three lines that no
-library has a kernel for. It trains on a fused one.
+The cell is a leaky unit with a gate that sees a slow average of its own output. No library has a
+kernel for its few lines; here it trains on a fused kernel.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def series(length: int) -> np.ndarray:
 
 
 def windows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pasts ``[N, PAST, 1]`` and what follows, ``[N, AHEAD]``, both less the last value seen."""
+    """Pasts ``[N, PAST, 1]`` and futures ``[N, AHEAD]``, relative to the last value of the past."""
     both = np.lib.stride_tricks.sliding_window_view(values, PAST + AHEAD)
     level = both[:, PAST - 1 : PAST]
     return (both[:, :PAST] - level)[..., None], both[:, PAST:] - level
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Trains, prints, and returns the error over that of repeating the last season."""
+    """Trains; prints and returns the error relative to a forecast that repeats the last season."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a short run")
     quick = parser.parse_args(arguments).quick

@@ -1,9 +1,9 @@
-"""A stream without an end, in chunks: a stateful layer goes on where the last chunk stopped.
+"""Processes an endless stream in chunks: a stateful layer continues where the last chunk ended.
 
     python examples/keras_stream.py              (--quick: a second)
 
-Two streams run side by side, as the rows of a batch. Chunk by chunk gives what one long call gives,
-and `reset_state()` begins anew.
+Two streams run side by side, as the rows of a batch. All chunks together return the same as one
+long call, and `reset_state()` starts over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from anycell import cells
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Streams, prints, and returns the largest difference to one long call."""
+    """Streams; prints and returns the largest difference from one long call."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a short run")
     quick = parser.parse_args(arguments).quick

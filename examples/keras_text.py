@@ -1,9 +1,9 @@
-"""Text of any length, padded and masked: which library does a sentence of documentation come from?
+"""Classifies padded and masked text: which library does a sentence of documentation come from?
 
     python examples/keras_text.py                (--quick: a few seconds)
 
-The text is what is installed: the docstrings of NumPy and of Keras. Words become numbers, 0 is
-padding, and `Embedding(mask_zero=True)` tells the layers where the sentence ends.
+The text is the docstrings of the installed NumPy and Keras. Words become numbers, 0 is padding, and
+`Embedding(mask_zero=True)` tells the layers where a sentence ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import anycell.keras
 
 
 def sentences(module: ModuleType) -> Iterator[list[str]]:
-    """Sentences of five words or more, out of the docstrings of a module's public names."""
+    """Yields sentences of five or more words from the docstrings of a module's public names."""
     for name in sorted(vars(module)):
         text = getattr(module, name).__doc__ if not name.startswith("_") else None
         for sentence in re.split(r"[.:]\s", text if isinstance(text, str) else ""):
@@ -31,7 +31,7 @@ def sentences(module: ModuleType) -> Iterator[list[str]]:
 
 
 def data(quick: bool) -> tuple[np.ndarray, np.ndarray, int]:
-    """Numbered words ``[N, T]`` with 0 behind each sentence, labels ``[N]``, and how many words."""
+    """Numbered words ``[N, T]``, padded with 0, labels ``[N]``, and the number of words."""
     texts = [list(sentences(np)), list(sentences(keras.layers)) + list(sentences(keras.ops))]
     most = 300 if quick else min(map(len, texts))
     rng = np.random.default_rng(0)
@@ -49,7 +49,7 @@ def data(quick: bool) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Trains, prints, and returns how many of the sentences held out are told right."""
+    """Trains; prints the accuracy on held-out sentences, returns its gain over a constant guess."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a short run")
     quick = parser.parse_args(arguments).quick

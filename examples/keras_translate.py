@@ -1,10 +1,10 @@
-"""Encoder and decoder: trained with the right word before each (teacher forcing), run on its own.
+"""Trains an encoder and a decoder with teacher forcing; then the decoder reads its own output.
 
     python examples/keras_translate.py           (--quick: a few seconds)
 
-The task is to write numbers the other way round, digit by digit. While training, one call runs the
-decoder over the whole target. Afterwards `layer.cell` makes one step at a time, and each digit that
-comes out goes in again.
+The task is to write numbers backwards, digit by digit. In training, one call runs the decoder over
+the whole target. Afterwards, `layer.cell` makes one step at a time, and each digit that it writes
+is its next input.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from keras import ops
 import anycell.keras
 from anycell import cells
 
-START, DIGITS = 10, 11  # the digits, and a sign that begins
+START, DIGITS = 10, 11  # the start symbol, and the number of symbols
 
 
 def data(count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers, and the same backwards, ``[N, length]``."""
+    """Numbers, and the same numbers backwards, both ``[N, length]``."""
     x = np.random.default_rng(3).integers(0, 10, (count, length))
     return x, x[:, ::-1].copy()
 
 
 class Translator:
-    """The layers, and the two ways to run them."""
+    """The layers, as a model to train and as a decoder that runs on its own."""
 
     def __init__(self, units: int) -> None:
         self.embed = keras.layers.Embedding(DIGITS, 16)
@@ -41,7 +41,7 @@ class Translator:
         self.model = keras.Model([source, before], logits)
 
     def write(self, source: np.ndarray, length: int) -> np.ndarray:
-        """What the decoder writes when it hears only itself."""
+        """Returns the decoder's output when it reads its own output."""
         _, *state = self.encode(self.embed(source))
         word, written = np.full(len(source), START), []
         for _ in range(length):
@@ -52,7 +52,7 @@ class Translator:
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Trains, prints, and returns how many digits are right without a teacher."""
+    """Trains; prints and returns the share of right digits without teacher forcing."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a short run")
     quick = parser.parse_args(arguments).quick

@@ -1,8 +1,8 @@
 """Recurrent models of real projects, written with ``nn.LSTM`` and ``nn.GRU`` from their published
-sizes; what comes before and after the recurrent layers is shortened, their own code is not used.
+sizes. The parts around the recurrent layers are simplified; none of the projects' code is used.
 
-Each takes a shape of ``anycell.bench.shapes``, and has ``inputs`` features and ``outputs`` values
-per step; ``loss(prediction, target)`` takes targets in [-1, 1].
+Each model takes a shape of ``anycell.bench.shapes``, and has ``inputs`` features and ``outputs``
+values per step; ``loss(prediction, target)`` takes targets in [-1, 1].
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from anycell.bench.shapes import Shape
 
 
 class Model(nn.Module):
-    """``[B, T, inputs]`` to ``[B, T, outputs]``."""
+    """A model from ``[B, T, inputs]`` to ``[B, T, outputs]``."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class CudaLSTM(Model):
 
 
 class DeepFilterNet(Model):
-    """A mask over 32 bands of noisy speech, by a GRU (Schröter et al., 2022)."""
+    """DeepFilterNet: a mask over 32 bands of noisy speech, by a GRU (Schröter et al., 2022)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(32, 32)
@@ -100,7 +100,7 @@ class DeepFilterNet(Model):
 
 
 class OpenUnmix(Model):
-    """One instrument out of a mix, as a mask over its spectrum (Stöter et al., 2019)."""
+    """Open-Unmix: one instrument of a mix, as a mask over its spectrum (Stöter et al., 2019)."""
 
     def __init__(self, shape: Shape, bands: int = 1487) -> None:
         super().__init__(bands, bands)

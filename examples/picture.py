@@ -1,4 +1,4 @@
-"""The picture of the demo: forecasts above, loss curves and time per epoch below."""
+"""Draws the demo's picture: forecasts above, loss curves and time per epoch below."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STYLE = {
     "ytick.minor.size": 0,
     "legend.frameon": False,
 }
-YEARS = 4  # of forecasts to show
+YEARS = 4  # years of forecasts to show
 
 
 def draw(runs: Sequence[Run], series: Series, path: Path) -> None:

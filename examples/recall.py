@@ -1,12 +1,12 @@
-"""PPO of an agent that must remember: episodes begin within a rollout, and the state with them.
+"""Trains an agent that must remember by PPO: its state is reset where an episode begins.
 
     pip install '.[torch]'
     python examples/recall.py                     (a minute; --quick: seconds)
     python examples/recall.py --picture out.svg   (draws the curves; needs matplotlib)
 
-An episode shows a cue at its first step, and asks for it some steps later. One agent remembers;
-another one's state is reset at every step, so it can only guess. The losses are those of Schulman
-et al., *Proximal Policy Optimization Algorithms*, 2017, the advantages those of *High-Dimensional
+An episode shows a cue at its first step, and asks for it some steps later. One agent remembers; the
+state of another agent is reset at every step, so it can only guess. The losses follow Schulman et
+al., *Proximal Policy Optimization Algorithms*, 2017; the advantages follow *High-Dimensional
 Continuous Control Using Generalized Advantage Estimation*, 2016.
 """
 
@@ -26,11 +26,11 @@ State = tuple[Tensor, Tensor]
 
 
 class Recall:
-    """Environments side by side, in each of which one episode follows another.
+    """Environments side by side, each of which runs one episode after another.
 
     ``x`` is the observation ``[rows, 2]``: the cue, +1 or -1, at the first step and 0 after it;
-    and a flag that asks for the answer, after 8 to 16 steps. The right answer earns 1. ``first`` is
-    where the observation is the first of an episode.
+    and a flag that asks for the answer at the last of 8 to 16 steps. The right answer earns 1.
+    ``first`` tells which observations are the first of an episode.
     """
 
     def __init__(self, rows: int) -> None:
@@ -38,7 +38,7 @@ class Recall:
         self._look()
 
     def act(self, action: Tensor) -> Tensor:
-        """The reward of each row; the next observation is in ``x`` and ``first``."""
+        """Returns the reward of each row; sets ``x`` and ``first`` to the next observation."""
         right = (self.left == 1) & (action == self.cue)
         self.left = self.left - 1
         self._look()
@@ -83,7 +83,7 @@ class Forgetful(Policy):
 def rollout(
     policy: Policy, environment: Recall, state: State
 ) -> tuple[list[Tensor], Tensor, State]:
-    """What happened, arrays [T, B] of each thing; the advantages; and the state afterwards."""
+    """Returns arrays [T, B, ...] of all that happened, the advantages, and the final state."""
     seen = []
     for _ in range(STEPS):
         x, first = environment.x, environment.first
@@ -95,7 +95,7 @@ def rollout(
     _, first, _, _, value, reward = happened
     _, ahead, _ = policy.step(environment.x, state, environment.first)
     advantage, total = torch.zeros_like(value), torch.zeros(ROWS)
-    ends = torch.cat([first[1:], environment.first[None]])  # where the next step is another episode
+    ends = torch.cat([first[1:], environment.first[None]])  # the next step begins an episode
     for t in reversed(range(STEPS)):
         total = reward[t] + 0.95 * (ahead + 0.9 * total) * ~ends[t] - value[t]
         advantage[t], ahead = total, value[t]
@@ -109,7 +109,7 @@ def update(
     happened: list[Tensor],
     advantage: Tensor,
 ) -> None:
-    """PPO's epochs over minibatches of rows, each with the state that its rows began with."""
+    """Runs PPO's epochs over minibatches of rows, each with the initial states of its rows."""
     x, first, action, log_prob, value, _ = happened
     for _ in range(2):
         for rows in torch.randperm(ROWS).split(ROWS // 2):
@@ -127,7 +127,7 @@ def update(
 
 
 def train(updates: int, kind: type[Policy] = Policy, seed: int = 0) -> list[float]:
-    """The part of right answers in each rollout."""
+    """Trains an agent; returns the share of right answers in each rollout."""
     torch.manual_seed(seed)
     policy, environment = kind(), Recall(ROWS)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
@@ -157,7 +157,7 @@ def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> tuple[float, float]:
-    """Prints, and returns, the right answers at last of the two agents."""
+    """Prints and returns the share of right answers at the end of training, for both agents."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a short run")
     parser.add_argument("--picture", type=Path, help="where to draw the curves")

@@ -1,11 +1,11 @@
-"""A trained model made smaller: 16 bits, 8 bits, fewer units, and both; what it costs and gains.
+"""Compresses trained models to 16 bits, 8 bits, fewer units, and both; shows costs and gains.
 
     pip install -e . --group demo
-    python examples/smaller.py             (--quick: seconds, of models that have learned little)
+    python examples/smaller.py             (--quick: seconds, with models that learn little)
 
-Two models, each an LSTM of 256 units and a linear readout: one forecasts a year of CO2, one tells
-the documentation of NumPy from that of PyTorch. Each is trained twice in the same way: once as it
-is, and once with a term that drives whole units to zero, which are taken out while it trains.
+There are two models, each an LSTM of 256 units and a linear readout: one forecasts a year of CO2,
+the other tells documentation of NumPy from documentation of PyTorch. Each trains twice: once as it
+is, and once with a loss that drives whole units to zero; these units are removed during training.
 
 The CO2 series ships with statsmodels and is in the public domain: Keeling & Whorf, *Atmospheric CO2
 Concentrations*, Oak Ridge National Laboratory, 2004.
@@ -38,15 +38,15 @@ YEAR, WEEKS, PPM = 52, 4 * 52, 3.0
 
 
 class Task(NamedTuple):
-    """What a model learns.
+    """A task for a model to learn.
 
     Attributes:
-        model: the model, with a ``layer`` and the ``readout`` of it.
-        batch: inputs and targets for a step of training.
+        model: the model, with a ``layer`` and its ``readout``.
+        batch: draws inputs and targets for a training step.
         loss: of outputs and targets.
-        inputs: held out, on which quality and time are measured.
-        quality: of outputs; the more the better.
-        measure: its name, and how to write it.
+        inputs: held-out inputs, on which quality and time are measured.
+        quality: of outputs; larger is better.
+        measure: the name of the quality, and a function that formats it.
     """
 
     model: Model
@@ -58,7 +58,7 @@ class Task(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of a table; the time is that of the layer."""
+    """A row of a table; size and time are of the layer."""
 
     name: str
     quality: float
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
 
 class Model(nn.Module):
-    """Words or numbers, an LSTM, and a readout of its last steps."""
+    """An LSTM on words or numbers, and a readout of its last steps."""
 
     def __init__(self, words: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Model(nn.Module):
 
 
 def forecast() -> Task:
-    """From four years of weekly means the change over the year ahead."""
+    """The task to forecast the changes in the year ahead from four years of weekly means."""
     from statsmodels.datasets import co2
 
     series = co2.load_pandas().data["co2"].interpolate().to_numpy(np.float32)
@@ -114,7 +114,7 @@ def forecast() -> Task:
 
 
 def sentences(module: ModuleType) -> Iterator[list[str]]:
-    """Sentences of five words or more, out of the docstrings of a module's public names."""
+    """Yields sentences of five or more words from the docstrings of a module's public names."""
     for name in sorted(vars(module)):
         text = getattr(module, name).__doc__ if not name.startswith("_") else None
         for sentence in re.split(r"[.:]\s", text if isinstance(text, str) else ""):
@@ -124,7 +124,7 @@ def sentences(module: ModuleType) -> Iterator[list[str]]:
 
 
 def text() -> Task:
-    """Which of two libraries a sentence of documentation is from."""
+    """The task to tell which of two libraries a sentence of documentation comes from."""
     texts, rng = [list(sentences(module)) for module in (np, torch)], np.random.default_rng(0)
     most = min(map(len, texts))
     chosen = [(words, label) for label, each in enumerate(texts) for words in each[:most]]
@@ -154,7 +154,7 @@ def text() -> Task:
 
 
 def train(task: Task, steps: int, left: float | None = None) -> Model:
-    """A model after so many steps; with ``left``, a part of its units."""
+    """Trains a model; with ``left``, only this share of its units is left at the end."""
     torch.manual_seed(0)
     model = copy.deepcopy(task.model).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -179,7 +179,7 @@ def train(task: Task, steps: int, left: float | None = None) -> Model:
 
 
 def half(model: Model) -> Model:
-    """A copy whose layer has 16 bits."""
+    """Returns a copy whose layer and words have 16 bits."""
     copied = copy.deepcopy(model)
     copied.layer.to(torch.bfloat16)
     copied.words.to(torch.bfloat16)
@@ -187,7 +187,7 @@ def half(model: Model) -> Model:
 
 
 def saved(model: Model) -> int:
-    """Bytes of the layer in a file."""
+    """The size of the layer's file in bytes."""
     file = io.BytesIO()
     torch.save(model.layer.state_dict(), file)
     return file.tell()
@@ -197,7 +197,7 @@ def saved(model: Model) -> int:
 def measure(
     task: Task, models: dict[str, Model], turns: int
 ) -> list[tuple[str, float, int, float]]:
-    """Name, quality, bytes and milliseconds of the layer, in turns."""
+    """Measures models in turns: a row for each, with quality, and bytes and time of its layer."""
     seconds: dict[str, list[float]] = {name: [] for name in models}
     x, *rest = task.inputs
     lengths = {"lengths": rest[0]} if rest[0] is not None else {}
@@ -216,7 +216,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
-    """Trains and measures; the rows of both tables."""
+    """Trains and measures; prints both tables and returns their rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a short run")
     quick = parser.parse_args(arguments).quick

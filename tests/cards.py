@@ -1,4 +1,4 @@
-"""Which tests a CUDA card runs, and what becomes of them when it fails for good."""
+"""Selects the tests that a CUDA card runs, and ends a process whose card no longer answers."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ STUCK = 70  # exit status of a process whose CUDA context is lost
 
 @functools.cache
 def is_there() -> bool:
-    """Whether PyTorch sees a card; where there is no driver it is not asked."""
+    """Whether PyTorch sees a card; without a driver, PyTorch is not imported."""
     try:
         ctypes.CDLL("libcuda.so.1")
         import torch
@@ -23,7 +23,7 @@ def is_there() -> bool:
 
 
 def choose_interpreter() -> None:
-    """Has Triton interpret kernels where there is no card. Comes before the import of Triton."""
+    """Makes Triton interpret kernels if there is no card. Call it before Triton is imported."""
     if is_there():
         os.environ.pop("TRITON_INTERPRET", None)
     else:
@@ -31,7 +31,7 @@ def choose_interpreter() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests of a card run on one, and never in the interpreter."""
+    """Skips tests marked ``gpu`` if there is no card; they never run in the interpreter."""
     if not item.get_closest_marker("gpu"):
         return
     if not is_there():
@@ -45,7 +45,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Iterator[pytest.TestReport]:
-    """Notes on the item that it has failed."""
+    """Records on the item that it failed."""
     report = yield
     if report.failed:
         item.stash[_FAILED] = True
@@ -54,16 +54,15 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[bool]:
-    """After an error that CUDA does not recover from, each later test of the process would fail.
+    """Ends the process after a CUDA error that would make all of its later tests fail.
 
-    So a worker of pytest-xdist ends, and another one takes its place; without workers the run ends,
-    with its reports.
+    pytest-xdist replaces a worker that ends. Without workers, the run stops and prints its reports.
     """
     done = yield
     if item.stash.get(_FAILED, False):
         lost = _lost()
         if lost is not None and hasattr(item.config, "workerinput"):
-            os._exit(STUCK)  # its reports are with the main process by now
+            os._exit(STUCK)  # the main process has its reports by now
         if lost is not None:
             item.session.shouldstop = f"CUDA does not recover from what {item.nodeid} did: {lost}"
     return done
@@ -73,7 +72,7 @@ _FAILED = pytest.StashKey[bool]()
 
 
 def _lost() -> str | None:
-    """What the card says, if it no longer works."""
+    """The error of a card that no longer works, or None."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

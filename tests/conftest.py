@@ -1,4 +1,4 @@
-"""What every test file shares: the command line options, the random seeds and the guards."""
+"""Shared by all test files: the command line options, the random seeds and the guards."""
 
 import collections
 import contextlib
@@ -20,11 +20,11 @@ from cards import (  # noqa: F401 (hooks)
     pytest_runtest_setup,
 )
 
-os.environ.setdefault("ANYCELL_CHECK", "1")  # every native call is held against its arrays
+os.environ.setdefault("ANYCELL_CHECK", "1")  # checks every native call against its arrays
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 cards.choose_interpreter()
-# Triton reads that now; and it must come before TensorFlow: both bring an LLVM, and Triton's aborts
-# the process when it is the second.
+# Triton reads the variable at its import. It must come before TensorFlow: both bring an LLVM, and
+# Triton's aborts the process if it is loaded second.
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
@@ -56,19 +56,19 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 # -- selection -----------------------------------------------------------------------------------
 def day_of(item: str, days: int) -> int:
-    """On which of ``days`` a case runs, by its name: so many days in a row run all."""
+    """Returns the day of ``days`` on which a case runs: ``days`` days in a row run all cases."""
     return zlib.crc32(item.encode()) % days
 
 
-# Files that one instruction set is enough for. Any other file runs under each.
+# Files whose tests run under one instruction set. All other files run under each of them.
 FIXED_ISA = {
-    # They choose it themselves, and try all.
+    # They choose the instruction set themselves, and try all.
     *("test_cpu_math.py", "test_properties.py", "test_random_calls.py"),
     # They reach no kernel of the CPU engine.
     *("test_cards.py", "test_gpu.py", "test_gpu_tools.py", "test_lang.py", "test_layouts.py"),
     *("test_package.py", "test_rooms.py", "test_same_bits.py"),
     *("test_reference.py", "test_selection.py", "test_tolerances.py", "test_torch_gpu.py"),
-    # They look at what is around a kernel, which is the same one on both sides.
+    # They test the code around a kernel; the kernel is the same on both sides.
     *("test_bench.py", "test_demo.py", "test_docs.py", "test_gallery.py", "test_keras_examples.py"),
     *("test_torch_compile.py", "test_torch_distributed.py", "test_types.py"),
 }
@@ -76,8 +76,8 @@ FIXED_ISA = {
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of those files, and as slow the cases that are not of a sample; leaves out
-    what other days run: of a slow test with parameters, and of a grid, most cases.
+    """Marks the tests of ``FIXED_ISA``, and marks cases outside of a sample as slow. Deselects the
+    cases that other days run: most cases of a grid and of a slow test with parameters.
     """
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
     for item in items:
@@ -108,13 +108,13 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def rng(seed: int) -> np.random.Generator:
-    """Each test draws from the start of the same stream, whatever ran before it."""
+    """A generator at the start of the same stream for each test, whatever ran before it."""
     return np.random.default_rng(seed)
 
 
 @pytest.fixture(autouse=True)
 def seeded(seed: int) -> None:
-    """The frameworks that are there draw anew as well."""
+    """Seeds the frameworks that are imported."""
     if (keras := sys.modules.get("keras")) is not None:
         keras.utils.set_random_seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
@@ -123,8 +123,8 @@ def seeded(seed: int) -> None:
 
 @pytest.fixture(params=[1, pytest.param(10, marks=pytest.mark.slow)], ids=["sample", "all"])
 def mutation_seeds(request: pytest.FixtureRequest, seed: int) -> range:
-    """One for each damaged file, so that the one of seed 2005 is seen again, alone, with `--seed
-    2005 --mutations 1`.
+    """A seed for each damaged file. `--seed 2005 --mutations 1` repeats the file of seed 2005
+    alone.
     """
     return range(seed, seed + request.config.getoption("mutations") * request.param)
 
@@ -135,17 +135,17 @@ def calls_of_cell(request: pytest.FixtureRequest) -> int:
 
 
 def _calls_of_cell(config: pytest.Config) -> int:
-    """So many random calls share a compiled cell: compiling takes longer than most of them.
+    """The number of random calls that share a compiled cell: compiling takes longer than most.
 
-    More calls repeat the fewer ones first, so a case fails again with any larger number.
+    A larger number repeats the calls of a smaller one first, so a case that failed fails again.
     """
     return max(10, config.getoption("random_calls") // 200)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with a `cell_seed` argument runs `--random-cells` times, from `--seed` upwards.
+    """Runs a test with a `cell_seed` argument `--random-cells` times, from `--seed` upwards.
 
-    So the case `[2005]` is seen again, alone, with `--seed 2005 --random-cells 1`.
+    `--seed 2005 --random-cells 1` repeats the case `[2005]` alone.
     """
     if "cell_seed" in metafunc.fixturenames:
         first = metafunc.config.getoption("seed")
@@ -160,9 +160,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 # -- layers -------------------------------------------------------------------------------------
 @pytest.fixture
 def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Has layers on the CPU decide otherwise: ``set_layer(chunk_steps=lambda *_: 2)``.
+    """Overrides choices of layers on the CPU: ``set_layer(chunk_steps=lambda *_: 2)``.
 
-    Every module of the package that knows a name gets the new value.
+    The new value is set in ``layer`` and ``layer.choices``, wherever the name exists.
     """
     from problems import forget_passes
 
@@ -184,10 +184,10 @@ def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The passes of all calls of layers on the CPU that are drafted from here on."""
+    """A list of all passes that layers on the CPU draft from here on."""
     from anycell import layer
 
-    layer.recipe.known.clear()  # a pass that is known is not drafted
+    layer.recipe.known.clear()  # known passes are not drafted again
     begin, taken = layer.run.Run._begin, []
 
     def spy(run: Any, *args: Any) -> None:
@@ -200,7 +200,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """As many for torch and for the engine."""
+    """Gives both torch and the CPU engine two threads."""
     import torch
 
     from anycell.engines import cpu
@@ -216,9 +216,9 @@ def two_threads() -> Iterator[None]:
 # -- guards --------------------------------------------------------------------------------------
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
-    """Kernels compiled by tests neither come from the user's cache nor end up there.
+    """Keeps the kernels that tests compile apart from the user's cache.
 
-    The workers of one run share a cache; set ANYCELL_CACHE_DIR to keep one between runs.
+    The workers of one run share a cache; set ANYCELL_CACHE_DIR to keep it between runs.
     """
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as empty:
         if "ANYCELL_CACHE_DIR" not in os.environ:
@@ -227,13 +227,13 @@ def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: searching it for garbage takes an eighth of all time."""
+    """Freezes what is imported so far: searching it for garbage takes an eighth of all time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A run whose tests were all skipped has shown nothing, and fails as one without tests."""
+    """Fails a run whose tests were all skipped, as pytest fails a run without tests."""
     gc.unfreeze()
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if exitstatus or reporter is None or session.config.option.collectonly:

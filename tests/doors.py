@@ -1,4 +1,4 @@
-"""Calls of a kernel's door without a layer around it."""
+"""Calls a kernel's door directly, without a layer."""
 
 from array import array
 
@@ -10,12 +10,12 @@ from anycell.numpy.host import Array, NumpyHost
 
 
 def packed(kernel: cpu.Kernel, weights: dict[str, Array], inputs: int = 0) -> tuple[Array, int]:
-    """Memory in which a kernel has packed the weights of a direction and of which it was told to
-    take so many bytes, which is 0xAB elsewhere; and their number.
+    """Returns memory in which a kernel has packed the weights of a direction, and the number of
+    bytes that the kernel asked for; all bytes that it did not write are 0xAB.
 
     Args:
         weights: by name.
-        inputs: those that the kernel multiplies.
+        inputs: the number of inputs that the kernel multiplies.
     """
     (dtype,) = {weight.dtype for weight in weights.values()}
     host, entries = NumpyHost(dtype), array("q", bytes(8 * kernel.first(1)))
@@ -25,7 +25,7 @@ def packed(kernel: cpu.Kernel, weights: dict[str, Array], inputs: int = 0) -> tu
             if name in kernel.shared:
                 entries[kernel.shared[name]] = value
 
-    # Behind the first step, of no rows and no steps.
+    # The call begins after the only step and has no rows, so the kernel only packs.
     fill(directions=1, steps=1, span=1, row_group=1, threads=1, begin=1, inputs=inputs, pack=1)
     fill(packed=1)
     kernel.needs(entries.buffer_info()[0])

@@ -1,13 +1,13 @@
-"""Runs the programs of a cooperative kernel (tier 2) all at once, in Triton's interpreter.
+"""Runs all programs of a cooperative kernel (tier 2) at once, in Triton's interpreter.
 
-    python tests/exchange.py        prints what came out, as JSON
+    python tests/exchange.py        prints the results as JSON
 
-The interpreter runs one program after the other, which could only wait for each other forever. Here
-each program of a launch is a process of its own, all on shared memory: they exchange h, and the
-gradients of the gates, through the same loads, stores and flags as on a card. A script, because a
-process with threads, as a test runner's is, had better not fork.
+The interpreter runs programs one after the other, and programs that wait for each other would hang.
+Here each program of a launch is a process of its own, and all share memory: they exchange h and the
+gradients of the gates through the same loads, stores and flags as on a card. This is a script,
+because a process with threads, such as a test runner, should not fork.
 
-It fails where the programs at once compute anything else than one after the other.
+It fails if programs that run at once compute other results than programs run one after the other.
 """
 
 import functools
@@ -32,10 +32,10 @@ from anycell.torch.device import DeviceHost
 
 
 class Shared(Poisoned):
-    """Its arrays are the same memory in all processes."""
+    """A host whose arrays are the same memory in all processes."""
 
-    absent: tuple[int, int, bool] | None = None  # a program that never runs, and in which pass
-    patience = 200_000_000  # some ten seconds: a look takes longer than it counts for
+    absent: tuple[int, int, bool] | None = None  # one that never runs, and its pass
+    patience = 200_000_000  # about ten seconds: a look takes longer than it counts
     made: list[Any]
 
     def empty(self, *args: Any, **options: Any) -> Any:
@@ -54,7 +54,7 @@ class Shared(Poisoned):
 
 
 def run_at_once(kernel: Printed, work: Work) -> int:
-    """In the place of ``_run_interpreted``: one launch of all steps."""
+    """Replaces ``_run_interpreted``: one launch of all steps."""
     launch = work.launch(kernel, work.all_values())
     groups, programs = launch.grid
     launch.grid = (1, 1)
@@ -76,17 +76,17 @@ def run_at_once(kernel: Printed, work: Work) -> int:
 
 
 def pretend(place: tuple[int, int, int], shape: tuple[int, int, int]) -> None:
-    """This process runs one program of a grid."""
+    """Makes this process run one program of a grid."""
     builder = interpreter.interpreter_builder
     set_place, set_shape = builder.set_grid_idx, builder.set_grid_dim
     builder.set_grid_idx = lambda *_: set_place(*place)
     builder.set_grid_dim = lambda *_: set_shape(*shape)
-    # After a launch all arrays are copied back, here onto themselves, over what others write.
+    # After a launch, the interpreter copies all arrays back: here it would undo others' writes.
     interpreter.GridExecutor._restore_args_dev = lambda *_: None
 
 
 def together(problem: Problem, **options: Any) -> Arrays:
-    """The problem, solved by all programs at once."""
+    """Solves a problem by all programs at once."""
     Shared.made = []
     one_by_one, gpu._run_interpreted = gpu._run_interpreted, run_at_once
     try:
@@ -98,7 +98,7 @@ def together(problem: Problem, **options: Any) -> Arrays:
 def make(
     cell: Cell, shape: tuple[int, int, int], dtype: str = "float32", **options: Any
 ) -> Problem:
-    """A problem; in 16 bits, of numbers that have so many."""
+    """Returns a float32 problem; for a dtype of 16 bits, its numbers are exact in that dtype."""
     problem = random_problem(cell, shape, np.random.default_rng(5), "float32", **options)
     if dtype == "float32":
         return problem
@@ -106,7 +106,7 @@ def make(
 
 
 def compare(problem: Problem, **options: Any) -> Arrays:
-    """At once the same bits as one by one, but for sums over time in another order."""
+    """Asserts the same bits at once as one by one, except for sums over time in another order."""
     solution = together(problem, **options)
     one_by_one = by_gpu(problem, tier=2, **options)
     sums = {f"d {name}_l0" for name in problem.cell.param_names}
@@ -115,24 +115,24 @@ def compare(problem: Problem, **options: Any) -> Arrays:
 
 
 def right() -> None:
-    """Two programs or three, in several cells, dtypes, chunks of time and segments."""
+    """Compares two or three programs, for several cells, dtypes, chunks of time and segments."""
     hard = {"masked": True, "resets": True}
     problem = make(cells.PeepholeLSTM, (5, 4, 18), **hard)
     assert_right(compare(problem), problem)
-    # Memory that one launch after the other uses: of gradients that of chunks, of h of segments.
+    # Chunks of time reuse the memory of gradients, and segments reuse the memory of h.
     problem = make(cells.LSTM, (5, 3, 18), reverse=True, masked=True)
     problem["x"][:] = np.nan_to_num(problem["x"])
     whole, device.CHUNK_BYTES = device.CHUNK_BYTES, 2 * problem["x"][0].nbytes
     solution = compare(problem, projected=True, checkpoint=3)
     device.CHUNK_BYTES = whole
-    del solution["d weight_ih_l0"]  # which the problem has not
+    del solution["d weight_ih_l0"]  # not in the problem
     assert_right(solution, problem)
     for units in (34, 17):  # three programs, and two; an odd number of units
         compare(make(cells.GRU, (4, 17, units), "float16", **hard), dtype="float16")
 
 
 def absent(backward: bool) -> dict[str, Any]:
-    """What happens if a program never comes."""
+    """Returns what the other programs leave behind if one program never runs."""
     problem = make(cells.PeepholeLSTM, (5, 4, 18))
     Shared.absent, Shared.patience = (0, 1, backward), 40_000_000
     found: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def absent(backward: bool) -> dict[str, Any]:
         found["error"] = str(error)
     hidden = Shared.made[0]  # [T + 1, B, H]
     found["h"] = [bool(h.isfinite().all()) for h in hidden[:, :, :16]]
-    if backward:  # of the gates, the gradients; what the forward pass has saved is as large
+    if backward:  # the gates' gradients; the forward pass saves an array of the same size
         _, dx, *_ = [a for a in Shared.made if a.shape == (5, 4, 72)]
         found["d_gates"] = [bool(d.isfinite().all()) for d in dx[:, :, :16]]
     Shared.absent = None
@@ -150,7 +150,7 @@ def absent(backward: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All of it."""
+    """Runs all comparisons, then both passes with an absent program."""
     right()
     found = {way: absent(way == "backward") for way in ("forward", "backward")}
     print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""The n-th call of a kind fails, for every n until none of them is reached: as SQLite is tested.
+"""Makes the n-th call of a kind fail, for every n until no call is left: as SQLite is tested.
 
 >>> for fault in until_it_succeeds(lambda: OSError(errno.EIO, "broken")):
 ...     with fault.of_files(module):
@@ -25,11 +25,11 @@ FILE_CALLS = [
     *("open", "close", "stat", "lstat", "fstat", "scandir", "listdir", "getcwd"),
     *("mkdir", "replace", "rename", "unlink"),
 ]
-MOST = 10_000  # calls that nothing tested makes
+MOST = 10_000  # more calls than anything tested makes
 
 
 class Fault:
-    """Strikes at the n-th call that it is told of."""
+    """Raises an error at the n-th call that is reported to it."""
 
     def __init__(self, at: int, error: Callable[[], BaseException]) -> None:
         self.at, self.error = at, error
@@ -41,7 +41,7 @@ class Fault:
         return self.calls >= self.at
 
     def due(self) -> bool:
-        """Whether this call is the one."""
+        """Counts a call; returns whether it is the one that fails."""
         self.calls += self.active
         return self.active and self.calls == self.at
 
@@ -50,7 +50,7 @@ class Fault:
             raise self.error()
 
     def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, which may fail instead."""
+        """Wraps a function, which may fail instead of doing its work."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ class Fault:
         return call
 
     def after(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, which may fail once its work is done."""
+        """Wraps a function, which may fail after its work is done."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -72,15 +72,15 @@ class Fault:
 
     @contextlib.contextmanager
     def of_files(self, *modules: ModuleType, dir_fd: bool = True, most: int = 0) -> Iterator[None]:
-        """Strikes at what is done to files: through `os`, and the `open` of these modules.
+        """Applies the fault to file operations: those of `os`, and the `open` of these modules.
 
         Args:
             dir_fd: whether the system can reach files by the descriptor of their directory.
-            most: bytes of one read or write, if not 0.
+            most: the most bytes of one read or write; 0 for no limit.
         """
         with pytest.MonkeyPatch.context() as patch:
             calls = {name: self.before(getattr(os, name)) for name in FILE_CALLS}
-            calls["close"] = self.after(os.close)  # a file is closed, come what may
+            calls["close"] = self.after(os.close)  # the file is closed in any case
             calls["scandir"] = self.before(functools.partial(_Listing, self, os.scandir))
             for name, call in calls.items():
                 patch.setattr(os, name, call)
@@ -93,7 +93,7 @@ class Fault:
 
 
 def until_it_succeeds(error: Callable[[], BaseException]) -> Iterator[Fault]:
-    """Faults at the first call, the second, and so on, until one is not reached."""
+    """Yields faults at the first call, the second, and so on, until one is not reached."""
     for at in itertools.count(1):
         fault = Fault(at, error)
         yield fault
@@ -105,7 +105,7 @@ def until_it_succeeds(error: Callable[[], BaseException]) -> Iterator[Fault]:
 
 # -- files ---------------------------------------------------------------------------------------
 class _Listing:
-    """What `os.scandir` gives."""
+    """The iterator of `os.scandir`, which may fail at each item."""
 
     def __init__(self, fault: Fault, scandir: Callable[..., Any], path: Any) -> None:
         self.fault, self.items = fault, scandir(path)
@@ -129,7 +129,7 @@ class _Item:
 
 
 class _Raw(io.FileIO):
-    """A file of which every read, write and the closing may fail, or do a part of the work."""
+    """A file whose reads, writes and close may fail, and whose reads and writes may be short."""
 
     fault: Fault
     most: int
@@ -198,10 +198,10 @@ class _Handler(ctypes.Structure):
 
 
 class Memory:
-    """All memory that NumPy takes for arrays within the block, temporary ones too.
+    """Intercepts all memory that NumPy allocates for arrays in a block, temporary ones included.
 
     Attributes:
-        fault: strikes at the allocations, where there is one.
+        fault: makes allocations fail; None for no faults.
     """
 
     def __init__(self) -> None:
@@ -224,8 +224,8 @@ class Memory:
         def realloc(_: object, address: int | None, size: int) -> int:
             return 0 if refused() else libc.realloc(address, size) or 0
 
-        # NumPy frees while an exception is on its way, when no code of Python's may run: so its own
-        # function does.
+        # NumPy frees arrays while an exception propagates, when no Python code may run. So NumPy's
+        # own function frees.
         capsule = _set_handler(None)
         free = _Handler.from_address(_pointer(capsule, b"mem_handler")).allocator.free
         functions = _MALLOC(malloc), _CALLOC(calloc), _REALLOC(realloc), free
@@ -246,7 +246,7 @@ class Memory:
         _set_handler(self._before)
 
     def taken(self) -> int:
-        """Bytes that NumPy has taken since the block began, and not freed."""
+        """Returns the bytes that NumPy has allocated since the block began and has not freed."""
         arrays = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
         snapshot = tracemalloc.take_snapshot().filter_traces([arrays])
         return sum(trace.size for trace in snapshot.traces)
@@ -262,8 +262,8 @@ def _pointer(capsule: object, name: bytes | None) -> int:
 
 
 def _set_handler(handler: object) -> object:
-    """NumPy's `PyDataMem_SetHandler`, which is at a fixed place of its table of C functions; with
-    None its own comes back.
+    """Calls NumPy's `PyDataMem_SetHandler`, at a fixed place in its table of C functions; None
+    restores NumPy's own handler.
     """
     core: Any = np._core if hasattr(np, "_core") else np.core  # type: ignore[attr-defined]
     table = _pointer(core._multiarray_umath._ARRAY_API, None)

@@ -1,4 +1,4 @@
-"""A readout that is fed back, with weights of 8 bits: what is right, for tests of all frontends."""
+"""The right results of a fed-back readout with weights of 8 bits, for tests of all frontends."""
 
 import numpy as np
 from integers import dequantized, round_rows
@@ -11,11 +11,11 @@ def sigmoid(a: Array) -> Array:
 
 
 def by_rounding(weights: dict[str, Array], x: Array, forced: Array) -> Array:
-    """y of an LSTM ``[T, B, Y]``, in float64, every operand of a matmul rounded.
+    """Returns y ``[T, B, Y]`` of an LSTM in float64, with every operand of a matmul rounded.
 
     Args:
-        weights: those of a torch.nn.LSTM without the layer's number, and of a readout, ``weight``
-            and ``bias``.
+        weights: those of a torch.nn.LSTM, without the layer's number in their names, and
+            ``weight`` and ``bias`` of a readout.
     """
     given = {n: dequantized(w) if w.ndim > 1 else w.astype(float) for n, w in weights.items()}
     width, (steps, rows, _) = len(weights["bias"]), x.shape

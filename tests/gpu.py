@@ -1,4 +1,4 @@
-"""Solving a random problem on the GPU engine: on a card, or in Triton's interpreter."""
+"""Solves random problems on the GPU engine: on a card, or in Triton's interpreter."""
 
 import json
 from collections.abc import Callable
@@ -26,20 +26,20 @@ from anycell.torch.device import DeviceHost  # noqa: E402
 
 CARDS = {device.name: device for device in capacity.DEVICES}
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if CARD else torch.device("cpu")
-SLOW = [] if CARD else [pytest.mark.slow]  # marks of what is slow in the interpreter alone
-# Of a process of its own, in which Triton is told anew what to do, and compiles.
+SLOW = [] if CARD else [pytest.mark.slow]  # marks of tests that are slow in the interpreter only
+# The environment of a new process, in which Triton compiles instead of interpreting.
 COMPILES = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
 without_a_card = pytest.mark.skipif(CARD, reason="a card shows more")
 
 
 def reports(*words: str, **how: Any) -> list[dict[str, Any]]:
-    """What the compiler says of kernels; that the tool ends well says that all of them fit."""
+    """Returns the compiler's reports on kernels; the tool fails if a kernel does not fit."""
     said = run("tools/gpu_compile.py", "--json", *words, **COMPILES, **how)
     return [json.loads(line) for line in said.splitlines()]
 
 
 class Poisoned(DeviceHost):
-    """All memory starts as NaN, so that what is read before it is written shows."""
+    """A host whose memory starts as NaN, which shows reads of memory not yet written."""
 
     def empty(self, shape: tuple[int, ...], wide: bool = False) -> Any:
         return super().empty(shape, wide).fill_(float("nan"))
@@ -55,16 +55,16 @@ def by_gpu(
     host_class: type[DeviceHost] = Poisoned,
     checkpoint: int | None = None,
 ) -> Arrays:
-    """By the kernels of the GPU engine.
+    """Solves a problem by the kernels of the GPU engine.
 
     Args:
-        dtype: of the plan; None takes that of the problem.
-        tier: of kernels.
-        projected: through an input projection whose weight is the unit matrix.
-        backwards: the backward pass runs so many times.
+        dtype: of the plan; None takes the problem's.
+        tier: of the kernels.
+        projected: adds an input projection whose weight is the unit matrix.
+        backwards: how many times the backward pass runs.
         replays: graphs of tier 3, as ``interpreted_graphs`` makes them.
-        host_class: where arrays come from.
-        checkpoint: steps of a segment.
+        host_class: allocates the arrays.
+        checkpoint: the number of steps of a segment.
     """
     dtype = dtype or problem.dtype
     chosen = plan(problem.cell, problem.sizes["H"], dtype, "gpu", problem.sizes)
@@ -79,7 +79,7 @@ def by_gpu(
     arrays = {name: array(a) for name, a in to_layer(problem, projected).items()}
     d_final = [array(d) for d in problem.group("d final")]
     how = layer_options(problem)._replace(checkpoint=checkpoint)
-    # The interpreter computes what lies outside of arrays too, with NumPy.
+    # The interpreter also computes, with NumPy, masked elements outside of arrays.
     with np.errstate(all="ignore"):
         output, finals, kept = device.forward(host, chosen, arrays, how, keep=True)
         for _ in range(backwards):
@@ -93,17 +93,17 @@ def by_gpu(
     return solution | from_layer(problem, {name: numbers(t) for name, t in d.items()})
 
 
-# A host of arrays that are their addresses.
+# A host whose arrays are plain addresses.
 ADDRESSES = SimpleNamespace(pointer=int, stream=lambda: 0, ordinal=0)
 
 
 class Driver:
-    """The CUDA driver of two T4 that answer as they are told; ``launched`` is what it has started,
-    with the addresses of its arguments in ``arguments``.
+    """A stub of the CUDA driver with two T4; ``launched`` lists the launches that succeeded, and
+    ``arguments`` holds the addresses of the last launch's arguments.
 
     Args:
         current: the context of the thread; 0 for none.
-        results: of functions, by name; 0 of others.
+        results: results of functions, by name; others return 0.
     """
 
     def __init__(self, current: int = 1, **results: int) -> None:
@@ -147,7 +147,7 @@ class Driver:
 
 @triton.jit
 def functions_of_16_bits(x, y, count):
-    """Both that have a form for 16 bits, in that and in the exact one."""
+    """Stores sigmoid and tanh, both in their form for 16 bits and in their exact form."""
     place = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     inside = place < count
     values = tl.load(x + place, mask=inside, other=0.0)

@@ -1,8 +1,8 @@
-"""Arrays between forbidden pages: a kernel that reads or writes beyond one ends the process.
+"""Arrays between forbidden pages: a kernel that reads or writes beyond an array ends the process.
 
-They stand in for a sanitizer, which machine code of our own making does not have. ``main`` runs
-problems on such memory, every one of them twice: each array ends at a forbidden page, then each
-begins behind one. It is for a process of its own, and says what it is about to do.
+They stand in for a sanitizer, which cannot check the machine code that we generate. ``main`` runs
+each problem twice on this memory: first all arrays end at a forbidden page, then all begin after
+one. It needs a process of its own, and prints each problem before it runs it.
 """
 
 import ctypes
@@ -34,8 +34,8 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def guarded(shape: tuple[int, ...], dtype: npt.DTypeLike, end: bool, align: int = 1) -> Array:
-    """Memory full of NaN (of ones, where it holds bytes) whose last byte, or first, lies beside a
-    forbidden page; nearly, where it is to begin at a multiple of ``align`` bytes.
+    """Returns memory full of NaN (of ones, if the dtype has no NaN) whose last or first byte is
+    next to a forbidden page; with ``align``, up to ``align - 1`` bytes may lie behind the last.
     """
     kind = np.dtype(dtype)
     size = math.prod(shape) * kind.itemsize
@@ -51,7 +51,7 @@ def guarded(shape: tuple[int, ...], dtype: npt.DTypeLike, end: bool, align: int 
 
 
 class GuardedHost(NumpyHost):
-    """A host whose arrays all lie beside forbidden pages."""
+    """A host whose arrays all lie next to forbidden pages."""
 
     def __init__(self, dtype: str, end: bool) -> None:
         types = DTYPES[dtype]
@@ -63,7 +63,7 @@ class GuardedHost(NumpyHost):
         return guarded(shape, self.dtype, self.end)
 
     def copy(self, array: Array) -> Array:
-        """The same numbers on such memory."""
+        """Returns a copy of an array in guarded memory."""
         copy = guarded(array.shape, array.dtype, self.end)
         copy[...] = array
         return copy
@@ -79,7 +79,7 @@ class GuardedHost(NumpyHost):
 
 
 def scratch(end: bool) -> Callable[..., Any]:
-    """``cpu.Scratch.take`` of such memory."""
+    """Returns a ``cpu.Scratch.take`` that allocates guarded memory."""
 
     def take(_: cpu.Scratch, size: int) -> cpu.Block:
         block = cpu.Block(0)
@@ -101,15 +101,15 @@ def Everything(x: Any, r: Any, s: Any, p: Any, e: Any) -> Any:
 
 BUILT_IN = [getattr(cells, name) for name in cells.__all__]
 SIZES = 1, 7, 33
-# Further shapes (T, B) than those of a problem: on both sides of a panel of rows and of a vector of
-# groups of rows, of the road where the kernel multiplies the input, and nothing at all.
+# Shapes (T, B): on both sides of a panel of rows, of a vector of groups of rows, and of the road on
+# which the kernel multiplies the input; and shapes without steps or rows.
 SHAPES = [(3, 5), (1, 1), (2, 49), (6, 43), (0, 3), (4, 0)]
 
 
 def problems(
     which: list[Cell], sizes: tuple[int, ...], every: int, seed: int
 ) -> Iterator[tuple[str, Problem, dict[str, Any]]]:
-    """Names, problems, and how to solve each; one of so many."""
+    """Yields names, problems, and how to solve each: one of every ``every`` combinations."""
     count, rng = itertools.count(seed), np.random.default_rng(seed)
     rounded = ["float32 high", "float32 medium"] if isa.current().tiles else []
     for one, hidden, row in itertools.product(which, sizes, [*dtypes("cpu"), *rounded]):
@@ -135,7 +135,7 @@ def problems(
 
 
 def main(which: list[Cell], sizes: tuple[int, ...], every: int = 1, seed: int = 0) -> None:
-    """Solves them, on ordinary memory and between forbidden pages."""
+    """Solves problems on ordinary memory and between forbidden pages, and compares the results."""
     count, layer.choices.WORTH_A_THREAD = 0, 0  # as many threads as are asked for
     for name, problem, how in problems(which, sizes, every, seed):
         wanted = by_cpu(problem, **how)

@@ -1,4 +1,4 @@
-"""Problems with weights of 8 bits: how to make them, and what is right."""
+"""Problems with weights of 8 bits, and their right results."""
 
 from typing import Any
 from unittest import mock
@@ -17,24 +17,24 @@ Array = npt.NDArray[Any]
 
 
 def round_rows(rows: Array) -> Array:
-    """Rows as the kernels round them: from -127 to 127 times a scale, in float32 arithmetic."""
+    """Rounds rows as the kernels do: to -127 ... 127 times a scale, in float32 arithmetic."""
     with np.errstate(all="ignore"):
         rows = rows.astype(np.float32)
         most = np.abs(rows).max(-1, keepdims=True, initial=0.0)
         integers = np.rint(rows * (np.float32(127) / most)).astype(np.float64)
         scales = (most * np.float32(1 / 127)).astype(np.float64)
-        integers[~np.isfinite(integers)] = 0.0  # of rows that are almost 0
+        integers[~np.isfinite(integers)] = 0.0  # rows of almost 0
         return np.where(np.isfinite(most), integers * scales, np.nan)
 
 
 def dequantized(weight: Array) -> Array:
-    """What the integers of a weight stand for."""
+    """Returns the values that the integers of a weight represent."""
     integers, scales = rounded(weight.astype(np.float32))
     return integers * scales.astype(np.float64)[..., None]
 
 
 def by_rounding(problem: Problem, projected: bool = False) -> Arrays:
-    """By the reference engine in float64, every operand of a matmul rounded."""
+    """Solves a problem by the reference engine in float64, with all operands of matmuls rounded."""
     operand = reference.Recurrence._operand
 
     def rounding(*args: Any) -> Array:
@@ -52,7 +52,7 @@ def by_rounding(problem: Problem, projected: bool = False) -> Arrays:
 def by_integers(
     problem: Problem, threads: int = 1, projected: bool = False, host: NumpyHost | None = None
 ) -> Arrays:
-    """By the kernels; arguments as of ``by_cpu``, of which it is the forward pass."""
+    """Runs the forward pass by the kernels, with the arguments of ``by_cpu``."""
     problem = problem.astype("float32")
     arrays, how = quantized(to_layer(problem, projected)), layer_options(problem, threads)
     runs = layer.stepped(problem.cell, arrays.get("recurrent_mask"))
@@ -64,7 +64,7 @@ def by_integers(
 
 
 def quantized(arrays: Arrays) -> Arrays:
-    """The arrays of a layer, its weights as integers with scales."""
+    """Returns the arrays of a layer with its weights as integers and scales."""
     integers = dict(arrays)
     for name, array in arrays.items():
         if name.startswith("weight_"):

@@ -1,4 +1,4 @@
-"""What the tests of the Keras layers share: results and gradients of a layer on any backend."""
+"""Shared by the tests of the Keras layers: results and gradients of a layer on any backend."""
 
 import contextlib
 import functools
@@ -25,12 +25,12 @@ def solve(
     training: bool = False,
     graph: bool = False,
 ) -> Arrays:
-    """Outputs, final states, and the gradients of x, of the states and of every weight, for a
-    random weighting of the results: a positive one, for where terms of both signs cancel, as in
-    the single bias of a single unit, float32 has few digits left.
+    """Returns outputs, final states, and the gradients of x, the states and all weights, of a sum
+    of the results with random factors. The factors are positive: terms of both signs could cancel,
+    as in the single bias of a single unit, and leave float32 few digits.
 
     Args:
-        graph: TensorFlow runs it inside ``tf.function``.
+        graph: TensorFlow runs the layer inside ``tf.function``.
     """
     dtype = layer.compute_dtype
     given = [np.asarray(a, dtype) for a in (x, *(states or []))]
@@ -70,8 +70,8 @@ def derive(
     xla: bool = False,
     along: list[np.ndarray] | None = None,
 ) -> tuple[list[Any], list[Any]]:
-    """What ``call`` makes of tensors, and the gradients of ``loss`` of that, for each tensor and
-    weight; with ``along``, those of the sum of all gradients times ``along``.
+    """Returns the results of ``call``, and the gradients of their ``loss`` for each tensor and
+    weight; with ``along``, the gradients of the sum of all gradients times ``along``.
     """
     return _DERIVE[BACKEND](layer, call, loss, given, graph, xla, along=along)
 
@@ -81,7 +81,7 @@ def _tensorflow(
 ) -> Any:
     import tensorflow as tf
 
-    # All in one tensor of unknown steps and rows where it is a graph.
+    # In a graph, the numbers of steps and rows are unknown.
     signature = [tf.TensorSpec([None] * (a.ndim - 1) + [a.shape[-1]], a.dtype) for a in given]
     shapes = [a.shape for a in given]
 
@@ -117,7 +117,7 @@ def _shape(result: Any, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 def _torch(layer: Any, call: Any, loss: Any, given: Any, *ways: bool, along: Any) -> Any:
     import torch
 
-    # Keras knows bfloat16 of NumPy's arrays, torch does not.
+    # Keras accepts NumPy arrays of bfloat16; torch does not.
     tensors = [keras.ops.convert_to_tensor(a).clone().requires_grad_() for a in given]
     results = call(tensors)
     wanted = [*tensors, *[v.value for v in layer.trainable_variables]]
@@ -163,7 +163,7 @@ _DERIVE = {"tensorflow": _tensorflow, "torch": _torch, "jax": _jax}
 
 
 def copy_weights(source: Any, target: Any, shape: tuple[int, ...]) -> None:
-    """The weights of one layer into another, moved off their initial values."""
+    """Moves the weights of a layer off their initial values, and copies them to another layer."""
     for layer in (source, target):
         if not layer.built:
             layer.build(shape)
@@ -174,7 +174,7 @@ def copy_weights(source: Any, target: Any, shape: tuple[int, ...]) -> None:
 
 
 def real(small: Any, layer: Any) -> Any:
-    """A layer of float32 with the weights that the integers stand for."""
+    """Returns a float32 layer with the weights that the integers represent."""
     cell, copied = small.cell, type(layer).from_config(layer.get_config())
     copied.build((None, None, cell.kernel.shape[0]))
     for name in ("kernel", "recurrent_kernel"):
@@ -185,7 +185,7 @@ def real(small: Any, layer: Any) -> Any:
 
 
 def assert_right(found: Arrays, right: Arrays, dtype: str, theirs: Arrays | None = None) -> None:
-    """Within tolerance of what is right, or no worse than twice what Keras's own layer has."""
+    """Asserts errors within tolerance, or no worse than twice the error of Keras's own layer."""
     assert found.keys() == right.keys()
     for name, value in found.items():
         kind = "gradient" if name.startswith("d ") else "forward"
@@ -205,7 +205,7 @@ def _per_row(name: str) -> bool:
 
 @contextlib.contextmanager
 def double(dtype: str) -> Any:
-    """JAX has float64 only if asked for it."""
+    """Enables float64 in JAX, which disables it by default."""
     if BACKEND != "jax" or dtype != "float64":
         yield
         return
@@ -219,7 +219,7 @@ def double(dtype: str) -> Any:
 
 
 def random_mask(rng: np.random.Generator, rows: int, steps: int) -> np.ndarray:
-    """Holes anywhere, and a row with no step at all."""
+    """Returns a mask with holes anywhere, and a row without any step."""
     mask = rng.random((rows, steps)) < 0.6
     mask[0] = False
     return mask

@@ -1,8 +1,8 @@
-"""Prints machine code of tier 2's kernels for an H100 as JSON; compiles them, and needs no card.
+"""Compiles kernels of tier 2 for an H100 and prints their machine code as JSON; needs no card.
 
     python tests/machine_code.py 256 forward 768 backward
 
-A script, because tests of the GPU engine have told Triton to interpret.
+This is a script, because the tests of the GPU engine make Triton interpret kernels.
 """
 
 import json
@@ -20,7 +20,7 @@ from anycell.plan import plan
 
 
 def code(hidden: int, way: str) -> str:
-    """Of the LSTM with 16 rows in bfloat16."""
+    """Returns the machine code of the LSTM with 16 rows in bfloat16."""
     one = plan(cells.LSTM, hidden, "bfloat16", "gpu")
     card = next(d for d in capacity.DEVICES if d.name == "H100")
     backward = way == "backward"

@@ -1,4 +1,4 @@
-"""The reference engine by one call, from the attributes of ``Recurrence`` and of ``Options``."""
+"""Runs the reference engine by one call, given attributes of ``Recurrence`` and ``Options``."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from anycell.plan import Options
 def recurrence(
     cell: Cell, gates_x: Any, weights: Any, state: Any = None, params: Any = None, **further: Any
 ) -> Recurrence:
-    """The loop over the steps of one direction."""
+    """Returns the loop over the steps of one direction."""
     options = {name: value for name, value in further.items() if name in Options._fields}
     if "reverse" in options:
         options["reverse"] = (options["reverse"],)
@@ -25,6 +25,6 @@ def run(*arrays: Any, **further: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def backward(*arrays: Any, d_outputs: Any = None, d_final: Any = None, **further: Any) -> Gradients:
-    """The gradients by the derived backward pass, from what arrives at the results of ``run``."""
+    """The gradients by the derived backward pass, given the gradients of the results of ``run``."""
     loop = recurrence(*arrays, **further)
     return loop.backward(d_outputs, d_final or [None] * len(loop.cell.states))

@@ -1,7 +1,7 @@
-"""Calls of layers with random numbers, what is right, and the ways to solve them, forward and
-backward.
+"""Calls of layers with random numbers, their right results and gradients, and the ways to compute
+them.
 
-A problem of one layer without ``weight_ih`` is a recurrence: its x enters the gates as it is.
+A problem of one layer without ``weight_ih`` is a recurrence: its x is already projected.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def Odd(x, r, s, p):
 
 @cell(gates="g o", state="h c")
 def Adding(x, r, s):
-    """The backward pass reads no value of c, so that the plan keeps none."""
+    """The backward pass reads no value of c, so the plan does not keep c."""
     c = s.c + x.g + r.g
     return tanh(x.o + r.o) + c, c
 
 
 def forget_passes() -> None:
-    """Layers on the CPU draft their passes anew."""
+    """Makes layers on the CPU draft their passes again."""
     layer.recipe.known.clear()
 
 
@@ -58,12 +58,12 @@ class Problem:
     """The call of a layer, and the gradients that arrive at its results.
 
     Attributes:
-        sizes: what the size symbols of the cell stand for.
-        arrays: by the names of ``anycell.layer.signature``, learned ones with ``_l0``, ``_l1``
-            behind as in PyTorch; and besides ``lengths``, ``d output``, ``d final <state>`` and, of
-            a call with ``return_states``, ``d sequence <state>``.
-        reverse: of each direction.
-        repeat: masked outputs repeat the held state.
+        sizes: the values of the cell's size symbols.
+        arrays: named as in ``anycell.layer.signature``; learned arrays end in ``_l0``, ``_l1`` as
+            in PyTorch. Also ``lengths``, ``d output``, ``d final <state>`` and, for a call with
+            ``return_states``, ``d sequence <state>``.
+        reverse: for each direction, whether it runs from the last step to the first.
+        repeat: whether masked outputs repeat the held state.
         drawing: ``training``, ``seed`` and ``stream`` of random masks.
     """
 
@@ -79,20 +79,20 @@ class Problem:
         return self.arrays[name]
 
     def but(self, arrays: Arrays) -> Problem:
-        """The problem with other arrays."""
+        """Returns the problem with these arrays added or replaced."""
         return replace(self, arrays={**self.arrays, **arrays})
 
     def map(self, change: Callable[[str, Array], Array]) -> Problem:
-        """``change(name, array)`` of every array."""
+        """Returns the problem with ``change(name, array)`` in place of every array."""
         return self.but({name: change(name, array) for name, array in self.arrays.items()})
 
     def astype(self, dtype: str) -> Problem:
-        """The same numbers in another dtype."""
+        """Returns the problem with the same numbers in another dtype."""
         wanted = numpy_dtype(dtype)
         return self.map(lambda _, array: array.astype(wanted) if is_float(array) else array)
 
     def rows(self, part: slice) -> Problem:
-        """A part of the batch."""
+        """Returns the problem for a part of the batch rows."""
         return self.map(lambda name, array: rows_of(name, array, part))
 
     @property
@@ -102,22 +102,22 @@ class Problem:
 
     @property
     def inputs(self) -> int:
-        """The width of x that the weights are for."""
+        """The width of x that the weights expect."""
         return self.arrays["weight_ih_l0"].shape[1]
 
     @property
     def dtype(self) -> str:
-        """Of what is learned."""
+        """The dtype of the learned arrays; of x, if there are none."""
         return next(iter(self.learned.values()), self.arrays["x"]).dtype.name
 
     @property
     def bias(self) -> bool:
-        """Whether the layer has biases, of a cell that leaves that open."""
+        """Whether the layer has biases; True for a cell that never has them."""
         return "bias_ih_l0" in self.arrays or not self.cell.bias
 
     @property
     def learned(self) -> Arrays:
-        """What the layer learns."""
+        """The arrays that the layer learns."""
         return {name: array for name, array in self.arrays.items() if LEARNED.search(name)}
 
     @property
@@ -127,7 +127,7 @@ class Problem:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the call, by the names that they have in every frontend."""
+        """The arguments of the call, by their names, which all frontends share."""
         names = ("mask", "lengths", "resets", "static", "recurrent_mask")
         options: dict[str, Any] = {n: self.arrays[n] for n in names if n in self.arrays}
         options |= {"masked_output": "repeat"} if self.repeat else {}
@@ -135,8 +135,8 @@ class Problem:
         return options | ({"reset_state": r} if (r := self.group("reset_state")) else {})
 
     def group(self, kind: str) -> list[Array]:
-        """The arrays per state, of kind "state", "reset_state", "d final" or "d sequence"; none if
-        not given.
+        """The arrays of all states that have one of this kind: "state", "reset_state", "d final" or
+        "d sequence".
         """
         names = (f"{kind} {name}" for name in self.cell.state_names)
         return [self.arrays[name] for name in names if name in self.arrays]
@@ -151,10 +151,10 @@ class Problem:
         return within if mask is None else within & mask
 
     def arguments(self, x: Any = None, k: int = 0, d: int = 0) -> dict[str, Any]:
-        """What ``recurrence`` takes besides the cell, of direction d of the k-th layer.
+        """The arguments of ``recurrence`` besides the cell, for direction d of the k-th layer.
 
         Args:
-            x: the layer's input; that of the problem, if it is not given.
+            x: the layer's input; None takes the problem's.
         """
         get, behind, place = self.arrays.get, f"_l{k}{ENDS[d]}", k * len(self.reverse) + d
         weight, bias = get(f"weight_ih{behind}"), get(f"bias_ih{behind}")
@@ -178,17 +178,17 @@ class Problem:
 
     @cached_property
     def right(self) -> Arrays:
-        """Results and gradients, by the reference engine in float64."""
+        """The results and gradients that the reference engine computes in float64."""
         return by_reference(self)
 
 
 def is_float(array: Array) -> bool:
-    """Whether an array is of real numbers, of ml_dtypes too."""
+    """Whether an array holds real numbers, including those of ml_dtypes."""
     return array.dtype.kind == "f" or array.dtype.name in DTYPES
 
 
 def rows_of(name: str, array: Array, part: slice) -> Array:
-    """A part of the batch of one of a problem's arrays, or of its solution's."""
+    """Returns some batch rows of an array of a problem or of its solution."""
     name = name.removeprefix("d ")
     if LEARNED.search(name) or (name.startswith("reset_state") and array.ndim == 2):
         return array
@@ -198,18 +198,18 @@ def rows_of(name: str, array: Array, part: slice) -> Array:
 
 # -- random numbers ------------------------------------------------------------------------------
 class Unsolvable(AssertionError):
-    """Rounding numbers to a dtype changes every result by more than a test allows."""
+    """Raised if rounding to a dtype changes all drawn problems by more than a test allows."""
 
 
 MARGIN = 0.25  # the part of a limit that the reference engine may use up
-NEARBY = 3  # problems of almost the same numbers that float32 must solve as well
+NEARBY = 3  # perturbed copies of a problem that must be solvable too
 NORMALISERS = {"n"}  # states that the cells divide by
-# Of a number, at most.
+# Upper bounds of the relative rounding error of one number.
 ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
 def width(size: str, hidden: int) -> int:
-    """What a size symbol of a cell stands for in a random problem."""
+    """The value of a cell's size symbol in a random problem."""
     return hidden if size == "H" else hidden - hidden // 3
 
 
@@ -221,14 +221,14 @@ def draw(
     dtype: str = "float64",
     solvable: bool = True,
 ) -> Problem:
-    """A problem of random numbers, always the same ones.
+    """Returns a problem of random numbers, the same ones for the same arguments.
 
     Args:
         size: (T, B, I, H).
-        has: what the call has besides x: of "state", "mask", "lengths", "resets", "reset_state",
+        has: features of the call, from "state", "mask", "lengths", "resets", "reset_state",
             "repeat", "recurrent_mask", "recurrent_mask per gate", "reverse", "bidirectional",
-            "layers", "no bias", "return_states". NaN lies under a mask.
-        solvable: float32 solves it well, if that is its dtype.
+            "layers", "no bias", "return_states". x is NaN at masked steps.
+        solvable: whether to draw until the dtype is exact enough for the problem.
     """
     rng = np.random.default_rng(1997)
     drawn = (_draw(cell, size, set(has), rng).astype(dtype) for _ in itertools.count())
@@ -250,15 +250,15 @@ def random_problem(
     masked_output: str = "zero",
     **drawing: Any,
 ) -> Problem:
-    """A recurrence with initial states that can be solved in its dtype.
+    """Returns a random recurrence with initial states that can be solved in its dtype.
 
     Args:
         shape: (T, B, H).
-        nearby: the reference engine must solve so many problems next to it as well. Random cells
-            need that: where roundings happen to cancel, those of another engine do not.
-        masked: with rows of random lengths, 0 among them, and holes; NaN lies beneath.
-        resets: with random resets, to values of every row or the same for all.
-        dropped: with a recurrent mask, for "all" gates or for "each".
+        nearby: how many perturbed copies must be solvable too. Random cells need them: where the
+            rounding errors of one engine happen to cancel, those of another engine do not.
+        masked: rows have random lengths, 0 among them, and holes; x is NaN at masked steps.
+        resets: with random resets: of the first state to a value per row, of others to one for all.
+        dropped: with a recurrent mask, one for "all" gates or one for "each".
         drawing: ``training``, ``seed`` and ``stream`` of random masks.
     """
     words = {"mask": masked, "resets": resets, "reset_state": resets, "reverse": reverse}
@@ -279,8 +279,8 @@ def random_problem(
 def first_solvable(
     drawn: Iterator[Problem], nearby: int, rng: np.random.Generator | None = None
 ) -> Problem:
-    """The first problem that the reference engine solves well within the tolerances, in float32
-    too: when a slice of one number cancels to almost nothing, no engine is to blame.
+    """Returns the first problem for which its dtype is exact enough: when a slice of one number
+    cancels to almost nothing, no engine is to blame for the error.
     """
     rng = rng or np.random.default_rng(0)
     for problem in itertools.islice(drawn, 50):
@@ -296,7 +296,7 @@ def first_solvable(
 
 
 def _near(problem: Problem, by: float, count: int, rng: np.random.Generator) -> Iterator[Problem]:
-    """Some with every number moved by such a part of it: one lucky rounding is no proof."""
+    """Yields copies with each number moved by ``by`` times itself: one lucky pass proves little."""
     for _ in range(count):
         yield problem.astype("float64").map(
             lambda _, a: a * (1 + by * rng.choice([-1, 1], a.shape)) if is_float(a) else a
@@ -304,7 +304,7 @@ def _near(problem: Problem, by: float, count: int, rng: np.random.Generator) -> 
 
 
 def _solves(problem: Problem) -> bool:
-    """Whether the reference engine, in float32, stays well within the limits."""
+    """Whether the reference engine in float32 stays well within the limits."""
     problem = problem.astype("float32")
     return all(
         error(value, problem.right[name], axes(name)) <= MARGIN * LIMITS["float32", kind_of(name)]
@@ -313,8 +313,8 @@ def _solves(problem: Problem) -> bool:
 
 
 def _settled(problem: Problem, near: Problem) -> bool:
-    """Whether an almost equal problem has almost the same solution. Of 16 bits the reference engine
-    says little: it would round within a step, which kernels do not; and float64 is its own oracle.
+    """Whether an almost equal problem has almost the same solution. The reference engine does not
+    judge 16 bits: it would round within a step, and kernels do not. float64 is its own oracle.
     """
     return all(
         error(value, problem.right[name], _along(problem, name))
@@ -324,15 +324,15 @@ def _settled(problem: Problem, near: Problem) -> bool:
 
 
 def _along(problem: Problem, name: str) -> tuple[int, ...] | None:
-    """The axes along which errors are compared with the largest number."""
-    # What 16 bits round is noise, which of few numbers has hardly a bound.
+    """The axes whose slices are compared one by one; None for time and batch."""
+    # Rounding to 16 bits is noise, which has hardly any bound over the few numbers of a slice.
     return () if DTYPES[problem.dtype].mixed else axes(name)
 
 
 def _draw(
     cell: Cell, size: tuple[int, int, int | None, int], has: set[str], rng: np.random.Generator
 ) -> Problem:
-    """As ``draw`` says; without a number of inputs, a recurrence."""
+    """Draws a problem as ``draw`` describes; without a number of inputs, a recurrence."""
     steps, rows, inputs, hidden = size
     layers = 2 if "layers" in has else 1
     reverse = (False, True) if "bidirectional" in has else ("reverse" in has,)
@@ -355,7 +355,7 @@ def _draw(
     if "mask" in has:
         within = np.arange(steps)[:, None] < rng.integers(0, steps + 1, rows)
         arrays["mask"] = within & (rng.random((steps, rows)) < 0.8)
-        arrays["mask"][:, :1] &= rows <= 3  # of several rows one has no step
+        arrays["mask"][:, :1] &= rows <= 3  # of more than 3 rows, one has no step
     if "lengths" in has:
         arrays["lengths"] = rng.integers(min(1, steps), steps + 1, rows)
         arrays["lengths"][:2] = [steps, 0][:rows]
@@ -388,12 +388,12 @@ def _draw(
 
 
 # -- solutions -----------------------------------------------------------------------------------
-# By name: "output", "final <state>", "sequence <state>" if the call is for them, and "d <name>" of
-# all that has a gradient.
+# A solution's arrays are named "output", "final <state>", "sequence <state>" if the call asks for
+# them, and "d <name>" for everything that has a gradient.
 
 
 def by_reference(problem: Problem, dtype: str = "float64") -> Arrays:
-    """By the reference engine; in float64 it is what is right."""
+    """Solves a problem by the reference engine; the float64 solution is the right one."""
     problem = problem.astype(dtype)
     cell, x, valid = problem.cell, problem["x"], problem.valid
     tape, finals, count = [], [], len(problem.reverse)
@@ -445,7 +445,7 @@ def results(problem: Problem, output: Any, finals: Any) -> Arrays:
 
 
 def by_recurrence(problem: Problem, engine: str = "cpu") -> Arrays:
-    """Results alone, by the public function."""
+    """Returns the results alone, by the public function."""
     output, final = anycell.recurrence(problem.cell, **problem.arguments(), engine=engine)
     return results(problem, output, [value[None] for value in final])
 
@@ -459,15 +459,15 @@ def by_cpu(
     precision: str = "highest",
     checkpoint: str | int | None = None,
 ) -> Arrays:
-    """By the fused kernels of the CPU engine.
+    """Solves a problem by the fused kernels of the CPU engine.
 
     Args:
-        threads: at most so many.
-        projected: through an input projection whose weight is the unit matrix.
-        backwards: the backward pass runs so many times.
-        host: of the arrays.
-        precision: to which matmuls of float32 may be rounded.
-        checkpoint: of the steps, as in ``layer.Options``.
+        threads: the largest number of threads.
+        projected: adds an input projection whose weight is the unit matrix.
+        backwards: how many times the backward pass runs.
+        host: allocates the arrays.
+        precision: of float32 matmuls, which it allows to be rounded.
+        checkpoint: as in ``layer.Options``.
     """
     arrays = to_layer(problem, projected)
     runs = layer.stepped(problem.cell, arrays.get("recurrent_mask"))
@@ -483,7 +483,7 @@ def by_cpu(
 
 
 def to_layer(problem: Problem, projected: bool = False) -> dict[str, Any]:
-    """The arrays of a recurrence, as ``anycell.layer`` names them."""
+    """The arrays of a recurrence by their names in ``anycell.layer``."""
     arrays = {n.removesuffix("_l0"): a for n, a in problem.arrays.items() if n[:2] != "d "}
     if projected:
         arrays["weight_ih"] = np.eye(problem.shape[2], dtype=problem["x"].dtype)
@@ -491,13 +491,13 @@ def to_layer(problem: Problem, projected: bool = False) -> dict[str, Any]:
 
 
 def layer_options(problem: Problem, threads: int = 1) -> layer.Options:
-    """Its options, likewise."""
+    """The options of a recurrence for ``anycell.layer``."""
     drawing = {**problem.drawing, "threads": threads}
     return layer.Options(problem.reverse, problem.masked_output, **drawing)
 
 
 def from_layer(problem: Problem, d: Mapping[str, Array]) -> Arrays:
-    """The gradients that ``anycell.layer`` returns, by the names of a problem."""
+    """The gradients that ``anycell.layer`` returns, by their names in a solution."""
     learned = {name.removesuffix("_l0") for name in problem.learned} | {"weight_ih"}
     named = {f"d {name}_l0" if name in learned else f"d {name}": array for name, array in d.items()}
     known = {f"d {name}" for name in (*problem.arrays, "weight_ih_l0")}
@@ -508,8 +508,8 @@ def from_layer(problem: Problem, d: Mapping[str, Array]) -> Arrays:
 def assert_right(
     solution: Arrays, problem: Problem, told: str = "", dtype: str | None = None
 ) -> None:
-    """That results and gradients are within tolerance, that of their dtype or another, of what is
-    right; else ``told`` is said.
+    """Asserts that results and gradients are within the tolerance of ``dtype`` (by default, the
+    problem's). A failure's message contains ``told``.
     """
     for name, value in solution.items():
         assert value.dtype.name == problem.dtype, name
@@ -518,23 +518,23 @@ def assert_right(
 
 
 def assert_solved(solution: Arrays, problem: Problem, gradients: bool = True) -> None:
-    """That a solution is right, and all that a problem asks for."""
+    """Asserts that a solution is complete and right."""
     assert solution.keys() == {n for n in problem.right if gradients or n[:2] != "d "}
     assert_right(solution, problem)
 
 
 def kind_of(name: str) -> str:
-    """Of a solution's array, as tolerances know it."""
+    """The kind of a solution's array in ``LIMITS``."""
     return "gradient" if name.startswith("d ") else "forward"
 
 
 def axes(name: str) -> tuple[int, ...] | None:
-    """The axes of time and batch of a solution's array; None for the first two of three."""
+    """The time and batch axes of a solution's array; None for the first two of three."""
     name = name.removeprefix("d ")
     return (0,) if name == "static" else () if LEARNED.search(name) else None
 
 
 def assert_same(solution: Arrays, other: Arrays, *names: str) -> None:
-    """That two solutions, or some of their arrays, have the same bits."""
+    """Asserts that two solutions, or the named arrays of them, have the same bits."""
     for name in names or other:
         assert np.array_equal(solution[name], other[name], equal_nan=True), name

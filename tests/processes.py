@@ -1,4 +1,4 @@
-"""Whatever could hang, crash or leave a mark runs in a process of its own, under a time limit."""
+"""Runs code that could hang, crash or leave traces in a process of its own, with a time limit."""
 
 import cProfile
 import importlib.util
@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 300  # seconds that a process may take: far more than it needs on a busy machine
+LIMIT = 300  # seconds: far more than any process needs on a busy machine
 
 
 def python(code: str, *arguments: str, **how: Any) -> str:
-    """What `code` prints in a process of its own, which must end by itself and well."""
+    """Runs `code` in a new process, which must succeed, and returns what it prints."""
     return run("-c", textwrap.dedent(code), *arguments, **how)
 
 
@@ -34,13 +34,13 @@ def run(
     paths: Sequence[Path] = (),
     **env: str | None,
 ) -> str:
-    """What Python prints, called with these arguments, and if it is to end with another ``status``
-    than 0, its complaints too.
+    """Runs Python with these arguments and returns its standard output; if the expected ``status``
+    is not 0, followed by its standard error.
 
     Args:
-        quiet: nothing goes to its standard error.
-        paths: directories that come before all others; behind them the checkout and its tests,
-            and what this process found: it may be another Triton.
+        quiet: asserts that nothing goes to standard error.
+        paths: directories before all others on PYTHONPATH; the checkout, its tests and this
+            process's own PYTHONPATH follow, which may name another Triton.
         env: further variables of the environment; None unsets one.
     """
     found = filter(None, [os.environ.get("PYTHONPATH")])
@@ -58,8 +58,8 @@ def run(
         try:
             out, err = process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
-            # A hanging grandchild would keep the pipes open. torchrun's are in sessions of their
-            # own, and it ends them itself when asked to.
+            # A hanging grandchild would keep the pipes open. torchrun's children are in sessions of
+            # their own; SIGTERM makes torchrun end them.
             os.killpg(process.pid, signal.SIGTERM)
             time.sleep(5)
             os.killpg(process.pid, signal.SIGKILL)
@@ -71,7 +71,7 @@ def run(
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:
-    """What functions return that run at the same time, a thread each; the first error is raised."""
+    """Runs functions at the same time, a thread each; returns their results or raises an error."""
     ready = threading.Barrier(len(works))
     with ThreadPoolExecutor(len(works)) as pool:
         runs = [pool.submit(lambda work=work: (ready.wait(), work())[1]) for work in works]
@@ -79,7 +79,7 @@ def at_once(*works: Callable[[], Any]) -> list[Any]:
 
 
 def load(path: str) -> Any:
-    """A script of the checkout as a module, which finds what is beside it."""
+    """Imports a script of the checkout as a module; the script can import its neighbours."""
     name, folder = Path(path).stem, str((ROOT / path).parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -95,7 +95,7 @@ needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs PyTorch")
 
 
 def calls_of_ours(call: Callable[[], Any]) -> int:
-    """How many calls of the package's Python functions a warm call makes, as a profiler counts."""
+    """Returns how many calls of the package's Python functions a warm call makes."""
     for _ in range(3):
         call()
     profile = cProfile.Profile(builtins=False)

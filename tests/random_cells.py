@@ -1,8 +1,8 @@
 """Random cells from the op table: bounded, smooth almost everywhere, and of any shape.
 
-A cell grows turn by turn from gates, states, parameters and numbers: each turn, a row of the op
-table joins values that are there already. They are brought into the row's domain first, and the
-range of the result is found by trying, so that a new row of the table needs nothing here.
+A cell grows turn by turn from gates, states, parameters and numbers: each turn applies a row of the
+op table to existing values. The values are mapped into the row's domain first, and the range of the
+result is sampled, so a new row of the table needs no change here.
 """
 
 import functools
@@ -26,17 +26,17 @@ COMPARISONS = ["lt", "le", "gt", "ge", "eq", "ne"]
 
 
 class Value(NamedTuple):
-    """A traced value, and where it mostly lies."""
+    """A traced value, and the range in which it mostly lies."""
 
     node: Expr
     range: Interval
 
 
 def random_cell(seed: int, hidden: int) -> Cell:
-    """The random cell of that number, for ``hidden`` units.
+    """Returns the random cell number ``seed``, for ``hidden`` units.
 
-    It has 1 to 4 gates, 1 to 3 states, 0 to 3 parameters, up to 3 matmuls beside the recurrent one,
-    a static input or none, and the hyperparameters ``rate`` and ``bound``.
+    It has 1 to 4 gates, 1 to 3 states, 0 to 3 parameters, up to 3 matmuls besides the recurrent
+    one, a static input or none, and the hyperparameters ``rate`` and ``bound``.
     """
     rng = np.random.default_rng([seed, hidden])
     gates = ["a", "b", "c", "d"][: rng.integers(1, 5)]
@@ -71,16 +71,16 @@ def random_cell(seed: int, hidden: int) -> Cell:
 
 
 def source(random: Cell) -> str:
-    """What a random cell computes, to be read when it has found something."""
+    """Returns a listing of a random cell, for reports of failures."""
     named = zip(random.state_names, random.next, strict=True)
     return "\n".join([f"{random} of {random.gates}:", *listing(named)])
 
 
 @functools.cache
 def level(node: Expr, groups: int) -> bool:
-    """Whether the units of each of so many groups have one value in common.
+    """Whether all units of a group have the same value, for each of ``groups`` groups.
 
-    A norm of them is 0, and its derivative nothing but rounding.
+    Their norm would be 0, and its derivative nothing but rounding errors.
     """
     if is_reduction(node):
         return groups % node.attrs[0] == 0
@@ -107,12 +107,12 @@ class Garden:
         self.values += [Value(node, interval) for node in nodes]
 
     def plant_gate(self, x: Expr, r: Expr) -> None:
-        """Both projections of a gate, in one of the ways that cells use them."""
+        """Adds both projections of a gate, in one of the ways that cells use them."""
         ways = [[x + r], [x + r], [x + r, r], [x, r], [x], [r], [x - r, x]]
         self.plant(ways[self.rng.integers(len(ways))], (-2.5, 2.5))
 
     def pick(self) -> Value:
-        """Any value; more often one that nobody has picked yet."""
+        """Returns a random value, more often one that was not picked before."""
         idle = [i for i in range(len(self.values)) if i not in self.picked]
         some = idle if idle and self.rng.random() < 0.7 else range(len(self.values))
         chosen = int(self.rng.choice(some))
@@ -120,7 +120,7 @@ class Garden:
         return self.values[chosen]
 
     def fit(self, value: Value, domain: Interval) -> Value:
-        """The value if it lies in the domain, else a smooth map of it into the domain."""
+        """Returns the value if it lies in the domain, else a smooth map of it into the domain."""
         (low, high), (least, most) = domain, value.range
         if low <= least and most <= high:
             return value
@@ -128,7 +128,7 @@ class Garden:
         return Value(low + (high - low) * sigmoid(value.node * slope), domain)
 
     def state(self, old: Expr) -> Expr:
-        """A new state: bounded, so that a long sequence is too."""
+        """Returns a new state, bounded so that long sequences stay bounded."""
         new = self.fit(self.pick(), (-2.0, 2.0)).node
         for _ in range(self.rng.integers(4)):
             new = new + self.fit(self.pick(), (-1.0, 1.0)).node
@@ -143,12 +143,12 @@ class Garden:
         self.turns[self.rng.integers(len(self.turns))]()
 
     def row(self) -> None:
-        """Any row of the op table, on any values."""
+        """Applies a random row of the op table to random values."""
         name = ROWS[self.rng.integers(len(ROWS))]
         op = TABLE[name]
         args = [self.fit(self.pick(), domain) for domain in op.domain]
         if name in REDUCTIONS and args[0].node in self.norms:
-            return  # the mean of normed values is 0, and its derivative nothing but rounding
+            return  # the mean of normed values is 0, its derivative nothing but rounding errors
         attrs = (int(self.rng.choice(self.groups)),) if name in REDUCTIONS else ()
         samples = [self.rng.uniform(*arg.range, (100, self.hidden)) for arg in args]
         found = op.meaning(namespace(samples[0]), *samples, *attrs)
@@ -169,7 +169,7 @@ class Garden:
 
     def norm(self) -> None:
         groups = int(self.rng.choice(self.groups))
-        # A row of equal values is divided by the root of eps: not too little, for float32's sake.
+        # A row of equal values is divided by the root of eps, which must not be tiny for float32.
         value = self.pick().node
         if not level(value, groups):
             normed = layer_norm(value, 0.1, groups)
@@ -177,7 +177,7 @@ class Garden:
             self.values.append(Value(normed, (-3.0, 3.0)))
 
     def matmul(self) -> None:
-        """A further matmul of any value, gradients behind it or not: at most three of them."""
+        """Adds a matmul of a random value, with or without gates of its own: at most three."""
         if self.matmuls == 3:
             return
         self.matmuls += 1

@@ -1,4 +1,4 @@
-"""Choices of a pass that do not change results; tests cover both sides of each."""
+"""Choices of a pass that do not change its results; tests cover both sides of each choice."""
 
 from collections.abc import Callable
 

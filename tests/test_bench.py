@@ -1,6 +1,6 @@
-"""The benchmark: its statistics, its gate, its peers, what it writes, and how it says no.
+"""The benchmark: its statistics, its gate, its peers, its reports, and its refusals.
 
-One file, because most of it runs the same small problem, or reads the same report.
+One file, because most tests run the same small problem, or read the same report.
 """
 
 import ast
@@ -52,7 +52,7 @@ def own_cell(tmp_path: Path) -> str:
 
 
 def test_no_circle_of_imports() -> None:
-    """Late ones and those by name included."""
+    """The check includes late imports and imports by name."""
     arrows: dict[str, set[str]] = {}
     for path in Path(report.__file__).parent.glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -77,7 +77,7 @@ def test_statistics_ignore_one_preempted_run() -> None:
 
 
 def test_ratio_is_taken_round_by_round() -> None:
-    # The machine is ten times slower in half of the rounds; the ratio of the two is always 2.
+    # The machine is ten times slower in some rounds; the ratio of the two contenders is always 2.
     pace = [1.0, 10.0, 1.0, 10.0, 1.0]
     assert stats.paired_ratio([2 * p for p in pace], pace) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="unpaired"):
@@ -90,7 +90,7 @@ def test_geometric_mean() -> None:
 
 
 class Clock:
-    """Stands in for the module ``time``; only the contenders make it advance."""
+    """A stub of the module ``time``, which only the contenders advance."""
 
     now = 0.0
     used = 0.0  # of the processor, by threads that spin in the background
@@ -114,7 +114,7 @@ class Worker:
     seconds: float
     clock: Clock
     log: list[str]
-    spins: float = 0.0  # so long after a call
+    spins: float = 0.0  # seconds after a call
     pause: float = 1.0  # not timed
 
     def prepare(self) -> None:
@@ -242,7 +242,7 @@ def test_shapes() -> None:
 def test_problem_is_the_same_for_everybody() -> None:
     cell = find_cell("PeepholeLSTM")
     a, b = Problem(cell, SMALL), Problem(cell, SMALL)
-    assert a.dy.shape == (6, 3, 14)  # asked for in another order
+    assert a.dy.shape == (6, 3, 14)  # dy is drawn first here
     assert np.array_equal(a.x, b.x) and np.array_equal(a.dy, b.dy)
     assert a.weights.keys() == b.weights.keys()
     assert a.weights["weight_ih_l1_reverse"].shape == (28, 14)
@@ -265,7 +265,7 @@ def results(name: str, problem: Problem, mode: str) -> dict[str, np.ndarray]:
 
 
 def torchs_lack(cell: str, dtype: str) -> str | None:
-    """Why torch's own layer does not train in 16 bits on this machine; None if it does."""
+    """The reason why torch's own layer does not train in 16 bits on this machine, or None."""
     torch, layers = pytest.importorskip("torch"), importlib.import_module("torch_layers")
     lack: str | None = layers.lacks(getattr(torch.nn, cell)(1, 1), getattr(torch, dtype))
     return lack
@@ -277,7 +277,7 @@ def torchs_lack(cell: str, dtype: str) -> str | None:
 def test_everybody_solves_the_same_problem(cell: str, dtype: str) -> None:
     problem = Problem(find_cell(cell), SMALL, dtype)
     want = contenders().reference(problem, "training")
-    # A norm over 7 units amplifies rounding more than any layer that is benchmarked.
+    # A norm over 7 units amplifies rounding errors more than the norms of benchmarked layers.
     slack = 20.0 if cell == "LayerNormLSTM" else gate.PEERS
     tried = 0
     for name in ("anycell", "anycell.numpy", "torch.nn", "torch-loop", "numpy-loop"):
@@ -308,7 +308,7 @@ def test_everybody_in_16_bits(cell: str, dtype: str) -> None:
             right = want if mode == "training" else {"output": want["output"]}
             verdict = gate.judge(got, right, dtype, gate.PEERS)
             assert verdict.problem is None, name
-            # That it was computed in 16 bits shows: in float32 it would be nearer.
+            # The error shows that it was computed in 16 bits: float32 would be closer.
             assert verdict.errors["output"] > 100 * gate.LIMITS["float32", "forward"], name
     for name in ("numpy-loop", "onnxruntime"):
         with pytest.raises(Unsupported, match=dtype):
@@ -358,7 +358,7 @@ def test_onnx_graph_in_8_bits(cell: str, caplog: pytest.LogCaptureFixture) -> No
             assert gate.judge(got, want, "int8", gate.PEERS).ok
     with pytest.raises(Unsupported, match="ONNX Runtime has no int8 GRU"):
         contenders().make("onnxruntime", Problem(find_cell("GRU"), SMALL, "int8"))
-    assert not caplog.records  # it asks for nothing to be prepared
+    assert not caplog.records  # ONNX Runtime does not ask for preprocessing
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_onnx_graph_has_torchs_gates() -> None:
 
 
 def test_onnxruntime_runs_as_its_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many threads for it as for the others, and nothing else that it would not do by itself."""
+    """It gets as many threads as the others, and otherwise its default settings."""
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     chosen = []
@@ -494,7 +494,7 @@ def test_everybody_on_tensorflow(
 ) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("tensorflow")
-    # TensorFlow takes that once in a process, before it runs anything.
+    # TensorFlow accepts a number of threads once in a process, before it runs anything.
     monkeypatch.setattr("anycell.bench.keras_layers.set_threads", lambda count: None)
     problem = Problem(find_cell(cell), SMALL)
     want = contenders().reference(problem, "training")
@@ -536,7 +536,7 @@ def test_a_cell_whose_recurrence_does_not_stand_alone() -> None:
     result = measure(cells=[find_cell("LSTMP")], modes=["recurrence"], peers=["anycell-LSTM"])
     ours, lstm = result.rows[0].entries.values()
     assert (ours.status, ours.reason) == ("unsupported", "no recurrence")
-    assert lstm.status == "ok" and not lstm.timed  # without us there is nothing to compare with
+    assert lstm.status == "ok" and not lstm.timed  # without us, there is nothing to compare
 
 
 def test_the_recurrence_alone() -> None:
@@ -560,7 +560,7 @@ def measure(**changes):
 
 
 def cheating(monkeypatch: pytest.MonkeyPatch, cheat: str) -> None:
-    """Let one contender give back numbers that are a little off, very fast."""
+    """Makes one contender return numbers that are slightly wrong."""
     module = contenders()
     honest = module.CONTENDERS[cheat]
 
@@ -735,7 +735,7 @@ def test_probes_run_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- alone -----------------------------------------------------------------------------------------
 def test_alone_is_a_process_with_nobody_else() -> None:
-    """Neither torch nor its threads in that of a contender without it."""
+    """The process of a contender without torch has neither torch nor its threads."""
     code = """
         import sys
         from dataclasses import asdict

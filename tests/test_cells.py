@@ -1,4 +1,4 @@
-"""The built-in cells against the equations of their papers, written out again in plain torch."""
+"""The built-in cells against the equations of their papers, written in plain torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +22,14 @@ sigmoid, tanh, relu, exp = torch.sigmoid, torch.tanh, torch.relu, torch.exp
 
 Given = dict[str, Any]
 Equations = Callable[[Any, Any, Given], Any]
-# A step takes the input's part of each gate, the states, and by name: the weights W, the parameters
-# p, the static input e, and draw(k, rate, per), the k-th random mask (in evaluation its mean). It
-# gives the new states.
+# A step takes the input's projection of each gate, the states, and by name: the weights W, the
+# parameters p, the static input e, and draw(k, rate, per), which returns the k-th random mask (in
+# evaluation, its mean). It returns the new states.
 
 
 # ---- equations -----------------------------------------------------------------------------------
 def recur(h: Any, given: Given, name: str = "hh", parts: int = 1) -> Any:
-    """All blocks of a matmul, each [B, .]."""
+    """Returns all blocks of a matmul, each [B, .]."""
     bias = given["W"].get(f"bias_{name}")
     return F.linear(h, given["W"][f"weight_{name}"], bias).chunk(parts, 1)
 
@@ -177,7 +177,7 @@ def multiplicative_lstm(gate_inside: bool) -> Equations:
 
 
 def nas(x: Any, s: Any, given: Given) -> Any:
-    """As ``NASCell`` of TensorFlow."""
+    """The step of TensorFlow's ``NASCell``."""
     m = recur(s[0], given, parts=8)
     first = [
         function(x[k] * m[k] if k == 3 else x[k] + m[k])
@@ -207,7 +207,7 @@ def gru_d(x: Any, s: Any, given: Given) -> Any:
 
 
 def slstm(heads: int, forget: Any) -> Equations:
-    """With a head's matrix, and all of its gates, at a time."""
+    """Returns a step that computes all gates of one head after the other."""
 
     def step(x: Any, s: Any, given: Given) -> Any:
         h, c, n, m = s
@@ -266,7 +266,7 @@ EVERY = [cell for cell, _ in CELLS]
 
 # ---- the loop ------------------------------------------------------------------------------------
 def by_equations(problem: Problem, equations: Equations) -> Arrays:
-    """Results by a loop in torch, and gradients by its autograd."""
+    """Solves a problem by a loop in torch and its autograd."""
     cell, drawing = problem.cell, problem.drawing
 
     def run(given: Problem) -> Any:
@@ -321,16 +321,16 @@ FUSED = sorted((c for c in EVERY if plan(c, 34).engine == "cpu"), key=lambda c: 
 
 
 @pytest.mark.parametrize("cell", FUSED, ids=repr)
-@pytest.mark.sample(5)  # those with random masks; without, tests of frontends run every cell
+@pytest.mark.sample(5)  # cells with random masks; frontends' tests run all others
 def test_fused_kernels(cell: Cell, rng: np.random.Generator) -> None:
-    """One problem for each cell; ``test_engines.py`` has many for some."""
+    """Each cell has one problem; ``test_engines.py`` has many problems for some cells."""
     situation = {"masked": True, "resets": True, "training": True, "seed": 3}
     problem = random_problem(cell, (4, 5, 34), rng, **situation)
     assert_right(by_cpu(problem), problem)
 
 
 def test_every_option_is_tested() -> None:
-    """For some value that is not its default, if it changes the graph."""
+    """Each option that changes the graph is tested with a value that is not its default."""
     for name in cells.__all__:
         cell = getattr(cells, name)
         listed = [other for other in EVERY if other.name == name]
@@ -341,7 +341,7 @@ def test_every_option_is_tested() -> None:
 
 # ---- sLSTM ---------------------------------------------------------------------------------------
 def test_the_stabiliser_changes_nothing(rng: np.random.Generator) -> None:
-    """From the declared initial values, against the equations of the paper without m."""
+    """From the declared initial values, results equal the paper's equations without m."""
     cell = cells.sLSTM(forget="exp")
     gates_x = torch.tensor(rng.standard_normal((9, 3, 24)), requires_grad=True)
     weight = torch.tensor(0.3 * rng.standard_normal((24, 6)), requires_grad=True)
@@ -370,8 +370,8 @@ def test_the_stabiliser_changes_nothing(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("forget", ["sigmoid", "exp"])
 def test_the_stabiliser_at_its_limits(forget: str, rng: np.random.Generator) -> None:
-    """-inf at the start, after a reset and in a row without steps, beside gates whose exp is
-    infinite or zero: no NaN in results or gradients.
+    """Results and gradients have no NaN if m is -inf at the start, after a reset and in a row
+    without steps, or if the exp of a gate is infinite or zero.
     """
     cell = cells.sLSTM(heads=3, forget=forget)
     gates_x = rng.standard_normal((6, 5, 24))
@@ -414,7 +414,7 @@ def test_the_stabiliser_at_its_limits(forget: str, rng: np.random.Generator) -> 
 def test_the_recurrent_gains_start_where_long_sequences_are_calm(
     cell: Cell, gain: float | None, calm: bool, rng: np.random.Generator
 ) -> None:
-    """A change of the first input by 1e-9 fades, or grows by orders of magnitude."""
+    """A change of the first input by 1e-9 fades or grows by orders of magnitude."""
     layer = anycell.numpy.RNN(cell, 8, 128, dtype="float64", seed=0)
     if gain is not None:
         gains = {n: np.full_like(p, gain) for n, p in layer.parameters.items() if n[:2] == "r_"}
@@ -433,7 +433,7 @@ def test_the_recurrent_gains_start_where_long_sequences_are_calm(
     ids=repr,
 )
 def test_masks_of_evaluation_and_of_rate_zero(cell: Cell, rng: np.random.Generator) -> None:
-    """Dropout is the plain cell in evaluation, zoneout at rate 0 (at any time)."""
+    """In evaluation or at rate 0, dropout cells equal the plain cell; zoneout only at rate 0."""
     plain = cells.GRU if cell is cells.ZoneoutGRU else cells.LSTM
     problem = random_problem(plain, (5, 3, 6), rng)
     arguments = problem.arguments()
@@ -470,9 +470,9 @@ def test_zoneout_keeps_old_values_exactly() -> None:
     assert_array_equal((h, c), state)
 
 
-# ---- cells that need matrices that nobody learns -------------------------------------------------
-# docs/cells.md says that they can be written: a fixed matrix is the weight of a matmul, set and not
-# trained.
+# ---- cells that need fixed matrices --------------------------------------------------------------
+# docs/cells.md says that such cells can be written: a fixed matrix is the weight of a matmul, which
+# is set but not trained.
 
 
 def share(v: Any) -> Any:
@@ -545,7 +545,7 @@ def mass_lstm(a: Any, s: Any, w: Given) -> Any:
 
 
 def fixed(name: str) -> dict[str, Any]:
-    """The matrices of a cell that nobody learns."""
+    """The fixed matrices of a cell."""
     one, ones = torch.eye(H), torch.ones(H, 1)
     if name == "ONLSTM":
         return dict.fromkeys(("sum_f", "sum_i"), torch.ones(H, H).tril())

@@ -1,4 +1,4 @@
-"""``anycell.compress``: fewer units, for any cell, from what its graph says."""
+"""``anycell.compress``: fewer units for any cell, derived from its graph."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ COUNT = 16  # units of every size
 
 @cell(gates="i f g o", state="h:P c")
 def Blocks(x: Any, r: Any, s: Any) -> Any:
-    """Heads inside, and two sizes."""
+    """A cell with heads in its step, and two sizes."""
     i, f, g, o = x + r
     c = sigmoid(f) * s.c + sigmoid(i) * tanh(linear(g, "mix", heads=2, bias=True))
     return linear(sigmoid(o) * tanh(c), "hr", heads=4), c
@@ -51,7 +51,7 @@ TORCH: dict[str, Callable[[], Any]] = {
 
 
 def silence(layer: Any, readouts: list[Any], size: str, kept: np.ndarray) -> None:
-    """Sets to 0 what reads the units that are to go."""
+    """Sets the weights that read the removed units to 0."""
     for weight, index in compress._Model(layer, readouts, size).taken(kept):
         if weight.dim() < 2:
             continue
@@ -72,7 +72,7 @@ def sizes(name: str) -> list[str]:
 
 
 def some(layer: Any, size: str, rng: np.random.Generator) -> np.ndarray:
-    """Half of the units, others in each layer and direction, as many of each part."""
+    """Half of the units, at random per layer and direction, equally many of each part."""
     model = compress._Model(layer, [], size)
     each = model.count // model.split
     rows = [
@@ -88,7 +88,7 @@ CASES = [(name, size) for name in TORCH for size in sizes(name)]
 @pytest.mark.parametrize(("name", "size"), CASES)
 @pytest.mark.sample(5)
 def test_units_that_nothing_reads(name: str, size: str) -> None:
-    """Without them outputs of the others, and gradients, are what they were."""
+    """Their removal leaves the outputs of other units, and gradients, unchanged."""
     torch.manual_seed(0)
     layer, rng = TORCH[name]().double(), np.random.default_rng(0)
     width = layer(torch.zeros(2, 1, 3).double())[0].shape[-1]
@@ -120,7 +120,7 @@ def test_units_that_nothing_reads(name: str, size: str) -> None:
         assert_close(other.detach(), state.detach(), "float64", "forward")
     names = {id(p): name for name, p in layer.named_parameters()} | {id(head.weight): "head"}
     parameters = [*layer.parameters(), head.weight]
-    for parameter in parameters:  # they were taken along
+    for parameter in parameters:  # ``shrink`` kept the gradients
         assert torch.equal(parameter.grad, right[names[id(parameter)]])
         parameter.grad = None
     after.sum().backward()
@@ -131,7 +131,7 @@ def test_units_that_nothing_reads(name: str, size: str) -> None:
 @pytest.mark.parametrize("name", [*TORCH][::-1])
 @pytest.mark.sample(every=2)  # with sizes, heads, both directions and the batch first
 def test_a_shrunk_layer_is_one_of_that_size(name: str) -> None:
-    """It is printed, saved, loaded, prepared and trained as one that was made so."""
+    """It prints, saves, loads, prepares and trains like a layer created with that size."""
     layer = TORCH[name]()
     compress.shrink(layer, 12, multiple=4)
     again = copy.deepcopy(layer)
@@ -170,7 +170,7 @@ def test_a_prepared_layer_packs_again() -> None:
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD], ids=["Adam", "SGD"])
 def test_the_optimizer_follows(make: Any) -> None:
-    """Training goes on as if the units had never been."""
+    """Training continues as if the units had never existed."""
     torch.manual_seed(0)
     layer, head = at.LSTM(3, COUNT).double(), nn.Linear(COUNT, 1).double()
     kept = np.arange(0, COUNT, 2)[None]
@@ -195,7 +195,7 @@ def test_the_optimizer_follows(make: Any) -> None:
     "make", [torch.optim.LBFGS, torch.optim.Adafactor], ids=["L-BFGS", "Adafactor"]
 )
 def test_optimizers_that_cannot_follow_are_refused(make: Any) -> None:
-    """Their state is not of single numbers of a parameter; nothing has changed then."""
+    """Their state is not per number of a parameter; the refusal changes nothing."""
     layer, x = at.LSTM(3, 32), torch.randn(5, 2, 3)
     optimizer = make(layer.parameters(), lr=0.1)
 
@@ -238,7 +238,7 @@ def test_the_strongest_stay() -> None:
         for name, parameter in layer.named_parameters():
             parameter.copy_(torch.rand_like(parameter) * 0.01 + 0.01)
             if name == "weight_ih_l1":
-                parameter[:, 5] = 1.0  # what reads unit 5 of the first layer
+                parameter[:, 5] = 1.0  # reads unit 5 of the first layer
             if name == "weight_hh_l1":
                 parameter[2 * COUNT + 7] = 1.0  # a gate of unit 7 of the second
     kept = compress.shrink(layer, 1, multiple=1)
@@ -272,7 +272,7 @@ def test_norms_are_of_rows_and_columns() -> None:
 
 @pytest.mark.parametrize("name", ["sLSTM", "Blocks"])
 def test_norms_of_heads(name: str) -> None:
-    """As those of the whole matrix that the blocks stand for."""
+    """Norms of blocks equal the norms of the whole matrix that they represent."""
     layer = TORCH[name]().double()
     model = compress._Model(layer, [], "H")
     for label, weight in model.learned(0, 0).items():
@@ -317,7 +317,7 @@ def test_rounding(keep: Any, multiple: int, count: int) -> None:
 def test_parts_keep_as_many() -> None:
     layer = at.RNN(cells.sLSTM(heads=4), 3, COUNT)
     kept = compress.shrink(layer, 6, multiple=1)
-    assert (np.bincount(kept[0] // 4, minlength=4) == 2).all()  # 6 is no multiple of 4
+    assert (np.bincount(kept[0] // 4, minlength=4) == 2).all()  # 6 is not a multiple of 4
     grouped = at.RNN(Grouped, 3, COUNT)
     kept = compress.shrink(grouped, 8)
     assert (np.bincount(kept[0] // 4) == 2).all()
@@ -456,7 +456,7 @@ def test_the_layer_of_a_feedback_takes_its_readout_along() -> None:
         compress.shrink(fed.layer, 8, readouts=[fed.readout])
         assert fed.layer.hidden_size == 8
     layer = at.GRU(3, 16)
-    at.Feedback(layer, nn.Linear(16, 1))  # which is gone
+    at.Feedback(layer, nn.Linear(16, 1))  # it is garbage at once
     assert compress.shrink(layer, 8).shape == (1, 8)
 
 
@@ -468,7 +468,7 @@ def test_parametrized_weights_are_refused() -> None:
 
 # -- weights of low rank ---------------------------------------------------------------------------
 def full_rank(layer: Any) -> Iterator[Any]:
-    """The layer with factors that lose nothing: for each size of weights, those of that size."""
+    """Yields the layer with lossless factors, for each group of weights of equal full rank."""
     sizes = dict(layer._sizes) if hasattr(layer, "_sizes") else layer.sizes
     linears = layer.cell.linears
     rows = {l.name: min(l.shape({"H": layer.hidden_size, **sizes})[-2:]) * l.heads for l in linears}
@@ -485,7 +485,7 @@ FAST = {"sLSTM", "GRU without biases"}
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TORCH]
 )
 def test_full_rank_is_the_same_layer(name: str) -> None:
-    """Outputs, and the gradients of all that both layers learn."""
+    """Outputs, and gradients of all parameters that both layers have, are equal."""
     torch.manual_seed(0)
     layer = TORCH[name]().double()
     x = torch.randn(5, 4, 3, dtype=torch.float64)
@@ -535,7 +535,7 @@ def test_what_is_left_out_are_singular_values(rank: int) -> None:
 
 
 def nearest(weight: np.ndarray, rank: int) -> np.ndarray:
-    """The matrix (or matrices) of ``rank`` that is nearest to ``weight``."""
+    """Returns the matrix (or matrices) of ``rank`` nearest to ``weight``."""
     u, values, v = np.linalg.svd(weight.astype(np.float64), full_matrices=False)
     return (u[..., :rank] * values[..., None, :rank]) @ v[..., :rank, :]
 
@@ -556,7 +556,7 @@ def test_heads_have_a_rank_of_their_own() -> None:
 
 
 def test_a_layer_of_low_rank_is_like_any_other() -> None:
-    """Copies, pickles, checkpoints, other hyperparameters, training; and the old one stays."""
+    """It supports copies, pickles, checkpoints, other hyperparameters and training."""
     torch.manual_seed(0)
     layer = at.RNN(cells.ZoneoutGRU(zoneout=0.2), 3, COUNT, 2, bidirectional=True, batch_first=True)
     before = copy.deepcopy(layer.state_dict())
@@ -637,7 +637,7 @@ def test_a_matmul_with_the_name_of_a_factor(rng: np.random.Generator) -> None:
 
 
 def test_gates_apart_keep_their_bias() -> None:
-    """GRU's candidate has the recurrent part, its bias too, times the reset."""
+    """GRU's candidate multiplies its recurrent part, including the bias, by the reset gate."""
     cell = low_rank(cells.GRU)
     assert cell.learned == (
         "weight_ih", "bias_ih", "weight_hh_v", "weight_hh_u", "bias_hh_u",
@@ -649,7 +649,7 @@ def test_gates_apart_keep_their_bias() -> None:
 # -- all of it, on a series and on sentences -------------------------------------------------------
 @pytest.mark.slow
 def test_the_example() -> None:
-    """Eight bits and sixteen say what float32 says, and each way is smaller."""
+    """Models of 8 and 16 bits agree with float32, and each way is smaller."""
     pytest.importorskip("statsmodels")
     pytest.importorskip("rich")
     for whole, half, eight, fewer, both in load("examples/smaller.py").main(["--quick"]).values():
@@ -661,7 +661,7 @@ def test_the_example() -> None:
 
 
 def test_a_refusal_changes_nothing() -> None:
-    """Of a quantized layer no size and no readout."""
+    """A refused quantized layer keeps its size and its readout."""
     torch.manual_seed(0)
     small, head, x = compress.quantize(at.LSTM(3, COUNT)), nn.Linear(COUNT, 2), torch.randn(4, 2, 3)
     with torch.no_grad():

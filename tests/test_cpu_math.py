@@ -1,4 +1,4 @@
-"""The LLVM text layer: what the builder emits runs, and its functions keep their accuracy."""
+"""The LLVM text layer: the builder's code runs, and its functions keep their accuracy."""
 
 import ctypes
 import itertools
@@ -31,14 +31,14 @@ on_every_machine = [
 
 
 def everywhere(test):
-    """Run a test for every instruction set of this host, in both precisions."""
+    """Runs a test for every instruction set of this host, in both precisions."""
     for mark in on_every_machine:
         test = mark(test)
     return test
 
 
 def run(target, real, body, *arguments, short=False):
-    """Compile `body(b, *args)`, a function of arrays (pointers) and i64 numbers, and call it."""
+    """Compiles `body(b, *args)`, a function of arrays (pointers) and i64 numbers, and calls it."""
     module = Module(isa.TARGETS[target], real, short)
     kinds = ["ptr" if isinstance(a, np.ndarray) else "i64" for a in arguments]
     b = module.function("f", ", ".join(f"{kind} a{i}" for i, kind in enumerate(kinds)))
@@ -50,7 +50,7 @@ def run(target, real, body, *arguments, short=False):
 
 
 def apply_all(target, real, table, *inputs, short=False):
-    """Every op of a table (by name) on the same arrays; a condition comes back as 1 or 0."""
+    """Applies all ops of a table (by name) to the same arrays; conditions become 1 or 0."""
     lanes = isa.TARGETS[target].lanes(real)
     size = len(inputs[0])
     padded = [np.zeros(-(-size // lanes) * lanes, REALS[real]) for _ in inputs]
@@ -72,7 +72,7 @@ def apply_all(target, real, table, *inputs, short=False):
 
 
 def apply(target, real, op, *inputs):
-    """One op on arrays."""
+    """Applies one op to arrays."""
     return apply_all(target, real, {"it": op}, *inputs)["it"]
 
 
@@ -111,8 +111,8 @@ def test_error_in_ulp_over_many_floats(op, target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("registers", [1, 2, 3])
 def test_short_functions_of_several_registers(op, target, registers):
-    """The same numbers, whether by the reciprocal of one register, of two, or a division of more:
-    to the last bits that differ between the two ways.
+    """Results agree, whether by reciprocals of one or two registers or by a division of more, up to
+    the last bits, in which the two ways differ.
     """
     lanes = isa.TARGETS[target].lanes("float") * registers
     x = np.linspace(-9, 9, lanes).astype(np.float32)
@@ -125,7 +125,7 @@ def test_short_functions_of_several_registers(op, target, registers):
     run(target, "float", body, x, y, short=True)
     truth = expected(x.astype(np.float64))
     assert (abs(y - truth) <= 3e-5 * abs(truth)).all()
-    assert not np.array_equal(y, truth.astype(np.float32))  # the long ones would be nearer
+    assert not np.array_equal(y, truth.astype(np.float32))  # long functions would be more exact
 
 
 def test_cells_of_short_numbers_have_short_functions():
@@ -162,7 +162,7 @@ def test_special_values(target, real, short):
     assert np.signbit(results["tanh"]).tolist() == [
         *(False, True, False, True, np.signbit(x[4]), False, False, True, True)
     ]
-    # A NaN carries bits that could be taken for a number.
+    # The payload of a NaN could be mistaken for a number.
     nans = {
         "float": np.array([0x7FC00001, 0xFFC12345, 0x7F800001], np.uint32),
         "double": np.array([0x7FF8000000000001, 0xFFF8123456789ABC, 0x7FF0000000000001], np.uint64),
@@ -259,7 +259,7 @@ KNOWN = [
 
 
 def philox_words(target, real, counters, keys):
-    """The four words of as many counters as there are lanes; one array [6 or 4, lanes] each."""
+    """The four words of a counter per lane; input and output are arrays [6, lanes], [4, lanes]."""
     inputs = np.ascontiguousarray(np.concatenate([counters, keys]), np.uint32)
     out = np.zeros((4, inputs.shape[1]), np.uint32)
 
@@ -350,7 +350,7 @@ def test_masks_touch_only_their_lanes(target, real):
 @everywhere
 @pytest.mark.parametrize("vectors", [1, 2])
 def test_first_lanes_are_stored(target, real, vectors):
-    """As many as there are, from none to more than a whole vector; what lies around stays."""
+    """Counts go from below 0 to more than a vector; the memory around stays unchanged."""
     lanes = vectors * isa.TARGETS[target].lanes(real)
     for integer, number in ((None, REALS[real]), ("i16", np.int16)):
         counts = np.arange(-2, lanes + 3)
@@ -403,7 +403,7 @@ def test_control_flow(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_atomics_make_a_barrier(target):
-    """Two threads pass a counter to and fro; with torn or unordered accesses they would hang."""
+    """Two threads pass a counter back and forth; they would hang on torn or unordered accesses."""
     module = Module(isa.TARGETS[target])
     b = module.function("f", "ptr shared, i64 me, i64 turns")
     shared, me, turns = b.args
@@ -450,7 +450,7 @@ def test_calls_and_tables():
 
 def test_constants_are_exact():
     assert constant(0.1, "double").text == "0x3FB999999999999A"
-    assert constant(0.1, "float").text == "0x3FB99999A0000000"  # the double that the float equals
+    assert constant(0.1, "float").text == "0x3FB99999A0000000"  # the double equal to the float
     assert constant(-np.inf, "float").text == "0xFFF0000000000000"
     assert constant(0xFFFFFFFF, "i32").text == "-1"
     assert str(constant(1, "<4 x i64>")) == "<4 x i64> splat (i64 1)"
@@ -525,7 +525,7 @@ def test_operators_need_a_function():
 
 
 def test_python_asks_no_value_for_its_truth():
-    """So that `a < b < c`, `a or b` and `min(a, b)` fail where they would mean something else."""
+    """`a < b < c`, `a or b` and `min(a, b)` fail, because they would mean something else."""
     (n,) = Module(isa.TARGETS["generic"]).function("f", "i64 n").args
     for ask in (lambda: 0 < n < 3, lambda: n or 1, lambda: min(n, 3)):
         with pytest.raises(TypeError, match="not known before the function runs"):
@@ -543,7 +543,7 @@ def test_numbers_of_a_choice_have_a_type():
 
 # ------------------------------------------------------------------------- numbers in memory
 def converted(target, number, floats, halves):
-    """Floats as the bits of numbers of 16 bits, and such bits as floats."""
+    """Converts floats to the bits of 16-bit numbers, and such bits to floats."""
     narrowed, widened = np.zeros(len(floats), np.uint16), np.zeros(len(halves), np.float32)
 
     def body(b, n, m, floats, narrowed, halves, widened):
@@ -561,8 +561,8 @@ def converted(target, number, floats, halves):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_16_bits_are_widened_and_rounded(target, dtype):
-    """Every number of 16 bits; floats of all sizes, and those halfway between two numbers. Of
-    bfloat16 the processor's own conversion makes 0 of those that are too small to be normal.
+    """Converts all numbers of 16 bits, floats of all sizes, and floats halfway between two numbers.
+    The processor's own conversion to bfloat16 turns subnormal floats into 0.
     """
     kind, number = numpy_dtype(dtype), DTYPES[dtype].storage.llvm
     halves = np.arange(1 << 16, dtype=np.uint16)
@@ -590,7 +590,7 @@ def test_16_bits_are_widened_and_rounded(target, dtype):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("edge", [(), (255, 127), (255, -128), (0, -128), (128, -127)])
 def test_dot(target, edge, rng):
-    """Four products of bytes a lane, exactly, the largest ones too."""
+    """Sums four products of bytes per lane exactly, including the largest products."""
     lanes = isa.TARGETS[target].lanes("float")
     sums = rng.integers(-(1 << 20), 1 << 20, lanes, np.int32)
     unsigned = rng.integers(0, 256, 4 * lanes, np.uint8)
@@ -609,7 +609,7 @@ def test_dot(target, edge, rng):
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if in_pairs(isa.TARGETS[t], "bfloat")])
 def test_dot_of_pairs(target, rng):
-    """Two products of bfloat16 a lane."""
+    """Sums two products of bfloat16 per lane."""
     lanes = isa.TARGETS[target].lanes("float")
     left, right = (rng.normal(size=2 * lanes).astype(numpy_dtype("bfloat16")) for _ in "lr")
     sums = rng.normal(size=lanes).astype("float32")

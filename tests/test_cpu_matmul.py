@@ -1,4 +1,4 @@
-"""The matmul of what is parallel in time: layouts, sizes, threads, bits, and whose matmul it is."""
+"""The matmul outside the time loop: layouts, sizes, threads, bits, and the choice of a matmul."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -27,11 +27,11 @@ from anycell.plan.dtype import dtypes
 Array = npt.NDArray[Any]
 Sizes = tuple[int, int, int]  # rows, columns, inner
 DTYPES = dtypes("cpu")
-LAYOUTS = [*itertools.product((False, True), repeat=3)]  # A and B transposed, C added to
+LAYOUTS = [*itertools.product((False, True), repeat=3)]  # A transposed, B transposed, added to C
 
 
 def sizes(dtype: str) -> Iterator[Sizes]:
-    """On both sides of every border: of register blocks, pieces, vectors, panels, blocks, spans."""
+    """Sizes around all borders: of register blocks, pieces, vectors, panels, blocks and spans."""
     one = gemm.Gemm(isa.current(), ROWS[dtype])
     lanes, width = one.lanes, one.width
     yield from itertools.product((0, 1, 2), repeat=3)
@@ -54,7 +54,7 @@ def draw(shape: tuple[int, int], rng: np.random.Generator, dtype: str) -> Array:
 
 
 class Padded:
-    """Makes arrays whose rows are apart, and begin off the borders of vectors; NaN between."""
+    """Makes arrays whose rows are apart, with NaN between them, and not aligned to vectors."""
 
     def __init__(self, padding: int, offset: int) -> None:
         self.padding, self.offset = padding, offset
@@ -70,8 +70,8 @@ Make = Callable[[tuple[int, int], str], Array]
 DENSE = Padded(0, 0)
 
 
-# Instruction sets, and what they multiply: numbers of each dtype, and some whose matrix tiles (or
-# their emulation) and pairs of bfloat16 have ways of their own.
+# Instruction sets, and the dtypes that they multiply; matrix tiles (or their emulation) and pairs
+# of bfloat16 add ways of their own.
 *NARROWER, LAST = isa.available()
 RUN = {*isa.available(), *filter(isa.runs, isa.ASKED_FOR)}
 OWN = [("amx", "float32 high"), ("amx-emulated", "float32 high"), ("amx-emulated", "bfloat16")]
@@ -95,8 +95,8 @@ def product(
     make: Make = DENSE,
     row: str | None = None,
 ) -> Array:
-    """``a @ b``, or ``c + a @ b``, by the kernel, on arrays that ``make`` makes; ``row`` of
-    ``DTYPES`` says how, if not that of a's dtype.
+    """Computes ``a @ b``, or ``c + a @ b``, by the kernel, on arrays that ``make`` allocates;
+    ``row`` names a row of ``DTYPES``, by default that of a's dtype.
     """
     dtype, copies = str(a.dtype), list[Array]()
     for array in (a, b):
@@ -125,17 +125,17 @@ def operands(
 def check(size: Sizes, layout: tuple[bool, bool, bool], dtype: str, seed: int, **how: Any) -> None:
     a, b, c = operands(size, layout, dtype, np.random.default_rng(seed))
     if size[2] < 2 * gemm.UNROLL:
-        a, b = abs(a), abs(b)  # or a sum of few may all but vanish
+        a, b = abs(a), abs(b)  # so that sums of few terms do not cancel
     wide = a.astype("float64") @ b.astype("float64")
     if c is not None:
-        c = np.copysign(c, wide).astype(c.dtype)  # or a sum may all but vanish
+        c = np.copysign(c, wide).astype(c.dtype)  # so that sums do not cancel
         wide += c
     out = product(a, b, c, **how, row=dtype)
     assert not np.isnan(out).any()
-    # Products of 16 bits are exact in what they are added up in.
+    # Products of 16-bit numbers are exact in the dtype of their sums.
     within = ROWS[dtype].accumulate.name if dtype in DTYPES else dtype
     assert_close(out, wide, within, "forward", f"{size} {layout}", axes=())
-    # An element has the bits that it has in any part of its row and column.
+    # The bits of an element do not depend on other rows and columns.
     rows, columns = slice(size[0] // 3, None), slice(size[1] - size[1] // 4)
     left, right = np.copy(a[rows], order="K"), np.copy(b[:, columns], order="K")
     few = product(left, right, None if c is None else c[rows, columns], **how, row=dtype)
@@ -144,7 +144,7 @@ def check(size: Sizes, layout: tuple[bool, bool, bool], dtype: str, seed: int, *
 
 @each_way
 def test_sizes_and_layouts(name: str, dtype: str, seed: int) -> None:
-    """Every size in one layout, in turns, and the largest in all; off the borders of vectors."""
+    """Each size has one layout in turn, the largest has all; arrays are not aligned to vectors."""
     with isa.force(name):
         *some, last = sizes(dtype)
         cases = [*zip(some, itertools.cycle(LAYOUTS)), *((last, layout) for layout in LAYOUTS)]
@@ -163,7 +163,7 @@ def test_all_sizes_in_all_layouts(name: str, dtype: str, seed: int) -> None:
 
 
 def between_pages(name: str, seed: int, every: int) -> None:
-    """Some cases on arrays and scratch memory beside forbidden pages; for a process of its own."""
+    """Checks some cases in memory next to forbidden pages; needs a process of its own."""
     cases = (
         (dtype, *case)
         for way, dtype in WAYS

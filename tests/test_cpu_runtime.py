@@ -1,9 +1,9 @@
-"""What the CPU engine runs on: instruction sets, the compiler and its cache, the threads.
+"""The foundations of the CPU engine: instruction sets, the compiler and its cache, the threads.
 
-The layers' side of it is in `test_layer_runtime.py`.
+Tests of layers on these foundations are in `test_layer_runtime.py`.
 
 One file, because tests of the cache, of names and of threads share a compiled function and the
-fixtures that keep it apart from the user's.
+fixtures that keep it apart from the user's cache.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
 from anycell.plan import plan
 
-pool.PATIENCE = LIMIT  # on a busy machine a new thread may take its time to begin
+pool.PATIENCE = LIMIT  # on a busy machine, new threads may start late
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions and fork")
 x86 = pytest.mark.skipif(not ir.X86, reason="about x86 instructions")
 
 
 def axpy(target: ir.Target) -> str:
-    """LLVM text of `y[:n] += a * x[:n]`, as a kernel: args are a, x, y, n."""
+    """LLVM text of a kernel for `y[:n] += a * x[:n]`; its args are a, x, y, n."""
     module = ir.Module(target)
     b = module.function("axpy", "ptr args, i64 part, i64 parts")
     args = b.args[0]
@@ -62,7 +62,7 @@ _GANG = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTE
 
 
 def parallel(address: int, args: int, parts: int) -> int:
-    """Runs a kernel as a gang of up to ``parts``, as the door does, and counts the parts."""
+    """Runs a kernel as a gang of up to ``parts``, as the door does; returns the number of parts."""
     parts = min(parts, pool.MOST)
     if parts <= 1:
         _KERNEL(address)(args, 0, 1)
@@ -109,7 +109,7 @@ def test_assembly_stays_within_the_instruction_set(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 @pytest.mark.parametrize("name", ["neondot", "neonbf16"])
 def test_products_of_arm(name: str, dtype: str) -> None:
-    """Where ARM multiplies bytes in fours and bfloat16 in pairs; any machine compiles that."""
+    """ARM multiplies bytes in fours and bfloat16 in pairs; any machine can compile for it."""
     import llvmlite.binding as llvm
 
     llvm.initialize_all_targets()
@@ -129,7 +129,7 @@ def test_products_of_arm(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("system", ["linux", "darwin"])
 @pytest.mark.parametrize("missing", ["", "bf16", "i8mm", "dotprod"])
 def test_features_of_arm(system: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Linux and macOS report them."""
+    """Features are read as Linux and macOS report them."""
     bits = {"neon": (16, 1), "dotprod": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
     there = bits.keys() - {missing}
 
@@ -153,7 +153,7 @@ def test_features_of_arm(system: str, missing: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def unread() -> Iterator[None]:
-    """The environment is read anew, within a test and after it."""
+    """Makes a test and the code after it read the environment again."""
     isa.current.cache_clear()
     yield
     isa.current.cache_clear()
@@ -177,7 +177,7 @@ def test_a_feature_that_the_host_hides_is_not_used(monkeypatch: pytest.MonkeyPat
     seen = isa.available.__wrapped__()
     assert seen == ("generic",)
     monkeypatch.setattr(isa, "available", lambda: seen)
-    monkeypatch.delenv(isa.ENV, raising=False)  # of a run under a narrower one
+    monkeypatch.delenv(isa.ENV, raising=False)  # set if the whole run has a narrower set
     assert isa.current().name == "generic"
     refusal = pytest.raises(
         ValueError, match=r"'avx512': this host cannot.*available here: generic"
@@ -339,7 +339,7 @@ def test_fork_while_a_thread_compiles() -> None:
 # -- the cache -----------------------------------------------------------------------------------
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory of the test's own, not there yet."""
+    """A cache directory for this test alone, which does not exist yet."""
     monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("ANYCELL_CACHE", raising=False)
     monkeypatch.setattr(jit, "_warned", set())
@@ -347,7 +347,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def build(remark: str = "") -> jit.Library:
-    """Compile, and see that the code is right."""
+    """Compiles a function, and checks that its code is right."""
     library = jit.compile(f"; {remark}\n" + axpy(isa.current()), ["axpy"], isa.current())
     check_axpy(library)
     return library
@@ -415,7 +415,7 @@ def unix_socket(path: Path) -> None:
         server.bind(path.name)  # a path of its length would be refused
 
 
-# Puts something there that is not a file.
+# Functions that put something at a path that is not a file.
 STRANGE: dict[str, Callable[[Path], object]] = {
     "a FIFO": lambda path: os.mkfifo(path),
     "a directory": lambda path: (path / "inside").mkdir(parents=True),
@@ -429,7 +429,7 @@ STRANGE: dict[str, Callable[[Path], object]] = {
 @posix
 @pytest.mark.parametrize("kind", STRANGE)
 def test_what_is_no_file_is_no_entry(cache: Path, kind: str) -> None:
-    """It is neither waited for nor followed nor replaced; under no name that might be ours."""
+    """The cache neither waits for, follows nor replaces it, even under a name like our own."""
     build()
     entry = only(cache)
     code = entry.read_bytes()
@@ -442,14 +442,14 @@ def test_what_is_no_file_is_no_entry(cache: Path, kind: str) -> None:
         assert not build().cached
     assert len(seen) == 1
     assert not build().cached
-    build("another")  # which looks through the directory
+    build("another")  # which scans the directory
     assert [path.lstat() for path in (entry, draft)] == before
     assert (cache / "elsewhere").read_bytes() == code
     assert len(list(cache.iterdir())) == 4
 
 
 def strangers(directory: Path) -> dict[str, bytes]:
-    """Files of others, old and large, some of which are named nearly as ours, or quite so."""
+    """Creates old, large files of other programs, with names that resemble or match our own."""
     mark = b"anycell\0"
     files = {
         "thesis.tar": b"years of work",
@@ -490,7 +490,7 @@ def test_files_of_others_stay_and_do_not_count(
 
 
 def test_drafts_that_a_crash_left_are_removed(cache: Path) -> None:
-    """Whatever of them was written; but not those that somebody is just writing."""
+    """Old drafts go, however much of them was written; drafts that may still be written stay."""
     build("0")
     entry = only(cache)
     name, content = entry.name, entry.read_bytes()
@@ -624,7 +624,7 @@ def test_everything_that_changes_the_code_is_in_the_key(monkeypatch: pytest.Monk
 
 # -- the names of kernels ------------------------------------------------------------------------
 def scaled(declared: dict[str, float], used: str, constant: float = 0.5, **more: str) -> Cell:
-    """A small cell that declares these hyperparameters, and uses one of them."""
+    """Returns a small cell that declares these hyperparameters, and uses one of them."""
 
     def step(x, r, s, *_, **hyper):
         return tanh(hyper[used] * (x.a + r.a)) + constant * s.h
@@ -676,7 +676,7 @@ def test_kernels_of_one_recipe_have_one_text() -> None:
 
 
 def test_names_and_texts_are_the_same_in_every_process(cache: Path) -> None:
-    """Whatever the order of sets; so a later process finds all kernels."""
+    """They do not depend on the order of sets, so later processes find all kernels."""
     code = """
         import hashlib
         from anycell import cells
@@ -701,7 +701,7 @@ def test_names_and_texts_are_the_same_in_every_process(cache: Path) -> None:
 
 
 def test_a_name_has_a_place_for_all_of_a_plan() -> None:
-    """What a plan is given one day must not be forgotten."""
+    """The name covers all fields of a plan, also fields that are added later."""
     made = plan(cells.RNN, 8)
     names = {field.name for field in dataclasses.fields(made)} - {"engine", "reason"}
     assert names <= set(kernel._leaves(made))
@@ -710,7 +710,7 @@ def test_a_name_has_a_place_for_all_of_a_plan() -> None:
 
 
 def test_hyperparameters_are_read_by_their_place() -> None:
-    """Cells of one graph, that declare others beside the one that they use."""
+    """Cells with the same graph may declare further hyperparameters besides the one they use."""
     x, weights = np.full((1, 1, 8), 0.5), {"weight_hh": np.zeros((8, 8))}
     for declared in ({"u": 1.0, "v": 2.0}, {"v": 2.0}, {"v": 2.0, "u": 1.0}):
         found, _ = anycell.recurrence(scaled(declared, "v"), x, weights)
@@ -760,7 +760,7 @@ def test_an_edit_gives_kernels_another_name_from_the_next_process_on(
         return python(code).strip() == "True"
 
     assert [cached(), cached()] == [False, True]
-    # What runs is what was imported: it must neither take nor leave a kernel of the edited source.
+    # The imported code runs: it must neither use nor leave a kernel of the edited source.
     edit = f"open({str(package / 'engines/cpu/ops.py')!r}, 'a').write('# edited')"
     assert [cached(edit), cached(), cached()] == [False, False, True]
 
@@ -799,7 +799,7 @@ def test_a_second_process_prints_nothing(cache: Path) -> None:
 
 
 def test_drafts_of_another_process_vanish(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are put in place while this one adds up the sizes of all files."""
+    """The other process renames its drafts while this one sums the sizes of all files."""
     scandir = os.scandir
 
     def before_the_rename(path: str) -> Any:
@@ -897,9 +897,9 @@ def test_thread_count_follows_the_affinity() -> None:
 
 
 def barrier() -> str:
-    """LLVM text whose args are arrivals, rounds, seen, gate, tiny, yield. Each round the parts wait
-    for each other; before they go home they wait for the gate; each writes ``parts`` into
-    ``seen[part]``, and tiny * 0.5 behind.
+    """LLVM text whose args are arrivals, rounds, seen, gate, tiny, yield. In each round, the parts
+    wait for each other; then they wait for the gate. Each part writes ``parts`` to ``seen[part]``,
+    and tiny * 0.5 to ``seen[part + 64]``.
     """
     module = ir.Module(isa.TARGETS["generic"], "double")
     b = module.function("meet", "ptr args, i64 part, i64 parts")
@@ -922,7 +922,7 @@ def barrier() -> str:
 
 
 class Meeting:
-    """One call of the kernel above, and what it left."""
+    """A call of the kernel of ``barrier``, and its results."""
 
     def __init__(self, rounds: int = 10, gate: int = 1, tiny: float = 2e-308) -> None:
         self.seen = np.zeros(128, np.int64)
@@ -937,13 +937,13 @@ class Meeting:
         assert 1 <= team <= parts
         assert self.args[0] == team * self.rounds, "a part ran twice or not at all"
         assert self.seen[:64].tolist() == [team] * team + [0] * (64 - team)
-        # As bits: where denormals are flushed, comparing numbers would flush them, too.
+        # Compares bits: if denormals are flushed, comparing numbers would flush them, too.
         (self.half,) = set(self.seen[64 : 64 + team].tolist())
         return team
 
 
 def openmp() -> str:
-    """The path of an OpenMP runtime: torch's, which is quicker to load without torch around it."""
+    """The path of an OpenMP runtime: torch's, whose library alone loads faster than torch."""
     if sys.platform != "linux":
         pytest.skip("an OpenMP runtime is only looked for on Linux")
     if (torch := importlib.util.find_spec("torch")) and torch.origin:
@@ -955,7 +955,7 @@ def openmp() -> str:
 
 @pytest.fixture(params=["own", "openmp"])
 def setup(request: pytest.FixtureRequest) -> str:
-    """The first lines of a process that uses one way of getting threads."""
+    """The first lines of a process that gets its threads in one of the ways."""
     attach = "pool.attach(None)"
     if request.param == "openmp":
         attach = f"ctypes.CDLL({openmp()!r}); pool.attach({openmp()!r})"
@@ -974,7 +974,7 @@ def case(setup: str, body: str, **env: str) -> None:
     python(setup + textwrap.dedent(body), **env)
 
 
-# What a gang does.
+# Tests of gangs, by name.
 GANGS = {
     "all parts run at once": """
 assert Meeting(rounds=30).run(2) == 2
@@ -1063,7 +1063,7 @@ if not ir.X86:
 
 
 def test_gangs(setup: str) -> None:
-    """All of that in one process; what it prints last has failed."""
+    """Runs all of ``GANGS`` in one process; a failed test is the last name it prints."""
     case(setup, "".join(f"print({name!r}, flush=True)\n{body}" for name, body in GANGS.items()))
 
 
@@ -1160,8 +1160,8 @@ def test_fork_while_a_thread_takes_memory() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")
 def test_fork_after_torch_was_used() -> None:
-    """Its runtime hangs in the child, which may not even know that torch was used before: it
-    imports the engine after the fork, or the parent has before.
+    """torch's runtime hangs in the child. The child may import the engine after the fork, and then
+    does not know that torch was used; or the parent imported the engine before.
     """
     pytest.importorskip("torch")
     python(
@@ -1191,7 +1191,7 @@ def test_fork_after_torch_was_used() -> None:
 
 
 def test_a_smaller_team_than_asked_for() -> None:
-    """OpenMP grants fewer threads under a limit, and the system when it has no more."""
+    """OpenMP grants fewer threads under a limit, as does the system if it runs out of threads."""
     python(
         """
         import threading

@@ -1,4 +1,4 @@
-"""The fused engines against the reference: every cell, under every instruction set at hand."""
+"""The fused engines against the reference: every cell, under every available instruction set."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ from anycell.plan import plan
 
 @cell(gates="i f g", state="h c n=1", params="p=1 q", static="e")
 def Sampler(x, r, s, p, e, *, rate: float = 0.25, floor: float = -0.5):
-    """A bit of everything that one matmul can do: masks, reductions, a static input, a branch."""
+    """All that a cell with one matmul can have: masks, reductions, a static input, a branch."""
     i, f, g = x.i, x.f + r.f, x.g + r.g
     kept, dropped = keep(1 - rate), keep(0.8, per="sequence")
     n = 0.5 * s.n + 0.5 * softplus(f) / (1 + s.n * s.n)
@@ -68,7 +68,7 @@ def Sampler(x, r, s, p, e, *, rate: float = 0.25, floor: float = -0.5):
 
 @cell(gates="a", state="h", params="p=1")
 def Detached(x, r, s, p, *, half: float = 0.5):
-    """Matmuls of what wants no gradient, next to one of what does."""
+    """Matmuls of values that need no gradient, next to a matmul of a value that needs one."""
     still = linear(stop_gradient(tanh(s.h)), "still", bias=True)
     drawn, branch = linear(keep(0.7), "drawn"), linear(where(s.h > 0, 1.0, 0.0), "branch")
     even, alive = linear(half, "even"), linear(p.p * s.h, "alive")
@@ -77,7 +77,7 @@ def Detached(x, r, s, p, *, half: float = 0.5):
 
 @cell(gates="rows state0 dx", state="h rows", params="steps lanes", static="batch")
 def Namesakes(x, r, s, p, batch, *, reset: float = 0.5):
-    """Its names are those that a kernel's own text may use."""
+    """A cell with names that the text of a kernel may use itself."""
     rows, state0 = sigmoid(x.rows + r.rows), sigmoid(x.state0 + r.state0)
     h = tanh(x.dx + linear(state0 * s.h, "rows"))
     later_h = linear(tanh(s.rows), "later_h", bias=True) * p.lanes
@@ -86,7 +86,7 @@ def Namesakes(x, r, s, p, batch, *, reset: float = 0.5):
 
 @cell(gates="i f g", state="h c")
 def LowRank(x, r, s):
-    """A recurrent weight of low rank, and a bottleneck: values of a size that no state has."""
+    """A recurrent weight of low rank, and a bottleneck: some values have a size of no state."""
     u = linear(linear(s.h, "down", size="P"), "up", gates="i f g", bias=True)
     c = sigmoid(x.f + u.f) * s.c + sigmoid(x.i + u.i) * tanh(x.g + u.g)
     return tanh(c + linear(tanh(linear(c, "narrow", size="P")), "wide")), c
@@ -94,19 +94,19 @@ def LowRank(x, r, s):
 
 @cell(gates="a", state="h:P")
 def Small(x, r, s):
-    """Its one state is smaller than its gates: what is saved has a size that no state has."""
+    """The only state is smaller than the gates: saved values have a size of no state."""
     return linear(tanh(x.a + r.a), "out")
 
 
 @cell(gates="a", state="h:P c n:R")
 def Numbers(x, r, s):
-    """What it writes of each size but H are numbers: new states, and what its matmuls pass back."""
+    """All its values of sizes other than H are numbers: new states, and gradients of matmuls."""
     return 0.25, tanh(x.a + r.a + linear(stop_gradient(linear(tanh(s.c), "u", size="R")), "v")), 0.5
 
 
 @cell(gates="a", state="h", static="e")
 def Choosing(x, r, s, e):
-    """Some outputs of its matmuls only choose: their gradients are numbers."""
+    """Some outputs of its matmuls only select a branch: their gradients are numbers."""
     (k, l), (m, n) = linear(e, "u", gates="k l", size="P"), linear(s.h, "v", gates="m n", size="R")
     return tanh(x.a + r.a + linear(where(l > 0, k, 0.5), "w") + linear(where(m > 0, n, 0.5), "z"))
 
@@ -123,8 +123,8 @@ CELLS = [
     Detached,
     Namesakes,
 ]
-FEW = [cells.LSTM, Sampler]  # where all of them would say nothing new
-KINDS = [cells.LSTM, cells.GRU, Sampler, Detached, Namesakes]  # whose kernels have no like here
+FEW = [cells.LSTM, Sampler]  # for tests to which other cells would add nothing
+KINDS = [cells.LSTM, cells.GRU, Sampler, Detached, Namesakes]  # a cell of each kind of kernel
 SITUATIONS: list[dict[str, Any]] = [
     {},
     {"masked": True},
@@ -133,11 +133,11 @@ SITUATIONS: list[dict[str, Any]] = [
     {"reverse": True, "training": True, "seed": 1 << 63},
     {"masked": True, "resets": True, "masked_output": "repeat"},
 ]
-SUMS = ("d weight_", "d bias_")  # over steps, by a matmul of NumPy's
+SUMS = ("d weight_", "d bias_")  # sums over steps, by a matmul of NumPy
 each_cell = pytest.mark.parametrize("cell", CELLS, ids=repr)
 some_cells = pytest.mark.parametrize("cell", FEW, ids=repr)
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
-# The fast tests have each cell in one of them.
+# The fast tests run each cell in one of the dtypes.
 each_cell_and_dtype = pytest.mark.parametrize(
     ("cell", "dtype"),
     [
@@ -149,7 +149,7 @@ each_cell_and_dtype = pytest.mark.parametrize(
 
 
 def each_instruction_set() -> Any:
-    """A cell of each kind on the widest in float64; of the rest a sample; all in the long run."""
+    """Fast tests run a cell of each kind on the widest set, others a sample; slow tests run all."""
 
     def case(name: str, cell: Cell, dtype: str) -> Any:
         kind = cell in FEW or (dtype == "float64" and cell in KINDS)
@@ -163,7 +163,7 @@ def each_instruction_set() -> Any:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All memory starts as NaN, so that what is read before it is written shows."""
+    """Fills all new memory with NaN, which shows reads of memory not yet written."""
     take = cpu.Scratch.take
 
     def poisoned_take(scratch: cpu.Scratch, size: int) -> cpu.Block:
@@ -180,7 +180,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The engines that did run, one entry per call."""
+    """A list of the engines that ran, one entry per call."""
     calls: list[str] = []
 
     def recorded(name: str, function: Any) -> Any:
@@ -208,7 +208,7 @@ def reduces(cell: Cell) -> bool:
 def test_forward_and_every_gradient(
     name: str, cell: Cell, dtype: str, k: int, rng: np.random.Generator, ran: list[str]
 ) -> None:
-    """Of few units or of many, for each size is a kernel to compile; in three situations."""
+    """Cases have few units or many, because each size needs a kernel to compile."""
     with isa.force(name):
         for i, shape in enumerate(AWKWARD):
             if (shape[2] > 7) != k % 2:
@@ -216,7 +216,7 @@ def test_forward_and_every_gradient(
             if dtype == "float32" and shape[2] == 1 and reduces(cell):
                 continue  # the norm of one unit is 0, and its float32 gradient nothing but rounding
             situation = SITUATIONS[(i + k // 2 * 2) % len(SITUATIONS)]
-            near = 3 * (shape[2] == 1)  # where one number is a whole slice, and may cancel
+            near = 3 * (shape[2] == 1)  # one number is a whole slice, and may cancel
             problem = random_problem(cell, shape, rng, dtype, nearby=near, **situation)
             ran.clear()
             solution = by_cpu(problem)
@@ -231,7 +231,7 @@ def test_forward_and_every_gradient(
 @pytest.mark.parametrize("hidden", [7, 70], ids=["weights near", "weights fetched ahead"])
 @pytest.mark.sample(len(isa.available()) + 1)  # each instruction set, and both on the widest
 def test_any_number_of_rows(target: str, hidden: int, rng: np.random.Generator) -> None:
-    """However they are cut into register blocks, each has the bits that it has among others."""
+    """Each row has the same bits, however the rows are divided into register blocks."""
     x = rng.standard_normal((3, 23, 5)).astype("float32")
     with isa.force(target):
         rnn = anycell.numpy.RNN(cells.LSTM, 5, hidden)
@@ -270,7 +270,7 @@ def test_threads(
     set_layer: Callable[..., None],
     runs: list[layer.run.Run],
 ) -> None:
-    """They share the rows, or split the units: of hardly any rows, or of few by large weights."""
+    """Threads divide the rows or, if there are few rows, the units."""
     set_layer(WORTH_A_THREAD=0)
     for situation in SITUATIONS:
         problem = random_problem(cell, shape, rng, **situation).astype(dtype)
@@ -286,19 +286,19 @@ def test_threads(
 
 @each_cell_and_dtype
 def test_batch_slices(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
-    """A row's numbers do not depend on the rows beside it."""
+    """A row's numbers do not depend on other rows."""
     for situation in ({}, {"masked": True, "resets": True}):
         problem = random_problem(cell, (4, 19, 33), rng, **situation).astype(dtype)
         whole = by_cpu(problem)
         for part in (slice(0, 1), slice(3, 10), slice(5, 19), slice(7, 9), slice(16, 19)):
             for name, value in by_cpu(problem.rows(part)).items():
                 sliced = rows_of(name, whole[name], part)
-                if sliced is not whole[name]:  # which is a sum of all rows
+                if sliced is not whole[name]:  # else it is a sum of all rows
                     assert_array_equal(value, sliced, err_msg=name)
 
 
 def test_few_rows_take_all_columns_at_once() -> None:
-    """Where a tile has several register blocks, alike: the slices above compare their bits."""
+    """This holds if a tile has several equal register blocks; test_batch_slices compares bits."""
 
     def few(cell: Cell, registers: int) -> int:
         target = replace(isa.current(), registers=registers, tiles="")
@@ -311,7 +311,7 @@ def test_few_rows_take_all_columns_at_once() -> None:
 
 @each_cell_and_dtype
 def test_appended_padding(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
-    """Steps that do not exist change no bit, whatever is in them."""
+    """Masked steps after the last change no bit, whatever they contain."""
     problem = random_problem(cell, (6, 9, 33), rng, masked=True, resets=True).astype(dtype)
     garbage = [np.nan, np.inf, 1e30]
 
@@ -339,7 +339,7 @@ def test_appended_padding(cell: Cell, dtype: str, rng: np.random.Generator) -> N
 def test_chunks_of_time(
     cell: Cell, dtype: str, rng: np.random.Generator, set_layer: Callable[..., None]
 ) -> None:
-    """With the unit matrix for a projection a layer is its recurrence, in chunks of any length."""
+    """A layer that projects by the unit matrix equals its recurrence, for chunks of any length."""
     for situation in ({}, {"reverse": True, "masked": True, "resets": True}):
         problem = random_problem(cell, (7, 3, 33), rng, **situation).astype(dtype)
         problem["x"][:] = np.nan_to_num(problem["x"])
@@ -373,7 +373,7 @@ SEVERAL = [
 @pytest.mark.parametrize("cell", SEVERAL, ids=repr)
 @pytest.mark.sample(7)
 def test_several_matmuls_in_a_step(cell: Cell, rng: np.random.Generator) -> None:
-    """Matmuls inside the step, states of another size, heads; rows beyond one panel."""
+    """Cells have matmuls in the step, states of another size, heads; some calls exceed a panel."""
     draws = {"training": True, "seed": 3} if cell.keeps else {}
     for shape in ((1, 2, 33), (5, 3, 33), (4, 53, 33)):
         for situation in ({}, {"masked": True, "resets": True, "reverse": True}):
@@ -401,7 +401,7 @@ MASKED = [
 def test_recurrent_masks(
     cell: Cell, dropped: str, dtype: str, rng: np.random.Generator, ran: list[str]
 ) -> None:
-    """A mask on the way into the recurrent matmul, for all gates or for each its own."""
+    """The input of the recurrent matmul has a mask for all gates or one for each gate."""
     for i, shape in enumerate([(5, 3, 33), (1, 4, 33), (4, 53, 33)]):
         problem = random_problem(
             cell, shape, rng, dtype, dropped=dropped, **SITUATIONS[(i + 2) % len(SITUATIONS)]
@@ -420,7 +420,7 @@ def test_recurrent_masks(
 
 @pytest.mark.parametrize("dropped", ["all", "each"])
 def test_ones_for_a_recurrent_mask(dropped: str, rng: np.random.Generator) -> None:
-    """They change nothing; and a layer of one step multiplies by the mask as one of many does."""
+    """Ones change nothing; layers of one step apply a mask in the same way as layers of many."""
     for shape in ((1, 2, 6), (4, 3, 6)):
         problem = random_problem(cells.LSTM, shape, rng, dropped=dropped)
         projected = by_cpu(problem, projected=True)
@@ -453,8 +453,8 @@ def test_results_share_no_memory(cell: Cell, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @each_dtype
 def test_packing_writes_only_its_block(dtype: str, backward: bool, transposed: bool) -> None:
-    """Each tile too: another thread may have written the next one before. Forward also where the
-    kernel multiplies inputs.
+    """Each tile is written within its bounds: another thread may have written the next one before.
+    The forward kernels include kernels that multiply inputs.
     """
     for units, inputs in ((1, 0), (4, 0), (7, 0), (33, 0), (1, 1), (7, 5), (33, 40)):
         if backward and inputs:
@@ -470,7 +470,7 @@ def test_packing_writes_only_its_block(dtype: str, backward: bool, transposed: b
 
 
 def test_offsets_beyond_31_bits(rng: np.random.Generator) -> None:
-    """Steps 2**31 elements apart; of the memory between, no page is ever touched."""
+    """Steps lie 2**31 elements apart; no page of the memory between them is touched."""
     far = 2**31 + 64
     problem = random_problem(cells.LSTM, (3, 2, 7), rng).astype("float32")
     try:
@@ -500,12 +500,12 @@ def test_the_plan_chooses(rng: np.random.Generator, ran: list[str]) -> None:
             ran.clear()
             anycell.recurrence(kind, **given)
             assert ran == ["cpu"]
-    assert plan(cells.LSTMP, 5, "float64").engine == "reference"  # nothing tells P
+    assert plan(cells.LSTMP, 5, "float64").engine == "reference"  # P is unknown
 
 
 @cell(gates="a", state="h")
 def Masks(x, r, s):
-    """As many masks as do not fit one draw of four words."""
+    """More masks than fit one draw of four words."""
     return sum(2.0**k * keep(0.5, per) for k, per in enumerate(["step", "sequence"] * 3)) + 0 * x.a
 
 
@@ -538,7 +538,7 @@ def test_a_rate_may_be_computed_from_what_is_learned(rng: np.random.Generator) -
     assert_right(by_cpu(problem), problem)
 
 
-# Outputs above 1 are where a gradient of ``v`` is above 0.
+# An output is above 1 exactly where its gradient by ``v`` is above 0.
 DECISIONS: dict[str, Callable[[Expr], Expr]] = {
     "where": lambda v: where(v > 0.3, 2.0 + v, 0.0),
     "clip": lambda v: where((v >= -0.25) & (v <= 0.25), 2.0 + clip(v, -0.25, 0.25), 0.0),
@@ -551,7 +551,7 @@ DECISIONS: dict[str, Callable[[Expr], Expr]] = {
 
 
 def decision(decide: str) -> Problem:
-    """A cell that decides about a computed value, and gradients of one at its outputs."""
+    """A problem whose cell branches on a computed value; the gradients of all outputs are 1."""
 
     @cell(gates="a b")
     def Deciding(x, r, s):
@@ -573,20 +573,20 @@ def assert_same_branches(solution: Arrays) -> None:
 @pytest.mark.parametrize("decide", DECISIONS)
 @pytest.mark.sample(every=2)
 def test_the_backward_pass_takes_the_branch_of_the_forward_pass(decide: str, dtype: str) -> None:
-    """Also where a value that was rounded when it was saved lies beyond the threshold."""
+    """This holds even if a saved value was rounded to the other side of the threshold."""
     assert_same_branches(by_cpu(decision(decide).astype(dtype), 1))
 
 
 @cell(gates="a b")
 def Largest(x, r, s):
-    """Maxima of what was computed, of all units and of half of them, and of the state."""
+    """Maxima of computed values over all units and over half of them, and of the state."""
     u = tanh(x.a + r.a) * sigmoid(x.b + r.b) + 0.1 * anycell.max(sigmoid(s.h))
     return u - anycell.max(u) * anycell.max(tanh(x.b), groups=2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_maximum_is_of_what_is_compared_with_it(dtype: str) -> None:
-    """Where saved values are rounded, one of them always equals the maximum: no gradient is NaN."""
+    """Even if saved values are rounded, one equals the maximum, so no gradient is NaN."""
     for seed in range(20):
         rng = np.random.default_rng(seed)
         layer = RNN(Largest, 5, 18, dtype=dtype, seed=seed)
@@ -600,5 +600,5 @@ def test_a_maximum_is_of_what_is_compared_with_it(dtype: str) -> None:
             errors.append([d, *one.grads.values()])
         for mine, true in zip(*errors, strict=True):
             assert np.isfinite(mine.astype("float64")).all()
-            # Where two units are nearly the largest the gradient may be the other one's.
+            # If two units are almost equally large, either may receive the gradient.
             assert np.linalg.norm(mine.astype("float64") - true) < np.linalg.norm(true)

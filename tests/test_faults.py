@@ -1,4 +1,4 @@
-"""Whatever one call fails, of those to files and those for memory, leaves nothing wrong behind."""
+"""A failure of any single call, for files or for memory, leaves nothing wrong behind."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     name: lambda name=name: OSError(getattr(errno, name), name)  # type: ignore[misc]
     for name in ("ENOSPC", "EACCES", "EIO", "ENOENT", "EEXIST", "ESTALE", "EINTR")
 }
-# These are the caller's affair and must reach him.
+# These errors concern the caller, and must reach the caller.
 PASSED_ON: dict[str, Callable[[], BaseException]] = {
     "memory": MemoryError,
     "interrupt": KeyboardInterrupt,
@@ -53,7 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def cold(cache: Path) -> None:
-    """There is no directory, nor its parent."""
+    """Starts without the directory and its parent."""
 
 
 def empty(cache: Path) -> None:
@@ -71,7 +71,7 @@ def damaged(cache: Path) -> None:
 
 
 def crowded(cache: Path) -> None:
-    """Old entries, drafts of a process that died, and a file of somebody's."""
+    """Creates old entries, and drafts of a process that died."""
     empty(cache)
     for number in range(4):
         name = hashlib.sha256(bytes([number])).hexdigest()
@@ -98,7 +98,7 @@ def clear(cache: Path) -> None:
 
 
 def check_left(cache: Path, start: Callable[[Path], None]) -> None:
-    """Nothing of what a failure left is wrong, and the next calls are as ever."""
+    """Asserts that a failure left nothing wrong, and that the next calls work as usual."""
     stranger = cache / STRANGER
     if start is not cold:
         assert stranger.read_bytes() == CODE * 4
@@ -116,7 +116,7 @@ def check_left(cache: Path, start: Callable[[Path], None]) -> None:
 
 
 def open_files(below: Path) -> int:
-    """How many there are in a directory; the process may open others meanwhile."""
+    """The number of open files in a directory; the process may open others meanwhile."""
     count, descriptors = 0, Path("/proc/self/fd")
     for descriptor in os.listdir(descriptors) if sys.platform == "linux" else ():
         with contextlib.suppress(FileNotFoundError):
@@ -126,7 +126,7 @@ def open_files(below: Path) -> int:
 
 def strike(cache: Path, start: Callable[[Path], None], error: Callable[[], BaseException],
            **options: Any) -> int:  # fmt: skip
-    """Fails every call that a fetch makes, one after the other; gives their number."""
+    """Fails every call that a fetch makes, one after the other; returns their number."""
     passed_on, files = error in PASSED_ON.values(), open_files(cache.parent)
     for fault in until_it_succeeds(error):
         clear(cache)
@@ -140,7 +140,7 @@ def strike(cache: Path, start: Callable[[Path], None], error: Callable[[], BaseE
             try:
                 code, _ = fetch()
                 assert code == CODE
-                assert fetch()[0] == CODE  # what struck once may leave something for the next call
+                assert fetch()[0] == CODE  # one fault may affect the next call
             except (MemoryError, KeyboardInterrupt):
                 assert passed_on
             fault.active = False
@@ -188,7 +188,7 @@ def test_reads_and_writes_that_do_a_part(cache: Path, start: Callable[[Path], No
     "starts", ["empty", pytest.param("cold warm damaged crowded", marks=pytest.mark.slow)]
 )
 def test_a_crash_at_every_file_call_of_the_cache(cache: Path, starts: str) -> None:
-    """A process that ends there and then cleans nothing up."""
+    """A process that ends at the call cleans nothing up."""
     out = python(
         """
         import itertools, os, sys
@@ -226,7 +226,7 @@ def test_a_crash_at_every_file_call_of_the_cache(cache: Path, starts: str) -> No
 def test_every_file_call_of_a_layer(
     cache: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    """From a plan to the bits of its results, the sources' fingerprint included."""
+    """The layer's results keep their bits; the calls include the sources' fingerprint."""
     gates, weight = rng.standard_normal((5, 3, 4)), rng.standard_normal((4, 4))
 
     def solve() -> Any:
@@ -254,7 +254,7 @@ def test_every_file_call_of_a_layer(
 @posix
 @pytest.mark.parametrize("error", ERRORS | PASSED_ON)
 def test_every_file_call_of_save_and_load(tmp_path: Path, error: str) -> None:
-    """What fails says so, and leaves the old file, or the old parameters, and nothing else."""
+    """A failure raises an error, and leaves the old file or parameters, and no other files."""
     old, new = (flat(dict(an.Dense(3, 2, seed=seed).parameters)) for seed in range(2))
     path, raised = tmp_path / "layer.npz", (ERRORS | PASSED_ON)[error]
     an.Dense(3, 2, seed=0).save(tmp_path / "old.npz")
@@ -281,7 +281,7 @@ def test_every_file_call_of_save_and_load(tmp_path: Path, error: str) -> None:
 
 # -- memory --------------------------------------------------------------------------------------
 def free_locks() -> bool:
-    """Whether another thread gets every lock of ours."""
+    """Whether another thread can take all of our locks."""
     taken = []
 
     def take() -> None:
@@ -297,7 +297,7 @@ def free_locks() -> bool:
 
 
 def flat(value: Any) -> list[Any]:
-    """Copies of all arrays in a result."""
+    """Returns copies of all arrays in a result."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):
@@ -306,10 +306,10 @@ def flat(value: Any) -> list[Any]:
 
 
 def check_memory(memory: Memory, call: Callable[[], Any]) -> int:
-    """Refuses every allocation of a call in turn; gives their number.
+    """Refuses every allocation of a call in turn; returns their number.
 
     Args:
-        call: gives the same each time it is called.
+        call: returns the same values each time.
     """
     ref, taken = flat(call()), []
     idle = len(cpu.scratch.idle)
@@ -345,7 +345,7 @@ USES = ("forward", "training", "backward", "step", "prepared", "prepare")
 
 
 def used(layer: an.RNN, use: str, kind: str, rng: np.random.Generator) -> Callable[[], Any]:
-    """One call of a layer, the same whenever it is called."""
+    """Returns a call of a layer with the same results each time."""
     steps, rows = (7, 4)
     x = rng.standard_normal((rows, steps, 3) if layer.batch_first else (steps, rows, 3))
     flags: dict[str, Any] = {}
@@ -369,7 +369,7 @@ def used(layer: an.RNN, use: str, kind: str, rng: np.random.Generator) -> Callab
 
 
 def _sample(kind: str, use: str) -> Any:
-    """Each kind and each use are among the fast ones."""
+    """A test case; fast cases include each kind and each use."""
     fast = [*LAYERS].index(kind) == USES.index(use) % len(LAYERS)
     return pytest.param(kind, use, marks=[] if fast else pytest.mark.slow)
 
@@ -388,7 +388,7 @@ def test_every_allocation_of_a_layer(kind: str, use: str, rng: np.random.Generat
 @posix
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_allocation_of_an_optimizer(dtype: str, rng: np.random.Generator) -> None:
-    """It takes a step or none."""
+    """A step happens completely or not at all."""
 
     def start() -> tuple[an.LSTM, an.Adam]:
         layer = an.LSTM(3, 5, dtype=dtype, seed=0)
@@ -425,7 +425,7 @@ def test_every_allocation_of_an_optimizer(dtype: str, rng: np.random.Generator) 
 def test_every_allocation_of_a_torch_layer(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, layers: str
 ) -> None:
-    """Those of NumPy, and those that the layer asks torch for."""
+    """The allocations are NumPy's, and those that the layer requests from torch."""
     torch = pytest.importorskip("torch")
     import anycell.torch
     from anycell.torch.host import HOSTS

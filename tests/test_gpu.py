@@ -1,9 +1,9 @@
 """The GPU engine against the reference.
 
-Where there is a card, kernels run on it. Elsewhere Triton's interpreter runs the same texts, and
-they are compiled ahead of time for cards that are not there.
+Kernels run on a card if there is one. Otherwise Triton's interpreter runs the same texts, and they
+are compiled ahead of time for cards that the machine lacks.
 
-One file, because results, texts and the model of what fits are checked on the same plans.
+One file, because results, texts and the capacity model are checked on the same plans.
 """
 
 import ast
@@ -124,7 +124,7 @@ SITUATIONS: list[dict[str, Any]] = [
     {"masked": True},
     {"resets": True, "training": True, "seed": 5},
 ]
-# Tier 2 shares the units of these out.
+# Tier 2 divides the units of ``SHARED`` among programs.
 SIZES = {"P": 9, "R": 5}
 KINKS = {"relu", "where", "max", "min", "abs"}  # ops with several branches
 SHARED = [c for c in EVERY if cooperative.refusal(plan(c, 18, "float32", "gpu", SIZES)) is None]
@@ -132,7 +132,7 @@ some_cells = pytest.mark.parametrize("cell", FEW, ids=repr)
 
 
 def situation(cell: Cell, number: int) -> dict[str, Any]:
-    """A situation; cells without random masks draw none."""
+    """The arguments of a situation, without the options of random masks for cells without them."""
     drop = () if cell.keeps else ("training", "seed")
     return {name: v for name, v in SITUATIONS[number].items() if name not in drop}
 
@@ -157,7 +157,7 @@ def test_every_cell_is_here() -> None:
 )
 @pytest.mark.sample(10)
 def test_every_cell(cell: Cell, tier: int, rng: np.random.Generator) -> None:
-    """Under masks, resets, in reverse, with random masks."""
+    """The call has masks, resets and random masks, and runs in reverse."""
     problem = problem_of(cell, (2, 3, 9), rng, 1)
     assert_right(by_gpu(problem, tier=tier), problem)
 
@@ -173,12 +173,12 @@ def test_shared(cell: Cell, rng: np.random.Generator) -> None:
 @pytest.mark.more
 @without_a_card
 def test_programs_wait_for_one_another() -> None:
-    """Tier 2 as it runs on a card, all programs at once; and what happens if one never comes."""
+    """Tier 2 runs as on a card, with all programs at once; a missing program raises an error."""
     (found,) = map(json.loads, run("tests/exchange.py", **COMPILES).splitlines())
     for way in ("forward", "backward"):
         error = "waited for one another for 0.04 s. The results of that call are NaN."
         assert error in found[way]["error"]
-    # What hangs on nobody is there: the first step, of the backward pass the last.
+    # Steps that need no other program are complete: the first, and the backward pass's last.
     assert found["forward"]["h"] == [True] * 2 + [False] * 4
     assert found["backward"]["h"] == [True] * 6
     assert found["backward"]["d_gates"] == [False] * 4 + [True]
@@ -230,8 +230,8 @@ def test_awkward_shapes(shape: tuple[int, int, int], tier: int, rng: np.random.G
 )
 @pytest.mark.sample(2)
 def test_sixteen_bits(cell: Cell, tier: int, rng: np.random.Generator) -> None:
-    """float16; the interpreter multiplies bfloat16 wrongly, which tests on a card make up for."""
-    # With kinks, as relu's, some problems turn on the last bit.
+    """float16 alone: the interpreter multiplies bfloat16 wrongly, so tests on a card cover that."""
+    # With kinks, such as relu's, the last bit decides some problems.
     problem = random_problem(cell, (4, 3, 33), rng, "float16", nearby=6, **situation(cell, 2))
     assert_sixteen(problem.astype("float32"), "float16", tier)
 
@@ -267,17 +267,17 @@ def test_sixteen_bits_on_a_card(
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [200, 768])
 def test_many_programs_on_a_card(hidden: int, rng: np.random.Generator) -> None:
-    """Tier 2 over many steps, against tier 3: what is exchanged is what was written."""
+    """Tier 2 agrees with tier 3 over many steps: programs read what others wrote."""
     for cell in (cells.LSTM, cells.GRU):
         problem = random_problem(cell, (100, 40, hidden), rng, **situation(cell, 1))
         right = by_gpu(problem, "bfloat16", 3)
         for name, value in by_gpu(problem, "bfloat16", 2).items():
-            # Both are off by as much as the limit allows.
+            # Each of the two may be off by the limit.
             assert error(value, right[name], ()) <= 2 * limit("bfloat16", kind_of(name)), name
 
 
 def assert_sixteen(problem: Problem, dtype: str, tier: int) -> None:
-    """Errors against float64 of the same, rounded numbers, over whole arrays."""
+    """Asserts errors over whole arrays against float64 results for the same rounded numbers."""
     import torch
 
     def rounded(_: str, a: np.ndarray) -> np.ndarray:
@@ -291,8 +291,8 @@ def assert_sixteen(problem: Problem, dtype: str, tier: int) -> None:
     except RuntimeError as error:
         if "registers do not suffice" not in str(error):
             raise
-        pytest.skip(str(error))  # of the tier that is asked for; the next one would run
-    # On a card nothing says that rounding leaves each number on its side of a kink.
+        pytest.skip(str(error))  # this tier does not fit; the next would run
+    # On a card, rounding may move a number to the other side of a kink.
     kinks = CARD and not KINKS.isdisjoint(node.op for node in topological(problem.cell.next))
     for name, value in solution.items():
         if kinks and kind_of(name) == "gradient":
@@ -315,7 +315,7 @@ def test_random_cells(seed: int, rng: np.random.Generator) -> None:
 
 
 def test_engines_draw_the_same_masks(rng: np.random.Generator) -> None:
-    """Every word of a draw, as the reference has it, from any seed."""
+    """All words of a draw equal the reference's, for any seed."""
     for seed in (3, (1 << 64) - 1):
         problem = random_problem(Masks, (5, 3, 9), rng, "float32", training=True, seed=seed)
         right = problem.right["output"]
@@ -328,7 +328,7 @@ def test_engines_draw_the_same_masks(rng: np.random.Generator) -> None:
 def test_chunks_of_time(
     cell: Cell, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the unit matrix for a projection a layer is its recurrence, in chunks of any length."""
+    """A layer that projects by the unit matrix equals its recurrence, for chunks of any length."""
     for number, tier in ((0, 1), (1, 3)):
         problem = problem_of(cell, (3, 3, 9), rng, number)
         problem["x"][:] = np.nan_to_num(problem["x"])
@@ -349,7 +349,7 @@ def test_chunks_of_time(
 
 # -- graphs of launches ----------------------------------------------------------------------------
 class Graphs(Replays):
-    """Where no card is: what a graph would replay runs again. Counts the captures."""
+    """Graphs without a card, which run their launches again; counts the captures."""
 
     def __init__(self, blocks: tuple[int, ...] = (2,), plain: int = 0) -> None:
         super().__init__(self.capture_nothing, blocks, plain)
@@ -367,8 +367,8 @@ class Graphs(Replays):
 )
 @pytest.mark.sample(1)
 def test_graphs(cell: Cell, rng: np.random.Generator) -> None:
-    """Graphs of four steps and of two, and a rest that is in none: plainly, and with masks, resets,
-    in reverse, with random masks.
+    """Seven steps take graphs of four steps and of two, and one step without a graph: plainly, and
+    in reverse with masks, resets and random masks.
     """
     graphs = Graphs((4, 2))
     for number in (0, 1):
@@ -378,7 +378,7 @@ def test_graphs(cell: Cell, rng: np.random.Generator) -> None:
 
 
 def test_a_graph_serves_all_calls_of_a_form(rng: np.random.Generator) -> None:
-    """Other weights, other memory, other lengths."""
+    """The calls have other weights, memory and sequence lengths."""
     graphs, elsewhere = Graphs(), []
     for steps in (4, 5, 2):
         problem = random_problem(cells.PeepholeLSTM, (steps, 2, 4), rng, "float32")
@@ -388,20 +388,20 @@ def test_a_graph_serves_all_calls_of_a_form(rng: np.random.Generator) -> None:
 
 
 def test_chunks_of_graphs(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States in float32 and their gradients take turns, steps of random masks go on counting."""
+    """States and their gradients alternate between buffers; random masks keep counting steps."""
     monkeypatch.setattr(device, "BLOCKS", (1,))
     for number, steps in ((1, 3), (4, 2)):
         problem = problem_of(cells.ZoneoutLSTM, (5, 2, 5), rng, number)
         problem["x"][:] = np.nan_to_num(problem["x"])
         monkeypatch.setattr(device, "CHUNK_BYTES", steps * problem["x"][0].nbytes)
         solution = by_gpu(problem, replays=Graphs(), projected=True)
-        del solution["d weight_ih_l0"]  # which the problem knows nothing of
+        del solution["d weight_ih_l0"]  # not in the problem
         assert_right(solution, problem)
 
 
 class Copies(TorchDispatchMode):
-    """Counts what would start a copy on a device: all that torch does between launches, but for
-    matmuls and views.
+    """Counts operations that would copy on a device: everything that torch does between launches,
+    except for matmuls, views and allocations.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +443,7 @@ def test_steps_copy_nothing(
 
 
 def test_a_new_form_gets_no_graph_at_once(rng: np.random.Generator) -> None:
-    """As batches of ragged sizes are, each another form; nor do sequences that are too short."""
+    """Ragged batches, each of a new form, get no graphs; nor do sequences that are too short."""
 
     def run(rows: int, steps: int = 4) -> int:
         problem = random_problem(cells.RNN, (steps, rows, 3), rng, "float32")
@@ -461,7 +461,7 @@ def test_a_new_form_gets_no_graph_at_once(rng: np.random.Generator) -> None:
 def test_graphs_that_are_not_used_go(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And their memory; it is shared where the shapes are the same."""
+    """Their memory goes too; graphs share memory of the same shape."""
     monkeypatch.setattr("anycell.torch.graphs.KEPT", 2)
     monkeypatch.setattr("anycell.torch.graphs.COUNTED", 3)
     graphs, plain = Graphs(), Graphs(plain=1)
@@ -470,7 +470,7 @@ def test_graphs_that_are_not_used_go(
         for replays in (graphs, plain):
             assert_right(by_gpu(problem, replays=replays), problem)
         assert len(graphs.graphs) == 2  # the passes of one form
-        gc.collect()  # what would be captured refers to its graphs
+        gc.collect()  # captured launches refer to their graphs
         rows_held = {shape[0] for _, name, (shape, *_) in graphs.memory if name == "product0"}
         assert rows_held == {rows}
     assert len([name for _, name, _ in graphs.memory if name == "weight0"]) == 1
@@ -479,7 +479,7 @@ def test_graphs_that_are_not_used_go(
 
 @pytest.mark.parametrize("first", ["inference", "training"])
 def test_graphs_under_inference_mode(first: str, rng: np.random.Generator) -> None:
-    """Their memory serves calls in any mode, whichever comes first."""
+    """The memory of graphs serves calls in any mode, whichever mode comes first."""
     graphs = Graphs()
     problem = random_problem(cells.LSTM, (5, 3, 7), rng, "float32")
     modes = [torch.inference_mode, torch.no_grad, torch.enable_grad]
@@ -490,8 +490,8 @@ def test_graphs_under_inference_mode(first: str, rng: np.random.Generator) -> No
 
 
 def test_threads_take_turns(rng: np.random.Generator) -> None:
-    """Two threads on one stream have the same form, and so the same table: neither may fill it
-    before the last launch of the other.
+    """Two threads with calls of one form on one stream share a table: neither thread may fill the
+    table before the last launch of the other.
     """
     problems = [random_problem(cells.LSTM, (4, 3, 7), rng, "float32") for _ in range(2)]
     inside, most, lock = 0, 0, threading.Lock()
@@ -502,7 +502,7 @@ def test_threads_take_turns(rng: np.random.Generator) -> None:
             with lock:
                 inside += 1
                 most = max(most, inside)
-            time.sleep(0.05)  # for the other one, which would come now
+            time.sleep(0.05)  # time for the other thread to interfere
             run()
             with lock:
                 inside -= 1
@@ -518,8 +518,8 @@ def test_threads_take_turns(rng: np.random.Generator) -> None:
 
 
 def test_what_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether 16 divides strides and addresses, but of what fills a table nothing: there would be a
-    kernel for each pattern.
+    """The compiler knows whether 16 divides strides and addresses, but not for the values that fill
+    a table: it would need a kernel for each pattern.
     """
     told = []
 
@@ -545,10 +545,10 @@ def test_what_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_odd_addresses(rng: np.random.Generator) -> None:
-    """Only where all addresses are multiples of 16 does the compiler know it."""
+    """Kernels assume aligned addresses only if all addresses are multiples of 16."""
 
     class Odd(Poisoned):
-        """All that the engine makes begins four bytes later."""
+        """A host whose arrays begin one element after an aligned address."""
 
         def empty(self, shape: tuple[int, ...], wide: bool = False) -> Any:
             count = 1 + math.prod(shape)
@@ -565,7 +565,7 @@ def test_odd_addresses(rng: np.random.Generator) -> None:
 
 
 def test_streams_have_graphs_of_their_own(rng: np.random.Generator) -> None:
-    """What one stream reads another one may be writing: no table, no buffer is shared."""
+    """Streams share no table and no buffer: one could read what another is writing."""
 
     class Elsewhere(Poisoned):
         def stream(self) -> int:
@@ -594,14 +594,14 @@ def test_a_capture_of_the_user_s_takes_launches(
 
 
 def test_chunks_are_whole_graphs() -> None:
-    """As long as memory allows, but no shorter than the shortest graph."""
+    """Chunks are as long as memory allows, but no shorter than the shortest graph."""
 
     def chunk(hidden: int, rows: int, steps: int) -> int:
         return device._chunk(plan(cells.LSTM, hidden, "bfloat16", "gpu"), steps, rows)
 
     assert chunk(1024, 1024, 512) == 16  # 8 would be 64 MB
     assert chunk(1024, 128, 512) == 64
-    assert chunk(768, 16, 1000) == 512  # 500 twice would be no whole graphs
+    assert chunk(768, 16, 1000) == 512  # two chunks of 500 would not be whole graphs
     assert chunk(768, 16, 300) == 300  # the whole sequence
     assert chunk(1024, 1024, 5) == 5
     assert chunk(1024, 300, 1000) == 32
@@ -609,7 +609,7 @@ def test_chunks_are_whole_graphs() -> None:
 
 
 def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
-    """In 16 bits the gradient of a bias is no sum of rounded sums; one may not even be finite."""
+    """In 16 bits, a bias's gradient is not a sum of rounded sums, which may not even be finite."""
     host = DeviceHost(torch.float16, DEVICE)
     both = cells.LSTM, cells.GRU(reset_after=False)
     for cell, fresh in itertools.product(both, (False, True)):
@@ -621,7 +621,7 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
         sums = device._DeviceSums(host, one, weights, True, fresh)
         widths = [4 * len(l.outputs) for l in cell.linears]
         chunks = rng.uniform(0.0, 1.0, (100, 64, width)).astype("float16")
-        chunks[:2] = [[[2000.0]], [[-2000.0]]]  # which sum up to more than there is in float16
+        chunks[:2] = [[[2000.0]], [[-2000.0]]]  # their sums exceed the range of float16
         for chunk in chunks:
             dg = torch.tensor(chunk, device=DEVICE)
             factors = [Factors(dg[:, :n], None) for n in widths]
@@ -634,7 +634,7 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
 
 
 def test_the_default_device_moves_nothing() -> None:
-    """Neither what kernels report by, which the host reads, nor lengths that are a list."""
+    """Neither the kernels' error report, which the host reads, nor a list of lengths moves."""
     torch.set_default_device("meta")
     try:
         host = DeviceHost(torch.float32, DEVICE)
@@ -656,7 +656,7 @@ def test_what_kernels_report_outlives_inference_mode() -> None:
 
 @pytest.mark.gpu
 def test_the_default_device_on_a_card() -> None:
-    """Tier 2, which has memory that host and device share."""
+    """Tier 2 keeps memory that host and device share."""
     torch.set_default_device("cuda")
     try:
         host = DeviceHost(torch.bfloat16, DEVICE)
@@ -674,7 +674,7 @@ def test_the_default_device_on_a_card() -> None:
     "cell", [cells.LSTM, cells.GRU(reset_after=False), cells.LayerNormLSTM], ids=repr
 )
 def test_captured_graphs_on_a_card(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
-    """Forty steps, two graphs and a rest: the bits of launches one by one, other weights too."""
+    """Two graphs and eight more steps have the bits of single launches, also with new weights."""
     replays = Replays(captured)
     for _ in range(2):
         problem = random_problem(cell, (40, 19, 64), rng, "float32")
@@ -693,7 +693,7 @@ def test_a_second_backward_gives_the_same(cell: Cell, rng: np.random.Generator) 
 
 # -- the text --------------------------------------------------------------------------------------
 def test_every_op_has_a_row() -> None:
-    """As a function of the library, or as an operator."""
+    """Each op is a function of the library or an operator."""
     tree = ast.parse(Path(inspect.getfile(gpu)).with_name("library.py").read_text())
     operators = next(
         node.value
@@ -749,7 +749,7 @@ def tier(
 
 
 def test_tiers_of_the_lstm() -> None:
-    """All weights on chip where shared memory holds them: 128 KB in 16 bits with 128 units."""
+    """Tier 1 runs if shared memory holds all weights: 128 KB in 16 bits with 128 units."""
     for card in ("A100", "H100", "H200", "B200"):
         for backward in (False, True):
             assert tier(cells.LSTM, 128, "bfloat16", card, backward) == 1
@@ -766,7 +766,7 @@ def test_the_tier_follows_the_cell() -> None:
     assert tier(cells.NAS, 128, "bfloat16", "H100") == 2  # eight gates' weights
     assert tier(cells.LayerNormLSTM, 256, "bfloat16", "H100") == 3  # programs cannot share a row
     assert tier(cells.GRU(reset_after=False), 256, "bfloat16", "H100") == 3  # two stages
-    assert tier(cells.IndRNN, 64, "float32", "H100") == 1  # none at all
+    assert tier(cells.IndRNN, 64, "float32", "H100") == 1  # no weights at all
     assert tier(cells.IndRNN, 1 << 16, "float32", "H100") == 3  # more than registers hold
 
 
@@ -783,8 +783,8 @@ def test_the_tier_follows_the_cell() -> None:
     ],
 )
 def test_tier_2_of_the_lstm(card: str, batch: int, largest: tuple[int, int]) -> None:
-    """As long as registers and shared memory hold a slice of the weights, and all programs run at
-    once.
+    """Tier 2 runs if registers and shared memory hold a slice of the weights and all programs run
+    at once.
     """
     for backward in (False, True):
         for hidden in (256, 512, 768, 1024, 1536, 1664, 2048, 3072):
@@ -794,7 +794,7 @@ def test_tier_2_of_the_lstm(card: str, batch: int, largest: tuple[int, int]) -> 
 
 
 def test_slices_for_an_older_compiler() -> None:
-    """Before Triton 3.5 sums take twice the memory, and threads spill with larger tiles."""
+    """Before Triton 3.5, sums take twice the memory, and larger tiles make threads spill."""
     one, new = plan(cells.LSTM, 512, "bfloat16", "gpu"), CARDS["H100"]
     old = new._replace(compiler=(3, 4))
     for backward in (False, True):
@@ -814,17 +814,17 @@ def test_slices_for_an_older_compiler() -> None:
 
 
 def test_a_slice_waits_once() -> None:
-    """All that a program needs from the others is on its way at the same time, where registers hold
-    it: a chunk after the other would be a trip to the second-level cache each.
+    """A program loads everything it needs from the others at the same time, if registers hold it:
+    one chunk after the other, each would take a trip to the second-level cache.
     """
     for hidden, batch in ((768, 16), (1024, 16), (1024, 64)):
         one = plan(cells.LSTM, hidden, "bfloat16", "gpu")
         part = capacity.choose(one, CARDS["H100"], batch=batch).part
         assert part is not None and part.ahead * part.chunk >= hidden
-    # Where they do not, fewer.
+    # Fewer chunks, if registers do not hold all.
     part = capacity.choose(one, CARDS["H100"], True, batch=64).part
     assert part is not None and part.ahead * part.chunk < 4 * hidden
-    # Weights stay in registers as far as there are some, the others in shared memory.
+    # As many weights as possible stay in registers, the others in shared memory.
     for hidden, whole in ((768, True), (2048, False)):
         one = plan(cells.LSTM, hidden, "bfloat16", "gpu")
         part = capacity.choose(one, CARDS["H100"]).part
@@ -833,7 +833,7 @@ def test_a_slice_waits_once() -> None:
 
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.RNN], ids=repr)
 def test_programs_of_tier_2_run_at_once(cell: Cell) -> None:
-    """No more programs than multiprocessors, no more bytes than there are, and no unit left out."""
+    """Programs do not outnumber multiprocessors, fit in shared memory, and cover all units."""
     for hidden in (130, 700, 1500):
         one = plan(cell, hidden, "bfloat16", "gpu")
         for card, batch, backward in itertools.product(CARDS.values(), (1, 40, 256), (False, True)):
@@ -849,7 +849,7 @@ def test_programs_of_tier_2_run_at_once(cell: Cell) -> None:
 
 
 def largest(dtype: str, card: str, number: int, batch: int = 16, tf32: bool = False) -> str:
-    """Units of the largest LSTM, of multiples of 32, that both passes run in a tier."""
+    """The largest multiple of 32 units with which both passes of the LSTM run in a tier."""
 
     def highest(units: int) -> int:
         one = plan(cells.LSTM, units, dtype, "gpu")
@@ -864,7 +864,7 @@ def largest(dtype: str, card: str, number: int, batch: int = 16, tf32: bool = Fa
 
 
 def test_the_table_of_the_docs() -> None:
-    """Of docs/gpu.md, where the largest LSTM of each tier stands."""
+    """The table of docs/gpu.md lists the largest LSTM of each tier."""
     rows = {
         "tier 1, bfloat16, float16": ("float16", 1),
         "tier 1, float32": ("float32", 1),
@@ -919,7 +919,7 @@ def test_explain_shows_the_choice_and_the_text() -> None:
 
 # -- compiled ahead of time ------------------------------------------------------------------------
 def assert_fits(found: list[dict[str, Any]]) -> None:
-    """Each kernel, in one of the forms that the model chooses first."""
+    """Asserts that one of the forms of each kernel fits."""
     assert found
     names = "cell tier batch dtype capability kernel".split()
     fitting = {tuple(report[name] for name in names) for report in found if report["fits"]}
@@ -941,7 +941,7 @@ def test_kernels_compile_without_a_card() -> None:
     assert all(report["matrices"] != "-" for report in found if report["tier"] < 3)
     resident = [report["hidden"] for report in found if report["tier"] == 1]
     assert resident == [128, 128]
-    # Row reductions and random masks, which the interpreter takes more easily than the compiler.
+    # Row reductions and random masks, on which the compiler is stricter than the interpreter.
     names = ["LayerNormGRU", "ZoneoutGRU"]
     assert_fits(
         reports("--tiers", "3", "--dtypes", "float32", "--capabilities", "80", "--cells", *names)
@@ -953,7 +953,7 @@ def test_kernels_compile_without_a_card() -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("cell", sorted(BUILT_IN))
 def test_every_cell_compiles(cell: str, capability: int, dtype: str) -> None:
-    """In all tiers that the model allows, with matrix instructions."""
+    """Each cell compiles in all tiers that the model allows, with matrix instructions."""
     found = reports("--cells", cell, "--capabilities", str(capability), "--dtypes", dtype)
     assert_fits(found)
     assert {(report["capability"], report["dtype"]) for report in found} == {(capability, dtype)}
@@ -965,7 +965,7 @@ def test_every_cell_compiles(cell: str, capability: int, dtype: str) -> None:
 
 # -- the text of a step ---------------------------------------------------------------------------
 def test_what_a_text_loads_before_it_waits() -> None:
-    """Nothing: what a step needs beside other programs' results the step before has loaded."""
+    """Nothing: the step before has loaded everything except for other programs' results."""
     for cell in SHARED:
         one = plan(cell, 264, "bfloat16", "gpu", {"P": 132})
         for backward in (False, True):
@@ -982,8 +982,8 @@ def test_what_a_text_loads_before_it_waits() -> None:
 
 
 def test_functions_of_16_bits(rng: np.random.Generator) -> None:
-    """What they lose, with exact exponentials and divisions: next to nothing of what rounding to 16
-    bits takes. Those of a card add 2 units in the last place of a float32, and 2.
+    """With exact exponentials and divisions, they lose almost nothing compared to rounding to 16
+    bits. A card's exponential and division each add 2 units in the last place of a float32.
     """
     import torch
     import triton

@@ -1,6 +1,6 @@
-"""How programs of tier 2 tell each other a step: the text, the machine code, and what surrounds it.
+"""The exchange of a step among programs of tier 2: text, machine code, and the code around them.
 
-That they compute the right thing together is in ``tests/exchange.py`` and ``tests/test_gpu.py``.
+``tests/exchange.py`` and ``tests/test_gpu.py`` test the results of these programs.
 """
 
 import json
@@ -25,7 +25,7 @@ from anycell.torch.device import DeviceHost
 
 # -- machine code ----------------------------------------------------------------------------------
 KERNELS = [(768, "forward"), (768, "backward")]
-# Fewer flags than a warp has threads, and as many; those above have more.
+# Kernels with fewer flags than a warp has threads, or as many; ``KERNELS`` have more.
 NARROW = [(256, "forward"), (512, "forward"), (512, "backward")]
 
 
@@ -41,7 +41,7 @@ class Instruction:
         self.operands = [operand.strip() for operand in operands.split(",")]
 
     def written(self) -> range:
-        """Numbers of the registers that it writes."""
+        """The numbers of the registers that the instruction writes."""
         if self.kind in ("STG", "STS", "BAR", "MEMBAR", "BRA", "RED", "ST", "CCTL"):
             return range(0)
         wide = 4 if self.kind == "HMMA" else 1
@@ -54,7 +54,7 @@ class Instruction:
 
 
 class Code:
-    """A kernel, and which instructions follow which."""
+    """A kernel, and the order of its instructions."""
 
     def __init__(self, text: str) -> None:
         lines = [line for line in text.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,}\*/\s", line)]
@@ -62,7 +62,7 @@ class Code:
         self.places = {line.address: n for n, line in enumerate(self.lines)}
 
     def next(self, n: int) -> Iterator[int]:
-        """The places of those that may follow."""
+        """The places of instructions that may follow."""
         line = self.lines[n]
         if line.name == "BRA":
             yield self.places[int(re.findall(r"0x([0-9a-f]+)", line.text)[-1], 16)]
@@ -70,7 +70,7 @@ class Code:
             yield from [n + 1] * (n + 1 < len(self.lines))
 
     def without(self, start: int, stop: str) -> set[int]:
-        """What can follow an instruction before one of that name runs."""
+        """The places that can follow an instruction before an instruction named ``stop`` runs."""
         found, todo = set[int](), list(self.next(start))
         while todo:
             n = todo.pop()
@@ -80,16 +80,16 @@ class Code:
         return found
 
     def named(self, pattern: str) -> list[int]:
-        """The places of all instructions like that."""
+        """The places of all instructions whose name matches."""
         return [n for n, line in enumerate(self.lines) if re.match(pattern, line.name)]
 
     def loops(self) -> list[range]:
-        """The places of what is repeated, inner loops before outer ones."""
+        """The places of all loops, inner loops before outer ones."""
         jumps = [(min(self.next(n)), n) for n in self.named("BRA")]
         return [range(begin, n + 1) for begin, n in jumps if begin <= n]
 
     def poll(self) -> int:
-        """The place of the load that looks at flags: an acquire, which forgets the first cache."""
+        """The place of the load of flags: an acquire, which invalidates the first-level cache."""
         forgotten = self.named("CCTL.IVALL")
         (place,) = [n for n in self.named(r"LDG\.E\.STRONG\.GPU") if n + 1 in forgotten]
         return place
@@ -119,25 +119,25 @@ def narrow() -> dict[Kernel, Code]:
 def test_a_barrier_stands_between_flags_and_what_they_are_for(
     kernel: Kernel, narrow: dict[Kernel, Code]
 ) -> None:
-    """Flags that one thread has seen are seen for all, however few programs there are."""
+    """A flag that one thread saw counts for all threads, however few programs there are."""
     code = narrow[kernel]
     poll = code.poll()
     arriving = set(code.named(r"LDG\.E\.128\.STRONG\.GPU"))
     assert arriving and not arriving & code.without(poll, "BAR")
-    # Warps tell each other what they have seen: or one of them might give up alone.
+    # Warps share what they saw; otherwise one of them might give up alone.
     assert not arriving & code.without(poll, "STS")
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_what_a_flag_costs(kernel: Kernel, codes: dict[Kernel, Code]) -> None:
-    """A fence and an exchange in memory; h and gradients are stored like anything else."""
+    """A flag costs a fence and an atomic exchange; h and gradients are stored normally."""
     code = codes[kernel]
     assert code.named("MEMBAR") and len(code.named("ATOM")) == 1
     assert not code.named(r"STG\.\S*STRONG")
 
 
 def test_the_clock_is_read_now_and_then(codes: dict[Kernel, Code]) -> None:
-    """A look at a flag that is not there yet is followed by the next one, 63 of 64 times."""
+    """After a look at a flag that is not set, the next look follows directly, 63 of 64 times."""
     code = codes[KERNELS[0]]
     (clock,) = [n for n, line in enumerate(code.lines) if "GLOBALTIMER" in line.text]
     poll = code.poll()
@@ -145,8 +145,8 @@ def test_the_clock_is_read_now_and_then(codes: dict[Kernel, Code]) -> None:
 
 
 def chains(steps: list[Instruction]) -> tuple[int, int]:
-    """How many chains of matrix instructions there are, each of which adds to what the one before
-    has summed, and how long the longest is; the sums may be moved between.
+    """The number of chains of matrix instructions, in which each adds to the sum of the one before,
+    and the length of the longest chain; sums may move between registers.
     """
     depth, begun, longest = dict[int, int](), 0, 0
     for step in steps:
@@ -161,16 +161,16 @@ def chains(steps: list[Instruction]) -> tuple[int, int]:
 
 
 def assert_swift(code: Code) -> None:
-    """What the engine relies on the compiler for, in a step of tier 2."""
+    """Asserts the properties of a step of tier 2 for which the engine relies on the compiler."""
     matrices = set(code.named("HMMA"))
     step = max((l for l in code.loops() if matrices & {*l}), key=len)
     matrices &= {*step}
     begun, longest = chains([code.lines[n] for n in step])
     assert begun >= CHAINS and begun * longest == len(matrices)
-    # h comes from memory as matrix instructions take it, and weights stay in registers.
+    # h is loaded in the layout of matrix instructions, and weights stay in registers.
     assert not code.named("LDSM") and len(code.named("MEMBAR")) == 1
-    # Nothing is loaded before the programs have waited for one another; then all that comes from
-    # the others is on its way before the first matrix instruction.
+    # Nothing is loaded before the programs have waited for one another; then all loads from other
+    # programs start before the first matrix instruction.
     loads = {n for n in code.named("LDG") if n in step}
     waiting = next(l for l in code.loops() if l[0] in step and loads & {*l})
     assert min(loads) in waiting
@@ -213,7 +213,7 @@ def test_a_device_that_is_not_there(driver: Driver) -> None:
 
 @pytest.mark.gpu
 def test_a_new_thread_on_a_card() -> None:
-    """It has no context until its first kernel, which may be ours."""
+    """A thread has no context until its first kernel, which may be ours."""
     layer = anycell.torch.RNN(cells.LSTM, 8, 8, device=DEVICE)
     x, found = torch.randn(3, 2, 8, device=DEVICE), list[Any]()
 
@@ -233,7 +233,7 @@ def test_a_new_thread_on_a_card() -> None:
 
 # -- trouble ---------------------------------------------------------------------------------------
 def test_trouble_is_told_whoever_calls_next() -> None:
-    """Threads and streams share a host: each of them hears of what went wrong before it called."""
+    """Threads and streams share a host: each call reports a failure that happened before it."""
     problem = random_problem(cells.LSTM, (1, 2, 5), np.random.default_rng(0), "float32")
     told = list[str]()
 

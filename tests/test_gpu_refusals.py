@@ -1,5 +1,5 @@
-"""What a device refuses falls to the next choice: by a driver that says what it is told to say, and
-in Triton's interpreter, with launches that are refused.
+"""Kernels that a device refuses fall back to the next choice: with a stub of the driver, and in
+Triton's interpreter with launches that refuse.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ from anycell.torch.device import DeviceHost
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
-    """Nothing has been refused before, and nothing is later."""
+    """Forgets all refusals before and after a test."""
     refusals.forget()
     yield
     refusals.forget()
@@ -50,7 +50,7 @@ SHARED = print_cooperative(
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Driver]]:
-    """Starts a kernel once, as compiled like that, on a driver with such results."""
+    """Returns a function that launches a kernel once, with this binary and a driver's results."""
 
     def start(kernel: Printed, binary: Binary, **results: int) -> Driver:
         driver = Driver(**results)
@@ -97,7 +97,7 @@ def test_what_the_driver_reads_of_arguments(
         for (_, kind), address in zip(kernel.arguments, driver.arguments, strict=False)
     ]
     assert read == [5 if name == "t" else values[name] for name, _ in kernel.arguments]
-    # Scratch memory of Triton's own, of which there is none.
+    # Triton's own scratch memory, which is empty.
     behind = driver.arguments[len(read) :]
     assert [ctypes.c_uint64.from_address(address).value for address in behind] == [0] * 2
 
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused(
 
 @pytest.mark.parametrize("result", [701, 720, 801])
 def test_more_programs_than_run_at_once(result: int, started: Any) -> None:
-    """As under MPS, or in a green context, whose multiprocessors are a part of the card's."""
+    """Under MPS or in a green context, a process has only some of the card's multiprocessors."""
     with pytest.raises(Refused, match="does not launch 2 x 3 programs at once") as refused:
         started(SHARED, binary(), cuLaunchCooperativeKernel=result)
     assert refused.value.programs == 6
@@ -176,13 +176,13 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- a pass that begins anew -----------------------------------------------------------------------
 class H100(Poisoned):
-    """Its kernels are chosen as for a card."""
+    """A host whose kernels are chosen as for an H100."""
 
     limits = CARDS["H100"]
 
 
 class Launches:
-    """In the place of ``Launch._interpret``: refuses what it is told to, and runs the rest."""
+    """Replaces ``Launch._interpret``: refuses some launches, and runs the others."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[Launch], bool]) -> None:
         self.refused: list[str] = []
@@ -209,7 +209,7 @@ def whole(launch: Launch) -> bool:
 def test_what_is_refused_falls_to_the_next(
     cell: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Down to tier 3, in both passes, with the right results; and each is asked once."""
+    """Both passes fall to tier 3 with the right results; each choice is tried only once."""
     options = {"training": True, "seed": 3} if cell.keeps else {}
     problem = random_problem(cell, (3, 3, 18), rng, "float32", masked=True, resets=True, **options)
     launches = Launches(monkeypatch, whole)
@@ -237,7 +237,7 @@ def test_what_is_refused_falls_to_the_next(
 def test_only_what_is_refused_falls(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first number of warps; the next one runs, in tier 1."""
+    """Only the first number of warps is refused; the next number runs, in tier 1."""
     problem = random_problem(cells.RNN, (3, 3, 40), rng, "float32")
     first: list[Printed] = []
 
@@ -271,7 +271,7 @@ def test_tier_3_has_no_next(rng: np.random.Generator, monkeypatch: pytest.Monkey
 
 
 def test_fewer_programs_are_not_refused() -> None:
-    """What was refused for its many programs may run with fewer rows; what does not fit, never."""
+    """Kernels refused for too many programs may run on fewer rows; misfits never run."""
     one, card = plan(cells.LSTM, 768, "bfloat16", "gpu"), CARDS["H100"]
     choice, other = capacity.choices(one, card)[:2]
     about = card, one, Variant(), choice, other, "too large"
@@ -291,9 +291,9 @@ def test_layers_say_what_was_refused(
     ran: list[str],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two directions, of which the first one is refused: the whole pass begins anew."""
+    """If a direction is refused, the whole pass of both directions starts again."""
     monkeypatch.setattr(DeviceHost, "limits", CARDS["T4"])
-    fused.host_of.cache_clear()  # whose hosts know their limits
+    fused.host_of.cache_clear()  # its hosts hold their limits
     layer = anycell.torch.RNN(cells.MGU, 3, 6, bidirectional=True, device=DEVICE)
     cell = anycell.torch.RNNCell(cells.MGU, 3, 6, device=DEVICE)
     x = torch.randn(4, 2, 3, device=DEVICE)
@@ -321,7 +321,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_cards_of_others(cards: pytest.MonkeyPatch) -> None:
-    """Tensors of PyTorch for ROCm are on "cuda"."""
+    """PyTorch for ROCm also calls its device "cuda"."""
     assert isinstance(functional.fused_plan(cells.LSTM, 8, weight("cuda", torch.float32)), Plan)
     fused._foreign.cache_clear()
     cards.setattr(torch.version, "hip", "6.4")
@@ -341,7 +341,7 @@ def test_a_card_without_a_driver(there: bool, cards: pytest.MonkeyPatch) -> None
 # -- float32 ---------------------------------------------------------------------------------------
 @pytest.fixture
 def precision() -> Iterator[None]:
-    """Torch's settings, as they were."""
+    """Resets torch's precision settings, and restores them after a test."""
     backends = torch.backends
     places = [backends, backends.cuda.matmul]
     before = [getattr(p, "fp32_precision", None) for p in places]
@@ -351,7 +351,7 @@ def precision() -> Iterator[None]:
             if value is not None:
                 place.fp32_precision = value
 
-    # What other tests have asked of matmuls alone would hide what is asked of everything.
+    # A setting of matmuls alone, left by other tests, would hide the setting of everything.
     choose([value and "none" for value in before])
     yield
     choose(before)
@@ -373,7 +373,7 @@ NEWER = pytest.mark.skipif(
     ],
 )
 def test_tf32_follows_torch(name: str, value: Any, expected: bool, precision: None) -> None:
-    """By whichever of its settings; of the newer one the older cannot be read any more."""
+    """TF32 follows all of torch's settings; the old ones are unreadable after a new one is set."""
     *path, last = name.split(".")
     place: Any = torch.backends
     for part in path:
@@ -385,7 +385,7 @@ def test_tf32_follows_torch(name: str, value: Any, expected: bool, precision: No
 
 
 def test_few_are_tried() -> None:
-    """A first call must not compile for minutes where a device refuses one choice after another."""
+    """A first call must not compile for minutes if a device refuses one choice after another."""
     for cell, hidden, batch in itertools.product((cells.LSTM, cells.GRU), (64, 512), (16, 128)):
         for dtype in ("float32", "bfloat16"):
             one = plan(cell, hidden, dtype, "gpu")
@@ -395,8 +395,8 @@ def test_few_are_tried() -> None:
 
 
 def test_how_float32_is_multiplied() -> None:
-    """By the threads where that is short, by the matrix units from three bfloat16, as TF32 only
-    where it is allowed; a T4 has neither.
+    """Threads multiply if that is short, matrix units multiply three bfloat16, or TF32 only if it
+    is allowed; a T4 has neither of the latter.
     """
 
     def ways(hidden: int, card: str, **options: Any) -> dict[int, list[str]]:
@@ -434,8 +434,8 @@ def gpu_text(choice: capacity.Choice) -> str:
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [40, 128, 384])
 def test_float32_on_a_card(hidden: int, rng: np.random.Generator) -> None:
-    """With the accuracy of float32, however the tier that the card chooses multiplies: only a card
-    shows that of three bfloat16.
+    """Results have float32 accuracy, however the card's tier multiplies; only a card shows the
+    accuracy of three bfloat16.
     """
     for cell in (cells.LSTM, cells.GRU):
         problem = random_problem(cell, (20, 16, hidden), rng, "float32")
@@ -443,8 +443,8 @@ def test_float32_on_a_card(hidden: int, rng: np.random.Generator) -> None:
 
 
 def test_three_bfloat16_are_a_float32(rng: np.random.Generator) -> None:
-    """The arithmetic of "bf16x6", as matrix units may do it at worst: 16 products and the sum so
-    far, of which each loses what lies 24 bits below the largest; chunks are added as float32.
+    """Emulates the worst arithmetic of "bf16x6": in sums of 16 products and the sum so far, terms
+    lose all bits 24 below the largest; chunks are added as float32.
     """
     a = rng.normal(size=(8, 512)).astype("float32")
     b = rng.uniform(-1, 1, (512, 64)).astype("float32")
@@ -457,7 +457,7 @@ def test_three_bfloat16_are_a_float32(rng: np.random.Generator) -> None:
 
 
 def by_parts(a: Any, b: Any, bits: int, parts: int, chunk: int = 32) -> Any:
-    """``a @ b`` from so many parts of each, of so many bits, in chunks of k."""
+    """Computes ``a @ b`` from ``parts`` parts of ``bits`` bits of each operand, by chunks of k."""
     total = np.zeros((a.shape[0], b.shape[1]), "float32")
     for k in range(0, a.shape[1], chunk):
         left, right = (
@@ -476,7 +476,7 @@ def by_parts(a: Any, b: Any, bits: int, parts: int, chunk: int = 32) -> Any:
 
 
 def split(values: Any, bits: int, parts: int) -> list[Any]:
-    """Parts of so many bits, the largest first, that add up to the values, or nearly."""
+    """Splits values into parts of ``bits`` bits, the largest first, with almost the same sum."""
     found = []
     for _ in range(parts):
         mantissa, exponent = np.frexp(values)

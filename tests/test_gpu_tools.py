@@ -1,4 +1,4 @@
-"""``tools/gpu_check.py`` and what it runs on a card, as far as they go without one."""
+"""``tools/gpu_check.py`` and the tools that it runs on a card, tested without a card."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ def bench() -> Any:
 
 # -- what is timed ---------------------------------------------------------------------------------
 def test_the_plan_of_the_runs(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The targets first; then all of the grid and of the shapes, each once."""
+    """The targets come first, then all cases of the grid and of the shapes, each once."""
     bench.main(["--plan"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     targets = bench.chosen("targets")
@@ -63,7 +63,7 @@ def test_what_time_does_not_allow_is_said(bench: Any) -> None:
 
 
 def test_errors_are_lines(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a contender and of a whole case; only a card that is lost ends the run."""
+    """Errors of contenders and cases become lines; only a lost card ends the run."""
     import torch
 
     def measured(case: Any) -> Iterator[dict[str, Any]]:
@@ -92,8 +92,8 @@ def test_errors_are_lines(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_contenders_are_timed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, with a clock that is made up: each that agrees has both passes, and what one
-    raises, or computes wrongly, takes no other one along.
+    """On the CPU, with a stub of the clock: both passes of each contender that agrees are timed,
+    and a contender that raises or is wrong does not affect the others.
     """
     import torch
 
@@ -182,7 +182,7 @@ TOOLS_OF_A_CARD = {
 @without_a_card
 @pytest.mark.slow
 def test_without_a_card(tool: str, tmp_path: Path) -> None:
-    """They say so, and fail."""
+    """Without a card, tools print the reason and fail."""
     path, status = str(ROOT / f"tools/{tool}.py"), 3 if tool == "gpu_card" else 1
     said = run(path, *TOOLS_OF_A_CARD[tool], cwd=tmp_path, status=status)
     assert f"{tool}: no CUDA card here" in said
@@ -190,7 +190,7 @@ def test_without_a_card(tool: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 def test_smoke(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter: right, then made wrong, then refused, then broken."""
+    """In the interpreter, the tool reports right, refused, wrong and broken kernels."""
     smoke = load("tools/gpu_smoke.py")
     monkeypatch.setattr(smoke, "STEPS", 3)
     monkeypatch.setattr(smoke, "BATCH", 3)
@@ -220,7 +220,7 @@ def test_smoke(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stress_counts_wrong_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, with launches that are made up: the fourth one gives another bit."""
+    """On the CPU, with stubs of launches: the fourth launch returns another bit."""
     import torch
 
     stress = load("tools/gpu_stress.py")
@@ -272,7 +272,7 @@ def test_stress_counts_wrong_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("numbers", [False, True])
 @without_a_card
 def test_the_exchange_alone(numbers: bool) -> None:
-    """One program, which hears from itself: each step reads what the step before has written."""
+    """A single program exchanges with itself: each step reads what the step before wrote."""
     import torch
 
     exchange, host = load("tools/gpu_exchange.py"), DeviceHost(torch.float32, DEVICE)
@@ -332,7 +332,7 @@ def test_what_the_driver_says_of_a_card_is_understood(card: Any) -> None:
 
 @pytest.mark.slow
 def test_kernels_are_compiled_ahead() -> None:
-    """Those that a layer would start on a card of which only the numbers are known."""
+    """The tool compiles a layer's kernels for a card of which only the numbers are known."""
     made, wrong = python(AHEAD, **COMPILES).splitlines()
     assert made == str([(f"{way}_cooperative", 90) for way in ("forward", "backward")])
     assert wrong.startswith("KeyError")
@@ -348,7 +348,7 @@ def check() -> Any:
 
 
 def test_the_plan_of_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes nine minutes at most, in the order of what matters; its programs are there."""
+    """It takes at most nine minutes, most important parts first, and its programs exist."""
     parts = check.plan()
     order = "card smoke ahead exchange targets stress tests engine sanitizer rest"
     assert [part.name for part in parts] == order.split()
@@ -379,7 +379,7 @@ LEAVES = (
     "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c',"
     " 'import time; time.sleep(600)']); print('{\"child\": %d}' % child.pid)"
 )
-# It loses the card in the first case and in the second; the third goes well.
+# A process that loses the card in its first two cases and succeeds in the third.
 LOSES = """
 import json, sys
 after = int(sys.argv[-1]) if "--after" in sys.argv else 0
@@ -396,7 +396,7 @@ print('[gw0] [ 33%] PASSED tests/test_a.py::test_a[x y] ')
 print('FAILED tests/test_a.py::test_b - AssertionError: no')
 raise SystemExit(1)
 """
-# What a process does, what it may do, and what becomes of it.
+# Processes by name: code, options of the command, and result.
 FATES: dict[str, tuple[str, dict[str, Any], str]] = {
     "smoke-dies": (DIES, {}, "killed by SIGKILL"),
     "ahead": (LEAVES, {}, "passed"),
@@ -413,8 +413,8 @@ FATES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.fixture
 def begun(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A run of these processes; those that hang have so many seconds."""
-    # Children of a run in the background would ignore it.
+    """Returns a function that makes a check of ``FATES``; its seconds are for hanging processes."""
+    # Otherwise, children of a background run would ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(check, "LAST_WORDS", ((signal.SIGINT, 0.7), (signal.SIGABRT, 2.0)))
@@ -437,7 +437,7 @@ def begun(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_whatever_happens_the_results_are_kept(check: Any, begun: Any) -> None:
-    """Processes that fail, hang, are deaf to signals, die, are missing, lose the card; no time."""
+    """Processes fail, hang, ignore signals, die, are missing, lose the card, or lack time."""
     run = begun(3.0)
     assert not run.run()
     results = check.Results.read(run.folder)
@@ -446,7 +446,7 @@ def test_whatever_happens_the_results_are_kept(check: Any, begun: Any) -> None:
     right = {name: fate for name, (*_, fate) in FATES.items()} | {"no program": "missing"}
     assert {r["name"]: r["result"] for r in said if r["result"] != "lost the card"} == right
     assert len(said) == len(right) + 2 and set(late) == {"no time left"}  # two cards were lost
-    # The third time it was told to leave out two cases; a deaf process has said where it was.
+    # The third run skipped two cases; a process that ignored SIGINT printed its stack.
     assert sum(line.get("done", 0) for line in results.lines("targets")) == 2
     assert "KeyboardInterrupt" in results.texts["smoke-hangs"]
     assert "Fatal Python error: Aborted" in results.texts["smoke-deaf"]

@@ -1,8 +1,8 @@
-"""The Keras layers: against ``keras.layers`` where it has them, else against the NumPy layers.
+"""The Keras layers, against ``keras.layers`` if it has them, else against the NumPy layers.
 
-One process has one backend of Keras: run them with KERAS_BACKEND set to each.
+One process has one backend of Keras: run the tests with KERAS_BACKEND set to each backend.
 
-One file, because every test compares layers of the same pairs, which are made at its top.
+One file, because every test compares layers of the pairs defined at its top.
 """
 
 from collections.abc import Iterator
@@ -44,13 +44,13 @@ FLAGS: list[dict[str, Any]] = [
     {"return_sequences": True, "zero_output_for_mask": True, "return_state": True},
     {"zero_output_for_mask": True, "go_backwards": True},
 ]
-EXACT = BACKEND != "torch"  # there Keras's own loop loses digits
+EXACT = BACKEND != "torch"  # on torch, Keras's own loop loses digits
 SLOW_FLOAT32 = pytest.param("float32", marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
 def _float64(request: pytest.FixtureRequest) -> Iterator[None]:
-    """JAX has float64 only if asked for it: where a test is of that dtype."""
+    """Enables float64 in JAX, which disables it by default, for tests of that dtype."""
     given = getattr(request.node, "callspec", None)
     if BACKEND != "jax" or given is None or given.params.get("dtype") != "float64":
         yield
@@ -63,7 +63,7 @@ def _float64(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pair(name: str, units: int, **kwargs: Any) -> tuple[Any, Any]:
-    """Keras's layer and ours."""
+    """Returns Keras's layer and ours."""
     if BACKEND == "jax" and name == "SimpleRNN" and kwargs.get("dtype") == "float64":
         pytest.skip("Keras's own fails: its step returns float32")
     return getattr(keras.layers, name)(units, **kwargs), getattr(ak, name)(units, **kwargs)
@@ -133,16 +133,16 @@ def test_arguments_that_the_cell_language_knows(
         own.pop("recurrent_activation", None)
     theirs, ours = pair(name, 6, return_sequences=True, dtype=dtype, **own)
     copy_weights(theirs, ours, (3, 4, 2))
-    # exp of what exp gave before overflows in a few steps.
+    # exp of exp overflows in a few steps.
     steps = 2 if own.get("activation") == "exponential" else 4
     x = 0.5 * rng.normal(size=(3, steps, 2))
     assert_right(solve(ours, x), solve(theirs, x), dtype)
     assert ours.engine.name == ("cpu" if FUSED else "keras")
 
 
-# Where functions have kinks, or exp overflows.
+# Points at which functions have kinks, or exp overflows.
 EDGES = np.array([0, 1, -1, 3, -3, 6, -6, 100, -100, 1e30, -1e30, np.nan], "float32")
-# Where torch's derivative is not TensorFlow's.
+# Points at which torch's derivative differs from TensorFlow's.
 APART = {"selu": [0.0], "hard_tanh": [1.0, -1.0]} if BACKEND == "torch" else {}
 
 
@@ -174,13 +174,13 @@ def test_activations_at_their_edges(function: str) -> None:
     [
         ({"activation": "gelu"}, "activation=gelu is not in the cell language"),
         ({"activation": lambda v: v}, "activation=<lambda> is not in the cell language"),
-        ({"dropout": 0.5, "implementation": 1}, ""),  # drops inputs of every gate on their own
+        ({"dropout": 0.5, "implementation": 1}, ""),  # drops the inputs of each gate separately
     ],
     ids=["gelu", "lambda", "implementation"],
 )
 def test_arguments_that_keras_runs_otherwise(kwargs: dict[str, Any], reason: str) -> None:
     theirs, ours = pair("LSTM", 4, seed=4, **kwargs)
-    theirs.use_cudnn = ours.use_cudnn = False  # or Keras fails with implementation=1 and dropout
+    theirs.use_cudnn = ours.use_cudnn = False  # Keras's fails with these arguments
     copy_weights(theirs, ours, (3, 4, 2))
     x = np.ones((3, 4, 2), "float32")
     for training in (False, True):
@@ -229,7 +229,7 @@ def test_recurrent_dropout_draws_what_keras_draws(
     copy_weights(theirs, ours, (3, 4, 2))
     x = np.random.default_rng(0).normal(size=(3, 4, 2))
     mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]], bool) if masked else None
-    # Keras's matmul on torch is one of float32, whatever it is given.
+    # Keras's matmul on torch computes in float32 for any dtype.
     exact = "float32" if BACKEND == "torch" else dtype
     assert_right(
         solve(ours, x, training=True, mask=mask), solve(theirs, x, training=True, mask=mask), exact
@@ -287,7 +287,7 @@ def test_constraints_and_regularizers(name: str) -> None:
     model.compile("sgd", "mse")
     x, y = np.ones((4, 5, 3), "float32"), np.zeros((4, 4), "float32")
     model.fit(x, y, verbose=0, epochs=2)
-    kept = 3 if name != "SimpleRNN" else 2  # Keras forgets the activity's there
+    kept = 3 if name != "SimpleRNN" else 2  # Keras forgets its activity's
     assert BACKEND == "jax" or len(model.losses) == kept
     assert number(layer.cell.kernel).min() >= 0.0
 
@@ -439,7 +439,7 @@ X, H, FLAG = np.ones((2, 5, 3), "float32"), np.ones((2, 4), "float32"), np.ones(
     ids=lambda v: "" if isinstance(v, str) else next(iter(v)),
 )
 def test_shapes_that_do_not_fit_are_refused(given: dict[str, Any], what: str) -> None:
-    """The kernels find their way through memory by them."""
+    """Kernels address memory by these shapes."""
     layer = ak.RNN(cells.EALSTM if "static" in given else cells.LSTM, 4)
     convert = keras.ops.convert_to_tensor
     with pytest.raises(ValueError, match=what):
@@ -450,7 +450,7 @@ def test_shapes_that_do_not_fit_are_refused(given: dict[str, Any], what: str) ->
 
 
 def test_complex_numbers_are_refused() -> None:
-    """A cast would leave their real parts, without a word."""
+    """A cast would silently keep only their real parts."""
     for layer in (ak.RNN(cells.LSTM, 4), ak.LSTM(4)):
         with pytest.raises(TypeError, match="sequences: given complex64; expected real numbers"):
             layer(X.astype("complex64"))
@@ -508,7 +508,7 @@ def test_one_row_of_states_or_mask_stands_for_all(step: Any, rng: np.random.Gene
 
 
 def test_masks_and_static_inputs_in_lists(rng: np.random.Generator) -> None:
-    """Of rows, and of one mask, as Keras passes it behind a layer of several inputs."""
+    """Lists of rows, and of one mask, as Keras passes it after a layer with several inputs."""
     layer, x = ak.RNN(cells.EALSTM, 4), rng.normal(size=(2, 5, 3)).astype("float32")
     mask, static = np.array([[1, 0, 1, 1, 0], [1, 1, 1, 0, 0]], bool), np.ones((2, 4), "float32")
     right = number(layer(x, mask=mask, static=static))
@@ -520,7 +520,7 @@ def test_masks_and_static_inputs_in_lists(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("what", ["static", "resets"])
 def test_an_automatic_mask_beside_another_tensor(what: str, rng: np.random.Generator) -> None:
-    """Keras hands a mask on only to a call with one tensor."""
+    """The mask arrives; Keras itself passes masks on only to calls with one tensor."""
     convert = keras.ops.convert_to_tensor
     ids = np.array([[1, 2, 0, 0], [3, 4, 5, 6]])
     embed = keras.layers.Embedding(10, 3, mask_zero=True)
@@ -540,14 +540,14 @@ def test_an_automatic_mask_beside_another_tensor(what: str, rng: np.random.Gener
 @pytest.mark.parametrize("what", ["dropout", "recurrent_dropout"])
 @pytest.mark.parametrize("name", KERAS)
 def test_a_dropout_rate_of_one(name: str, what: str) -> None:
-    """In Keras it is none for ``LSTM`` and ``GRU``, and all for ``SimpleRNN``."""
+    """In Keras, a rate of one drops nothing in ``LSTM`` and ``GRU``, and all in ``SimpleRNN``."""
     if BACKEND == "torch" and what == "dropout" and name != "SimpleRNN":
         pytest.skip("Keras's path through torch's own layers takes it for all")
     theirs, ours = pair(name, 4, **{what: 1.0})
     copy_weights(theirs, ours, X.shape)
     try:
         right = number(theirs(X, training=True))
-    except ValueError as error:  # as TensorFlow 2.16's dropout
+    except ValueError as error:  # such as TensorFlow 2.16's dropout
         pytest.skip(f"this Keras refuses it: {error}")
     assert_close(number(ours(X, training=True)), right, "float32", "forward")
 
@@ -593,7 +593,7 @@ def NotRegistered(x: Any, r: Any, s: Any) -> Any:
 
 
 def namesake() -> Any:
-    """A cell with the name of a built-in one, and another step."""
+    """Returns a cell with the name of a built-in cell, but another step."""
 
     @cell(gates="z", state="h")
     def PeepholeLSTM(x: Any, r: Any, s: Any, *, scales: Any = (1.0, (2.0, 3.0))) -> Any:
@@ -610,7 +610,7 @@ def Mixed(x: Any, r: Any, s: Any) -> Any:
 
 @pytest.mark.skipif(BACKEND == "jax", reason="refused there")
 def test_random_masks_of_single_steps() -> None:
-    """In ``keras.layers.RNN``: once per sequence, or at every step, as the cell says."""
+    """In ``keras.layers.RNN``, cells draw masks once per sequence or at every step, as declared."""
 
     @cell(gates="g", state="h total")
     def Count(x: Any, r: Any, s: Any, *, per: str = "step") -> Any:
@@ -644,7 +644,7 @@ def test_refuses_random_masks_of_single_steps() -> None:
 
 @cell(gates="g", state="h m")
 def Drawn(x: Any, r: Any, s: Any) -> Any:
-    """Shows what is drawn, of an input that is zero."""
+    """Its output shows the random masks, for an input of zeros."""
     return keep(0.25) + 2.0 * keep(0.5, per="sequence") + x.g, keep(0.25)
 
 
@@ -661,7 +661,7 @@ def test_random_masks(engine: str | None, monkeypatch: pytest.MonkeyPatch) -> No
     assert abs(steps.mean() - 0.25) < 0.02  # of 8192 draws
     assert abs(once[:, 0].mean() - 0.5) < 0.09  # of 512
     assert np.array_equal(once, np.broadcast_to(once[:, :1], once.shape))
-    # Of two steps, units, rows, masks or calls 37.5 % differ.
+    # 37.5 % of the values differ between two steps, units, rows, masks or calls.
     again = number(layer(x, training=True)[0]) % 2
     for a, b in (
         (steps[:, 1:], steps[:, :-1]), (steps[:, :, 1:], steps[:, :, :-1]), (steps[1:], steps[:-1]),
@@ -710,7 +710,7 @@ def test_config_of_cells(tmp_path: Any) -> None:
 
 
 def test_no_cell_is_taken_for_a_built_in_one(tmp_path: Any) -> None:
-    """By its name; also where nothing is loaded. And hyperparameters stay nested tuples."""
+    """A name alone restores no cell, even without loading; hyperparameters stay nested tuples."""
     mine, path = namesake()(scales=(0.5, (2.0, 3.0))), tmp_path / "model.keras"
     model = keras.Sequential([keras.Input((None, 3)), ak.RNN(mine, 4)])
     model.save(path)
@@ -775,7 +775,7 @@ def test_fit_learns() -> None:
 
 # -- cells that are not as they were made ----------------------------------------------------------
 def halving(call: Any) -> Any:
-    """The call of a cell that halves the first state, which is the output too."""
+    """Returns a cell's call that halves the first state, which is also the output."""
 
     def half(self: Any, inputs: Any, states: Any, training: bool = False) -> Any:
         _, new = call(self, inputs, states, training=training)
@@ -824,7 +824,7 @@ def test_a_changed_cell_is_honoured(
 
 
 def test_a_layer_of_another_cell_of_keras() -> None:
-    """It is the cell that decides."""
+    """The cell decides how the layer runs."""
 
     class Mine(ak.LSTM):
         def __init__(self, units: int, **kwargs: Any) -> None:
@@ -882,20 +882,20 @@ def test_what_other_frontends_take_is_refused_with_a_remedy() -> None:
 @pytest.mark.skipif(BACKEND != "torch", reason="of torch")
 @pytest.mark.parametrize("name", ["LSTM", "PeepholeLSTM"])
 def test_torch_compile_takes_a_layer_as_it_is(name: str) -> None:
-    """And does not compile the plan and the printer of its kernels, of which torch would warn."""
+    """It does not compile the plan and the printer of kernels, about which torch would warn."""
     import torch
 
     layer, x = getattr(ak, name)(4), torch.ones(X.shape)
     layer.build(X.shape)
     compiled = torch.compile(lambda x: layer(x), backend="eager")
-    with torch.no_grad():  # Dynamo asks for gradients of what is no leaf, and warns of that itself
+    with torch.no_grad():  # with gradients, Dynamo warns about its own access to non-leaves
         assert_close(number(compiled(x)), number(layer(x)), "float32", "forward")
 
 
 # -- memory ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [3, 40])
 def test_memory_of_any_kind(rows: int, rng: np.random.Generator) -> None:
-    """Of NumPy's arrays that a call takes; below and above where the kernel projects."""
+    """Calls take NumPy arrays of any layout, whether or not the kernel projects the input."""
     shape, layer = (rows, 8, 16), ak.LSTM(12, return_sequences=True)
     given = {
         "x": rng.normal(size=shape).astype("float32"),
@@ -968,14 +968,14 @@ def test_a_bottleneck_says_its_size() -> None:
 
 @pytest.mark.parametrize("make", [ak.RNN, ak.RNNCell])
 def test_sizes_that_heads_do_not_divide(make: Any) -> None:
-    """Refused when the layer is made, not when it is called."""
+    """They are refused when the layer is created, not when it is called."""
     with pytest.raises(ValueError, match=r"given H=10 .* a multiple of 4, .*Choose 8 or 12"):
         make(cells.sLSTM(heads=4), 10)
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_a_call_is_few_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eagerly, of a warm layer: no cell is traced anew."""
+    """An eager call of a warm layer traces no cell again."""
     monkeypatch.setattr(cpu.check, "ON", False)
     layer = ak.RNN(cells.PeepholeLSTM, 64) if kind == "RNN" else getattr(ak, kind)(64)
     x = keras.ops.ones((8, 20, 32))

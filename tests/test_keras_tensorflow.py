@@ -1,4 +1,4 @@
-"""The Keras layers where TensorFlow traces, compiles, exports, replicates and differentiates.
+"""The Keras layers when TensorFlow traces, compiles, exports, replicates and differentiates them.
 
 One file, because all of it is about graphs of one small model.
 """
@@ -79,7 +79,7 @@ def test_under_xla(step: Any, rng: np.random.Generator) -> None:
 
 
 def test_fit_takes_the_kernels(rng: np.random.Generator) -> None:
-    """By itself it would have XLA compile the model, and the kernels never run."""
+    """By default, ``fit`` would compile the model with XLA, and the kernels would never run."""
     x, y = data(rng, 8, 5, 3), data(rng, 8, 1)
     trained = []
     for module in (ak, keras.layers):
@@ -100,7 +100,7 @@ def test_fit_takes_the_kernels(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_fit_by_xla(rng: np.random.Generator) -> None:
-    """Step by step, where that has been asked for; the number of rows is not known."""
+    """XLA runs the layer step by step if asked to; the number of rows is unknown."""
     x, y = data(rng, 6, 2, 3), data(rng, 6, 4)
     trained = []
     for xla in (False, True):
@@ -130,7 +130,7 @@ def test_every_cell_trains_by_xla(name: str, rng: np.random.Generator) -> None:
         model.compile("sgd", "mse", jit_compile=True)
         model.fit(x, y, epochs=10, verbose=0)
     assert model.jit_compile
-    assert tf.reduce_mean((layer(x) - y) ** 2) < before  # whatever random masks were drawn
+    assert tf.reduce_mean((layer(x) - y) ** 2) < before  # for any random masks
 
 
 def test_the_engine_inside_a_graph(rng: np.random.Generator) -> None:
@@ -145,7 +145,7 @@ def test_the_engine_inside_a_graph(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_cannot_run_elsewhere_says_what_to_do(count: int, rng: np.random.Generator) -> None:
-    """XLA and TensorFlow Lite, of any number of layers."""
+    """XLA and TensorFlow Lite refuse models of any number of layers, with the remedy."""
     layers = [ak.LSTM(4, return_sequences=True) for _ in range(count)]
     model, x = keras.Sequential(layers), data(rng, 2, 5, 3)
     model(x)
@@ -166,7 +166,7 @@ def test_what_cannot_run_elsewhere_says_what_to_do(count: int, rng: np.random.Ge
 
 
 def test_losses_that_are_scaled_may_overflow() -> None:
-    """Keras's own layers say nothing of it."""
+    """The overflow causes no warning, as in Keras's own layers."""
     wide = np.array([1.0, 1e30], "float32")
     assert host_of(DTYPES["float16"]).narrow(wide).tolist() == [1.0, np.inf]
 
@@ -226,7 +226,7 @@ def test_a_mask_does_not_lengthen_sequences_of_one_step(rng: np.random.Generator
 def test_an_input_that_the_kernel_projects(
     name: str, graph: bool, set_layer: Callable[..., None]
 ) -> None:
-    """As it does where there is more to do than in a test."""
+    """The kernel projects, as it does for larger inputs than a test has."""
     asked = []
     set_layer(projects=lambda *_: asked.append(1) or True)
     for ways in ((), ("reverse",)):
@@ -248,7 +248,7 @@ def test_second_derivatives_through_a_projection_in_the_kernel(
 
 
 def derive(layer: Any, x: Any, watched: bool = True) -> list[Any]:
-    """Output and gradients, of the input too if it is watched."""
+    """Returns output and gradients, including the input's if it is watched."""
     with tf.GradientTape() as tape:
         if watched:
             tape.watch(x)
@@ -341,7 +341,7 @@ def test_inside_a_while_loop_and_a_condition(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 @pytest.mark.sample(1)
 def test_forward_mode(name: str, watched: str, graph: bool, rng: np.random.Generator) -> None:
-    """Jacobians and Hessians times a vector, forwards and forwards over reverse: as in Keras."""
+    """Jacobian- and Hessian-vector products, forwards and forwards over reverse, equal Keras's."""
     ours, theirs = (getattr(m, name)(3, dtype="float64") for m in (ak, keras.layers))
     x, scale = tf.constant(rng.normal(size=(2, 2, 4))), tf.constant(rng.normal(size=(2, 3)))
     ours.build(x.shape)
@@ -394,7 +394,7 @@ def test_a_function_in_loops_and_branches(
 
     function, outer = tf.function(lambda x: layer(x)), tf.function(WITHIN[within].python_function)
     right = gradients(_each, layer)
-    if traced == "outside":  # its own gradient has been made too
+    if traced == "outside":  # its own gradient exists then, too
         gradients(_each, function)
     found = gradients(outer, function)
     del function
@@ -430,7 +430,7 @@ def test_two_derivatives_through_loops_and_branches(within: str, rng: np.random.
 
 @pytest.mark.parametrize("loop", [tf.map_fn, tf.vectorized_map])
 def test_a_loop_that_is_vectorized(loop: Any, rng: np.random.Generator) -> None:
-    """Values as ever; under a tape an error, for TensorFlow would lose the gradient."""
+    """Values are right; under a tape an error, because TensorFlow would lose the gradient."""
     layer, x = ak.SimpleRNN(2, dtype="float64"), tf.constant(rng.normal(size=(2, 2, 3, 4, 2)))
     right = tf.stack([_each(layer, part) for part in x])
     ours = tf.vectorized_map(lambda part: loop(layer, part), x)
@@ -445,7 +445,7 @@ def test_a_loop_that_is_vectorized(loop: Any, rng: np.random.Generator) -> None:
     "graph", [pytest.param(False, marks=pytest.mark.more), True], ids=["eager", "graph"]
 )
 def test_the_gradient_of_a_jacobian(graph: bool, rng: np.random.Generator) -> None:
-    """As a penalty on it has, in TensorFlow's vectorized loop as in any other."""
+    """A penalty on a Jacobian has the same gradient in TensorFlow's vectorized loop as without."""
     layer, x = ak.GRU(3, dtype="float64"), tf.constant(rng.normal(size=(2, 4, 3)))
     layer.build(x.shape)
 
@@ -487,7 +487,7 @@ def test_a_tape_that_is_read_twice(rng: np.random.Generator) -> None:
 
 
 def test_random_masks_are_the_same_in_both_directions(rng: np.random.Generator) -> None:
-    """Where a unit is held in every step nothing flows to the input."""
+    """No gradient flows to the input from a unit that is held in every step."""
     layer, x = ak.RNN(Noisy, 64), data(rng, 2, 1, 3)
 
     @tf.function
@@ -508,7 +508,7 @@ def test_random_masks_are_the_same_in_both_directions(rng: np.random.Generator) 
 
 # -- what graphs leave behind ----------------------------------------------------------------------
 def left_behind() -> tuple[int, int, int]:
-    """Graphs, callbacks out of graphs and registered gradients that are alive."""
+    """The numbers of live graphs, callbacks of graphs, and registered gradients."""
     from tensorflow.python.framework import ops
     from tensorflow.python.framework.func_graph import FuncGraph
     from tensorflow.python.ops import script_ops
@@ -557,8 +557,8 @@ def fit_one_model(rng: np.random.Generator) -> None:
 def test_no_graph_outlives_its_model(
     count: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Of every model that is fitted, whatever its layers, TensorFlow keeps the graph of a step: the
-    # optimizer adds gradients up over replicas with tf.custom_gradient. That is not looked at here.
+    # TensorFlow keeps the graph of a step of every fitted model, whatever its layers: the optimizer
+    # sums gradients over replicas with tf.custom_gradient. This patch excludes these graphs.
     monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", lambda self, op, value: value)
     for _ in range(2):
         fit_one_model(rng)
@@ -610,7 +610,7 @@ def test_a_train_step_of_ones_own(rng: np.random.Generator) -> None:
 )
 @pytest.mark.slow
 def test_mirrored_strategy_with_two_replicas() -> None:
-    """Two replicas of half a batch train as one of the whole."""
+    """Two replicas with half a batch each train like one replica with the whole batch."""
     out = python(
         """
         import numpy as np, tensorflow as tf, keras, json
@@ -695,7 +695,7 @@ def test_two_worker_processes() -> None:
 
 # -- models that leave -----------------------------------------------------------------------------
 def assert_runs_elsewhere(path: str, call: str, x: Any, right: Any) -> None:
-    """What was saved says the same in a process that knows no anycell."""
+    """Asserts that a saved model has the same results in a process without anycell."""
     np.save(f"{path}.npy", x)
     found = python(f"""
         import json, numpy as np, sys, tensorflow as tf
@@ -766,7 +766,7 @@ def test_a_signature_traced_before_it_is_saved(tmp_path: Path, rng: np.random.Ge
 def test_saving_what_was_traced_before_is_refused(
     way: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """Then, and not where it is to be served: with the remedy."""
+    """Saving fails with the remedy, rather than serving the saved model."""
     module, x = tf.Module(), tf.TensorSpec([None, 5, 3], name="x")
     module.layer = layer = ak.PeepholeLSTM(4)
     layer.build((None, 5, 3))

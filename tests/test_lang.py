@@ -1,6 +1,6 @@
-"""The cell language: what it traces to, what it refuses and how, and every derivative.
+"""The cell language: traces, refusals with their messages, and every derivative.
 
-One file, because half of it is the one table of everything that is refused.
+One file, because half of it is a single table of everything that is refused.
 """
 
 import copy
@@ -149,7 +149,7 @@ def traced(function: Function, **declaration: Any) -> Cell:
         (lambda x, r, s: tanh(x.a + r.a) * (x.b + r.b), {"a", "b"}),
         (lambda x, r, s: tanh(r.a + x.a) * sigmoid(1.0 + (x.b + r.b)), {"a", "b"}),
         (lambda x, r, s: tanh(x.a + r.b) * (x.b + r.a), set()),  # not the same gate
-        (lambda x, r, s: tanh(x.a + r.a) * x.a, set()),  # the projection is needed apart
+        (lambda x, r, s: tanh(x.a + r.a) * x.a, set()),  # the projection is also needed alone
         (lambda x, r, s: tanh(x.a + r.a) * r.a, set()),
         (lambda x, r, s: tanh(x.a - r.a), set()),
         (lambda x, r, s: (x.a + r.a) * tanh(x.a + r.a), {"a"}),  # the same sum twice is one sum
@@ -274,7 +274,7 @@ SPLIT = cells.sLSTM(heads=4)
     ],
 )
 def test_a_layer_is_refused_when_it_is_made(framework: str, make: Function) -> None:
-    """Those of Keras are in test_keras.py."""
+    """test_keras.py has the same test for Keras."""
     pytest.importorskip(framework)
     with pytest.raises(ValueError, match=r"Cell sLSTM: given H=10 .*`linear\(s.h, 'r', heads=4\)`"):
         make()
@@ -436,7 +436,7 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: layer_norm(x.a, groups=x.b), "groups=", "a positive integer"),
     (lambda x, r, s: layer_norm(x.a, eps=-1e-5), "eps=-1e-05", "eps=1e-5"),
     (lambda x, r, s: layer_norm(x.a, eps=np.nan), "eps=nan", "eps=1e-5"),
-    # Found when the function has returned: they name its last line.
+    # Errors found after the function returned name its last line.
     (lambda x, r, s: x, "returned all gates at once; it declares 1 state(s): h", "`return h`"),
     (lambda x, r, s: (x.a, x.b), "returned 2 value(s); it declares 1 state(s): h", "`return h`"),
     (lambda x, r, s: None, "returned NoneType for the new state 'h'", "a traced value"),
@@ -528,7 +528,7 @@ def test_torch_functions_are_refused() -> None:
 
 @pytest.mark.more  # importing jax takes seconds
 def test_functions_of_other_libraries_are_refused() -> None:
-    """Which ask a value for what it is before they say what they want."""
+    """Such functions inspect a value's attributes before they try to convert it."""
     jnp = pytest.importorskip("jax.numpy")
     for function in (lambda x, r, s: jnp.tanh(x.a), lambda x, r, s: jnp.ones(3) * x.a):
         assert "\nInstead: " in refused(function)
@@ -632,7 +632,7 @@ def test_what_a_layer_learns_has_a_name_of_its_own(
 
 
 def test_no_parameter_has_the_name_of_an_array() -> None:
-    """One entry of a call's table would be two arrays."""
+    """One entry of a call's table would mean two arrays."""
     for name in sorted(ARRAYS):
         with pytest.raises(CellError, match=f"the parameter '{name}' has the name of an array"):
             traced(lambda x, r, s, p: s.h, params=name)
@@ -647,7 +647,7 @@ def test_a_bias_that_is_not_there_takes_no_name() -> None:
 
 
 def test_names_of_the_reverse_direction() -> None:
-    """What the second direction learns has them, so nothing else may."""
+    """Arrays of the reverse direction have such names, so no other array may."""
     message = r"names that end in '_reverse' belong to the reverse direction(.|\n)*rename it"
     with pytest.raises(CellError, match=message):
         traced(lambda x, r, s: linear(s.h, "u_reverse"))
@@ -707,7 +707,7 @@ def test_a_refusal_leaves_nothing_behind() -> None:
 # -- hyperparameters -----------------------------------------------------------------------------
 @cell(gates="a b", state="h")
 def Tuned(x, r, s, *, rate: float = 0.5, bound: float | None = None, deep: bool = False):
-    """A cell of the test file, so that it can be found again."""
+    """A cell at module level, so that it can be imported."""
     value = rate * tanh(x.a + r.a)
     if bound is not None:
         value = clip(value, -bound, bound)
@@ -848,7 +848,7 @@ def repeated(times: int, update: Function, start: Function) -> Function:
 def test_long_and_shared_computations(
     times: int, update: Function, start: Function, narrow: bool
 ) -> None:
-    """Traced, differentiated, planned and split into passes, without recursion over the graph."""
+    """They are traced, differentiated, planned and split into passes without recursion."""
     long = traced(repeated(times, update, start))
     assert long.next[0].args[1].narrow is narrow
     found = plan(long, 8)
@@ -947,7 +947,7 @@ def test_derivatives(name: str, groups: int, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("name", SMOOTH)
 def test_derivatives_are_those_of_torch(name: str, rng: np.random.Generator) -> None:
-    """A framework's autograd of the meaning is the table's derivative, at ties and bounds too."""
+    """torch's autograd of an op's meaning is the table's derivative, also at ties and bounds."""
     torch = pytest.importorskip("torch")
     op = TABLE[name]
     corners = itertools.product([-3.0, -1.0, 0.0, 0.5, 3.0], repeat=len(op.domain))
@@ -974,7 +974,7 @@ def test_derivatives_are_those_of_torch(name: str, rng: np.random.Generator) -> 
 
 
 def test_softplus_of_torch_on_both_sides_of_its_threshold() -> None:
-    """From 40 on it is its argument, and the derivative 1."""
+    """Above 40, softplus is its argument, and its derivative is 1."""
     torch = pytest.importorskip("torch")
     points = np.array([-800.0, -40.0, 39.0, 40.0, 41.0, 800.0])
     tensor = torch.tensor(points, requires_grad=True)
@@ -1005,12 +1005,12 @@ def test_the_same_hyperparameters_are_not_traced_again() -> None:
     assert Variant(rate=0.25) is one and Variant(rate=np.float64(0.25)) is one
     assert len(seen) == count
     assert Variant(deep=True).key != Variant(deep=False).key
-    # A value that is equal, but not the same.
+    # Values that are equal, but not identical.
     values = [1, True, 1.0, "1", 0.0, -0.0, None]
     given = [Variant(size=value).given["size"] for value in values]
     assert [repr(value) for value in given] == [repr(value) for value in values]
     assert Variant(size=(1,)) == Variant(size=(1,))  # traced each time
-    # A schedule of values that change keeps few of them, and one kernel.
+    # A schedule of values keeps only some variants, and one kernel.
     keys = {Variant(rate=n / 999).key for n in range(300)}
     assert len(keys) == 1 and len(Variant._variants) <= VARIANTS
     assert Variant(rate=0.5).hyper != Variant(rate=0.25).hyper

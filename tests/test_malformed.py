@@ -1,4 +1,4 @@
-"""Damaged files and arguments of the wrong kind: refused with a text that helps, or taken right.
+"""Damaged files and arguments of the wrong kind: refused with a helpful text, or read correctly.
 
 Damage is drawn from `--seed` upwards, `--mutations` times.
 """
@@ -31,7 +31,7 @@ Damage = Callable[[bytes, np.random.Generator], bytes]
 
 
 def flipped(content: bytes, rng: np.random.Generator) -> bytes:
-    """A few bytes are others."""
+    """Changes a few bytes."""
     damaged = bytearray(content)
     for at in rng.integers(len(content), size=rng.integers(1, 5)):
         damaged[at] ^= int(rng.integers(1, 256))
@@ -53,7 +53,7 @@ def doubled(content: bytes, rng: np.random.Generator) -> bytes:
 
 
 def blank(content: bytes, rng: np.random.Generator) -> bytes:
-    """A sector was never written."""
+    """Zeroes a range of bytes, like a sector that was never written."""
     begin, end = sorted(rng.integers(len(content) + 1, size=2))
     return content[:begin] + bytes(end - begin) + content[end:]
 
@@ -67,13 +67,13 @@ BYTES: list[Damage] = [flipped, flipped, truncated, cut, doubled, blank, extende
 
 
 def header(shape: object, dtype: object, order: object = False) -> bytes:
-    """The beginning of an `.npy` file."""
+    """Returns the beginning of an `.npy` file."""
     text = repr({"descr": dtype, "fortran_order": order, "shape": shape}) + "\n"
     return b"\x93NUMPY\1\0" + struct.pack("<H", len(text)) + text.encode()
 
 
 def _header(content: bytes, rng: np.random.Generator) -> bytes:
-    """An array that says of itself what is not so, under a checksum of its own."""
+    """Gives an array a wrong header, which the archive's checksum covers."""
     shapes = [(8,), (1 << 40,), (1 << 62, 4), (-8,), (2, 4), (), 8, "8", (8.0,), (True,) * 3, None]
     dtypes = ["<f4", ">f4", "<f2", "<f8", "|O", "<U3", "<c8", "|V4", "<M8[s]", "|b1", "<i4", "x"]
     dtypes += [[("a", "<f4")], ("<f4", (2,)), None, "<U1000000000", "(2,)f4", 4]
@@ -105,7 +105,7 @@ def _pickled(content: bytes, rng: np.random.Generator) -> bytes:
 
 
 class Bomb:
-    """What executes something when it is unpickled."""
+    """An object that executes something when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.putenv, ("ANYCELL_BOMB", "exploded")
@@ -119,7 +119,7 @@ def archive(members: list[Member], rng: np.random.Generator, plain: bool = False
     methods = [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
     method = methods[0 if plain else rng.choice(4, p=[0.4, 0.4, 0.1, 0.1])]
     with io.BytesIO() as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a name that is there twice
+        warnings.simplefilter("ignore")  # about duplicate names
         with zipfile.ZipFile(file, "w", method) as written:
             for name, content in members:
                 written.writestr(name, content)
@@ -127,13 +127,13 @@ def archive(members: list[Member], rng: np.random.Generator, plain: bool = False
 
 
 def rewritten(content: bytes, rng: np.random.Generator) -> bytes:
-    """Another archive: whole as such, but of members that are damaged, swapped, missing, more."""
+    """Writes a valid archive with members that are damaged, swapped, missing or added."""
     with zipfile.ZipFile(io.BytesIO(content)) as whole:
         members = [(name, whole.read(name)) for name in whole.namelist()]
     at, other = rng.choice(len(members), 2, replace=False)
     (name, array), (_, array_of_other) = members[at], members[other]
     change = rng.integers(6)
-    if change == 0:  # the checksums come out right
+    if change == 0:  # the checksums are right
         members[at] = name, array_of_other
         members[other] = members[other][0], array
     elif change == 1:
@@ -148,7 +148,7 @@ def rewritten(content: bytes, rng: np.random.Generator) -> bytes:
 
 
 def flagged(content: bytes, rng: np.random.Generator) -> bytes:
-    """The directory of the archive says something else of a member."""
+    """Changes a member's entry in the directory of the archive."""
     damaged, start = bytearray(content), content.index(b"PK\1\2")
     at = start + int(rng.integers(4, 46))
     damaged[at] ^= 1 << int(rng.integers(8))
@@ -160,13 +160,13 @@ REFUSED = (KeyError, ValueError, TypeError, OSError)
 
 
 def read(path: Path) -> Mapping[str, Any]:
-    """What NumPy finds there."""
+    """Returns the arrays that NumPy reads."""
     with np.load(path, allow_pickle=False) as found:
         return {name: found[name] for name in found.files}
 
 
 def test_damaged_parameters(tmp_path: Path, mutation_seeds: range) -> None:
-    """Refused, and the layer stays as it was; or just what the file says, if its sums are right."""
+    """They are refused, and the layer is unchanged; or read correctly, if checksums are right."""
     path, saved = tmp_path / "layer.npz", an.LSTM(2, 2, seed=0)
     saved.save(path)
     content = path.read_bytes()
@@ -176,7 +176,7 @@ def test_damaged_parameters(tmp_path: Path, mutation_seeds: range) -> None:
     for seed in mutation_seeds:
         rng = np.random.default_rng(seed)
         damage = DAMAGED[rng.integers(len(DAMAGED))]
-        path.unlink()  # some file systems write at once what replaces something
+        path.unlink()  # some file systems sync replacements at once
         path.write_bytes(damage(content, rng))
         again = f"{damage.__name__}: pytest --seed {seed} --mutations 1"
         try:
@@ -208,7 +208,7 @@ def npz(**members: bytes) -> bytes:
 
 
 def test_a_header_takes_no_memory(tmp_path: Path) -> None:
-    """Nor does what was compressed well."""
+    """Neither huge headers nor highly compressed data take memory."""
     dense, path = an.Dense(2, 2), tmp_path / "bomb.npz"
     whole, member = header((2,), "<f4") + bytes(8), header((1 << 25,), "<f4")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
@@ -231,7 +231,7 @@ def test_a_header_takes_no_memory(tmp_path: Path) -> None:
 
 
 def test_an_array_that_takes_itself_for_another(tmp_path: Path) -> None:
-    """One byte of a header is another: half of the bytes would have been read, and no checksum."""
+    """With a changed byte in the header, NumPy reads half of the data and checks no checksum."""
     dense, path = an.Dense(64, 64, seed=0), tmp_path / "dense.npz"
     dense.save(path)
     content = path.read_bytes()
@@ -241,7 +241,7 @@ def test_an_array_that_takes_itself_for_another(tmp_path: Path) -> None:
 
 
 def test_a_number_is_no_path(capfd: pytest.CaptureFixture[str]) -> None:
-    """It would be taken for an open file, and closed."""
+    """A number would be taken for the descriptor of an open file, and closed."""
     dense = an.Dense(2, 2)
     for value in (True, 1, 2, None, 1.5):
         for action in (dense.load, dense.save):
@@ -265,7 +265,7 @@ def test_save_replaces_nothing_but_files(tmp_path: Path) -> None:
 
 # -- entries of the cache --------------------------------------------------------------------------
 def wrong_entries(name: str, other: str, entry: bytes, entry_of_other: bytes) -> list[bytes]:
-    """Whole seals, over another name or other code; and damage at each border of an entry."""
+    """Entries with valid seals of another name or code, and with damage at each border."""
     code, other_code = entry[jit._SEAL :], entry_of_other[jit._SEAL :]
     flipped = [bytearray(entry) for _ in range(4)]
     for damaged, at in zip(flipped, (0, 10, jit._SEAL + 160, -1), strict=True):
@@ -290,8 +290,8 @@ def wrong_entries(name: str, other: str, entry: bytes, entry_of_other: bytes) ->
 
 
 def damage_entries(seeds: range) -> None:
-    """Damages entries of the cache: each is compiled again, and gives the right bits. Those that
-    are known to be wrong come first.
+    """Damages entries of the cache: each is compiled again, and computes the right bits. Entries
+    of ``wrong_entries`` come first.
     """
     from test_cpu_runtime import axpy, check_axpy
 
@@ -324,7 +324,7 @@ def damage_entries(seeds: range) -> None:
 
 
 def test_damaged_entries(tmp_path: Path, mutation_seeds: range) -> None:
-    """In processes of their own, so that a crash is seen: its seed is the last number printed."""
+    """Runs in new processes, to see crashes: the seed of a crash is the last number printed."""
     batch = 500  # loaded code stays in memory
     for start in range(0, len(mutation_seeds), batch):
         seeds = mutation_seeds[start : start + batch]

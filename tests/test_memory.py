@@ -1,4 +1,4 @@
-"""The contract of memory: every array of every entry point, in every guise, on every road."""
+"""The memory contract: every array of every entry point, in every memory layout, on every road."""
 
 import ast
 import itertools
@@ -32,7 +32,7 @@ Arrays = dict[str, Array]
 
 
 class Case(NamedTuple):
-    """A call of a layer: the roads that it takes are those of ``test_both_sides_of_every_road``."""
+    """A call of a layer; ``test_both_sides_of_every_road`` checks the roads that calls take."""
 
     steps: int
     rows: int
@@ -51,7 +51,7 @@ CASES = [
     Case(40, 3, 6, 64),  # threads split the units
     Case(40, 40, 6, 33, True),  # threads split the rows; a mask with holes
     Case(1, 3, 6, 8),  # a single step, whose recurrent matmul is the host's
-    Case(1, 40, 6, 8),  # which torch runs, of its own layers, by another operator for many rows
+    Case(1, 40, 6, 8),  # for many rows, torch runs a step of its layers by another operator
     Case(1, 40, 6, 33, True),
     Case(20, 16, 300, 160),  # weights too large for the kernel to project; packed by two threads
     Case(300, 24, 6, 64),  # several chunks, on warm memory
@@ -76,11 +76,11 @@ class Entry(NamedTuple):
         return f"{self.frontend}-{self.cell.name}" + "-steps" * self.steps
 
     def problem(self, case: Case) -> Problem:
-        """A call with all that it may have, or with nothing but states."""
+        """Returns a call with resets and, for sequences, masks; or a call without them."""
         words: tuple[str, ...] = ("state",)
         if case.masked:
             words += ("resets", "reset_state", *(() if self.steps else ("mask", "lengths")))
-        elif not self.steps and self.frontend is not DROP_INS:  # which go another way without
+        elif not self.steps and self.frontend is not DROP_INS:  # they go another way without
             alone = self.frontend is NUMPY and case.steps == 1  # as a single step does
             words += ("recurrent_mask per gate",) * (not alone)
         words += ("bidirectional",) * (self.cell is cells.GRU and not self.steps)
@@ -110,8 +110,8 @@ entries = pytest.mark.parametrize("entry", ENTRIES, ids=str)
 
 
 def guises(entry: Entry, problem: Problem) -> Iterator[dict[str, tuple[str, Array]]]:
-    """All arrays in guises of the same numbers, until each has been in each of its own; then every
-    single one in those of other numbers.
+    """Yields variants of single arrays whose numbers differ; then all arrays in variants of the
+    same numbers, until each array had each of its variants.
     """
     torchs = "negative strides" in entry.frontend.lacks
     same: dict[str, list[tuple[str, Array]]] = {}
@@ -129,8 +129,8 @@ def guises(entry: Entry, problem: Problem) -> Iterator[dict[str, tuple[str, Arra
 @cases
 @pytest.mark.sample(every=1 + len(ENTRIES))  # each entry point, and each case
 def test_every_guise_of_every_array(entry: Entry, case: Case, two_threads: None) -> None:
-    """Permuted, sliced, in steps, expanded, misaligned, backwards, in packed records: gives what
-    contiguous copies give.
+    """Arrays that are permuted, sliced, in steps, expanded, misaligned, backwards or in packed
+    records have the same results as contiguous copies.
     """
     if entry.steps and case.steps > 1:
         case = case._replace(steps=1)
@@ -158,15 +158,15 @@ def test_every_guise_where_the_library_multiplies(
     test_every_guise_of_every_array(entry, CASES[0], two_threads)
 
 
-# What else an error may be about: another input is another call, in which all that comes per row or
-# step is wrong instead; and sizes follow from states and weights alike.
+# Other arguments that an error may name: another input is another call, in which all arguments per
+# row or step are wrong instead; and sizes follow from both states and weights.
 ANY = "x:|gates_x|state|mask|resets|lengths|static|weights|params"
 CALLED = {"x": ANY, "state": "state|weight", "weights": "weights|params", "d": "grad_"}
 
 
 @entries
 def test_every_array_that_is_another_one(entry: Entry) -> None:
-    """Of another shape, number of axes or dtype: refused, and the error says of which argument."""
+    """Arrays of another shape, number of axes or dtype are refused by an argument's name."""
     frontend, count = entry.frontend, 0
     torchs = "negative strides" in frontend.lacks
     problem = entry.problem(Case(40, 9, 6, 8, True))
@@ -183,7 +183,7 @@ def test_every_array_that_is_another_one(entry: Entry) -> None:
         if not torchs:
             others += [np.full(array.shape, "a"), np.full(array.shape, None)]
         state = word in ("state", "reset_state")
-        stepped = name in ("x", "resets") and entry.steps  # of which each step takes its own
+        stepped = name in ("x", "resets") and entry.steps  # each step takes its own
         apart = state if frontend is PRIMITIVE else stepped  # the first axis
         for axis in range(apart, array.ndim):
             others += [array.take(range(1, array.shape[axis]), axis), array.take(0, axis)]

@@ -1,6 +1,6 @@
-"""The NumPy layers: against torch where it is installed, against finite differences everywhere.
+"""The NumPy layers, against torch if it is installed, and against finite differences.
 
-One file, because layers, losses, optimizers and files are tested as they are used: together.
+One file, because layers, losses, optimizers and files are used and tested together.
 """
 
 import copy
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 
 @cell(gates="f g", state="h", params="rate=0.5")
 def Zoneout(x, r, s, p):
-    """A random part of the state stays as it was."""
+    """A cell that leaves a random part of the state unchanged."""
     f, g = x + r
     kept = keep(0.7)
     return kept * (sigmoid(f) * s.h + p.rate * tanh(g)) + (1.0 - kept) * s.h
@@ -49,7 +49,7 @@ def like_cell(layer: an.RNN, arrays: tuple[Any, ...]) -> Any:
 
 
 def solve(layer: an.RNN, x: Any, state: Any, d: tuple[Any, Any], **arguments: Any) -> Results:
-    """Output, final state, and all gradients given those of the results."""
+    """Returns output, final state, and all gradients, given the gradients of the results."""
     output, final = layer.forward(x, state, training=True, **arguments)
     dx, d_state = layer.backward(d[0], d[1])
     found = {"output": output, "d x": dx}
@@ -63,7 +63,7 @@ def solve(layer: an.RNN, x: Any, state: Any, d: tuple[Any, Any], **arguments: An
 def problem(
     layer: an.RNN, steps: int, rows: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, Any, tuple[np.ndarray, Any]]:
-    """Input, initial state, and what arrives at output and final state."""
+    """Draws an input, an initial state, and gradients of output and final state."""
     directions = 1 + layer.bidirectional
     sizes = [layer.sizes[s.size] for s in layer.cell.states]
     outer = (rows, steps) if layer.batch_first else (steps, rows)
@@ -72,7 +72,7 @@ def problem(
     first = layer.num_layers * directions
     state, d_state = ([rng.standard_normal((first, rows, n)) for n in sizes] for _ in range(2))
     for i, name in enumerate(layer.cell.state_names):
-        if name in NORMALISERS:  # what is divided by one near 0 has slopes that no difference finds
+        if name in NORMALISERS:  # division by values near 0 has slopes beyond differences
             state[i] = 0.5 + abs(state[i])
     state, d_state = (like_cell(layer, tuple(arrays)) for arrays in (state, d_state))
     return x, state, (d_output, d_state)
@@ -94,7 +94,7 @@ DRAWN = [pytest.param(c, marks=[] if c.keeps else pytest.mark.more, id=repr(c)) 
 
 @pytest.mark.parametrize("case", [cells.LSTM, *DRAWN])
 def test_gradients_are_slopes(case: Any, rng: np.random.Generator) -> None:
-    """Every gradient of every cell, with masks, resets, layers, directions and dropout."""
+    """All gradients of all cells are slopes, with lengths, resets, layers, directions, dropout."""
     sizes = {"P": 4} if case in (Odd, Everything, cells.LSTMP) else {}
     options = {"dropout": 0.3, "bidirectional": True, "batch_first": True, **sizes}
     layer = an.RNN(case, 3, 6, 2, dtype="float64", seed=1, **options)
@@ -104,7 +104,7 @@ def test_gradients_are_slopes(case: Any, rng: np.random.Generator) -> None:
     arguments = {"lengths": [5, 2, 4], "resets": rng.random((3, 5)) < 0.3}
     if case.static:
         arguments["static"] = rng.standard_normal((3, 6))
-    layer.forward(x, state, training=True, **arguments)  # not the first call of its life
+    layer.forward(x, state, training=True, **arguments)  # not the layer's first call
     before = copy.deepcopy(layer._generator)
 
     def objective() -> float:
@@ -227,7 +227,7 @@ def test_orthogonal(shape: tuple[int, int], rng: np.random.Generator) -> None:
 
 
 def test_orthogonal_is_uniform(rng: np.random.Generator) -> None:
-    """Without the fix of signs, QR has a preference for one sign on its diagonal."""
+    """Without a correction of signs, QR prefers one sign on its diagonal."""
     corners = [initializers.orthogonal((2, 2), rng)[0, 0] for _ in range(4000)]
     assert abs(np.mean(corners)) < 0.05 and 0.475 < np.mean(np.square(corners)) < 0.525
 
@@ -239,7 +239,7 @@ def test_glorot(rng: np.random.Generator) -> None:
 
 # -- training --------------------------------------------------------------------------------------
 def pair_of_gradients(rng: np.random.Generator, scale: float = 1.0) -> Iterator[Any]:
-    """What has parameters and gradients, as torch and as we see it."""
+    """Yields a stub layer of ours and torch parameters, with equal values and new gradients."""
     torch = pytest.importorskip("torch")
     arrays = {f"p{i}": rng.standard_normal(shape) for i, shape in enumerate([(4, 3), (5,), ()])}
     mine = SimpleNamespace(parameters={k: np.array(v) for k, v in arrays.items()}, grads={})
@@ -279,7 +279,7 @@ def test_adam_is_torchs(options: dict[str, Any], rng: np.random.Generator) -> No
 @pytest.mark.parametrize("decay", [0.0, 1e-3])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_adam_of_16_bits_is_that_of_float32(decay: float, dtype: str) -> None:
-    """Rounded, also where a gradient is 0, or its square no number of float16."""
+    """Steps are rounded float32 steps, also if float16 cannot hold the square of a gradient."""
     layer, wide = (an.Dense(3, 2, dtype=each, seed=1) for each in (dtype, "float32"))
     wide.load_state_dict({n: p.astype("float32") for n, p in layer.parameters.items()})
     ours, other = (an.Adam(one, lr=1e-2, weight_decay=decay) for one in (layer, wide))
@@ -340,7 +340,7 @@ def test_dense_is_torchs(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("case", [cells.PeepholeLSTM, cells.LSTM, cells.GRU], ids=repr)
 @pytest.mark.sample(1)
 def test_training_learns(case: Any) -> None:
-    """To add the two numbers of a sequence that are marked (Hochreiter & Schmidhuber, 1997)."""
+    """Layers learn to add the two marked numbers of a sequence (Hochreiter & Schmidhuber, 1997)."""
     rng = np.random.default_rng(0)
     layer, readout = an.RNN(case, 2, 16, seed=0), an.Dense(16, 1, seed=1)
     optimizer = an.Adam([layer, readout], lr=0.02)
@@ -410,7 +410,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_parameters_of_the_layer_itself() -> None:
-    """What is set may be what is written to."""
+    """The arrays to set may be the layer's own arrays."""
     layer = an.LSTM(3, 5, initializer="torch", seed=1)
     before = {name: p.copy() for name, p in layer.parameters.items()}
     other = {"bias_ih_l0": "bias_hh_l0", "bias_hh_l0": "bias_ih_l0"}
@@ -421,7 +421,7 @@ def test_parameters_of_the_layer_itself() -> None:
 
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_the_order_of_bytes_is_the_machines(name: str) -> None:
-    """Kernels know no other."""
+    """Kernels only support the machine's byte order."""
     x, other = np.ones((4, 2, 3)), np.dtype(name).newbyteorder()
     layer, ref = (an.LSTM(3, 5, dtype=dtype, seed=1) for dtype in (other, name))
     assert layer.dtype == np.dtype(name)
@@ -445,7 +445,7 @@ def test_an_optimizer_step_that_is_refused_changes_nothing() -> None:
 
 
 def test_save_is_as_any_file(tmp_path: Path) -> None:
-    """Its permissions are those of a new file, and a link stays one."""
+    """Files have the permissions of a new file, and a link stays a link."""
     layer = an.Dense(2, 1)
     plain, link = tmp_path / "plain", tmp_path / "link"
     plain.touch()
@@ -462,7 +462,7 @@ def test_save_is_as_any_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_mse_of_16_bits(dtype: str) -> None:
-    """A square beyond 65,504, and a target that 16 bits do not have."""
+    """The square exceeds 65,504, and 16 bits cannot represent the target."""
     prediction = np.zeros(4).astype(base.numpy_dtype(dtype))
     loss, grad = an.mse(prediction, np.full(4, 300.3))
     assert loss == pytest.approx(300.3**2) and grad.dtype == prediction.dtype
@@ -510,7 +510,7 @@ def test_copies_and_pickles(rng: np.random.Generator) -> None:
 def test_results_may_be_written(
     way: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a backward pass may run twice."""
+    """Users may overwrite results, and a backward pass may run twice."""
     monkeypatch.setattr(passes, "fused", way)
     for batch_first in (False, True):
         layer = an.LSTM(3, 4, batch_first=batch_first, dtype="float64", seed=1)
@@ -694,7 +694,7 @@ def test_examples_of_docstrings(name: str) -> None:
 def test_a_call_is_few_calls(
     cell: Any, threads: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """What a small layer takes follows from it."""
+    """The number of calls determines the time of a small layer."""
     monkeypatch.setattr(cpu.check, "ON", False)
     request.addfinalizer(lambda: cpu.pool.set_threads(None))
     cpu.pool.set_threads(threads)

@@ -1,5 +1,5 @@
-"""A pass of a layer needs no Python: a C program and XLA call it with its one table, forward and
-backward, and get the bits that the layer gets.
+"""A pass of a layer needs no Python: a C program and XLA call it with its single table, forward and
+backward, and get the same bits as the layer.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ CASES: dict[str, Case] = {
 
 
 class Called(NamedTuple):
-    """A pass that has run: its recipe, what it read, and copies of what it made."""
+    """A pass that has run: its recipe, and copies of the arrays that it read and made."""
 
     recipe: Recipe
     options: layer.Options
@@ -49,16 +49,16 @@ class Called(NamedTuple):
 
     @property
     def runs(self) -> list[Run]:
-        """The pass itself, and the one that computes the states of a segment once more."""
+        """The pass itself, and the pass that recomputes the states of a segment."""
         return [run for one in self.recipe.runs for run in (one, one.again) if run is not None]
 
     def numbers(self) -> dict[str, int]:
-        """What the call has besides arrays and memory."""
+        """The numbers of the call, besides arrays and memory."""
         return {"gang": 0, "seed": self.options.seed, "stream": self.options.stream}
 
 
 def problem(rng: np.random.Generator, cell: Cell, dtype: str, how: Mapping[str, Any]) -> Any:
-    """The arrays of a layer and its options."""
+    """Draws the arrays and the options of a layer."""
     sizes, ends = {"H": UNITS}, ("", "_reverse")[: len(how.get("reverse", [0]))]
     shapes: dict[str, tuple[int, ...]] = {"x": (STEPS, ROWS, INPUTS)}
     for end in ends:
@@ -72,7 +72,7 @@ def problem(rng: np.random.Generator, cell: Cell, dtype: str, how: Mapping[str, 
 
 
 def passes(rng: np.random.Generator, case: Case) -> list[Called]:
-    """The forward and the backward pass of a layer."""
+    """Runs a layer, and returns its forward and its backward pass."""
     cell, dtype, how = case
     host, one, called = host_of(dtype), plan(cell, UNITS, dtype), list[Called]()
     run = Recipe.run
@@ -86,14 +86,14 @@ def passes(rng: np.random.Generator, case: Case) -> list[Called]:
     def poisoned(make: Callable[[NumpyHost, Any], Array]) -> Callable[[NumpyHost, Any], Array]:
         def filled(self: NumpyHost, what: Any) -> Array:
             array = make(self, what)
-            array.view(np.uint8)[:] = 255  # as C and XLA do: bytes that no pass writes are equal
+            array.view(np.uint8)[:] = 255  # as in C and XLA, so that unwritten bytes are equal
             return array
 
         return filled
 
     arrays, options = problem(rng, cell, dtype, how)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("anycell.layer.recipe.known", {})  # recipes know how to make arrays
+        patch.setattr("anycell.layer.recipe.known", {})  # old ones hold unpatched functions
         patch.setattr(Recipe, "run", watched)
         for name in ("like", "lasting"):
             patch.setattr(NumpyHost, name, poisoned(getattr(NumpyHost, name)))
@@ -111,7 +111,7 @@ def objects(run: Run) -> bytes:
 
 
 def test_a_kernel_refers_to_nothing_outside_itself(rng: np.random.Generator) -> None:
-    """Or a second process would have to load LLVM."""
+    """Otherwise a second process would have to load LLVM."""
     if not SUPPORTED:
         pytest.skip("the loader is for Linux on x86-64")
     for called in passes(rng, CASES["both directions under a mask"]):
@@ -172,7 +172,7 @@ int main(int count, char **libraries) {
 
 
 def described(called: Called) -> bytes:
-    """A pass for the C program: its table, what addresses point to, where these go, and doors."""
+    """A pass for the C program: its table, targets and places of addresses, and doors."""
     recipe, words = called.recipe, list[bytes]()
 
     def say(*values: int) -> None:
@@ -251,8 +251,8 @@ alive: list[object] = []  # tables that handlers read
 
 
 def handler(called: Called) -> Any:
-    """An XLA handler of a pass, which fills in the addresses of its buffers: of what it reads, of
-    what it makes, and of memory.
+    """Returns an XLA handler of a pass, which fills in the addresses of its buffers: of arguments,
+    of results and of memory.
     """
     recipe, made = called.recipe, called.made
     module = ir.Module(isa.TARGETS["generic"])
@@ -265,8 +265,8 @@ def handler(called: Called) -> Any:
     def word(base: ir.Value, offset: int, type: str = "ptr") -> ir.Value:
         return b.load(b.gep(base, offset, "i8"), type)
 
-    # Where XLA's call frame has its extension, and the buffers of arguments and of results; and a
-    # buffer its address. In an extension that asks for it: the metadata, and in these the version.
+    # The offsets of the extension and of argument and result buffers in XLA's call frame, and of
+    # the address in a buffer. An extension that asks for metadata gets the version.
     with b.when(word(frame, 8, "i64").ne(0)):
         metadata = word(word(frame, 8), 24)
         for offset, number in ((24, 0), (28, 1), (32, 0)):
@@ -302,7 +302,7 @@ def handler(called: Called) -> Any:
 
 
 def under_xla() -> None:
-    """Both passes within one ``jax.jit``, beside another thread of Python's."""
+    """Runs both passes in one ``jax.jit``, next to another Python thread."""
     import jax
     import jax.numpy as jnp
 
@@ -315,7 +315,7 @@ def under_xla() -> None:
         run = jax.ffi.ffi_call(name, (*results, memory))
         return lambda *read: run(*read)[:-1]
 
-    # What the backward pass reads: of what the forward pass reads, or makes, or from outside.
+    # The backward pass reads arguments and results of the forward pass, and outside arrays.
     entering = dict(zip(forward.recipe.names, forward.read, strict=True))
     arriving = dict(zip(backward.recipe.names, backward.read, strict=True))
     keeps = {

@@ -44,14 +44,14 @@ widest = pytest.mark.parametrize(
 
 
 def small(cell: Any, shape: tuple[int, int, int], seed: int, **options: Any) -> Any:
-    """A problem of numbers that are float32."""
+    """Returns a float32 problem, drawn in float64."""
     rng = np.random.default_rng(seed)
     return random_problem(cell, shape, rng, "float64", **options).astype("float32")
 
 
 def assert_rounded(problem: Any, **how: Any) -> None:
-    """That kernels round as the reference does. Sums of other order may round to another integer
-    once in many, so that the error is more than that of float32."""
+    """Asserts that kernels round as the reference does. Sums in another order rarely round to
+    another integer, which causes an error larger than float32's."""
     wanted = by_rounding(problem, how.get("projected", False))
     with long_functions():
         solution = by_integers(problem, **how)
@@ -61,8 +61,8 @@ def assert_rounded(problem: Any, **how: Any) -> None:
 
 @contextlib.contextmanager
 def long_functions() -> Iterator[None]:
-    """Cells compute as exactly as those of float32: what short functions get wrong would round to
-    other integers too often to be compared.
+    """Makes cells compute as exactly as cells of float32: the errors of short functions would round
+    to other integers too often for a comparison.
     """
     with mock.patch.object(Dtype, "short", False):
         _forget()
@@ -89,7 +89,7 @@ def test_cells(part: int, name: str, seed: int) -> None:
 @pytest.mark.parametrize("cell", FEW, ids=lambda cell: cell.name)
 @pytest.mark.sample(every=2)
 def test_sizes(part: int, cell: Any, seed: int) -> None:
-    """Around vectors and fours; one row, no rows, no steps; more rows than a panel."""
+    """Sizes lie around vectors and fours; there are one row, no rows, no steps, several panels."""
     sizes = [4, 60] if cell is cells.sLSTM else [1, 3, 4, 5, 16, 17, 65]
     shapes = [(3, 2, h) for h in sizes] + [(0, 3, 16), (4, 0, 16), (1, 1, 16), (2, 50, 16)]
     for n, shape in list(enumerate(shapes))[part::3]:
@@ -103,7 +103,7 @@ def test_recurrent_mask(dropped: str, seed: int) -> None:
 
 
 def test_roads(seed: int, monkeypatch: pytest.MonkeyPatch, runs: list[layer.run.Run]) -> None:
-    """Whoever multiplies the input, in chunks or at once, on threads that share rows or units."""
+    """Kernel or host multiplies the inputs, in chunks or at once; threads split rows or units."""
     monkeypatch.setattr(choices, "WORTH_A_THREAD", 0)
     forget_passes()
     shapes = (30, 16, 16), (6, 1, 64), (3, 40, 8), (1, 2, 8)
@@ -120,7 +120,7 @@ def test_roads(seed: int, monkeypatch: pytest.MonkeyPatch, runs: list[layer.run.
         "a single step",
         "a single step of few rows",
         "threads pack the weights",
-    }  # the kernel has all steps; see below
+    }  # the kernel has all steps; tests below cover these
     assert {road for road, on in ROADS.items() if len({on(run) for run in runs}) == 1} <= never
 
 
@@ -130,7 +130,7 @@ def test_threads_pack(seed: int) -> None:
 
 
 def test_bits(seed: int) -> None:
-    """Those of a row follow from it alone: not from threads, nor from the other rows."""
+    """The bits of a row do not depend on threads or on other rows."""
     problem = small(cells.LSTM, (20, 37, 70), seed)
     whole = by_integers(problem)
     for threads in (2, 3):
@@ -142,7 +142,7 @@ def test_bits(seed: int) -> None:
 def multiplied(
     x: Array, weight: Array, scales: Array, c: Array | None = None, threads: int = 1, make: Any = 0
 ) -> Array:
-    """``x @ weight.T``, by the kernel; ``make`` makes its arrays."""
+    """Computes ``x @ weight.T`` by the kernel, on arrays that ``make`` allocates."""
     make = make or (lambda shape, dtype: np.empty(shape, dtype))
     turned = not weight.flags.c_contiguous
     left, right = make(x.shape, "float32"), make(weight.T.shape if turned else weight.shape, "int8")
@@ -185,7 +185,7 @@ def check_products(seed: int, make: Any, every: int = 3) -> None:
 
 
 def padded(shape: tuple[int, int], dtype: str) -> Array:
-    """Rows that do not follow upon each other, nor begin at whole vectors."""
+    """Makes an array whose rows are apart and do not begin at whole vectors."""
     if dtype == "int8":
         return np.ones((shape[0], shape[1] + 3), dtype)[:, 1:-2]
     return Padded(3, 1)(shape, dtype)
@@ -198,7 +198,7 @@ def test_products(name: str, seed: int) -> None:
 
 
 def between_pages(seed: int, every: int) -> None:
-    """Products and layers on memory beside forbidden pages; for a process of its own."""
+    """Checks products and layers in memory next to forbidden pages; needs a process of its own."""
     layer.choices.WORTH_A_THREAD = 0
     for end in (True, False):
         with (
@@ -239,8 +239,8 @@ def weights(rng: np.random.Generator) -> dict[str, Array]:
 
 @pytest.mark.parametrize("steps", [3, 300])  # the kernel multiplies the input, or not
 def test_awkward_rows(steps: int, weights: dict[str, Array], rng: np.random.Generator) -> None:
-    """A row with NaN or an infinity is NaN from there on, and no other; rows of zeros, of tiny and
-    of huge numbers are right."""
+    """Only rows with NaN or an infinity are NaN, from that step on; rows of zeros, of tiny and of
+    huge numbers are right."""
     x = rng.standard_normal((steps, 6, 5))
     clean = lstm(x, weights)
     x[1, 0, 2], x[1, 1, 0], x[1, 2, 4] = np.nan, np.inf, -np.inf
@@ -348,7 +348,7 @@ def test_numpy_layers(tmp_path: Path, rng: np.random.Generator) -> None:
 
 
 def test_a_model() -> None:
-    """It is a copy; and it goes where models go."""
+    """``quantize`` copies a model; the copy can be copied and loaded like any model."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -380,7 +380,7 @@ def test_a_model() -> None:
 
 
 def test_measuring_leaves_no_trace() -> None:
-    """Of the model's modules: a forward of an instance's own runs, and stays."""
+    """Measuring runs an instance's own ``forward``, and leaves it in place."""
     layer_, other = at.LSTM(3, 8), an.GRU(3, 8, seed=0)
     layer_.forward = own = mock.Mock(wraps=layer_.forward)
     assert compress.quantize(layer_, data=[torch.randn(5, 2, 3)]).error > 0
@@ -390,7 +390,7 @@ def test_measuring_leaves_no_trace() -> None:
 
 
 class Idle(nn.Module):
-    """Of two layers one runs."""
+    """A model that runs one of its two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ class Idle(nn.Module):
 
 
 def test_an_error_is_measured_or_none() -> None:
-    """No batch, as of a generator that is used up, is no error of 0."""
+    """Data without a batch, such as an exhausted generator, is refused; unused layers have none."""
     for float_layer in (at.LSTM(3, 4), an.LSTM(3, 4)):
         for data in ([], iter([])):
             with pytest.raises(ValueError, match=r"data: given nothing .* A generator gives"):
@@ -461,7 +461,7 @@ def test_it_compiles_into_one_graph() -> None:
 
 
 def test_kept_weights_are_packed_again() -> None:
-    """Where integers or scales have changed since the last call."""
+    """Weights are packed again if integers, scales or biases changed since the last call."""
     small_, x = compress.quantize(at.LSTM(6, 64)), torch.randn(40, 8, 6)
     with torch.no_grad():
         for _ in range(3):
@@ -523,7 +523,7 @@ def test_refusals(call: Any, kind: type[Exception], message: str) -> None:
 
 # -- with a readout that is fed back ---------------------------------------------------------------
 def fed(kind: str = "LSTM", **options: Any) -> tuple[Any, Any]:
-    """One of torch, with its readout, and the same of NumPy."""
+    """Returns a torch ``Feedback``, and the same one in NumPy."""
     torch.manual_seed(0)
     cell, sizes = getattr(cells, kind), {"P": 10} if kind == "LSTMP" else {}
     layer_ = at.RNN(cell, 4, 20, **sizes, **options)
@@ -542,7 +542,7 @@ FORCED = {"forced": 1.0, "free": 0.0, "gaps": np.random.default_rng(0).random((9
 @pytest.mark.parametrize("forced", FORCED)
 @pytest.mark.sample(every=4)
 def test_feedback_in_8_bits(kind: str, forced: str, rng: np.random.Generator) -> None:
-    """Both frontends have the same bits, multiply integers, and are what they were before."""
+    """Both frontends have the same states and leave the originals unchanged."""
     theirs, ours = fed(kind)
     x, given = rng.standard_normal((9, 5, 4)).astype("float32"), FORCED[forced]
     tensor = torch.from_numpy(given) if isinstance(given, np.ndarray) else given
@@ -565,7 +565,7 @@ def test_feedback_in_8_bits(kind: str, forced: str, rng: np.random.Generator) ->
 
 
 def test_feedback_is_measured_on_the_same_steps(rng: np.random.Generator) -> None:
-    """Steps that are forced by chance are drawn once, for the layer and the one beside it."""
+    """Steps forced at random are drawn once, for both the layer and its quantized copy."""
     theirs, ours = fed()
     x = rng.standard_normal((40, 5, 4)).astype("float32")
     state = copy.deepcopy(ours._generator.bit_generator.state)
@@ -583,7 +583,7 @@ def test_feedback_is_what_rounding_makes_of_it(rng: np.random.Generator) -> None
     weights |= dict(theirs.readout.named_parameters())
     arrays = {n: p.detach().numpy() for n, p in weights.items()}
     small_ = compress.quantize(theirs)
-    # Of a row's numbers, beside what says that it is free.
+    # Scales of a row's numbers, next to the number that marks the row as free.
     for scale in (1.0, 1e-3, 1e3, 0.0, 1e-25):
         scaled = x * np.float32(scale)
         with long_functions(), torch.no_grad():
@@ -650,7 +650,7 @@ def test_a_batch_that_lacks_an_argument() -> None:
 
 
 def test_real_numbers_are_not_cut_down_to_integers() -> None:
-    """Of a model, and of a layer; strict or not."""
+    """Models and layers refuse to load real numbers as integers, strict or not."""
     float_ = nn.Sequential(nn.Linear(3, 3), at.LSTM(3, 8))
     small_ = compress.quantize(float_)
     before = {name: t.clone() for name, t in small_[1].state_dict().items()}

@@ -1,4 +1,4 @@
-"""One step at a time on packed weights: what a call on the whole sequence gives."""
+"""Single steps on packed weights equal a call on the whole sequence."""
 
 import copy
 import pickle
@@ -32,7 +32,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the rows of each step that the packed weights took."""
+    """A list of the number of rows of each step that ran on packed weights."""
     found, step = [], stream.Stream.step
 
     def watched(self: Any, rows: int, *arguments: Any) -> Any:
@@ -93,7 +93,7 @@ def run(layer: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("units", [16, 256])
 def test_bits_do_not_depend_on_threads(rng: np.random.Generator, units: int) -> None:
-    """A step of few units asks for no threads."""
+    """Bits are equal for any number of threads; steps of few units use a single thread."""
     layer, x = an.LSTM(units, units, 2, seed=1).prepare(), rng.standard_normal((4, 1, units))
     found = []
     for threads in (1, 2, 3):
@@ -108,7 +108,7 @@ def test_bits_do_not_depend_on_threads(rng: np.random.Generator, units: int) -> 
 
 
 def test_another_instruction_set(rng: np.random.Generator) -> None:
-    """Weights are packed for one: a step by another is refused, until they are packed again."""
+    """A step under another instruction set is refused until the weights are packed again."""
     if isa.current().name == "generic":
         pytest.skip("there is no narrower one")
     layer, x = an.LSTM(3, 5, dtype="float64", seed=0).prepare(), rng.standard_normal((2, 3))
@@ -120,7 +120,7 @@ def test_another_instruction_set(rng: np.random.Generator) -> None:
 
 
 def test_numpy_from_any_address(rng: np.random.Generator, taken: list[int]) -> None:
-    """Each array of a step in turn at an odd address, as in a packed record."""
+    """Each array of a step in turn has an odd address, as in a packed record."""
     layer = an.RNN(cells.EALSTM, 3, 5, 2, dtype="float64", seed=1).prepare()
     shapes = [(4, 3), (4, 5), *[(2, 4, 5)] * 4]
     arrays, resets = [rng.standard_normal(shape) for shape in shapes], np.array([1, 0, 1, 0])
@@ -138,7 +138,7 @@ def test_numpy_from_any_address(rng: np.random.Generator, taken: list[int]) -> N
 
 
 def test_many_forms(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More numbers of rows than recipes are kept."""
+    """There are more numbers of rows than recipes that are kept."""
     monkeypatch.setattr(stream, "FORMS", 3)
     layer = an.GRU(3, 5, 2, dtype="float64", seed=0).prepare()
     for rows in (*range(9), 0, 3):
@@ -162,7 +162,7 @@ def test_numpy_errors(rng: np.random.Generator) -> None:
 
 
 def test_numpy_resets(rng: np.random.Generator, taken: list[int]) -> None:
-    """Of any dtype, prepared or not; a step after one with resets has none."""
+    """Resets may have any dtype, prepared or not; they do not affect the next step."""
     x, flags = rng.standard_normal((2, 3)), np.array([True, False])
     for batch_first in (False, True):
         layer = an.RNN(cells.LSTM, 3, 5, 2, dtype="float64", seed=1, batch_first=batch_first)
@@ -192,7 +192,7 @@ def test_numpy_resets(rng: np.random.Generator, taken: list[int]) -> None:
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("kind, options", [("LSTM", {}), ("GRU", {}), ("LSTM", {"proj_size": 4})])
 def test_drop_ins_step(kind: str, options: dict[str, int], taken: list[int]) -> None:
-    """With every way that a call may come; where the packed weights are not for it, as a call."""
+    """Steps equal calls for all kinds of arguments; some kinds do not use the packed weights."""
     layer = getattr(at, kind)(3, 5, 2, dropout=0.5, dtype=torch.float64, **options).eval()
     layer.prepare()
     x = torch.randn(4, 2, 3, dtype=torch.float64)
@@ -224,7 +224,7 @@ def test_drop_ins_step(kind: str, options: dict[str, int], taken: list[int]) -> 
 
 
 def resets_of() -> dict[str, Any]:
-    """The same flags, as they may come."""
+    """Returns the same flags in all accepted dtypes and layouts."""
     flags = torch.tensor([True, False, True])
     kinds = ("float32", "float64", "bfloat16", "float16", "uint8", "int64", "bool")
     rows = torch.stack([flags, ~flags], 1)
@@ -239,7 +239,7 @@ def resets_of() -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN of PeepholeLSTM", "RNN of EALSTM"])
 @pytest.mark.sample(every=5)  # each layout
 def test_torch_resets(kind: str, layout: str, taken: list[int]) -> None:
-    """A step is a call of one step with the same resets, on every way that it may go."""
+    """A step equals a call of one step with the same resets, on all its paths."""
     options = {"num_layers": 2, "batch_first": layout == "batch_first", "dtype": torch.float64}
     cell = getattr(cells, kind.rpartition(" ")[2])
     make = getattr(at, kind) if kind in ("LSTM", "GRU") else lambda *a, **o: at.RNN(cell, *a, **o)
@@ -274,7 +274,7 @@ def test_torch_resets(kind: str, layout: str, taken: list[int]) -> None:
                 found, right = (output, *as_tuple(new)), (ref.squeeze(time), *as_tuple(final))
                 for a, b in zip(found, right, strict=True):
                     assert_close(a.detach(), b.detach(), "float64", "forward")
-                with torch.no_grad():  # nothing is left of them
+                with torch.no_grad():  # resets leave nothing behind
                     a, b = layer.step(x, state, **static), layer(x.unsqueeze(time), state, **static)
                 assert_close(a[0], b[0].squeeze(time), "float64", "forward")
                 a, b = ref.squeeze(time).detach(), b[0].squeeze(time)
@@ -283,7 +283,7 @@ def test_torch_resets(kind: str, layout: str, taken: list[int]) -> None:
 
 @needs_torch
 def test_a_step_from_any_address(taken: list[int]) -> None:
-    """Arrays at an odd address, as in a packed record: still a step on packed weights."""
+    """Arrays at odd addresses, as in a packed record, still step on packed weights."""
 
     def odd(*shape: int) -> Any:
         values = torch.randn(shape, dtype=torch.float64)
@@ -297,7 +297,7 @@ def test_a_step_from_any_address(taken: list[int]) -> None:
             layer.step(x, (h, c), static=static) for x, h, c, static in zip(*arrays, strict=True)
         )
         assert torch.equal(at_lines, anywhere) and taken == [4, 4]
-        # Where resets restore such an array, too.
+        # The same holds if resets restore such an array.
         (x, _), hs, (c, _), (static, _) = arrays
         resets = torch.tensor([True, False, True, False])
         outputs = [
@@ -372,7 +372,7 @@ def test_torch_weights_that_change(taken: list[int]) -> None:
 
 @needs_torch
 def test_parametrisations_come_and_go(taken: list[int]) -> None:
-    """With the same original tensors."""
+    """Steps notice parametrisations that come and go, with the same original tensors."""
     layer, x = at.GRU(3, 5, dtype=torch.float64).eval(), torch.randn(2, 3).double()
     parametrize, given = torch.nn.utils.parametrize, ("weight_ih_l0", torch.nn.Softplus())
     layer.prepare()
@@ -390,7 +390,7 @@ def test_parametrisations_come_and_go(taken: list[int]) -> None:
 
 def _dropped() -> Any:
     class Dropped(torch.nn.Module):
-        """DropConnect: in training other weights in each call."""
+        """DropConnect: in training, each call drops other weights."""
 
         def forward(self, weight: Any) -> Any:
             return torch.nn.functional.dropout(weight, 0.5, self.training)
@@ -401,7 +401,7 @@ def _dropped() -> Any:
 @needs_torch
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
 def test_steps_of_fused_optimizers(kind: str, taken: list[int]) -> None:
-    """Their kernels write in place, and autograd does not count it."""
+    """Their kernels write in place, which autograd does not count."""
     layer, x = at.LSTM(3, 5, dtype=torch.float64).prepare(), torch.randn(2, 3).double()
     optimizer = getattr(torch.optim, kind)(layer.parameters(), lr=0.1, fused=True)
     for _ in range(2):
@@ -424,7 +424,7 @@ def test_torch_weights_dropped_anew_in_each_step_of_training() -> None:
 
 @needs_torch
 def test_other_than_parameters(taken: list[int]) -> None:
-    """A cell with other hyperparameters, weights that are buffers or attributes, and hooks."""
+    """Steps notice new hyperparameters, weights that are buffers or attributes, and hooks."""
     layer = at.RNN(cells.LSTM(cell_clip=0.5), 3, 5, dtype=torch.float64).prepare()
     x = torch.randn(2, 3).double()
 

@@ -1,6 +1,6 @@
-"""TensorFlow 1's cells: against the kernels of TensorFlow that they were made of.
+"""TensorFlow 1's cells, against the TensorFlow kernels on which they were based.
 
-One file, because all cells and loops are compared by the same few functions.
+One file, because the same few functions compare all cells and loops.
 """
 
 import importlib
@@ -26,7 +26,7 @@ STEPS, ROWS, WIDTH, UNITS = 6, 4, 3, 5
 
 
 def randomize(cell: Any, rng: np.random.Generator, width: int = WIDTH) -> dict[str, Any]:
-    """Gives the variables random values, and returns these."""
+    """Sets the variables to random values, and returns the values."""
     cell.build(width)
     for variable in cell.named.values():
         variable.assign(0.5 * rng.normal(size=variable.shape))
@@ -48,8 +48,8 @@ def peepholes(named: dict[str, Any]) -> list[Any]:
 def test_fused_cell_is_block_lstm(
     use_peephole: bool, cell_clip: float | None, forget_bias: float, rng: np.random.Generator
 ) -> None:
-    """And V2, which adds nothing to f, and whose gates are in the order i f c o. The gradient that
-    TensorFlow registers for that one is of the other order, and so no oracle.
+    """It also equals BlockLSTMV2, which adds nothing to f and has the gates i f c o. TensorFlow's
+    gradient of V2 assumes the order of V1, so it is no oracle.
     """
     cell = t1.LSTMBlockFusedCell(UNITS, forget_bias, cell_clip, use_peephole)
     named = randomize(cell, rng)
@@ -98,13 +98,13 @@ def test_gru_cell_is_gru_block_cell(rng: np.random.Generator) -> None:
     assert np.array_equal(output, state)
 
 
-# Cells of version 1 itself: a copy that TensorFlow keeps, and the one of tf_keras, once public.
+# The original cells of version 1: a copy in TensorFlow, and the once public copy in tf_keras.
 LEGACY = [
     "tensorflow.python.keras.layers.legacy_rnn.rnn_cell_impl",
     "tf_keras.src.layers.rnn.legacy_cells",
 ]
 BOUNDED = {"use_peepholes": True, "cell_clip": 0.6, "num_proj": 2, "proj_clip": 0.4}
-# Its name, its scope in a checkpoint, our class, arguments
+# Name in version 1, scope in a checkpoint, our class, arguments
 OF_VERSION_1 = [
     ("BasicLSTMCell", "basic_lstm_cell", t1.BasicLSTMCell, {"forget_bias": 0.5}),
     ("LSTMCell", "lstm_cell", t1.LSTMCell, {}),
@@ -117,7 +117,7 @@ OF_VERSION_1 = [
 @pytest.fixture(params=LEGACY, ids=lambda name: name.partition(".")[0])
 def legacy(request: pytest.FixtureRequest) -> Iterator[Any]:
     module = pytest.importorskip(request.param)
-    tf.compat.v1.experimental.output_all_intermediates(True)  # or no session differentiates a loop
+    tf.compat.v1.experimental.output_all_intermediates(True)  # for gradients of loops
     yield module
     tf.compat.v1.experimental.output_all_intermediates(None)
 
@@ -136,14 +136,14 @@ def test_cells_and_loops_of_version_1(
     legacy: Any, name: str, scope: str, kind: Any, given: Any, loop: str, scopes: list[str],
     tmp_path: Path, rng: np.random.Generator,
 ) -> None:  # fmt: skip
-    """Outputs, states and gradients, from the variables of a checkpoint of version 1."""
+    """Outputs, states and gradients agree, with variables from a checkpoint of version 1."""
     lengths, path = [STEPS, 1, 0, 4], str(tmp_path / "model.ckpt")
     x = rng.normal(size=(ROWS, STEPS, WIDTH))
     sizes = [UNITS] if kind is t1.GRUCell else [UNITS, given.get("num_proj", UNITS)]
     draws = [0.3 * rng.normal(size=(ROWS, size)) for _ in scopes for size in sizes]
 
     def run(module: Any, cells: list[Any], begin: list[Any]) -> tuple[list[Any], Any]:
-        """All results, and one number that depends on each of them."""
+        """Returns all results, and a number that depends on each of them."""
         like = [cell.zero_state(ROWS, "float64") for cell in cells]
         states = tf.nest.pack_sequence_as(like, begin[1:])
         results = tf.nest.flatten(getattr(module, loop)(*cells, begin[0], lengths, *states))
@@ -179,7 +179,7 @@ def test_cells_and_loops_of_version_1(
 
 ACTIVATIONS = [
     *("elu", "exponential", "linear", "relu", "selu", "sigmoid", "softplus", "softsign", "swish"),
-    # tf.nn.leaky_relu has its slope in float32.
+    # Not tf.nn.leaky_relu, whose slope is a float32.
     *(tf.nn.elu, tf.exp, tf.identity, tf.math.log_sigmoid, tf.nn.relu),
     *(tf.nn.relu6, tf.nn.selu, tf.nn.sigmoid, tf.nn.silu, tf.nn.softplus, tf.nn.softsign, tf.tanh),
     *(keras.activations.hard_sigmoid, keras.activations.hard_silu, keras.activations.mish),
@@ -228,8 +228,8 @@ HALF = [
 def test_half_precision(
     legacy: Any, name: str, given: Any, dtype: str, rng: np.random.Generator
 ) -> None:
-    """In both directions, as documents have it; no worse than TensorFlow's own cells, against the
-    same numbers in float64.
+    """In both directions, as documented, errors against float64 are no worse than those of
+    TensorFlow's own cells.
     """
     steps, rows, units, v1 = 12, 6, 33, tf.compat.v1
     lengths = [steps, 1, 0, steps, 7, 5]
@@ -261,7 +261,7 @@ def test_half_precision(
 
 
 def test_checkpoints_of_a_stack(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Of eager mode: written under the names of version 1, and read."""
+    """Eager mode writes checkpoints under the names of version 1, and reads them."""
 
     def stack() -> Any:
         inner = t1.MultiRNNCell([t1.ResidualWrapper(t1.BasicRNNCell(UNITS))])
@@ -304,7 +304,7 @@ def test_variables_have_the_names_and_shapes_of_version_1() -> None:
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:UserWarning")
 def test_variables_have_the_order_of_version_1(legacy: Any) -> None:
-    """In which programs list them, and seeds are given out; that of contrib's cells was another."""
+    """Programs list variables and assign seeds in this order; contrib's cells had another order."""
     listed = []
     for kind in (legacy.LSTMCell, t1.LSTMCell):
         with tf.Graph().as_default():
@@ -326,7 +326,7 @@ LOOPS = "bidirectional_dynamic_rnn dynamic_rnn static_bidirectional_rnn static_r
 
 @pytest.mark.parametrize("name", [*CELLS, *WRAPPERS, *LOOPS])
 def test_arguments_are_those_of_version_1(name: str) -> None:
-    """In its order: the copy that TensorFlow keeps has these."""
+    """Names, order and defaults equal those of TensorFlow's copy of version 1."""
     where, theirs = "tensorflow.python.ops.rnn" if name in LOOPS else LEGACY[0], name
     if name.endswith("Wrapper"):
         where, theirs = where.replace("cell_impl", "cell_wrapper_impl"), f"{name}Base"
@@ -383,7 +383,7 @@ def test_initializers() -> None:
 
 
 def test_names_of_version_1_that_are_not_here_have_a_hint() -> None:
-    """What it says is there, with these arguments."""
+    """Each hint names something that exists and takes these arguments."""
     import anycell.keras
 
     known = {"tf": tf, "anycell": anycell, "units": UNITS, **vars(t1)}
@@ -411,7 +411,7 @@ def test_refusals() -> None:
     ):
         t1.GRUCell(3, tf.abs)
     with pytest.raises(ValueError, match="activation: given 'hard_sigmoid'; expected None or"):
-        t1.GRUCell(3, "hard_sigmoid")  # which was another function in TensorFlow 1
+        t1.GRUCell(3, "hard_sigmoid")  # another function in TensorFlow 1
     with pytest.raises(ValueError, match="reuse: given True; expected None"):
         t1.LSTMBlockCell(3, reuse=True)
     with pytest.raises(
@@ -480,7 +480,7 @@ def sequences(rng: np.random.Generator) -> Any:
 
 
 def test_engines(rng: np.random.Generator) -> None:
-    """What runs a cell is said, and is so: kernels have one operation for all steps."""
+    """The engine named is the engine that runs: kernels have one operation for all steps."""
 
     class Patched(t1.GRUCell):
         def call(self, inputs: Any, state: Any) -> Any:
@@ -516,7 +516,7 @@ def keras_step_by_step() -> Any:
 
 
 def test_a_cell_is_explained() -> None:
-    """By its engine, then by the page of what it runs, in the dtype and sizes that it has."""
+    """``explain`` shows the cell's engine, then the page of its kernels in its dtype and sizes."""
     for cell, dtype in (
         (t1.LSTMCell(8, num_proj=4, use_peepholes=True), "float32"),
         (t1.GRUCell(8, dtype=tf.float64), "float64"),
@@ -540,7 +540,7 @@ def test_a_patched_cell_is_honoured(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("xla", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_stacks_in_every_mode(xla: bool, rng: np.random.Generator) -> None:
-    """Eager, in a graph, under XLA and step by step; and no NaN that lies past a length."""
+    """Results agree eagerly, in graphs, under XLA and step by step; NaN past lengths is ignored."""
     cells = t1.MultiRNNCell([
         t1.ResidualWrapper(t1.LSTMCell(UNITS), lambda i, o: i * o),
         t1.ResidualWrapper(t1.DropoutWrapper(t1.GRUCell(UNITS))),
@@ -569,7 +569,7 @@ def test_stacks_in_every_mode(xla: bool, rng: np.random.Generator) -> None:
 
 
 def dropped(cell: Any, x: Any, length: int | None = None) -> Any:
-    """Of ones that pass through a cell which hands its inputs on: the factors of the dropout."""
+    """Returns the factors of dropout: sends ``x`` of ones through a cell that copies its inputs."""
     inner = cell.cell
     inner.build(UNITS)
     inner.named["kernel"].assign(np.vstack([np.eye(UNITS), np.zeros((UNITS, UNITS))]))
@@ -580,7 +580,7 @@ def dropped(cell: Any, x: Any, length: int | None = None) -> Any:
 @pytest.mark.parametrize("role", ["input", "output"])
 @pytest.mark.parametrize("variational", [False, True])
 def test_dropout(role: str, variational: bool) -> None:
-    """A new mask in each step and row, or one for a whole run; what is kept, is divided."""
+    """Each step and row, or each run, has a new mask; kept values are scaled up."""
     tf.random.set_seed(3)
     cell = t1.DropoutWrapper(
         t1.BasicRNNCell(UNITS, tf.identity), **{f"{role}_keep_prob": 0.8},
@@ -596,7 +596,7 @@ def test_dropout(role: str, variational: bool) -> None:
         kept = kept[:, 0, 0]
         assert not np.array_equal(kept[0], kept[1]) or not np.array_equal(kept[0], kept[2])
     else:
-        for axis in range(kept.ndim):  # nothing is drawn once for all
+        for axis in range(kept.ndim):  # no axis shares its masks
             assert not np.array_equal(*np.take(kept, [0, 1], axis=axis).swapaxes(0, axis))
     spread = 5 * np.sqrt(0.8 * 0.2 / kept.size)
     assert abs(kept.mean() - 0.8) < spread
@@ -604,7 +604,7 @@ def test_dropout(role: str, variational: bool) -> None:
 
 
 def test_dropout_of_states(rng: np.random.Generator) -> None:
-    """Of h, not of c, and of none under a filter that says so."""
+    """Dropout applies to h, not to c; a filter can exclude both."""
     x = sequences(rng)
     state = t1.LSTMStateTuple(*(random(rng, ROWS, UNITS) for _ in "ch"))
 
@@ -625,7 +625,7 @@ def test_dropout_of_states(rng: np.random.Generator) -> None:
 
 
 def test_probabilities_that_change(rng: np.random.Generator) -> None:
-    """A variable, and a tensor that is fed."""
+    """Probabilities may be a variable or a tensor that is fed."""
     x, keep = sequences(rng), tf.Variable(1.0)
     cell = t1.DropoutWrapper(t1.GRUCell(UNITS), output_keep_prob=keep)
     assert t1.dynamic_rnn(cell, x)[0].numpy().all()
@@ -641,7 +641,7 @@ def test_probabilities_that_change(rng: np.random.Generator) -> None:
 
 
 def test_behind_a_gather(rng: np.random.Generator) -> None:
-    """Its gradient is one of slices."""
+    """The gradient of a gather is an IndexedSlices."""
     cell, x = t1.GRUCell(UNITS), tf.transpose(sequences(rng), (1, 0, 2))
 
     @tf.function

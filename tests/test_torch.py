@@ -1,4 +1,4 @@
-"""The PyTorch layers: against ``torch.nn`` where it has them, else against separate plain calls.
+"""The PyTorch layers, against ``torch.nn`` if it has them, else against separate plain calls.
 
 One file, because all of it compares pairs of layers by the functions at its top.
 """
@@ -73,13 +73,13 @@ def test_flags(kind: str, flags: dict[str, Any], with_state: bool) -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.sample(every=2)
 def test_float32(kind: str, sizes: tuple[int, int, int]) -> None:
-    """Within the limits, and no worse than torch's own: both for the median of some draws.
+    """Median errors over several draws are within the limits and comparable to torch's.
 
-    One number that happens to lie near zero has no relative precision, here or in torch.
+    A single number near zero has no relative precision, here or in torch.
     """
     steps, rows, hidden = sizes
     errors: dict[str, list[tuple[float, float]]] = {}
-    for _ in range(9 if hidden > 1 else 49):  # few numbers say little about an error
+    for _ in range(9 if hidden > 1 else 49):  # errors of few numbers need many draws
         x = torch.randn(steps, rows, 6)
         ours, theirs = LAYERS[kind][0](6, hidden), LAYERS[kind][1](6, hidden)
         theirs.load_state_dict(ours.state_dict())
@@ -108,7 +108,7 @@ def test_unbatched(kind: str, batch_first: bool) -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_same_draws(kind: str) -> None:
-    """Initial weights and the dropout between layers, from the same seed."""
+    """Initial weights and the dropout between layers are the same for the same seed."""
     ours, theirs = twins(kind, 4, 8, num_layers=3, dropout=0.4, bidirectional=True)
     assert isinstance(ours, type(theirs))
     for (name, mine), (other, its) in zip(
@@ -176,7 +176,7 @@ def test_errors_are_torchs(kind: str) -> None:
 # -- autograd --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradient_penalty(kind: str) -> None:
-    """create_graph=True where the input hangs on a weight of the same layer."""
+    """create_graph=True works if the input depends on a weight of the same layer."""
     found = []
     for layer in twins(kind, 3, 3, dtype=torch.float64):
         base = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 2, 3)
@@ -216,14 +216,14 @@ def test_edits_between_forward_and_backward(kind: str) -> None:
         change(output)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
-    _, final = layer(x)  # final states are copies, theirs to edit
+    _, final = layer(x)  # final states are copies, which users may edit
     first = final[0] if kind == "LSTM" else final
     first.mul_(2.0).sum().backward()
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_partial_gradients(kind: str) -> None:
-    """Only what is asked for, from only what is used."""
+    """Only requested gradients are computed, from only the results that are used."""
     ours, theirs = twins(kind, 3, 5, num_layers=2, bidirectional=True, dtype=torch.float64)
     x = torch.randn(4, 2, 3, dtype=torch.float64)
     for wanted in ("weight_hh_l0", "bias_ih_l1_reverse", None):
@@ -257,7 +257,7 @@ def test_saved_tensor_hooks() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", [at.LSTM, at.GRU], ids=["LSTM", "GRU"])
 def test_activation_checkpoints(kind: Any, reentrant: bool) -> None:
-    """PyTorch's own: they answer each look at a saved tensor once."""
+    """PyTorch's own checkpoints let each saved tensor be read only once."""
     layer, found = kind(3, 5, 2), []
     checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
     for call in (layer, functools.partial(checkpoint, layer)):
@@ -293,7 +293,7 @@ def test_declared_initial_state() -> None:
 
 
 def test_options_without_a_batch() -> None:
-    """What comes per row has no axis of rows then."""
+    """Without a batch, arguments per row have no axis of rows."""
     flags, projected = {"bidirectional": True}, at.RNN(cells.LSTMP, 3, 5, P=4, bidirectional=True)
     calls: list[tuple[Any, dict[str, Any]]] = [
         (at.LSTM(3, 5, **flags, batch_first=True), {"lengths": [2, 6, 3]}),
@@ -361,7 +361,7 @@ def test_repr() -> None:
 # -- single steps ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["LSTMCell", "GRUCell"])
 def test_cells_are_torchs(name: str) -> None:
-    """As long as they override nothing, torch's tests are those of what they compute and refuse."""
+    """They override nothing, so torch's own tests cover their results and errors."""
     ours, theirs = getattr(at, name), getattr(nn, name)
     assert issubclass(ours, theirs) and ours(3, 5).engine.name == "torch"
     for method in ("__init__", "__call__", "forward"):
@@ -372,7 +372,7 @@ def test_cells_are_torchs(name: str) -> None:
 @pytest.mark.parametrize("form", range(4))
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_single_step(kind: str, form: int, rows: int | None) -> None:
-    """With or without a batch: torch's answers, with the layer's options."""
+    """Results and errors are torch's, with or without a batch, for all options of the layer."""
     options: Any = [
         {},
         {"bias": False, "batch_first": True},
@@ -462,7 +462,7 @@ def test_hooks_and_defaults() -> None:
 
 
 def test_deterministic_mode() -> None:
-    """It fills new memory with NaN, which must not show."""
+    """In this mode, torch fills new memory with NaN, which must not reach results."""
     layer, x = at.LSTM(3, 5, num_layers=2, bidirectional=True), torch.randn(4, 2, 3)
     plain = run(layer, x, lengths=[4, 2])
     torch.use_deterministic_algorithms(True)
@@ -491,7 +491,7 @@ def test_other_paths_of_the_drop_ins() -> None:
 @pytest.mark.parametrize("hidden", [1, 5])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_gradients_that_are_negatives_in_memory(kind: str, hidden: int) -> None:
-    """As autograd gets them from complex numbers."""
+    """Autograd passes such gradients from complex numbers."""
     layer = at.RNN(cells.PeepholeLSTM, 3, hidden) if kind == "RNN" else getattr(at, kind)(3, hidden)
     output, final = layer(torch.randn(4, 2, 3))
     ends = [output, *(final if isinstance(final, tuple) else (final,))]
@@ -649,7 +649,7 @@ def test_flags_of_a_layer_are_no_words(name: str) -> None:
 
 
 def test_sizes_in_place_of_a_cell() -> None:
-    """As ``torch.nn.RNN`` and ``RNNCell`` are made."""
+    """The error helps users who pass sizes first, as to ``torch.nn.RNN`` and ``RNNCell``."""
     for name in ("RNN", "RNNCell"):
         with pytest.raises(TypeError, match=rf"cell: given int 3; .*: {name}\(cells.RNN, 3, 4\)\."):
             getattr(at, name)(3, 4)

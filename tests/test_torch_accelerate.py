@@ -1,4 +1,4 @@
-"""``accelerate``: what it swaps, what it leaves and says, and models of real projects with it."""
+"""``accelerate``: the layers that it swaps or leaves, its messages, and models of real projects."""
 
 import abc
 import contextlib
@@ -33,7 +33,7 @@ NAMES = ["deepar", "amp-model", "pyannote", "hydrology", "denoise", "unmix"]
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Any]:
-    """The script as a module; its folder is on the path, as when it is run."""
+    """The script as a module; its folder is on the path, as in a run of the script."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
         import accelerated
@@ -43,7 +43,7 @@ def example() -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_models_of_real_projects(example: Any, name: str) -> None:
-    """Same outputs and same training curves, on narrow layers, few steps and few rows."""
+    """Outputs and training curves are the same, with narrow layers, few steps and few rows."""
     full = all_shapes()[name]
     shape = replace(full, T=12, B=3, I=max(1, full.I // 8), H=max(4, full.H // 8))
     found = example.compare(name, shape, steps=4, dtype=torch.float64)
@@ -69,8 +69,8 @@ def test_the_table_it_prints(example: Any, capsys: pytest.CaptureFixture[str]) -
 
 # -- between convolutions --------------------------------------------------------------------------
 class Convolved(nn.Module):
-    """Convolutions put time last, recurrent layers want it first, as in Demucs, Encodec, CRNN and
-    Deep Speech 2: what they are given is a view, and so are the gradients that arrive.
+    """A layer between convolutions, as in Demucs, Encodec, CRNN and Deep Speech 2. Time is last in
+    convolutions, so the layer's inputs and arriving gradients are views.
     """
 
     def __init__(self, kind: Any, **options: Any) -> None:
@@ -90,7 +90,7 @@ class Convolved(nn.Module):
 def test_between_convolutions(
     layer: Any, options: dict[str, bool], rows: int, length: int, dtype: torch.dtype
 ) -> None:
-    """Outputs and all gradients."""
+    """Outputs and all gradients are right."""
     torch.manual_seed(0)
     theirs, x = Convolved(layer, **options), torch.randn(rows, 3, length)
     ours, exact = at.accelerate(copy.deepcopy(theirs)), copy.deepcopy(theirs).double()
@@ -105,7 +105,7 @@ def test_between_convolutions(
     assert (seen[0].numel() >= 256 * 16) is (rows == 4)  # from where on there is more to project
     for what, value in ref.items():
         kind = "forward" if what == "output" else "gradient"
-        # What convolutions lose in float32 is torch's, not ours.
+        # In float32, torch's convolutions have errors of their own.
         theirs_off = error(own[what], value, axes=()) if dtype is torch.float32 else 0.0
         limit = max(LIMITS[str(dtype).removeprefix("torch."), kind], NO_WORSE_THAN * theirs_off)
         assert error(mine[what], value, axes=()) <= limit, what
@@ -121,7 +121,7 @@ def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 # -- what is swapped -------------------------------------------------------------------------------
 def test_a_model_stays_what_it_was(caplog: pytest.LogCaptureFixture) -> None:
-    """Its modules, shared ones too, their parameters, hooks and modes; each layer is logged."""
+    """It keeps its modules, shared or not, parameters, hooks and modes; each layer is logged."""
     model = nn.Sequential(nn.LSTM(3, 4), nn.ModuleDict({"a": nn.GRU(4, 4)})).eval()
     model.shared, parameters, x = model[0], dict(model.named_parameters()), torch.ones(5, 2, 3)
     seen: list[type] = []
@@ -138,7 +138,7 @@ def test_a_model_stays_what_it_was(caplog: pytest.LogCaptureFixture) -> None:
     layers = {found.name: found.engine for found in at.recurrent_layers(model)}
     assert layers == {"0": "cpu", "1.a": "cpu"}
     assert caplog.messages == [str(found) for found in at.recurrent_layers(model)]
-    assert type(at.accelerate(model)[0]) is at.LSTM  # again is the same
+    assert type(at.accelerate(model)[0]) is at.LSTM  # a second call changes nothing
     assert type(at.accelerate(nn.GRU(3, 4))) is at.GRU  # the model itself
     for bad, hint in ((nn.LSTM, "Call it first"), (len, "Pass a model")):
         with pytest.raises(TypeError, match=f"model: given .*expected a torch.nn.Module. {hint}"):
@@ -147,7 +147,7 @@ def test_a_model_stays_what_it_was(caplog: pytest.LogCaptureFixture) -> None:
 
 # -- subclasses ------------------------------------------------------------------------------------
 class Amp(nn.LSTM):
-    """As in amp modelers: a constructor and methods of its own, no forward."""
+    """A subclass as in amp modelers: its own constructor and methods, but no forward."""
 
     def __init__(self, hidden: int, note: str = "") -> None:
         super().__init__(1, hidden, batch_first=True)
@@ -183,7 +183,7 @@ def test_a_subclass_is_swapped(kind: type[Amp]) -> None:
 
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, Amp, Further], ids=lambda kind: kind.__name__)
 def test_the_way_back(make: Any) -> None:
-    """The same objects, of the classes that they were of, with the weights of now."""
+    """``restore`` keeps the objects and their current weights, and restores their classes."""
     model = nn.Sequential(make(4) if make in (Amp, Further) else make(1, 4)).double()
     layer, x = model[0], torch.randn(7, 2, 1, dtype=DOUBLE)
     before = {name: id(p) for name, p in model.named_parameters()}, vars(layer).keys()
@@ -204,7 +204,7 @@ def test_the_way_back(make: Any) -> None:
 
 
 def test_what_has_no_way_back(caplog: pytest.LogCaptureFixture) -> None:
-    """Stays, works as before, and is said."""
+    """Such modules stay, work as before, and are logged."""
 
     class Mine(at.LSTM):
         pass
@@ -228,7 +228,7 @@ def test_what_has_no_way_back(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_restored_model_needs_no_anycell(tmp_path: Path) -> None:
-    """Reading a file imports the modules that it names."""
+    """Files of restored models do not name anycell; loading a file imports the modules it names."""
     model, path = nn.Sequential(nn.LSTM(3, 4), nn.ModuleList([nn.GRU(4, 4)])), tmp_path / "model.pt"
     for change, named in ((at.accelerate, True), (at.restore, False)):
         torch.save(change(model), path)
@@ -262,7 +262,7 @@ def test_copies_and_files_of_what_was_swapped(make: Callable[[], Any], copied: A
 
 @pytest.mark.slow
 def test_a_file_in_another_process(tmp_path: Path) -> None:
-    """Only the user's module is named in it, and anycell."""
+    """A file names only the user's module and anycell, and loads in another process."""
     (tmp_path / "amps.py").write_text("from torch import nn\n\n\nclass Amp(nn.GRU):\n    pass\n")
     script = """
         import sys, torch, amps, anycell.torch as at
@@ -468,7 +468,7 @@ def test_how_often_one_call_of_the_model_calls() -> None:
 # -- what goes by a module's class -----------------------------------------------------------------
 @pytest.fixture
 def opacus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Opacus's validator; where Opacus is not installed, what of it anycell goes by."""
+    """Opacus's validator; without Opacus, a stub of the parts on which anycell relies."""
     with contextlib.suppress(ImportError):
         from opacus.validators import ModuleValidator
 
@@ -503,8 +503,8 @@ def opacus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("make", [lambda: nn.LSTM(2, 2), lambda: nn.GRU(2, 2), lambda: Amp(2)])
 def test_opacus_refuses_ours_as_it_does_torchs(opacus: Any, make: Callable[[], Any]) -> None:
-    """It refuses layers whose gradients it cannot take apart by samples. Of subclasses it knows
-    nothing, accelerated or not.
+    """Opacus refuses layers whose gradients it cannot separate by samples. It does not recognize
+    subclasses, accelerated or not.
     """
     valid = type(make()) is Amp
     assert opacus.is_valid(nn.Sequential(make())) is valid
@@ -515,7 +515,7 @@ def test_opacus_refuses_ours_as_it_does_torchs(opacus: Any, make: Callable[[], A
 
 
 def assert_wrapped(wrap: Any) -> None:
-    """Around what is swapped, and the other way round."""
+    """Asserts that models work if wrapped before or after ``accelerate``."""
     theirs, x = nn.Sequential(Amp(4)).double(), torch.randn(2, 7, 1, dtype=torch.float64)
     theirs(x)[0].sum().backward()
     for ours in (

@@ -1,6 +1,6 @@
-"""What programs do to layers on a card: threads, streams, graphs, odd batches, long sequences.
+"""Layers in programs on a card: threads, streams, graphs, odd batches, long sequences.
 
-Where a test says something without a card too, its body also runs in Triton's interpreter.
+Tests that are also meaningful without a card run in Triton's interpreter as well.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ TIERS = (pytest.param(2, marks=SLOW), 1, 3)
 
 
 class Place(NamedTuple):
-    """Where a test runs, and on how much."""
+    """The place where a test runs, with its dtype and sizes."""
 
     name: str
     dtype: Any
@@ -32,7 +32,7 @@ class Place(NamedTuple):
     steps: int
 
     def layer(self, cell: Any = cells.PeepholeLSTM, **options: Any) -> Any:
-        """A layer of 8 inputs."""
+        """Returns a layer with 8 inputs."""
         return anycell.torch.RNN(
             cell, 8, self.hidden, device=DEVICE, **{"dtype": self.dtype, **options}
         )
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 @pytest.fixture(params=["interpreter", pytest.param("card", marks=gpu)])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A card, with tiers of many programs and graphs of tier 3; elsewhere the interpreter."""
+    """A card, with tiers of many programs and graphs of tier 3; without one, the interpreter."""
     torch.manual_seed(request.getfixturevalue("seed"))
     if request.param == "card":
         yield Place("card", torch.bfloat16, 64, 20, 40)
@@ -70,7 +70,7 @@ def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 
 
 def in_a_thread(run: Any) -> Any:
-    """What it returns, or raises, in a thread that is new to CUDA."""
+    """Runs a function in a thread that is new to CUDA; returns its result or raises its error."""
 
     def body() -> Any:
         with np.errstate(all="ignore"):
@@ -85,7 +85,7 @@ def same(mine: dict[str, Any], right: dict[str, Any]) -> None:
 
 
 def assert_right(layer: Any, x: Any, given: dict[str, Any], place: Place, seed: int) -> None:
-    """Outputs and gradients, against the layer's own composite in float64."""
+    """Asserts that outputs and gradients agree with the layer's own composite in float64."""
     expected = results(layer, x, given, seed, fused=False)
     for name, value in results(layer, x, given, seed, fused=True).items():
         kind = "gradient" if name.startswith("d ") else "forward"
@@ -94,7 +94,7 @@ def assert_right(layer: Any, x: Any, given: dict[str, Any], place: Place, seed: 
 
 # -- in both places --------------------------------------------------------------------------------
 def test_threads_that_are_new_to_cuda(place: Place, tier: int, seed: int) -> None:
-    """Both passes, and the backward pass alone of a graph that another thread has made."""
+    """New threads can run both passes, or only the backward pass of another thread's graph."""
     layer, x = place.layer(), place.input()
     right = results(layer, x, {}, seed, fused=True)
     same(in_a_thread(lambda: results(layer, x, {}, seed, fused=True)), right)
@@ -105,7 +105,7 @@ def test_threads_that_are_new_to_cuda(place: Place, tier: int, seed: int) -> Non
 
 
 def test_inference_mode_comes_first(place: Place, tier: int) -> None:
-    """What a layer keeps for later calls is not of the mode in which it was made."""
+    """Values that a layer keeps for later calls do not depend on the mode of their creation."""
     layer, x = place.layer(), place.input(grad=False)
     found = []
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
@@ -117,7 +117,7 @@ def test_inference_mode_comes_first(place: Place, tier: int) -> None:
 
 
 def test_batches_of_any_size(place: Place, tier: int, seed: int) -> None:
-    """Rows that fill no tile, one after the other, as the batches of a sampler are."""
+    """Numbers of rows that fill no tile follow each other, like the batches of a sampler."""
     layer = place.layer(cells.GRU)
     for batch in (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64) if place.name == "card" else (1, 17):
         x = place.input(place.steps, batch, 8)
@@ -137,7 +137,7 @@ def test_nan_lies_under_masks(place: Place, tier: int, seed: int) -> None:
 
 
 def test_calls_leave_nothing_behind(place: Place, tier: int, seed: int) -> None:
-    """The bits of a call do not hang on the calls before it, of other lengths and weights."""
+    """The bits of a call do not depend on earlier calls with other lengths and weights."""
     layer, other = place.layer(), place.layer()
     x = place.input()
     right = results(layer, x, {}, seed, fused=True)
@@ -152,7 +152,7 @@ ON_A_CARD = Place("card", torch.bfloat16, 64, 20, 40)
 
 @gpu
 def test_streams(tier: int, seed: int) -> None:
-    """Two at once, each with a layer's calls; and calls of one layer on both."""
+    """Two streams at once run calls of a layer each, and calls of one layer on both."""
     place = ON_A_CARD
     layers = [place.layer() for _ in range(2)]
     x = place.input(grad=False)
@@ -207,7 +207,7 @@ def test_the_default_device(tier: int, seed: int) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's own
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_layers(tier: int, mode: str, seed: int) -> None:
-    """By Inductor, with something around the layer."""
+    """Inductor compiles a function with other operations around the layer."""
     if not ops.ON_CARDS:
         pytest.skip("PyTorch is too old")
     torch._dynamo.reset()
@@ -231,7 +231,7 @@ def test_compiled_layers(tier: int, mode: str, seed: int) -> None:
 
 @gpu
 def test_a_graph_of_the_user_s(tier: int) -> None:
-    """Of both passes, as a training step is captured: replayed on other numbers."""
+    """The user captures both passes, as in a training step, and replays them on other numbers."""
     layer, x = ON_A_CARD.layer(), ON_A_CARD.input()
 
     def run() -> tuple[Any, Any]:
@@ -269,7 +269,7 @@ def test_a_graph_of_the_user_s(tier: int) -> None:
     ],
 )
 def test_drop_ins(name: str, dtype: str, hidden: int, engine: str, seed: int) -> None:
-    """Where our kernels are faster they run, else cuDNN; with a mask they always do."""
+    """Our kernels run if they are faster than cuDNN, and always with a mask."""
     options: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, dtype)}
     theirs = getattr(torch.nn, name)(8, hidden, bidirectional=True, **options)
     ours = getattr(anycell.torch, name)(8, hidden, bidirectional=True, **options)
@@ -308,8 +308,8 @@ def test_step_by_step_nothing_waits_for_the_host(seed: int) -> None:
 @pytest.mark.parametrize("hidden", [18, 40, 64, 128, 200, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sizes_of_16_bits(dtype: str, hidden: int, seed: int) -> None:
-    """Two layers, 32 rows, 72 steps: with 40 units in float16 ours and cuDNN's results once were
-    far apart.
+    """With 2 layers, 32 rows, 72 steps and 40 units in float16, our results once differed from
+    cuDNN's by far.
     """
     options: dict[str, Any] = {"num_layers": 2, "device": "cuda", "dtype": getattr(torch, dtype)}
     layer = anycell.torch.RNN(cells.LSTM, hidden, hidden, **options)
@@ -324,7 +324,7 @@ def test_sizes_of_16_bits(dtype: str, hidden: int, seed: int) -> None:
 @gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_training_under_autocast(dtype: str, tier: int) -> None:
-    """The loss of some steps falls as it does without."""
+    """The losses of several steps are the same as without autocast."""
     x, wanted = torch.randn(40, 20, 8, device="cuda"), torch.randn(40, 20, 64, device="cuda")
     first = anycell.torch.RNN(cells.PeepholeLSTM, 8, 64, device="cuda").state_dict()
     losses = []
@@ -348,8 +348,8 @@ def test_training_under_autocast(dtype: str, tier: int) -> None:
 
 @gpu
 def test_more_than_32_bits_count() -> None:
-    """What is saved of a sequence has more than 2^31 numbers: its end is that of a short sequence
-    which begins with the states at that time.
+    """A sequence saves more than 2^31 numbers: its end equals a short sequence that begins with the
+    states at that time.
     """
     steps, batch, hidden, tail = 8400, 64, 1024, 64
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
@@ -399,7 +399,7 @@ for mine, right in zip(*found):
     "where", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=gpu)]
 )
 def test_keras_on_torch(where: str) -> None:
-    """A Keras layer on the card, step by step as yet, against itself on the CPU."""
+    """A Keras layer on the card, which still runs step by step, agrees with itself on the CPU."""
     pytest.importorskip("keras")
     env = {**COMPILES, "KERAS_BACKEND": "torch"}
     env |= {"CUDA_VISIBLE_DEVICES": ""} if where == "cpu" else {}

@@ -1,6 +1,6 @@
-"""``anycell.torch`` layers on the GPU engine: which engine they choose, and that it is right.
+"""``anycell.torch`` layers on the GPU engine: their choice of an engine, and their results.
 
-Without a card the kernels run in Triton's interpreter, on tensors of the CPU.
+Without a card, kernels run in Triton's interpreter, on tensors of the CPU.
 """
 
 import copy
@@ -28,7 +28,7 @@ from anycell.torch.dropin import CUDNNS
 
 
 def weight(kind: str, dtype: Any) -> Any:
-    """What the choice of an engine asks of a tensor on a device of that kind."""
+    """A stub of a tensor on a kind of device, enough for the choice of an engine."""
     return SimpleNamespace(device=SimpleNamespace(type=kind), dtype=dtype)
 
 
@@ -73,7 +73,7 @@ def test_cudnn_runs_what_it_knows() -> None:
 def test_what_is_faster_than_cudnn(
     dtype: str, tf32: bool, hidden: int, steps: int, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an H100: by dtype, size and steps; with a gradient both passes must be."""
+    """The choice on an H100 depends on dtype, size and steps; in training, on both passes."""
     host = SimpleNamespace(limits=CARDS["H100"], tf32=tf32)
     monkeypatch.setattr(dropin, "host_of", lambda *_: host)
     chosen = plan(cells.LSTM, hidden, dtype, "gpu")
@@ -92,7 +92,7 @@ def test_what_is_faster_than_cudnn(
 
 
 def test_which_calls_are_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps and rows by any layout; cuDNN has packed sequences and what is compiled, and no
+    """Steps and rows are read in any layout; cuDNN runs packed sequences and compiled calls, but no
     layer with checkpoints.
     """
     asked: list[tuple[int, int]] = []
@@ -114,7 +114,7 @@ def test_which_calls_are_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Layers choose the GPU engine, wherever their tensors are; the passes that it has run."""
+    """Makes layers choose the GPU engine for tensors on any device; lists the passes that ran."""
     calls: list[str] = []
 
     def recorded(name: str) -> Any:
@@ -144,7 +144,7 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("cell", "options", "arguments"), CASES, ids=["plain", "lengths", "flags"])
 def test_layers(cell: Any, options: Any, arguments: Any, ran: list[str], seed: int) -> None:
-    """Outputs and all gradients against the layer's own composite, in float64."""
+    """Outputs and all gradients agree with the layer's own composite in float64."""
     layer = anycell.torch.RNN(cell, 3, 6, device=DEVICE, **options)
     shape = (3, 4) if options.get("batch_first") else (4, 3)
     given = dict(arguments)
@@ -159,7 +159,7 @@ def test_layers(cell: Any, options: Any, arguments: Any, ran: list[str], seed: i
 
 
 def results(layer: Any, x: Any, given: Any, seed: int, fused: bool) -> dict[str, Any]:
-    """Output, final states, and gradients of everything; not fused, in float64."""
+    """Output, final states, and all gradients; in float64 if not fused."""
     torch.manual_seed(seed)  # of the random masks
     chosen = functional.fused_plan
     if not fused:
@@ -182,7 +182,7 @@ def test_a_gradient_of_a_gradient(ran: list[str], seed: int) -> None:
     """The fused backward pass is differentiated by the composite."""
     layer = anycell.torch.RNN(cells.PeepholeLSTM, 2, 3, device=DEVICE)
     found = []
-    for like in (layer, copy.deepcopy(layer).double()):  # which no engine runs in float64
+    for like in (layer, copy.deepcopy(layer).double()):  # no engine runs float64 on a card
         torch.manual_seed(seed)
         x = torch.randn(2, 2, 2).to(like.weight_ih_l0).requires_grad_()
         (first,) = torch.autograd.grad(like(x)[0].square().sum(), x, create_graph=True)
@@ -193,13 +193,13 @@ def test_a_gradient_of_a_gradient(ran: list[str], seed: int) -> None:
 
 
 def test_autocast(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a card as ``torch.nn``'s layers: 16 bits inside and out, gradients as the weights are."""
+    """As in ``torch.nn``, calls and results have 16 bits, and gradients the dtype of weights."""
     layer = anycell.torch.RNN(cells.LSTMP, 3, 6, P=5, device=DEVICE)
     x = torch.randn(4, 2, 3, device=DEVICE, requires_grad=True)
     expected, _ = layer(x)
     leaves = [x, *layer.parameters()]
     gradients = torch.autograd.grad(expected.sum(), leaves)
-    if not CARD:  # where autocast keeps to the weights
+    if not CARD:  # without a card, autocast would keep the weights' dtype
         monkeypatch.setattr(recurrent, "autocast_dtype", lambda _: torch.float16)
     with torch.autocast(DEVICE.type, torch.float16 if CARD else torch.bfloat16):
         output, final = layer(x)
@@ -230,7 +230,7 @@ def test_dtypes_under_autocast() -> None:
 # -- checkpoints -----------------------------------------------------------------------------------
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of two steps: a segment is one chunk or more."""
+    """Makes chunks two steps long, so that a segment has one or more chunks."""
     monkeypatch.setattr(device, "chunk_steps", lambda *_: 2)
     monkeypatch.setattr(device, "BLOCKS", (1,))
 
@@ -262,7 +262,7 @@ def test_checkpoints(
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The bits of a run that keeps everything."""
+    """Checkpoints leave the same bits as a run that keeps everything."""
     monkeypatch.setattr(DeviceHost, "tier", tier)
     torch.manual_seed(seed)
     layer = anycell.torch.RNN(cell, 3, 18, device=DEVICE, **options)
@@ -277,7 +277,7 @@ def test_checkpoints(
 
 
 def test_what_checkpoints_keep(ran: list[str], short_chunks: None) -> None:
-    """Besides x and the weights: the states at the borders, and neither output nor saved values."""
+    """Checkpoints keep x, weights and states at segment borders, but no outputs or saved values."""
     layer = anycell.torch.RNN(cells.LSTM, 3, 5, device=DEVICE)
     x = torch.randn(7, 2, 3, device=DEVICE)
     own, kept = {id(x), *map(id, layer.parameters())}, []
@@ -293,7 +293,7 @@ def test_what_checkpoints_keep(ran: list[str], short_chunks: None) -> None:
 
 @pytest.mark.parametrize("cell", [cells.GRU(reset_after=False), cells.sLSTM(heads=2)], ids=repr)
 def test_no_rows(cell: Any, ran: list[str]) -> None:
-    """The recurrent matmul of the first cell has an unused output, that of the second has heads."""
+    """The first cell's recurrent matmul has an unused output; the second cell's has heads."""
     layer = anycell.torch.RNN(cell, 3, 4, device=DEVICE)
     x = torch.randn(2, 0, 3, device=DEVICE, requires_grad=True)
     output, _ = layer(x)
@@ -309,7 +309,7 @@ def test_no_rows(cell: Any, ran: list[str]) -> None:
 def test_recurrent_mask(
     cell: Any, per_gate: bool, tier: int, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Keras's ``recurrent_dropout`` gives it to the layer function."""
+    """Keras's ``recurrent_dropout`` passes such masks to the layer function."""
     monkeypatch.setattr(DeviceHost, "tier", tier)
     mask = "recurrent_mask per gate" if per_gate else "recurrent_mask"
     has = (mask, "bidirectional", "state", "mask", "resets")
@@ -322,11 +322,11 @@ def test_recurrent_mask(
 @pytest.mark.parametrize("held", [(), ("repeat",)], ids=["", "held"])
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
 def test_the_states_after_every_step(cell: Any, held: tuple[str, ...], ran: list[str]) -> None:
-    """Of both directions; of Adding the backward pass does not read them."""
+    """Both directions return their states; the backward pass of Adding does not read them."""
     has = ("bidirectional", "state", "mask", "return_states", *held)
     problem = draw(cell, (6, 3, 4, 5), has, "float32")
     solution = by_function(functional.layer, DEVICE)(problem)
-    assert ran == ["forward"]  # back it goes step by step
+    assert ran == ["forward"]  # the backward pass runs step by step
     assert_solved(solution, problem)
 
 
@@ -339,7 +339,7 @@ operators = pytest.mark.skipif(CARD and not ops.ON_CARDS, reason="PyTorch is too
 @pytest.mark.parametrize("checkpoint", [None, 2])
 @pytest.mark.sample(1)
 def test_one_graph(checkpoint: Any, ran: list[str], short_chunks: None, seed: int) -> None:
-    """The layer is one operator, with random masks and flags; the bits of a plain call."""
+    """The layer is one operator, also with random masks and flags, with a plain call's bits."""
     torch._dynamo.reset()
     torch.manual_seed(seed)
     layer = anycell.torch.RNN(cells.ZoneoutLSTM, 3, 5, checkpoint=checkpoint, **HALF).to(DEVICE)
@@ -362,7 +362,7 @@ def test_one_graph(checkpoint: Any, ran: list[str], short_chunks: None, seed: in
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.LSTMP, cells.GRU(reset_after=False)], ids=repr)
 @pytest.mark.sample(1)
 def test_shapes_foretold(cell: Any, ran: list[str]) -> None:
-    """What the operator keeps for the backward pass, where nothing runs yet."""
+    """The operator predicts the shapes that it keeps for the backward pass, without running."""
     sizes = {"P": 3} if cell is cells.LSTMP else {}
     layer = anycell.torch.RNN(cell, 3, 5, bidirectional=True, device=DEVICE, **sizes)
     x, mask = torch.randn(4, 2, 3, device=DEVICE), torch.ones(4, 2, dtype=bool, device=DEVICE)
@@ -376,13 +376,13 @@ def test_shapes_foretold(cell: Any, ran: list[str]) -> None:
 
 @operators
 def test_a_card_that_is_not_there() -> None:
-    """Of tensors on a card the operator foretells what the GPU engine makes."""
+    """For fake tensors on a card, the operator predicts the results of the GPU engine."""
     layer = anycell.torch.RNN(cells.PeepholeLSTM, 3, 5)
     x, mode = torch.randn(4, 2, 3), FakeTensorMode()
     call = Call(cells.PeepholeLSTM, 5, Options(training=True))
     tensors, text, hyper = given_to_forward(call, {"x": x, **layer._weights(layer.cell)[0]})
     fake = [FakeTensor(mode, t.detach().to("meta", torch.bfloat16), "cuda:0") for t in tensors]
-    text = ops.Spec.read(text)._replace(dtype="bfloat16").text()  # which the CPU has no kernel for
+    text = ops.Spec.read(text)._replace(dtype="bfloat16").text()  # as the CPU has no kernel for it
     with mode, torch.no_grad():
         h, c, hidden, values, *states = torch.ops.anycell.run(fake, text, hyper, True)
     for found in (hidden, h, c, values, *states):

@@ -1,4 +1,4 @@
-"""What counts as right: one table for all tests, and nothing looser anywhere else."""
+"""The tolerances of all tests; no test has a looser one of its own."""
 
 from typing import Any
 
@@ -13,38 +13,38 @@ LIMITS = {
     ("float32", "gradient"): 5e-6,
     ("bfloat16", "forward"): 1e-2,
     ("bfloat16", "gradient"): 1e-2,
-    # Where the framework lets matmuls round float32 to sums of two numbers of bfloat16, or to one.
+    # The framework lets matmuls round float32 to the sum of two bfloat16 numbers, or to one.
     ("float32 high", "forward"): 2e-5,
     ("float32 high", "gradient"): 3e-5,
     ("float32 medium", "forward"): 1e-2,
     ("float32 medium", "gradient"): 1e-2,
     ("float16", "forward"): 2e-3,
     ("float16", "gradient"): 2e-3,
-    # Of weights of 8 bits, and rows: each has some 7 bits, and their errors add up.
+    # Weights and rows of 8 bits: each has about 7 bits of precision, and their errors add up.
     ("int8", "forward"): 2e-2,
-    # Losses of some steps of training: from one to the next the error grows.
+    # Losses of several training steps: the error grows with each step.
     ("float64", "training"): 1e-10,
     ("float32", "training"): 1e-6,
 }
-# A derivative against a finite difference, which is the less exact one of the two: of an op, of a
-# layer whose cell is smooth, and of a random cell.
+# The largest error of a derivative against a finite difference, which is the less exact of the two:
+# for an op, for a layer whose cell is smooth, and for a random cell.
 SLOPES = {"op": 1e-7, "layer": 1e-6, "random cell": 1e-5}
-# How much more an array of a random call may be off than the worst of four runs whose saved values
-# are each off by up to one rounding: four draws are not the worst that can happen.
+# The largest ratio of the error of a random call to the worst error of four runs whose saved values
+# are each off by up to one rounding: four draws do not find the worst case.
 RANDOM_CALL = 3.0
-# What a frontend may lose against its framework's own float32 layer, whose error is taken with it.
+# The largest ratio of a frontend's error to the error of its framework's own float32 layer.
 NO_WORSE_THAN = 2.0
 NO_WORSE_THAN_16 = 1.5  # in bfloat16 and float16
-# One unit in the last place of a float32: two correct roundings of one number differ by as much, so
-# an error below it, as of a layer with a single unit, says nothing about either.
+# One unit in the last place of a float32. Two correct roundings of one number may differ by it, so
+# a smaller error, for example of a layer with a single unit, says nothing about either.
 ONE_ULP = 2.0**-23
 
 
 def error(out: npt.ArrayLike, ref: npt.ArrayLike, axes: tuple[int, ...] | None = None) -> float:
-    """The relative error, over the whole array or over the worst slice along any of ``axes``.
+    """The relative error of the whole array or of the worst slice along any of ``axes``.
 
-    Infinite where a row of the reference is all zero (or is not finite) and the output is not the
-    same, and where the output is NaN.
+    Infinite if the output differs from the reference in a row of zeros or at an infinite number, if
+    the output is not finite elsewhere, and if either holds NaN.
 
     Args:
         out, ref: of one shape, in any dtype; compared in float64.
@@ -87,7 +87,7 @@ def assert_close(
     name: str = "output",
     axes: tuple[int, ...] | None = None,
 ) -> None:
-    """That ``error(out, ref, axes)`` is within the limit of ``dtype`` and kind."""
+    """Asserts that ``error(out, ref, axes)`` is within the limit of ``dtype`` and kind."""
     wrong, most = error(out, ref, axes), limit(dtype, kind)
     assert wrong <= most, f"{name}: error {wrong:.2e}, limit {most:.0e} ({kind}, {dtype})"
 
@@ -98,5 +98,5 @@ def limit(dtype: npt.DTypeLike, kind: str) -> float:
 
 
 def is_slope(derivative: float, difference: float, of: str) -> bool:
-    """Whether a derivative is what finite differences say; slopes below 0.1 count as 0.1."""
+    """Whether a derivative agrees with a finite difference; slopes below 0.1 count as 0.1."""
     return abs(derivative - difference) <= SLOPES[of] * max(abs(difference), 0.1)

@@ -1,4 +1,4 @@
-"""What the tests of the PyTorch layers share."""
+"""Shared by the tests of the PyTorch layers."""
 
 from typing import Any
 
@@ -16,16 +16,16 @@ from anycell.torch.composite import Arrays
 
 LAYERS = {"LSTM": (at.LSTM, nn.LSTM), "GRU": (at.GRU, nn.GRU)}
 STATES = {"LSTM": 2, "GRU": 1}
-# torch compiles formulas of its own with TorchScript, which it has deprecated.
+# torch compiles some of its own formulas with TorchScript, which is deprecated.
 of_torchscript = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-# What old versions cannot trace: one graph for any number of steps, drop-ins, functions.
+# Old versions cannot trace one graph for any number of steps, drop-ins, or functions.
 whole_graphs = pytest.mark.skipif(
     torch.__version__ < torch.torch_version.TorchVersion("2.8"), reason="PyTorch is too old"
 )
 
 
 def twins(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Our layer and torch's, made after the same seed."""
+    """Returns our layer and torch's, created with the same seed."""
     made = []
     for layer in LAYERS[kind]:
         torch.manual_seed(7)
@@ -34,8 +34,8 @@ def twins(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
 
 
 def lacks(layer: Any, dtype: torch.dtype) -> str | None:
-    """Why a layer of torch's own does not run under autocast on this machine: without AVX-512
-    oneDNN has no LSTM of 16 bits. None if it does.
+    """Returns why torch's own layer does not run under autocast on this machine, or None if it
+    does: without AVX-512, oneDNN has no LSTM of 16 bits.
     """
     try:
         with torch.autocast("cpu", dtype):
@@ -48,7 +48,7 @@ def lacks(layer: Any, dtype: torch.dtype) -> str | None:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in arguments or results; the data of packed sequences."""
+    """Returns all tensors in arguments or results, including the data of packed sequences."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, PackedSequence):
@@ -59,13 +59,13 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def weighted(tensors: list[Tensor]) -> Any:
-    """A sum of all numbers of some tensors, each with a factor of its own."""
+    """Returns the sum of all numbers of the tensors, each times a factor of its own."""
     factors = [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t) for t in tensors]
     return sum((t * factor).sum() for t, factor in zip(tensors, factors, strict=True))
 
 
 def assert_same_error(ours: Any, theirs: Any, *arguments: Any) -> None:
-    """That a call raises the same in both."""
+    """Asserts that a call raises the same error in both layers."""
     raised = []
     for layer in (ours, theirs):
         with pytest.raises(Exception) as caught:
@@ -75,7 +75,7 @@ def assert_same_error(ours: Any, theirs: Any, *arguments: Any) -> None:
 
 
 def run(layer: Any, x: Any, state: Any = None, **arguments: Any) -> dict[str, Tensor]:
-    """Output, final state, and the gradients of a random sum of them; x may be packed."""
+    """Returns output, final state, and the gradients of a random sum of both; x may be packed."""
     packed = x if isinstance(x, PackedSequence) else None
     x = (x if packed is None else x.data).detach().clone().requires_grad_()
     entering = x if packed is None else PackedSequence(x, *packed[1:])
@@ -105,7 +105,7 @@ def assert_same(ours: dict[str, Tensor], ref: dict[str, Tensor], dtype: str) -> 
 
 
 def fused(value: Tensor) -> bool:
-    """Whether the engine, under our autograd function, is what made a tensor."""
+    """Whether our autograd function, which runs the engine, computed a tensor."""
     seen, stack = set(), [value.grad_fn]
     while stack:
         node = stack.pop()
@@ -137,7 +137,7 @@ def Zoned(x: Any, r: Any, s: Any, *, rate: float = 0.6) -> Any:
 
 @cell(gates="h", state="h", static="e")
 def Gated(x: Any, r: Any, s: Any, e: Any) -> Any:
-    """A static input scales what comes in."""
+    """A cell whose static input scales the input's gate."""
     return tanh(e * x.h + r.h)
 
 
@@ -146,7 +146,7 @@ by_name = {"ids": lambda c: c.name}
 
 
 def given_to_forward(call: Call, arrays: Arrays) -> tuple[Any, ...]:
-    """What ``ops.run`` gives to the operator."""
+    """Returns the arguments with which ``ops.run`` calls the operator."""
     with pytest.MonkeyPatch.context() as patch:
         seen: list[tuple[Any, ...]] = []
         forward = torch.ops.anycell.forward

@@ -1,4 +1,4 @@
-"""Lines as users write them: type checkers find an error in each that ends in "wrong", in no other.
+"""Lines as users write them: type checkers must reject each line that ends in "wrong", and only it.
 
 Nothing runs them; ``test_types.py`` has mypy and pyright read them.
 """
@@ -70,7 +70,7 @@ anycell.keras.RNN(cells.LSTM, 8, return_sequence=True)  # wrong
 anycell.keras.RNNCell(cells.LSTMP, 8, P=4, dtype="float32")
 anycell.keras.RNNCell(cells.LSTM, 8, num_layer=2)  # wrong
 
-# What goes with them.
+# Functions on layers.
 readout = anycell.torch.Feedback(lstm, torch.nn.Linear(4, 1))
 y, _ = readout(x, forced=0.5)
 assert_type(y, torch.Tensor)

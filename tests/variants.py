@@ -1,4 +1,4 @@
-"""One array in many guises: the same numbers, and other strides, overlaps and alignments."""
+"""Variants of an array: the same numbers with other strides, overlaps and alignments."""
 
 import itertools
 from collections.abc import Container, Iterator
@@ -12,11 +12,11 @@ Array = npt.NDArray[Any]
 
 
 def variants(array: Array, torch: bool = False) -> Iterator[tuple[str, Array]]:
-    """Names and guises of an array; those that repeat a part of it have other numbers.
+    """Yields names and variants of an array; variants that repeat a part have other numbers.
 
     Args:
-        torch: leave out what PyTorch has no tensors for: negative strides, and those of no whole
-            elements.
+        torch: leaves out variants that PyTorch cannot represent: negative strides, and strides that
+            are not a whole number of elements.
     """
     axes = range(array.ndim)
     for order in list(itertools.permutations(axes))[1:]:
@@ -48,13 +48,13 @@ def variants(array: Array, torch: bool = False) -> Iterator[tuple[str, Array]]:
 
 
 def _expanded(array: Array, axes: Container[int]) -> Array:
-    """The first part along these axes, again and again; writable, as PyTorch wants it."""
+    """Repeats the first part along these axes; the result is writable, as PyTorch requires."""
     strides = [0 if axis in axes else stride for axis, stride in enumerate(array.strides)]
     return as_strided(array.copy(), array.shape, strides)
 
 
 def _within(array: Array, cuts: dict[int, slice]) -> Array:
-    """A view into a larger array, which is full of NaN elsewhere."""
+    """Returns a view into a larger array, which is NaN elsewhere."""
     shape = list(array.shape)
     for axis, cut in cuts.items():
         shape[axis] = shape[axis] * 2 if cut.step else shape[axis] + 3

@@ -1,10 +1,10 @@
 """Tests on an emulated 64-bit ARM: `make test-arm`, or `python tools/arm.py tests/test_numpy.py`.
 
-The emulation is QEMU's of a process, whose calls of the system reach the host's Linux. Debian's
-Python for ARM and the wheels that PyPI has for it lie in `out/arm`; nothing is installed.
+QEMU emulates one process, whose system calls reach the host's Linux. `out/arm` holds Debian's
+Python for ARM and its wheels from PyPI; nothing is installed.
 
-LLVM takes ten times as long when it is emulated. So the host's LLVM compiles what the tests ask
-for, with the same release of llvmlite; processes that tests start compile for themselves.
+Emulated, LLVM takes ten times as long. So the host's LLVM compiles the kernels of the tests, with
+the same release of llvmlite; processes that tests start compile their own.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]
 ROOT = HERE / "out" / "arm"
 PACKAGES = ROOT / "packages"  # wheels
-PYTHON = ROOT / "usr" / "bin" / "python"  # emulates the one beside it, also for subprocesses
+PYTHON = ROOT / "usr" / "bin" / "python"  # emulates the Python next to it, also for subprocesses
 COMPILER = "ANYCELL_TEST_ARM_COMPILER"  # the host's Python, within the emulation
 
-# The layers of NumPy, of PyTorch, and of Keras on TensorFlow, without what takes minutes alone; and
-# the instructions that ARM has. Other files may be named: not all of their tests have been seen to
-# pass here, and some need a newer PyTorch.
+# The layers of NumPy, of PyTorch, and of Keras on TensorFlow, without tests that take minutes; and
+# tests of ARM's instructions. Other files may be named on the command line, but not all of their
+# tests are known to pass here, and some need a newer PyTorch.
 TESTS = ["tests/test_numpy.py", "-q", "-k", "not slopes and not two_derivatives and not jacobian"]
 TESTS += ["tests/test_torch.py", "tests/test_keras_tensorflow.py"]
 TESTS += ["tests/test_cpu_runtime.py::test_no_machine_runs_what_another_kind_of_processor_has"]
@@ -39,7 +39,7 @@ TESTS += ["-m", "not slow and not more and not gpu"]
 
 
 def set_up() -> None:
-    """Fetch Python and its libraries for ARM from the system's Debian, the wheels from PyPI."""
+    """Fetches Python and its libraries for ARM from the system's Debian, the wheels from PyPI."""
     for program, package in (("qemu-aarch64", "qemu-user"), ("apt-get", "apt"), ("dpkg", "dpkg")):
         if shutil.which(program) is None:
             sys.exit(
@@ -64,7 +64,7 @@ def set_up() -> None:
         f'#!/bin/sh\nexec qemu-aarch64 -L "{ROOT}" -cpu "${{ARM_CPU:-max}}" -0 "$0" "$0"3.11 "$@"\n'
     )
     PYTHON.chmod(0o755)
-    # By the host's pip, emulated as well: what PyTorch needs depends on the machine that asks.
+    # The host's pip runs emulated, because PyTorch's dependencies depend on the machine.
     how = "--quiet --disable-pip-version-check --no-compile --upgrade --only-binary=:all:"
     pip: list[Any] = ["env", f"PYTHONPATH={sysconfig.get_path('purelib')}", PYTHON, "-m", "pip"]
     pip += ["install", *how.split(), "--target", PACKAGES]
@@ -83,7 +83,7 @@ def test(arguments: Sequence[str]) -> int:
         **os.environ,
         **{"PYTHONPATH": f"{HERE}:{HERE / 'tools'}:{PACKAGES}", COMPILER: sys.executable},
         "ANYCELL_CACHE_DIR": str(ROOT / "kernels"),
-        # With its choice for `-cpu max` a QR of float32 was wrong under QEMU 7.2.
+        # With OpenBLAS's own choice for `-cpu max`, a float32 QR was wrong under QEMU 7.2.
         "OPENBLAS_CORETYPE": "ARMV8",
     }
     pytest = [PYTHON, "-m", "pytest", "-p", "arm", "-p", "no:cacheprovider", *arguments]
@@ -94,13 +94,13 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def compile_on_host() -> None:
-    """Stands for a step of the JIT, within the emulation."""
+    """Replaces a step of the JIT, within the emulation, by a call of the host's LLVM."""
     from anycell.engines.cpu import isa, jit
 
     def compiled(text: str, symbols: Sequence[str], target: Any) -> bytes:
         cpu, features, _ = isa.machine(target)
         command = [os.environ[COMPILER], __file__, "--compile", cpu, features]
-        # With nothing of the environment: its paths lead to wheels for ARM.
+        # The environment is empty, because its paths lead to wheels for ARM.
         done = subprocess.run(command, input=text.encode(), env={}, capture_output=True)
         if done.returncode:
             return emulated(text, symbols, target)  # for its error

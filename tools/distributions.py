@@ -1,14 +1,14 @@
-"""Builds the wheel and the source distribution, and tries them as a user's pip would.
+"""Builds the wheel and the source distribution, and tries them as a user's pip does.
 
     python tools/distributions.py                          build, twine check, check-wheel-contents
     python tools/distributions.py --try python3.10 python3.13
-        installs each in a new environment of each Python, runs `anycell doctor` and the start page
+        installs each in a new environment of each Python; runs `anycell doctor` and the start page
     python tools/distributions.py --try python3.12 --extra torch --extra jax
-        with these extras, and the start pages of their frameworks
+        adds these extras, and the start pages of their frameworks
     python tools/distributions.py --try python3.10 --extra torch --oldest
         with the versions of requirements/oldest.txt
 
-What it runs on is the dependency group `release`.
+It needs the dependency group `release`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# The page that trains with each extra. The first needs none.
+# The start page that trains with each extra; the first needs no extra.
 PAGES = {"": "numpy", "torch": "pytorch", "keras": "", "tensorflow": "keras"}
 PAGES |= {"tensorflow-cpu": "keras", "jax": "keras"}
-BACKENDS = {"jax": "jax"}  # of Keras, where it is not TensorFlow
+BACKENDS = {"jax": "jax"}  # of Keras, for extras whose backend is not TensorFlow
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
-    """Runs a command and returns what it prints; one that fails ends the program with its text."""
+    """Runs a command and returns its output; ends the program with the output if it fails."""
     clean = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), **environment}
     env = clean if environment else None
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
@@ -39,7 +39,7 @@ def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
 
 
 def build(dist: Path) -> list[Path]:
-    """The wheel and the source distribution, built and checked."""
+    """Builds and checks the wheel and the source distribution."""
     shutil.rmtree(dist, ignore_errors=True)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist)
     wheel, source = *dist.glob("*.whl"), *dist.glob("*.tar.gz")
@@ -49,7 +49,7 @@ def build(dist: Path) -> list[Path]:
 
 
 def attempt(distribution: Path, python: str, extras: list[str], oldest: bool) -> str:
-    """Installs a distribution in a new environment and trains with it; the versions that it got."""
+    """Installs a distribution in a new environment and trains with it; returns the versions."""
     with tempfile.TemporaryDirectory(prefix="anycell-try-") as name:
         folder = Path(name)
         own = folder / "venv" / "bin" / "python"
@@ -75,7 +75,7 @@ def attempt(distribution: Path, python: str, extras: list[str], oldest: bool) ->
 
 
 def constraints(folder: Path) -> Path:
-    """The oldest versions, as a file that pip takes as bounds."""
+    """Writes the oldest supported versions to a file of constraints for pip."""
     path = folder / "oldest.txt"
     shutil.copy(ROOT / "requirements" / "oldest.txt", path)
     return path

@@ -1,13 +1,13 @@
-"""The figures of docs/performance.md that are not a line of ``anycell bench``, measured again.
+"""Measures the figures of docs/performance.md that ``anycell bench`` does not print.
 
     python tools/figures.py packed [SHAPE...]      packed batches against torch.nn.LSTM's
     python tools/figures.py checkpoint [T]         memory and time of checkpoint="sqrt"
     python tools/figures.py step [H...]            one step from Python, against torch.nn.LSTMCell
     python tools/figures.py rollout [B I H]        steps with resets, against LSTMCell and a mask
     python tools/figures.py loops [CELL... H...]   training, against a Python loop
-    python tools/figures.py compiled [CELL... H...]  and against the loop under torch.compile
+    python tools/figures.py compiled [CELL... H...]  also against the loop under torch.compile
     python tools/figures.py cells [T B I H]        every cell against our LSTM, by multiply-adds
-    python tools/figures.py spinning [SHAPE...]    what threads do after a call; ONNX Runtime's
+    python tools/figures.py spinning [SHAPE...]    threads that spin after a call; ONNX Runtime's
     python tools/figures.py precision [SHAPE...]   float32 that torch allows to be rounded
 
 Contenders take turns, in one process and on the same threads; ratios are medians over the turns.
@@ -42,13 +42,13 @@ THREADS = 2
 
 
 def compare(calls: Mapping[str, Call | Task], seconds: float) -> dict[str, list[float]]:
-    """Samples by name, in seconds."""
+    """Times calls in turns; returns their samples by name, in seconds."""
     tasks = {name: Task(call, dict) if callable(call) else call for name, call in calls.items()}
     return interleave(tasks, seconds)
 
 
 def line(what: str, samples: dict[str, list[float]], ours: str = "anycell") -> None:
-    """Prints the medians, and how many times longer each peer takes than we do."""
+    """Prints the medians, and the ratio of each peer's time to ours."""
     text = [f"{name} {median(s) * 1e3:.4g} ms" for name, s in samples.items()]
     peers = {name: s for name, s in samples.items() if name != ours}
     text += [f"/{name} {paired_ratio(s, samples[ours]):.2f}" for name, s in peers.items()]
@@ -57,7 +57,7 @@ def line(what: str, samples: dict[str, list[float]], ours: str = "anycell") -> N
 
 # -- packed batches --------------------------------------------------------------------------------
 def packed(names: list[str]) -> None:
-    """Lengths uniform in [1, T]."""
+    """Compares packed batches whose lengths are uniform in [1, T]."""
     torch.set_num_threads(THREADS)
     for shape in select(names or ["deepar", "forecast", "sb3"]):
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ def packed(names: list[str]) -> None:
 
 # -- checkpoints -----------------------------------------------------------------------------------
 def checkpoint(arguments: list[str]) -> None:
-    """A training step of one long sequence, in a fresh process each."""
+    """Compares training steps on one long sequence, each in a fresh process."""
     steps = int(arguments[0]) if arguments else 8192
     runs: dict[str, list[dict[str, Any]]] = {"None": [], "sqrt": []}
     for _ in range(3):
@@ -113,7 +113,7 @@ def checkpoint(arguments: list[str]) -> None:
 
 
 def one_checkpoint(kind: str, steps: int) -> None:
-    """In its own process: growth and time of a training step, and a hash of all its gradients."""
+    """Prints memory growth, time and a hash of all gradients of a training step, as JSON."""
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     layer = anycell.torch.LSTM(512, 512, checkpoint=None if kind == "None" else kind)
@@ -136,7 +136,7 @@ def one_checkpoint(kind: str, steps: int) -> None:
 
 # -- a step ----------------------------------------------------------------------------------------
 def step(arguments: list[str]) -> None:
-    """B = 1, one thread; the native call alone too, and a sum of as many numbers as weights."""
+    """Compares steps (B = 1, one thread), the native call alone, and a sum of as many numbers."""
     torch.set_num_threads(1)
     with torch.inference_mode():
         for h in map(int, arguments or ["64", "256"]):
@@ -152,7 +152,7 @@ def _steps(h: int) -> dict[str, Call | Task]:
     ((recipe, *_),) = layer._prepared.stream._steps.values()
     native, calls = recipe.native, list[bytes]()
     recipe.native = calls.append
-    alive = layer.step(x, state), cpu.scratch.idle[:]  # what the call has addresses of
+    alive = layer.step(x, state), cpu.scratch.idle[:]  # the call holds their addresses
     recipe.native = native
 
     def run(alive: Any = alive) -> None:
@@ -167,14 +167,14 @@ def _steps(h: int) -> dict[str, Call | Task]:
 
 
 def rollout(arguments: list[str]) -> None:
-    """A rollout of 128 steps, one thread: episodes of 16 steps in the mean begin within it."""
+    """Compares rollouts of 128 steps on one thread, with episodes of 16 steps on average."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows, inputs, h = map(int, arguments or ("32", "8", "64"))
     layer, cell = anycell.torch.LSTM(inputs, h).prepare(), nn.LSTMCell(inputs, h)
     cell.load_state_dict({n.removesuffix("_l0"): p for n, p in layer.state_dict().items()})
     x, resets = torch.randn(128, rows, inputs), torch.rand(128, rows) < 1 / 16
-    keep = (~resets).float()[..., None]  # made beforehand, for the peer's sake
+    keep = (~resets).float()[..., None]  # computed in advance, in the peer's favour
 
     @torch.no_grad()
     def ours() -> torch.Tensor:
@@ -197,7 +197,7 @@ def rollout(arguments: list[str]) -> None:
 
 # -- loops -----------------------------------------------------------------------------------------
 def loops(arguments: list[str], *peers: str) -> None:
-    """Training, T = 32, B = 16, by cell and hidden size."""
+    """Compares training with T = 32, B = 16, by cell and hidden size."""
     torch.set_num_threads(THREADS)
     peers = peers or ("torch-loop",)
     named = [name for name in arguments if not name.isdigit()]
@@ -224,13 +224,13 @@ def loops(arguments: list[str], *peers: str) -> None:
 
 
 def compiled(arguments: list[str]) -> None:
-    """The same loops under torch.compile, which unrolls them: a minute a cell and size."""
+    """Runs ``loops`` with torch.compile too, which unrolls them: a minute per cell and size."""
     loops(arguments, "torch-loop", "torch-compile")
 
 
 # -- cells -----------------------------------------------------------------------------------------
 def every_cell(arguments: list[str]) -> None:
-    """Time over our LSTM's, divided by multiply-adds over its multiply-adds."""
+    """Prints each cell's time relative to our LSTM's, per multiply-add."""
     torch.set_num_threads(THREADS)
     t, b, i, h = map(int, arguments or ("40", "64", "256", "256"))
     shape = Shape("", "", t, b, i, h, 1, 1)
@@ -258,7 +258,7 @@ ONNX_RUNTIME = {
 
 
 def spinning(names: list[str]) -> None:
-    """Processor time after a call, and what ONNX Runtime takes where its threads do not spin."""
+    """Prints processor time after a call, and times of ONNX Runtime without spinning threads."""
     for who in POOLS.split():
         command = [sys.executable, "-W", "ignore", __file__, "_spinning", who]
         print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, end="")
@@ -272,7 +272,7 @@ def spinning(names: list[str]) -> None:
 
 
 def one_spinning(who: str) -> None:
-    """In its own process: processor time of 0.4 s of sleep after a call."""
+    """Prints the processor time spent during 0.4 s of sleep after a call."""
     os.environ["ANYCELL_NUM_THREADS"] = str(THREADS)
     problem = Problem(find_cell("LSTM"), Shape("", "", 64, 32, 128, 128, 1, 1), threads=THREADS)
     contender, spent = contenders.make(who, problem), []
@@ -290,7 +290,7 @@ def one_spinning(who: str) -> None:
 
 # -- precision -------------------------------------------------------------------------------------
 def precision(names: list[str]) -> None:
-    """LSTM in float32 at each of torch's precisions, with the error of its output."""
+    """Prints the error and the time of a float32 LSTM at each of torch's precisions."""
     for shape in select(names or ["sb3", "denoise", "T40B32I512H512"]):
         layer = anycell.torch.LSTM(shape.I, shape.H, shape.L, bidirectional=shape.D == 2)
         exact = nn.LSTM(shape.I, shape.H, shape.L, bidirectional=shape.D == 2).double()

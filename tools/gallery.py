@@ -2,8 +2,8 @@
 
     python tools/gallery.py [LSTM GRU ...] [--steps 1000] [--seconds 1]
 
-All cells have the same size, batches, optimizer and rate, and nothing is tuned for any of them: the
-curves say that a cell learns, not which one is best. LSTM, GRU and RNN are trained on each problem.
+All cells have the same size, batches, optimizer and learning rate, and nothing is tuned for a cell:
+the curves show that a cell learns, not which one is best. LSTM, GRU and RNN train on each problem.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anycell.numpy import RNN, Adam, Dense, clip_by_global_norm, mse
 
 RESULTS = Path(__file__).parents[1] / "docs" / "gallery" / "results.json"
 ROWS, UNITS, RATE, EVERY, SEEDS = 64, 32, 5e-3, 25, (0, 1, 2)
-SIZES = {"LSTMP": {"P": 16}}  # of the cells whose states have another size than H
+SIZES = {"LSTMP": {"P": 16}}  # further sizes, by cell
 EVERYWHERE = ("LSTM", "GRU", "RNN")
 TIMED = "T32B16I64H64"  # the layer whose training is timed
 Array = npt.NDArray[np.float32]
@@ -74,7 +74,7 @@ def _batch(inputs: list[Any], y: Any, attribute: Any = ()) -> Batch:
 
 
 class Problem(NamedTuple):
-    """A problem: how to draw a batch, what to say of it, and the error of the best constant."""
+    """A problem: how to draw a batch, a description, and the error of the best constant answer."""
 
     draw: Callable[[np.random.Generator, int], Batch]
     about: str
@@ -106,17 +106,17 @@ SUITS = {
     **dict.fromkeys(("RNN", "LayerNormLSTM", "LayerNormGRU"), "copying"),
     **dict.fromkeys(("sLSTM", "MultiplicativeLSTM", "NAS"), "parity"),
     **dict.fromkeys(("GRUD", "EALSTM", "PeepholeLSTM"), "irregular"),
-}  # and all others the adding problem
+}  # the adding problem suits all others
 
 
 def problems(name: str) -> list[str]:
-    """What a cell is trained on; the first suits it."""
+    """The problems on which a cell is trained; the first suits it."""
     first = SUITS.get(name, "adding")
     return [first, *(p for p in PROBLEMS if p != first and name in EVERYWHERE)]
 
 
 def train(cell: Cell, problem: str, steps: int, seed: int) -> tuple[int, list[float]]:
-    """How many parameters the layer has, and its error on rows of its own every so many steps."""
+    """Trains a layer; returns its parameter count, and held-out errors every ``EVERY`` steps."""
     rng, draw = np.random.default_rng(seed), PROBLEMS[problem].draw
     held = draw(np.random.default_rng(1000 + seed), 256)
     layer = RNN(cell, held.x.shape[-1], UNITS, seed=seed, **SIZES.get(cell.name, {}))
@@ -150,8 +150,8 @@ def features(attribute: Array) -> Array:
 
 
 def speed(name: str, seconds: float) -> dict[str, Any]:
-    """Milliseconds of a step of training in PyTorch: our layer's, and a Python loop's, in turns;
-    and on what processor.
+    """Times training steps in PyTorch, of our layer and a Python loop in turns; returns both in
+    milliseconds, and the processor.
     """
     import torch
 

@@ -1,11 +1,11 @@
-"""Compiles the kernels that other tools will start, in many processes, so that they find them in
-Triton's cache.
+"""Compiles the kernels that other tools will launch, in many processes, so that the tools find them
+in Triton's cache.
 
     python tools/gpu_ahead.py --seconds 60 --jobs 12 [--device "NAME,90,232448,65536,132"]
 
-Which kernels these are, the tools' own lists say: a layer runs as there, on tensors of the CPU, and
-a stand-in for the CUDA driver starts nothing. It needs no card if it is told of one, as
-``anycell.engines.gpu.capacity`` knows it. Prints a line of JSON for each pass of a layer.
+The tools' own lists determine the kernels: each layer runs as in the tool, but on CPU tensors, and
+a stub of the CUDA driver launches nothing. With ``--device``, which describes a card as
+``anycell.engines.gpu.capacity`` does, no card is needed. Prints a line of JSON for each pass.
 """
 
 import os
@@ -20,7 +20,7 @@ from gpu_lines import Line, arguments, host_of_card, over, say, spelled, told, t
 
 
 def main() -> None:
-    """Compiles until all is done, or the time is over."""
+    """Compiles until all kernels are done or the time is over."""
     parser = arguments(__doc__, 60.0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--device", help="name, capability, shared, registers, processors")
@@ -36,14 +36,14 @@ def main() -> None:
     good = True
     try:
         for run in as_completed(runs, timeout=max(0.0, end - time.monotonic())):
-            line = tried(run.result)  # of a process that died: what a job raises is in its line
+            line = tried(run.result)  # a dead process; jobs catch their own errors
             say(line)
             good &= "error" not in line
     except TimeoutError:
         say({"skipped": sum(not run.done() for run in runs), "why": over(args.seconds)})
     for process in list((pool._processes or {}).values()):
         process.kill()
-    os._exit(not good)  # without waiting for those
+    os._exit(not good)  # without waiting for the killed processes
 
 
 class Job(NamedTuple):
@@ -61,7 +61,7 @@ class Job(NamedTuple):
 
 
 def jobs(cases: str = "targets") -> list[Job]:
-    """Of each layer that is timed or stressed, once."""
+    """Returns both passes of each layer that is timed or stressed, without duplicates."""
     import gpu_bench
     import gpu_stress
 
@@ -71,7 +71,7 @@ def jobs(cases: str = "targets") -> list[Job]:
         for s in gpu_stress.STRAINS
     ]
     todo = dict[tuple[Any, ...], tuple[Any, ...]]()
-    for cell, dtype, t, b, i, h, *_ in shapes:  # kernels know H alone; B chooses the tier
+    for cell, dtype, t, b, i, h, *_ in shapes:  # kernels depend on H alone; B decides the tier
         todo.setdefault((cell, dtype, b, h), (cell, dtype, min(t, 64), b, i, h, 1, 1))
     return [Job(*shape, train) for train in (True, False) for shape in todo.values()]
 
@@ -95,14 +95,14 @@ def compiled(job: Job, device: str) -> Line:
 
 
 def asked() -> str:
-    """What the driver says of its first card."""
+    """The description of the current card by its driver."""
     import torch
 
     return spelled(host_of_card(torch.bfloat16).limits)
 
 
 class Driver:
-    """In the place of the CUDA driver: it finds every function, starts nothing, never fails."""
+    """A stub of the CUDA driver, which finds every function, launches nothing and never fails."""
 
     def __init__(self, device: Any) -> None:
         # CU_DEVICE_ATTRIBUTE_..., as in ``launch``
@@ -124,7 +124,7 @@ class Driver:
 
 @contextmanager
 def without_a_card(device: str, tf32: bool) -> Iterator[None]:
-    """Layers on the CPU take the GPU engine, whose kernels are compiled and not started."""
+    """Makes layers on the CPU use the GPU engine, whose kernels are compiled but not launched."""
     from anycell.engines.gpu import build, launch
     from anycell.engines.gpu.capacity import Device
     from anycell.torch import fused

@@ -1,18 +1,18 @@
-"""Times layers on a CUDA card: ours, torch.nn's (cuDNN), the drop-ins, which may choose that, and
-the loops that people write.
+"""Times layers on a CUDA card: ours, torch.nn's (cuDNN), the drop-ins, which may choose cuDNN, and
+loops over time as users write them.
 
-    python tools/gpu_bench.py --seconds 300     what fits in five minutes
-    python tools/gpu_bench.py --plan            what it would run, in which order
-    python tools/gpu_bench.py --draw FILE       the picture of such lines: bench.png beside them
+    python tools/gpu_bench.py --seconds 300     as many cases as fit in five minutes
+    python tools/gpu_bench.py --plan            the cases, in their order
+    python tools/gpu_bench.py --draw FILE       draws a file of results: bench.png, next to it
 
 Prints JSON: a line per cell, shape, dtype, pass and contender, with microseconds per step (the
-median of interleaved runs, by CUDA events), the quartiles, the peak of allocated memory, and of
-torch's own layer the kernel that takes the most time, which tells the algorithm that cuDNN's
-heuristics picked. "tf32" is float32 whose matmuls may round to TF32, ours and torch's.
+median of interleaved runs, by CUDA events), the quartiles, and the peak of allocated memory. For
+torch's own layer, a line also names the kernel that takes the most time, which identifies the
+algorithm that cuDNN picked. "tf32" is float32 whose matmuls may round to TF32, ours and torch's.
 
-Contenders must agree before they are timed: an error beyond the tolerance is written in the place
-of a time. So is whatever a case or a contender raises, and what time does not allow. Only a card
-that no longer answers ends the run, with status 70; ``--after`` goes on behind so many cases.
+Contenders are timed only if their results agree: otherwise a line reports the error in place of a
+time. Lines also report exceptions, and how many cases were skipped for lack of time. Only a card
+that no longer answers ends the run, with status 70; ``--after N`` skips the first N cases.
 """
 
 import itertools
@@ -47,7 +47,7 @@ from anycell.plan import Options, plan
 
 @anycell.cell(gates="i f g o", state="h c")
 def Own(x, r, s):  # type: ignore[no-untyped-def]
-    """A cell of the user's own: it takes in what it has forgotten, as far as i lets it."""
+    """A user-defined cell: new input replaces what f forgets, as far as i permits."""
     i, f, g, o = x + r
     f = sigmoid(f)
     c = f * s.c + (1 - f) * sigmoid(i) * tanh(g)
@@ -55,7 +55,7 @@ def Own(x, r, s):  # type: ignore[no-untyped-def]
 
 
 def own_loop(x: torch.Tensor, weights: torch_loops.Weights, reverse: bool) -> torch.Tensor:
-    """Its loop over time, operation by operation."""
+    """The loop of ``Own`` over time, operation by operation."""
     arrays, options = {"x": x, **weights}, Options((reverse,))
     (run,) = steps.directions(Own, arrays, options, torch.nn.functional.linear)
     output: torch.Tensor = run.forward()[0]
@@ -71,8 +71,8 @@ LOST = 70  # exit status: the card no longer answers
 CELLS = {c.name: c for c in (cells.LSTM, cells.PeepholeLSTM, Own, cells.GRU, cells.LayerNormLSTM)}
 LOOPS = {name: torch_loops.SCANS[name] for name in CELLS if name != "Own"}
 LOOPS["Own"] = own_loop
-LOOP_STEPS = 128  # of the loops, whose time per step does not hang on how many there are
-# How far contenders may be apart, relative to the first one's outputs.
+LOOP_STEPS = 128  # of loops, whose time per step does not depend on the number of steps
+# The largest difference between contenders, relative to the outputs of the first.
 AGREE = {"float32": 1e-3, "tf32": 2e-2, "float16": 2e-2, "bfloat16": 5e-2}
 # Microseconds per step, forward and forward+backward: H100, T = 1024, B = 16, H = 768. From
 # FlashRNN (Poeppel, Beck & Hochreiter, 2024, arXiv 2412.07752); cuDNN's includes the input
@@ -87,7 +87,7 @@ PUBLISHED = {
 
 
 class Case(NamedTuple):
-    """A layer that is timed; ``name`` of a shape of ``shapes.json``, or "grid"."""
+    """A layer to time; ``name`` is "target", "grid", or a shape of ``shapes.json``."""
 
     name: str
     cell: str
@@ -101,7 +101,7 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """All of them, those that matter most first."""
+    """All cases, the most important first."""
     first = [
         Case("target", cell, dtype, 1024, 16, 768, 768)
         for dtypes in (DTYPES[:1], DTYPES[2:])
@@ -120,13 +120,13 @@ def cases() -> list[Case]:
         for dtype, b, h in itertools.product(DTYPES, BATCH, HIDDEN)
         for cell in ("LSTM", "GRU")
     ]
-    # Shapes and grid take turns, so that a short time sees both.
+    # Shapes and grid alternate, so that a short run covers both.
     mixed = itertools.chain(*itertools.zip_longest(grid, shapes))
     return first + [case for case in mixed if case is not None]
 
 
 def compared() -> list[Case]:
-    """Those that say whether a drop-in should leave a call to cuDNN."""
+    """The cases that show whether a drop-in should leave a call to cuDNN."""
     shapes = [s for s in all_shapes().values() if s.name != "basecaller"]
     grid = [(16, 1024), (64, 512), (64, 1024), (256, 256), (1, 512), (128, 512)]
     some = ("rl-policy", "hydrology", "sb3", "codec", "stream")
@@ -145,14 +145,14 @@ def compared() -> list[Case]:
 
 
 def chosen(which: str) -> list[Case]:
-    """All, the targets, the rest, or those of ``compared``."""
+    """All cases, the targets, the rest, or the cases of ``compared``."""
     if which == "compared":
         return compared()
     return [c for c in cases() if which == "all" or (c.name == "target") is (which == "targets")]
 
 
 def main(words: list[str] | None = None) -> None:
-    """Prints one line per measurement."""
+    """Prints a line per measurement."""
     parser = arguments(__doc__, 300.0)
     parser.add_argument("--cases", choices=["all", "targets", "rest", "compared"], default="all")
     parser.add_argument("--after", type=int, default=0, help="leave out so many cases")
@@ -176,8 +176,8 @@ def main(words: list[str] | None = None) -> None:
 def within(
     seconds: float, todo: list[Case], measure: Callable[[Case], Iterator[Line]]
 ) -> Iterator[Line]:
-    """Lines of the cases that are begun before the time is over; the last one counts the others,
-    or says that the card no longer answers, and after how many cases.
+    """Yields the lines of all cases that begin before the time is over. The last line counts the
+    skipped cases, or says after how many cases the card stopped answering.
     """
     end = time.monotonic() + seconds
     for done, case in enumerate(todo):
@@ -194,7 +194,7 @@ def within(
 
 
 def _next(lines: Iterator[Line]) -> Line | None:
-    """The next line, which may be an error; None after the last."""
+    """The next line, which may report an error; None after the last."""
     try:
         return next(lines, None)
     except Exception as error:
@@ -202,7 +202,7 @@ def _next(lines: Iterator[Line]) -> Line | None:
 
 
 def lost_to(line: Line) -> str | None:
-    """What the card says if it no longer works, after a line with an error."""
+    """The error of a card that no longer works, checked after a line with an error; or None."""
     if "error" not in line or not torch.cuda.is_initialized():
         return None
     try:
@@ -214,7 +214,7 @@ def lost_to(line: Line) -> str | None:
 
 
 def measured(case: Case) -> Iterator[Line]:
-    """Both passes of all contenders at one shape."""
+    """Times both passes of all contenders for one case."""
     tf32 = case.dtype == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     card = {"card": torch.cuda.get_device_name()}
@@ -264,18 +264,18 @@ def measured(case: Case) -> Iterator[Line]:
 
 
 def once(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Its outputs, without gradients, in float32."""
+    """The outputs of a layer, without gradients, in float32."""
     with torch.no_grad():
         return layer(x)[0].float()
 
 
 def dtype_of(case: Case) -> torch.dtype:
-    """Of its tensors."""
+    """The dtype of a case's tensors."""
     return getattr(torch, "float32" if case.dtype == "tf32" else case.dtype)
 
 
 def tier(case: Case, backward: bool) -> int:
-    """Which one the model of what fits chooses for our kernels."""
+    """The tier that the capacity model chooses for our kernels."""
     cell, dtype = CELLS[case.cell], dtype_of(case)
     host = host_of_card(dtype)
     one = plan(cell, case.H, str(dtype).removeprefix("torch."), "gpu")
@@ -283,7 +283,7 @@ def tier(case: Case, backward: bool) -> int:
 
 
 def contenders(case: Case, device: str = "cuda") -> Line:
-    """Layers of the same weights by name, the simplest first."""
+    """Layers by name, all with the same weights; torch's own comes first, if it has one."""
     options: Line = {"device": device, "dtype": dtype_of(case)}
     options |= {"num_layers": case.L, "bidirectional": case.D == 2}
     ours = anycell.torch.RNN(CELLS[case.cell], case.I, case.H, **options)
@@ -293,7 +293,7 @@ def contenders(case: Case, device: str = "cuda") -> Line:
         drop_in = getattr(anycell.torch, case.cell)(case.I, case.H, **options)
         for layer in (theirs, drop_in):
             layer.load_state_dict(ours.state_dict())
-            layer.flatten_parameters()  # or cuDNN copies them in each call
+            layer.flatten_parameters()  # otherwise cuDNN copies weights in each call
         found = {"torch": theirs, **found, "drop-in": drop_in}
     if case.cell in LOOPS and case.L == case.D == 1 and case.B in (1, 16):
         found["loop"] = found["loop, graph"] = Loop(LOOPS[case.cell], ours)
@@ -312,7 +312,7 @@ class Loop:
 
 
 def call(layer: Any, x: torch.Tensor, train: bool) -> Callable[[], None]:
-    """What is timed."""
+    """The function to time."""
 
     def forward() -> None:
         with torch.no_grad():
@@ -327,7 +327,7 @@ def call(layer: Any, x: torch.Tensor, train: bool) -> Callable[[], None]:
 
 
 def graphed(run: Callable[[], None]) -> Callable[[], None]:
-    """The run as a CUDA graph, replayed."""
+    """Captures a run as a CUDA graph; returns its replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -341,7 +341,7 @@ def graphed(run: Callable[[], None]) -> Callable[[], None]:
 
 
 def warmed(run: Callable[[], None]) -> int:
-    """The peak of memory in a run that is not the first."""
+    """Warms a run up; returns its peak of memory."""
     for _ in range(2):
         run()
     torch.cuda.reset_peak_memory_stats()
@@ -360,7 +360,7 @@ def timed(runs: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
 
 
 def longest_kernel(run: Callable[[], None]) -> str:
-    """Of one run, by time on the card."""
+    """The name of the kernel of a run that takes the most time on the card."""
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             run()
@@ -373,7 +373,7 @@ def longest_kernel(run: Callable[[], None]) -> str:
 
 
 def draw(lines: list[Line], path: Path) -> None:
-    """Microseconds per step by hidden size, a panel per cell and pass: 16 rows, bfloat16."""
+    """Draws microseconds per step by hidden size, a panel per cell and pass: 16 rows, bfloat16."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""What card there is, and what is around it: lines of JSON, one as soon as it is known.
+"""Describes the card and its environment: prints lines of JSON, each as soon as it is known.
 
     python tools/gpu_card.py
 
@@ -24,7 +24,7 @@ NO_CARD = 3
 
 
 def main() -> None:
-    """Says what there is, what is quickly known first."""
+    """Prints the description, the quickest parts first."""
     say({"python": platform.python_version(), "machine": platform.machine(),
          "cores": os.cpu_count(), "kernel": platform.release(),
          "packages": {name: version(name) for name in PACKAGES}})  # fmt: skip
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package."""
+    """The version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -60,7 +60,7 @@ def version(package: str) -> str | None:
 
 
 def nvidia_smi() -> dict[str, str] | str:
-    """What the driver's tool says, or why it says nothing."""
+    """The output of nvidia-smi by field, or a text if it fails."""
     command = ["nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=20)

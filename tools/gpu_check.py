@@ -1,17 +1,17 @@
-"""Everything that needs a CUDA card, in one go and within nine minutes on 16 cores.
+"""Runs everything that needs a CUDA card, within nine minutes on 16 cores.
 
-    python tools/gpu_check.py [DIRECTORY]      runs it; results go there, out/gpu by default
-    python tools/gpu_check.py --parts A,B      some of its parts only
+    python tools/gpu_check.py [DIRECTORY]      all parts; results go there, out/gpu by default
+    python tools/gpu_check.py --parts A,B      only these parts
     python tools/gpu_check.py --plan           the parts, their seconds and commands
     python tools/gpu_check.py --read DIRECTORY the tables of an earlier run, as Markdown
 
-It needs a PyTorch with CUDA and Triton; pytest and pytest-xdist for the tests. Each part is a
-process or several of its own, and whatever becomes of it, the next one follows: what fails, hangs
-or is missing is named. What a process prints is in a file of DIRECTORY from the moment it prints
-it; the tables are in ``summary.md``, and end the output. A signal to end (SIGTERM, SIGINT) ends the
-part that runs, and then the tables are written as at the end.
+It needs a PyTorch with CUDA and Triton, and pytest and pytest-xdist for the tests. Each part runs
+in one or more processes of its own, and the next part follows in any case: the tables name parts
+that fail, hang or are missing. A file of DIRECTORY receives the output of each process at once; the
+tables are in ``summary.md`` and end the output. SIGTERM and SIGINT end the running part; then the
+tables are written as usual.
 
-The seconds of a part are what it may take at worst. What one leaves over goes to those after it, up
+The plan gives each part a number of seconds. Time that a part does not use goes to later parts, up
 to their ``most``. The exit status is 1 if anything failed.
 """
 
@@ -39,7 +39,7 @@ from gpu_lines import ROOT, Line, arguments, lines_of, table
 
 TOOLS = ROOT / "tools"
 NO_CARD, LOST = 3, 70  # exit statuses of ``gpu_card.py``, of ``gpu_bench.py``
-DEVICE = "H200,90,232448,65536,132"  # for which kernels are compiled if the card does not say
+DEVICE = "H200,90,232448,65536,132"  # kernels are compiled for it if the card is unknown
 
 
 class Command(NamedTuple):
@@ -48,10 +48,10 @@ class Command(NamedTuple):
     Attributes:
         name: of the file with its output.
         words: the command; "{seconds}", "{device}" and "{folder}" are filled in.
-        needs: modules without which it cannot run.
-        fails: statuses that count as a failure, others but 0 as a refusal; None for all.
-        goes_on: after status 70, a lost card, it is started again with ``--after``.
-        essential: with status 3 it says that nothing else can run.
+        needs: modules that it requires.
+        fails: statuses that are failures; other statuses but 0 are refusals. None for all.
+        goes_on: whether it starts again with ``--after`` after status 70, a lost card.
+        essential: whether no other command can run if it ends with status 3.
     """
 
     name: str
@@ -66,9 +66,9 @@ class Part(NamedTuple):
     """Processes that run side by side.
 
     Attributes:
-        seconds: that the plan has for it.
-        most: that it may take, if those before it left time over.
-        each: that one of its processes may take.
+        seconds: the plan's time for it.
+        most: the seconds it may take if earlier parts left time over.
+        each: the seconds that one of its processes may take.
     """
 
     name: str
@@ -83,7 +83,7 @@ def tool(name: str, *words: str) -> tuple[str, ...]:
 
 
 def plan() -> list[Part]:
-    """What matters most first. On a card, with 16 cores, at most 540 seconds."""
+    """The parts, the most important first: at most 540 seconds on a card with 16 cores."""
     jobs = str(cores())
     smoke = [
         (tier, passes, dtype)
@@ -124,22 +124,22 @@ def plan() -> list[Part]:
 
 
 def of_a_card() -> list[str]:
-    """The files with tests that are marked so, what programs do to layers first."""
+    """The files with tests marked ``gpu``; ``test_torch_card.py`` comes first."""
     paths = (ROOT / "tests").glob("test_*.py")
     marked = [str(p.relative_to(ROOT)) for p in paths if "@pytest.mark.gpu\n" in p.read_text()]
     return ["tests/test_torch_card.py", *sorted({*marked} - {"tests/test_torch_card.py"})]
 
 
 def cores() -> int:
-    """Processes that run at once."""
+    """The number of processes that run at once."""
     return max(2, min(12, (os.cpu_count() or 1) - 2))
 
 
 def pytest(name: str, marks: str, *files: str) -> tuple[str, ...]:
-    """Tests, some a day of those that are many alike; workers where there are any."""
+    """A pytest command: a day's share of slow cases and grids, on pytest-xdist's workers if any."""
     words = [sys.executable, "-m", "pytest", *files, "-m", marks, "--days", "4", "-v", "-rfE"]
     words += ["--tb=short", "-W", "default", "-p", "no:cacheprovider", "--durations=10"]
-    words += ["-o", "faulthandler_timeout=45"]  # then a test says where it is
+    words += ["-o", "faulthandler_timeout=45"]  # then a test prints its stack
     words += [f"--junitxml={{folder}}/{name}.xml"]
     if importlib.util.find_spec("xdist") is not None:
         words += ["-n", str(cores()), "--dist", "worksteal", "--max-worker-restart", "100"]
@@ -147,13 +147,13 @@ def pytest(name: str, marks: str, *files: str) -> tuple[str, ...]:
 
 
 # -- running ---------------------------------------------------------------------------------------
-# What a process gets when its time is over, and how long that may take: an interrupt, so that
-# Python says where it was; an abort, for which ``faulthandler`` says it. Then it is killed.
+# The signals to a process whose time is over, and the seconds it has after each: at an interrupt,
+# Python prints its stack; at an abort, ``faulthandler`` does. Then the process is killed.
 LAST_WORDS = ((signal.SIGINT, 10.0), (signal.SIGABRT, 3.0))
 
 
 def environment() -> dict[str, str]:
-    """Of all processes: one cache of kernels, and no interpreter."""
+    """The environment of all processes, without Triton's interpreter."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     found = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(paths)}
@@ -173,7 +173,7 @@ class Check:
             file.unlink()
 
     def run(self) -> bool:
-        """Whether nothing failed."""
+        """Runs all parts and writes the tables; returns whether nothing failed."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         self.note({"begin": time.strftime("%Y-%m-%d %H:%M:%S"), "commit": commit()})
@@ -195,7 +195,7 @@ class Check:
         self.stopping = f"stopped by {signal.Signals(number).name}"
 
     def run_command(self, part: Part, command: Command, end: float) -> None:
-        """A process; after each card that it loses, another one behind the case that lost it."""
+        """Runs a process; each time it loses the card, starts it again after the case at fault."""
         after, status = 0, LOST
         end = min(end, time.monotonic() + part.each)
         while status == LOST:
@@ -215,7 +215,7 @@ class Check:
             self.stopping = "no card"
 
     def started(self, command: Command, end: float, after: int) -> tuple[str, int]:
-        """What becomes of a process, in words, and its exit status."""
+        """Runs a process; returns its result in words, and its exit status."""
         values = {
             "seconds": f"{max(1.0, end - time.monotonic() - 8):.0f}",
             "device": Results.read(self.folder).card.get("device", DEVICE),
@@ -242,12 +242,12 @@ class Check:
             os.kill(child.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(grace)
-        with contextlib.suppress(ProcessLookupError):  # and what it may have left behind
+        with contextlib.suppress(ProcessLookupError):  # and any children it left behind
             os.killpg(child.pid, signal.SIGKILL)
         return ended or said(command, child.wait()), child.wait()
 
     def note(self, line: Line) -> None:
-        """A line that stays, whatever comes."""
+        """Appends a line to the file of records at once."""
         with self.lock, (self.folder / "parts.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -264,18 +264,18 @@ def said(command: Command, status: int) -> str:
 
 
 def failed(record: Line) -> bool:
-    """A tool that is not there, or refuses this card, is no failure."""
+    """Whether a record is a failure: a missing tool, or one that refuses the card, is not."""
     return record["result"] not in ("passed", "refused", "missing")
 
 
 def lost_after(file: Path) -> int:
-    """Cases until the card was lost, as the last line says."""
+    """The number of cases until the card was lost, from the last line that reports it."""
     lost = [line["done"] for line in lines_of(file.read_text(errors="replace")) if "lost" in line]
     return lost[-1] if lost else 0
 
 
 def commit() -> str:
-    """Of this checkout, if it is one."""
+    """The commit of this checkout; "" outside of one."""
     try:
         words = ["git", "-C", str(ROOT), "log", "-1", "--format=%h %cs"]
         return subprocess.run(words, capture_output=True, text=True, timeout=10).stdout.strip()
@@ -285,18 +285,18 @@ def commit() -> str:
 
 # -- reading ---------------------------------------------------------------------------------------
 class Results(NamedTuple):
-    """What a run has left: the text of each file, by its name without folder and ending."""
+    """The files of a run: the text of each, by its name without folder and ending."""
 
     texts: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        """From a folder."""
+        """Reads the files of a folder."""
         files = [file for ending in ("*.txt", "*.jsonl") for file in folder.glob(ending)]
         return cls({file.stem: file.read_text(errors="replace") for file in sorted(files)})
 
     def lines(self, name: str) -> list[Line]:
-        """Of JSON, that a process has printed."""
+        """The lines of JSON that a process printed."""
         return lines_of(self.texts.get(name, ""))
 
     @property
@@ -306,18 +306,18 @@ class Results(NamedTuple):
 
     @property
     def notes(self) -> Line:
-        """Of the run as a whole."""
+        """The notes on the run as a whole."""
         notes = [line for line in self.lines("parts") if "part" not in line]
         return {key: value for line in notes for key, value in line.items()}
 
     @property
     def records(self) -> list[Line]:
-        """A line for each process that has ended."""
+        """The line of each process that has ended."""
         return [line for line in self.lines("parts") if "part" in line]
 
 
 def markdown(results: Results) -> str:
-    """All tables, what failed at the end."""
+    """All tables, with failures at the end."""
     sections = {
         "Card": of_card, "Parts": of_parts, "Targets": of_targets,
         "Smoke": partial(of_lines, prefix="smoke-"), "Stress": partial(of_lines, prefix="stress"),
@@ -331,7 +331,7 @@ def markdown(results: Results) -> str:
         try:
             for line in of_section(results):
                 text += f"{line}\n"
-        except Exception as error:  # a line that nobody expected; the file has it
+        except Exception as error:  # an unexpected line; it remains in its file
             text += f"unreadable: {type(error).__name__}: {error}\n"
         text += "\n"
     return text
@@ -380,7 +380,7 @@ def of_parts(results: Results) -> Iterator[str]:
 
 
 def of_lines(results: Results, prefix: str) -> Iterator[str]:
-    """Lines of JSON as they are, a row each, which ends with why there is no number."""
+    """A table of lines of JSON, a row each; the last column says why numbers are missing."""
     whys, rows = ("error", "refused", "skipped", "why_fewer"), list[Line]()
     for name in sorted(results.texts):
         for line in results.lines(name) if name.startswith(prefix) else ():
@@ -420,7 +420,7 @@ def of_timings(results: Results) -> Iterator[str]:
 
 
 def of_targets(results: Results) -> Iterator[str]:
-    """What is hoped for, of ``cells`` with 768 units and 16 rows in bfloat16."""
+    """A table of measured times and their goals, with 768 units and 16 rows in bfloat16."""
     times = {
         (line["cell"], line["pass"], line["contender"]): line["us_per_step"]
         for line in results.lines("targets")
@@ -453,7 +453,7 @@ def of_targets(results: Results) -> Iterator[str]:
     yield from table(("bfloat16, H=768, B=16", "measured", "hoped for", ""), shown)
 
 
-# As pytest says with workers that a test begins, and a result, with workers and without.
+# Lines of pytest's output: a test that begins, with workers; a result, with workers or without.
 BEGUN = re.compile(r"^\S+\.py::.* $")
 SAID = re.compile(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S.*)$|^(\S+::.*?) ([A-Z]{5,})\b")
 
@@ -478,7 +478,7 @@ def of_tests(results: Results) -> Iterator[str]:
 
 
 def of_failures(results: Results) -> Iterator[str]:
-    """The last words of each process that failed. Of JSON, which the tables have, only errors."""
+    """The last lines of each process that failed; of JSON lines, only the errors."""
     last = {record["name"]: record["result"] for record in results.records if failed(record)}
     for name, outcome in last.items():
         text = results.texts.get(name, "")
@@ -491,7 +491,7 @@ def of_failures(results: Results) -> Iterator[str]:
 
 
 def main() -> None:
-    """Runs, or reads."""
+    """Runs the check, or prints its plan or the tables of an earlier run."""
     parser = arguments(__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("out/gpu"))
     parser.add_argument("--parts", help="names, with commas between; all by default")

@@ -1,16 +1,16 @@
-"""Compiles the GPU engine's kernels ahead of time, for cards that need not be there, and reports
-what the compiler says: registers, spills, shared memory, matrix instructions.
+"""Compiles the GPU engine's kernels ahead of time, without the cards that they are for, and reports
+registers, spills, shared memory and matrix instructions.
 
     python tools/gpu_compile.py                          the whole grid: cells, tiers, dtypes, cards
-    python tools/gpu_compile.py --cells LSTM --tiers 1   some of it
-    python tools/gpu_compile.py --json FILE --jobs 2     a line of JSON for each kernel, added to
-                                                         the file; what it has is not done again
-    python tools/gpu_compile.py --read FILE ...          such lines as Markdown
+    python tools/gpu_compile.py --cells LSTM --tiers 1   part of the grid
+    python tools/gpu_compile.py --json FILE --jobs 2     adds a line of JSON for each kernel to the
+                                                         file; skips kernels that the file has
+    python tools/gpu_compile.py --read FILE ...          prints the lines of files as Markdown
 
-The Triton that Python finds compiles: PYTHONPATH chooses another one (see tools/gpu_tritons.py).
-Kernels of tiers 1 and 2 are compiled at the largest hidden size that the capacity model allows (in
-tier 2, of the multiples of 128), for the smallest card of each kind; those of tier 2 for 16 rows
-and for 128. Where a kernel does not fit, the model's next choice is compiled, as the engine would.
+The Triton that Python finds compiles; PYTHONPATH selects another one (see tools/gpu_tritons.py).
+Kernels of tiers 1 and 2 have the largest hidden size that the capacity model allows (in tier 2, a
+multiple of 128, or 64) on the smallest card of each capability; kernels of tier 2 have 16 rows and
+128. If a kernel does not fit, the model's next choice is compiled, as in the engine.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ from anycell.engines.gpu.text import Printed, Variant
 from anycell.plan import Plan, plan
 
 EVERY = {c.name: c for c in vars(cells).values() if isinstance(c, Cell)}
-# One of each kind: four gates, a bundle of three, row reductions, heads, two matmuls in a row.
+# A cell of each kind: four gates, a bundle of three, row reductions, heads, two matmuls in a row.
 FEW = "LSTM GRU LayerNormLSTM sLSTM MultiplicativeLSTM".split()
-# The smallest card of each capability: what fits there fits its siblings. Of the outer ones, few.
+# The smallest card of each capability: what fits it fits its siblings. 75 and 120 get few cells.
 CARDS = {
     capability: min(
         (d for d in capacity.DEVICES if d.capability == capability), key=lambda d: d.processors
@@ -48,7 +48,7 @@ BATCHES = {1: (16,), 2: (16, 128), 3: (16,)}
 
 
 class Report(NamedTuple):
-    """What the compiler says of a kernel; None where it failed."""
+    """The compiler's report on a kernel; numbers are None if the compiler failed."""
 
     triton: str
     cell: str
@@ -61,20 +61,20 @@ class Report(NamedTuple):
     warps: int
     rows: int  # of a program's tile
     limit: int  # of shared memory
-    choice: int  # of those that the capacity model has, the best is 0
-    text: str  # a digest
+    choice: int  # index among the capacity model's choices; the best is 0
+    text: str  # digest of the kernel
     registers: int | None = None
     spilled: int | None = None  # bytes of each thread's local memory
     shared: int | None = None
-    hidden_arguments: int | None = None  # of Triton's own
-    matrices: str = "-"  # which matrix instructions
-    seconds: float = 0.0  # that compiling took; next to none where Triton's cache had it
-    fits: bool = False  # what ``build.Binary.misfit`` allows
+    hidden_arguments: int | None = None  # those that Triton adds
+    matrices: str = "-"  # the matrix instructions
+    seconds: float = 0.0  # of compilation; almost 0 if Triton's cache has the kernel
+    fits: bool = False  # by ``build.Binary.misfit`` and the bytes spilled
     error: str = ""
 
 
 def main() -> int:
-    """The report, a line for each kernel; 1 if some kernel finds no form that fits."""
+    """Prints a line for each kernel; returns 1 if no form of some kernel fits."""
     parser = arguments(__doc__)
     parser.add_argument("--cells", nargs="+", choices=list(EVERY))
     parser.add_argument("--tiers", nargs="+", type=int, default=list(SIZES))
@@ -92,8 +92,8 @@ def main() -> int:
     grid = {c: args.cells or GRID[c] for c in args.capabilities or GRID if c in CARDS}
     points = [
         (tier, capability, dtype, cell)
-        # What is quickest first, by tier, for every cell: a run that is cut short has seen
-        # something of each.
+        # The quickest tier comes first, for every cell, so that a run cut short covers every
+        # cell.
         for tier in sorted(args.tiers, reverse=True)
         for capability, names in grid.items()
         for dtype in args.dtypes
@@ -118,12 +118,12 @@ def main() -> int:
     return int(bool(unfit))
 
 
-# What tells a kernel from the others, whatever its text.
+# These values identify a kernel, whatever its text.
 KEY = "triton cell tier batch dtype capability kernel".split()
 
 
 def lines(paths: Iterable[Path]) -> list[Line]:
-    """What files say; of what they say twice, the last."""
+    """The lines of files; of lines on the same kernel and choice, only the last."""
     latest = {}
     for path in paths:
         for line in lines_of(path.read_text(encoding="utf-8")) if path.exists() else ():
@@ -132,7 +132,7 @@ def lines(paths: Iterable[Path]) -> list[Line]:
 
 
 def taken(every: Iterable[Line]) -> list[Line]:
-    """Of each kernel the first choice that fits; if there is none, the best."""
+    """The first choice of each kernel that fits; if no choice fits, the best."""
     chosen: dict[tuple[Any, ...], Line] = {}
     for line in sorted(every, key=lambda line: (not line["fits"], line["choice"])):
         chosen.setdefault(tuple(line[name] for name in KEY), line)
@@ -146,7 +146,7 @@ def run(
     jobs: int,
     before: list[Line],
 ) -> Iterator[Report]:
-    """Reports on all kernels of these points that are not among those before."""
+    """Yields reports on all kernels of these points that the lines ``before`` do not cover."""
     known = {(line["triton"], line["capability"], line["text"]): line["fits"] for line in before}
     with ProcessPoolExecutor(jobs) as pool:
         version, runs = pool.submit(triton_version).result(), []
@@ -166,22 +166,22 @@ def run(
 
 
 def triton_version() -> str:
-    """In a process of its own: this one prints texts and needs none."""
+    """The version of Triton. Call it in another process: this one needs no Triton."""
     import triton
 
     return triton.__version__
 
 
 def digest(kernel: Printed) -> str:
-    """Of all that a compiler is told of a kernel."""
+    """A digest of everything that the compiler gets for a kernel."""
     return hashlib.sha256(repr(kernel).encode()).hexdigest()[:12]
 
 
 def kernels(
     tier: int, capability: int, dtype: str, name: str, largest: int, most: int, triton: str = "3.9"
 ) -> Iterator[list[tuple[Printed, Report]]]:
-    """All kernels of a cell, of both passes; each in so many forms at most that the model chooses,
-    the best first.
+    """Yields all kernels of both passes of a cell, each as a list of at most ``most`` forms that
+    the model chooses, the best first.
     """
     cell = EVERY[name]
     card = CARDS[capability]._replace(compiler=build.release(triton))
@@ -190,7 +190,7 @@ def kernels(
             if tier != 3 and hidden > largest:
                 continue
             sizes = {s: hidden // 2 for s in cell.sizes.values() if s != "H"}
-            tf32 = dtype == "tf32"  # float32, where that is allowed
+            tf32 = dtype == "tf32"  # float32 that may round to TF32
             one = plan(cell, hidden, "float32" if tf32 else dtype, "gpu", sizes)
             wanted = 3 if tier == 3 else None
             choices = capacity.choices(one, card, backward, wanted, batch, tf32)
@@ -198,7 +198,7 @@ def kernels(
                 forms = dict[tuple[Printed, ...], int]()
                 for number, choice in enumerate(choices):
                     if choice.tier == tier and len(forms) < most:
-                        # Of choices that come to the same text the first is enough.
+                        # Of choices with the same text, only the first counts.
                         forms.setdefault(printed(one, choice, backward), number)
                 for same in zip(*forms, strict=True):
                     yield [
@@ -212,7 +212,7 @@ def kernels(
 
 
 def printed(one: Plan, choice: capacity.Choice, backward: bool) -> tuple[Printed, ...]:
-    """The kernels of a plan in training, with a bias, masks drawn."""
+    """The training kernels of a plan, with a bias and random masks."""
     variant = Variant.training(one.cell, backward, input_bias=not backward)
     if choice.tier != 3:
         return (print_whole(one, variant, choice),)
@@ -230,12 +230,12 @@ def first_that_fits(forms: list[tuple[Printed, Report]]) -> list[Report]:
 
 
 def compiled(kernel: Printed, report: Report) -> Report:
-    """The report on a kernel whose arguments are aligned, as they are in a large layer."""
+    """Compiles a kernel with aligned arguments, as in a large layer, and returns its report."""
     aligned = frozenset(name for name, kind in kernel.arguments if kind != "i32")
     begin = time.perf_counter()
     try:
         binary = build.binary(kernel, report.capability, aligned)
-    except Exception as error:  # the others are worth seeing
+    except Exception as error:  # the reports on other kernels go on
         return report._replace(error=" ".join(f"{type(error).__name__}: {error}".split()))
     seconds = round(time.perf_counter() - begin, 1)
     spilled = build.spilled(binary.cubin)
@@ -253,7 +253,7 @@ def compiled(kernel: Printed, report: Report) -> Report:
 
 # -- for reading -----------------------------------------------------------------------------------
 def sentence(report: Report) -> str:
-    """A kernel, and what the compiler says of it."""
+    """A report as a line of text."""
     what = f"sm_{report.capability} {report.dtype} {report.cell} H={report.hidden}"
     what = f"{what} B={report.batch} {report.kernel}, choice {report.choice}"
     if report.error:
@@ -264,8 +264,8 @@ def sentence(report: Report) -> str:
 
 
 def markdown(every: list[Line]) -> Iterator[str]:
-    """Tables: how many kernels there are; what does not fit, and what takes its place; and all that
-    fit, for each card a row for each cell, tier and pass, a column for each dtype and Triton.
+    """Tables: the number of kernels; kernels that do not fit, and their replacements; and for each
+    card all kernels, with a row for each cell, tier and pass, a column for each dtype and Triton.
     """
     refused = [line for line in every if not line["fits"]]
     every = taken(every)
@@ -307,13 +307,13 @@ def markdown(every: list[Line]) -> Iterator[str]:
 
 
 def grouped(every: list[Line], name: str, key: Any = None) -> Iterator[tuple[Any, list[Line]]]:
-    """Lines by one of their values, in its order."""
+    """Groups lines by one of their values, in the order of the values."""
     for value in sorted({line[name] for line in every}, key=key):
         yield value, [line for line in every if line[name] == value]
 
 
 def entry(some: list[Line]) -> str:
-    """The kernels of a cell, tier and pass."""
+    """The entry of a table for the kernels of a cell, tier and pass."""
     if not some:
         return "-"
     if not all(line["fits"] for line in some):
@@ -326,7 +326,7 @@ def entry(some: list[Line]) -> str:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """3.10.0 comes after 3.9.0."""
+    """A key to sort versions: 3.10.0 comes after 3.9.0."""
     return tuple(map(int, version.split("+")[0].split(".")))
 
 

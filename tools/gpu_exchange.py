@@ -1,14 +1,14 @@
-"""Times the exchange of tier 2 alone: what programs pay a step to hear from one another.
+"""Times the exchange of tier 2 alone: the cost per step of communication between programs.
 
     python tools/gpu_exchange.py --seconds 30
 
-A step of this kernel: each program writes 16 rows of 16 numbers, and reads those of all programs
-once they are there. "barrier" writes and reads no numbers. Prints a line of JSON for each number of
-programs: microseconds per step, from the difference of a long and a short launch, the median of
-several; and whether every step saw what the step before had written.
+In a step of this kernel, each program writes 16 rows of 16 numbers, then reads the numbers of all
+programs once they are written. "barrier" writes and reads no numbers. Prints a line of JSON for
+each number of programs: microseconds per step (the median of several differences between a long and
+a short launch), and whether every step saw the numbers of the step before.
 
-"step" is a layer of the least cell there is, one gate: the exchange, and a matmul of 16 columns.
-"programs" is then what there are with 16 units each; "choice" says how many there were.
+"step" is a layer of the smallest cell, with one gate: the exchange, and a matmul of 16 columns.
+"programs" then assumes 16 units per program; "choice" names the actual number.
 """
 
 import functools
@@ -59,7 +59,7 @@ def exchange(data, flags, trouble, patience, count):
     if alive == 0:
         tl.store(trouble, 1)
 '''
-# Every program adds up what all have written, and writes the mean and 1: the step's number.
+# Every program sums the numbers of all programs, and writes their mean plus 1: the step's number.
 BODY = """
         before = data + t * {rows} * {width} + rows * {width}
         after = before + {rows} * {width}
@@ -74,7 +74,7 @@ BODY = """
 
 @functools.cache
 def printed(programs: int, numbers: bool) -> Printed:
-    """The kernel of so many programs, which exchange numbers or only meet."""
+    """The kernel of ``programs`` programs, which exchange numbers or only wait for each other."""
     sizes = {
         "programs": programs, "rows": ROWS, "units": UNITS, "chunk": CHUNK,
         "width": programs * UNITS, "lanes": power_of_two(programs, 32 * WARPS),
@@ -91,7 +91,7 @@ def printed(programs: int, numbers: bool) -> Printed:
 
 
 def main() -> None:
-    """All numbers of programs that run at once."""
+    """Times all kinds of exchange for all numbers of programs."""
     args = arguments(__doc__, 30.0).parse_args()
     need_card("gpu_exchange")
     end, good = time.monotonic() + args.seconds, True
@@ -112,13 +112,13 @@ def main() -> None:
 
 
 def timed(kind: str, programs: int, host: DeviceHost) -> dict[str, Any]:
-    """Microseconds per step, and whether the numbers are right."""
+    """Measures microseconds per step, and checks the numbers."""
     line: dict[str, Any] = {}
     if kind == "step":
         runs = [least(programs, steps) for steps in (SHORT, LONG)]
         one = plan(cells.RNN, programs * UNITS, "bfloat16", "gpu")
         choice = capacity.choose(one, host.limits, tier=2, batch=ROWS)
-        line["choice"], right = choice.reason, True  # which may be of fewer programs
+        line["choice"], right = choice.reason, True  # it may use fewer programs
     else:
         values = {
             "data": torch.zeros(LONG + 1, ROWS, programs * UNITS, device=host.device),
@@ -143,7 +143,7 @@ def timed(kind: str, programs: int, host: DeviceHost) -> dict[str, Any]:
 
 
 def alone(kind: str, programs: int, steps: int, host: DeviceHost, values: dict[str, Any]) -> Any:
-    """One launch of the kernel; its flags begin at zero."""
+    """Returns a function that launches the kernel once, with flags that begin at zero."""
     kernel = printed(programs, kind == "numbers")
     values = {**values, "count": steps}
     launch = Launch(kernel, values, (1, programs), host)
@@ -156,7 +156,7 @@ def alone(kind: str, programs: int, steps: int, host: DeviceHost, values: dict[s
 
 
 def least(programs: int, steps: int) -> Any:
-    """A layer of one gate, whose programs own 16 units each, forward."""
+    """Returns a function that runs a layer of one gate forward, with 16 units per program."""
     width = programs * UNITS
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     layer = anycell.torch.RNN(cells.RNN, 16, width, **options)

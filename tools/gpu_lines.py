@@ -1,6 +1,6 @@
-"""What the GPU engine's tools share: arguments, lines of JSON, tables of these, times on a card.
+"""Shared by the GPU engine's tools: arguments, lines of JSON, their tables, times on a card.
 
-Importing it finds the checkout's ``anycell``; it imports no PyTorch before that is needed.
+Its import puts the checkout's ``anycell`` on the path; PyTorch is imported only when needed.
 """
 
 import argparse
@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 
 def arguments(doc: str | None, seconds: float | None = None) -> argparse.ArgumentParser:
-    """A parser; ``seconds`` by default, of a tool that has so many."""
+    """A parser; with ``seconds``, it has an option ``--seconds`` with that default."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     if seconds is not None:
         parser.add_argument("--seconds", type=float, default=seconds)
@@ -26,7 +26,7 @@ def arguments(doc: str | None, seconds: float | None = None) -> argparse.Argumen
 
 
 def need_card(tool: str, status: int = 1) -> None:
-    """Ends the process where PyTorch sees none."""
+    """Ends the process if PyTorch sees no card."""
     import torch
 
     if not torch.cuda.is_available():
@@ -40,7 +40,7 @@ def say(line: Line) -> None:
 
 
 def tried(run: Callable[..., Line], *given: Any) -> Line:
-    """The line that it returns, or its error."""
+    """Calls ``run``; returns its line, or a line with its error."""
     try:
         return run(*given)
     except Exception as error:
@@ -48,17 +48,17 @@ def tried(run: Callable[..., Line], *given: Any) -> Line:
 
 
 def told(error: BaseException) -> str:
-    """The kind of an error, and how it begins."""
+    """The type of an error, and the beginning of its message."""
     return f"{type(error).__name__}: {error}"[:400]
 
 
 def over(seconds: float) -> str:
-    """Why there is no more."""
+    """The reason why a tool stopped early."""
     return f"{seconds:g} seconds were over"
 
 
 def lines_of(text: str) -> list[Line]:
-    """The lines that are JSON."""
+    """The lines of a text that are JSON objects."""
     found = []
     for line in text.splitlines():
         if line.startswith("{"):
@@ -68,7 +68,7 @@ def lines_of(text: str) -> list[Line]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
-    """Lines of Markdown."""
+    """Yields the lines of a Markdown table."""
     yield f"| {' | '.join(header)} |"
     yield "|---" * len(header) + "|"
     for row in rows:
@@ -76,7 +76,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Of one run, on the card."""
+    """The milliseconds of one run on the card."""
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,10 +1,10 @@
-"""One tier of the GPU engine, one pass, one dtype, on very little data: does it run, is it right?
+"""Checks one tier, pass and dtype of the GPU engine on very little data: it must run and be right.
 
     python tools/gpu_smoke.py 2 backward bfloat16
 
-Prints a line of JSON for each cell: the largest error of the results or gradients against the same
-layer step by step in float64, and the limit of ``tests/tolerances.py``. The exit status is 1 if one
-is wrong. In a process of its own each, so that a lost card takes nothing else along.
+Prints a line of JSON for each cell: the largest error of results and gradients against the same
+layer step by step in float64, relative to the limit of ``tests/tolerances.py``. The exit status is
+1 if a cell is wrong. Run each case in a process of its own, which may lose the card.
 """
 
 import copy
@@ -27,11 +27,11 @@ CELLS = (cells.LSTM, cells.GRU)
 STEPS, INPUTS = 20, 24  # more steps than a graph of tier 3 has
 HIDDEN = {1: 64, 2: 256, 3: 100}
 BATCH = 20  # more rows than a program has
-CALLS = 4  # of which the later ones are graphs, in tier 3
+CALLS = 4  # in tier 3, the later calls replay graphs
 
 
 class Case(NamedTuple):
-    """What one process tries."""
+    """The case that one process checks."""
 
     tier: int
     passes: str
@@ -56,13 +56,13 @@ def main() -> None:
 
 
 def tried(cell: Any, case: Case, device: str) -> dict[str, Any]:
-    """The errors of one cell, as parts of their limits; or that it refuses."""
+    """The largest error of a cell, relative to its limit; or its refusal or error."""
     begin, training = time.monotonic(), case.passes == "backward"
     torch.manual_seed(1997)
     dtype = getattr(torch, case.dtype)
     layer = anycell.torch.RNN(cell, INPUTS, HIDDEN[case.tier], device=device, dtype=dtype)
     x = torch.randn(STEPS, BATCH, INPUTS, device=device, dtype=dtype)
-    # Step by step, as no engine has float64 on a card; first, for kernels may lose it.
+    # Step by step: no engine has float64 on a card. Runs first, because kernels may lose the card.
     right = results(copy.deepcopy(layer).double(), x.double(), training)
     try:
         with mock.patch.object(DeviceHost, "tier", case.tier):
@@ -81,7 +81,7 @@ def tried(cell: Any, case: Case, device: str) -> dict[str, Any]:
 
 
 def results(layer: Any, x: torch.Tensor, training: bool) -> dict[str, Any]:
-    """Output and final states, or with them all gradients, as arrays."""
+    """Output and final states, and in training all gradients, as arrays."""
     x = x.detach().requires_grad_(training)
     with torch.set_grad_enabled(training):
         output, final = layer(x)
@@ -98,7 +98,7 @@ def results(layer: Any, x: torch.Tensor, training: bool) -> dict[str, Any]:
 
 
 def kind_of(name: str) -> str:
-    """As the table of tolerances has it."""
+    """The kind of an array in the table of tolerances."""
     return "gradient" if name.startswith("d ") else "forward"
 
 

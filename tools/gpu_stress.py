@@ -1,9 +1,9 @@
-"""Launches tier 2 over and over beside a kernel that takes multiprocessors away.
+"""Launches tier 2 over and over next to a kernel that occupies multiprocessors.
 
     python tools/gpu_stress.py --launches 100000 --seconds 60
 
-Programs of tier 2 wait for one another, so all of them must run at once: this looks for a hang and
-for a wrong bit. Prints a line of JSON for each strain; the exit status is 1 if there was either.
+Programs of tier 2 wait for one another, so all of them must run at once: this tool looks for hangs
+and wrong bits. Prints a line of JSON for each strain; the exit status is 1 if it finds any.
 """
 
 import sys
@@ -24,7 +24,7 @@ BATCH = 16
 
 
 class Strain(NamedTuple):
-    """What is launched: both passes or one, and its share of launches and time."""
+    """A layer to launch, in one pass or both, and its share of launches and time."""
 
     hidden: int
     steps: int
@@ -32,8 +32,8 @@ class Strain(NamedTuple):
     share: float
 
 
-# 32 programs and fewer wait in one warp, more in two. Short sequences make many launches; in long
-# ones programs drift apart.
+# Up to 32 programs wait in one warp, more in two. Short sequences make many launches; in long
+# sequences, programs drift apart.
 STRAINS = (
     Strain(512, 4, False, 0.4),
     Strain(768, 4, False, 0.3),
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def strained(strain: Strain, launches: int, seconds: float) -> dict[str, Any]:
-    """Launches of one layer, all on the same numbers, and how many gave other bits than the
+    """Launches one layer repeatedly on the same numbers; counts results whose bits differ from the
     first.
     """
     host = host_of_card(torch.bfloat16)
@@ -96,7 +96,7 @@ def strained(strain: Strain, launches: int, seconds: float) -> dict[str, Any]:
 
 
 def launcher(strain: Strain) -> Callable[[], list[Tensor]]:
-    """One call: what it computes, of which the bits must always be the same."""
+    """Returns a function whose results must always have the same bits."""
     torch.manual_seed(1997)
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     layer = anycell.torch.RNN(cells.LSTM, strain.hidden, strain.hidden, **options)

@@ -1,12 +1,12 @@
-"""The GPU engine under every Triton: some kernels of every sort compiled, some tests interpreted.
+"""Checks the GPU engine under every Triton: compiles some kernels of each kind, interprets tests.
 
-    make test-tritons                      installs them, and runs this
-    python tools/gpu_tritons.py            those that are installed, and the environment's own
-    python tools/gpu_tritons.py 3.6.0      some of them
+    make test-tritons                      installs all versions, and runs this
+    python tools/gpu_tritons.py            the installed versions, and the environment's own
+    python tools/gpu_tritons.py 3.6.0      these versions
 
-Each is a directory of ``.venv-tritons``, named after its version, which goes in front of the
-environment's packages. What the compiler says is added to ``out/gpu/tritons.jsonl``; what that has
-is not compiled again.
+Each version is a directory of ``.venv-tritons``, named after it, which precedes the environment's
+packages. The compiler's reports are added to ``out/gpu/tritons.jsonl``; kernels that the file has
+are not compiled again.
 """
 
 import os
@@ -19,14 +19,14 @@ import gpu_compile
 from gpu_lines import ROOT, arguments
 
 INSTALLED = ROOT / ".venv-tritons"
-# In the interpreter: results of all tiers, programs that wait for one another, random masks.
-# Until 3.6 it takes a number from an array of one as NumPy 2 would rather not.
+# The tests in the interpreter: results of all tiers, programs that wait for one another, random
+# masks. Until 3.6, the interpreter converts arrays of one element in a way that NumPy 2 deprecates.
 WARNING = "ignore:Conversion of an array with ndim:DeprecationWarning"
 TESTS = "test_plainly or test_programs_wait or test_engines_draw"
 
 
 def main() -> int:
-    """Prints the tables; 1 if a kernel fails or fits nowhere, or a test fails."""
+    """Prints the tables; returns 1 if a kernel fails or no form of it fits, or a test fails."""
     here = sorted((path.name for path in INSTALLED.glob("*.*")), key=gpu_compile.release)
     own = metadata.version("triton")
     parser = arguments(__doc__)
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def under(version: str, interpreted: bool = False) -> dict[str, str]:
-    """The environment of a process that finds this Triton; the own one where it is not there."""
+    """The environment of a process that finds this Triton, or else the installed one."""
     values = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     values["PYTHONPATH"] = os.pathsep.join([str(INSTALLED / version), str(ROOT)])
     return values | ({"TRITON_INTERPRET": "1"} if interpreted else {})

@@ -1,11 +1,11 @@
 """Best polynomial coefficients for the functions of `anycell/engines/cpu/ops.py`.
 
     python tools/minimax.py            # prints every table of that file
-    python tools/minimax.py --check    # says whether the file holds just these numbers
+    python tools/minimax.py --check    # compares them with the numbers in the file
 
-A Remez exchange finds the polynomial whose largest weighted error is smallest. Rounding its
-coefficients to the format would then cost more than the fit gained; so the coefficients are rounded
-one at a time, lowest power first, and those that are left are fitted again around the rounded ones.
+A Remez exchange finds the polynomial whose largest weighted error is smallest. Rounding all of its
+coefficients to the format at once would lose more than the fit gained. So coefficients are rounded
+one at a time, lowest power first, and the others are fitted again with the rounded ones fixed.
 """
 
 import argparse
@@ -27,9 +27,9 @@ Function = Callable[[mp.mpf], mp.mpf]
 
 @dataclass(frozen=True)
 class Problem:
-    """Approximate `target(x)` by the sum of `c[k] * x**powers[k]` over [low, high].
+    """An approximation of `target(x)` by the sum of `c[k] * x**powers[k]` over [low, high].
 
-    The error counts relative to `scale(x)`.
+    Errors are relative to `scale(x)`.
     """
 
     target: Function
@@ -47,7 +47,7 @@ def solve(problem: Problem, fixed: Sequence[mp.mpf], points: int = 1500) -> list
         (low + high) / 2 - (high - low) / 2 * mp.cos(mp.pi * k / (points - 1))
         for k in range(points)
     ]
-    # Where the lowest power is odd the error changes sign at 0 by itself, which is no alternation.
+    # If the lowest power is odd, the error changes its sign at 0, which is no alternation.
     weights = [mp.sign(x) ** powers[0] / abs(problem.scale(x)) for x in grid]
     rows = mp.matrix([[w * x**p for p in powers] for x, w in zip(grid, weights, strict=True)])
     wanted = [
@@ -78,7 +78,7 @@ def solve(problem: Problem, fixed: Sequence[mp.mpf], points: int = 1500) -> list
             best, lowest = coefficients, height
         if height < level * mp.mpf("1.0001"):
             break
-        # From here on a double will do: only where the peaks are matters.
+        # Doubles suffice from here on: only the places of the peaks matter.
         chosen = _alternating_peaks(np.array([float(error / height) for error in errors]), count)
     return list(best)
 
@@ -88,7 +88,7 @@ def _alternating_peaks(error: np.ndarray, count: int) -> list[int]:
     signs = np.sign(error)
     edges = [0, *(np.flatnonzero(signs[1:] * signs[:-1] < 0) + 1), len(error)]
     peaks = [a + int(np.abs(error[a:b]).argmax()) for a, b in itertools.pairwise(edges)]
-    while len(peaks) > count:  # drop the weaker end: what stays still alternates
+    while len(peaks) > count:  # drop the weaker end: the others still alternate
         peaks.pop(0 if abs(error[peaks[0]]) < abs(error[peaks[-1]]) else -1)
     if len(peaks) < count:
         raise ArithmeticError(
@@ -98,7 +98,7 @@ def _alternating_peaks(error: np.ndarray, count: int) -> list[int]:
 
 
 def rounded(problem: Problem, real: type[np.floating], fixed: Sequence[float] = ()) -> list[float]:
-    """Coefficients that the format `real` holds exactly, the leading `fixed` ones given."""
+    """Coefficients that the format `real` holds exactly; `fixed` gives the leading ones."""
     known = [mp.mpf(c) for c in fixed]
     while len(known) < len(problem.powers):
         value = solve(problem, known)[0]
@@ -128,7 +128,7 @@ def worst(problem: Problem, coefficients: Sequence[float], points: int = 4001) -
 
 # ------------------------------------------------------------------------ the tables of ops.py
 _NEAR_0 = mp.mpf("1e-9")
-_HALF_LN2 = mp.log(2) / 2 * (1 + mp.mpf(2) ** -12)  # with room for the error of the rounding
+_HALF_LN2 = mp.log(2) / 2 * (1 + mp.mpf(2) ** -12)  # with room for rounding errors
 
 
 def _two_atanh(s: mp.mpf) -> mp.mpf:
@@ -145,7 +145,7 @@ def _exp(degree: int) -> Problem:
     return Problem(mp.exp, mp.exp, -_HALF_LN2, _HALF_LN2, range(degree + 1))
 
 
-# Field of `Real` in ops.py -> its problem, and the leading coefficients that it takes for granted.
+# Field of `Real` in ops.py -> its problem, and the leading coefficients that the code assumes.
 TABLES: dict[str, dict[str, tuple[Problem, list[float]]]] = {
     "FLOAT": {
         "exp": (_exp(6), [1.0, 1.0]),
@@ -172,7 +172,7 @@ TABLES: dict[str, dict[str, tuple[Problem, list[float]]]] = {
 
 
 def main() -> int:
-    """Print the tables, or compare them with those of the package."""
+    """Prints the tables; with `--check`, compares them with the tables of the package."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,8 +1,8 @@
-"""Runs the notebooks of the site, and keeps what they print and draw: ``make notebooks``.
+"""Runs the notebooks of the site, and saves their output: ``make notebooks``.
 
-    python tools/notebooks.py [NAME...] [--check]     (of docs/notebooks; --check keeps nothing)
+    python tools/notebooks.py [NAME...] [--check]     (of docs/notebooks; --check saves nothing)
 
-An error in a cell is one here.
+An error in a cell ends the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
         NotebookClient(notebook, timeout=300, record_timing=False, resources=where).execute()
         print(f"{name}: {sum(cell.cell_type == 'code' for cell in notebook.cells)} cells have run")
         if not arguments.check:
-            notebook.metadata.language_info = {"name": "python"}  # not of which version
+            notebook.metadata.language_info = {"name": "python"}  # without its version
             nbformat.write(notebook, FOLDER / f"{name}.ipynb")
 
 

@@ -2,9 +2,9 @@
 
     python tools/run_keras_tests.py [arguments of pytest]
 
-The tests are those of the installed Keras, which brings them; none of their code is here. Before
-they are imported `LSTM`, `GRU`, `SimpleRNN` and their cells in Keras's modules become ours. What is
-left out, and why, stands in `EXCLUDED` and in docs/compatibility.md.
+The tests come with the installed Keras; none of their code is here. Before they are imported, our
+`LSTM`, `GRU`, `SimpleRNN` and their cells replace Keras's in its modules. `EXCLUDED` and
+docs/compatibility.md list the tests that are left out, with reasons.
 """
 
 import os
@@ -26,7 +26,7 @@ FILES = (
     "dropout_rnn_cell",
 )  # fmt: skip
 _CUDNN = "use_cudnn='auto' becomes False where our kernels run, or Bidirectional would pass them by"
-# By the end of a test's name.
+# Reasons by the end of a test's name.
 EXCLUDED = {
     "::test_keeps_use_cudnn": _CUDNN,
     "::test_fused_lstm_eligibility": _CUDNN,
@@ -35,7 +35,7 @@ EXCLUDED = {
 
 
 class Substitute:
-    """Puts our layers where Keras's tests look for Keras's."""
+    """Replaces Keras's layers by ours in the modules that Keras's tests use."""
 
     def __init__(self) -> None:
         for name in OURS:
@@ -45,7 +45,7 @@ class Substitute:
                     setattr(module, name, ours)
 
     def _modules(self) -> list[object]:
-        """Of Keras's tests, once imported, those that name a layer by `from ... import`."""
+        """The imported test modules of Keras, which may have layers by `from ... import`."""
         return [m for n, m in sys.modules.items() if n.startswith("keras") and n.endswith("_test")]
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

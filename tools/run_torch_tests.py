@@ -1,14 +1,14 @@
-"""PyTorch's own tests of recurrent layers, run against anycell's classes in the place of torch's.
+"""Runs PyTorch's own tests of recurrent layers with anycell's classes in place of torch's.
 
     python tools/run_torch_tests.py PYTORCH [pytest arguments]
 
-PYTORCH is a checkout of pytorch/pytorch, best of the installed version; their tests need `pip
-install expecttest hypothesis`. Nothing is fetched, and nothing of theirs is kept here: their files
-are collected where they lie, after ``torch.nn.LSTM`` and its like have been replaced. Half an hour
-of one core goes into second derivatives of LSTM; `-k "not gradgrad_nn_LSTM"` leaves that out.
+PYTORCH is a checkout of pytorch/pytorch, preferably of the installed version; its tests need `pip
+install expecttest hypothesis`. Nothing is fetched, and none of PyTorch's code is here: its files
+are collected in place, after ``torch.nn.LSTM`` and similar classes are replaced. Second derivatives
+of LSTM take half an hour of one core; `-k "not gradgrad_nn_LSTM"` leaves them out.
 
-Of their tests those count that speak of recurrent layers or packed sequences, by name or in their
-text. None of them is left out; what they skip themselves, for want of a GPU, is listed at the end.
+All tests run whose names or code mention recurrent layers or packed sequences. None of these is
+left out; the end of the output lists tests that skip themselves, for lack of a GPU for example.
 """
 
 import ast
@@ -31,16 +31,16 @@ RECURRENT = re.compile(r"rnn|lstm|gru|packed", re.IGNORECASE)
 
 
 def substitute() -> None:
-    """Puts anycell's classes in the place of torch's, before any test is imported."""
+    """Replaces torch's classes by anycell's, before any test is imported."""
     for name in SUBSTITUTED:
         for namespace in (torch.nn, torch.nn.modules, torch.nn.modules.rnn):
             setattr(namespace, name, getattr(anycell.torch, name))
 
 
 def fill_gaps(file: Path) -> None:
-    """Names that a file imports from ``torch.testing._internal``, and another version lacks.
+    """Defines names that a file imports from ``torch.testing._internal`` but this version lacks.
 
-    They are tables of modules that are not recurrent, and decorators for other devices.
+    Such names are tables of modules that are not recurrent, and decorators for other devices.
     """
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and "torch.testing._internal" in (node.module or ""):
@@ -51,12 +51,12 @@ def fill_gaps(file: Path) -> None:
 
 
 def decorator(given: Any = None, *_: Any, **__: Any) -> Any:
-    """One that does nothing, with or without arguments."""
+    """A decorator that does nothing, with or without arguments."""
     return given if callable(given) else lambda function: function
 
 
 class Selection:
-    """A plugin for pytest: which tests count."""
+    """A pytest plugin that selects the tests of recurrent layers."""
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[Any]) -> None:
         config.hook.pytest_deselected(items=[item for item in items if not counts(item)])
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
     for file in files:
         fill_gaps(file)
     sys.path.insert(0, str(source / "test"))
-    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # older tests load files of whole modules
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # older tests load whole modules
     options = ["-q", "-rfEs", "-c", "/dev/null", "-p", "no:cacheprovider"]
     options += ["--import-mode=importlib", *map(str, files), *arguments[1:]]
     return int(pytest.main(options, plugins=[Selection()]))

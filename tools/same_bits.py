@@ -1,12 +1,12 @@
-"""Compares the bits of a fixed set of layers with those of another revision.
+"""Compares the bits that a fixed set of layers computes with the bits of another revision.
 
     python tools/same_bits.py                       # this tree with 20390c5
     python tools/same_bits.py --revision HEAD~3     # ... with any other revision
     python tools/same_bits.py --threads 1 --only "GRU .*float64"
 
-Both run the layers of this file, each in a process of its own for each number of threads, and
-digest every output and gradient. The script prints the arrays that differ, and exits with 1 if it
-found any that CHANGED does not explain. It reads the other revision from the history of git.
+Both revisions run the layers of this file, in a process for each revision and number of threads,
+and digest every output and gradient. The script prints the arrays that differ, and exits with 1 if
+CHANGED does not explain one of them. It reads the other revision from git.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Digests = dict[str, dict[str, str]]  # per layer, per array
 
 
 class Changed(NamedTuple):
-    """What differs from BASELINE: patterns of the names of layers and of arrays, and why."""
+    """A known difference from BASELINE: patterns of names of layers and of arrays, and why."""
 
     layers: str
     arrays: str
@@ -45,7 +45,7 @@ CHANGED = (
     Changed(" T1 ", "", "a single step of few rows multiplies by weights where they lie"),
     Changed("^(torch|numpy|recurrence)", "^grad bias", "rows are summed in blocks"),
     Changed("^numpy", "^grad ", "our matmul multiplies all of NumPy's"),
-    # On AVX2 OpenBLAS adds sums of 18 in another order, and those of 5 in the same.
+    # On AVX2, OpenBLAS adds sums of 18 in another order, but sums of 5 in the same order.
     Changed("^numpy .* 2 layers", "", "our matmul multiplies all of NumPy's"),
 )
 
@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
         return f"T{self.steps} B{self.rows} I{self.inputs} H{self.hidden}"
 
 
-# They lie on both sides of each decision that `ROADS` of `tests/roads.py` lists.
+# These sizes lie on both sides of each decision that `ROADS` of `tests/roads.py` lists.
 SMALL = Sizes(7, 3, 5, 9)
 SINGLE = Sizes(1, 4, 6, 8)
 KERNEL_PROJECTS = Sizes(300, 2, 3, 16)
@@ -71,7 +71,7 @@ SPLIT_UNITS = Sizes(20, 2, 24, 200)
 SPLIT_ROWS = Sizes(40, 24, 300, 160)
 SIZES = (SMALL, SINGLE, KERNEL_PROJECTS, CHUNKS, SPLIT_UNITS, SPLIT_ROWS)
 
-# Arguments of a call, by the names that layers of PyTorch and NumPy share.
+# Arguments of a call, by their names in both PyTorch and NumPy layers.
 CALLS: dict[str, tuple[str, ...]] = {
     "": (),
     "state": ("state",),
@@ -87,7 +87,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "no bias": {"bias": False},
     "checkpoint": {"checkpoint": 3},
 }
-# What a cell needs beside the hidden size, and hyperparameters that make another graph.
+# Sizes that a cell needs besides the hidden size, and hyperparameters that change its graph.
 FURTHER_SIZES = {"LSTMP": {"P": 5}}
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "GRU": ({"reset_after": False},),
@@ -96,7 +96,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 class Layer(NamedTuple):
-    """A layer, one call of it, and what it is called in the report."""
+    """A layer, a call of it, and its name in the report."""
 
     frontend: str
     cell: str
@@ -108,19 +108,19 @@ class Layer(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Unique, and the seed of all numbers."""
+        """The unique name, which also seeds all numbers."""
         chosen = ", ".join(f"{name}={value}" for name, value in self.hyperparameters)
         words = [self.frontend, f"{self.cell}({chosen})" if chosen else self.cell]
         return " ".join([*words, str(self.sizes), self.dtype, self.options, self.call]).strip()
 
     @property
     def random(self) -> np.random.Generator:
-        """The generator of the layer's numbers, at its start."""
+        """A new generator of the layer's numbers."""
         return np.random.default_rng(zlib.crc32(self.name.encode()))
 
 
 def layers() -> list[Layer]:
-    """Every layer that is compared, once."""
+    """Every layer to compare, once."""
     return list(dict.fromkeys(combinations()))
 
 
@@ -155,7 +155,7 @@ def combinations() -> Iterator[Layer]:
 
 # -- a layer's numbers -----------------------------------------------------------------------------
 def arguments(layer: Layer, cell: Any, random: np.random.Generator) -> dict[str, Any]:
-    """The input and the arguments that the call is given, as NumPy arrays."""
+    """The input and the other arguments of the call, as NumPy arrays."""
     steps, rows, inputs, hidden = layer.sizes
     options = LAYERS[layer.options]
     stacked = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
@@ -193,7 +193,7 @@ def chosen_cell(layer: Layer) -> Any:
 
 
 def drawn(random: np.random.Generator, shapes: Mapping[str, tuple[int, ...]], layer: Layer) -> Any:
-    """Parameters by name, uniform in +-1/sqrt(H)."""
+    """Draws parameters by name, uniform in +-1/sqrt(H)."""
     bound = layer.sizes.hidden**-0.5
     return {
         name: random.uniform(-bound, bound, shapes[name]).astype(layer.dtype)
@@ -203,7 +203,7 @@ def drawn(random: np.random.Generator, shapes: Mapping[str, tuple[int, ...]], la
 
 # -- frontends -------------------------------------------------------------------------------------
 def by_torch(layer: Layer) -> dict[str, Any]:
-    """``anycell.torch.RNN``, or the drop-in that has the same weights as torch's own layer."""
+    """The arrays of ``anycell.torch.RNN``, or of the drop-in for torch's own layer."""
     import torch
 
     import anycell.torch as ours
@@ -267,7 +267,7 @@ def tensor(value: Any) -> Any:
 
 
 def by_numpy(layer: Layer) -> dict[str, Any]:
-    """``anycell.numpy.RNN``."""
+    """The arrays of ``anycell.numpy.RNN``."""
     import anycell.numpy as ours
 
     random, cell = layer.random, chosen_cell(layer)
@@ -300,7 +300,7 @@ def by_numpy(layer: Layer) -> dict[str, Any]:
 
 
 def by_recurrence(layer: Layer) -> dict[str, Any]:
-    """``anycell.recurrence``, by its names of today or of ``BASELINE``."""
+    """The arrays of ``anycell.recurrence``, with today's names of weights or ``BASELINE``'s."""
     import anycell
 
     random, cell = layer.random, chosen_cell(layer)
@@ -356,13 +356,13 @@ FRONTENDS: dict[str, Callable[[Layer], dict[str, Any]]] = {
 
 # -- digests, and their comparison -----------------------------------------------------------------
 def digest(array: Any) -> str:
-    """Of dtype, shape and bits."""
+    """A digest of an array's dtype, shape and bits."""
     described = f"{array.dtype} {array.shape} ".encode()
     return hashlib.sha256(described + np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
 
 
 def digests(only: str) -> Digests:
-    """Of all arrays of all layers whose names match, with the anycell that is imported."""
+    """The digests of all arrays of all layers whose names match, by the imported anycell."""
     return {
         layer.name: {name: digest(a) for name, a in FRONTENDS[layer.frontend](layer).items()}
         for layer in layers()
@@ -378,7 +378,7 @@ def digests_of(package: Path, threads: int, only: str, cache: Path) -> Digests:
         "OMP_NUM_THREADS": str(threads),
         "ANYCELL_NUM_THREADS": str(threads),
         "ANYCELL_CACHE_DIR": str(cache),
-        "ANYCELL_MATMUL": "host",  # as always at BASELINE; ours sums in another order
+        "ANYCELL_MATMUL": "host",  # BASELINE always did; ours sums in another order
     }
     command = [sys.executable, str(Path(__file__).resolve()), "--print", "--only", only]
     done = subprocess.run(command, env=env, cwd=package, stdout=subprocess.PIPE, text=True)
@@ -401,7 +401,7 @@ def extract(revision: str, into: Path) -> None:
 
 
 def differences(before: Digests, now: Digests) -> dict[str, list[str]]:
-    """The arrays that differ, or that only one of the two has, by layer."""
+    """The arrays that differ or that only one revision has, by layer."""
     found = {}
     for layer in sorted({*before, *now}):
         old, new = before.get(layer, {}), now.get(layer, {})
@@ -412,7 +412,7 @@ def differences(before: Digests, now: Digests) -> dict[str, list[str]]:
 
 
 def reason(layer: str, arrays: Iterable[str], changed: Iterable[Changed]) -> str | None:
-    """Why these arrays of a layer may differ; None if there is no reason for one of them."""
+    """The reasons why these arrays of a layer may differ; None if one array has no reason."""
     reasons = {}
     for name in arrays:
         found = (c.why for c in changed if re.search(c.layers, layer) and re.search(c.arrays, name))

@@ -1,9 +1,9 @@
-"""Opens the pages of the site in Chromium, wide and as a phone, and lists what goes wrong.
+"""Opens the pages of the site in Chromium, in a wide and a phone's window, and lists problems.
 
     python tools/site_browser.py out/site [PAGE...] [--pictures FOLDER]     (all pages)
 
-Wrong are messages on the console, requests that fail or leave the site, and a page that is wider
-than its window. The browser is the system's: playwright brings none.
+Problems are errors and warnings on the console, requests that fail or leave the site, and pages
+wider than their window. The browser is the system's, not playwright's own.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TOO_WIDE = "document.documentElement.scrollWidth - window.innerWidth"
 
 class Server(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
-        """Says nothing of each request."""
+        """Does not log requests."""
 
 
 def look(site: Path, pages: list[str], pictures: Path | None) -> Iterator[str]:
-    """What goes wrong, a line each."""
+    """Yields a line for each problem."""
     handler = functools.partial(Server, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -53,7 +53,7 @@ def look(site: Path, pages: list[str], pictures: Path | None) -> Iterator[str]:
 
 
 def watch(page: Page, home: str) -> list[str]:
-    """A list that fills with what goes wrong on a page."""
+    """Returns a list that collects the problems of a page."""
     wrong: list[str] = []
     page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -64,7 +64,7 @@ def watch(page: Page, home: str) -> list[str]:
 
 
 def chromium() -> str | None:
-    """The browser of the system."""
+    """The path of the system's browser, or None."""
     return shutil.which("chromium") or shutil.which("google-chrome")
 
 

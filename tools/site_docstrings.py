@@ -1,4 +1,4 @@
-"""Shows mkdocstrings the public names and their docstrings as they are at run time."""
+"""Gives mkdocstrings the public names and their docstrings as they are at run time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from site_markdown import markdown
 
 import anycell
 
-# Functions with the name of their module, which the text alone takes for the module.
+# Public names, and the paths of the objects that the site documents under these names.
 NAMESAKES = {
     "cell": "lang.cell.cell",
     "explain": "explanation.explain",
@@ -29,10 +29,10 @@ NAMESAKES = {
 
 
 class Docstrings(griffe.Extension):
-    """Fills in what only the running package has, and turns docstrings into Markdown."""
+    """Adds names that exist only at run time, and turns docstrings into Markdown."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Changes the package once its text has been read."""
+        """Changes the package after griffe has read its source."""
         os.environ.setdefault("KERAS_BACKEND", "torch")
         for item in _all(pkg):
             if item.docstring is not None:
@@ -48,7 +48,7 @@ class Docstrings(griffe.Extension):
             running, here = importlib.import_module(f"anycell.{frontend}"), pkg[frontend]
             for name in running.__all__:
                 public = getattr(running, name)
-                if name not in here.members:  # a layer of Keras that was made for a cell
+                if name not in here.members:  # a layer generated for a cell
                     about = griffe.Docstring(markdown(inspect.getdoc(public) or ""))
                     here.set_member(name, griffe.Class(name, docstring=about))
                 item = _behind(here[name])
@@ -66,7 +66,7 @@ def _all(item: Any) -> Iterator[Any]:
 
 
 def _behind(item: Any) -> Any:
-    """What an imported name stands for."""
+    """The object that an imported name refers to."""
     return item.final_target if item.is_alias else item
 
 
@@ -79,7 +79,7 @@ def _running(item: Any) -> Any:
 
 
 def _as_called(function: Any) -> None:
-    """Leaves a cell's function the arguments with which users call the cell."""
+    """Reduces a cell's function to the arguments with which users call the cell."""
     kept = [p for p in function.parameters if p.kind is griffe.ParameterKind.keyword_only]
     function.parameters = griffe.Parameters(*kept)
     function.returns = "Cell"

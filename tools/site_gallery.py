@@ -1,4 +1,4 @@
-"""The pages of the gallery: each built-in cell, from the cell itself and what training it gave."""
+"""The pages of the gallery, one for each built-in cell, from the cell and its training results."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _experiment(name: str, problem: str, results: dict[str, Any]) -> list[str]:
 
 
 def curve(name: str, problem: str, results: dict[str, Any]) -> str:
-    """The errors of all cells of a problem over the steps as SVG, those of one in colour."""
+    """An SVG of all cells' errors on a problem over the training steps, with one cell in colour."""
     runs = {
         cell: result[problem]["errors"] for cell, result in results.items() if problem in result
     }

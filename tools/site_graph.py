@@ -1,8 +1,8 @@
-"""Draws the graph of a cell's step as SVG, in layers from what enters down to the new states.
+"""Draws the graph of a cell's step as SVG, in layers from the inputs down to the new states.
 
-Numbers and hyperparameters are written into the operation that reads them. Nodes of a layer are
-ordered by the mean place of their neighbours (Sugiyama, Tagawa & Toda, 1981), long edges through
-points in the layers between.
+Numbers and hyperparameters appear inside the operation that reads them. Nodes of a layer are
+ordered by the mean position of their neighbours (Sugiyama, Tagawa & Toda, 1981); long edges run
+through points in the layers between.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Node:
     """A box of the picture, or a point that an edge goes through.
 
     Attributes:
-        text: what is written in it; None for a point.
+        text: the text of the box; None for a point.
         kind: its class in the picture.
         level: its layer.
-        x: the middle of it.
+        x: the position of its middle.
     """
 
     text: str | None
@@ -49,7 +49,7 @@ Graph = tuple[dict[Hashable, Node], list[tuple[Hashable, Hashable, str]]]
 
 
 def text(node: Expr) -> tuple[str, str]:
-    """The text of a node, and its kind."""
+    """The text and the kind of a node."""
     name = label(node)
     if node.op in ("state", "param", "static"):
         return name or "", node.op
@@ -69,13 +69,13 @@ def text(node: Expr) -> tuple[str, str]:
 
 
 def forward(cell: Cell, **sizes: int) -> Graph:
-    """The step: its new states."""
+    """The graph of a step, down to its new states."""
     states = anycell.explain(cell, UNITS, **sizes).page.folded()[-len(cell.states) :]
     return graph([(name, node, "new") for name, node in states], {})
 
 
 def backward(cell: Cell, **sizes: int) -> Graph:
-    """The step's backward pass, from what is saved and the gradients that arrive."""
+    """The graph of a step's backward pass, from saved values and arriving gradients."""
     page = anycell.explain(cell, UNITS, **sizes).page
     arriving = page.arriving().items()
     known = {n: (name, "state" if n.op == "grad" else "saved") for n, name in arriving}
@@ -89,7 +89,7 @@ def backward(cell: Cell, **sizes: int) -> Graph:
 
 
 def graph(roots: list[tuple[str, Expr, str]], known: dict[Expr, tuple[str, str]]) -> Graph:
-    """The boxes above what is wanted, which is given by name, node and kind.
+    """The graph of everything that the roots depend on; a root is a name, a node and a kind.
 
     Args:
         known: texts and kinds of nodes whose arguments are not drawn.
@@ -110,7 +110,7 @@ def graph(roots: list[tuple[str, Expr, str]], known: dict[Expr, tuple[str, str]]
         if node in boxes:  # a constant is no box
             boxes[name] = Node(name, kind, boxes[node].level + 1)
             edges.append((node, name, ""))
-    for node in reversed(order):  # as far down as what reads it permits
+    for node in reversed(order):  # as far down as its readers permit
         boxes[node].level = min(boxes[b].level for a, b, _ in edges if a is node) - 1
     top = min(box.level for box in boxes.values())
     for box in boxes.values():
@@ -145,7 +145,7 @@ def svg(drawn: Graph, title: str) -> str:
 
 
 def _place(layers: list[list[Node]], paths: list[list[Node]]) -> float:
-    """Sets where nodes are; gives the width of the picture."""
+    """Places the nodes; returns the width of the picture."""
     above: dict[Node, list[Node]] = {node: [] for layer in layers for node in layer}
     below: dict[Node, list[Node]] = {node: [] for layer in layers for node in layer}
     for path in paths:
@@ -173,7 +173,7 @@ def _place(layers: list[list[Node]], paths: list[list[Node]]) -> float:
 
 
 def _apart(layer: list[Node], wanted: dict[Node, float]) -> None:
-    """Puts the nodes of a layer near where they are wanted, in their order and apart."""
+    """Places the nodes of a layer near their wanted places, in order and without overlap."""
     edge = float("-inf")
     for node in layer:
         node.x = max(wanted[node], edge + node.width / 2)

@@ -9,8 +9,8 @@ NAMED = re.compile(r"[\w* .,`]+: ")  # how a row of a list begins
 
 
 def markdown(text: str) -> str:
-    """A docstring with its sections (``Args:`` and others like it) as lists or sentences, and
-    equations as code.
+    """Converts a docstring: its sections, such as ``Args:``, become lists or sentences, and its
+    equations become code.
     """
     lines, out, at = text.split("\n"), [], 0
     while at < len(lines):
@@ -37,7 +37,7 @@ def markdown(text: str) -> str:
 def _section(lines: list[str]) -> list[str]:
     if lines[0].lstrip().startswith(">>>"):
         return ["```pycon", *(line[4:] for line in lines if line), "```"]
-    if not NAMED.match(lines[0].lstrip()):  # a sentence, which goes on line after line
+    if not NAMED.match(lines[0].lstrip()):  # a sentence over several lines
         return [" ".join(line.strip() for line in lines if line)]
     rows: list[str] = []
     for line in lines:
@@ -49,7 +49,7 @@ def _section(lines: list[str]) -> list[str]:
 
 
 def _row(text: str) -> str:
-    """A line of a list from ``name, name: what it is``; names are set as code."""
+    """A list item from ``name, name: description``, with names as code."""
     names, colon, rest = text.partition(": ")
     if not colon or names.count("`") % 2:
         return f"- {text}"

@@ -21,9 +21,9 @@ import anycell  # noqa: E402
 HOME = "README.md"
 LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)")
 LANGUAGES = {".py": "python", ".sh": "bash"}
-# An image from elsewhere, such as of a test's result; the site does without.
+# A badge, an image from another site, such as a test's result; our site omits badges.
 BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
-# griffe reads the text of __all__, where *LAYERS is no string; site_docstrings.py adds these.
+# griffe reads __all__ from the source, where *LAYERS is no string; site_docstrings.py adds them.
 logging.getLogger("mkdocs.plugins.griffe").addFilter(lambda r: "LAYERS" not in r.getMessage())
 paths = {"index.md": HOME}  # of the pages that do not come from docs/
 
@@ -37,7 +37,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds README as the home page, notebooks, the gallery, and what files the pages link to."""
+    """Adds README as the home page, notebooks, the gallery, and all files that pages link to."""
     pages = {f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md")}
     waiting = [HOME, "CONTRIBUTING.md", "CHANGELOG.md", *pages]
     seen = set(waiting)
@@ -60,7 +60,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turns links between files of the repository into links between pages, and an entry for all
-    cells into one for each that has none.
+    cells into an entry for each cell that has none.
     """
     place = page.file.src_uri
     folder = posixpath.dirname(paths.get(place, f"docs/{place}"))
@@ -79,7 +79,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _place(path: str) -> str:
-    """Where a file of the repository is on the site."""
+    """The place of a repository's file on the site."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/").replace(".ipynb", ".md")
     if path == HOME:
@@ -90,7 +90,7 @@ def _place(path: str) -> str:
 
 
 def _page(path: str, text: str) -> str:
-    """The content of a file: that of program text is a page that shows it."""
+    """The page of a file: Markdown as it is, source code in a block."""
     if path.endswith((".md", ".json")):
         return BADGE.sub("", text)
     language = LANGUAGES.get(Path(path).suffix, "text")
@@ -98,7 +98,7 @@ def _page(path: str, text: str) -> str:
 
 
 def _notebook(path: Path) -> str:
-    """A notebook as Markdown, with what it has printed and drawn, and a link to it."""
+    """A notebook as Markdown, with its output and a link to it."""
     first, *cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     link = f'<a href="{path.name}" download>This notebook</a> runs in a checkout.'
     parts = ["".join(first["source"]), link]

@@ -1,9 +1,9 @@
-"""Prints a speed table from results of the benchmark, or writes it to the documents.
+"""Prints a speed table from results of the benchmark, or writes it to the documentation.
 
 python tools/speed_table.py benchmarks/results/DATE_CPU_THREADS.json [PEER]
 python tools/speed_table.py benchmarks/results/DATE_CPU_THREADS.json --write
 
-The second puts the table into docs/performance.md, between its marks, and draws docs/speed.png, the
+``--write`` puts the table between the marks of docs/performance.md, and draws docs/speed.png, the
 chart of the README.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- speed table: begin -->\n", "<!-- speed table: end -->"
-MARK = "!"  # beside a time that is another one alone
+MARK = "!"  # next to a time that differs when the contender runs alone
 
 
 def table(report: dict[str, Any], peer: str = "torch.nn") -> str:
     """A line per shape, a column per cell and mode: milliseconds of the peer / ours = times faster.
 
-    A time is marked where the contender takes another one alone; both are told below the table.
+    A time is marked if it differs when the contender runs alone; that time is below the table.
     """
     rows = {(row["cell"], row["mode"], row["shape"]["name"]): row for row in report["rows"]}
     shapes = {row["shape"]["name"]: row["shape"] for row in report["rows"]}
@@ -59,13 +59,13 @@ def table(report: dict[str, Any], peer: str = "torch.nn") -> str:
 
 
 def into(document: str, lines: str) -> str:
-    """The document with other lines between its marks."""
+    """The document with these lines between its marks."""
     before, rest = document.split(BEGIN)
     return f"{before}{BEGIN}\n{lines}\n\n{END}{rest.split(END)[1]}"
 
 
 def ratios(report: dict[str, Any], peer: str) -> dict[str, dict[str, float]]:
-    """How many times faster, of each shape, under "LSTM inference" and the like."""
+    """The speed ratios by shape, under keys such as "LSTM inference"."""
     found: dict[str, dict[str, float]] = {}
     for row in report["rows"]:
         ours, theirs = (row["contenders"].get(who) for who in (report["settings"]["subject"], peer))
@@ -77,7 +77,7 @@ def ratios(report: dict[str, Any], peer: str) -> dict[str, dict[str, float]]:
 
 
 def draw(report: dict[str, Any], path: Path, peer: str = "torch.nn") -> None:
-    """A panel per cell and mode, a bar per shape, on a white ground: for light pages and dark."""
+    """Draws a panel per cell and mode, a bar per shape, on white: for light and dark pages."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -125,7 +125,7 @@ def _time(entry: dict[str, Any]) -> str:
 
 
 def _digits(milliseconds: float) -> str:
-    """Three of them, without an exponent."""
+    """A time with three digits (all digits from 1000 on), without an exponent."""
     return f"{milliseconds:.3g}" if milliseconds < 1000 else f"{milliseconds:.0f}"
 
 

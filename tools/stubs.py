@@ -1,6 +1,6 @@
-"""Tells type checkers of the layers that are made for cells: ``make format`` runs it.
+"""Writes stubs of the layers that are generated for cells: ``make format`` runs it.
 
-It writes ``named.pyi`` of each frontend, one class for each cell, from their signatures.
+It writes ``named.pyi`` of each frontend, with one class for each cell, from their signatures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def stub(frontend: str) -> str:
 
 
 def _spelled(signature: inspect.Signature) -> inspect.Signature:
-    """The signature with the arguments of Keras's ``**kwargs``, which its cells may have too."""
+    """The signature with the arguments of Keras's ``**kwargs`` spelled out."""
     *given, last = signature.parameters.values()
     if last.kind is not last.VAR_KEYWORD:
         return signature

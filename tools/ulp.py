@@ -5,17 +5,17 @@
     python tools/ulp.py --stride 997             # every 997th float: seconds
     python tools/ulp.py --dtype float16 bfloat16 # the shorter functions of cells of these
 
-The error is |result - truth| / ulp, the truth being the real number that the function has for
-exactly this input, and the ulp the distance between the two numbers of the format around it (of
-subnormal numbers too). A correctly rounded function has errors up to 0.5. Where the truth is a
-zero, an infinity or NaN the result must be just that, with the right sign of zero; a truth beyond
-the largest number may round to infinity.
+The error is |result - truth| / ulp. The truth is the exact real value of the function at this
+input; the ulp is the distance between the two numbers of the format around it, also of subnormal
+ones. A correctly rounded function has errors up to 0.5. If the truth is a zero, an infinity or NaN,
+the result must be the same, with the right sign of zero; a truth beyond the largest number may
+round to infinity.
 
-Of a dtype of 16 bits it is the error of the float that a cell computes with, before it is rounded,
-in the last place of that dtype.
+For a dtype of 16 bits, it is the error of the float with which a cell computes, before rounding, in
+the last place of that dtype.
 
-The truth comes from NumPy in double for float, and in 80-bit extended precision for double; the
-worst input is worked out again with mpmath.
+The truth comes from NumPy, in double for float and in 80-bit extended precision for double; mpmath
+recomputes the worst input.
 """
 
 import argparse
@@ -43,8 +43,8 @@ REAL = {"float32": "float", "float64": "double", "bfloat16": "float", "float16":
 
 
 class Limits(NamedTuple):
-    """Of a format: stored bits of the mantissa, and exponents and largest number as NumPy's
-    ``finfo`` has them.
+    """A format's stored bits of the mantissa, and its exponents and largest number, as in NumPy's
+    ``finfo``.
     """
 
     nmant: int
@@ -60,7 +60,7 @@ SHORT = {
 
 
 def limits_of(dtype: str) -> Any:
-    """Of the format that errors are counted in."""
+    """The limits of the format in which errors are counted."""
     return SHORT.get(dtype) or np.finfo(dtype)
 
 
@@ -70,8 +70,8 @@ def computed_in(dtype: str) -> str:
 
 
 class Function(NamedTuple):
-    """How an op is written in any precision, and its largest allowed error in ulp: of those of 16
-    bits a small part of what rounding adds to it.
+    """An op in any precision, and its largest allowed error in ulp; for 16 bits, a small part of
+    the rounding error.
     """
 
     numpy: Callable[[Array], Array]
@@ -79,7 +79,7 @@ class Function(NamedTuple):
     errors: dict[str, float]
 
     def limit(self, dtype: str) -> float:
-        """That of a dtype."""
+        """The largest allowed error for a dtype."""
         return 0.05 if dtype in SHORT else self.errors[dtype]
 
 
@@ -137,13 +137,13 @@ def errors(op: str, x: Array, y: Array, dtype: str) -> Array:
     with np.errstate(all="ignore"):
         truth = FUNCTIONS[op].numpy(x.astype(wide))
         result = y.astype(wide)
-        # A truth beyond the largest number is infinite to the format, or may be rounded to be:
-        # there, infinity stands for the number that would come next.
+        # A truth beyond the largest number is infinite in the format, or may round to infinity:
+        # then infinity represents the next number.
         beyond = np.ldexp(wide(1), limits.maxexp)
         truth[abs(truth) >= beyond] *= np.inf
         rounded = np.isinf(result) & np.isfinite(truth) & (abs(truth) > limits.max)
         result[rounded] = np.copysign(beyond, truth[rounded])
-        if dtype in SHORT:  # whose results are not rounded yet
+        if dtype in SHORT:  # results are not rounded yet
             result[np.isinf(truth) & (abs(result) > limits.max)] *= np.inf
         error = abs(result - truth) / _ulp(truth, limits)
         special = ~np.isfinite(error)
@@ -155,7 +155,7 @@ def errors(op: str, x: Array, y: Array, dtype: str) -> Array:
 
 def _ulp(truth: Array, limits: Any) -> Array:
     """The distance between the numbers of the format around each truth."""
-    if truth.dtype == np.float64:  # by its bits, which is ten times as fast as frexp and ldexp
+    if truth.dtype == np.float64:  # by bits: ten times as fast as frexp and ldexp
         exponent = truth.view(np.int64) >> 52 & 0x7FF
         exponent = np.maximum(exponent, 1023 + limits.minexp) - limits.nmant
         return (exponent << 52).view(np.float64)
@@ -179,13 +179,13 @@ CHUNK = 1 << 18  # small enough for the caches
 
 
 def chunk_of_floats(start: int, stride: int) -> Array:
-    """A part of the bit patterns of all floats: `CHUNK` of them, from `start` on."""
+    """The floats of `CHUNK` bit patterns, every `stride`-th one from `start` on."""
     stop = min(start + CHUNK * stride, 1 << 32)
     return np.arange(start, stop, stride, dtype=np.uint64).astype(np.uint32).view(np.float32)
 
 
 def corners() -> Array:
-    """Doubles where functions like these go wrong, with neighbours and both signs."""
+    """Doubles at which such functions often fail, with neighbours and both signs."""
     limits = np.finfo(np.float64)
     ln2 = np.log(2)
     seeds = np.concatenate(
@@ -193,7 +193,7 @@ def corners() -> Array:
             [0, 1, np.pi, np.inf, np.nan],
             [limits.max, limits.smallest_normal, limits.smallest_subnormal],
             2.0 ** np.arange(-1074, 1024),
-            np.arange(0, 1100, 0.5) * ln2,  # where n changes, and where r vanishes
+            np.arange(0, 1100, 0.5) * ln2,  # n changes, and r vanishes
             np.arange(0, 200, 0.25) * ln2,
             [
                 708.3964185322641, 709.782712893384, 744.4400719213812, 745.1332191019411, 36.7,
@@ -214,7 +214,7 @@ def corners() -> Array:
 
 
 def sample_of_doubles(seed: int, count: int) -> Array:
-    """Random doubles: half where the functions bend, half over all magnitudes; and the corners."""
+    """Random doubles, half of them where the functions bend, half of all sizes; and corners."""
     random = np.random.default_rng(seed)
     parts = [
         random.uniform(-40, 40, count // 4),
@@ -237,7 +237,7 @@ class Worst(NamedTuple):
 
 
 def measure(op: str, target: str, x: Array, dtype: str) -> Worst:
-    """The worst of these inputs."""
+    """The worst error over these inputs."""
     y = compiled(op, target, dtype)(x)
     found = errors(op, x, y, dtype)
     at = int(found.argmax())
@@ -257,7 +257,7 @@ def _parts(dtype: str, stride: int, samples: int) -> Iterator[tuple[int, int]]:
 
 
 def main() -> int:
-    """Print the worst errors; 1 if one is over its limit."""
+    """Prints the worst errors; returns 1 if one exceeds its limit."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Keras, on the backend that KERAS_BACKEND says: ``RNN`` and the drop-ins, eager and in graphs."""
+"""Keras, on the backend of KERAS_BACKEND: ``RNN`` and the drop-ins, eager and in graphs."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ BOTH = ["bias_ih_l0", "bias_hh_l0"]
 
 
 def places(problem: Problem, weight: Any) -> list[str]:
-    """The names in a problem of what Keras has in one weight."""
+    """The names of the problem's arrays that Keras stores in one weight."""
     name = weight.path.split("/")[-1]
     if name == "bias":
         return [name for name in BOTH if name in problem.arrays]
@@ -31,7 +31,7 @@ def places(problem: Problem, weight: Any) -> list[str]:
 
 
 def to_keras(names: list[str], arrays: Mapping[str, Array], axes: int) -> Array:
-    """Keras has one bias where both are only added."""
+    """Returns the value of one Keras weight, which may be the sum of both biases."""
     if names[0] in BOTH:
         return np.stack([arrays[n] for n in names]) if axes == 2 else sum(arrays[n] for n in names)
     return arrays[names[0]].swapaxes(-1, -2) if axes > 1 else arrays[names[0]]
@@ -46,7 +46,7 @@ def from_keras(names: list[str], value: Array) -> Arrays:
 def made(problem: Problem, drop_in: bool) -> Any:
     sizes = {name: size for name, size in problem.sizes.items() if name != "H"}
     cell = () if drop_in else (problem.cell,)
-    # Keras's initializers have no bfloat16; its mixed policies keep variables in float32.
+    # Keras's initializers do not support bfloat16; its mixed policies keep variables in float32.
     policy = f"mixed_{problem.dtype}" if DTYPES[problem.dtype].mixed else problem.dtype
     layer = (DROP_INS[problem.cell] if drop_in else ak.RNN)(
         *cell, problem.sizes["H"], use_bias=problem.bias, dtype=policy,
@@ -60,7 +60,7 @@ def made(problem: Problem, drop_in: bool) -> Any:
 
 
 def turn(name: str, array: Array, reverse: bool, back: bool = False) -> Array:
-    """To Keras, or back: batch first and in the order of processing; states of one direction."""
+    """Converts to Keras's layout, or back: batch first, steps as processed, one direction."""
     if name.startswith(("state", "final")):
         return array[None] if back else array[0]
     if array.ndim < 3:
@@ -113,7 +113,7 @@ def run(layer: Any, problem: Problem, along: Arrays | None, ways: dict[str, bool
         for name, value in solution.items()
     }
     for place, grad in zip(inside, grads[len(names) :], strict=True):
-        value = number(grad).astype(given[0].dtype, copy=False)  # of float32 variables: float32
+        value = number(grad).astype(given[0].dtype, copy=False)  # float32, if variables are
         solution |= {f"d {n}": value for n, value in from_keras(place, value).items()}
     return solution
 
@@ -156,7 +156,7 @@ FRONTENDS = [
         variant=True, fused=False,
     ),
 ]  # fmt: skip
-if BACKEND != "jax":  # there all is step by step, and the drop-ins are Keras's loop
+if BACKEND != "jax":  # on JAX all run step by step, the drop-ins in Keras's loop
     FRONTENDS += [
         Frontend(f"keras.RNN on {BACKEND}", by_layer(), LACKS),
         Frontend(f"keras drop-ins on {BACKEND}", by_layer(True), AS_KERAS, tuple(DROP_INS)),

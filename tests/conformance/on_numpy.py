@@ -25,7 +25,7 @@ def made(problem: Problem, kind: Any, *cell: Any) -> an.RNN:
 
 
 def one(arrays: list[Array]) -> Any:
-    """As layers take states: a tuple, the array alone of one state, or None."""
+    """Returns states as layers take them: a tuple, the array of a single state, or None."""
     return (tuple(arrays) if len(arrays) > 1 else arrays[0]) if arrays else None
 
 

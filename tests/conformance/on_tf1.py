@@ -1,4 +1,4 @@
-"""TensorFlow 1: its cells, through the loops that run them."""
+"""TensorFlow 1: its cells, run by its loops."""
 
 import contextlib
 from typing import Any
@@ -24,7 +24,7 @@ KINDS: dict[Cell, Any] = {
 
 
 def places(problem: Problem, name: str) -> tuple[list[str], slice]:
-    """What a variable holds, side by side or added up, and of the first which rows: some gates."""
+    """The arrays that a variable holds, side by side or summed, and which rows of the first."""
     scope, _, last = name.rpartition("/")
     if scope == "projection":
         return ["weight_projection"], slice(None)
@@ -64,7 +64,7 @@ def made(problem: Problem, behind: str) -> Any:
 
 
 def paired(cell: Any, state: list[Any]) -> Any:
-    """The state as the cell has it: c comes first."""
+    """The state as the cell takes it: c comes first."""
     return t1.LSTMStateTuple(*reversed(state)) if len(state) > 1 else (state or [None])[0]
 
 

@@ -1,4 +1,4 @@
-"""PyTorch: ``RNN``, the drop-ins ``LSTM`` and ``GRU``, ``recurrence``, and the function below."""
+"""PyTorch: ``RNN``, the drop-ins ``LSTM`` and ``GRU``, ``recurrence``, and the layer function."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,14 +24,14 @@ Tensors = dict[str, Tensor]
 
 
 def tensor_of(array: Array) -> Tensor:
-    """The array as a tensor, of the same memory."""
+    """Returns the array as a tensor that shares its memory."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def array_of(tensor: Tensor) -> Array:
-    """The inverse, of any device."""
+    """Returns a tensor of any device as an array."""
     tensor = tensor.detach().cpu()
     if tensor.dtype is torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
@@ -48,7 +48,7 @@ def derive(
     for tensor in leaves.values():
         tensor.requires_grad_()
     results, wanted = call(tensors), list(leaves.values())
-    # Step by step, outputs of no steps hang on nothing.
+    # Step by step, the output of a sequence without steps depends on no tensor.
     ends = [(t, arriving[f"d {name}"]) for name, t in results.items() if t.requires_grad]
     outputs, weighted = zip(*ends, strict=True)
     grads = torch.autograd.grad(
@@ -69,7 +69,7 @@ def named(problem: Problem, output: Tensor, final: Any, sequences: Any = None) -
 
 
 def states(problem: Problem, tensors: Tensors, kind: str = "state") -> Any:
-    """As modules take them: a tuple, the tensor alone of one state, or None."""
+    """Returns states as modules take them: a tuple, the tensor of a single state, or None."""
     names = (f"{kind} {name}" for name in problem.cell.state_names)
     given = tuple(tensors[name] for name in names if name in tensors)
     return (given if len(given) > 1 else given[0]) if given else None
@@ -107,7 +107,7 @@ def by_drop_in(problem: Problem, along: Arrays | None = None) -> Arrays:
 def by_function(
     run: Any, device: str = "cpu", projected: bool = False, **options: Any
 ) -> Callable[..., Arrays]:
-    """By the function that all layers go through, of an input to project or one that is."""
+    """Solves problems by the function that all layers call; with ``projected``, on gates."""
 
     def solve(problem: Problem, along: Arrays | None = None) -> Arrays:
         said = Options(problem.reverse, "repeat" if problem.repeat else "zero", **options)
@@ -118,11 +118,11 @@ def by_function(
 
         def function(tensors: Tensors) -> Tensors:
             arrays = {name.replace("_l0", ""): tensor for name, tensor in tensors.items()}
-            if arrays.pop("lengths", None) is not None:  # which modules turn into a mask
+            if arrays.pop("lengths", None) is not None:  # modules turn lengths into a mask
                 arrays["mask"] = torch.from_numpy(problem.valid)
             if projected:
                 weight, bias = arrays.pop("weight_ih"), arrays.pop("bias_ih", None)
-                x = torch.nan_to_num(arrays["x"])  # or NaN under a mask reaches the weight
+                x = torch.nan_to_num(arrays["x"])  # keeps NaN under masks off the weight
                 arrays["x"] = torch.nn.functional.linear(x, weight, bias)
             output, final, found = run(call, arrays)
             return named(problem, output, final, by_name(wanted, problem.cell, output, found))
@@ -133,7 +133,7 @@ def by_function(
 
 
 def by_recurrence(problem: Problem, along: Arrays | None = None, projected: bool = False) -> Arrays:
-    """By the public function, of tensors that are the user's."""
+    """Solves problems by the public function, on the caller's tensors."""
 
     def call(tensors: Tensors) -> Tensors:
         tensors = {name.removesuffix("_l0"): tensor for name, tensor in tensors.items()}
@@ -157,7 +157,7 @@ def by_recurrence(problem: Problem, along: Arrays | None = None, projected: bool
 
 
 def first(problem: Problem, tensors: Tensors, kind: str) -> list[Tensor] | None:
-    """The states of the one direction, or None."""
+    """The states of the only direction, or None."""
     names = (f"{kind} {name}" for name in problem.cell.state_names)
     return [tensors[name][0] for name in names if name in tensors] or None
 

@@ -36,7 +36,7 @@ NEEDS = {
 
 
 def all_frontends() -> Iterator[Frontend]:
-    """Of the frameworks that are installed; Keras has one backend in a process."""
+    """Yields the frontends of the installed frameworks; Keras has one backend in a process."""
     for adapter, framework in NEEDS.items():
         if find_spec(framework) is None or (adapter == "on_tf1" and not on_tensorflow()):
             continue
@@ -69,10 +69,10 @@ def ask(
     has: Callable[[Any], tuple[str, ...]] = lambda case: (),
     more: Callable[[Frontend, Cell, Any], bool] = lambda frontend, *_: frontend.variant,
 ) -> Any:
-    """A test for each frontend, cell and case, where the frontend has what the case needs.
+    """Parametrizes a test by each frontend, cell and case that the frontend supports.
 
     Args:
-        more: which of them are for the longer suite.
+        more: whether only the longer suite runs a case.
     """
     found = []
     for frontend in FRONTENDS:
@@ -86,7 +86,7 @@ def ask(
 
 
 def some(frontend: Frontend) -> tuple[Cell, ...]:
-    """Cells that stand for all, or those that a frontend has."""
+    """Cells that represent all others, or the cells of a frontend that has only a few."""
     found = frontend.cells or (cells.LSTM, Everything)
     return found[-1:] if frontend.variant else found
 
@@ -96,12 +96,12 @@ def dtype(frontend: Frontend) -> str:
 
 
 def check(frontend: Frontend, problem: Problem) -> Arrays:
-    """That a frontend solves a problem, on the engine that it should, and writes to no argument."""
+    """Asserts that a frontend solves a problem on the expected engine and writes to no argument."""
     before = {name: array.copy() for name, array in problem.arrays.items()}
     with mock.patch.object(Recipe, "run", autospec=True, side_effect=Recipe.run) as kernels:
         solution = frontend.solve(problem)
     steps, rows, _ = problem.shape
-    if steps > 1 and rows:  # a single step is some frameworks' own
+    if steps > 1 and rows:  # some frameworks run a single step themselves
         assert kernels.called is frontend.fused
     assert_solved(solution, problem, "gradients" not in frontend.lacks)
     for name, array in problem.arrays.items():
@@ -143,7 +143,7 @@ STATES = [case for case in CALLS if "states" in case]
 
 
 def said_by_others(frontend: Frontend, cell: Cell, case: str) -> bool:
-    """All but a few calls that have together whatever the frontend takes, those with most first."""
+    """Whether a few calls with many features cover this one together."""
     seen, chosen = set[str](), ["plain"]
     for name in sorted(CALLS, key=lambda name: -len(CALLS[name])):
         if frontend.runs(cell, *CALLS[name]) and not seen.issuperset(CALLS[name]):
@@ -168,7 +168,7 @@ RECURRENT = [
 
 
 def in_turns(frontend: Frontend, cell: Cell, case: str) -> bool:
-    """Both masks of the cells that stand for all, of the others one each."""
+    """Whether ``make test`` leaves a case out: ``some`` cells have both masks, others one each."""
     other = RECURRENT.index(cell) % 2 == (case == "recurrent_mask")
     return frontend.variant or (other and cell not in some(frontend))
 
@@ -190,7 +190,7 @@ GAPS = "mask lengths resets reset_state repeat recurrent_mask static return_stat
 
 @pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
 def test_gaps_are_refused(frontend: Frontend) -> None:
-    """What a frontend is said to lack, it refuses by name; and each gap has a reason."""
+    """A frontend refuses each feature that it lacks by its name; each gap has a reason."""
     assert all(frontend.lacks.values())
     for gap in frontend.lacks.keys() & set(GAPS):
         cell = frontend.cells[-1] if frontend.cells else cells.LSTM
@@ -209,33 +209,33 @@ def every(frontend: Frontend) -> tuple[Cell, ...]:
 
 
 def shown_by_others(frontend: Frontend, cell: Cell, _: str) -> bool:
-    """Each cell by the layers; those that stand for all everywhere."""
+    """Whether other frontends suffice: layers run each cell, ``alike`` ones a few cells."""
     return frontend.variant or (frontend.alike and cell not in (*some(frontend), Odd))
 
 
 @ask("", cells=every, more=shown_by_others)
 def test_every_cell(frontend: Frontend, cell: Cell, case: str) -> None:
-    """With all that the frontend has, in one call."""
+    """One call with every feature that the frontend has."""
     has = [word for word in FULL if word not in frontend.lacks]
     check(frontend, draw(cell, STANDARD, tuple(has), dtype(frontend)))
 
 
 def every_fused(frontend: Frontend) -> tuple[Cell, ...]:
-    """What step by step the framework rounds in each operation has a larger error."""
+    """The cells of a fused frontend: step by step, each operation rounds, and errors are larger."""
     return every(frontend) if frontend.fused else ()
 
 
 def seldom(frontend: Frontend, cell: Cell, dtype: str) -> bool:
-    """Each cell once in both, and those that stand for all everywhere."""
+    """Whether ``torch.RNN`` suffices: it runs each cell in both dtypes, others ``some`` cells."""
     return frontend.name != "torch.RNN" and cell not in some(frontend)
 
 
 @ask("bfloat16", "float16", cells=every_fused, has=lambda _: ("16 bits",), more=seldom)
 @pytest.mark.sample(32)
 def test_16_bits(frontend: Frontend, cell: Cell, case: str) -> None:
-    """With all that the frontend has, in one call."""
+    """One call with every feature that the frontend has."""
     has = [word for word in FULL if word not in frontend.lacks]
-    # Norms of few units amplify what is rounded.
+    # Norms of few units amplify rounding errors.
     check(frontend, draw(cell, (5, 4, 3, 22), tuple(has), case))
 
 
@@ -256,13 +256,13 @@ def two(frontend: Frontend) -> tuple[Cell, ...]:
 
 
 def needs_kernels(frontend: Frontend, cell: Cell, size: str) -> bool:
-    """Of sizes that no other frontend needs, of cells that only this one has."""
+    """Whether only the longer suite runs a case, such as one that needs kernels of its own."""
     return frontend.variant or frontend.alike or (cell not in BUILT_IN and SIZES[size][3] > 7)
 
 
 @ask(*SIZES, cells=two, has=lambda size: (size,), more=needs_kernels)
 def test_sizes(frontend: Frontend, cell: Cell, case: str) -> None:
-    """One cell in float32, the other one in float64."""
+    """One cell in float32, the other in float64."""
     words = ("state", "lengths", "return_states")
     has = tuple(word for word in words if word not in frontend.lacks)
     exact = cell is two(frontend)[-1] and "float64" not in frontend.lacks
@@ -277,11 +277,11 @@ def two_fused(frontend: Frontend) -> tuple[Cell, ...]:
     *SIZES,
     cells=two_fused,
     has=lambda size: (size, "16 bits"),
-    # Loads that widen end within a vector, or behind one.
+    # Sizes at which widening loads end within a vector, or behind one.
     more=lambda *case: needs_kernels(*case) or SIZES[case[2]][3] not in (7, 33),
 )
 def test_sizes_in_16_bits(frontend: Frontend, cell: Cell, case: str) -> None:
-    """One cell in bfloat16, the other one in float16."""
+    """One cell in bfloat16, the other in float16."""
     has = tuple(word for word in ("state", "lengths") if word not in frontend.lacks)
     first = cell is two(frontend)[0]
     check(frontend, draw(cell, SIZES[case], has, "bfloat16" if first else "float16"))
@@ -289,7 +289,7 @@ def test_sizes_in_16_bits(frontend: Frontend, cell: Cell, case: str) -> None:
 
 @ask("", cells=two)
 def test_rows_without_a_step(frontend: Frontend, cell: Cell, case: str) -> None:
-    """States come back, and all gradients but theirs are zero."""
+    """The states are returned unchanged, and all gradients but theirs are zero."""
     problem = draw(cell, STANDARD, ("state",), dtype(frontend))
     rows, none = STANDARD[1], np.zeros(STANDARD[:2], bool)
     given = {"mask": none} if "mask" not in frontend.lacks else {"lengths": np.zeros(rows, int)}
@@ -307,7 +307,7 @@ def test_rows_without_a_step(frontend: Frontend, cell: Cell, case: str) -> None:
 
 # -- several calls ---------------------------------------------------------------------------------
 def part(problem: Problem, begin: int, end: int) -> Problem:
-    """So many steps of a problem."""
+    """The steps of a problem from ``begin`` to ``end``."""
     cut = {
         n: a[begin:end]
         for n, a in problem.arrays.items()
@@ -320,7 +320,7 @@ def part(problem: Problem, begin: int, end: int) -> Problem:
 
 @ask("", cells=some, has=lambda _: ("state",))
 def test_chunks_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
-    """A long sequence in two calls: states are handed on, and gradients to them back."""
+    """Two calls process a long sequence: states are passed on, and their gradients back."""
     words = ("state", "mask", "lengths", "resets")
     has = [word for word in words if word not in frontend.lacks]
     problem = draw(cell, (7, 3, 3, 6), tuple(has), dtype(frontend))
@@ -352,7 +352,7 @@ def stepped(frontend: Frontend) -> tuple[Cell, ...]:
 
 
 def rarely(frontend: Frontend, cell: Cell, dtype: str) -> bool:
-    """Each cell once; those that stand for all everywhere."""
+    """Whether another case suffices: each cell runs once, ``some`` cells on every frontend."""
     once = frontend.name == "numpy.RNN" and dtype == "float64"
     return not once and cell not in (*some(frontend), Odd)
 
@@ -360,7 +360,7 @@ def rarely(frontend: Frontend, cell: Cell, dtype: str) -> bool:
 @ask("float64", "float32", cells=stepped, has=lambda dtype: (dtype,), more=rarely)
 @pytest.mark.sample(every=6)  # in float64, each third cell
 def test_steps_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
-    """On weights that were packed before, where a frontend has that."""
+    """Steps run on weights packed in advance, if the frontend can pack them."""
     check_steps(frontend, cell, case, "state", "layers")
 
 
@@ -377,7 +377,7 @@ def test_steps_with_resets_are_one_call(frontend: Frontend, cell: Cell, case: st
 def check_steps(frontend: Frontend, cell: Cell, dtype: str, *words: str) -> None:
     assert frontend.steps is not None
     has = tuple(word for word in words if word not in frontend.lacks)
-    # Norms of few units amplify what is rounded.
+    # Norms of few units amplify rounding errors.
     problem = draw(cell, STANDARD if dtype == "float64" else (5, 4, 3, 22), has, dtype)
     before = [state.copy() for state in problem.group("state")]
     with mock.patch.object(Stream, "step", autospec=True, side_effect=Stream.step) as packed:
@@ -389,10 +389,10 @@ def check_steps(frontend: Frontend, cell: Cell, dtype: str, *words: str) -> None
 # -- second derivatives ----------------------------------------------------------------------------
 @ask("", cells=some, has=lambda _: ("gradients", "second derivatives", "float64"))
 def test_second_derivatives(frontend: Frontend, cell: Cell, case: str) -> None:
-    """Of everything with everything, against differences of the derived backward pass."""
+    """All second derivatives agree with finite differences of the derived backward pass."""
     words = ("state", "mask", "resets", "recurrent_mask", "return_states")
     has = [word for word in words if word not in frontend.lacks]
-    problem = draw(cell, (3, 3, 2, STANDARD[3]), tuple(has))  # by the kernels of other tests
+    problem = draw(cell, (3, 3, 2, STANDARD[3]), tuple(has))  # by kernels of other tests
     rng, step = np.random.default_rng(0), 1e-5
     names = [name.removeprefix("d ") for name in problem.right if name[:2] == "d "]
 
@@ -402,7 +402,7 @@ def test_second_derivatives(frontend: Frontend, cell: Cell, case: str) -> None:
     along, across = directions(), directions()
 
     def slope(size: float) -> float:
-        """The gradient along one direction, a bit further along the other one."""
+        """The gradient along one direction, after a step along the other."""
         moved = {name: problem.arrays[name] + size * across[name] for name in names}
         gradients = by_reference(problem.but(moved))
         return sum(float((gradients[f"d {n}"] * along[n]).sum()) for n in names)
