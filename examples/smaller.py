@@ -194,9 +194,7 @@ def saved(model: Model) -> int:
 
 
 @torch.no_grad()
-def measure(
-    task: Task, models: dict[str, Model], turns: int
-) -> list[Row]:
+def measure(task: Task, models: dict[str, Model], turns: int) -> list[Row]:
     """Measures models in turns: a row for each, with quality, and bytes and time of its layer."""
     seconds: dict[str, list[float]] = {name: [] for name in models}
     x, *rest = task.inputs
