@@ -434,8 +434,6 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: anycell.mean(x.a, groups=0), "groups=0", "a positive integer"),
     (lambda x, r, s: anycell.mean(x.a, groups=2.0), "groups=2.0", "a positive integer"),
     (lambda x, r, s: layer_norm(x.a, groups=x.b), "groups=", "a positive integer"),
-    (lambda x, r, s: layer_norm(x.a, eps=-1e-5), "eps=-1e-05", "eps=1e-5"),
-    (lambda x, r, s: layer_norm(x.a, eps=np.nan), "eps=nan", "eps=1e-5"),
     # Errors found after the function returned name its last line.
     (lambda x, r, s: x, "returned all gates at once; it declares 1 state(s): h", "`return h`"),
     (lambda x, r, s: (x.a, x.b), "returned 2 value(s); it declares 1 state(s): h", "`return h`"),
@@ -443,6 +441,8 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: x.a > 0, "returned a condition", "where(condition, 1.0, 0.0)"),
     (lambda x, r, s: x.a / 0, "a value is divided by 0; expected another", "the expression"),
     (lambda x, r, s: clip(x.a, 1, 0), "clipped to between 1 and 0", "the bounds"),
+    (lambda x, r, s: layer_norm(x.a, eps=-1e-5), "of a mean of squares plus -1e-05", "the express"),
+    (lambda x, r, s: layer_norm(x.a, eps=np.nan), "of a mean of squares plus nan", "expression"),
     (lambda x, r, s: clip(x.a, np.nan, 1), "clipped to between nan and 1", "the bounds"),
     (lambda x, r, s: x.a + leaked["gate"], "made of `x.q`, which belongs to another", "is given"),
     (lambda x, r, s: leaked["matmul"], "made of `linear(s.h, 'zz')`, which", "is given"),
@@ -783,6 +783,10 @@ def test_names_for_all_gates() -> None:
         (lambda: cells.VariationalLSTM(dropout=1), "divided by 1 - dropout, which is 0"),
         (lambda: Tuned(bound=-1.0), "clipped to between 1 and -1; expected a lower bound"),
         (lambda: cells.PeepholeLSTM(cell_clip=-2), "clipped to between 2 and -2"),
+        (
+            lambda: cells.LayerNormGRU(eps=-1.0),
+            "given eps=-1, a root is taken of a mean of squares",
+        ),
         (lambda: cells.PeepholeLSTM(coupled="no"), "coupled is 'no'; expected True or False"),
     ],
 )

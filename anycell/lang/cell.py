@@ -282,6 +282,19 @@ class Cell:
             if node.op == "div" and known[divisor := node.args[1]] == 0.0:
                 shown = "0" if is_const(divisor) else f"{divisor}, which is 0"
                 fail(f"{given}a value is divided by {shown}; expected another number.", remedy)
+            if node.op == "sqrt" and (inside := node.args[0]).op == "add":  # layer_norm
+                average, eps = inside.args[0], known[inside.args[1]]
+                squares = average.op == "mean" and (square := average.args[0]).op == "mul"
+                if (
+                    squares
+                    and square.args[0] is square.args[1]
+                    and eps is not None
+                    and not eps >= 0
+                ):
+                    problem = (
+                        f"mean of squares plus {eps:g}; expected a number that is not negative."
+                    )
+                    fail(f"{given}a root is taken of a {problem}", remedy)
             if node.op == "minimum" and node.args[0].op == "maximum":  # clip
                 low, high = known[node.args[0].args[1]], known[node.args[1]]
                 if low is not None and high is not None and not low <= high:
