@@ -215,6 +215,24 @@ def test_bits(layout: tuple[bool, bool, bool], dtype: str, rng: np.random.Genera
         assert np.array_equal(product(left, right, part), whole[rows, columns])
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_pieces_of_every_height(threads: int, rng: np.random.Generator) -> None:
+    """Rows around all borders between high and low pieces, and between numbers of either."""
+    wide = threads * gemm.PIECES * gemm.ROWS  # rows from which pieces are high
+    borders = {
+        gemm.ROWS,
+        (threads - 1) * gemm.ROWS,
+        threads * gemm.ROWS // 2,
+        wide,
+        wide + gemm.ROWS,
+    }
+    a, b, _ = operands((max(borders) + 1, 33, 20), (False, False, False), "float32", rng)
+    whole = product(a, b)
+    assert_close(whole, a.astype("float64") @ b.astype("float64"), "float32", "forward")
+    for rows in sorted({border + more for border in borders for more in (-1, 0, 1)} - {-1}):
+        assert np.array_equal(product(a[:rows], b, threads=threads), whole[:rows]), rows
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("dense", ["rows", "columns"])
 @pytest.mark.parametrize("name", isa.available()[::-1])

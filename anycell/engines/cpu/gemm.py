@@ -8,7 +8,8 @@ it. A call is a table of 64-bit numbers, like a call of a door.
 
 B is packed one *span* of its rows and columns at a time: panels of a few vectors of columns, cut
 into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, if these pieces are too few,
-also of columns. Threads take pieces one by one, so a thread that shares its core takes fewer.
+also of columns. Threads take pieces one by one, so a thread that shares its core takes fewer. The
+last pieces have fewer rows, so that threads end at nearly the same time.
 If C has up to ``ROWS`` rows, a piece is some panels, and its thread packs them: fetching them from
 another core would cost more than multiplying them.
 A thread reads the rows of its piece in place. It copies them, block by block, if they would evict
@@ -118,8 +119,10 @@ class Gemm:
             paired=paired(target, types), pieces=types.pieces,
         )  # fmt: skip
         self.vectors, self.rows = geometry.columns, geometry.block_rows(geometry.columns)
+        # A low piece has this part of a piece's rows, which are whole register blocks.
+        self.low = 4
         if self.tiled:
-            self.rows = tiles.ROWS
+            self.rows, self.low = tiles.ROWS, 3
         self.width = self.vectors * self.lanes
         # Memory of a thread: a block of a panel; a block of copied rows (copying writes whole
         # vectors of rows); another block if rows are transposed before they are staged; and the
@@ -358,12 +361,17 @@ class Gemm:
         """Multiplies rows of A by the span of B; a piece is some rows of C and some panels."""
         b, scratch, call, span, part = self._part("multiply")
         panels, blocks = self._cut(b, span["columns"], span["inner"])
-        # If pieces would be too few, they get fewer rows, and then also fewer columns.
-        wanted = call["threads"] * PIECES
+        # If pieces would be too few, they get fewer rows, and then also fewer columns. Of up to
+        # ``ROWS`` rows each thread gets one piece: its part of B may still be in its near cache.
         alone = call["rows"] <= ROWS
+        wanted = call["threads"] * b.select(alone, 1, PIECES)
         few = (call["rows"] < wanted * ROWS) & ~alone
         tall = b.select(few, ROWS // 2, ROWS)
-        rows = _parts(call["rows"], tall)
+        # The last pieces are low, so that no thread waits long for another's last piece.
+        low = b.select(alone, tall, tall // self.low)
+        last = (call["threads"] - 1) * tall
+        large = b.smax(call["rows"] - last, 0) // tall
+        rows = large + _parts(call["rows"] - large * tall, low)
         sides = b.smin(_parts(wanted, rows), panels)
         packed = panels * blocks * self.panel
         own_panel = b.gep(b.gep(scratch, HEADER, "i8"), packed + part * self.thread_bytes, "i8")
@@ -373,8 +381,9 @@ class Gemm:
             tiles.configure(b, pieces=self.geometry.pieces)
         a_rows, a_inner, c_rows = call["a_rows"], call["a_inner"], call["c_rows"]
         with self._pieces(b, scratch, rows * sides) as number:
-            side, row = number % sides, number // sides * tall
-            height = b.smin(call["rows"] - row, tall)
+            side, place = number % sides, number // sides
+            row = place * low + b.smin(place, large) * (tall - low)
+            height = b.smin(call["rows"] - row, b.select(place < large, tall, low))
             begin, end = (panels * n // sides for n in (side, side + 1))
             if self.quantized:
                 with b.loop(0, height) as r:
