@@ -10,8 +10,8 @@ B is packed one *span* of its rows and columns at a time: panels of a few vector
 into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, if these pieces are too few,
 also of columns. Threads take pieces one by one, so a thread that shares its core takes fewer. The
 last pieces have fewer rows, so that threads end at nearly the same time.
-If C has up to ``ROWS`` rows, a piece is some panels, and its thread packs them: fetching them from
-another core would cost more than multiplying them.
+If C has up to ``ROWS`` rows, and panels for all threads, a piece is some panels, and its thread
+packs them: fetching them from another core would cost more than multiplying them.
 A thread reads the rows of its piece in place. It copies them, block by block, if they would evict
 each other or a panel from the near cache. If the columns of A are dense, copies have the order in
 which a register block reads them: the first number of each of its rows, then the second number of
@@ -84,9 +84,10 @@ ENTRIES = (
     "rows columns inner a a_rows a_inner b b_inner b_columns c c_rows add threads gang scales "
     "scratch scratch_bytes"
 ).split()
-# Scratch memory begins with the address of the call's table and the current span. The number of
-# pieces of the span that are taken follows on a cache line of its own.
-SPAN = ["call", "column", "columns", "k", "inner", "add"]
+# Scratch memory begins with the address of the call's table and the current span; ``alone`` is 1 if
+# each thread packs the panels of its piece. The number of pieces of the span that are taken follows
+# on a cache line of its own.
+SPAN = ["call", "column", "columns", "k", "inner", "add", "alone"]
 COUNTER = align(8 * len(SPAN))
 HEADER = COUNTER + LINE
 
@@ -361,9 +362,9 @@ class Gemm:
         """Multiplies rows of A by the span of B; a piece is some rows of C and some panels."""
         b, scratch, call, span, part = self._part("multiply")
         panels, blocks = self._cut(b, span["columns"], span["inner"])
-        # If pieces would be too few, they get fewer rows, and then also fewer columns. Of up to
-        # ``ROWS`` rows each thread gets one piece: its part of B may still be in its near cache.
-        alone = call["rows"] <= ROWS
+        # If pieces would be too few, they get fewer rows, and then also fewer columns. A thread that
+        # packs its panels alone gets one piece: its part of B may still be in its near cache.
+        alone = span["alone"].ne(0)
         wanted = call["threads"] * b.select(alone, 1, PIECES)
         few = (call["rows"] < wanted * ROWS) & ~alone
         tall = b.select(few, ROWS // 2, ROWS)
@@ -519,7 +520,11 @@ class Gemm:
             with b.loop(0, b.smax(inner, 1), SPAN_INNER) as k:
                 span["k"], span["inner"] = k, b.smin(inner - k, SPAN_INNER)
                 span["add"] = call["add"] | b.zext(k > 0, "i64")
-                with b.when(call["rows"] > ROWS):
+                panels, _ = self._cut(b, span["columns"], span["inner"])
+                rows = call["rows"]
+                alone = (rows <= ROWS) & ((panels >= threads) | (rows <= ROWS // 2))
+                span["alone"] = b.zext(alone, "i64")
+                with b.when(~alone):
                     run("pack")
                 run("multiply")
 
