@@ -362,8 +362,8 @@ class Gemm:
         """Multiplies rows of A by the span of B; a piece is some rows of C and some panels."""
         b, scratch, call, span, part = self._part("multiply")
         panels, blocks = self._cut(b, span["columns"], span["inner"])
-        # If pieces would be too few, they get fewer rows, and then also fewer columns. A thread that
-        # packs its panels alone gets one piece: its part of B may still be in its near cache.
+        # If pieces would be too few, they get fewer rows, and then also fewer columns. A thread
+        # that packs panels alone gets one piece: its part of B may still be in its near cache.
         alone = span["alone"].ne(0)
         wanted = call["threads"] * b.select(alone, 1, PIECES)
         few = (call["rows"] < wanted * ROWS) & ~alone
