@@ -204,7 +204,7 @@ def reduces(cell: Cell) -> bool:
 @pytest.mark.fixed_isa
 @pytest.mark.parametrize("k", range(6))
 @each_instruction_set()
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=10)
 def test_forward_and_every_gradient(
     name: str, cell: Cell, dtype: str, k: int, rng: np.random.Generator, ran: list[str]
 ) -> None:

@@ -238,7 +238,7 @@ def test_sixteen_bits(cell: Cell, tier: int, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("tier", [3, 1])
 @pytest.mark.parametrize("decide", DECISIONS)
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=9)
 def test_the_backward_pass_takes_the_branch_of_the_forward_pass(decide: str, tier: int) -> None:
     assert_same_branches(by_gpu(decision(decide), "float16", tier))
 

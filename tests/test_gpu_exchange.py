@@ -128,6 +128,7 @@ def test_a_barrier_stands_between_flags_and_what_they_are_for(
     assert not arriving & code.without(poll, "STS")
 
 
+@pytest.mark.more  # other tests read the same code
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_what_a_flag_costs(kernel: Kernel, codes: dict[Kernel, Code]) -> None:
     """A flag costs a fence and an atomic exchange; h and gradients are stored normally."""

@@ -298,6 +298,7 @@ for numbers in (False, True):
 """
 
 
+@pytest.mark.more  # it compiles for seconds
 def test_the_exchange_compiles() -> None:
     assert python(EXCHANGE, **COMPILES).split() == ["1", "True"] * 2
 

@@ -288,7 +288,9 @@ def test_paths_and_what_has_not_been_accelerated() -> None:
             ak.accelerate(given)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=SLOW.get(n, pytest.mark.more)) for n in MODELS]
+)
 def test_the_way_back(name: str) -> None:
     """The same layers, of the classes that they were of, with the weights that they have by now."""
     x, y = data(name)

@@ -11,6 +11,7 @@ def run(name: str) -> float:
     return load(f"examples/{name}.py").main(["--quick"])
 
 
+@pytest.mark.more  # it trains for seconds
 def test_forecast_beats_the_last_season() -> None:
     assert run("keras_forecast") < 0.9
 

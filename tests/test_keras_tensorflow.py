@@ -428,7 +428,9 @@ def test_two_derivatives_through_loops_and_branches(within: str, rng: np.random.
         assert_close(a.numpy(), b.numpy(), "float64", "gradient")
 
 
-@pytest.mark.parametrize("loop", [tf.map_fn, tf.vectorized_map])
+@pytest.mark.parametrize(
+    "loop", [pytest.param(tf.map_fn, marks=pytest.mark.more), tf.vectorized_map]
+)
 def test_a_loop_that_is_vectorized(loop: Any, rng: np.random.Generator) -> None:
     """Values are right; under a tape an error, because TensorFlow would lose the gradient."""
     layer, x = ak.SimpleRNN(2, dtype="float64"), tf.constant(rng.normal(size=(2, 2, 3, 4, 2)))

@@ -92,7 +92,7 @@ def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("draw", [pytest.param(90, marks=SLOW), pytest.param(221, marks=SLOW), 285])
+@pytest.mark.parametrize("draw", [pytest.param(n, marks=SLOW) for n in (90, 221, 285)])
 def test_lucky_roundings_do_not_make_a_problem(draw: int) -> None:
     """Cell 880080 feels each rounding of its forward pass some 60 times over in its gradients.
 

@@ -60,7 +60,7 @@ def names(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [cells.LSTM, cells.GRU, cells.LayerNormLSTM, Zoned], **by_name)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_opcheck(kind: Any, set_layer: Callable[..., None]) -> None:
     set_layer(chunk_steps=lambda *_: 2)  # a segment between checkpoints is one or more
     for call, checkpoint in itertools.product(({}, flags(4, 2)), (None, 2)):

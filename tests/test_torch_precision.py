@@ -50,7 +50,7 @@ def solve(layer: torch.nn.Module, x: Tensor, precision: str) -> dict[str, Any]:
 
 @layers
 @pytest.mark.parametrize("kind", KINDS + PAIRS)
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=8)
 def test_as_many_digits_as_torch_allows(kind: str, make: Callable[[], torch.nn.Module]) -> None:
     torch.manual_seed(0)
     layer = make()
@@ -73,7 +73,7 @@ def test_as_many_digits_as_torch_allows(kind: str, make: Callable[[], torch.nn.M
 
 
 @layers
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(1)
 def test_other_dtypes_and_instruction_sets_heed_nothing(
     make: Callable[[], torch.nn.Module],
 ) -> None:
