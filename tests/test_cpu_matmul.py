@@ -41,7 +41,8 @@ def sizes(dtype: str) -> Iterator[Sizes]:
     columns = {n * lanes + more for n in range(1, one.vectors + 2) for more in (-1, 0, 1)}
     for count in sorted(columns | {gemm.SPAN_COLUMNS + more for more in (-1, 0, 1)}):
         yield 7, count, 9
-    inner = {n + more for n in (lanes, gemm.INNER, gemm.SPAN_INNER) for more in (-1, 0, 1)}
+    spans = gemm.INNER, 2 * gemm.INNER, gemm.SPAN_INNER
+    inner = {n + more for n in (lanes, *spans) for more in (-1, 0, 1)}
     for count in sorted(inner | {*range(2 * gemm.UNROLL), 2 * gemm.INNER + 1}):
         yield one.rows + 1, lanes + 3, count  # a whole register block, which is unrolled, and one
     yield 131, 2 * width + 5, gemm.INNER + 70

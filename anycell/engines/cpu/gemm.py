@@ -513,12 +513,16 @@ class Gemm:
             b.store(b.value(0), counter)
             b.call("gang", gang, Value(f"@{function}", "ptr"), scratch, threads)
 
+        # For few panels a single thread reads dense columns of A in shorter spans, whose pieces lie
+        # close together: it copies them for little work.
+        short = threads.eq(1) & call["a_inner"].ne(1) & (columns <= 2 * self.width)
+        most = b.select(short, 2 * INNER, SPAN_INNER)
         with b.when(call["rows"] > 0), b.loop(0, columns, SPAN_COLUMNS) as column:
             span["column"] = column
             span["columns"] = b.smin(columns - column, SPAN_COLUMNS)
             # A sum of no numbers is 0.
-            with b.loop(0, b.smax(inner, 1), SPAN_INNER) as k:
-                span["k"], span["inner"] = k, b.smin(inner - k, SPAN_INNER)
+            with b.loop(0, b.smax(inner, 1), most) as k:
+                span["k"], span["inner"] = k, b.smin(inner - k, most)
                 span["add"] = call["add"] | b.zext(k > 0, "i64")
                 panels, _ = self._cut(b, span["columns"], span["inner"])
                 rows = call["rows"]
