@@ -288,6 +288,7 @@ print("solved")
 """
 
 
+@pytest.mark.more  # an op and an option are added too
 def test_adding_a_dtype(copy: Path, tmp_path: Path) -> None:
     """Without its row there is none."""
     pytest.importorskip("triton")

@@ -128,7 +128,7 @@ def test_a_barrier_stands_between_flags_and_what_they_are_for(
     assert not arriving & code.without(poll, "STS")
 
 
-@pytest.mark.more  # other tests read the same code
+@pytest.mark.more  # compiling the kernels that it reads takes seconds
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_what_a_flag_costs(kernel: Kernel, codes: dict[Kernel, Code]) -> None:
     """A flag costs a fence and an atomic exchange; h and gradients are stored normally."""
@@ -137,6 +137,7 @@ def test_what_a_flag_costs(kernel: Kernel, codes: dict[Kernel, Code]) -> None:
     assert not code.named(r"STG\.\S*STRONG")
 
 
+@pytest.mark.more  # as above
 def test_the_clock_is_read_now_and_then(codes: dict[Kernel, Code]) -> None:
     """After a look at a flag that is not set, the next look follows directly, 63 of 64 times."""
     code = codes[KERNELS[0]]
@@ -179,6 +180,7 @@ def assert_swift(code: Code) -> None:
     assert after and not any("STRONG" in code.lines[n].name for n in loads if n > min(matrices))
 
 
+@pytest.mark.more  # as above
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_the_machine_code_of_a_step(way: str, codes: dict[Kernel, Code]) -> None:
     assert_swift(codes[768, way])

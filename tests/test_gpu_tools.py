@@ -437,6 +437,7 @@ def begun(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return begin
 
 
+@pytest.mark.more  # it waits for seconds
 def test_whatever_happens_the_results_are_kept(check: Any, begun: Any) -> None:
     """Processes fail, hang, ignore signals, die, are missing, lose the card, or lack time."""
     run = begun(3.0)

@@ -183,7 +183,10 @@ def test_promises(kind: str) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs fork")
-@each_kind
+@pytest.mark.parametrize(
+    "kind",
+    ["numpy", *(pytest.param(f"torch.{n}", marks=pytest.mark.more) for n in ("LSTM", "RNN"))],
+)
 def test_fork_while_a_thread_trains(kind: str) -> None:
     """Whatever that thread holds, the child has it not."""
     body = """
