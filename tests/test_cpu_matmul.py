@@ -216,22 +216,38 @@ def test_bits(layout: tuple[bool, bool, bool], dtype: str, rng: np.random.Genera
         assert np.array_equal(product(left, right, part), whole[rows, columns])
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_pieces_of_every_height(threads: int, rng: np.random.Generator) -> None:
-    """Rows around all borders between high and low pieces, and between numbers of either."""
-    wide = threads * gemm.PIECES * gemm.ROWS  # rows from which pieces are high
-    borders = {
-        gemm.ROWS,
-        (threads - 1) * gemm.ROWS,
-        threads * gemm.ROWS // 2,
-        wide,
-        wide + gemm.ROWS,
-    }
-    a, b, _ = operands((max(borders) + 1, 33, 20), (False, False, False), "float32", rng)
-    whole = product(a, b)
-    assert_close(whole, a.astype("float64") @ b.astype("float64"), "float32", "forward")
-    for rows in sorted({border + more for border in borders for more in (-1, 0, 1)} - {-1}):
-        assert np.array_equal(product(a[:rows], b, threads=threads), whole[:rows]), rows
+@each_way
+def test_pieces_of_every_height(name: str, dtype: str, rng: np.random.Generator) -> None:
+    """Rows around all borders: who packs a panel, whether pieces are high or low, and how many."""
+    with isa.force(name):
+        width = gemm.Gemm(isa.current(), ROWS[dtype]).width
+        for threads, panels in itertools.product((1, 2, 3), (1, 3)):  # for few threads, and for all
+            wide = threads * gemm.PIECES * gemm.ROWS  # rows from which pieces are high
+            borders = {gemm.ROWS // 2, gemm.ROWS, threads * gemm.ROWS // 2, threads * gemm.ROWS}
+            borders |= {wide, wide + gemm.ROWS}
+            size = max(borders) + 1, panels * width - 1, 20
+            a, b, _ = operands(size, (False, False, False), dtype, rng)
+            whole = product(a, b, row=dtype)
+            for rows in sorted({border + more for border in borders for more in (-1, 0, 1)}):
+                part = product(a[:rows], b, threads=threads, row=dtype)
+                assert np.array_equal(part, whole[:rows]), (threads, panels, rows)
+
+
+@each_way
+def test_spans_of_every_length(name: str, dtype: str, rng: np.random.Generator) -> None:
+    """One thread takes dense columns of A in shorter spans, if there are up to two panels."""
+    with isa.force(name):
+        width = gemm.Gemm(isa.current(), ROWS[dtype]).width
+        for columns, inner in itertools.product(
+            (2 * width, 2 * width + 1), (2 * gemm.INNER, 2 * gemm.INNER + 1, gemm.SPAN_INNER + 70)
+        ):
+            for turned in (False, True):
+                a, b, c = operands((50, columns, inner), (turned, False, True), dtype, rng)
+                alone = product(a, b, c, row=dtype)
+                wide = a.astype("float64") @ b.astype("float64") + np.asarray(c, "float64")
+                if "float32 " not in dtype:
+                    assert_close(alone, wide, str(alone.dtype), "gradient")
+                assert np.array_equal(product(a, b, c, threads=2, row=dtype), alone)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

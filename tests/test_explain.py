@@ -152,7 +152,7 @@ def test_sizes_besides_the_hidden_size() -> None:
     assert page.plan is plan(cells.LSTMP, 64, sizes={"P": 32})
     assert "matmul [rows, 64] @ [64, 32]" in str(page) and "4 P" not in str(page)
     with pytest.raises(
-        TypeError, match=r"Q: given 32; .*sizes that cell LSTMP declares besides H are P"
+        TypeError, match=r"Q: given 32; .*cell LSTMP declares only the sizes P besides H"
     ):
         anycell.explain(cells.LSTMP, 64, Q=32)
     with pytest.raises(ValueError, match="P: given 0; expected an int from 1"):

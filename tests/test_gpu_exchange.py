@@ -128,8 +128,9 @@ def test_a_barrier_stands_between_flags_and_what_they_are_for(
     assert not arriving & code.without(poll, "STS")
 
 
-@pytest.mark.more  # compiling the kernels that it reads takes seconds
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize(
+    "kernel", [KERNELS[0], pytest.param(KERNELS[1], marks=pytest.mark.more)], ids=str
+)
 def test_what_a_flag_costs(kernel: Kernel, codes: dict[Kernel, Code]) -> None:
     """A flag costs a fence and an atomic exchange; h and gradients are stored normally."""
     code = codes[kernel]
@@ -137,7 +138,7 @@ def test_what_a_flag_costs(kernel: Kernel, codes: dict[Kernel, Code]) -> None:
     assert not code.named(r"STG\.\S*STRONG")
 
 
-@pytest.mark.more  # as above
+@pytest.mark.more  # the processes that run tests would each compile what it reads
 def test_the_clock_is_read_now_and_then(codes: dict[Kernel, Code]) -> None:
     """After a look at a flag that is not set, the next look follows directly, 63 of 64 times."""
     code = codes[KERNELS[0]]

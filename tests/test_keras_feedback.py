@@ -159,7 +159,6 @@ def test_resets(cell: Any) -> None:
         assert_close(y[:, 2:], number(feedback(x[:, 2:], forced=forced)), "float32", "forward")
 
 
-@pytest.mark.more  # compress and examples train and save one too
 def test_it_trains_and_is_saved(tmp_path: Any) -> None:
     feedback, x = small()
     inputs = keras.Input((6, 2))

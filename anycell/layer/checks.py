@@ -148,8 +148,8 @@ def check_names(cell: Cell, sizes: Mapping[str, Any]) -> None:
     """Refuses keywords that are not sizes of the cell."""
     declared = declared_sizes(cell)
     for name in sorted(sizes.keys() - declared):
-        has = ", ".join(declared) or "none"
-        expected = f"no such argument: the sizes that cell {cell.name} declares besides H are {has}"
+        has = f"only the sizes {', '.join(declared)}" if declared else "no sizes"
+        expected = f"no such argument: cell {cell.name} declares {has} besides H"
         close = difflib.get_close_matches(name, [*declared, *sorted(RESERVED)], 1, 0.8)
         hint = f"Did you mean {close[0]}?" if close else "Check the spelling."
         if name in RESERVED:

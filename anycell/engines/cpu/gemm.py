@@ -10,8 +10,9 @@ B is packed one *span* of its rows and columns at a time: panels of a few vector
 into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, if these pieces are too few,
 also of columns. Threads take pieces one by one, so a thread that shares its core takes fewer. The
 last pieces have fewer rows, so that threads end at nearly the same time.
-If C has up to ``ROWS`` rows, and panels for all threads, a piece is some panels, and its thread
-packs them: fetching them from another core would cost more than multiplying them.
+If C has up to ``ROWS`` rows and panels for all threads, or up to half as many rows, a piece is some
+panels, and its thread packs them: fetching them from another core would cost more than multiplying
+them.
 A thread reads the rows of its piece in place. It copies them, block by block, if they would evict
 each other or a panel from the near cache. If the columns of A are dense, copies have the order in
 which a register block reads them: the first number of each of its rows, then the second number of
