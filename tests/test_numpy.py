@@ -583,7 +583,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm(dropuot=0.1), TypeError, "unexpected keyword argument 'dropuot'"),
     (
         lambda: an.RNN(cells.LSTM, 3, 4, dropuot=0.1), TypeError,
-        r"dropuot: given 0.1; .*sizes that cell LSTM .* none. Did you mean dropout",
+        r"dropuot: given 0.1; .*cell LSTM declares no sizes besides H. Did you mean dropout",
     ),
     (
         lambda: an.RNN(cells.LSTM, 3, 4, units=4), TypeError,
