@@ -12,11 +12,12 @@ __version__: str
 
 # Frontends and engines load when first used: importing anycell imports no framework and no
 # compiler.
-_LAZY = {name: f"anycell.{name}" for name in "compress keras layouts numpy tf1 torch".split()}
+_LAZY = {name: f"anycell.{name}" for name in "compress jax keras layouts numpy tf1 torch".split()}
 _LAZY |= {"explain": "anycell.explanation", "recurrence": "anycell.numpy.recurrence"}
 
 if TYPE_CHECKING:
     from anycell import compress as compress
+    from anycell import jax as jax
     from anycell import keras as keras
     from anycell import layouts as layouts
     from anycell import numpy as numpy
@@ -52,10 +53,6 @@ def _unknown(name: str) -> str:
     problem = f"module 'anycell' has no attribute {name!r}"
     if name.startswith("_"):  # asked for by Python's own machinery
         return problem
-    if name in ("jax", "flax"):
-        from anycell.requirement import absent
-
-        return f"{problem}. {absent(name)}"
     if name in cells.__all__:
         return (
             f"{problem}. It is a cell: anycell.cells.{name}. The frontends make its layers, for "

@@ -52,7 +52,7 @@ def forward(
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
     given, layout = contract.fit(host, plan, arrays, options)
-    holes = "mask" in given and sparse(given["mask"])
+    holes = "mask" in given and host.play is None and sparse(given["mask"])
     same = options.unseeded() if options.seed or options.stream else options
     key = "forward", plan, same, keep, holes, layout
     if plan.types.mixed:

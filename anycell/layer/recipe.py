@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anycell.engines import cpu
+from anycell.engines.cpu.driver import OF_CALL
 from anycell.layer import bounds
 from anycell.layer.arguments import Array, Host
 from anycell.plan import LINE, Options
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 CHUNK = -1  # a size that is the rows of a chunk
 _RECIPES = 512  # the largest number of passes that are kept
 _WORD = (1 << 64) - 1  # a seed is 64 bits, signed or not
-_SEEDS = "seed stream".split()
-_OF_CALL = ["block", "table", "gang", *_SEEDS]  # what a call passes besides addresses of arrays
 
 
 class View(NamedTuple):
@@ -79,7 +78,7 @@ class Recipe:
 
     def __init__(self, host: Host, arrays: Mapping[str, Array], options: Options) -> None:
         self.host, self.options, self.cells = host, options, list[int]()
-        self.sources: list[tuple[Any, ...]] = [(kind,) for kind in _OF_CALL]
+        self.sources: list[tuple[Any, ...]] = [(kind,) for kind in OF_CALL]
         self.kept: list[tuple[object, cpu.check.Bounds]] = []
         self.places = list[tuple[int, int, int]]()  # rows of ``driver.PLACE``
         self.bytes = 0  # of memory that is given back
@@ -153,7 +152,7 @@ class Recipe:
         """A number of each call: the address of its "table" (the memory for the tables) or of its
         "gang" of threads, see ``pool.gang``; or the "seed" or "stream" of its random masks.
         """
-        return View(_OF_CALL.index(kind), (), (), 8)
+        return View(OF_CALL.index(kind), (), (), 8)
 
     def finish(self, dtype: str, driver: int, runs: Sequence[Run]) -> Recipe:
         """Ends the draft.
@@ -164,7 +163,7 @@ class Recipe:
             runs: the passes, which keep their kernels loaded.
         """
         # Slots are sorted by where their arrays come from.
-        order = ["given", "new", "constant", *_OF_CALL, "kept"]
+        order = ["given", "new", "constant", *OF_CALL, "kept"]
         kinds = [source[0] for source in self.sources]
         slots = sorted(range(len(kinds)), key=lambda slot: order.index(kinds[slot]))
         self.place = {slot: i for i, slot in enumerate(slots)}
@@ -191,7 +190,7 @@ class Recipe:
         (template, length), (rows, _) = self.template.buffer_info(), self.flat.buffer_info()
         self.form = array("q", [template, length, rows, len(places), driver])
         self.address, _ = self.form.buffer_info()
-        self.pack = struct.Struct(f"{2 + len(slots) - len(of['kept']) - len(_SEEDS)}q2Q").pack
+        self.pack = struct.Struct(f"{2 + len(slots) - len(of['kept']) - 2}q2Q").pack
         self.table = self.buffer((length,), 8).offset
         self.native = cpu.driver.compiled(dtype, cpu.isa.current()).play
         self.runs = runs
@@ -207,6 +206,8 @@ class Recipe:
         Returns:
             the arrays that it made, by ``number``.
         """
+        if self.host.play is not None:
+            return self.host.play(self, given, options)
         made = [make(what) for make, what in self.made]
         block = cpu.scratch.take(self.bytes)
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0

@@ -46,7 +46,7 @@ class NumpyHost:
     ``layer.Host`` describes the methods.
     """
 
-    wide_states, blas = True, 0
+    wide_states, blas, play = True, 0, None
 
     def __init__(self, dtype: npt.DTypeLike, wide: NumpyHost | None = None) -> None:
         self.dtype = np.dtype(dtype)

@@ -81,7 +81,7 @@ class TorchHost:
     the dtype in which cells compute.
     """
 
-    wide_states = True
+    wide_states, play = True, None
 
     def __init__(self, dtype: torch.dtype, wide: TorchHost | None = None) -> None:
         self.dtype = dtype

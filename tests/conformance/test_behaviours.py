@@ -32,6 +32,7 @@ NEEDS = {
     "on_torch": "torch",
     "on_keras": "keras",
     "on_tf1": "tensorflow",
+    "on_jax": "jax",
 }
 
 

@@ -352,7 +352,16 @@ def gang(parts: int) -> int:
         gangs = _current()
     if gangs.openmp is not None:
         return ctypes.addressof(gangs.record)
+    return _hired(gangs.workers, parts)
+
+
+def own_gang(parts: int) -> int:
+    """Like ``gang``, with threads of our own; the address is valid until the process forks."""
+    return 0 if parts <= 1 else _hired(_current().workers, parts)
+
+
+def _hired(workers: _Workers, parts: int) -> int:
     count = min(parts, MOST) - 1
-    if count > len(gangs.workers.threads):  # usually saves a call
-        gangs.workers.hire(count)
-    return gangs.workers.address
+    if count > len(workers.threads):  # usually saves a call
+        workers.hire(count)
+    return workers.address

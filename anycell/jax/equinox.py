@@ -1,0 +1,68 @@
+"""Modules for Equinox: ``anycell.jax.equinox.RNN``. Importing it imports Equinox."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anycell.requirement import require
+
+require("equinox", "anycell.jax.equinox", "equinox")
+
+import equinox  # noqa: E402
+
+from anycell.jax import layers  # noqa: E402
+from anycell.lang.cell import Cell  # noqa: E402
+
+
+class RNN(equinox.Module):
+    """``anycell.jax.RNN`` as a module of Equinox.
+
+    Args:
+        cell, input_size, hidden_size, options: as ``anycell.jax.RNN`` takes them.
+        key: of ``jax.random``, draws the parameters.
+        dtype: of the parameters.
+        inference: whether random masks and dropout are off; ``equinox.nn.inference_mode`` sets it.
+
+    Attributes:
+        params: by the names of ``anycell.jax.RNN``.
+
+    A call takes x, the state and the options of ``anycell.jax.RNN``, and returns what it returns.
+    As everywhere in Equinox, x has no batch, ``[T, input_size]``, under ``jax.vmap``; or it has
+    one, ``[T, B, input_size]``, which is faster.
+
+    Example:
+        >>> layer = RNN(anycell.cells.PeepholeLSTM, 3, 8, key=jax.random.key(0))
+        >>> output, (h, c) = layer(jax.numpy.zeros((5, 2, 3)), lengths=[5, 3])
+        >>> output.shape, layer.params["p_i_l0"].shape
+        ((5, 2, 8), (8,))
+    """
+
+    params: dict[str, Any]
+    layers: Any = equinox.field(static=True)
+    inference: bool
+
+    def __init__(
+        self,
+        cell: Cell,
+        input_size: int,
+        hidden_size: int | None = None,
+        *,
+        key: Any,
+        dtype: Any = "float32",
+        inference: bool = False,
+        **options: Any,
+    ) -> None:
+        self.layers = layers.RNN(cell, input_size, hidden_size, **options)
+        self.params = self.layers.init(key, dtype)
+        self.inference = inference
+
+    def __call__(
+        self, x: Any, state: Any = None, *, key: Any = None, **options: Any
+    ) -> tuple[Any, ...]:
+        """Runs whole sequences; see ``anycell.jax.RNN``.
+
+        Args:
+            key: seeds dropout and the cell's random masks, if it is not for inference.
+        """
+        training = self.layers.draws and not self.inference
+        return self.layers(self.params, x, state, training=training, seed=key, **options)

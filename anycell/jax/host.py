@@ -1,0 +1,152 @@
+"""JAX's arrays on the CPU for ``anycell.layer``, and the passes of layers in JAX's graphs.
+
+In a traced program arrays have shapes, but no memory yet. So a pass is drafted from the shapes, and
+XLA runs it by a foreign function, see ``anycell/engines/cpu/xla.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import secrets
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anycell.engines import cpu
+from anycell.engines.cpu import xla
+from anycell.layer.recipe import Recipe, dense
+from anycell.layer.signature import FLAGS
+from anycell.numpy.host import numpy_dtype
+from anycell.plan import DTYPES, Options
+
+Array = Any
+# The name of the foreign function. It differs from process to process, since its attributes are
+# addresses: a program that JAX compiled in another process and kept on disk must not find it.
+_NAME = f"anycell_{secrets.token_hex(8)}"
+
+
+class Seed(int):
+    """The seed of a call's random masks, as an array: two numbers of 32 bits, the low one first."""
+
+    words: Array
+
+    @classmethod
+    def of(cls, words: Array) -> Seed:
+        seed = cls(1)  # as a number it only says that there is a seed
+        seed.words = words
+        return seed
+
+
+class Buffer:
+    """An array to write to: NumPy's until a traced value is written."""
+
+    def __init__(self, values: Array) -> None:
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.values[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(value, jax.Array):
+            self.values = jnp.asarray(self.values).at[index].set(value)
+        else:
+            self.values[index] = value
+
+    @staticmethod
+    def read(array: Array) -> Array:
+        """The values of a buffer; other arrays are returned as they are."""
+        return array.values if isinstance(array, Buffer) else array
+
+
+class JaxHost:
+    """A ``layer.Host`` for arrays of one dtype. For 16 bits, ``wide`` is the host of the dtype that
+    cells compute in.
+    """
+
+    wide_states, blas = True, 0
+
+    def __init__(self, dtype: np.dtype[Any], wide: JaxHost | None = None) -> None:
+        self.dtype = dtype
+        self.wide: JaxHost = self if wide is None else wide
+
+    # ---- the arrays of a call --------------------------------------------------------------------
+    def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
+        return array if array.dtype == (self.wide if wide else self).dtype else None
+
+    def layout(self, arrays: Mapping[Any, Array]) -> tuple[Any, ...]:
+        return tuple((n, a.shape, str(a.dtype)) for n, a in arrays.items() if n not in FLAGS)
+
+    def as_flags(self, array: Array) -> Array | None:
+        return array.astype(jnp.uint8) if array.dtype in (jnp.bool_, jnp.uint8) else None
+
+    def widen(self, array: Array) -> Array:
+        return array.astype(self.wide.dtype)
+
+    def narrow(self, array: Array) -> Array:
+        return Buffer.read(array).astype(self.dtype)
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        return dense(array.shape)
+
+    def rows(self, array: Array) -> list[Array]:
+        return list(array)
+
+    # ---- the arrays that a pass makes ------------------------------------------------------------
+    def empty(self, shape: tuple[int, ...]) -> Buffer:
+        return Buffer(np.empty(shape, self.dtype))
+
+    def zeros(self, shape: tuple[int, ...]) -> Buffer:
+        return Buffer(np.zeros(shape, self.dtype))
+
+    def template(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    lasting = like = empty  # ``play`` looks at their dtype and shape alone
+
+    def pointer(self, array: Buffer) -> int:
+        return int(array.values.__array_interface__["data"][0])
+
+    def play(self, recipe: Recipe, given: list[Array], options: Options) -> list[Array]:
+        """Puts a pass into the graph; see ``layer.Host``."""
+        made = [jax.ShapeDtypeStruct(shape, make.__self__.dtype) for make, shape in recipe.made]
+        record, _ = _record(recipe, options.stream).buffer_info()
+        call = jax.ffi.ffi_call(_target(), made, vmap_method="sequential")
+        seed = [options.seed.words] if isinstance(options.seed, Seed) else []
+        return list(call(*given, *seed, record=np.int64(record)))
+
+
+@functools.cache
+def host_of(dtype: str) -> Any:
+    """The host for arrays of a dtype that has a row in ``DTYPES``."""
+    types = DTYPES[dtype]
+    wide = host_of(types.math.name) if types.mixed else None
+    return JaxHost(numpy_dtype(types.storage.name), wide)
+
+
+@functools.cache
+def _target() -> str:
+    handler = jax.ffi.pycapsule(ctypes.c_void_p(xla.handler()))
+    jax.ffi.register_ffi_target(_NAME, handler, platform="cpu")
+    return _NAME
+
+
+@functools.cache  # compiled programs have the addresses of records, so these stay
+def _record(recipe: Recipe, stream: int) -> array[int]:
+    zeroed = [
+        (i, math.prod(shape) * make.__self__.dtype.itemsize)
+        for i, ((make, shape), how) in enumerate(zip(recipe.made, recipe.hows, strict=True))
+        if how == "zeros"
+    ]
+    native: Any = recipe.native
+    play = ctypes.cast(native, ctypes.c_void_p).value or 0
+    *_, threads = (run.options.threads for run in recipe.runs)
+    return xla.record(
+        play, recipe.address, len(recipe.names), len(recipe.made), recipe.fixed, zeroed,
+        recipe.table, recipe.bytes, cpu.pool.own_gang(threads), stream,
+    )  # fmt: skip

@@ -1,0 +1,308 @@
+"""``RNN(cell, ...)``: layers of any cell, as functions of their parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from anycell.explanation import Explained, Subject
+from anycell.jax.arguments import JAX, as_arrays, check_array
+from anycell.jax.primitive import planned, run, seed_words
+from anycell.lang.cell import Cell
+from anycell.layer import check_checkpoint, parameters
+from anycell.layer.checks import (
+    Layout,
+    boolean,
+    check_cell,
+    check_names,
+    check_options,
+    check_recurrent_mask,
+    check_sizes,
+    check_states,
+    check_static,
+    describe,
+    integer,
+    number,
+    refuse,
+    remedy,
+)
+from anycell.layer.sequences import besides_output, by_name, check_return_states
+from anycell.layer.signature import of_layer, state_names
+from anycell.named import shown
+from anycell.plan import CallOptions, Engine, Options, takes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anycell.lang.declare import SizeArguments
+
+Array = Any
+State = Any  # a tuple of arrays, or the array of a cell with one state
+_DROPPED = 1 << 20  # added to a layer's number: the key of its dropout is folded with this
+
+
+class RNN(Explained):
+    """Layers of any cell, as ``torch.nn.LSTM`` runs layers of one cell.
+
+    The object holds no arrays: ``init`` draws the parameters, and a call takes them. It may be
+    static in ``jax.jit``. ``anycell.jax.nnx.RNN`` and ``anycell.jax.equinox.RNN`` are modules.
+
+    With the cell's function f and H = ``hidden_size``, each direction of each layer computes
+
+        x_t = W_ih input_t + b_ih              of all gates, [B, gates * H]
+        r_t = W_hh s_{t-1} + b_hh              s is the first state, which is also the output
+        state_t = f(x_t, r_t, state_{t-1}, p)
+
+    Args:
+        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``.
+        input_size, hidden_size, num_layers: at least 1.
+        bias: whether the projections have biases; does nothing if the cell places its own.
+        batch_first: arrays are ``[B, T, .]`` in place of ``[T, B, .]``; states keep their layout.
+        dropout: probability that, in training, an element between two layers is zeroed; what stays
+            is scaled by ``1 / (1 - dropout)`` (Srivastava et al., 2014).
+        bidirectional: a second set of weights runs from the end to the start; the outputs of both
+            are side by side.
+        checkpoint: saves memory in training, at the cost of time: the forward pass keeps x and the
+            states of every ``checkpoint`` steps, with "sqrt" of about sqrt(T) steps; the backward
+            pass computes everything else again, with the same bits.
+        sizes: the size of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
+
+    Parameters, by name: ``weight_ih_l{k}`` ``[gates * H, in]``, ``weight_hh_l{k}``
+    ``[gates * H, H]``, ``bias_ih_l{k}`` and ``bias_hh_l{k}`` ``[gates * H]``, ``{name}_l{k}``
+    ``[H]`` for each parameter of the cell, ``weight_{name}_l{k}`` for a further matmul in a step.
+    Names of the reverse direction end in ``_reverse``. Gates are in the cell's order. All this is
+    as in ``torch.nn``, so that weights move freely between the two.
+
+    Raises:
+        TypeError, ValueError: with the argument, what was given, what is expected, and what to do.
+
+    Example:
+        >>> import jax
+        >>> layer = RNN(anycell.cells.PeepholeLSTM, input_size=3, hidden_size=8)
+        >>> params = layer.init(jax.random.key(0))
+        >>> output, (h, c) = layer(params, jax.numpy.zeros((5, 2, 3)), lengths=[5, 3])
+        >>> output.shape, h.shape, c.shape
+        ((5, 2, 8), (1, 2, 8), (1, 2, 8))
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        input_size: int,
+        hidden_size: int | None = None,  # so that RNN(3, 4) raises an error about the cell
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        checkpoint: str | int | None = None,
+        **sizes: Unpack[SizeArguments],
+    ) -> None:
+        check_cell(cell)
+        check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
+        self.cell = cell
+        self.input_size = integer("input_size", input_size)
+        self.hidden_size = integer("hidden_size", hidden_size)
+        self.num_layers = integer("num_layers", num_layers)
+        self.bias = boolean("bias", bias) and cell.bias
+        self.batch_first = boolean("batch_first", batch_first)
+        self.dropout = number("dropout", dropout, 0.0, 1.0)
+        self.bidirectional = boolean("bidirectional", bidirectional)
+        self.checkpoint = check_checkpoint(checkpoint)
+        self.sizes = check_sizes(cell, self.hidden_size, sizes)
+        if self.dropout and self.num_layers == 1:
+            message = f"dropout={dropout} acts between layers; with num_layers=1 it does nothing."
+            warnings.warn(message, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(shown(self))})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (*(v for n, v in vars(self).items() if n != "sizes"), *self.sizes.items())
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs this layer in float32, and why."""
+        plan = planned(self.cell, self.hidden_size, jnp.float32, None, self.sizes)
+        return Engine(plan.engine, plan.reason)
+
+    def _subject(self) -> Subject:
+        return Subject(repr(self), self.engine, self.cell, self.hidden_size, "float32", self.sizes)
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call draws random masks in training, and so needs a seed."""
+        return bool(self.cell.keeps or (self.dropout and self.num_layers > 1))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter."""
+        whole = self.input_size, self.bias, self.num_layers, 1 + self.bidirectional
+        return dict(parameters(self.cell, self.sizes, *whole))
+
+    def init(self, key: Array, dtype: Any = jnp.float32) -> dict[str, Array]:
+        """Draws the parameters: the value that the cell declares, or U(-1/sqrt(H), 1/sqrt(H)).
+
+        Args:
+            key: of ``jax.random``.
+            dtype: of all parameters: float32, bfloat16, float16 or float64.
+        """
+        declared, bound = {p.name: p.initial for p in self.cell.params}, self.hidden_size**-0.5
+        keys = jax.random.split(key, len(self.shapes))
+        params = {}
+        for (name, shape), one in zip(self.shapes.items(), keys, strict=True):
+            value = declared.get(name.rpartition("_l")[0])
+            if value is None:
+                params[name] = jax.random.uniform(one, shape, dtype, -bound, bound)
+            else:
+                params[name] = jnp.full(shape, value, dtype)
+        return params
+
+    @takes()
+    def __call__(
+        self,
+        params: Mapping[str, Array],
+        x: Array,
+        state: State | None = None,
+        *,
+        mask: Array | None = None,
+        lengths: Array | Sequence[int] | None = None,
+        resets: Array | None = None,
+        reset_state: State | None = None,
+        static: Array | None = None,
+        recurrent_mask: Array | None = None,
+        return_states: bool | str | Sequence[str] | None = None,
+        training: bool = False,
+        seed: Any = None,
+        engine: str | None = None,
+        **options: Unpack[CallOptions],
+    ) -> tuple[Any, ...]:
+        """Runs whole sequences.
+
+        Args:
+            params: what ``init`` returned, or arrays of these names and shapes.
+            x: ``[T, B, input_size]``, or ``[B, T, input_size]`` if ``batch_first``; without a
+                batch, ``[T, input_size]``.
+            state: a tuple of ``[num_layers * D, B, H]`` in the cell's order, with D = 2 if
+                ``bidirectional`` else 1, or a single array for a cell with one state. None starts
+                from the values that the cell declares, mostly zero.
+            training: applies dropout and the cell's random masks, which need a ``seed``: a key of
+                ``jax.random``, or an int.
+            engine: "cpu", "reference" or None, see ``recurrence``.
+            {mask lengths resets reset_state static recurrent_mask return_states options}
+
+        Returns:
+            output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
+            state: laid out as the argument, after each row's last step.
+            a third result, if ``return_states``: a dictionary of the last layer's states by name,
+                ``[T, B, D * size]``, laid out as x.
+
+        Raises:
+            TypeError, ValueError: with the argument, what was given, what is expected, and what to
+                do.
+        """
+        cell, directions = self.cell, 1 + self.bidirectional
+        params, (x, state, reset_state) = self._params(params), as_arrays((x, state, reset_state))
+        static, recurrent_mask = as_arrays((static, recurrent_mask))
+        like = params["weight_ih_l0"]
+        batched = self._check_input(x, like)
+        x = x if batched else x[:, None]
+        x = x.swapaxes(0, 1) if self.batch_first and batched else x
+        steps, rows, _ = x.shape
+        training = boolean("training", training)
+        how = Options(
+            reverse=(False, True)[:directions], training=training, checkpoint=self.checkpoint,
+            **check_options(options, function=type(self).__call__),
+        )  # fmt: skip
+        layout = Layout(JAX, x, steps, rows, self.batch_first, batched)
+        first = (rows,) if batched else ()
+        shared: dict[str, Any] = {"mask": layout.valid(mask, lengths)}
+        shared["resets"] = None if resets is None else layout.flags("resets", resets)
+        static = check_static(JAX, cell, static, (*first, self.hidden_size), x)
+        if recurrent_mask is not None:
+            check_recurrent_mask(JAX, cell, recurrent_mask, self.sizes, first, x)
+        for name, array in (("static", static), ("recurrent_mask", recurrent_mask)):
+            unbatched = array is not None and not batched
+            shared[name] = array[..., None, :] if unbatched else array
+        states: dict[str, Array] = {}
+        for kind, given in (("state", state), ("reset_state", reset_state)):
+            if given is not None:
+                whole = (self.num_layers * directions, *first)
+                checked = check_states(JAX, kind, given, cell, self.sizes, whole, x)
+                wide = (one if batched else one[:, None] for one in checked)
+                states |= zip(state_names(kind, cell), wide, strict=True)
+        words = seed_words(cell, seed) if training and self.draws else None
+        wanted = check_return_states(cell, return_states)
+        plan = planned(cell, self.hidden_size, like.dtype, engine, self.sizes)
+        finals, others = [], ()
+        for k in range(self.num_layers):
+            if k and training and self.dropout:
+                x = self._dropped(x, words, k)
+            part = slice(k * directions, (k + 1) * directions)
+            arrays = {"x": x, **shared, **of_layer(cell, params, k, directions)}
+            arrays |= {name: array[part] for name, array in states.items()}
+            if training and cell.keeps:
+                arrays["seed"] = words
+            last = besides_output(wanted, cell) if k + 1 == self.num_layers else ()
+            x, final, others = run(plan, how._replace(stream=k), last, arrays)
+            finals.append(final)
+        final = tuple(jnp.concatenate(parts) for parts in zip(*finals, strict=True))
+
+        def laid_out(sequence: Array) -> Array:
+            if not batched:
+                return sequence[:, 0]
+            return sequence.swapaxes(0, 1) if self.batch_first else sequence
+
+        final = tuple(one if batched else one[:, 0] for one in final)
+        output, returned = laid_out(x), final if len(final) > 1 else final[0]
+        if not wanted:
+            return output, returned
+        return output, returned, by_name(wanted, cell, output, [*map(laid_out, others)])
+
+    def _params(self, params: Any) -> dict[str, Array]:
+        """Checks parameters."""
+        shapes, expected = self.shapes, "the parameters of `init`, by name"
+        if not isinstance(params, Mapping):
+            hint = "The layer holds none: pass what its `init` returned first, then x."
+            refuse("params", describe(params), expected, hint, TypeError)
+        if faults := sorted(params.keys() ^ shapes.keys()):
+            kind = "unknown" if faults[0] in params else "missing"
+            known = f"{expected}: {', '.join(shapes)}"
+            refuse("params", f"{faults[0]!r}, {kind}", known, "Pass all of them, and no other.")
+        params = as_arrays(dict(params))
+        first = next(iter(params.values()))
+        for name, shape in shapes.items():
+            check_array(name, params[name], shape, "as the other parameters", first)
+        return params
+
+    def _check_input(self, x: Any, like: Array) -> bool:
+        """Checks x; returns whether it has a batch."""
+        axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
+        expected = f"{like.dtype} {axes.format(self.input_size)}"
+        if not isinstance(x, jax.Array):
+            refuse("x", describe(x), expected, "Pass jnp.asarray of it.", TypeError)
+        if x.ndim not in (2, 3) or x.shape[-1] != self.input_size:
+            hint = f"The last axis is input_size; without a batch [time, {self.input_size}]."
+            refuse("x", describe(x), expected, remedy(x, 3, hint))
+        if x.dtype != like.dtype:
+            hint = f"Convert it: x.astype({like.dtype})."
+            refuse("x", describe(x), f"{expected}, as the parameters", hint)
+        return bool(x.ndim == 3)
+
+    def _dropped(self, x: Array, words: Array, k: int) -> Array:
+        """The input of layer k > 0 in training."""
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        key = jax.random.fold_in(key, _DROPPED + k)
+        kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
+        return jnp.where(kept, x / (1 - self.dropout), 0)

@@ -1,0 +1,175 @@
+"""``recurrence``: one direction of one layer of any cell, on arrays that the user owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from anycell.jax import fused
+from anycell.jax.arguments import JAX, as_arrays, check_array
+from anycell.lang.cell import Cell
+from anycell.layer.checks import Layout, check_cell, choice, describe, refuse
+from anycell.layer.primitive import arguments, check_input, learned_by_name, options_and_seed
+from anycell.layer.sequences import besides_output, by_name, check_return_states
+from anycell.plan import OPTIONS, FunctionOptions, Options, Plan, plan, takes
+from anycell.plan.dtype import dtypes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Array = Any
+
+
+@takes(OPTIONS)
+def recurrence(
+    cell: Cell,
+    x: Array | None,
+    weights: Mapping[str, Array | None],
+    state: Sequence[Array | None] | Array | None = None,
+    params: Mapping[str, Array] | None = None,
+    *,
+    gates: Array | None = None,
+    mask: Array | None = None,
+    lengths: Array | Sequence[int] | None = None,
+    resets: Array | None = None,
+    reset_state: Sequence[Array | None] | Array | None = None,
+    recurrent_mask: Array | None = None,
+    static: Array | None = None,
+    return_states: bool | str | Sequence[str] | None = None,
+    engine: str | None = None,
+    **options: Unpack[FunctionOptions],
+) -> tuple[Any, ...]:
+    """Runs ``cell`` over a sequence: one direction of one layer, whose arrays are the user's.
+
+    It works inside ``jax.jit``, ``jax.grad`` of any order, ``jax.vmap``, ``lax.scan`` and
+    ``jax.checkpoint``. On the CPU a fused kernel runs it, within the compiled program and without
+    Python.
+
+    Args:
+        cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the arrays.
+        x: ``[T, B, I]``. If ``weights`` have no ``weight_ih``, x must be projected already, like
+            ``gates``.
+        weights: what the layer learns, by public names (``cell.learned``): ``weight_ih``
+            ``[G*H, I]`` and ``weight_hh`` ``[G*H, size of the first state]``, with rows in the
+            cell's order of gates; optionally ``bias_ih`` and ``bias_hh`` ``[G*H]``;
+            ``weight_<name>`` and ``bias_<name>`` of each further matmul, ``[out, in]`` or
+            ``[heads, out/heads, in/heads]``; each parameter of the cell, ``[H]``. A value of None
+            means that the weight is absent.
+        state: ``[B, size]`` per state, or the array itself for one state; None, for all states or
+            one of them, is the declared value. ``reset_state`` may also be ``[size]``.
+        params: the cell's parameters, if they are kept apart from the weights.
+        gates: ``[T, B, G*H]``, the input's projection onto each gate, in place of x:
+            ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, if given.
+        engine: "cpu" (the kernel) or "reference" (``lax.scan``, on any device); None takes the
+            kernel if JAX's default device is the CPU and there is a kernel for the cell and dtype.
+        {mask lengths resets reset_state static recurrent_mask return_states options}
+
+    A ``seed`` may also be a key of ``jax.random``; in training, a cell that draws random masks
+    needs one.
+
+    Returns:
+        the output ``[T, B, size of the first state]``, and a tuple of the final states
+        ``[B, size]``. With ``return_states`` a third result: a dictionary of ``[T, B, size]`` by
+        names of states; at masked steps see ``masked_output``.
+
+    Kernels run float32, bfloat16, float16 and float64. Forward-mode derivatives (``jax.jvp``,
+    ``jax.hessian``) need ``engine="reference"``. Gradients of a ``recurrent_mask`` and second
+    derivatives are computed step by step.
+
+    Raises:
+        TypeError, ValueError: with the argument, what was given, what is expected, and what to do.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> weights = {"weight_ih": jnp.ones((32, 3)), "weight_hh": jnp.ones((32, 8))}
+        >>> output, (h, c) = recurrence(anycell.cells.LSTM, jnp.zeros((5, 2, 3)), weights)
+        >>> output.shape, c.shape
+        ((5, 2, 8), (2, 8))
+    """
+    check_cell(cell)
+    weights, params = as_arrays(dict(weights)), as_arrays({} if params is None else params)
+    named = learned_by_name(JAX, cell, cell.learned, weights=weights, params=params)
+    name, series = as_arrays(_input(x, gates, named))
+    check_input(JAX, cell, name, series, "weight_ih" not in named)
+    like = named.get("weight_hh", [*named.values(), series][0])
+    state, reset_state, static, recurrent_mask = as_arrays(
+        (state, reset_state, static, recurrent_mask)
+    )
+    steps, rows, _ = series.shape
+    arrays, sizes = arguments(
+        JAX, cell, series, named, rows, like, state, reset_state, static, recurrent_mask
+    )
+    check_array(name, series, series.shape, "as the weights", like)
+    key = options.pop("seed", None)
+    how, _ = options_and_seed(options, recurrence)
+    wanted = check_return_states(cell, return_states)
+    layout = Layout(JAX, series, steps, rows)
+    arrays |= {"x": series, "mask": layout.valid(mask, lengths), **named}
+    arrays["resets"] = None if resets is None else layout.flags("resets", resets)
+    if how.training and cell.keeps:
+        arrays["seed"] = seed_words(cell, key)
+    output, final, others = run(
+        planned(cell, sizes["H"], like.dtype, engine, sizes), how, besides_output(wanted, cell),
+        arrays,
+    )  # fmt: skip
+    last = tuple([s[0] for s in final])
+    return (output, last, by_name(wanted, cell, output, others)) if wanted else (output, last)
+
+
+def run(plan: Plan, options: Options, names: tuple[str, ...], arrays: Mapping[str, Any]) -> Any:
+    """Runs a layer; see ``fused.run``. None stands for an array that is not given."""
+    options = options._replace(threads=fused.threads())
+    return fused.run(plan, options, names, {n: a for n, a in arrays.items() if a is not None})
+
+
+def planned(
+    cell: Cell, hidden_size: int, dtype: Any, engine: str | None, sizes: Mapping[str, int]
+) -> Plan:
+    """The plan of a layer, and with it the engine that runs the layer."""
+    choice("engine", engine, None, "cpu", "reference")
+    name = jnp.dtype(dtype).name
+    if engine is None and (jax.default_backend() != "cpu" or name not in dtypes("cpu")):
+        engine = "reference"
+    if name not in dtypes("cpu"):
+        if engine == "cpu" or not jnp.issubdtype(dtype, jnp.floating):
+            expected = f"one of {', '.join(dtypes('cpu'))}"
+            refuse("x", f"dtype {name}", expected, "Convert it.", TypeError)
+        name = "float32"
+    return plan(cell, hidden_size, name, engine, sizes)
+
+
+def seed_words(cell: Cell, seed: Any) -> Array:
+    """The seed of random masks as two words of 32 bits, the low word first.
+
+    Args:
+        seed: an int, a key of ``jax.random``, or an array of two uint32, such as old keys are.
+    """
+    expected = "an int from 0 to 2**64 - 1, or a key of jax.random"
+    if seed is None:
+        hint = f"In training cell {cell.name} draws masks."
+        refuse("seed", "None", expected, hint)
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        seed = jax.random.key_data(seed)
+    seed = as_arrays(seed)
+    if isinstance(seed, jax.Array):
+        if seed.dtype != jnp.uint32 or seed.ndim != 1 or seed.size < 2:
+            refuse("seed", describe(seed), expected, "Pass a single key.", TypeError)
+        return seed[-2:][::-1]
+    number = options_and_seed({"seed": seed}, recurrence)[1]
+    assert number is not None
+    return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
+
+
+def _input(x: Any, gates: Any, named: Mapping[str, Array]) -> tuple[str, Any]:
+    """The name of the input, "gates" if it is projected already, and the input itself."""
+    if (x is None) is (gates is None):
+        given = "neither" if x is None else "both"
+        hint = "Pass x, or None and gates=... if the input is projected already."
+        refuse("x, gates", given, "one of them", hint, TypeError)
+    if gates is not None and "weight_ih" in named:
+        expected = "no weight_ih, because gates are already projected"
+        refuse("weights", "weight_ih with gates", expected, "Pass x, or leave weight_ih out.")
+    return ("x", x) if gates is None else ("gates", gates)
