@@ -21,14 +21,6 @@ def install(extra: str) -> str:
     return f"pip install '{'anycell' if released else '.'}[{extra}]'"
 
 
-def absent(framework: str) -> str:
-    """The message about a JAX framework that has no frontend."""
-    return (
-        f"There are no layers for {framework} as yet; on JAX, anycell.keras runs step by step. See "
-        "docs/keras.md, JAX."
-    )
-
-
 def require(package: str, frontend: str, extra: str, otherwise: str = "") -> None:
     """Imports the framework of a frontend.
 

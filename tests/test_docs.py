@@ -165,7 +165,7 @@ def test_the_list_of_cells_is_complete() -> None:
 def test_the_vocabulary_is_complete() -> None:
     text = (ROOT / "docs" / "cells.md").read_text(encoding="utf-8")
     words = set(re.findall(r"\w+", text))
-    frontends = {"compress", "keras", "layouts", "numpy", "tf1", "torch"}
+    frontends = {"compress", "jax", "keras", "layouts", "numpy", "tf1", "torch"}
     other = {"Cell", "CellError", "cells", "recurrence", "explain", *frontends}
     assert set(anycell.__all__) - other <= words
 
@@ -304,27 +304,6 @@ def test_adding_a_dtype(copy: Path, tmp_path: Path) -> None:
     script = tmp_path / "before.py"
     script.write_text(textwrap.dedent(code), encoding="utf-8")
     assert "float16" in run(script, copy / "before")
-
-
-@pytest.mark.slow
-def test_adding_a_frontend(tmp_path: Path) -> None:
-    """It passes the conformance suite."""
-    pytest.importorskip("jax")
-    *_, frontend, adapter, entry = blocks("CONTRIBUTING.md")
-    for name in ("anycell", "tests"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / "anycell/jax").mkdir()
-    (tmp_path / "anycell/jax/__init__.py").write_text(frontend, encoding="utf-8")
-    (tmp_path / "tests/conformance/on_jax.py").write_text(adapter, encoding="utf-8")
-    suite = tmp_path / "tests/conformance/test_behaviours.py"
-    insert(suite, "}\n\n\ndef all_frontends", entry)
-    options = ["-m", "pytest", "-q", "-n", "0", "-m", "not more", "-k", "jax and not keras"]
-    paths = [tmp_path, tmp_path / "tests"]
-    said = processes.run(*options, str(suite), cwd=tmp_path, paths=paths)
-    assert int(re.findall(r"(\d+) passed", said)[0]) > 80
-    assert max(text.count("\n") for text in (frontend, adapter)) < 80
 
 
 FINITE = """

@@ -1,7 +1,6 @@
 """The package as it is shipped: what importing it costs, and what the wheel holds."""
 
 import email
-import importlib
 import inspect
 import re
 import subprocess
@@ -16,7 +15,9 @@ import anycell
 from anycell.requirement import install, installed
 
 PACKAGE = ROOT / "anycell"
-OPTIONAL = "flax jax keras matplotlib onnx onnxruntime rich scipy tensorflow torch triton".split()
+OPTIONAL = (
+    "equinox flax jax keras matplotlib onnx onnxruntime rich scipy tensorflow torch triton".split()
+)
 
 
 def fresh(code: str) -> str:
@@ -34,16 +35,12 @@ def test_names_that_are_not_there() -> None:
         with pytest.raises(AttributeError, match=rf"'anycell' has no attribute '{name}'\. {hint}"):
             getattr(anycell, name)
     with pytest.raises(AttributeError, match=r"anycell also has Cell, .*keras, .*tf1, torch\.$"):
-        anycell.jaxx  # noqa: B018
+        anycell.flax  # noqa: B018
     with pytest.raises(AttributeError, match=r"^module 'anycell' has no attribute '__wrapped__'$"):
         anycell.__wrapped__  # noqa: B018
     assert not hasattr(anycell, "sin")
     with pytest.raises(AttributeError, match=r"is a cell: anycell\.cells\.GRU\..*RNN\(cells\.GRU"):
         anycell.GRU  # noqa: B018
-    with pytest.raises(AttributeError, match=r"no layers for jax as yet.*docs/keras\.md, JAX\.$"):
-        anycell.jax  # noqa: B018
-    with pytest.raises(ModuleNotFoundError, match=r"no layers for jax as yet.*docs/keras\.md, JAX"):
-        importlib.import_module("anycell.jax")
 
 
 def test_the_language_has_one_list_of_names() -> None:

@@ -1,11 +1,9 @@
-"""A pass of a layer needs no Python: a C program and XLA call it with its single table, forward and
-backward, and get the same bits as the layer.
+"""A pass of a layer needs no Python: a C program calls it with its single table, forward and
+backward, and gets the same bits as the layer. ``test_jax.py`` has XLA.
 """
 
-import ctypes
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from processes import python
 
 from anycell import Cell, cells, layer
-from anycell.engines import cpu
-from anycell.engines.cpu import driver, ir, isa, jit
+from anycell.engines.cpu import driver, isa, jit
 from anycell.engines.cpu.image import SUPPORTED, link
 from anycell.engines.cpu.kernel import request
 from anycell.engines.cpu.layout import Layout
@@ -86,7 +82,7 @@ def passes(rng: np.random.Generator, case: Case) -> list[Called]:
     def poisoned(make: Callable[[NumpyHost, Any], Array]) -> Callable[[NumpyHost, Any], Array]:
         def filled(self: NumpyHost, what: Any) -> Array:
             array = make(self, what)
-            array.view(np.uint8)[:] = 255  # as in C and XLA, so that unwritten bytes are equal
+            array.view(np.uint8)[:] = 255  # as in C, so that unwritten bytes are equal
             return array
 
         return filled
@@ -243,121 +239,3 @@ def test_a_c_program(rng: np.random.Generator, tmp_path: Path, program: Path, ca
         command = [program, native, *doors]
         result = subprocess.run(command, input=described(called), capture_output=True, check=True)
         assert result.stdout == b"".join(array.tobytes() for array in called.made)
-
-
-# -- XLA -------------------------------------------------------------------------------------------
-
-alive: list[object] = []  # tables that handlers read
-
-
-def handler(called: Called) -> Any:
-    """Returns an XLA handler of a pass, which fills in the addresses of its buffers: of arguments,
-    of results and of memory.
-    """
-    recipe, made = called.recipe, called.made
-    module = ir.Module(isa.TARGETS["generic"])
-    b = module.function("handler", "ptr frame", "ptr")
-    (frame,), null = b.args, ir.Value("null", "ptr")
-
-    def at(address: int) -> ir.Value:
-        return ir.Value(f"inttoptr (i64 {address} to ptr)", "ptr")
-
-    def word(base: ir.Value, offset: int, type: str = "ptr") -> ir.Value:
-        return b.load(b.gep(base, offset, "i8"), type)
-
-    # The offsets of the extension and of argument and result buffers in XLA's call frame, and of
-    # the address in a buffer. An extension that asks for metadata gets the version.
-    with b.when(word(frame, 8, "i64").ne(0)):
-        metadata = word(word(frame, 8), 24)
-        for offset, number in ((24, 0), (28, 1), (32, 0)):
-            b.store(ir.constant(number, "i32"), b.gep(metadata, offset, "i8"))
-        b.ret(null)
-    alive.append(recipe)
-    addresses = [
-        word(word(word(frame, offset), 8 * number), 24, "i64")
-        for offset, count in ((72, len(called.read)), (112, len(made) + 1))
-        for number in range(count)
-    ]
-    for address, array, how in zip(
-        addresses[len(called.read) : -1], made, recipe.hows, strict=True
-    ):
-        with b.loop(0, array.nbytes) as i:
-            into = b.gep(b.inttoptr(address, "ptr"), i, "i8")
-            b.store(ir.constant(0 if how == "zeros" else 255, "i8"), into)
-    block = addresses.pop() + (cpu.LINE - 1) & -cpu.LINE
-    constants = [ir.constant(address, "i64") for address in recipe.fixed]
-    table = block + recipe.table
-    addresses += [*constants, block, table]
-    words = [recipe.address, table, *addresses, *called.numbers().values()]
-    call = b.alloca("i64", len(words))
-    for i, value in enumerate(words):
-        b.store(b.value(value, "i64"), b.gep(call, i, "i64"))
-    play = ctypes.cast(recipe.native, ctypes.c_void_p).value or 0
-    b.call(at(play), call, returns="void")
-    b.ret(null)
-    import jax
-
-    code = jit.compile(str(module), ["handler"], module.target)
-    return jax.ffi.pycapsule(ctypes.c_void_p(code.address("handler")))
-
-
-def under_xla() -> None:
-    """Runs both passes in one ``jax.jit``, next to another Python thread."""
-    import jax
-    import jax.numpy as jnp
-
-    forward, backward = passes(np.random.default_rng(0), CASES["both directions under a mask"])
-
-    def call(name: str, called: Called) -> Callable[..., Any]:
-        jax.ffi.register_ffi_target(name, handler(called), platform="cpu")
-        results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in called.made]
-        memory = jax.ShapeDtypeStruct((called.recipe.bytes + cpu.LINE - 1,), jnp.uint8)
-        run = jax.ffi.ffi_call(name, (*results, memory))
-        return lambda *read: run(*read)[:-1]
-
-    # The backward pass reads arguments and results of the forward pass, and outside arrays.
-    entering = dict(zip(forward.recipe.names, forward.read, strict=True))
-    arriving = dict(zip(backward.recipe.names, backward.read, strict=True))
-    keeps = {
-        name: number
-        for name, array in arriving.items()
-        for number, made in enumerate(forward.made)
-        if not name.startswith("d_") and array.tobytes() == made.tobytes()
-    }
-    outside = {n: array for n, array in arriving.items() if n not in {*entering, *keeps}}
-    assert len(keeps) > 3
-    assert all(name.startswith("d_") for name in outside)
-    run, pull = call("pass_forward", forward), call("pass_backward", backward)
-
-    @jax.jit
-    def both(entering: dict[str, Any], outside: dict[str, Any]) -> Any:
-        made = run(*[entering[name] for name in forward.recipe.names])
-        known = entering | outside | {name: made[number] for name, number in keeps.items()}
-        return made, pull(*[known[name] for name in backward.recipe.names])
-
-    turns, done = 0, threading.Event()
-
-    def count() -> None:
-        nonlocal turns
-        while not done.is_set():
-            turns += 1
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        for _ in range(20):
-            results = jax.block_until_ready(both(entering, outside))
-    finally:
-        done.set()
-        thread.join()
-    assert turns > 0
-    for called, made in zip((forward, backward), results, strict=True):
-        for ours, theirs in zip(made, called.made, strict=True):
-            assert np.asarray(ours).tobytes() == theirs.tobytes()
-    print("right")
-
-
-@pytest.mark.slow
-def test_under_xla() -> None:
-    pytest.importorskip("jax")
-    assert "right" in python("import test_pass; test_pass.under_xla()", JAX_PLATFORMS="cpu")

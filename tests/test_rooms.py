@@ -31,7 +31,7 @@ FLOORS = """
     layer
     explanation named
     numpy torch
-    compress keras
+    compress jax keras
     tf1
     anycell
     usage
@@ -46,8 +46,9 @@ FRAMEWORKS = {
     "torch": {"torch", "keras", "bench"},
     "keras": {"keras", "tf1", "bench"},
     "tensorflow": {"keras", "tf1", "bench"},
-    "jax": {"keras"},
-    "flax": set(),
+    "jax": {"jax", "keras"},
+    "flax": {"jax"},
+    "equinox": {"jax"},
     "onnx": {"bench"},
     "onnxruntime": {"bench"},
     "triton": {"engines.gpu"},

@@ -1,75 +1,121 @@
-"""JAX: ``anycell.jax.recurrence``, inside ``jax.jit``."""
+"""JAX: ``anycell.jax.RNN`` and ``recurrence``, inside ``jax.jit``."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from problems import Arrays, Problem
+from problems import LEARNED, Arrays, Problem
 
 import anycell.jax as aj
 from conformance.frontend import Frontend
+from conformance.on_numpy import one
+
+exact = partial(getattr(jax, "enable_x64", None) or jax.experimental.enable_x64, True)
+Run = Callable[[Arrays], tuple[Any, ...]]
 
 
-def exact() -> Any:
-    """A context in which JAX keeps numbers of 64 bits."""
-    return jax.enable_x64(True)
+def layer_of(problem: Problem, engine: str | None) -> Run:
+    """A call of a layer, as a function of its arrays."""
+    sizes = {name: size for name, size in problem.sizes.items() if name != "H"}
+    layer = aj.RNN(
+        problem.cell, problem.inputs, problem.sizes["H"], problem.layers, bias=problem.bias,
+        bidirectional=len(problem.reverse) > 1, **sizes,
+    )  # fmt: skip
+
+    def run(arrays: Arrays) -> tuple[Any, ...]:
+        params = {name: array for name, array in arrays.items() if LEARNED.search(name)}
+        return layer(
+            params, arrays["x"], state_of(problem, "state", arrays), engine=engine,
+            **options_of(problem, arrays), reset_state=state_of(problem, "reset_state", arrays),
+        )  # fmt: skip
+
+    return run
 
 
-def by_recurrence(
-    problem: Problem, along: Arrays | None = None, engine: str | None = None
-) -> Arrays:
-    cell, states = problem.cell, problem.cell.state_names
-    options: dict[str, Any] = {n: a for n, a in problem.options.items() if n != "reset_state"}
-    options |= {"reverse": problem.reverse[0], "engine": engine}
-    kept = [name for name in states if f"d sequence {name}" in problem.arrays]
+def recurrence_of(problem: Problem, engine: str | None) -> Run:
+    """A call of the primitive, as a function of its arrays."""
+    cell = problem.cell
 
-    def run(arrays: Arrays) -> Arrays:
+    def run(arrays: Arrays) -> tuple[Any, ...]:
         named = {name.removesuffix("_l0"): array for name, array in arrays.items()}
         state, reset = (
-            [named[f"{kind} {n}"][0] for n in states if f"{kind} {n}" in named] or None
+            [named[f"{kind} {n}"][0] for n in cell.state_names if f"{kind} {n}" in named] or None
             for kind in ("state", "reset_state")
         )
-        output, final, *sequences = aj.recurrence(
+        output, final, *others = aj.recurrence(
             cell, named["x"], {n: named[n] for n in cell.learned if n in named}, state,
-            **{**options, **{n: a for n, a in named.items() if n in options}, "reset_state": reset},
+            reverse=problem.reverse[0], engine=engine, reset_state=reset,
+            **options_of(problem, named),
         )  # fmt: skip
-        results = {"output": output}
-        results |= {f"final {n}": s[None] for n, s in zip(states, final, strict=True)}
-        return results | {f"sequence {n}": sequences[0][n] for n in kept}
+        return output, tuple(s[None] for s in final), *others
 
-    reals = {name.removeprefix("d ") for name in problem.right if name[:2] == "d "}
-    given = {name: jnp.asarray(problem.arrays[name]) for name in reals}
-    arriving = {n[2:]: jnp.asarray(a) for n, a in problem.arrays.items() if n[:2] == "d "}
-
-    def gradients(arrays: Arrays) -> tuple[Arrays, Arrays]:
-        results, pull_back = jax.vjp(run, arrays)
-        return results, pull_back({name: arriving[name] for name in results})[0]
-
-    def slope(arrays: Arrays) -> Any:
-        _, first = gradients(arrays)
-        return sum((first[name] * along[f"{name}"]).sum() for name in first)
-
-    if along is not None:
-        second = jax.jit(jax.grad(slope))(given)
-        return {f"d {name}": np.asarray(value) for name, value in second.items()}
-    results, first = jax.jit(gradients)(given)
-    solution = {**results, **{f"d {name}": value for name, value in first.items()}}
-    return {name: np.asarray(value) for name, value in solution.items()}
+    return run
 
 
-def on_cpu(problem: Problem, along: Arrays | None = None) -> Arrays:
+def options_of(problem: Problem, arrays: Arrays) -> dict[str, Any]:
+    """The arguments of a call by name, except the states."""
+    options = {n: a for n, a in problem.options.items() if n != "reset_state"}
+    return {name: arrays.get(name, value) for name, value in options.items()}
+
+
+def state_of(problem: Problem, kind: str, arrays: Arrays) -> Any:
+    """The states of a call as layers take them."""
+    names = (f"{kind} {name}" for name in problem.cell.state_names)
+    return one([arrays[name] for name in names if name in arrays])
+
+
+def solve(
+    make: Callable[[Problem, str | None], Run],
+    engine: str | None,
+    problem: Problem,
+    along: Arrays | None = None,
+) -> Arrays:
     with exact():
-        return by_recurrence(problem, along)
+        call, names = make(problem, engine), problem.cell.state_names
+
+        def run(arrays: Arrays) -> Arrays:
+            output, final, *sequences = call(arrays)
+            final = final if isinstance(final, tuple) else (final,)
+            results = {"output": output}
+            results |= {f"final {name}": s for name, s in zip(names, final, strict=True)}
+            if sequences:
+                kept = [name for name in names if f"d sequence {name}" in problem.arrays]
+                results |= {f"sequence {name}": sequences[0][name] for name in kept}
+            return results
+
+        def gradients(arrays: Arrays) -> tuple[Arrays, Arrays]:
+            results, pull_back = jax.vjp(run, arrays)
+            return results, pull_back({name: arriving[name] for name in results})[0]
+
+        def slope(arrays: Arrays) -> Any:
+            assert along is not None
+            _, first = gradients(arrays)
+            return sum((first[name] * along[name]).sum() for name in first)
+
+        real = [name.removeprefix("d ") for name in problem.right if name[:2] == "d "]
+        given = {name: jnp.asarray(problem.arrays[name]) for name in real}
+        arriving = {n[2:]: jnp.asarray(a) for n, a in problem.arrays.items() if n[:2] == "d "}
+        results, first = {}, {}
+        if along is None:
+            results, first = jax.jit(gradients)(given)
+        else:
+            first = jax.jit(jax.grad(slope))(given)
+        solution = {**results, **{f"d {name}": value for name, value in first.items()}}
+        return {name: np.asarray(value) for name, value in solution.items()}
 
 
-def step_by_step(problem: Problem, along: Arrays | None = None) -> Arrays:
-    with exact():
-        return by_recurrence(problem, along, "reference")
-
-
+LAYER = {"reverse": "a layer runs forwards, or both ways"}
 PRIMITIVE = dict.fromkeys(("layers", "bidirectional"), "it is one direction of one layer")
 FRONTENDS = [
-    Frontend("jax.recurrence", on_cpu, PRIMITIVE),
-    Frontend("jax.recurrence by scan", step_by_step, PRIMITIVE, variant=True, fused=False),
-]
+    Frontend("jax.RNN", partial(solve, layer_of, None), LAYER, alike=True),
+    Frontend(
+        "jax.recurrence", partial(solve, recurrence_of, None), PRIMITIVE, alike=True, variant=True
+    ),
+    Frontend(
+        "jax.RNN by scan", partial(solve, layer_of, "reference"), LAYER, alike=True, variant=True,
+        fused=False,
+    ),
+]  # fmt: skip

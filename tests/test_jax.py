@@ -1,0 +1,408 @@
+"""JAX: what the conformance suite does not ask of ``anycell.jax``."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tolerances import assert_close
+
+import anycell
+import anycell.numpy as an
+from anycell import cells
+from anycell.engines.cpu import xla
+from anycell.lang import philox
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+import anycell.jax as aj  # noqa: E402
+from anycell.jax import composite, primitive  # noqa: E402
+
+T, B, I, H = 7, 5, 3, 6
+Arrays = dict[str, Any]
+
+
+def drawn(rng: np.random.Generator, *shape: int) -> Any:
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+@pytest.fixture
+def layer() -> aj.RNN:
+    return aj.LSTM(I, H, num_layers=2, bidirectional=True)
+
+
+@pytest.fixture
+def params(layer: aj.RNN) -> Arrays:
+    return layer.init(jax.random.key(0))
+
+
+@pytest.fixture
+def x(rng: np.random.Generator) -> Any:
+    return drawn(rng, T, B, I)
+
+
+def same(one: Any, other: Any) -> None:
+    """Asserts that all arrays of two trees have the same bits."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
+# -- the kernels -----------------------------------------------------------------------------------
+def test_the_bits_are_those_of_numpys_layer(layer: aj.RNN, params: Arrays, x: Any) -> None:
+    """Forward and backward, while another Python thread runs."""
+    other = an.LSTM(I, H, num_layers=2, bidirectional=True)
+    other.set_parameters({name: np.asarray(value) for name, value in params.items()})
+    right, _ = other.forward(np.asarray(x), training=True)
+    d_x, _ = other.backward(np.ones_like(right))
+    step = jax.jit(jax.value_and_grad(lambda p, x: layer(p, x)[0].sum(), argnums=(0, 1)))
+    turns, done = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        for _ in range(20):
+            _, (d_params, d_input) = jax.block_until_ready(step(params, x))
+    finally:
+        done.set()
+        thread.join()
+    assert turns > 0
+    same(jax.jit(layer)(params, x)[0], right)
+    same(d_input, d_x)
+    same(d_params, {name: other.grads[name] for name in d_params})
+
+
+@pytest.fixture
+def crowded() -> Iterator[None]:
+    """Another call has the memory that calls share."""
+    rooms = [room.numbers for room in xla._rooms]
+    for numbers in rooms:
+        numbers[0] += 1
+    yield
+    for numbers in rooms:
+        numbers[0] -= 1
+        assert numbers[0] == 0
+
+
+def test_calls_at_the_same_time_have_memory_of_their_own(
+    layer: aj.RNN, params: Arrays, x: Any, request: pytest.FixtureRequest
+) -> None:
+    run = jax.jit(lambda p, x: layer(p, x)[0])
+    alone = run(params, x)
+    request.getfixturevalue("crowded")
+    same(run(params, x), alone)
+    found: list[Any] = []
+    calls = [threading.Thread(target=lambda: found.append(run(params, x))) for _ in range(8)]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert len(found) == 8
+    for one in found:
+        same(one, alone)
+
+
+@pytest.mark.parametrize("checkpoint", [1, 3, "sqrt"])
+def test_checkpoints_change_no_bit(params: Arrays, x: Any, checkpoint: Any) -> None:
+    def gradients(checkpoint: Any) -> Any:
+        layer = aj.LSTM(I, H, num_layers=2, bidirectional=True, checkpoint=checkpoint)
+        return jax.jit(jax.grad(lambda p: (layer(p, x)[0] ** 2).sum()))(params)
+
+    same(gradients(checkpoint), gradients(None))
+
+
+def test_only_wanted_gradients_are_computed(layer: aj.RNN, params: Arrays, x: Any) -> None:
+    """Of x alone, or of some parameters; the others' are zero."""
+    run = jax.jit(jax.grad(lambda p, x: layer(p, x)[0].sum(), argnums=(0, 1)))
+    d_params, d_x = run(params, x)
+    same(jax.jit(jax.grad(lambda x: layer(params, x)[0].sum()))(x), d_x)
+    name = "weight_hh_l1_reverse"
+    some = jax.jit(jax.grad(lambda w: layer({**params, name: w}, x)[0].sum()))(params[name])
+    same(some, d_params[name])
+    last = jax.jit(jax.grad(lambda p: layer(p, x)[1][1].sum()))(params)  # not of the output
+    assert all(np.isfinite(value).all() for value in last.values())
+
+
+def test_a_recurrent_mask_has_a_gradient(rng: np.random.Generator, x: Any) -> None:
+    layer = aj.GRU(I, H)
+    params, mask = layer.init(jax.random.key(1)), drawn(rng, B, H)
+    gradients = [
+        jax.jit(jax.grad(lambda m, engine=engine: layer(
+            params, x, recurrent_mask=m, engine=engine)[0].sum()))(mask)
+        for engine in (None, "reference")
+    ]  # fmt: skip
+    same(*gradients)
+    assert np.abs(gradients[0]).min() > 0
+
+
+# -- transformations -------------------------------------------------------------------------------
+def test_vmap_scan_and_remat(layer: aj.RNN, params: Arrays, x: Any) -> None:
+    def loss(params: Arrays, x: Any) -> Any:
+        return (layer(params, x)[0] ** 2).sum()
+
+    right = jax.grad(loss)(params, x)
+    same(jax.jit(jax.grad(jax.checkpoint(loss)))(params, x), right)
+    several = jnp.stack([x, 2 * x, -x])
+    each = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, several)
+    for i, one in enumerate(several):
+        same(jax.tree.map(lambda a, i=i: a[i], each), jax.grad(loss)(params, one))
+    _, scanned = jax.lax.scan(lambda c, one: (c, jax.grad(loss)(params, one)), 0, several)
+    same(scanned, each)
+    ensemble = jax.tree.map(lambda a: jnp.stack([a, a + 1]), params)  # of parameters
+    outputs = jax.vmap(lambda p: layer(p, x)[0])(ensemble)
+    same(outputs[0], layer(params, x)[0])
+
+
+def test_forward_mode_takes_the_reference(x: Any) -> None:
+    layer = aj.GRU(I, H)
+    params = layer.init(jax.random.key(1))
+
+    def run(x: Any, engine: str | None = None) -> Any:
+        return layer(params, x, engine=engine)[0].sum()
+
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(run, (x,), (x,))
+    _, slope = jax.jvp(lambda x: run(x, "reference"), (x,), (x,))
+    assert_close(np.asarray(slope), np.asarray((jax.grad(run)(x) * x).sum()), "float32", "gradient")
+
+
+def test_a_layer_may_be_static(layer: aj.RNN, params: Arrays, x: Any) -> None:
+    traced: list[int] = []
+
+    def run(layer: aj.RNN, params: Arrays, x: Any) -> Any:
+        traced.append(1)
+        return layer(params, x)[0]
+
+    compiled = jax.jit(run, static_argnums=0)
+    for _ in range(2):
+        compiled(aj.LSTM(I, H, num_layers=2, bidirectional=True), params, x)
+    assert len(traced) == 1
+    assert layer != aj.LSTM(I, H) != aj.RNN(cells.LSTM, I, H)
+    assert aj.RNN(cells.LSTMP, I, H, P=2) != aj.RNN(cells.LSTMP, I, H, P=3)
+
+
+# -- random masks ----------------------------------------------------------------------------------
+def test_the_numbers_are_philoxs() -> None:
+    for seed in (0, 7, 2**64 - 3):
+        words = primitive.seed_words(cells.ZoneoutLSTM, seed)
+        drawn = composite.uniform(words, 5, 6, 9, 4, 33)
+        assert np.array_equal(drawn, philox.uniform(seed, 5, 6, 9, 4, 33))
+
+
+def test_a_seed_means_the_same_masks_everywhere(rng: np.random.Generator) -> None:
+    cell, gates = cells.ZoneoutLSTM, rng.standard_normal((T, B, 4 * H)).astype("f")
+    weights = {"weight_hh": rng.standard_normal((4 * H, H)).astype("f")}
+    seed = 2**63 + 12345
+    right, _ = anycell.recurrence(cell, gates, weights, training=True, seed=seed)
+    for engine in ("cpu", "reference"):
+        run = jax.jit(lambda g, w, engine=engine: aj.recurrence(
+            cell, None, w, gates=g, training=True, seed=seed, engine=engine)[0])  # fmt: skip
+        assert_close(np.asarray(run(gates, weights)), right, "float32", "forward")
+
+
+def test_keys_are_seeds(x: Any) -> None:
+    """Of both kinds, also traced; another key draws other masks, forward and backward alike."""
+    layer = aj.ZoneoutLSTM(I, H, num_layers=2, dropout=0.5)
+    params = layer.init(jax.random.key(0))
+
+    @jax.jit
+    def run(key: Any) -> Any:
+        return jax.value_and_grad(lambda p: layer(p, x, training=True, seed=key)[0].sum())(params)
+
+    same(run(jax.random.key(3)), run(jax.random.key(3)))
+    same(run(jax.random.key(3)), run(jax.random.PRNGKey(3)))
+    assert run(jax.random.key(3))[0] != run(jax.random.key(4))[0]
+    same(run(jax.random.key(3, impl="rbg")), run(jax.random.key(3, impl="rbg")))
+    same(layer(params, x), layer(params, x, seed=jax.random.key(1)))  # not in training
+
+
+def test_dropout(rng: np.random.Generator) -> None:
+    layer = aj.RNN(cells.RNN, I, H, num_layers=2, dropout=0.25)
+    x = drawn(rng, 400, 40, H)
+    words = primitive.seed_words(layer.cell, 5)
+    dropped = layer._dropped(x, words, 1)
+    kept = np.asarray(dropped != 0)
+    assert 0.745 < kept.mean() < 0.755
+    assert np.allclose(dropped[kept], x[kept] / 0.75)
+    assert (kept != np.asarray(layer._dropped(x, words, 2) != 0)).any()
+    with pytest.warns(UserWarning, match="num_layers=1 it does nothing"):
+        aj.RNN(cells.RNN, I, H, dropout=0.25)
+
+
+def test_training_needs_a_seed(x: Any) -> None:
+    layer = aj.ZoneoutLSTM(I, H)
+    params = layer.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"seed: given None; .*a key of jax\.random"):
+        layer(params, x, training=True)
+    with pytest.raises(TypeError, match="Pass a single key"):
+        layer(params, x, training=True, seed=jax.random.split(jax.random.key(0)))
+    with pytest.raises(ValueError, match="seed: given -1"):
+        layer(params, x, training=True, seed=-1)
+
+
+# -- layers ----------------------------------------------------------------------------------------
+def test_parameters(layer: aj.RNN, params: Arrays) -> None:
+    """Their names and shapes are PyTorch's, their initial values the cell's or uniform."""
+    torch = pytest.importorskip("torch")
+    theirs = torch.nn.LSTM(I, H, num_layers=2, bidirectional=True).state_dict()
+    assert {n: tuple(t.shape) for n, t in theirs.items()} == layer.shapes
+    assert [*params] == [*layer.shapes]
+    bound = H**-0.5
+    assert all(np.abs(value).max() <= bound for value in params.values())
+    assert 0.9 * bound < np.abs(params["weight_ih_l1"]).max()
+    other = aj.RNN(anycell.cells.PeepholeLSTM, I, H).init(jax.random.key(0), jnp.bfloat16)
+    assert all(value.dtype == jnp.bfloat16 for value in other.values())
+
+
+def test_orders_of_axes(layer: aj.RNN, params: Arrays, x: Any) -> None:
+    right, (h, c) = layer(params, x, lengths=[7, 3, 0, 5, 1], return_states=True)[:2]
+    first = aj.LSTM(I, H, num_layers=2, bidirectional=True, batch_first=True)
+    turned, state, sequences = first(
+        params, x.swapaxes(0, 1), lengths=[7, 3, 0, 5, 1], return_states="c"
+    )
+    same((turned.swapaxes(0, 1), state), (right, (h, c)))
+    assert sequences["c"].shape == (B, T, 2 * H)
+    for one in (layer, first):
+        alone, (last, _) = one(params, x[:3, 1], (h[:, 1], c[:, 1]), resets=jnp.ones(3))
+        again = layer(params, x[:3, 1:2], (h[:, 1:2], c[:, 1:2]), resets=jnp.ones((3, 1)))
+        same((alone, last), (again[0][:, 0], again[1][0][:, 0]))
+
+
+def test_every_cell_has_a_layer_of_its_name() -> None:
+    assert {*cells.__all__, "recurrence"} <= set(dir(aj))
+    layer = aj.PeepholeLSTM(I, H, cell_clip=0.5)
+    assert (layer.cell.hyper["cell_clip"], repr(layer)) == (
+        0.5,
+        "PeepholeLSTM(3, 6, cell_clip=0.5)",
+    )
+    assert "PeepholeLSTM(3, 6, cell_clip=0.5) runs on cpu" in str(anycell.explain(layer))
+
+
+def test_numpys_arrays_are_taken(layer: aj.RNN, params: Arrays, x: Any) -> None:
+    there = {name: np.asarray(value) for name, value in params.items()}
+    same(layer(there, np.asarray(x)), layer(params, x))
+
+
+# -- which engine ----------------------------------------------------------------------------------
+def test_other_devices_run_the_scan(monkeypatch: pytest.MonkeyPatch, x: Any) -> None:
+    layer = aj.LSTM(I, H)
+    assert layer.engine.name == "cpu"
+    right = layer(layer.init(jax.random.key(0)), x)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert layer.engine.name == "reference"
+    found = layer(layer.init(jax.random.key(0)), x)
+    assert_close(np.asarray(found[0]), np.asarray(right[0]), "float32", "forward")
+
+
+def test_narrow_floats_that_no_kernel_has(x: Any) -> None:
+    layer = aj.LSTM(I, H)
+    params = layer.init(jax.random.key(0), jnp.float8_e4m3fn)
+    with pytest.raises(TypeError, match="x: given dtype float8_e4m3fn; expected one of"):
+        layer(params, x.astype(jnp.float8_e4m3fn), engine="cpu")
+
+
+# -- what is refused -------------------------------------------------------------------------------
+Call = Callable[[aj.RNN, Arrays, Any], Any]
+REFUSED: dict[str, tuple[Call, str]] = {
+    "no parameters": (lambda l, p, x: l(x, x), "params: .* The layer holds none"),
+    "a missing one": (
+        lambda l, p, x: l({n: p[n] for n in [*p][1:]}, x), "params: given 'weight_ih_l0', missing",
+    ),
+    "an unknown one": (lambda l, p, x: l({**p, "w": x}, x), "params: given 'w', unknown"),
+    "a wrong shape": (
+        lambda l, p, x: l({**p, "bias_ih_l0": x}, x), r"bias_ih_l0: given float32 \[7, 5, 3\]",
+    ),
+    "another dtype": (lambda l, p, x: l(p, x.astype("bfloat16")), r"Convert it: x.astype\(float32"),
+    "ids": (lambda l, p, x: l(p, jnp.ones((5, 4), int)), "embed them first"),
+    "a list": (lambda l, p, x: l(p, [[1.0]]), "x: given list"),
+    "a wide x": (lambda l, p, x: l(p, x[..., :2]), "The last axis is input_size"),
+    "a real mask": (lambda l, p, x: l(p, x, mask=x[..., 0]), r"Cast it: mask.astype\(bool\)"),
+    "a turned mask": (lambda l, p, x: l(p, x, mask=x[..., 0].T > 0), "Transpose it: mask.T"),
+    "real resets": (lambda l, p, x: l(p, x, resets=x[..., 0]), "resets > 0.5"),
+    "long lengths": (lambda l, p, x: l(p, x, lengths=[9] * B), "lengths: given a length of 9"),
+    "real lengths": (lambda l, p, x: l(p, x, lengths=[0.5] * B), "Cast them: lengths.astype"),
+    "an engine": (lambda l, p, x: l(p, x, engine="gpu"), "engine: given 'gpu'; expected None"),
+    "an option": (lambda l, p, x: l(p, x, hx=x), "hx: .*Did you mean state?"),
+    "a state": (lambda l, p, x: l(p, x, x), "state: given float32"),
+    "two inputs": (
+        lambda l, p, x: aj.recurrence(cells.LSTM, x, {}, gates=x), "x, gates: given both",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(layer: aj.RNN, params: Arrays, x: Any, case: str) -> None:
+    call, says = REFUSED[case]
+    with pytest.raises((TypeError, ValueError), match=says):
+        call(layer, params, x)
+
+
+def test_traced_values_cannot_be_checked(layer: aj.RNN, params: Arrays, x: Any) -> None:
+    """Of lengths and resets: all resets but 0 are resets, and lengths are clipped by comparing."""
+    run = jax.jit(lambda resets, lengths: layer(params, x, resets=resets, lengths=lengths)[0])
+    flags, lengths = jnp.zeros((T, B)).at[2].set(3.0), jnp.full(B, 9)
+    same(run(flags, lengths), layer(params, x, resets=flags != 0)[0])
+
+
+# -- modules ---------------------------------------------------------------------------------------
+def falls(losses: list[float]) -> bool:
+    return losses[-1] < 0.5 * losses[0]
+
+
+def test_flax(x: Any) -> None:
+    pytest.importorskip("flax")
+    from flax import nnx
+
+    from anycell.jax.nnx import RNN
+
+    model = RNN(cells.ZoneoutLSTM, I, H, num_layers=2, dropout=0.1, rngs=nnx.Rngs(0))
+    assert model.weight_ih_l0[...].shape == (4 * H, I)
+    first, second = model(x)[0], model(x)[0]
+    assert (first != second).any()
+    model.eval()
+    same(model(x), model(x))
+    params = {name: getattr(model, name)[...] for name in model.layers.shapes}
+    same(model(x, lengths=[7, 1, 2, 3, 0]), model.layers(params, x, lengths=[7, 1, 2, 3, 0]))
+    model.train()
+
+    @nnx.jit
+    def step(model: Any) -> Any:
+        loss, d = nnx.value_and_grad(lambda m: ((m(x)[0] - 0.3) ** 2).mean())(model)
+        moved = jax.tree.map(lambda p, g: p - g, nnx.state(model, nnx.Param), d)
+        nnx.update(model, moved)
+        return loss
+
+    assert falls([float(step(model)) for _ in range(40)])
+
+
+def test_equinox(x: Any) -> None:
+    equinox = pytest.importorskip("equinox")
+    from anycell.jax.equinox import RNN
+
+    model = RNN(cells.ZoneoutLSTM, I, H, num_layers=2, dropout=0.1, key=jax.random.key(0))
+    keys = jax.random.split(jax.random.key(1), 40)
+    assert (model(x, key=keys[0])[0] != model(x, key=keys[1])[0]).any()
+    still = equinox.nn.inference_mode(model)
+    same(still(x), model.layers(model.params, x))
+    rows = jax.vmap(lambda row: still(row)[0], 1, 1)(x)
+    assert_close(np.asarray(rows), np.asarray(still(x)[0]), "float32", "forward")
+
+    @equinox.filter_jit
+    def step(model: Any, key: Any) -> Any:
+        def loss(model: Any) -> Any:
+            return ((model(x, key=key)[0] - 0.3) ** 2).mean()
+
+        value, d = equinox.filter_value_and_grad(loss)(model)
+        return value, equinox.apply_updates(model, jax.tree.map(lambda g: -g, d))
+
+    losses = []
+    for key in keys:
+        loss, model = step(model, key)
+        losses.append(float(loss))
+    assert falls(losses)
