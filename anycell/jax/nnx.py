@@ -48,7 +48,7 @@ class RNN(nnx.Module):
         self.layers = layers.RNN(cell, input_size, hidden_size, **options)
         for name, value in self.layers.init(rngs.params(), dtype).items():
             setattr(self, name, nnx.Param(value))
-        self.rngs = rngs.fork() if self.layers.draws else None
+        self.rngs = rngs if self.layers.draws else None
         self.deterministic = False
 
     def __call__(self, x: Any, state: Any = None, **options: Any) -> tuple[Any, ...]:
