@@ -24,7 +24,7 @@ DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"  # in a chec
 PEERS = (  # written out, because listing the contenders imports what they need
     "torch.nn torch-loop torch-compile numpy-loop onnxruntime onnxruntime-calm openvino "
     "anycell.numpy anycell-LSTM anycell-float32 anycell.keras keras keras-xla keras-loop "
-    "tf-block".split()
+    "tf-block anycell.jax jax-scan flax".split()
 )
 
 

@@ -18,7 +18,7 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 import anycell.jax as aj  # noqa: E402
-from anycell.jax import composite, primitive  # noqa: E402
+from anycell.jax import composite, fused, primitive  # noqa: E402
 
 T, B, I, H = 7, 5, 3, 6
 Arrays = dict[str, Any]
@@ -142,34 +142,148 @@ def test_a_recurrent_mask_has_a_gradient(rng: np.random.Generator, x: Any) -> No
 
 
 # -- transformations -------------------------------------------------------------------------------
-def test_vmap_scan_and_remat(layer: aj.RNN, params: Arrays, x: Any) -> None:
+N = 3  # elements of a mapped axis
+MAPPED: dict[str, Callable[[np.random.Generator], Arrays]] = {
+    "x": lambda rng: {"x": drawn(rng, N, T, B, I)},
+    "lengths": lambda rng: {"lengths": jnp.asarray(rng.integers(0, T, (N, B)))},
+    "mask, x": lambda rng: {
+        "mask": jnp.asarray(rng.random((N, T, B)) < 0.7), "x": drawn(rng, N, T, B, I)
+    },
+    "state": lambda rng: {"state": drawn(rng, N, 2, B, H)},
+    "resets and what they restore": lambda rng: {
+        "resets": jnp.asarray(rng.random((N, T, B)) < 0.3), "reset_state": drawn(rng, N, 2, B, H)
+    },
+    "a recurrent mask": lambda rng: {"recurrent_mask": drawn(rng, N, B, H)},
+    "one per gate": lambda rng: {"recurrent_mask": drawn(rng, N, 3, B, H)},
+    "parameters": lambda rng: {"weight_hh_l0": drawn(rng, N, 3 * H, H)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MAPPED)
+@pytest.mark.sample(3)
+def test_vmap(rng: np.random.Generator, x: Any, case: str) -> None:
+    """Outputs and gradients of each element have the bits that they have alone."""
+    layer = aj.GRU(I, H, bidirectional=True)
+    params, mapped = layer.init(jax.random.key(1)), MAPPED[case](rng)
+
+    def run(mapped: Arrays, params: Arrays) -> Any:
+        given = {"x": x} | {name: a for name, a in mapped.items() if name not in params}
+        learned = params | {name: a for name, a in mapped.items() if name in params}
+        return layer(learned, given.pop("x"), **given)[0]
+
+    def gradients(mapped: Arrays, params: Arrays) -> Any:
+        real = {n: a for n, a in mapped.items() if jnp.issubdtype(a.dtype, jnp.floating)}
+        return jax.grad(lambda r, p: (run(mapped | r, p) ** 2).sum(), (0, 1))(real, params)
+
+    for function in (run, gradients):
+        together = jax.jit(jax.vmap(function, (0, None)))(mapped, params)
+        for n in range(N):
+            alone = jax.jit(function)(jax.tree.map(lambda a, n=n: a[n], mapped), params)
+            found = jax.tree.map(lambda a, n=n: a[n], together)
+            if function is run or "recurrent_mask" not in mapped:
+                same(found, alone)
+                continue
+            for one, other in zip(*map(jax.tree.leaves, (found, alone)), strict=True):
+                assert_close(np.asarray(one), np.asarray(other), "float32", "gradient")
+
+
+def test_the_gradient_of_a_mapped_layer_is_one_pass(x: Any) -> None:
+    layer = aj.GRU(I, H)
+    params, several = layer.init(jax.random.key(1)), jnp.stack([x, 2 * x, -x], 1)
+
+    def mapped(params: Arrays) -> Any:
+        return (jax.vmap(lambda x: layer(params, x)[0], 1, 1)(several) ** 2).sum()
+
+    def whole(params: Arrays) -> Any:
+        return (layer(params, several.reshape(T, N * B, I))[0] ** 2).sum()
+
+    same(jax.jit(jax.grad(mapped))(params), jax.jit(jax.grad(whole))(params))
+    text = jax.jit(jax.grad(mapped)).lower(params).as_text()
+    assert text.count("stablehlo.while") == 0
+    nested = jax.vmap(jax.vmap(lambda x: layer(params, x[:, None])[0][:, 0], 1, 1), 1, 1)(several)
+    same(nested, layer(params, several.reshape(T, N * B, I))[0].reshape(T, N, B, H))
+
+
+def test_vmap_of_random_masks(x: Any) -> None:
+    """A shared seed means the same masks for all elements, as elsewhere in JAX."""
+    layer = aj.ZoneoutLSTM(I, H)
+    params, keys = layer.init(jax.random.key(1)), jax.random.split(jax.random.key(2), N)
+
+    def run(x: Any, key: Any) -> Any:
+        return layer(params, x, training=True, seed=key)[0]
+
+    one = jax.vmap(run, (0, None))(jnp.stack([x, x]), keys[0])
+    same(one[0], one[1])
+    each = jax.vmap(run, (None, 0))(x, keys)
+    for n, key in enumerate(keys):
+        same(each[n], run(x, key))
+
+
+def test_scan_and_remat(layer: aj.RNN, params: Arrays, x: Any) -> None:
     def loss(params: Arrays, x: Any) -> Any:
         return (layer(params, x)[0] ** 2).sum()
 
     right = jax.grad(loss)(params, x)
     same(jax.jit(jax.grad(jax.checkpoint(loss)))(params, x), right)
-    several = jnp.stack([x, 2 * x, -x])
-    each = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, several)
-    for i, one in enumerate(several):
-        same(jax.tree.map(lambda a, i=i: a[i], each), jax.grad(loss)(params, one))
+    several = jnp.stack([x, 2 * x])
     _, scanned = jax.lax.scan(lambda c, one: (c, jax.grad(loss)(params, one)), 0, several)
-    same(scanned, each)
-    ensemble = jax.tree.map(lambda a: jnp.stack([a, a + 1]), params)  # of parameters
-    outputs = jax.vmap(lambda p: layer(p, x)[0])(ensemble)
-    same(outputs[0], layer(params, x)[0])
+    same(jax.tree.map(lambda a: a[0], scanned), right)
 
 
-def test_forward_mode_takes_the_reference(x: Any) -> None:
+def test_derivatives_forward(x: Any) -> None:
+    """``jvp``, ``hessian`` and ``jacfwd`` agree with derivatives backward."""
     layer = aj.GRU(I, H)
     params = layer.init(jax.random.key(1))
 
-    def run(x: Any, engine: str | None = None) -> Any:
-        return layer(params, x, engine=engine)[0].sum()
+    def run(x: Any) -> Any:
+        return jnp.sin(layer(params, x)[0]).sum()
 
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(run, (x,), (x,))
-    _, slope = jax.jvp(lambda x: run(x, "reference"), (x,), (x,))
-    assert_close(np.asarray(slope), np.asarray((jax.grad(run)(x) * x).sum()), "float32", "gradient")
+    value, slope = jax.jvp(run, (x,), (x,))
+    d = jax.grad(run)(x)
+    same(value, run(x))
+    assert_close(np.asarray(slope), np.asarray((d * x).sum()), "float32", "gradient")
+    some = x[:2, :2, :1]
+
+    def of_some(some: Any) -> Any:
+        return run(x.at[:2, :2, :1].set(some))
+
+    forward, backward = jax.jacfwd(of_some)(some), jax.jacrev(of_some)(some)
+    assert_close(np.asarray(forward), np.asarray(backward), "float32", "gradient")
+    twice, other = jax.hessian(of_some)(some), jax.jacrev(jax.jacrev(of_some))(some)
+    assert_close(np.asarray(twice), np.asarray(other), "float32", "gradient")
+    _, linear = jax.linearize(run, x)
+    assert_close(np.asarray(linear(x)), np.asarray(slope), "float32", "gradient")
+
+
+def test_other_platforms_run_the_scan(x: Any) -> None:
+    """Also where the program is made on a machine whose own device is the CPU."""
+    layer = aj.GRU(I, H)
+    params = layer.init(jax.random.key(1))
+    both = jax.jit(jax.value_and_grad(lambda p: layer(p, x)[0].sum())).trace(params)
+    assert "anycell" in both.lower().as_text()
+    text = both.lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" in text and "custom_call @anycell" not in text
+    of, flat = pass_of(layer, params, x), [*params.values(), x]
+    right = fused._layer.bind(*flat, of=of)
+    made = fused._keeping_by_scan(*flat, of=of)
+    kept = fused._keeping.bind(*flat, of=of)
+    assert [a.shape for a in made] == [a.shape for a in kept]
+    for one, other in zip(made, right, strict=False):
+        assert_close(np.asarray(one), np.asarray(other), "float32", "forward")
+    static = {"of": of, "wanted": of.keys, "arriving": ("output",)}
+    d = jnp.ones_like(right[0])
+    pairs = zip(
+        fused._backward_by_scan(*flat, d, *made[2:], **static),
+        fused._backward.bind(*flat, d, *kept[2:], **static), strict=True,
+    )  # fmt: skip
+    for one, other in pairs:
+        assert_close(np.asarray(one), np.asarray(other), "float32", "gradient")
+
+
+def pass_of(layer: aj.RNN, params: Arrays, x: Any) -> Any:
+    plan = primitive.planned(layer.cell, H, x.dtype, None, layer.sizes)
+    keys = *(name.removesuffix("_l0") for name in params), "x"
+    return fused.Pass(plan, fused.Options(), (), keys)
 
 
 def test_a_layer_may_be_static(layer: aj.RNN, params: Arrays, x: Any) -> None:

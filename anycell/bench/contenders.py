@@ -25,6 +25,7 @@ def late(module: str, function: str, **options: Any) -> Callable[..., Any]:
 
 TORCH, NUMPY = "anycell.bench.torch_layers", "anycell.bench.numpy_loops"
 ONNX, KERAS = "anycell.bench.onnx_graph", "anycell.bench.keras_layers"
+JAX = "anycell.bench.jax_layers"
 SUBJECT = "anycell"
 CALM = {"session.intra_op.allow_spinning": "0"}  # threads sleep when they have no work
 OUR_LSTM = "anycell-LSTM"  # our LSTM on the same shape, to show what another cell costs
@@ -46,12 +47,18 @@ CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     "keras-xla": late(KERAS, "theirs", compiled=True),
     "keras-loop": late(KERAS, "loop"),
     "tf-block": late(KERAS, "block"),
+    "anycell.jax": late(JAX, "ours"),
+    "jax-scan": late(JAX, "scan"),
+    "flax": late(JAX, "flax"),
 }
 DEFAULT_PEERS = ("torch.nn", "torch-loop")
 ON_TENSORFLOW = ("anycell.keras", "keras", "keras-xla", "keras-loop", "tf-block")
 # The packages that contenders need beyond NumPy and PyTorch.
-PACKAGES = dict.fromkeys(("onnxruntime", "onnxruntime-calm"), ("onnx", "onnxruntime"))
+PACKAGES: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("onnxruntime", "onnxruntime-calm"), ("onnx", "onnxruntime")
+)
 PACKAGES |= dict.fromkeys(ON_TENSORFLOW, ("keras", "tensorflow"))
+PACKAGES |= {"anycell.jax": ("jax",), "jax-scan": ("jax",), "flax": ("jax", "flax")}
 
 
 def make(name: str, problem: Problem) -> Contender:

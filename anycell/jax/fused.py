@@ -1,33 +1,41 @@
-"""A layer by the kernels of the CPU engine, as a differentiable function of JAX.
+"""A layer by the kernels of the CPU engine, as four primitives of JAX.
 
-Its gradient is the derived backward pass. Gradients of that gradient are those of the layer step by
-step, so they have any order.
+    layer       the results
+    keeping     the results, and what a backward pass reads
+    backward    the gradients of arrays, from those of the results: the derived backward pass
+    linear      the derivative in a direction, whose transpose is ``backward``
+
+So ``grad`` of a layer is ``keeping`` and ``backward``, and under ``vmap`` the elements of a layer
+become rows of its batch. All else is the layer step by step: ``linear`` itself, as forward mode
+needs it, derivatives of these four, and what other platforms than the CPU run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+from jax.interpreters import batching as interpreter
 
 from anycell import layer
 from anycell.engines.cpu import pool
+from anycell.jax import batching
 from anycell.jax.composite import Array, Results, composite
 from anycell.jax.host import Buffer, Seed, host_of
 from anycell.layer.arguments import Kept
-from anycell.layer.sequences import keeping, sequences
+from anycell.layer.sequences import keeping as keeping_states
+from anycell.layer.sequences import sequences
 from anycell.plan import Options, Plan
 from anycell.plan import plan as make_plan
 
 Arrays = dict[str, Array]
 Names = tuple[str, ...]
-_differentiable = partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-
-
+Flat = list[Array]
 threads = pool.threads
 
 
@@ -42,162 +50,277 @@ def run(plan: Plan, options: Options, names: Names, arrays: Arrays) -> Results:
     """
     if names:  # the kernel keeps them like values for the backward pass
         options = options._replace(checkpoint=None)
-    return (_run if plan.engine == "cpu" else _composite)(plan, options, names, arrays)
+    of = Pass(plan, options, names, tuple(arrays))
+    if plan.engine != "cpu":
+        return _composite(of, arrays)
+    return of.results(_layer.bind(*arrays.values(), of=of))
 
 
-def _composite(plan: Plan, options: Options, names: Names, arrays: Arrays) -> Results:
-    options, arrays = _seeded(options, arrays)
-    return composite(plan.cell, options, names, arrays)
+class Pass(NamedTuple):
+    """What a program says of a layer besides its arrays, whose names are ``keys``; see ``run``."""
+
+    plan: Plan
+    options: Options
+    names: Names
+    keys: Names
+
+    @property
+    def outcomes(self) -> list[str]:
+        """The names of the results."""
+        return ["output", *(f"final {name}" for name in self.plan.cell.state_names), *self.names]
+
+    def arrays(self, flat: Sequence[Array]) -> Arrays:
+        """Arrays by name."""
+        return dict(zip(self.keys, flat, strict=True))
+
+    def results(self, flat: Sequence[Array]) -> Results:
+        """Results from a list."""
+        output, *rest = flat
+        count = len(self.plan.cell.states)
+        return output, tuple(rest[:count]), tuple(rest[count:])
+
+    def kernels(self, arrays: Arrays) -> Plan:
+        """The plan of the kernels that run a call."""
+        plan, mask = self.plan, arrays.get("recurrent_mask")
+        if mask is not None:
+            cell = layer.stepped(plan.cell, mask)
+            plan = make_plan(cell, plan.hidden_size, plan.dtype, "cpu", plan.sizes)
+        return keeping_states(plan, self.names)
+
+
+def _composite(of: Pass, arrays: Arrays) -> Results:
+    options, given = _seeded(of.options, arrays)
+    return composite(of.plan.cell, options, of.names, given)
 
 
 def _seeded(options: Options, arrays: Arrays) -> tuple[Options, Arrays]:
     """Moves the seed from the arrays to the options."""
-    arrays = dict(arrays)
-    seed = arrays.pop("seed", None)
-    return (options if seed is None else options._replace(seed=Seed.of(seed))), arrays
+    given = dict(arrays)
+    seed = given.pop("seed", None)
+    return (options if seed is None else options._replace(seed=Seed.of(seed))), given
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
-def _forward(
-    plan: Plan, options: Options, names: Names, arrays: Arrays, keep: bool
-) -> tuple[Results, Kept | None]:
-    options, arrays = _seeded(options, arrays)
-    plan = _kernels(plan, names, arrays)
+def _forward(of: Pass, keep: bool, *flat: Array) -> tuple[Results, Kept | None]:
+    options, arrays = _seeded(of.options, of.arrays(flat))
+    plan = of.kernels(arrays)
     host = host_of(plan.dtype)
-    output, finals, kept = layer.forward(host, plan, arrays, options, keep=keep or bool(names))
-    others = sequences(names, plan.cell, options, arrays, kept) if kept and names else []
-    return (output, tuple(finals), tuple(others)), kept
+    output, finals, kept = layer.forward(host, plan, arrays, options, keep=keep or bool(of.names))
+    others = sequences(of.names, plan.cell, options, arrays, kept) if kept and of.names else []
+    return (output, tuple(finals), tuple(others)), kept if keep else None
 
 
-def _backward(
-    plan: Plan, options: Options, names: Names, arrays: Arrays, kept: Kept, arriving: Arrays,
-    wanted: Names,
-) -> Arrays:  # fmt: skip
-    options, arrays = _seeded(options, arrays)
-    plan = _kernels(plan, names, arrays)
-    d_final = [arriving.get(f"final {name}") for name in plan.cell.state_names]
-    d_states = {name: arriving[name] for name in names if name in arriving}
+def _run_layer(*flat: Array, of: Pass) -> Flat:
+    return jax.tree.leaves(_forward(of, False, *flat))
+
+
+def _run_keeping(*flat: Array, of: Pass) -> Flat:
+    return jax.tree.leaves(_forward(of, True, *flat))
+
+
+def _run_backward(*flat: Array, of: Pass, wanted: Names, arriving: Names) -> Flat:
+    """Takes the arrays of the call, the gradients that arrive, and what was kept."""
+    count = len(of.keys)
+    options, arrays = _seeded(of.options, of.arrays(flat[:count]))
+    plan = of.kernels(arrays)
+    d = dict(zip(arriving, flat[count:], strict=False))
+    kept = jax.tree.unflatten(_kept_tree(of, flat[:count]), flat[count + len(arriving) :])
     gradients = layer.backward(
-        host_of(plan.dtype), plan, arrays, options, kept, arriving.get("output"), d_final,
-        d_states=d_states, wanted=wanted,
+        host_of(plan.dtype), plan, arrays, options, kept, d.get("output"),
+        [d.get(f"final {name}") for name in plan.cell.state_names],
+        d_states={name: d[name] for name in of.names if name in d}, wanted=wanted,
     )  # fmt: skip
-    return {name: Buffer.read(gradients[name]) for name in wanted}
+    return [Buffer.read(gradients[name]) for name in wanted]
 
 
-def _kernels(plan: Plan, names: Names, arrays: Arrays) -> Plan:
-    """The plan of the kernels that run a call."""
-    mask = arrays.get("recurrent_mask")
-    if mask is not None:
-        cell = layer.stepped(plan.cell, mask)
-        plan = make_plan(cell, plan.hidden_size, plan.dtype, "cpu", plan.sizes)
-    return keeping(plan, names)
+def _kept_tree(of: Pass, flat: Sequence[Array]) -> Any:
+    """The structure of what ``keeping`` keeps."""
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat]
+    _, kept = jax.eval_shape(partial(_forward, of, True), *shapes)
+    return jax.tree.structure(kept)
 
 
-# ---- their derivatives ---------------------------------------------------------------------------
-@_differentiable
-def _run(plan: Plan, options: Options, names: Names, arrays: Arrays) -> Results:
-    results, _ = _forward(plan, options, names, arrays, False)
-    return results
+# ---- the same step by step -----------------------------------------------------------------------
+def _layer_by_scan(*flat: Array, of: Pass) -> Flat:
+    return jax.tree.leaves(_composite(of, of.arrays(flat)))
 
 
-def _run_forward(plan: Plan, options: Options, names: Names, primals: Any) -> Any:
-    arrays = {name: primal.value for name, primal in primals.items()}
-    wanted = tuple(n for n, primal in primals.items() if primal.perturbed and _is_real(arrays[n]))
-    if "recurrent_mask" in wanted:  # its gradient is derived step by step alone
-        return _run(plan, options, names, arrays), (arrays, None, dict.fromkeys(wanted, ()))
-    results, kept = _keeping(plan, options, names, arrays)
-    return results, (arrays, kept, dict.fromkeys(wanted, ()))
+def _keeping_by_scan(*flat: Array, of: Pass) -> Flat:
+    """Keeps nothing: ``_backward_by_scan`` reads nothing."""
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat]
+    kept = jax.eval_shape(partial(_run_keeping, of=of), *shapes)[len(of.outcomes) :]
+    return [*_layer_by_scan(*flat, of=of), *(jnp.zeros(one.shape, one.dtype) for one in kept)]
 
 
-def _run_backward(plan: Plan, options: Options, names: Names, residuals: Any, d: Results) -> Any:
-    arrays, kept, wanted = residuals
-    arriving = _named(plan, names, d)
-    if kept is None:
-        gradients = _pull_back(plan, options, names, tuple(wanted), arrays, arriving)
+def _backward_by_scan(*flat: Array, of: Pass, wanted: Names, arriving: Names) -> Flat:
+    count = len(of.keys)
+    arrays, d = of.arrays(flat[:count]), dict(zip(arriving, flat[count:], strict=False))
+
+    def of_wanted(*some: Array) -> Flat:
+        given = arrays | dict(zip(wanted, some, strict=True))
+        return jax.tree.leaves(_composite(of, given))
+
+    results, pull_back = jax.vjp(of_wanted, *(arrays[name] for name in wanted))
+    names = zip(of.outcomes, results, strict=True)
+    return list(pull_back([d.get(name, jnp.zeros_like(one)) for name, one in names]))
+
+
+def _linear_by_scan(*flat: Array, of: Pass, moved: Names) -> Flat:
+    """Takes the arrays of the call, the tangents of those that move, and what was kept."""
+    count = len(of.keys)
+    arrays, tangents = of.arrays(flat[:count]), flat[count : count + len(moved)]
+
+    def of_moved(*some: Array) -> Flat:
+        given = arrays | dict(zip(moved, some, strict=True))
+        return jax.tree.leaves(_composite(of, given))
+
+    _, derivative = jax.jvp(of_moved, tuple(arrays[name] for name in moved), tangents)
+    return derivative
+
+
+# ---- the primitives ------------------------------------------------------------------------------
+def _primitive(name: str, kernels: Callable[..., Flat], scan: Callable[..., Flat]) -> Primitive:
+    """A primitive that ``kernels`` run on the CPU, and ``scan`` elsewhere."""
+    primitive = Primitive(f"anycell_{name}")
+    primitive.multiple_results = True
+    primitive.def_impl(kernels)
+
+    def shapes(*flat: Any, **static: Any) -> list[Any]:
+        given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat]
+        made = jax.eval_shape(partial(kernels, **static), *given)
+        return [jax.core.ShapedArray(one.shape, one.dtype) for one in made]
+
+    primitive.def_abstract_eval(shapes)
+    mlir.register_lowering(primitive, mlir.lower_fun(scan, multiple_results=True))
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(kernels, multiple_results=True), platform="cpu"
+    )
+    return primitive
+
+
+_layer = _primitive("layer", _run_layer, _layer_by_scan)
+_keeping = _primitive("keeping", _run_keeping, _keeping_by_scan)
+_backward = _primitive("backward", _run_backward, _backward_by_scan)
+_linear = _primitive("linear", _linear_by_scan, _linear_by_scan)
+
+
+# ---- derivatives ---------------------------------------------------------------------------------
+def _moved(tangents: Sequence[Any]) -> list[int]:
+    """The arguments that have a derivative."""
+    return [
+        i for i, t in enumerate(tangents) if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0
+    ]
+
+
+def _of_results(flat: Sequence[Array], tangents: Sequence[Any], of: Pass) -> tuple[Flat, Flat, Any]:
+    """Results of a layer, what it keeps, and the tangents of the results."""
+    moved = _moved(tangents)
+    made, count = _keeping.bind(*flat, of=of), len(of.outcomes)
+    names = tuple(of.keys[i] for i in moved)
+    directions = [tangents[i] for i in moved]
+    kept = made[count:]
+    along = _linear.bind(*flat, *directions, *kept, of=of, moved=names)
+    return made[:count], kept, along
+
+
+def _layer_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, Any]:
+    results, _, along = _of_results(flat, tangents, of)
+    return results, along
+
+
+def _keeping_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, Any]:
+    """What is kept has none: ``backward`` says how gradients depend on the arrays themselves."""
+    results, kept, along = _of_results(flat, tangents, of)
+    return [*results, *kept], [*along, *map(jnp.zeros_like, kept)]
+
+
+def _by_scan(primitive: Primitive, scan: Callable[..., Flat]) -> Callable[..., Any]:
+    """The derivative of a primitive, from what it is step by step."""
+
+    def derivative(flat: Any, tangents: Any, **static: Any) -> tuple[Flat, Flat]:
+        moved = _moved(tangents)
+
+        def of_moved(*some: Array) -> Flat:
+            given = list(flat)
+            for i, one in zip(moved, some, strict=True):
+                given[i] = one
+            return scan(*given, **static)
+
+        _, along = jax.jvp(
+            of_moved, tuple(flat[i] for i in moved), tuple(tangents[i] for i in moved)
+        )
+        return primitive.bind(*flat, **static), along
+
+    return derivative
+
+
+ad.primitive_jvps[_layer] = _layer_derivative
+ad.primitive_jvps[_keeping] = _keeping_derivative
+ad.primitive_jvps[_backward] = _by_scan(_backward, _backward_by_scan)
+ad.primitive_jvps[_linear] = _by_scan(_linear, _linear_by_scan)
+
+
+def _transposed(arriving: Sequence[Any], *flat: Any, of: Pass, moved: Names) -> list[Any]:
+    """The gradients of tangents, from those of the results' tangents."""
+    count = len(of.keys)
+    arrays, kept = flat[:count], flat[count + len(moved) :]
+    there = {n: d for n, d in zip(of.outcomes, arriving, strict=True) if type(d) is not ad.Zero}
+    none: list[Any] = [None] * count
+    if not there:
+        return [*none, *[None] * len(moved), *[None] * len(kept)]
+    operands, static = (
+        (*arrays, *there.values(), *kept),
+        {"wanted": moved, "arriving": tuple(there)},
+    )
+    if "recurrent_mask" in moved:  # whose gradient no kernel has
+        gradients = _backward_by_scan(*operands, of=of, **static)
     else:
-        given = arrays, kept, arriving
-        gradients = _gradients(plan, options, (names, tuple(wanted)), given)
-    return ({name: gradients.get(name) for name in arrays},)
+        gradients = _backward.bind(*operands, of=of, **static)
+    return [*none, *gradients, *[None] * len(kept)]
 
 
-_run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+ad.primitive_transposes[_linear] = _transposed
 
 
-@_differentiable
-def _keeping(
-    plan: Plan, options: Options, names: Names, arrays: Arrays
-) -> tuple[Results, Kept | None]:
-    """Results, and what the backward pass needs; its derivative is that of the results alone,
-    since ``_gradients`` accounts for all that depends on the arrays.
-    """
-    return _forward(plan, options, names, arrays, True)
+# ---- batches -------------------------------------------------------------------------------------
+def _several(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
+    """What ``vmap`` makes of a primitive; see ``batching``."""
+
+    def rule(flat: Any, dims: Any, *, of: Pass, **static: Any) -> tuple[Flat, list[int]]:
+        pairs = list(zip(flat, dims, strict=True))
+        batched = [d is not None for d in dims]
+        size = next(a.shape[d] for a, d in pairs if d is not None)
+        flat = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in pairs]
+        bind, count = partial(primitive.bind, of=of, **static), len(of.keys)
+        mapped = dict(zip(of.keys, batched, strict=False))
+        arrays = of.arrays(flat[:count])
+        wanted = static.get("wanted", ())
+        if not batching.foldable(batching.element(arrays, mapped), mapped, wanted):
+            made = batching.one_by_one(lambda parts: bind(*parts), flat, batched)
+            return made, [0] * len(made)
+        folded = batching.fold_all(arrays, mapped, size)
+        rest = [
+            batching.fold(array, 1, one, size)
+            for array, one in zip(flat[count:], batched[count:], strict=True)
+        ]
+        made = bind(*folded.values(), *rest)
+        axes = [1] * len(made)
+        if of_backward:
+            axes = [batching.row_axis(name, folded[name]) or 0 for name in wanted]
+        unfolded = [batching.unfold(a, axis, size) for a, axis in zip(made, axes, strict=True)]
+        return unfolded, [0] * len(made)
+
+    return rule
 
 
-def _keeping_backward(plan: Plan, options: Options, names: Names, arrays: Arrays, d: Any) -> Any:
-    results, _ = d
-    wanted = tuple(name for name, array in arrays.items() if _is_real(array))
-    arriving = _named(plan, names, results)
-    gradients = _pull_back(plan, options, names, wanted, arrays, arriving)
-    return ({name: gradients.get(name) for name in arrays},)
+interpreter.primitive_batchers[_layer] = _several(_layer, False)
+interpreter.primitive_batchers[_keeping] = _several(_keeping, False)
+interpreter.primitive_batchers[_backward] = _several(_backward, True)
 
 
-_keeping.defvjp(lambda *call: (_keeping(*call), call[3]), _keeping_backward)
+def _linear_several(flat: Any, dims: Any, **static: Any) -> tuple[Flat, list[int]]:
+    made = jax.vmap(partial(_linear_by_scan, **static), list(dims))(*flat)
+    return made, [0] * len(made)
 
 
-@_differentiable
-def _gradients(plan: Plan, options: Options, both: tuple[Names, Names], given: Any) -> Arrays:
-    """The gradients of the arrays that are ``wanted``: ``both`` is names and wanted."""
-    names, wanted = both
-    arrays, kept, arriving = given
-    return _backward(plan, options, names, arrays, kept, arriving, wanted)
-
-
-def _gradients_backward(
-    plan: Plan, options: Options, both: tuple[Names, Names], given: Any, d: Arrays
-) -> Any:
-    names, wanted = both
-    arrays, kept, arriving = given
-    real = {name: array for name, array in arrays.items() if _is_real(array)}
-
-    def first(real: Arrays, arriving: Arrays) -> Arrays:
-        return _pull_back(plan, options, names, wanted, arrays | real, arriving)
-
-    _, pull_back = jax.vjp(first, real, arriving)
-    d_real, d_arriving = pull_back(d)
-    nothing = jax.tree.map(lambda _: None, kept)
-    return (({name: d_real.get(name) for name in arrays}, nothing, d_arriving),)
-
-
-_gradients.defvjp(lambda *call: (_gradients(*call), call[3]), _gradients_backward)
-
-
-def _pull_back(
-    plan: Plan, options: Options, names: Names, wanted: Names, arrays: Arrays, arriving: Arrays
-) -> Arrays:
-    """The gradients of the wanted arrays, step by step."""
-
-    def of_wanted(some: Arrays) -> Results:
-        return _composite(plan, options, names, arrays | some)
-
-    results, pull_back = jax.vjp(of_wanted, {name: arrays[name] for name in wanted})
-    keys = _keys(plan, names)
-    flat, tree = jax.tree.flatten(results)
-    d = [arriving.get(key, jnp.zeros_like(one)) for key, one in zip(keys, flat, strict=True)]
-    (gradients,) = pull_back(jax.tree.unflatten(tree, d))
-    return gradients
-
-
-def _keys(plan: Plan, names: Sequence[str]) -> list[str]:
-    """The names of results, in order."""
-    return ["output", *(f"final {name}" for name in plan.cell.state_names), *names]
-
-
-def _named(plan: Plan, names: Names, d: Results) -> Arrays:
-    """The gradients of results by name, without those that are known to be zero."""
-    flat = jax.tree.leaves(d, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
-    pairs = zip(_keys(plan, names), flat, strict=True)
-    return {name: one for name, one in pairs if not isinstance(one, SymbolicZero)}
-
-
-def _is_real(array: Array) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jnp.floating))
+interpreter.primitive_batchers[_linear] = _linear_several

@@ -1,0 +1,83 @@
+"""``jax.vmap`` of the passes of a layer: what the rows of several calls share runs as one call.
+
+Elements of the mapped axis become rows of the batch if all that differs between them has rows:
+input, states, masks. Otherwise a forward pass runs once for each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anycell.layer.signature import FLAGS
+
+Array = Any
+Arrays = Mapping[str, Array]
+Run = Callable[[Any], Any]
+
+
+def row_axis(name: str, array: Array) -> int | None:
+    """The axis of rows in an array of a call; None for what all rows share."""
+    if name == "static":
+        return 0
+    if name == "recurrent_mask":
+        return int(array.ndim) - 2
+    state = name.startswith(("state ", "reset_state ")) and array.ndim == 3
+    return 1 if state or name in ("x", *FLAGS) else None
+
+
+def foldable(arrays: Arrays, batched: Mapping[str, bool], wanted: Iterable[str] = ()) -> bool:
+    """Whether elements may become rows: where arrays without rows are the same for all, none of
+    them has a gradient, which would be a sum over elements, and no random masks are drawn, which
+    differ from row to row.
+
+    Args:
+        arrays: of one element.
+    """
+    apart = {name for name, array in arrays.items() if row_axis(name, array) is None}
+    of_all = {name for name, one in batched.items() if one and name in apart}
+    return not (of_all or apart.intersection(wanted) or "seed" in arrays)
+
+
+def fold(array: Array, axis: int, batched: bool, size: int) -> Array:
+    """An array of all elements, ``[size, ...]`` if batched, with all their rows in one axis."""
+    whole = array if batched else jnp.broadcast_to(array, (size, *array.shape))
+    moved = jnp.moveaxis(whole, 0, axis)
+    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+
+
+def unfold(array: Array, axis: int, size: int) -> Array:
+    """The inverse of ``fold``, for a batched array."""
+    apart = array.reshape(*array.shape[:axis], size, -1, *array.shape[axis + 1 :])
+    return jnp.moveaxis(apart, axis, 0)
+
+
+def fold_all(arrays: Arrays, batched: Mapping[str, bool], size: int) -> dict[str, Array]:
+    """Arrays of a call, folded where they have rows."""
+    folded = {}
+    for name, array in arrays.items():
+        axis = row_axis(name, array[0] if batched[name] else array)
+        folded[name] = array if axis is None else fold(array, axis, batched[name], size)
+    return folded
+
+
+def element(arrays: Arrays, batched: Mapping[str, bool]) -> dict[str, Array]:
+    """The arrays of the first element."""
+    return {name: array[0] if batched[name] else array for name, array in arrays.items()}
+
+
+def one_by_one(run: Run, tree: Any, batched: Any) -> Any:
+    """Runs elements one after the other."""
+    leaves, structure = jax.tree.flatten(tree)
+    flags = jax.tree.leaves(batched)
+    mapped = [leaf for leaf, one in zip(leaves, flags, strict=True) if one]
+
+    def of_element(parts: list[Array]) -> Any:
+        rest = iter(parts)
+        whole = [next(rest) if one else leaf for leaf, one in zip(leaves, flags, strict=True)]
+        return run(jax.tree.unflatten(structure, whole))
+
+    return jax.lax.map(of_element, mapped)
