@@ -52,7 +52,7 @@ test: $(VENV)/keras.stamp ## the fast tests, and a list of the 40 slowest
 
 # Its runs share one cache, which is empty at first: a kernel is compiled once.
 test-all: export ANYCELL_CACHE_DIR := $(CURDIR)/out/test-kernels
-test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp $(VENV)/rl.stamp ## every test but those for a GPU, under every instruction set
+test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp $(VENV)/flax.stamp $(VENV)/rl.stamp ## every test but those for a GPU, under every instruction set
 	rm -rf $(ANYCELL_CACHE_DIR)
 	$(SPREAD) -m "not gpu" --random-cells $(CELLS) --edits 100
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
@@ -125,7 +125,7 @@ $(VENV)/tf_keras.stamp: requirements/tf_keras.txt $(VENV)/keras.stamp
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
-$(VENV)/docs.stamp $(VENV)/rl.stamp: $(VENV)/keras.stamp
+$(VENV)/docs.stamp $(VENV)/flax.stamp $(VENV)/rl.stamp: $(VENV)/keras.stamp
 
 $(OLDEST)/stamp: requirements/oldest.txt
 	$(PYTHON) -m venv $(OLDEST)

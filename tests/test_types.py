@@ -12,7 +12,9 @@ from processes import ROOT, load
 import anycell
 
 LINES = ROOT / "tests" / "users_lines.py"
-FRONTENDS = ["torch", "numpy", pytest.param("keras", marks=pytest.mark.more)]
+FRONTENDS = [
+    "torch", "numpy", *(pytest.param(name, marks=pytest.mark.more) for name in ("jax", "keras"))
+]  # fmt: skip
 
 
 def mypy(folder: Path) -> set[int]:

@@ -23,9 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # The start page that trains with each extra; the first needs no extra.
-PAGES = {"": "numpy", "torch": "pytorch", "keras": "", "tensorflow": "keras"}
-PAGES |= {"tensorflow-cpu": "keras", "jax": "keras"}
-BACKENDS = {"jax": "jax"}  # of Keras, for extras whose backend is not TensorFlow
+PAGES = {"": "numpy", "torch": "pytorch", "keras": "", "tensorflow": "keras", "jax": "jax"}
+PAGES |= {"tensorflow-cpu": "keras"}
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
@@ -68,8 +67,7 @@ def attempt(distribution: Path, python: str, extras: list[str], oldest: bool) ->
                 text = (ROOT / "docs" / "start" / f"{page}.md").read_text(encoding="utf-8")
                 blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
                 script.write_text("\n".join(blocks), encoding="utf-8")
-                backend = {"KERAS_BACKEND": BACKENDS.get(extra, "tensorflow")}
-                run(own, script, cwd=folder, **cache, **backend)
+                run(own, script, cwd=folder, KERAS_BACKEND="tensorflow", **cache)
         told = re.findall(r"^ +(numpy .*)$|^ *frameworks +(.*)$", said, re.MULTILINE)
         return "; ".join(first or second for first, second in told)
 

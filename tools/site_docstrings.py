@@ -44,7 +44,7 @@ class Docstrings(griffe.Extension):
             *where, last = name.split(".")
             item.parent = pkg[where[0]] if where else pkg
             item.parent.set_member(last, item)
-        for frontend in ("keras", "numpy", "torch"):
+        for frontend in ("jax", "keras", "numpy", "torch"):
             running, here = importlib.import_module(f"anycell.{frontend}"), pkg[frontend]
             for name in running.__all__:
                 public = getattr(running, name)

@@ -27,7 +27,7 @@ class Named(RNN): ...
 
 __all__ = {names}
 """
-MODULES = {"keras": "layers", "numpy": "layers", "torch": "rnn"}
+MODULES = {"jax": "layers", "keras": "layers", "numpy": "layers", "torch": "rnn"}
 
 
 def stub(frontend: str) -> str:

@@ -27,8 +27,7 @@ class RNN(equinox.Module):
         params: by the names of ``anycell.jax.RNN``.
 
     A call takes x, the state and the options of ``anycell.jax.RNN``, and returns what it returns.
-    As everywhere in Equinox, x has no batch, ``[T, input_size]``, under ``jax.vmap``; or it has
-    one, ``[T, B, input_size]``, which is faster.
+    x may have a batch, ``[T, B, input_size]``, or none, ``[T, input_size]``, as under ``jax.vmap``.
 
     Example:
         >>> layer = RNN(anycell.cells.PeepholeLSTM, 3, 8, key=jax.random.key(0))

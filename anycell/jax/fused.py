@@ -57,7 +57,7 @@ def run(plan: Plan, options: Options, names: Names, arrays: Arrays) -> Results:
 
 
 class Pass(NamedTuple):
-    """What a program says of a layer besides its arrays, whose names are ``keys``; see ``run``."""
+    """A layer in a program, without its arrays, whose names are ``keys``; see ``run``."""
 
     plan: Plan
     options: Options
@@ -229,7 +229,9 @@ def _layer_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, Any]
 
 
 def _keeping_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, Any]:
-    """What is kept has none: ``backward`` says how gradients depend on the arrays themselves."""
+    """Those of the results; what is kept has none, since ``backward`` says how gradients depend on
+    the arrays themselves.
+    """
     results, kept, along = _of_results(flat, tangents, of)
     return [*results, *kept], [*along, *map(jnp.zeros_like, kept)]
 
@@ -284,7 +286,7 @@ ad.primitive_transposes[_linear] = _transposed
 
 # ---- batches -------------------------------------------------------------------------------------
 def _several(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
-    """What ``vmap`` makes of a primitive; see ``batching``."""
+    """The rule of ``vmap`` for a primitive; see ``batching``."""
 
     def rule(flat: Any, dims: Any, *, of: Pass, **static: Any) -> tuple[Flat, list[int]]:
         pairs = list(zip(flat, dims, strict=True))

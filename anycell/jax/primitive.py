@@ -44,9 +44,8 @@ def recurrence(
 ) -> tuple[Any, ...]:
     """Runs ``cell`` over a sequence: one direction of one layer, whose arrays are the user's.
 
-    It works inside ``jax.jit``, ``jax.grad`` of any order, ``jax.vmap``, ``lax.scan`` and
-    ``jax.checkpoint``. On the CPU a fused kernel runs it, within the compiled program and without
-    Python.
+    All transformations of JAX work with it. On the CPU a fused kernel runs it, within the compiled
+    program and without Python.
 
     Args:
         cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the arrays.
@@ -75,9 +74,10 @@ def recurrence(
         ``[B, size]``. With ``return_states`` a third result: a dictionary of ``[T, B, size]`` by
         names of states; at masked steps see ``masked_output``.
 
-    Kernels run float32, bfloat16, float16 and float64. Forward-mode derivatives (``jax.jvp``,
-    ``jax.hessian``) need ``engine="reference"``. Gradients of a ``recurrent_mask`` and second
-    derivatives are computed step by step.
+    Kernels run float32, bfloat16, float16 and float64. Forward-mode derivatives (``jax.jvp``),
+    second derivatives and gradients of a ``recurrent_mask`` are computed step by step. Under
+    ``jax.vmap``, elements become rows of the batch; where their weights or seeds differ, they run
+    one after the other.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected, and what to do.

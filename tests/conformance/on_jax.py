@@ -13,7 +13,8 @@ import anycell.jax as aj
 from conformance.frontend import Frontend
 from conformance.on_numpy import one
 
-exact = partial(getattr(jax, "enable_x64", None) or jax.experimental.enable_x64, True)
+X64 = jax if hasattr(jax, "enable_x64") else jax.experimental
+exact = partial(X64.enable_x64, True)
 Run = Callable[[Arrays], tuple[Any, ...]]
 
 
