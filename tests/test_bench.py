@@ -27,6 +27,7 @@ from anycell.bench import gate, memory, report, stats, timing
 from anycell.bench.problem import CLASSICS, Problem, find_cell
 from anycell.bench.shapes import GPU_SIZED, QUICK, Shape, all_shapes, select
 from anycell.bench.tasks import Unsupported
+from anycell.machine import usable_cores
 from anycell.requirement import install
 from anycell.usage import UsageError, need
 
@@ -501,6 +502,24 @@ def test_everybody_on_tensorflow(
     for name in names:
         got = results(name, problem, "training")
         assert gate.judge(got, want, "float32", gate.PEERS).problem is None, name
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "PeepholeLSTM", "RNN", "EALSTM"])
+@pytest.mark.slow
+def test_everybody_on_jax(cell: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    problem = Problem(find_cell(cell), SMALL, threads=usable_cores())
+    want = contenders().reference(problem, "training")
+    peers = ["jax-scan"] if cell != "EALSTM" else []
+    if cell == "LSTM" and importlib.util.find_spec("flax"):
+        peers.append("flax")
+    for name in ("anycell.jax", *peers):
+        got = results(name, problem, "training")
+        assert gate.judge(got, want, "float32", gate.PEERS).problem is None, name
+    with pytest.raises(Unsupported, match="XLA takes all cores"):
+        other = replace(problem, cell=find_cell("LSTM"), threads=problem.threads + 1)
+        contenders().make("jax-scan", other)
 
 
 def test_a_cell_of_the_users_own(own_cell: str) -> None:

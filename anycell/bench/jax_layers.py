@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import anycell.jax
+from anycell.bench.numpy_loops import blas_threads
 from anycell.bench.problem import Problem, by_direction
 from anycell.bench.tasks import Array, Contender, Mode, Task, Unsupported
-from anycell.engines import cpu
 from anycell.machine import usable_cores
 
 Weights = Mapping[str, Any]
@@ -22,12 +22,13 @@ Model = Callable[[Weights, Any], Any]  # the outputs for weights of torch's name
 
 def ours(problem: Problem) -> Contender:
     """``anycell.jax.RNN``."""
-    cpu.pool.set_threads(problem.threads)
     shape, once = problem.shape, dict[str, Any]()
     layer = anycell.jax.RNN(problem.cell.definition, shape.I, shape.H, **problem.flags)
     if problem.static is not None:
         once["static"] = jnp.asarray(problem.static)
-    return _contender(problem, lambda w, x: layer(w, x, **once)[0], layer.engine)
+    contender = _contender(problem, lambda w, x: layer(w, x, **once)[0], layer.engine)
+    contender.around = functools.partial(blas_threads, problem.threads)
+    return contender
 
 
 def scan(problem: Problem) -> Contender:

@@ -13,7 +13,8 @@ needs it, derivatives of these four, and what other platforms than the CPU run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import jax
@@ -183,12 +184,17 @@ def _primitive(name: str, kernels: Callable[..., Flat], scan: Callable[..., Flat
     """A primitive that ``kernels`` run on the CPU, and ``scan`` elsewhere."""
     primitive = Primitive(f"anycell_{name}")
     primitive.multiple_results = True
-    primitive.def_impl(kernels)
+    keywords = [p.name for p in signature(kernels).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    primitive.def_impl(jax.jit(kernels, static_argnames=keywords))
+
+    @lru_cache(maxsize=1024)
+    def made(given: tuple[Any, ...], static: tuple[Any, ...]) -> list[Any]:
+        shapes = [jax.ShapeDtypeStruct(*one) for one in given]
+        results = jax.eval_shape(partial(kernels, **dict(static)), *shapes)
+        return [jax.core.ShapedArray(one.shape, one.dtype) for one in results]
 
     def shapes(*flat: Any, **static: Any) -> list[Any]:
-        given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat]
-        made = jax.eval_shape(partial(kernels, **static), *given)
-        return [jax.core.ShapedArray(one.shape, one.dtype) for one in made]
+        return made(tuple((a.shape, a.dtype) for a in flat), tuple(static.items()))
 
     primitive.def_abstract_eval(shapes)
     mlir.register_lowering(primitive, mlir.lower_fun(scan, multiple_results=True))
