@@ -280,6 +280,19 @@ def test_other_platforms_run_the_scan(x: Any) -> None:
         assert_close(np.asarray(one), np.asarray(other), "float32", "gradient")
 
 
+def test_an_exported_program_needs_no_kernels(layer: aj.RNN, params: Arrays, x: Any) -> None:
+    """It runs where anycell is not installed, and elsewhere than on this machine."""
+    export = pytest.importorskip("jax.export")
+    run = jax.jit(jax.value_and_grad(lambda p, x: layer(p, x)[0].sum()))
+    exported = export.export(run, platforms=("cpu", "cuda"))(params, x)
+    assert "@anycell" not in exported.mlir_module()
+    again = export.deserialize(exported.serialize())
+    for one, other in zip(
+        jax.tree.leaves(again.call(params, x)), jax.tree.leaves(run(params, x)), strict=True
+    ):
+        assert_close(np.asarray(one), np.asarray(other), "float32", "gradient")
+
+
 def pass_of(layer: aj.RNN, params: Arrays, x: Any) -> Any:
     plan = primitive.planned(layer.cell, H, x.dtype, None, layer.sizes)
     keys = *(name.removesuffix("_l0") for name in params), "x"

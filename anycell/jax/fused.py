@@ -197,10 +197,16 @@ def _primitive(name: str, kernels: Callable[..., Flat], scan: Callable[..., Flat
         return made(tuple((a.shape, a.dtype) for a in flat), tuple(static.items()))
 
     primitive.def_abstract_eval(shapes)
-    mlir.register_lowering(primitive, mlir.lower_fun(scan, multiple_results=True))
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(kernels, multiple_results=True), platform="cpu"
-    )
+    by_kernels, by_scan = (mlir.lower_fun(f, multiple_results=True) for f in (kernels, scan))
+
+    def on_cpu(context: Any, *values: Any, **static: Any) -> Any:
+        # An exported program must run where anycell is not.
+        parameters = context.module_context.lowering_parameters
+        lower = by_scan if getattr(parameters, "for_export", False) else by_kernels
+        return lower(context, *values, **static)
+
+    mlir.register_lowering(primitive, by_scan)
+    mlir.register_lowering(primitive, on_cpu, platform="cpu")
     return primitive
 
 
