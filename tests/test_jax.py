@@ -283,6 +283,7 @@ def test_other_platforms_run_the_scan(x: Any) -> None:
 def test_an_exported_program_needs_no_kernels(layer: aj.RNN, params: Arrays, x: Any) -> None:
     """It runs where anycell is not installed, and elsewhere than on this machine."""
     export = pytest.importorskip("jax.export")
+    pytest.importorskip("flatbuffers")
     run = jax.jit(jax.value_and_grad(lambda p, x: layer(p, x)[0].sum()))
     exported = export.export(run, platforms=("cpu", "cuda"))(params, x)
     assert "@anycell" not in exported.mlir_module()
