@@ -94,11 +94,12 @@ class Fused(Steps, Keywords, Explained):
             return Facts(None, 0, backend=backend, gpu=gpu, obstacle=step, traced=traced)
         dropped = training and cell.recurrent_dropout and not self._dropped_by_kernel(step)
         reset = _further.get()[1] is not None and not dropped  # Keras's loops cannot reset
+        real = backend == "jax" or not hasattr(cell, "numbers")  # there, integers are not kept
         return Facts(
             cell=step,
             units=cell.units,
             sizes=dict(self._sizes()),
-            dtype=getattr(cell, "numbers", cell.compute_dtype),
+            dtype=cell.compute_dtype if real else cell.numbers,
             backend=backend,
             gpu=gpu,
             cudnn=self._cudnn() and not reset,
@@ -137,7 +138,9 @@ class Fused(Steps, Keywords, Explained):
 
     @property
     def supports_jit(self) -> bool:
-        """Whether XLA may compile a model with this layer, for Keras: XLA cannot call kernels."""
+        """Whether XLA may compile a model with this layer, for Keras: TensorFlow's XLA cannot call
+        kernels.
+        """
         ours = choose(self._facts(False, gpu_visible(), asked())).name == "cpu"
         return vars(self).get("supports_jit", True) and not (
             ours and keras.backend.backend() == "tensorflow"
@@ -172,7 +175,7 @@ class Fused(Steps, Keywords, Explained):
         training = bool(training)
         if "complex" in str(sequences.dtype):  # saves other dtypes a call
             real("sequences", sequences)
-        facts = self._facts(training, on_gpu(sequences), refusal())
+        facts = self._facts(training, on_gpu(sequences), refusal(sequences))
         engine, reason = choose(facts)
         _, resets = _further.get()
         if engine in ("keras", "cudnn") and resets is not None:
@@ -211,7 +214,8 @@ class Fused(Steps, Keywords, Explained):
         check(call, arrays)
         name, run = keras.backend.backend(), composite
         if engine == "cpu" or name == "jax":
-            run = import_module(f"anycell.keras.{name}").run
+            module = import_module(f"anycell.keras.{name}")
+            run = module.run if engine == "cpu" else module.scan
         outputs, final = run(call, arrays)
         return self._as_keras(call, outputs, final, mask)
 
@@ -228,9 +232,11 @@ class Fused(Steps, Keywords, Explained):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Returns results like Keras's loop: batch first, steps in the order of processing."""
         last, (reverse,) = final[0], call.options.reverse
-        if mask is not None:
-            # Before a row's first step Keras repeats zeros, not the initial state.
-            held = not call.options.apart(True)
+        held = not call.options.apart(True)
+        # Before a row's first step Keras repeats zeros, not the initial state; but on JAX its
+        # layers repeat that.
+        as_on_jax = keras.backend.backend() == "jax" and self._drop_in and not call.unroll
+        if mask is not None and not (held and as_on_jax):
             seen = ops.any(mask, axis=0) if held else mask[0 if reverse else -1]
             last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
             if outputs is not None and held:
