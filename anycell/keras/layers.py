@@ -94,12 +94,12 @@ class Fused(Steps, Keywords, Explained):
             return Facts(None, 0, backend=backend, gpu=gpu, obstacle=step, traced=traced)
         dropped = training and cell.recurrent_dropout and not self._dropped_by_kernel(step)
         reset = _further.get()[1] is not None and not dropped  # Keras's loops cannot reset
-        real = backend == "jax" or not hasattr(cell, "numbers")  # there, integers are not kept
+        integers = hasattr(cell, "numbers") and backend != "jax"  # where their real numbers run
         return Facts(
             cell=step,
             units=cell.units,
             sizes=dict(self._sizes()),
-            dtype=cell.compute_dtype if real else cell.numbers,
+            dtype=cell.numbers if integers else cell.compute_dtype,
             backend=backend,
             gpu=gpu,
             cudnn=self._cudnn() and not reset,
@@ -402,9 +402,9 @@ class LSTM(DropIn, keras.layers.LSTM):
         h' = o tanh(c')
 
     Weights: ``kernel`` ``[in, 4 * units]``, ``recurrent_kernel`` ``[units, 4 * units]``, ``bias``
-    ``[4 * units]``, gates in the order i f c o; states ``[h, c]``. Fused on TensorFlow and torch,
-    on the CPU, in training and inference; activations that the cell language does not have run in
-    Keras's loop. ``layer.engine`` says which, and why.
+    ``[4 * units]``, gates in the order i f c o; states ``[h, c]``. Fused on the CPU, in
+    training and inference; activations that the cell language does not have run in Keras's loop.
+    ``layer.engine`` says which, and why.
 
     Example:
         >>> layer = LSTM(8, return_sequences=True)
