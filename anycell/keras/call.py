@@ -145,22 +145,16 @@ def expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str
 
 def lowered(call: Call, arrays: Arrays) -> tuple[Call, dict[str, Tensor]]:
     """Returns the call and its arrays with the names and layouts of ``anycell.layer``."""
-    below = renamed(call, arrays)
-    if "seed" in below:  # two numbers in Keras
-        low, high = (int(part) for part in below.pop("seed"))
-        call = call._replace(options=call.options._replace(seed=low + high * 2**31))
-    return call, below
-
-
-def renamed(call: Call, arrays: Arrays) -> dict[str, Tensor]:
-    """Returns arrays with the names and layouts of ``anycell.layer``, but Keras's seed."""
     below = dict(arrays)
     for theirs, ours in KERNELS.items():
         if theirs in below:
             below[ours] = below.pop(theirs).T
     for name in call.cell.state_names:
         below[f"state {name}"] = below[f"state {name}"][None]
-    return below
+    if "seed" in below:  # two numbers in Keras
+        low, high = (int(part) for part in below.pop("seed"))
+        call = call._replace(options=call.options._replace(seed=low + high * 2**31))
+    return call, below
 
 
 Result = tuple[Tensor, tuple[Tensor, ...]]  # outputs ``[T, B, H]`` or None, and the final states

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from anycell.jax import fused
 from anycell.jax.primitive import planned
 from anycell.keras.backends import exporting
-from anycell.keras.call import Arrays, Result, Tensor, dequantized, renamed
+from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
 from anycell.keras.composite import composite
 from anycell.keras.rule import asked
 from anycell.layer.rounding import quantized
@@ -40,9 +40,11 @@ def run(call: Call, arrays: Arrays) -> Result:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(call: Call, arrays: Arrays) -> Result:
-    below = renamed(call, dequantized(arrays) if quantized(arrays) else arrays)
-    if "seed" in below:
-        below["seed"] = _words(below["seed"])
+    given = dict(dequantized(arrays) if quantized(arrays) else arrays)
+    drawn = given.pop("seed", None)
+    call, below = lowered(call, given)
+    if drawn is not None:
+        below["seed"] = _words(drawn)
     plan = planned(call.cell, call.hidden_size, below["x"].dtype, "cpu", dict(call.sizes))
     outputs, final, _ = fused.run(plan, call.options, (), below)
     return outputs if call.outputs else None, tuple(state[0] for state in final)

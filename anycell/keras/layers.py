@@ -232,11 +232,9 @@ class Fused(Steps, Keywords, Explained):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Returns results like Keras's loop: batch first, steps in the order of processing."""
         last, (reverse,) = final[0], call.options.reverse
-        held = not call.options.apart(True)
-        # Before a row's first step Keras repeats zeros, not the initial state; but on JAX its
-        # layers repeat that.
-        as_on_jax = keras.backend.backend() == "jax" and self._drop_in and not call.unroll
-        if mask is not None and not (held and as_on_jax):
+        if mask is not None and not self._begins_held(call):
+            # Before a row's first step Keras repeats zeros, not the initial state.
+            held = not call.options.apart(True)
             seen = ops.any(mask, axis=0) if held else mask[0 if reverse else -1]
             last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
             if outputs is not None and held:
@@ -251,6 +249,13 @@ class Fused(Steps, Keywords, Explained):
         if reverse:
             outputs = ops.flip(outputs, axis=1)
         return last, outputs, list(final)
+
+    def _begins_held(self, call: Call) -> bool:
+        """Whether the outputs before a row's first step repeat the initial state, as in Keras's
+        layers on JAX.
+        """
+        as_on_jax = keras.backend.backend() == "jax" and self._drop_in and not call.unroll
+        return as_on_jax and not call.options.apart(True)
 
 
 def _attached_mask(x: Tensor) -> Tensor:
