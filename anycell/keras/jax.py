@@ -23,13 +23,16 @@ def refusal(x: Tensor | None = None) -> str | None:
     Args:
         x: the input, if there is one yet.
     """
+    why = asked()
+    if why is not None:
+        return why
     if not hasattr(jax, "ffi"):
         return "JAX calls foreign functions, such as the kernels, since 0.5"
     if exporting():
         return "an exported model must run where anycell is not installed"
     if x is not None and not all(isinstance(size, int) for size in x.shape):
         return f"kernels need the sizes of {x.shape}, which are symbols"
-    return asked()
+    return None
 
 
 def run(call: Call, arrays: Arrays) -> Result:
