@@ -92,18 +92,16 @@ def by_keras(problem: Problem, graph: bool) -> Arrays:
 @pytest.mark.sample(every=3)
 def test_steps_are_one_call(cell: Cell, kind: Any, prepared: bool) -> None:
     """Forced and free, by rows and for all; and resets begin anew."""
-    # A step on JAX is Keras's loop, whose tanh is of float32 there whatever it is given.
-    dtype = "float32" if BACKEND == "jax" else DTYPE
     rng = np.random.default_rng(3)
-    x = rng.normal(size=(ROWS, STEPS, INPUTS)).astype(dtype)
+    x = rng.normal(size=(ROWS, STEPS, INPUTS)).astype(DTYPE)
     forced = rng.random((ROWS, STEPS)) < 0.4
     forced[:, 2], forced[:, 3] = True, False
     poisoned = x.copy()
     poisoned[..., :WIDTH][~forced] = np.nan
-    with double(dtype):
+    with double(DTYPE):
         feedback = ak.Feedback(
-            kind(HIDDEN, dtype=dtype), keras.layers.Dense(WIDTH, dtype=dtype), return_state=True,
-            dtype=dtype,
+            kind(HIDDEN, dtype=DTYPE), keras.layers.Dense(WIDTH, dtype=DTYPE), return_state=True,
+            dtype=DTYPE,
         )  # fmt: skip
         flags = keras.ops.convert_to_tensor(forced)
         right, *finals = [number(r) for r in feedback(poisoned, forced=flags)]
@@ -115,9 +113,9 @@ def test_steps_are_one_call(cell: Cell, kind: Any, prepared: bool) -> None:
                 now: Any = {2: True, 3: 0.0}.get(t, forced[:, t])
                 more = {} if t or resets is None else {"resets": resets}
                 y, states = feedback.step(poisoned[:, t], states, forced=now, **more)
-                assert_close(number(y), right[:, t], dtype, "forward", axes=())
+                assert_close(number(y), right[:, t], DTYPE, "forward", axes=())
             for state, final in zip(states, finals, strict=True):
-                assert_close(number(state), final, dtype, "forward", axes=())
+                assert_close(number(state), final, DTYPE, "forward", axes=())
 
 
 def small() -> tuple[Any, np.ndarray]:
@@ -126,7 +124,6 @@ def small() -> tuple[Any, np.ndarray]:
     return ak.Feedback(ak.LSTM(5, return_sequences=True), keras.layers.Dense(1), seed=1), x
 
 
-@pytest.mark.skipif(BACKEND == "jax", reason="there all is step by step")
 def test_the_engine_is_that_of_the_fed_cell() -> None:
     feedback, x = small()
     feedback.build(x.shape)

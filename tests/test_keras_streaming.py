@@ -33,8 +33,6 @@ X, STATIC = rng.normal(size=(4, 6, 3)), rng.normal(size=(4, 5))
 @pytest.mark.sample(every=3)  # both dtypes
 def test_steps_are_those_of_a_call(name: str, dtype: str) -> None:
     """With weights packed, and without, in a copy; episodes begin as a call does."""
-    if (name, dtype, BACKEND) == ("SimpleRNN", "float64", "jax"):
-        pytest.skip("docs/compatibility.md: Keras's loop has no float64 there")
     with double(dtype):
         layer, x = LAYERS[name](return_sequences=True, dtype=dtype), X.astype(dtype)
         static = {"static": STATIC.astype(dtype)} if name == "static" else {}
@@ -79,9 +77,7 @@ def test_steps_take_lists_and_a_row_for_all(prepared: bool) -> None:
                 layer.prepare()
             right, lists = number(layer.step(x, [*states], **static)[0]), states.tolist()
             nested = {key: value.tolist() for key, value in static.items()}
-            results = []
-            if BACKEND != "jax":  # where Keras's own loop takes no lists
-                results.append(layer(X[:, :1], initial_state=lists, **nested))
+            results = [layer(X[:, :1], initial_state=lists, **nested)]
             for given in (lists, tuple(lists), *lists[: len(lists) == 1]):
                 results.append(layer.step(x.tolist(), given, **nested)[0])
             for result in results:
@@ -158,7 +154,7 @@ def test_a_layer_is_explained(name: str) -> None:
         what = "training" if training else "inference"
         assert first.startswith(f"{layer.name}: {what} runs on {layer.engine.name} (")
         assert ": hidden size 5, float32" in heading and f"\nengine: {layer.engine.name}\n" in page
-        assert ("forward kernel" in page) is (BACKEND != "jax")
+        assert "forward kernel" in page
         assert ("kept for the backward pass" in page) is training
     assert str(anycell.explain(layer)) == str(layer.explain())
     if name == "projected":

@@ -805,6 +805,7 @@ def test_a_frozen_graph_names_the_remedy(rng: np.random.Generator) -> None:
     [
         ({}, "cpu", "fused kernel"),
         ({"backend": "torch"}, "cpu", "fused kernel"),
+        ({"backend": "jax"}, "cpu", "fused kernel"),
         ({"backend": "openvino"}, "composite", "openvino"),
         ({"gpu": True}, "composite", "no stream"),
         ({"gpu": True, "cudnn": True, "drop_in": True}, "cudnn", "cuDNN"),

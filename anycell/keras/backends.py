@@ -5,6 +5,7 @@ Only the backend in use is imported.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +15,31 @@ from anycell.keras.call import Tensor
 from anycell.keras.rule import asked
 
 
-def refusal() -> str | None:
-    """Returns why nothing outside the graph can be called now, or None."""
-    if keras.backend.backend() == "tensorflow":
+def refusal(x: Tensor | None = None) -> str | None:
+    """Returns why nothing outside the graph can be called now, for ``x`` if given, or None."""
+    name = keras.backend.backend()
+    if name == "tensorflow":
         from anycell.keras import tensorflow
 
         return tensorflow.refusal()
+    if name == "jax":
+        from anycell.keras import jax
+
+        return jax.refusal(x)
     return asked()
+
+
+_EXPORTERS = "keras.src.export", "tf2onnx", "jax._src.export"
+
+
+def exporting() -> bool:
+    """Whether an exporter, of Keras, JAX or tf2onnx, traces the call; only the stack shows it."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_EXPORTERS):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -94,11 +94,12 @@ class Fused(Steps, Keywords, Explained):
             return Facts(None, 0, backend=backend, gpu=gpu, obstacle=step, traced=traced)
         dropped = training and cell.recurrent_dropout and not self._dropped_by_kernel(step)
         reset = _further.get()[1] is not None and not dropped  # Keras's loops cannot reset
+        integers = hasattr(cell, "numbers") and backend != "jax"  # where their real numbers run
         return Facts(
             cell=step,
             units=cell.units,
             sizes=dict(self._sizes()),
-            dtype=getattr(cell, "numbers", cell.compute_dtype),
+            dtype=cell.numbers if integers else cell.compute_dtype,
             backend=backend,
             gpu=gpu,
             cudnn=self._cudnn() and not reset,
@@ -137,7 +138,9 @@ class Fused(Steps, Keywords, Explained):
 
     @property
     def supports_jit(self) -> bool:
-        """Whether XLA may compile a model with this layer, for Keras: XLA cannot call kernels."""
+        """Whether XLA may compile a model with this layer, for Keras: TensorFlow's XLA cannot call
+        kernels.
+        """
         ours = choose(self._facts(False, gpu_visible(), asked())).name == "cpu"
         return vars(self).get("supports_jit", True) and not (
             ours and keras.backend.backend() == "tensorflow"
@@ -172,7 +175,7 @@ class Fused(Steps, Keywords, Explained):
         training = bool(training)
         if "complex" in str(sequences.dtype):  # saves other dtypes a call
             real("sequences", sequences)
-        facts = self._facts(training, on_gpu(sequences), refusal())
+        facts = self._facts(training, on_gpu(sequences), refusal(sequences))
         engine, reason = choose(facts)
         _, resets = _further.get()
         if engine in ("keras", "cudnn") and resets is not None:
@@ -211,7 +214,8 @@ class Fused(Steps, Keywords, Explained):
         check(call, arrays)
         name, run = keras.backend.backend(), composite
         if engine == "cpu" or name == "jax":
-            run = import_module(f"anycell.keras.{name}").run
+            module = import_module(f"anycell.keras.{name}")
+            run = module.run if engine == "cpu" else module.scan
         outputs, final = run(call, arrays)
         return self._as_keras(call, outputs, final, mask)
 
@@ -228,7 +232,7 @@ class Fused(Steps, Keywords, Explained):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Returns results like Keras's loop: batch first, steps in the order of processing."""
         last, (reverse,) = final[0], call.options.reverse
-        if mask is not None:
+        if mask is not None and not self._begins_held(call):
             # Before a row's first step Keras repeats zeros, not the initial state.
             held = not call.options.apart(True)
             seen = ops.any(mask, axis=0) if held else mask[0 if reverse else -1]
@@ -245,6 +249,13 @@ class Fused(Steps, Keywords, Explained):
         if reverse:
             outputs = ops.flip(outputs, axis=1)
         return last, outputs, list(final)
+
+    def _begins_held(self, call: Call) -> bool:
+        """Whether the outputs before a row's first step repeat the initial state, as in Keras's
+        layers on JAX.
+        """
+        as_on_jax = keras.backend.backend() == "jax" and self._drop_in and not call.unroll
+        return as_on_jax and not call.options.apart(True)
 
 
 def _attached_mask(x: Tensor) -> Tensor:
@@ -396,9 +407,9 @@ class LSTM(DropIn, keras.layers.LSTM):
         h' = o tanh(c')
 
     Weights: ``kernel`` ``[in, 4 * units]``, ``recurrent_kernel`` ``[units, 4 * units]``, ``bias``
-    ``[4 * units]``, gates in the order i f c o; states ``[h, c]``. Fused on TensorFlow and torch,
-    on the CPU, in training and inference; activations that the cell language does not have run in
-    Keras's loop. ``layer.engine`` says which, and why.
+    ``[4 * units]``, gates in the order i f c o; states ``[h, c]``. Fused on the CPU, in
+    training and inference; activations that the cell language does not have run in Keras's loop.
+    ``layer.engine`` says which, and why.
 
     Example:
         >>> layer = LSTM(8, return_sequences=True)

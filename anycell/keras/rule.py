@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from anycell.lang.cell import Cell
 from anycell.plan import Engine, Plan, plan
 
-FUSED = "tensorflow", "torch"  # Keras's backends that can call the kernels
+FUSED = "tensorflow", "torch", "jax"  # Keras's backends that can call the kernels
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 
 
@@ -56,8 +56,8 @@ class Facts:
         drop_in: whether the layer is a subclass of Keras's layer, which has a loop of its own.
         obstacle: why neither the kernel nor cuDNN can run it, if there is a reason: an activation,
             recurrent dropout in training.
-        traced: why no code outside the graph can be called, if there is a reason: XLA, export,
-            ``step_by_step``.
+        traced: why no code outside the graph can be called, if there is a reason: TensorFlow's
+            XLA, export, ``step_by_step``.
     """
 
     cell: Cell | None
@@ -88,13 +88,11 @@ def choose(facts: Facts) -> Engine:
             return Engine("cudnn", "a layer that cuDNN knows, through Keras")
         where = {
             "tensorflow": "TensorFlow gives kernels of others no stream; XLA compiles the loop",
-            "jax": "XLA compiles the loop",
+            "jax": "XLA compiles the loop; no fused kernel for a GPU yet",
         }
         return Engine(loop, where.get(facts.backend, "no fused kernel for a GPU yet"))
     if facts.traced is not None:
         return Engine(loop, facts.traced)
-    if facts.backend == "jax":
-        return Engine(loop, "XLA compiles the loop; it is not asked to call the kernels yet")
     if facts.backend not in FUSED:
         return Engine(loop, f"no way to call the kernels from Keras's backend {facts.backend!r}")
     assert facts.cell is not None

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 from keras import ops, tree
 from keras.src import backend  # the scope in which Keras calls layers has no public name
@@ -68,9 +69,9 @@ class Steps:
     def prepare(self) -> Self:
         """Packs the weights, as they are now, for ``step``; returns the layer itself.
 
-        A ``step`` stays an ordinary call in 16 and in 8 bits, on copies of the layer, and if no
-        kernel runs the layer here. Weights that change later go unnoticed: call this method again
-        after training and after loading.
+        A ``step`` stays an ordinary call on JAX, in 16 and in 8 bits, on copies of the layer, and
+        if no kernel runs the layer here. Weights that change later go unnoticed: call this method
+        again after training and after loading.
 
         Raises:
             ValueError: for a layer that goes backwards, or has no weights yet.
@@ -81,7 +82,8 @@ class Steps:
         self._forwards("prepare")
         view, stream = view_of(me), None
         dtype, rounded = me.cell.compute_dtype, hasattr(me, "rounded")
-        if me.engine.name == "cpu" and dtype in ("float32", "float64") and not rounded:
+        fused = me.engine.name == "cpu" and keras.backend.backend() != "jax"
+        if fused and dtype in ("float32", "float64") and not rounded:
             arrays = {name: value(weight) for name, weight in view.learned[0].items()}
             weights = {n: np.array(ops.convert_to_numpy(a), dtype) for n, a in arrays.items()}
             host, sizes = host_of(np.dtype(dtype)), dict(view.sizes)

@@ -72,10 +72,18 @@ def turn(name: str, array: Array, reverse: bool, back: bool = False) -> Array:
 
 def by_layer(drop_in: bool = False, **ways: bool) -> Callable[..., Arrays]:
     def solve(problem: Problem, along: Arrays | None = None) -> Arrays:
+        if BACKEND == "jax":  # which calls the kernels' recipes only where it traces
+            on_jax().clear_cache()
         with double(problem.dtype):
             return run(made(problem, drop_in), problem, along, ways)
 
     return solve
+
+
+def on_jax() -> Any:
+    from anycell.keras import jax
+
+    return jax._run
 
 
 def run(layer: Any, problem: Problem, along: Arrays | None, ways: dict[str, bool]) -> Arrays:
@@ -155,11 +163,8 @@ FRONTENDS = [
         f"keras.RNN step by step on {BACKEND}", step_by_step, LACKS | INEXACT, None, by_step,
         variant=True, fused=False,
     ),
+    Frontend(f"keras.RNN on {BACKEND}", by_layer(), LACKS),
+    Frontend(f"keras drop-ins on {BACKEND}", by_layer(True), AS_KERAS, tuple(DROP_INS)),
 ]  # fmt: skip
-if BACKEND != "jax":  # on JAX all run step by step, the drop-ins in Keras's loop
-    FRONTENDS += [
-        Frontend(f"keras.RNN on {BACKEND}", by_layer(), LACKS),
-        Frontend(f"keras drop-ins on {BACKEND}", by_layer(True), AS_KERAS, tuple(DROP_INS)),
-    ]
 if BACKEND == "tensorflow":
     FRONTENDS += [Frontend("keras.RNN in a graph", by_layer(graph=True), LACKS, variant=True)]
