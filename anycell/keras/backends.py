@@ -5,7 +5,6 @@ Only the backend in use is imported.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,19 +26,6 @@ def refusal(x: Tensor | None = None) -> str | None:
 
         return jax.refusal(x)
     return asked()
-
-
-_EXPORTERS = "keras.src.export", "tf2onnx", "jax._src.export"
-
-
-def exporting() -> bool:
-    """Whether an exporter, of Keras, JAX or tf2onnx, traces the call; only the stack shows it."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_EXPORTERS):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def on_gpu(x: Tensor) -> bool:

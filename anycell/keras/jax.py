@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from anycell.jax import fused
 from anycell.jax.primitive import planned
-from anycell.keras.backends import exporting
 from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
 from anycell.keras.composite import composite
 from anycell.keras.rule import asked
@@ -28,8 +27,6 @@ def refusal(x: Tensor | None = None) -> str | None:
         return why
     if not hasattr(jax, "ffi"):
         return "JAX calls foreign functions, such as the kernels, since 0.5"
-    if exporting():
-        return "an exported model must run where anycell is not installed"
     if x is not None and not all(isinstance(size, int) for size in x.shape):
         return f"kernels need the sizes of {x.shape}, which are symbols"
     return None

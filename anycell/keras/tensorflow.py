@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,6 @@ from tensorflow.python.saved_model import save_context
 
 from anycell import layer
 from anycell.engines import cpu
-from anycell.keras.backends import exporting
 from anycell.keras.call import KERNELS, Arrays, Result, Tensor, check, dequantized, lowered
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, host_of
@@ -66,9 +66,19 @@ def refusal() -> str | None:
         return why
     if control_flow_util.GraphOrParentsInXlaContext(graphs.get_default_graph()):
         return "XLA (jit_compile=True) compiles the whole graph and calls nothing outside it"
-    if save_context.in_save_context() or exporting():
+    if save_context.in_save_context() or _exporting():
         return "an exported model must run where anycell is not installed"
     return None
+
+
+def _exporting() -> bool:
+    """Whether an exporter, Keras's or tf2onnx, traces the call, which only the stack shows."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(("keras.src.export", "tf2onnx")):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def recur(call: Call, arrays: Arrays) -> Result:
