@@ -31,7 +31,8 @@ FLOORS = """
     layer
     explanation named
     numpy torch
-    compress jax keras
+    jax
+    compress keras
     tf1
     anycell
     usage
