@@ -14,7 +14,7 @@ from anycell.usage import need
 
 PACKAGES = (
     "anycell", "numpy", "llvmlite", "torch", "onnxruntime", "openvino", "keras", "tensorflow",
-    "tensorflow-cpu",
+    "tensorflow-cpu", "jax", "flax",
 )  # fmt: skip
 
 
