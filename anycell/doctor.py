@@ -23,7 +23,7 @@ Verdict = Literal["ok", "note", "bad"]
 Finding = tuple[Verdict, str]
 MARKS: dict[Verdict, str] = {"ok": "  ", "note": "! ", "bad": "X "}
 
-OPTIONAL = "torch tensorflow keras jax flax triton onnx onnxruntime matplotlib rich".split()
+OPTIONAL = "torch tensorflow keras jax flax equinox triton onnx onnxruntime matplotlib rich".split()
 LIMIT = 1e-6  # relative error of a forward pass in float32
 
 
