@@ -241,8 +241,8 @@ def _layer_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, Any]
 
 
 def _keeping_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, Any]:
-    """As of ``layer``. What is kept has none, since ``backward`` says how gradients depend on the
-    arrays themselves.
+    """Differentiates the results alone: ``backward`` says how gradients depend on the arrays, so
+    what is kept has no derivative.
     """
     results, kept, along = _of_results(flat, tangents, of)
     return [*results, *kept], [*along, *map(jnp.zeros_like, kept)]
