@@ -476,6 +476,21 @@ def test_refusals(layer: aj.RNN, params: Arrays, x: Any, case: str) -> None:
         call(layer, params, x)
 
 
+@pytest.mark.parametrize("dtype", ["int16", "float32", "bool"])
+def test_known_values_are_checked_in_a_trace(
+    layer: aj.RNN, params: Arrays, x: Any, dtype: str
+) -> None:
+    """JAX traces its operations on arrays that it knows, too."""
+    flags, lengths = jnp.zeros((T, B), dtype).at[2].set(jnp.ones(B, dtype)), jnp.full(B, 3, "int16")
+    right = layer(params, x, resets=flags, lengths=lengths)[0]
+    same(jax.jit(lambda x: layer(params, x, resets=flags, lengths=lengths)[0])(x), right)
+    with pytest.raises(ValueError, match="a length of 9"):
+        jax.jit(lambda x: layer(params, x, lengths=3 * np.asarray(lengths)))(x)
+    if dtype != "bool":
+        with pytest.raises(ValueError, match=r"resets > 0\.5"):
+            jax.jit(lambda x, flags=3 * flags: layer(params, x, resets=flags))(x)
+
+
 def test_traced_values_cannot_be_checked(layer: aj.RNN, params: Arrays, x: Any) -> None:
     """Of lengths and resets: all resets but 0 are resets, and lengths are clipped by comparing."""
     run = jax.jit(lambda resets, lengths: layer(params, x, resets=resets, lengths=lengths)[0])

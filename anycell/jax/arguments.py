@@ -18,7 +18,7 @@ Array = Any
 
 
 def known(array: Array) -> bool:
-    """Whether the values of an array can be read now."""
+    """Whether NumPy can read the values of an array now; JAX, while it traces, reads none."""
     return not isinstance(array, jax.core.Tracer)
 
 
@@ -55,22 +55,21 @@ def check_flags(name: str, value: Any, shape: Sequence[int], axes: str, like: Ar
         return value.astype(bool)
     if name == "mask" or jnp.issubdtype(value.dtype, jnp.complexfloating):
         refuse(name, describe(value), expected, f"Cast it: {name}.astype(bool).", TypeError)
-    flags = value != 0
-    if known(value) and not bool((flags == value).all()):
+    if known(value) and not np.isin(np.asarray(value), (0, 1)).all():
         hint = f"Say which values are meant, as in {name} > 0.5."
         refuse(name, describe(value), f"{expected}, or 0 and 1", hint)
-    return flags
+    return value != 0
 
 
 def _counts(name: str, value: Any, expected: str) -> tuple[Array, bool]:
     """Lengths as integers, and whether their values can be read."""
     try:
-        counts = jnp.asarray(value)
+        counts = np.asarray(value) if known(value) else value
     except (TypeError, ValueError):
         refuse(name, describe(value), expected, "Pass a list of int, or an array.", TypeError)
     if counts.size and not jnp.issubdtype(counts.dtype, jnp.integer):
         refuse(name, describe(counts), expected, f"Cast them: {name}.astype(int).", TypeError)
-    return counts.astype(jnp.int32), known(counts)
+    return counts.astype(np.int32), known(value)
 
 
 def _below(steps: int, counts: Array, like: Array) -> Array:
