@@ -20,6 +20,8 @@ jnp = jax.numpy
 import anycell.jax as aj  # noqa: E402
 from anycell.jax import composite, fused, primitive  # noqa: E402
 
+X64 = jax if hasattr(jax, "enable_x64") else jax.experimental
+
 T, B, I, H = 7, 5, 3, 6
 Arrays = dict[str, Any]
 
@@ -353,6 +355,21 @@ def test_keys_are_seeds(x: Any) -> None:
     assert run(jax.random.key(3))[0] != run(jax.random.key(4))[0]
     same(run(jax.random.key(3, impl="rbg")), run(jax.random.key(3, impl="rbg")))
     same(layer(params, x), layer(params, x, seed=jax.random.key(1)))  # not in training
+
+
+def test_numbers_are_seeds(x: Any) -> None:
+    """Also as arrays, of which JAX may know no value."""
+    layer = aj.ZoneoutLSTM(I, H)
+    params = layer.init(jax.random.key(0))
+
+    def run(seed: Any) -> Any:
+        return layer(params, x, training=True, seed=seed)[0]
+
+    same(jax.jit(run)(7), run(7))
+    same(run(np.uint32(2**32 - 1)), run(2**32 - 1))
+    with X64.enable_x64(True):
+        words = primitive.seed_words(layer.cell, jnp.asarray(2**40 + 3))
+    same(words, primitive.seed_words(layer.cell, 2**40 + 3))
 
 
 def test_dropout(rng: np.random.Generator) -> None:

@@ -145,7 +145,8 @@ def seed_words(cell: Cell, seed: Any) -> Array:
     """The seed of random masks as two words of 32 bits, the low word first.
 
     Args:
-        seed: an int, a key of ``jax.random``, or an array of two uint32, such as old keys are.
+        seed: an int, also as an array; a key of ``jax.random``, or an array of uint32, such as old
+            keys are.
     """
     expected = "an int from 0 to 2**64 - 1, or a key of jax.random"
     if seed is None:
@@ -155,6 +156,9 @@ def seed_words(cell: Cell, seed: Any) -> Array:
         seed = jax.random.key_data(seed)
     seed = as_arrays(seed)
     if isinstance(seed, jax.Array):
+        if seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer):
+            high = seed >> 32 if seed.dtype.itemsize == 8 else jnp.zeros_like(seed)
+            return jnp.stack([seed.astype(jnp.uint32), high.astype(jnp.uint32)])
         if seed.dtype != jnp.uint32 or seed.ndim != 1 or seed.size < 2:
             refuse("seed", describe(seed), expected, "Pass a single key.", TypeError)
         return seed[-2:][::-1]
