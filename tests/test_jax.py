@@ -1,11 +1,13 @@
 """JAX: what the conformance suite does not ask of ``anycell.jax``."""
 
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from processes import python
 from tolerances import assert_close
 
 import anycell
@@ -322,6 +324,50 @@ def test_a_layer_may_be_static(layer: aj.RNN, params: Arrays, x: Any) -> None:
     assert aj.RNN(cells.LSTMP, I, H, P=2) != aj.RNN(cells.LSTMP, I, H, P=3)
 
 
+def test_shard_map(params: Arrays) -> None:
+    """It is right or refused: on two devices, in a process of its own."""
+    code = """
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import Mesh, PartitionSpec as P
+        import anycell.jax as aj
+        layer = aj.LSTM(3, 6)
+        params = layer.init(jax.random.key(0))
+        x = jax.random.normal(jax.random.key(1), (5, 4, 3))
+        right = jax.grad(lambda p: (layer(p, x)[0] ** 2).sum())(params)
+        mesh = Mesh(np.array(jax.devices()), ("d",))
+        def part(p, x):
+            d = jax.grad(lambda p: (layer(p, x)[0] ** 2).sum())(p)
+            return jax.lax.psum(d, "d")
+        if hasattr(jax, "shard_map"):
+            how = dict(mesh=mesh, in_specs=(P(), P(None, "d")), out_specs=P())
+            try:
+                jax.jit(jax.shard_map(part, **how))(params, x)
+            except ValueError as error:
+                assert "Pass check_vma=False" in str(error), error
+                found = jax.jit(jax.shard_map(part, **how, check_vma=False))(params, x)
+                assert all(jnp.allclose(found[n], right[n], 1e-5, 1e-5) for n in right)
+                print("right", jax.device_count())
+        else:
+            print("right 2")
+    """
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    assert "right 2" in python(textwrap.dedent(code), **flags)
+
+
+def test_sizes_that_an_export_leaves_open(layer: aj.RNN, params: Arrays, x: Any) -> None:
+    export = pytest.importorskip("jax.export")
+    shape = (*export.symbolic_shape("7, b"), I)
+    run = jax.jit(lambda p, x: layer(p, x)[0])
+    exported = export.export(run)(params, jax.ShapeDtypeStruct(shape, x.dtype))
+    found = exported.call(params, x)
+    assert_close(np.asarray(found), np.asarray(run(params, x)), "float32", "forward")
+
+
+def test_no_rank_is_promoted(layer: aj.RNN, params: Arrays, x: Any) -> None:
+    with jax.numpy_rank_promotion("raise"):
+        jax.grad(lambda p: layer(p, x)[0].sum())(params)
+
+
 # -- random masks ----------------------------------------------------------------------------------
 def test_the_numbers_are_philoxs() -> None:
     for seed in (0, 7, 2**64 - 3):
@@ -476,6 +522,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "a turned mask": (lambda l, p, x: l(p, x, mask=x[..., 0].T > 0), "Transpose it: mask.T"),
     "real resets": (lambda l, p, x: l(p, x, resets=x[..., 0]), "resets > 0.5"),
     "long lengths": (lambda l, p, x: l(p, x, lengths=[9] * B), "lengths: given a length of 9"),
+    "bytes above 1": (lambda l, p, x: l(p, x, mask=jnp.full((T, B), 2, "uint8")), "or 0 and 1"),
     "real lengths": (lambda l, p, x: l(p, x, lengths=[0.5] * B), "Cast them: lengths.astype"),
     "an engine": (lambda l, p, x: l(p, x, engine="gpu"), "engine: given 'gpu'; expected None"),
     "an option": (lambda l, p, x: l(p, x, hx=x), "hx: .*Did you mean state?"),
@@ -530,6 +577,11 @@ def test_flax(x: Any) -> None:
     assert model.weight_ih_l0[...].shape == (4 * H, I)
     first, second = model(x)[0], model(x)[0]
     assert (first != second).any()
+    other = RNN(cells.ZoneoutLSTM, I, H, rngs=(rngs := nnx.Rngs(1)))
+    twin = RNN(cells.ZoneoutLSTM, I, H, rngs=rngs)
+    before = int(other.rngs.dropout.count[...])
+    twin(x)
+    assert int(other.rngs.dropout.count[...]) == before
     model.eval()
     same(model(x), model(x))
     params = {name: getattr(model, name)[...] for name in model.layers.shapes}
@@ -553,6 +605,10 @@ def test_equinox(x: Any) -> None:
     model = RNN(cells.ZoneoutLSTM, I, H, num_layers=2, dropout=0.1, key=jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), 40)
     assert (model(x, key=keys[0])[0] != model(x, key=keys[1])[0]).any()
+    with pytest.raises(ValueError, match=r"key: given None; expected a key"):
+        model(x)
+    with pytest.raises(TypeError, match=r"seed: given int 4; .* Pass key="):
+        model(x, seed=4)
     still = equinox.nn.inference_mode(model)
     same(still(x), model.layers(model.params, x))
     rows = jax.vmap(lambda row: still(row)[0], 1, 1)(x)

@@ -51,9 +51,11 @@ def check_flags(name: str, value: Any, shape: Sequence[int], axes: str, like: Ar
         turned = len(shape) == 2 and value.shape == tuple(shape)[::-1]
         hint = f"Transpose it: {name}.T." if turned else "Pass one flag per step and row."
         refuse(name, describe(value), expected, hint)
-    if value.dtype in (jnp.bool_, jnp.uint8):
-        return value.astype(bool)
-    if name == "mask" or jnp.issubdtype(value.dtype, jnp.complexfloating):
+    if value.dtype == jnp.bool_:
+        return value
+    if (name == "mask" and value.dtype != jnp.uint8) or jnp.issubdtype(
+        value.dtype, jnp.complexfloating
+    ):
         refuse(name, describe(value), expected, f"Cast it: {name}.astype(bool).", TypeError)
     if known(value) and not np.isin(np.asarray(value), (0, 1)).all():
         hint = f"Say which values are meant, as in {name} > 0.5."

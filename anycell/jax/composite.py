@@ -35,6 +35,11 @@ def composite(cell: Cell, options: Options, names: Sequence[str], arrays: Arrays
         wide = {n: a.astype(DTYPES[narrow].math.name) if a.dtype == narrow else a
                 for n, a in arrays.items()}  # fmt: skip
         return jax.tree.map(lambda a: a.astype(narrow), composite(cell, options, names, wide))
+    with jax.numpy_rank_promotion("allow"):
+        return _run(cell, options, names, arrays)
+
+
+def _run(cell: Cell, options: Options, names: Sequence[str], arrays: Arrays) -> Results:
     x, mask = arrays["x"], arrays.get("mask")
     if mask is not None:  # NaN under a mask must not reach a gradient
         x = jnp.where(mask[..., None], x, 0)

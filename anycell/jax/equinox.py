@@ -12,6 +12,7 @@ import equinox  # noqa: E402
 
 from anycell.jax import layers  # noqa: E402
 from anycell.lang.cell import Cell  # noqa: E402
+from anycell.layer.checks import describe, refuse  # noqa: E402
 
 
 class RNN(equinox.Module):
@@ -64,4 +65,13 @@ class RNN(equinox.Module):
             key: seeds dropout and the cell's random masks, if it is not for inference.
         """
         training = self.layers.draws and not self.inference
+        for name in ("seed", "training"):
+            if name in options:
+                hint = "Pass key=." if name == "seed" else "Use equinox.nn.inference_mode."
+                expected = "no such argument of a module of Equinox"
+                refuse(name, describe(options[name]), expected, hint, TypeError)
+        if training and key is None:
+            cell = self.layers.cell.name
+            hint = f"In training a layer of {cell} draws masks; equinox.nn.inference_mode ends it."
+            refuse("key", "None", "a key of jax.random", hint)
         return self.layers(self.params, x, state, training=training, seed=key, **options)

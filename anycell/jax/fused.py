@@ -29,6 +29,7 @@ from anycell.jax import batching
 from anycell.jax.composite import Array, Results, composite
 from anycell.jax.host import Buffer, Seed, host_of
 from anycell.layer.arguments import Kept
+from anycell.layer.checks import refuse
 from anycell.layer.sequences import keeping as keeping_states
 from anycell.layer.sequences import sequences
 from anycell.plan import Options, Plan
@@ -52,9 +53,24 @@ def run(plan: Plan, options: Options, names: Names, arrays: Arrays) -> Results:
     if names:  # the kernel keeps them like values for the backward pass
         options = options._replace(checkpoint=None)
     of = Pass(plan, options, names, tuple(arrays))
-    if plan.engine != "cpu":
+    fixed = all(isinstance(size, int) for array in arrays.values() for size in array.shape)
+    if plan.engine != "cpu" or not fixed:  # a kernel needs the sizes that an export leaves open
         return _composite(of, arrays)
+    _check_shards(arrays)
     return of.results(_layer.bind(*arrays.values(), of=of))
+
+
+def _check_shards(arrays: Arrays) -> None:
+    """Refuses arrays that ``shard_map`` follows from device to device, as primitives must then too:
+    their gradients would not be added up.
+    """
+    for name, array in arrays.items():
+        kind = jax.typeof(array) if hasattr(jax, "typeof") else None  # since JAX 0.6
+        varying = getattr(getattr(kind, "manual_axis_type", None), "varying", ())
+        if axes := varying or getattr(kind, "vma", ()):  # the older name
+            given = f"an array that varies over the mesh axes {', '.join(sorted(axes))}"
+            expected = "arrays of a jax.shard_map(..., check_vma=False)"
+            refuse(name, given, expected, "Pass check_vma=False, or use jit and NamedSharding.")
 
 
 class Pass(NamedTuple):

@@ -48,7 +48,8 @@ class RNN(nnx.Module):
         self.layers = layers.RNN(cell, input_size, hidden_size, **options)
         for name, value in self.layers.init(rngs.params(), dtype).items():
             setattr(self, name, nnx.Param(value))
-        self.rngs = rngs if self.layers.draws else None
+        # Its own, so that modules made from one ``rngs`` do not count each other's calls.
+        self.rngs = nnx.Rngs(dropout=rngs.dropout()) if self.layers.draws else None
         self.deterministic = False
 
     def __call__(self, x: Any, state: Any = None, **options: Any) -> tuple[Any, ...]:
