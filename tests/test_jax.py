@@ -13,7 +13,7 @@ from tolerances import assert_close
 import anycell
 import anycell.numpy as an
 from anycell import cells
-from anycell.engines.cpu import xla
+from anycell.engines.cpu import pool, xla
 from anycell.lang import philox
 
 jax = pytest.importorskip("jax")
@@ -110,6 +110,23 @@ def test_calls_at_the_same_time_have_memory_of_their_own(
     assert len(found) == 8
     for one in found:
         same(one, alone)
+
+
+def test_any_number_of_threads_has_the_same_bits(rng: np.random.Generator) -> None:
+    """Of a layer that is worth several, forward and backward; also in 16 bits."""
+    layer = aj.LSTM(I, 40, bidirectional=True)
+    for dtype in ("float32", "bfloat16"):
+        params, x = layer.init(jax.random.key(0), dtype), drawn(rng, 30, 33, I).astype(dtype)
+        found = []
+        for count in (1, 2, 3):
+            pool.set_threads(count)
+            try:
+                run = jax.jit(jax.value_and_grad(lambda p, x=x: (layer(p, x)[0] ** 2).sum()))
+                found.append(run(params))
+            finally:
+                pool.set_threads(None)
+        same(found[0], found[1])
+        same(found[0], found[2])
 
 
 @pytest.mark.parametrize("checkpoint", [1, 3, "sqrt"])

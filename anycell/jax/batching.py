@@ -1,12 +1,12 @@
-"""``jax.vmap`` of the passes of a layer: what the rows of several calls share runs as one call.
+"""``jax.vmap`` of the passes of a layer: several calls run as one where they can.
 
 Elements of the mapped axis become rows of the batch if all that differs between them has rows:
-input, states, masks. Otherwise a forward pass runs once for each element.
+input, states, masks. Otherwise a pass runs once for each element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from anycell.layer.signature import FLAGS
 
 Array = Any
 Arrays = Mapping[str, Array]
-Run = Callable[[Any], Any]
 
 
 def row_axis(name: str, array: Array) -> int | None:
@@ -69,15 +68,11 @@ def element(arrays: Arrays, batched: Mapping[str, bool]) -> dict[str, Array]:
     return {name: array[0] if batched[name] else array for name, array in arrays.items()}
 
 
-def one_by_one(run: Run, tree: Any, batched: Any) -> Any:
+def one_by_one(run: Callable[..., Any], flat: Sequence[Array], batched: Sequence[bool]) -> Any:
     """Runs elements one after the other."""
-    leaves, structure = jax.tree.flatten(tree)
-    flags = jax.tree.leaves(batched)
-    mapped = [leaf for leaf, one in zip(leaves, flags, strict=True) if one]
 
     def of_element(parts: list[Array]) -> Any:
         rest = iter(parts)
-        whole = [next(rest) if one else leaf for leaf, one in zip(leaves, flags, strict=True)]
-        return run(jax.tree.unflatten(structure, whole))
+        return run(*(next(rest) if one else a for a, one in zip(flat, batched, strict=True)))
 
-    return jax.lax.map(of_element, mapped)
+    return jax.lax.map(of_element, [a for a, one in zip(flat, batched, strict=True) if one])

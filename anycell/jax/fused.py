@@ -24,7 +24,6 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import batching as interpreter
 
 from anycell import layer
-from anycell.engines.cpu import pool
 from anycell.jax import batching
 from anycell.jax.composite import Array, Results, composite
 from anycell.jax.host import Buffer, Seed, host_of
@@ -38,7 +37,6 @@ from anycell.plan import plan as make_plan
 Arrays = dict[str, Array]
 Names = tuple[str, ...]
 Flat = list[Array]
-threads = pool.threads
 
 
 def run(plan: Plan, options: Options, names: Names, arrays: Arrays) -> Results:
@@ -326,7 +324,7 @@ def _several(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
         arrays = of.arrays(flat[:count])
         wanted = static.get("wanted", ())
         if not batching.foldable(batching.element(arrays, mapped), mapped, wanted):
-            made = batching.one_by_one(lambda parts: bind(*parts), flat, batched)
+            made = batching.one_by_one(bind, flat, batched)
             return made, [0] * len(made)
         folded = batching.fold_all(arrays, mapped, size)
         rest = [

@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from anycell.engines.cpu import pool
 from anycell.jax import fused
 from anycell.jax.arguments import JAX, as_arrays, check_array
 from anycell.lang.cell import Cell
 from anycell.layer.checks import Layout, check_cell, choice, describe, refuse
-from anycell.layer.primitive import arguments, check_input, learned_by_name, options_and_seed
+from anycell.layer.primitive import (
+    arguments,
+    check_input,
+    input_of,
+    learned_by_name,
+    options_and_seed,
+)
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.plan import OPTIONS, FunctionOptions, Options, Plan, plan, takes
 from anycell.plan.dtype import dtypes
@@ -44,8 +51,9 @@ def recurrence(
 ) -> tuple[Any, ...]:
     """Runs ``cell`` over a sequence: one direction of one layer, whose arrays are the user's.
 
-    All transformations of JAX work with it. On the CPU a fused kernel runs it, within the compiled
-    program and without Python.
+    ``jit``, ``grad``, ``vmap`` and the other transformations of JAX work with it; ``shard_map``
+    needs ``check_vma=False``. On the CPU a fused kernel runs it, within the compiled program and
+    without Python.
 
     Args:
         cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the arrays.
@@ -92,7 +100,7 @@ def recurrence(
     check_cell(cell)
     weights, params = as_arrays(dict(weights)), as_arrays({} if params is None else params)
     named = learned_by_name(JAX, cell, cell.learned, weights=weights, params=params)
-    name, series = as_arrays(_input(x, gates, named))
+    name, series = as_arrays(input_of(x, gates, named))
     check_input(JAX, cell, name, series, "weight_ih" not in named)
     like = named.get("weight_hh", [*named.values(), series][0])
     state, reset_state, static, recurrent_mask = as_arrays(
@@ -121,7 +129,7 @@ def recurrence(
 
 def run(plan: Plan, options: Options, names: tuple[str, ...], arrays: Mapping[str, Any]) -> Any:
     """Runs a layer; see ``fused.run``. None stands for an array that is not given."""
-    options = options._replace(threads=fused.threads())
+    options = options._replace(threads=pool.threads())
     return fused.run(plan, options, names, {n: a for n, a in arrays.items() if a is not None})
 
 
@@ -165,15 +173,3 @@ def seed_words(cell: Cell, seed: Any) -> Array:
     number = options_and_seed({"seed": seed}, recurrence)[1]
     assert number is not None
     return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
-
-
-def _input(x: Any, gates: Any, named: Mapping[str, Array]) -> tuple[str, Any]:
-    """The name of the input, "gates" if it is projected already, and the input itself."""
-    if (x is None) is (gates is None):
-        given = "neither" if x is None else "both"
-        hint = "Pass x, or None and gates=... if the input is projected already."
-        refuse("x, gates", given, "one of them", hint, TypeError)
-    if gates is not None and "weight_ih" in named:
-        expected = "no weight_ih, because gates are already projected"
-        refuse("weights", "weight_ih with gates", expected, "Pass x, or leave weight_ih out.")
-    return ("x", x) if gates is None else ("gates", gates)

@@ -44,6 +44,18 @@ def learned_by_name(
     return learned
 
 
+def input_of(x: Any, gates: Any, named: Mapping[str, Any]) -> tuple[str, Any]:
+    """The name of the input, "gates" if it is projected already, and the input itself."""
+    if (x is None) is (gates is None):
+        given = "neither" if x is None else "both"
+        hint = "Pass x, or None and gates=... if the input is projected already."
+        refuse("x, gates", given, "one of them", hint, TypeError)
+    if gates is not None and "weight_ih" in named:
+        expected = "no weight_ih, because gates are already projected"
+        refuse("weights", "weight_ih with gates", expected, "Pass x, or leave weight_ih out.")
+    return ("x", x) if gates is None else ("gates", gates)
+
+
 def check_input(
     frontend: Frontend, cell: Cell, name: str, x: Any, projected: bool, packed: bool = False
 ) -> None:

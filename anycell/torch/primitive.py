@@ -10,8 +10,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
-from anycell.layer.checks import check_cell, choice, refuse
-from anycell.layer.primitive import arguments, check_input, learned_by_name, options_and_seed
+from anycell.layer.checks import check_cell, choice
+from anycell.layer.primitive import (
+    arguments,
+    check_input,
+    input_of,
+    learned_by_name,
+    options_and_seed,
+)
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.plan import OPTIONS, Call, FunctionOptions, takes
 from anycell.torch import ops
@@ -99,7 +105,7 @@ def recurrence(
         ops.register(cell)
     params = {} if params is None else params
     named = learned_by_name(TORCH, cell, cell.learned, weights=weights, params=params)
-    name, series = _input(x, gates, named)
+    name, series = input_of(x, gates, named)
     packed = isinstance(series, PackedSequence)
     data: Any = parts(series)[0] if packed else series
     check_input(TORCH, cell, name, data, "weight_ih" not in named, packed)
@@ -120,18 +126,6 @@ def recurrence(
     )
     last = tuple([s.squeeze(0) for s in final])
     return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
-
-
-def _input(x: Any, gates: Any, named: Mapping[str, Tensor]) -> tuple[str, Any]:
-    """Returns the name of the input, "gates" if it is projected already, and the input itself."""
-    if (x is None) is (gates is None):
-        given = "neither" if x is None else "both"
-        hint = "Pass x, or None and gates=... if the input is projected already."
-        refuse("x, gates", given, "one of them", hint, TypeError)
-    if gates is not None and "weight_ih" in named:
-        expected = "no weight_ih, because gates are already projected"
-        refuse("weights", "weight_ih with gates", expected, "Pass x, or leave weight_ih out.")
-    return ("x", x) if gates is None else ("gates", gates)
 
 
 def _seed(cell: Cell, training: bool, seed: Any) -> Any:
