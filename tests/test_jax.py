@@ -523,6 +523,8 @@ def test_narrow_floats_that_no_kernel_has(x: Any) -> None:
 # -- what is refused -------------------------------------------------------------------------------
 Call = Callable[[aj.RNN, Arrays, Any], Any]
 REFUSED: dict[str, tuple[Call, str]] = {
+    "no key": (lambda l, p, x: l.init(0), "key: given int 0; .* Pass jax.random.key"),
+    "integers": (lambda l, p, x: l.init(jax.random.key(0), int), "dtype: given .*floating point"),
     "no parameters": (lambda l, p, x: l(x, x), "params: .* The layer holds none"),
     "a missing one": (
         lambda l, p, x: l({n: p[n] for n in [*p][1:]}, x), "params: given 'weight_ih_l0', missing",

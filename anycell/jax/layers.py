@@ -158,6 +158,14 @@ class RNN(Explained):
             key: of ``jax.random``.
             dtype: of all parameters: float32, bfloat16, float16 or float64.
         """
+        key = as_arrays(key)
+        if not isinstance(key, jax.Array):
+            hint = "Pass jax.random.key(0), for instance."
+            refuse("key", describe(key), "a key of jax.random", hint, TypeError)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            refuse(
+                "dtype", describe(dtype), "a floating point dtype", "Pass jnp.float32.", TypeError
+            )
         declared, bound = {p.name: p.initial for p in self.cell.params}, self.hidden_size**-0.5
         keys = jax.random.split(key, len(self.shapes))
         params = {}
