@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from anycell import cells, lang
 from anycell.lang import *  # noqa: F403
+from anycell.lang.expr import RENAMED
 
 __version__: str
 
@@ -58,6 +59,8 @@ def _unknown(name: str) -> str:
             f"{problem}. It is a cell: anycell.cells.{name}. The frontends make its layers, for "
             f"example anycell.torch.RNN(cells.{name}, ...)."
         )
+    if name in RENAMED:
+        return f"{problem}. In a cell write {RENAMED[name]}, with the functions of anycell."
     import difflib
 
     close = difflib.get_close_matches(name, __dir__(), cutoff=0.7)

@@ -310,12 +310,12 @@ class _Page:
         if "preact" in ops:
             rows.append(("a.k", "x.k + r.k: the matmul adds onto the input projection"))
         rows.append(("W_ih", f"[{gates} H, inputs]: [{gates * known['H']}, inputs]"))
-        for l in cell.linears:
+        for l in cell.by_weight.values():
             if l.name == RECURRENT:
                 width = known.get(l.in_size, l.in_size)
                 rows.append(("W_hh", f"[{gates} H, {l.in_size}]: [{gates * known['H']}, {width}]"))
             else:
-                rows.append((f"W_{l.name}", self._weight(l)))
+                rows.append((f"W_{l.shared}", self._weight(l)))
         rows.append(("s.k, k'", f"state k before and after the step{self._initial()}"))
         if "param" in ops:
             rows.append(("p.k", "per-unit parameter k"))
@@ -408,7 +408,7 @@ class _Page:
             terms = ["d_output"] * (i == 0) + [f"d_s.{name}"] * (name in direct)
             for l in self.cell.linears:
                 if l.operand is Expr("state", (), (name,)):
-                    terms.append(f"{self._gradient_of(l)} @ W_{l.name}")
+                    terms.append(f"{self._gradient_of(l)} @ W_{l.shared}")
             yield from _indent(_wrap(f"d_{name}' = {' + '.join(terms) or '0'}"))
 
     def _sums(self) -> Iterator[str]:
@@ -418,7 +418,7 @@ class _Page:
         for l in cell.linears:
             operand = show(l.operand, self.names, 5, False)
             bias = cell.bias if l.name == RECURRENT else l.bias
-            sums.append((l.name, self._gradient_of(l), operand, bias))
+            sums.append((l.shared, self._gradient_of(l), operand, bias))
         for name, gradient, operand, bias in sums:
             rows = f"    d_b_{name} += its rows" * bias
             yield from _indent(_wrap(f"d_W_{name} += {gradient}.T @ {operand}{rows}"))

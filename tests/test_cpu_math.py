@@ -98,7 +98,7 @@ def test_error_in_ulp(op, target, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("op", ["exp", "tanh", "sigmoid", "log"])
+@pytest.mark.parametrize("op", ["exp", "tanh", "sigmoid", "log", "sin", "cos", "erf", "pow"])
 def test_error_in_ulp_over_many_floats(op, target):
     limit = ulp.FUNCTIONS[op].limit("float32")
     stride = 67
@@ -150,6 +150,9 @@ def test_special_values(target, real, short):
         "hard_sigmoid": [0.5, 0.5, 1, 0, np.nan, 0.5, 1, 0.5, 0],
         "sign": [0, 0, 1, -1, np.nan, 1, 1, -1, -1],
         "softplus": [np.log(2), np.log(2), np.inf, 0, np.nan, np.log(2), x[6], np.log(2), 0],
+        "sin": [0.0, -0.0, np.nan, np.nan, np.nan, x[5], np.sin(x[6]), x[7], -np.sin(x[6])],
+        "cos": [1, 1, np.nan, np.nan, np.nan, 1, np.cos(x[6]), 1, np.cos(x[6])],
+        "erf": [0.0, -0.0, 1, -1, np.nan, x[5], 1, x[7], -1],
     }
     results = apply_all(target, real, {n: ops.EMIT[n] for n in expected}, x, short=short)
     rough = 3e-5 if short else limit(REALS[real], "forward")
@@ -159,17 +162,48 @@ def test_special_values(target, real, short):
         with np.errstate(invalid="ignore"):
             near = abs(result - wanted) <= rough * abs(wanted)
         assert (near | (result == wanted) | np.isnan(wanted)).all(), name
-    assert np.signbit(results["tanh"]).tolist() == [
-        *(False, True, False, True, np.signbit(x[4]), False, False, True, True)
-    ]
+    for name in ("tanh", "erf", "sin"):
+        zeros = [0, 1, 5, 7]  # and the numbers next to them
+        assert np.signbit(results[name])[zeros].tolist() == [False, True, False, True], name
+    assert np.signbit(results["tanh"])[[2, 3, 6, 8]].tolist() == [False, True, False, True]
     # The payload of a NaN could be mistaken for a number.
     nans = {
         "float": np.array([0x7FC00001, 0xFFC12345, 0x7F800001], np.uint32),
         "double": np.array([0x7FF8000000000001, 0xFFF8123456789ABC, 0x7FF0000000000001], np.uint64),
     }[real].view(REALS[real])
-    functions = {name: ops.EMIT[name] for name in ulp.FUNCTIONS}
+    functions = {name: ops.EMIT[name] for name in ulp.FUNCTIONS if name != "pow"}
     for name, y in apply_all(target, real, functions, nans, short=short).items():
         assert np.isnan(y).all(), name
+
+
+@pytest.mark.parametrize("short", [False, True])
+@everywhere
+def test_powers_have_the_rules_of_c(target, real, short):
+    """Every pair of special values; NumPy follows the rules of C, where 1^NaN and NaN^0 are 1."""
+    limits = np.finfo(REALS[real])
+    sides = [0, 0.5, 1, 1.5, 2, 3, 2.0**53, 2.0**60, limits.max, limits.smallest_subnormal, np.inf]
+    sides = np.array([np.nan, *sides, *(-side for side in sides)], REALS[real])
+    x, y = (np.array(side) for side in zip(*itertools.product(sides, sides), strict=True))
+    result = apply_all(target, real, {"pow": ops.EMIT["pow"]}, x, y, short=short)["pow"]
+    with np.errstate(all="ignore"):
+        wanted = np.power(x, y)
+        near = abs(result - wanted) <= 2 * np.spacing(abs(wanted))
+    assert (near | (result == wanted) | (np.isnan(result) & np.isnan(wanted))).all()
+    assert (np.signbit(result) == np.signbit(wanted))[~np.isnan(wanted)].all()
+
+
+@everywhere
+def test_angles_near_the_bound_of_the_short_reduction(target, real):
+    """Angles below and above 2^14 in one vector, and those next to multiples of pi / 2."""
+    x = np.concatenate([np.arange(1, 40_000) * (np.pi / 2), 2.0**14 + np.arange(-8, 8)])
+    x = x.astype(REALS[real])
+    if real == "double" and not LONG:
+        pytest.skip("no extended precision to compare doubles with")
+    name = {"float": "float32", "double": "float64"}[real]
+    for op in ("sin", "cos"):
+        for angles in (x, np.random.default_rng(0).permutation(x), -x):
+            worst = ulp.measure(op, target, angles, name)
+            assert worst.error <= ulp.FUNCTIONS[op].limit(name), worst
 
 
 @everywhere
@@ -184,7 +218,8 @@ def test_wider_registers_give_the_same_bits():
     fused = [name for name in TARGETS if isa.TARGETS[name].fma]
     x = ulp.chunk_of_floats(0, 16381)
     for op in ulp.FUNCTIONS:
-        first, *others = (ulp.compiled(op, name, "float32")(x) for name in fused or TARGETS)
+        xs = ulp.inputs(op, x)
+        first, *others = (ulp.compiled(op, name, "float32")(*xs) for name in fused or TARGETS)
         for other in others:
             np.testing.assert_array_equal(first.view(np.uint32), other.view(np.uint32))
 

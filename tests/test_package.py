@@ -31,14 +31,16 @@ def test_a_star_brings_no_framework() -> None:
 
 
 def test_names_that_are_not_there() -> None:
-    for name, hint in [("sin", "Cells may use abs, clip, "), ("sigmiod", "Close to it: sig")]:
+    for name, hint in [("tau", "Cells may use abs, clip, "), ("sigmiod", "Close to it: sig")]:
         with pytest.raises(AttributeError, match=rf"'anycell' has no attribute '{name}'\. {hint}"):
             getattr(anycell, name)
+    with pytest.raises(AttributeError, match=r"'dropout'\. In a cell write keep\(rate\) / rate \* v"):
+        anycell.dropout  # noqa: B018
     with pytest.raises(AttributeError, match=r"anycell also has Cell, .*keras, .*tf1, torch\.$"):
         anycell.flax  # noqa: B018
     with pytest.raises(AttributeError, match=r"^module 'anycell' has no attribute '__wrapped__'$"):
         anycell.__wrapped__  # noqa: B018
-    assert not hasattr(anycell, "sin")
+    assert not hasattr(anycell, "tau")
     with pytest.raises(AttributeError, match=r"is a cell: anycell\.cells\.GRU\..*RNN\(cells\.GRU"):
         anycell.GRU  # noqa: B018
 

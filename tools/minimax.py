@@ -145,6 +145,46 @@ def _exp(degree: int) -> Problem:
     return Problem(mp.exp, mp.exp, -_HALF_LN2, _HALF_LN2, range(degree + 1))
 
 
+def _sin(terms: int) -> Problem:
+    """The terms of sin x after x."""
+    powers = range(3, 2 * terms + 3, 2)
+    return Problem(lambda x: mp.sin(x) - x, mp.sin, _NEAR_0, mp.pi / 4, powers)
+
+
+def _cos(terms: int) -> Problem:
+    """The terms of cos x after 1 - x^2/2."""
+    powers = range(4, 2 * terms + 4, 2)
+    return Problem(
+        lambda x: mp.cos(x) - 1 + x * x / 2, mp.cos, mp.mpf(0), mp.pi / 4 * (1 + _NEAR_0), powers
+    )
+
+
+def _erf_near(terms: int) -> Problem:
+    return Problem(mp.erf, mp.erf, _NEAR_0, mp.mpf(1), range(1, 2 * terms + 1, 2))
+
+
+def _erf_far(degree: int) -> Problem:
+    """q in erf(1 + t) = 1 - e^-q(t). The smaller erfc is, the less an error of q counts."""
+    return Problem(
+        lambda t: -mp.log(mp.erfc(1 + t)),
+        lambda t: mp.erf(1 + t) / mp.erfc(1 + t),
+        mp.mpf(0),
+        mp.mpf(5),
+        range(degree + 1),
+    )
+
+
+def _log_of_power(terms: int) -> Problem:
+    """R in log((1 + s) / (1 - s)) = 2 s + 2/3 s^3 + s^5 R(s^2)."""
+    return Problem(
+        lambda s: _two_atanh(s) - 2 * s - 2 * s**3 / 3,
+        _two_atanh,
+        _NEAR_0,
+        3 - 2 * mp.sqrt(2),
+        range(5, 2 * terms + 5, 2),
+    )
+
+
 # Field of `Real` in ops.py -> its problem, and the leading coefficients that the code assumes.
 TABLES: dict[str, dict[str, tuple[Problem, list[float]]]] = {
     "FLOAT": {
@@ -167,6 +207,11 @@ TABLES: dict[str, dict[str, tuple[Problem, list[float]]]] = {
         # s = f / (2 + f) for f up to sqrt(2) - 1, and up to 1
         "log": (_series(_NEAR_0, 3 - 2 * mp.sqrt(2), 7), []),
         "log1p": (_series(_NEAR_0, mp.mpf(1) / 3, 10), []),
+        "sin": (_sin(6), []),
+        "cos": (_cos(6), []),
+        "erf_near": (_erf_near(13), []),
+        "erf_far": (_erf_far(20), []),
+        "log_of_power": (_log_of_power(11), []),
     },
 }
 

@@ -24,7 +24,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -74,8 +74,8 @@ class Function(NamedTuple):
     the rounding error.
     """
 
-    numpy: Callable[[Array], Array]
-    mpmath: Callable[[mp.mpf], mp.mpf]
+    numpy: Callable[..., Array]
+    mpmath: Callable[..., mp.mpf]
     errors: dict[str, float]
 
     def limit(self, dtype: str) -> float:
@@ -106,36 +106,75 @@ FUNCTIONS = {
 }
 
 
+def _erf(x: Array) -> Array:
+    """The error function: a series without differences, since every term has the sign of x."""
+    x = np.clip(x, -8, 8)  # beyond, it rounds to 1 in any precision here
+    term = total = x * 2 / np.sqrt(np.arccos(x.dtype.type(-1)))
+    for k in range(1, 200):
+        term = term * (2 * x * x / (2 * k + 1))
+        total = total + term
+    return total * np.exp(-x * x)
+
+
+def _with_exponents(x: Array) -> tuple[Array, ...]:
+    """Bases of a power, from the bits of ``x``, and an exponent for each: for most of them one
+    whose power is neither 0 nor infinite, else any number.
+    """
+    integers = {4: np.uint32, 8: np.uint64}[x.dtype.itemsize]
+    bits = (x.view(integers) * integers(2654435761)) ^ integers(0x5BD1E995)
+    share = (bits >> 8).astype(np.float64) / 2.0 ** (8 * x.dtype.itemsize - 9) - 1.0
+    with np.errstate(all="ignore"):
+        largest = np.log(np.finfo(x.dtype).max).astype(np.float64)
+        y = (share * 1.03 * largest / np.log(abs(x.astype(np.longdouble)))).astype(x.dtype)
+        bases = np.where(bits % 8 < 7, abs(x), x)
+    return bases, np.where(bits % 16 < 14, y, bits.view(x.dtype))
+
+
+FUNCTIONS |= {
+    "sin": Function(np.sin, mp.sin, {"float32": 1, "float64": 2}),
+    "cos": Function(np.cos, mp.cos, {"float32": 1, "float64": 2}),
+    "erf": Function(_erf, mp.erf, {"float32": 1, "float64": 4}),
+    "pow": Function(np.power, mp.power, {"float32": 1, "float64": 2}),
+}
+
+
+def inputs(op: str, x: Array) -> tuple[Array, ...]:
+    """The arguments of an op that are made of ``x``."""
+    return _with_exponents(x) if op == "pow" else (x,)
+
+
 # ------------------------------------------------------------------------------- the function
 @cache
-def compiled(op: str, target: str, dtype: str) -> Callable[[Array], Array]:
+def compiled(op: str, target: str, dtype: str) -> Callable[..., Array]:
     """The op as a function of arrays of any length, as `target` runs it."""
+    count = len(inputs(op, np.zeros(1, computed_in(dtype))))
     module = Module(isa.TARGETS[target], REAL[dtype], dtype in SHORT)
-    b = module.function("apply", "ptr x, ptr y, i64 n")
-    x, y, n = b.args
+    b = module.function("apply", "i64 n, ptr y, " + ", ".join(f"ptr x{k}" for k in range(count)))
+    n, y, *xs = b.args
     with b.loop(0, n, b.lanes) as i:
-        b.store(ops.EMIT[op](b, b.load(b.gep(x, i))), b.gep(y, i))
+        b.store(ops.EMIT[op](b, *(b.load(b.gep(x, i)) for x in xs)), b.gep(y, i))
     library = jit.compile(str(module), ["apply"], module.target)
-    signature = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    signature = ctypes.CFUNCTYPE(None, ctypes.c_int64, *[ctypes.c_void_p] * (1 + count))
     function = signature(library.address("apply"))
 
-    def call(values: Array) -> Array:
-        padded = np.zeros(-(-len(values) // b.lanes) * b.lanes, computed_in(dtype))
-        padded[: len(values)] = values
-        result = np.full_like(padded, np.nan)
-        function(padded.ctypes.data, result.ctypes.data, len(padded))
-        return result[: len(values)]
+    def call(*values: Array) -> Array:
+        size = len(values[0])
+        padded = np.zeros((count, -(-size // b.lanes) * b.lanes), computed_in(dtype))
+        padded[:, :size] = values
+        result = np.full_like(padded[0], np.nan)
+        function(len(result), result.ctypes.data, *(row.ctypes.data for row in padded))
+        return result[:size]
 
     return call
 
 
 # ---------------------------------------------------------------------------------- the error
-def errors(op: str, x: Array, y: Array, dtype: str) -> Array:
-    """The error of each result y = op(x) in ulp; infinite where a special value is wrong."""
-    wide = np.float64 if x.dtype == np.float32 else np.longdouble
+def errors(op: str, xs: Sequence[Array], y: Array, dtype: str) -> Array:
+    """The error of each result y = op(*xs) in ulp; infinite where a special value is wrong."""
+    wide = np.float64 if y.dtype == np.float32 else np.longdouble
     limits = limits_of(dtype)
     with np.errstate(all="ignore"):
-        truth = FUNCTIONS[op].numpy(x.astype(wide))
+        truth = FUNCTIONS[op].numpy(*(x.astype(wide) for x in xs))
         result = y.astype(wide)
         # A truth beyond the largest number is infinite in the format, or may round to infinity:
         # then infinity represents the next number.
@@ -164,11 +203,11 @@ def _ulp(truth: Array, limits: Any) -> Array:
     return np.ldexp(truth.dtype.type(1), exponent)
 
 
-def exact_error(op: str, x: Any, y: Any, dtype: str) -> float:
+def exact_error(op: str, xs: Sequence[Any], y: Any, dtype: str) -> float:
     """The error of one result, by mpmath."""
     limits = limits_of(dtype)
     with mp.workprec(20000 if op == "log_sigmoid" or op == "softplus" else 200):
-        truth = FUNCTIONS[op].mpmath(mp.mpf(float(x)))
+        truth = FUNCTIONS[op].mpmath(*(mp.mpf(float(x)) for x in xs))
         _, exponent = mp.frexp(truth)
         ulp = mp.mpf(2) ** (max(int(exponent), int(limits.minexp) + 1) - limits.nmant - 1)
         return float(abs(mp.mpf(float(y)) - truth) / ulp)
@@ -231,17 +270,18 @@ class Worst(NamedTuple):
     """The largest error found, and where."""
 
     error: float
-    x: Any
+    xs: tuple[Any, ...]
     y: Any
     count: int
 
 
 def measure(op: str, target: str, x: Array, dtype: str) -> Worst:
     """The worst error over these inputs."""
-    y = compiled(op, target, dtype)(x)
-    found = errors(op, x, y, dtype)
+    xs = inputs(op, x)
+    y = compiled(op, target, dtype)(*xs)
+    found = errors(op, xs, y, dtype)
     at = int(found.argmax())
-    return Worst(float(found[at]), x[at], y[at], len(x))
+    return Worst(float(found[at]), tuple(x[at] for x in xs), y[at], len(x))
 
 
 def _measure_part(op: str, target: str, dtype: str, start: int, step: int) -> Worst:
@@ -280,10 +320,11 @@ def main() -> int:
             limit = FUNCTIONS[op].limit(dtype)
             good = worst.error <= limit
             failed |= not good
-            exact = exact_error(op, worst.x, worst.y, dtype) if np.isfinite(worst.error) else np.nan
+            exact = exact_error(op, worst.xs, worst.y, dtype) if np.isfinite(worst.error) else np.nan
             print(
                 f"{op:12} {target:8} {dtype:8} {sum(one.count for one in found):11}  "
-                f"{worst.error:7.4f} {exact:7.4f}  {float(worst.x).hex()} -> {float(worst.y).hex()}"
+                f"{worst.error:7.4f} {exact:7.4f}  {' '.join(float(x).hex() for x in worst.xs)} -> "
+                f"{float(worst.y).hex()}"
                 f"  ({time.perf_counter() - began:.0f} s){'' if good else f'  OVER {limit}'}",
                 flush=True,
             )

@@ -195,12 +195,12 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
     cell = low_rank(view.cell, matmuls, bias=view.bias)
     rank = integer("rank", rank)
     sizes, linears = {**view.sizes, RANK: rank}, []
-    for l in view.cell.linears:
+    for l in view.cell.by_weight.values():
         most = min(l.shape(sizes)[-2:]) * l.heads
-        if l.name in cell.matmuls and rank > most:
+        if l.shared in cell.matmuls and rank > most:
             expected = f"at most {most}, the full rank of {l.weight} {list(l.shape(sizes))}"
             refuse("rank", str(rank), expected, "Choose a lower one, or other matmuls.")
-        linears += [(l, end) for end in ENDS[: 1 + view.bidirectional] if l.name in cell.matmuls]
+        linears += [(l, end) for end in ENDS[: 1 + view.bidirectional] if l.shared in cell.matmuls]
     cell.check_sizes(sizes)
     learned: dict[str, Any] = {}
     for k, arrays in enumerate(view.learned):

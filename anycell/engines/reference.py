@@ -335,9 +335,11 @@ class Recurrence:
                 blocks.append(self.xp.einsum("nho,nhi->hoi", d_split, split))
                 sums.append(self.xp.sum(d, axis=(0, 1)))
             weight = self.xp.concatenate(blocks, axis=1)
-            out[l.weight] = self.xp.reshape(weight, self.weights[l.weight].shape)
+            made = {l.weight: self.xp.reshape(weight, self.weights[l.weight].shape)}
             if self.weights.get(l.bias_name) is not None:
-                out[l.bias_name] = self.xp.concatenate(sums, axis=0)
+                made[l.bias_name] = self.xp.concatenate(sums, axis=0)
+            for name, part in made.items():  # matmuls may share a weight
+                out[name] = out[name] + part if name in out else part
         return out
 
     # -- arrays ----------------------------------------------------------------------------------

@@ -135,16 +135,16 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
             bias = (2, gates) if apart else (gates,)
             self.bias = self._weight("bias", bias, "bias", self._bias_initializer())
         self._further: dict[str, Any] = {}  # what else is learned, by the names of ``Arrays``
-        for l in cell.linears:
+        for l in cell.by_weight.values():
             if l.recurrent:
                 continue
             *heads, out, into = l.shape(self._all)
             turned = (*heads, into, out)
-            kernel = self._weight(f"{l.name}_kernel", turned, "recurrent", self._per_head)
+            kernel = self._weight(f"{l.shared}_kernel", turned, "recurrent", self._per_head)
             self._further[l.weight] = kernel
             if l.bias:
                 rows = (len(l.declared) * self._all[l.out_size],)
-                self._further[l.bias_name] = self._weight(f"{l.name}_bias", rows, "bias")
+                self._further[l.bias_name] = self._weight(f"{l.shared}_bias", rows, "bias")
         for p in cell.params:
             first = None if p.initial is None else initializers.Constant(p.initial)
             self._further[p.name] = self._weight(p.name, (self.units,), "param", first)
@@ -204,7 +204,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         """Returns the tensors of a run over ``x [T, B, I]``, in the dtype of the computation."""
         arrays = {"x": x, "kernel": self.kernel, **self._further}
         cast = gathered(self, self.cell, arrays, states, self._read)
-        for l in self.cell.linears:
+        for l in self.cell.by_weight.values():
             if not l.recurrent:
                 cast[l.weight] = ops.swapaxes(cast[l.weight], -1, -2)
         return cast | more

@@ -10,46 +10,48 @@ from collections.abc import Callable
 from anycell.lang.cell import Gates, cell, linear
 from anycell.lang.expr import Expr
 from anycell.lang.ops import (
-    abs,
     clip,
+    elu,
     exp,
+    gelu,
     hard_sigmoid,
+    leaky_relu,
     log_sigmoid,
-    minimum,
     relu,
     sigmoid,
+    silu,
     softplus,
+    softsign,
     tanh,
     where,
 )
 
-_SELU = (1.0507009873554805, 1.6732632423543772)  # scale and alpha, Klambauer et al., 2017
 
-
-def _elu(v: Expr, above: Expr, alpha: float = 1.0) -> Expr:
-    # The branch not taken is differentiated too: it must not overflow.
-    return where(above, v, alpha * (exp(minimum(v, 0.0)) - 1.0))
+def _selu(v: Expr) -> Expr:
+    scale, alpha = 1.0507009873554805, 1.6732632423543772  # Klambauer et al., 2017
+    return scale * where(v >= 0.0, v, elu(v, alpha))
 
 
 # Keras's activations in the cell language, by the name of Keras's function. At points without a
 # derivative Keras's backends differ; these do the same as TensorFlow.
 ACTIVATIONS: dict[str, Callable[[Expr], Expr]] = {
-    "elu": lambda v: _elu(v, v > 0.0),
+    "elu": elu,
     "exponential": exp,
+    "gelu": gelu,
     "hard_sigmoid": hard_sigmoid,
     "hard_silu": lambda v: v * hard_sigmoid(v),
     "hard_tanh": lambda v: clip(v, -1.0, 1.0),
-    "leaky_relu": lambda v: where(v > 0.0, v, 0.2 * v),
+    "leaky_relu": lambda v: leaky_relu(v, 0.2),
     "linear": lambda v: v,
     "log_sigmoid": log_sigmoid,
     "mish": lambda v: v * tanh(softplus(v)),
     "relu": relu,
     "relu6": lambda v: where(v >= 6.0, 6.0, relu(v)),  # the derivative is 0 at both bounds
-    "selu": lambda v: _SELU[0] * _elu(v, v >= 0.0, _SELU[1]),
+    "selu": _selu,
     "sigmoid": sigmoid,
-    "silu": lambda v: v * sigmoid(v),
+    "silu": silu,
     "softplus": softplus,
-    "softsign": lambda v: v / (1.0 + abs(v)),
+    "softsign": softsign,
     "tanh": tanh,
 }
 

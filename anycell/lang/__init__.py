@@ -3,23 +3,33 @@
 Knows no device and no framework. What it exports is what users write, ``anycell.<name>``.
 """
 
-from anycell.lang.cell import Cell, cell, keep, linear
-from anycell.lang.expr import CellError
+from anycell.lang.cell import Cell, Gates, cell, keep, linear
+from anycell.lang.expr import CellError, Expr
 from anycell.lang.ops import (
     abs,
     clip,
+    cos,
+    elu,
+    erf,
     exp,
+    gelu,
     hard_sigmoid,
     layer_norm,
+    leaky_relu,
     log,
     log_sigmoid,
     max,
     maximum,
     mean,
     minimum,
+    pow,
     relu,
     sigmoid,
+    silu,
+    sin,
+    softmax,
     softplus,
+    softsign,
     sqrt,
     stop_gradient,
     sum,
@@ -28,10 +38,11 @@ from anycell.lang.ops import (
 )
 
 __all__ = [
-    "Cell", "CellError", "abs", "cell", "clip", "exp", "hard_sigmoid", "keep", "layer_norm",
-    "linear", "log", "log_sigmoid", "max", "maximum", "mean", "minimum", "relu", "sigmoid",
-    "softplus", "sqrt", "stop_gradient", "sum", "tanh", "where",
+    "Cell", "CellError", "Expr", "Gates", "abs", "cell", "clip", "cos", "elu", "erf", "exp",
+    "gelu", "hard_sigmoid", "keep", "layer_norm", "leaky_relu", "linear", "log", "log_sigmoid",
+    "max", "maximum", "mean", "minimum", "pow", "relu", "sigmoid", "silu", "sin", "softmax",
+    "softplus", "softsign", "sqrt", "stop_gradient", "sum", "tanh", "where",
 ]  # fmt: skip
 
 # The functions that have a meaning in a cell.
-VOCABULARY = [name for name in __all__ if name not in ("Cell", "CellError", "cell")]
+VOCABULARY = [name for name in __all__ if name[0].islower() and name != "cell"]

@@ -6,7 +6,6 @@ import difflib
 import functools
 import importlib
 import inspect
-import linecache
 import pickle
 import sys
 import traceback
@@ -40,6 +39,8 @@ from anycell.lang.expr import (
     plain,
     rewrite,
     said_at,
+    shared_name,
+    source_line,
     topological,
     tracing,
 )
@@ -84,6 +85,7 @@ class Cell:
         next: one expression per state, the new states.
         declared: the declaration of each matmul of a step, by name, in order of evaluation.
         linears: these matmuls, with their operands, used outputs and sizes from the graph.
+        by_weight: the first matmul by each weight, by the weight's public name.
         learned: the public names of all arrays that one direction of a layer may learn.
         fused: gates whose input and recurrent projection are only ever added.
         sizes: the size symbol of each node of the graph except plain numbers.
@@ -215,6 +217,9 @@ class Cell:
         self.fused = frozenset(n.attrs[1] for n in topological(graph) if n.op == "preact")
         self.learned = learned(self)
         self._sizes()
+        self.by_weight: dict[str, Linear] = {}
+        for l in self.linears:
+            self.by_weight.setdefault(l.weight, l)
         # Each split size, its number of parts, and what splits it. They are listed here because
         # torch.compile of PyTorch 2.10 cannot trace a walk over ``sizes`` in a call.
         split: list[tuple[str, int, object]] = []
@@ -228,8 +233,8 @@ class Cell:
         """Refuses reserved names, and a name for two learned arrays; see ``layer.signature``."""
         matmuls = [(PROJECTION, "the projection of the input", True)]
         matmuls += [(RECURRENT, "the projection of the first state", True)]
-        further = [l for l in self.linears if l.name != RECURRENT]
-        matmuls += [(l.name, f"linear(..., {l.name!r})", l.bias) for l in further]
+        further = {l.shared: l.bias for l in self.linears if l.name != RECURRENT}
+        matmuls += [(name, f"linear(..., {name!r})", bias) for name, bias in further.items()]
         learned = [
             (f"{kind}_{name}", f"the {kind} of {what}")
             for name, what, bias in matmuls
@@ -387,7 +392,7 @@ class Cell:
             parent[a] = b
 
         sizes = {state.name: state.size for state in self.states}
-        named = {l.name: l.out_size for l in self.linears if l.out_size}
+        named = {l.shared: l.out_size for l in self.linears if l.out_size}
         order = topological(self.next)
         fixed = dict.fromkeys(("x", "param", "static", "preact"), "H")
         fixed |= {"input": INPUT, "recurrent_mask": self.states[0].size}
@@ -398,11 +403,16 @@ class Cell:
                 numbers.add(node)
             elif node.op in fixed:
                 tie(node, fixed[node.op], node)
+                for operand in node.args:  # of the recurrent matmul
+                    tie(operand, ("operand", RECURRENT), node)
             elif node.op == "linear":
-                name = node.attrs[0]  # all outputs of a matmul are of one size
+                # All products by a weight are of one size, and so are their operands.
+                name = shared_name(node.attrs[0])
                 tie(node, "H" if is_recurrent(node) else ("linear", name), node)
                 if name in named:
                     tie(node, named[name], node)
+                if node.args[0] not in numbers:
+                    tie(node.args[0], ("operand", name), node)
             elif node.op == "state":
                 tie(node, sizes[node.attrs[0]], node)
             else:
@@ -413,14 +423,14 @@ class Cell:
             if node not in numbers:
                 tie(node, state.size, f"the new state {state.name!r}")
 
-        def size(node: Expr) -> str:
+        def size(node: Any) -> str:
             root = find(node)
             return root if isinstance(root, str) else "H"
 
         self.sizes = {node: size(node) for node in order if node not in numbers}
         outputs = {n.attrs[0]: n for n in order if n.op in ("linear", "preact")}
         self.linears = tuple(
-            replace(l, in_size=size(l.operand), out_size=size(outputs[l.name]))
+            replace(l, in_size=size(("operand", l.shared)), out_size=size(outputs[l.name]))
             for l in self.linears
         )
 
@@ -651,6 +661,6 @@ def _line_of_def(code: Any) -> int:
     """The line of a function's ``def``, after its decorators; the first line of a lambda."""
     first, last = code.co_firstlineno, max(line for *_, line in code.co_lines() if line)
     for line in range(first, last + 1):
-        if linecache.getline(code.co_filename, line).lstrip().startswith("def "):
+        if source_line(code.co_filename, line).startswith("def "):
             return line
     return int(first)

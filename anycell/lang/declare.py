@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from anycell.lang.expr import Expr, brief, fail, plain
+from anycell.lang.expr import Expr, brief, fail, plain, shared_name
 
 RECURRENT = "hh"  # the matmul behind `r`
 PROJECTION = "ih"  # the matmul behind `x`, if the step computes it; see `with_projection`
@@ -70,7 +70,8 @@ class Linear:
     Each output is a node ``linear(operand)`` with attributes ``(name, output)``; a matmul without
     ``gates`` has one output, named like the matmul. Weight and bias have rows for each output in
     ``declared``, used or not: the weight by head, then output, the bias by output, then head.
-    Matmuls may share a weight if their outputs differ: "hh.i" and "hh.f" share "weight_hh".
+    Matmuls share the weight that their names have before a dot: "hh.i" and "hh.f" are matmuls by
+    rows of "weight_hh", and "w" and "w.1" by all of "weight_w".
     """
 
     name: str
@@ -83,23 +84,28 @@ class Linear:
     declared: tuple[str, ...]
 
     @functools.cached_property
+    def shared(self) -> str:
+        """The name that the weight has in the cell: "hh" for "hh" and "hh.i"."""
+        return shared_name(self.name)
+
+    @functools.cached_property
     def weight(self) -> str:
         """The public name of the weight: "weight_hh" for "hh"."""
-        return "weight_" + self.name.partition(".")[0]
+        return f"weight_{self.shared}"
 
     @functools.cached_property
     def bias_name(self) -> str:
         """The public name of the bias."""
-        return "bias_" + self.name.partition(".")[0]
+        return f"bias_{self.shared}"
 
     @property
     def recurrent(self) -> bool:
         """Whether this is the matmul behind `r`, or a matmul that shares its weight."""
-        return self.name.partition(".")[0] == RECURRENT
+        return self.shared == RECURRENT
 
     def __str__(self) -> str:
         heads = f", heads={self.heads}" * (self.heads > 1)
-        return f"linear({self.operand!r}, {self.name!r}{heads})"
+        return f"linear({self.operand!r}, {self.shared!r}{heads})"
 
     def shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
         """The weight's shape for all outputs: ``[out, in]`` or ``[heads, out/heads, in/heads]``.
@@ -113,7 +119,7 @@ class Linear:
 
 def is_recurrent(node: Expr) -> bool:
     """Whether a node is an output of the matmul behind `r`."""
-    return node.op in ("linear", "preact") and node.attrs[0].partition(".")[0] == RECURRENT
+    return node.op in ("linear", "preact") and shared_name(node.attrs[0]) == RECURRENT
 
 
 def sort_hyperparameters(

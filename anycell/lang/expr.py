@@ -94,7 +94,13 @@ def line_of(code: Any, number: int) -> str:
 
 def place(file: str, number: int, what: str) -> str:
     """A line of a file, as errors show it."""
-    return f"{file}:{number}: in {what}\n    {linecache.getline(file, number).strip()}\n"
+    return f"{file}:{number}: in {what}\n    {source_line(file, number)}\n"
+
+
+def source_line(file: str, number: int) -> str:
+    """A line of a file as it is now: the file may have been edited, and loaded again."""
+    linecache.checkcache(file)
+    return linecache.getline(file, number).strip()
 
 
 # The method of the right operand that answers a ufunc with a NumPy number on the left.
@@ -109,13 +115,19 @@ _MATMULS = frozenset(
     "matmul rmatmul dot inner vdot tensordot einsum linear mm mv bmm addmm baddbmm".split()
 )
 # What to write for their functions that have another name here, or no equivalent.
-_RENAMED = {
+RENAMED = {
     "absolute": "abs(v)", "fabs": "abs(v)", "amax": "max(v)", "amin": "-max(-v)", "min": "-max(-v)",
     "fmax": "maximum(a, b)", "fmin": "minimum(a, b)", "clamp": "clip(v, low, high)",
     "expit": "sigmoid(v)", "logsigmoid": "log_sigmoid(v)", "hardsigmoid": "hard_sigmoid(v)",
     "square": "v * v", "reciprocal": "1 / v", "negative": "-v", "detach": "stop_gradient(v)",
-    "pow": "v ** 2, or exp(y * log(v))", "power": "v ** 2, or exp(y * log(v))",
-    "softmax": "exp(v - max(v)) / sum(exp(v - max(v)))", "silu": "v * sigmoid(v)",
+    "power": "a ** b", "float_power": "a ** b", "exp2": "2 ** v", "expm1": "exp(v) - 1",
+    "log1p": "log(1 + v)", "log2": "log(v) / log(2)", "rsqrt": "1 / sqrt(v)",
+    "tan": "sin(v) / cos(v)", "sinh": "(exp(v) - exp(-v)) / 2", "cosh": "(exp(v) + exp(-v)) / 2",
+    "erfc": "1 - erf(v)", "swish": "silu(v)", "mish": "v * tanh(softplus(v))",
+    "relu6": "clip(v, 0, 6)", "hardtanh": "clip(v, -1, 1)", "hard_tanh": "clip(v, -1, 1)",
+    "hardswish": "v * hard_sigmoid(v)", "hard_silu": "v * hard_sigmoid(v)",
+    "log_softmax": "v - max(v) - log(sum(exp(v - max(v))))",
+    "dropout": "keep(rate) / rate * v", "bernoulli": "keep(rate)",
 }  # fmt: skip
 
 LINEAR = (
@@ -133,8 +145,8 @@ def instead_of(name: str) -> str:
         return LINEAR
     if name in VOCABULARY:
         return f"use anycell.{name}."
-    if name in _RENAMED:
-        return f"write {_RENAMED[name]}, with the functions of anycell."
+    if name in RENAMED:
+        return f"write {RENAMED[name]}, with the functions of anycell."
     return f"use the functions of anycell: {', '.join(VOCABULARY)}."
 
 
@@ -243,13 +255,17 @@ class Expr(Traced):
     __mul__, __rmul__ = _operators("mul")
     __truediv__, __rtruediv__ = _operators("div")
 
-    def __pow__(self, power: Number, modulo: object = None) -> Expr:
-        number: Any = plain(power) if modulo is None else None
-        real = isinstance(number, (int, float))
-        if not (real and 1 <= abs(number) <= 16 and number == int(number)):
-            shown = f"x ** {power!r}" if modulo is None else f"pow(x, {power!r}, {modulo!r})"
-            problem = f"{shown} is outside the cell language."
-            fail(problem, "use exp(y * log(x)), sqrt(x) or products.")
+    def __pow__(self, power: Expr | Number, modulo: object = None) -> Expr:
+        if modulo is not None:
+            problem = f"pow(x, {power!r}, {modulo!r}) is outside the cell language."
+            fail(problem, "use x ** y, without division with remainder.")
+        number: Any = plain(power)
+        if not isinstance(number, (int, float)):
+            return apply("pow", self, power)
+        if number == 0.5:
+            return apply("sqrt", self)
+        if not (1 <= abs(number) <= 16 and number == int(number)):
+            return apply("pow", self, number)
         result = self
         for _ in range(int(abs(number)) - 1):
             result = result * self
@@ -316,8 +332,8 @@ class Expr(Traced):
         "use comparisons and where(condition, a, b).",
     )
 
-    def __rpow__(self, base: Number) -> NoReturn:
-        fail(f"{base!r} ** x is outside the cell language.", "use exp(x * log(base)).")
+    def __rpow__(self, base: Number) -> Expr:
+        return apply("pow", base, self)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -507,6 +523,11 @@ def label(node: Expr) -> str | None:
     return f"{_LEAVES[node.op]}{node.attrs[-1]}" if node.op in _LEAVES else None
 
 
+def shared_name(matmul: str) -> str:
+    """The name of a matmul's weight, which the names of all matmuls by it begin with."""
+    return matmul.partition(".")[0]
+
+
 def show(
     node: Expr, names: Mapping[Expr, str] | None = None, level: int = -1, top: bool = True
 ) -> str:
@@ -527,13 +548,13 @@ def show(
     if node.op == "linear_t":
         alone = len(node.args) == 1
         operands = ", ".join(show(arg, names, 4 if alone else -1, False) for arg in node.args)
-        text = f"{operands if alone else f'({operands})'} @ W_{node.attrs[0]}"
+        text = f"{operands if alone else f'({operands})'} @ W_{shared_name(node.attrs[0])}"
         return f"({text})" if level >= 4 else text
     name, inner = node.op, [show(arg, names, -1, False) for arg in node.args]
     if node.op in ("sum", "mean", "max", "layer_norm") and node.attrs[0] != 1:
         inner.append(f"groups={node.attrs[0]}")
     elif node.op == "linear":
-        matmul, output = node.attrs
+        matmul, output = shared_name(node.attrs[0]), node.attrs[1]
         return f"linear({inner[0]}, {matmul!r})" + (f".{output}" if output != matmul else "")
     elif node.op == "keep":  # numbered, because two masks with the same rate differ
         name = f"keep_{node.attrs[0]}"

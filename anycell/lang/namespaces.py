@@ -7,6 +7,7 @@ for a framework that the caller does not use. The namespaces agree on nearly all
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ class Namespace:
         module: has every function that is not listed below.
         array: ``array(value, like)`` turns a number or NumPy array into an array like ``like``.
         cast: ``cast(array, "float32")``.
-        sigmoid, stop_gradient, round: functions of one array; ``round`` rounds halves to even.
+        sigmoid, erf, stop_gradient, round: functions of one array; ``round`` rounds halves to even.
         numbers: converts an array to a NumPy array of float64.
         softplus: a function that all exporters know; if None, ``logaddexp`` with 0 replaces it.
         steps: the parts of an array along the first axis.
@@ -36,6 +37,7 @@ class Namespace:
     module: Any
     array: Callable[[Any, Array], Array]
     sigmoid: Callable[[Array], Array]
+    erf: Callable[[Array], Array]
     round: Callable[[Array], Array]
     cast: Callable[[Array, str], Array] = lambda array, dtype: array.astype(dtype)
     stop_gradient: Callable[[Array], Array] = lambda array: array
@@ -67,6 +69,7 @@ def _numpy() -> Namespace:
         np,
         array=lambda value, like: np.asarray(value, like.dtype),
         sigmoid=_sigmoid,
+        erf=_erf,
         round=np.rint,
         unchecked=lambda: np.errstate(all="ignore"),
     )
@@ -75,6 +78,10 @@ def _numpy() -> Namespace:
 def _sigmoid(a: Array) -> Array:
     small = np.exp(-np.abs(a))  # never overflows
     return np.where(a < 0, small, np.ones_like(small)) / (1 + small)
+
+
+def _erf(a: Array) -> Array:  # NumPy has none
+    return np.vectorize(math.erf, otypes=[np.float64])(a).astype(np.asarray(a).dtype)
 
 
 def _torch() -> Namespace:
@@ -90,6 +97,7 @@ def _torch() -> Namespace:
         array=array,
         cast=lambda array, dtype: array.to(getattr(torch, dtype)),
         sigmoid=torch.sigmoid,
+        erf=torch.erf,
         stop_gradient=lambda array: array.detach(),
         round=torch.round,
         numbers=lambda array: array.detach().to("cpu", torch.float64).numpy(),
@@ -106,6 +114,7 @@ def _jax() -> Namespace:
         jax.numpy,
         array=lambda value, like: jax.numpy.asarray(value, like.dtype),
         sigmoid=jax.nn.sigmoid,
+        erf=jax.lax.erf,
         stop_gradient=jax.lax.stop_gradient,
         round=jax.numpy.rint,
     )
@@ -118,6 +127,7 @@ def _tensorflow() -> Namespace:
         array=lambda value, like: tf.constant(value, like.dtype),
         cast=tf.cast,
         sigmoid=tf.sigmoid,
+        erf=tf.math.erf,
         stop_gradient=tf.stop_gradient,
         round=tf.round,
         numbers=lambda array: array.numpy().astype(np.float64),

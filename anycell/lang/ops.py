@@ -12,11 +12,23 @@ Engines add their own printer table with one row per op, nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, Number, apply, is_const, positive
+from anycell.lang.expr import (
+    CONDITIONS,
+    REDUCTIONS,
+    Expr,
+    Number,
+    apply,
+    as_expr,
+    brief,
+    fail,
+    is_const,
+    positive,
+)
 
 Value = Expr | Number
 Interval = tuple[float, float]
@@ -73,6 +85,15 @@ def _quotient_derivative(g: Expr, y: Expr, a: Expr, b: Expr) -> tuple[Expr, Expr
     return g * inverse, -(g * (y * inverse))
 
 
+def _power_derivative(g: Expr, y: Expr, a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    # As in torch: a power of 0 has no slope, and the exponent of a zero base none either, where
+    # the formulas would say 0 times infinity.
+    slope = g * (b * apply("pow", a, b - 1.0))
+    growth = g * (y * apply("log", a))
+    of_base = slope if is_const(b) and not is_const(b, 0.0) else _select(slope, b != 0.0)
+    return of_base, _select(growth, (a != 0.0) | (b < 0.0))
+
+
 def _max_derivative(g: Expr, y: Expr, a: Expr, groups: int) -> tuple[Expr]:
     hit = apply("where", apply("eq", a, y), 1.0, 0.0)
     return (hit * (sum(g, groups) / sum(hit, groups)),)
@@ -105,6 +126,14 @@ TABLE: dict[str, Op] = {
     "hard_sigmoid": Op(
         _hard_sigmoid, lambda g, y, a: (_select(g / 6.0, (y > 0.0) & (y < 1.0)),), ((-2.5, 2.5),)
     ),
+    "sin": Op(lambda xp, a: xp.sin(a), lambda g, y, a: (g * apply("cos", a),), (_ANY,)),
+    "cos": Op(lambda xp, a: xp.cos(a), lambda g, y, a: (-(g * apply("sin", a)),), (_ANY,)),
+    "erf": Op(
+        lambda xp, a: xp.erf(a),
+        lambda g, y, a: (g * (2.0 / math.sqrt(math.pi) * apply("exp", -(a * a))),),
+        (_ANY,),
+    ),
+    "pow": Op(lambda xp, a, b: a**b, _power_derivative, (_POSITIVE, _ANY)),
     "minimum": Op(
         lambda xp, a, b: xp.where((a <= b) | (a != a), a, b),
         lambda g, y, a, b: (_select(g, a <= b), _select(g, b < a)),
@@ -201,6 +230,75 @@ def hard_sigmoid(value: Value) -> Expr:
     return apply("hard_sigmoid", value)
 
 
+def sin(value: Value) -> Expr:
+    """Sine of an angle of any size, in radians."""
+    return apply("sin", value)
+
+
+def cos(value: Value) -> Expr:
+    """Cosine of an angle of any size, in radians."""
+    return apply("cos", value)
+
+
+def erf(value: Value) -> Expr:
+    """Error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t * t)`` from 0 to ``value``."""
+    return apply("erf", value)
+
+
+def pow(base: Value, exponent: Value) -> Expr:
+    """``base ** exponent``, with the rules of C for zeros, negative bases and infinities.
+
+    Whole exponents from -16 to 16, except 0, and 0.5 are cheaper as ``base ** 2``: then products or
+    a root compute the power. At a base of 0 the derivative with respect to the exponent is 0, and
+    at a negative base NaN.
+    """
+    return apply("pow", base, exponent)
+
+
+def silu(value: Value) -> Expr:
+    """``value * sigmoid(value)``, also known as swish."""
+    return apply("mul", value, sigmoid(value))
+
+
+def gelu(value: Value, approximate: str | bool = "none") -> Expr:
+    """``value * (1 + erf(value / sqrt(2))) / 2``.
+
+    ``approximate="tanh"`` (as in torch) or True (as in JAX and Keras) takes
+    ``tanh(sqrt(2 / pi) * (value + 0.044715 * value ** 3))`` in place of the error function.
+    Source: Hendrycks & Gimpel, *Gaussian Error Linear Units*, 2016.
+    """
+    if approximate not in ("none", "tanh", True, False):
+        problem = f"gelu(value, approximate={brief(approximate)})."
+        fail(problem, 'approximate="none" or "tanh"; False and True mean the same.')
+    value = as_expr(value)
+    if approximate in ("tanh", True):
+        inner = math.sqrt(2.0 / math.pi) * (value + 0.044715 * (value * value * value))
+        return 0.5 * value * (1.0 + tanh(inner))
+    return 0.5 * value * (1.0 + erf(value * math.sqrt(0.5)))
+
+
+def elu(value: Value, alpha: Value = 1.0) -> Expr:
+    """``value`` above 0, else ``alpha * (exp(value) - 1)``; the derivative at 0 is ``alpha``.
+
+    Source: Clevert, Unterthiner & Hochreiter, *Fast and Accurate Deep Network Learning by
+    Exponential Linear Units*, 2016.
+    """
+    # exp(v) - 1 = 2 t / (1 - t) with t = tanh(v / 2), which keeps all digits near 0. The branch not
+    # taken is differentiated too: it must not divide by 0.
+    t = tanh(0.5 * minimum(value, 0.0))
+    return where(as_expr(value) > 0.0, value, alpha * (2.0 * t / (1.0 - t)))
+
+
+def leaky_relu(value: Value, negative_slope: Value = 0.01) -> Expr:
+    """``value`` above 0, else ``negative_slope * value``; that slope is the derivative at 0."""
+    return where(as_expr(value) > 0.0, value, apply("mul", negative_slope, value))
+
+
+def softsign(value: Value) -> Expr:
+    """``value / (1 + abs(value))``."""
+    return apply("div", value, 1.0 + abs(value))
+
+
 def where(condition: Expr, a: Value, b: Value) -> Expr:
     """``a`` where the condition holds, else ``b``; the gradient goes to the value chosen."""
     return apply("where", condition, a, b)
@@ -261,3 +359,12 @@ def layer_norm(value: Value, eps: Value = 1e-5, groups: int = 1) -> Expr:
     """
     centred = apply("sub", value, mean(value, groups))
     return centred * apply("div", 1.0, sqrt(mean(centred * centred, groups) + eps))
+
+
+def softmax(value: Value, groups: int = 1) -> Expr:
+    """``exp(v) / sum(exp(v))`` over the units of the row (of each of ``groups`` equal groups).
+
+    The largest value is subtracted first, so that nothing overflows.
+    """
+    raised = exp(apply("sub", value, stop_gradient(max(value, groups))))
+    return raised * apply("div", 1.0, sum(raised, groups))

@@ -91,6 +91,8 @@ class Trace:
     given: set[Expr]  # the leaves, matmuls and masks that the function was handed
     keeps: int = 0
     linears: dict[str, Declared] = field(default_factory=dict)
+    # By the name of a weight, the values that it multiplies, and the matmul of each.
+    operands: dict[str, dict[Expr, str]] = field(default_factory=dict)
 
 
 class Declared(NamedTuple):
@@ -148,8 +150,8 @@ def linear(
 
     Args:
         value: the operand, ``[B, in]``.
-        name: the name of the weight. Every matmul has a name and a weight of its own: two matmuls
-            cannot share a weight.
+        name: the name of the weight. Matmuls of one name share one weight, whose gradient is the
+            sum over them; they must agree in all other arguments, and in their operands' sizes.
         gates: the names of the outputs of a matmul that has several, all of one size; the matmul
             returns them together, like ``r``: ``r, z = linear(v, "rz", gates="r z")``.
         heads: makes the weight block-diagonal, with that many equal blocks.
@@ -163,7 +165,8 @@ def linear(
     ``[H, H]``. ``explain`` shows the shape of every weight.
 
     Raises:
-        CellError: if the name is taken, or an argument is invalid.
+        CellError: if the name is taken, if an argument is invalid, or if it differs from that of
+            an earlier matmul by the same weight.
     """
     trace = _inside("linear")
     if not isinstance(name, str) or not name.isidentifier():
@@ -171,14 +174,6 @@ def linear(
         instead = 'linear(value, "name"): a layer learns its weight as weight_name.'
         fail(f"linear(...{shown}): the weight needs a name.", instead)
     node = operand("linear", value)
-    if name in trace.linears:
-        fail(
-            f"linear(..., {name!r}): this cell has a matmul of that name, and each matmul has a "
-            "weight of its own: two matmuls cannot share one.",
-            "to add two products, multiply once: linear(a + b, ...) is the sum of both with one "
-            "weight; to multiply one value twice, use the first result again. Another name is "
-            "another weight, learned separately.",
-        )
     if name in (RECURRENT, PROJECTION) or name.endswith("_bias"):
         fail(
             f"linear(..., {name!r}): this name is taken, by the layer's own matmuls "
@@ -204,10 +199,29 @@ def linear(
                 'size="R", and the number where a layer is made: RNN(cell, 12, 100, R=8).',
             )
         check_symbol(size, f"linear(..., {name!r}, size={size!r})")
-    trace.linears[name] = Declared(outputs, heads, bias, size)
-    nodes = {output: Expr("linear", (node,), (name, output)) for output in outputs}
+    declared = Declared(outputs, heads, bias, size)
+    operands = trace.operands.setdefault(name, {})
+    if operands and declared != trace.linears[name]:
+        given, before = _arguments(name, declared), _arguments(name, trace.linears[name])
+        fail(
+            f"{given}: matmuls of one name share a weight, and this cell has {before}.",
+            "give both the same arguments; another name is another weight, learned separately.",
+        )
+    # One weight times one value is one product, however often it is written.
+    matmul = operands.setdefault(node, f"{name}.{len(operands)}" if operands else name)
+    trace.linears[matmul] = declared
+    nodes = {output: Expr("linear", (node,), (matmul, output)) for output in outputs}
     trace.given.update(nodes.values())
     return nodes[name] if gates is None else Gates("output", nodes)
+
+
+def _arguments(name: str, declared: Declared) -> str:
+    """A call of ``linear``, with all arguments but the value."""
+    outputs = " ".join(declared.outputs)
+    return (
+        f"linear(..., {name!r}, gates={None if outputs == name else outputs!r}, "
+        f"heads={declared.heads}, bias={declared.bias}, size={declared.size!r})"
+    )
 
 
 def keep(rate: Expr | Number, per: str = "step") -> Expr:

@@ -13,7 +13,7 @@ from typing import Any
 
 from anycell.lang.cell import Cell, rewritten
 from anycell.lang.declare import PROJECTION, RECURRENT, is_recurrent
-from anycell.lang.expr import Expr, apply
+from anycell.lang.expr import Expr, apply, shared_name
 from anycell.lang.trace import Declared
 from anycell.refusal import refuse
 
@@ -140,7 +140,7 @@ def low_rank(cell: Cell, matmuls: Sequence[str] | None = None, *, bias: bool = T
     Raises:
         ValueError: if the cell has no such matmul, or a new name is already in use.
     """
-    names = tuple(l.name for l in cell.linears)
+    names = tuple(dict.fromkeys(l.shared for l in cell.linears))
     chosen = names if matmuls is None else tuple(name for name in names if name in set(matmuls))
     unknown = [] if matmuls is None else [name for name in matmuls if name not in names]
     if isinstance(matmuls, str) or unknown or not chosen:
@@ -162,22 +162,28 @@ def low_rank(cell: Cell, matmuls: Sequence[str] | None = None, *, bias: bool = T
 @functools.lru_cache(maxsize=64)
 def _low_rank(cell: Cell, matmuls: tuple[str, ...], bias: bool) -> LowRank:
     def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
-        if node.op not in ("linear", "preact") or node.attrs[0] not in matmuls:
+        if node.op not in ("linear", "preact") or shared_name(node.attrs[0]) not in matmuls:
             return None
         name, output = node.attrs
-        inner = Expr("linear", args, (f"{name}_v",) * 2)
-        product = Expr("linear", (inner,), (f"{name}_u", output))
+        inner = Expr("linear", args, (_factor(name, "v"), f"{shared_name(name)}_v"))
+        product = Expr("linear", (inner,), (_factor(name, "u"), output))
         return product if node.op == "linear" else apply("add", Expr("x", (), (output,)), product)
 
     declared: dict[str, Declared] = {}
     for name, d in cell.declared.items():
-        if name not in matmuls:
+        if shared_name(name) not in matmuls:
             declared[name] = d
             continue
-        v = f"{name}_v"
-        declared[v] = Declared((v,), d.heads, False, RANK)
-        declared[f"{name}_u"] = d._replace(bias=bias if name == RECURRENT else d.bias)
+        declared[_factor(name, "v")] = Declared((f"{shared_name(name)}_v",), d.heads, False, RANK)
+        of_u = bias if name == RECURRENT else d.bias
+        declared[_factor(name, "u")] = d._replace(bias=of_u)
     given = {"full": cell, "matmuls": matmuls, "bias": bias}
     new = rewritten(cell, rule, declared, LowRank, **given)
     new._check_names()
     return new
+
+
+def _factor(matmul: str, end: str) -> str:
+    """The matmul by a factor of a weight, in place of one by the weight: "w_u.1" for "w.1"."""
+    weight, dot, use = matmul.partition(".")
+    return f"{weight}_{end}{dot}{use}"

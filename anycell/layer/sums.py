@@ -186,9 +186,10 @@ def _gradient(plan: Plan, l: Linear) -> str:
 @functools.lru_cache(maxsize=256)
 def _whole(plan: Plan) -> dict[str, bool]:
     """Says for each weight whether its gradient is one product."""
-    linears = plan.cell.linears
+    weights = [l.weight for l in plan.cell.linears]
     return {"weight_ih": True} | {
-        l.weight: l.heads == 1 and l.outputs == l.declared for l in linears
+        l.weight: l.heads == 1 and l.outputs == l.declared and weights.count(l.weight) == 1
+        for l in plan.cell.linears
     }
 
 

@@ -161,7 +161,7 @@ class RNN(Explained, Layer):
             enter = initializers.find(initializer, "initializer")
             recur = initializers.find(recurrent_initializer, "recurrent_initializer")
         declared = {p.name: p.initial for p in cell.params}
-        outputs = {f"weight_{l.name}": len(l.declared) for l in cell.linears}
+        outputs = {l.weight: len(l.declared) for l in cell.linears}
 
         def draw(name: str, shape: tuple[int, ...]) -> Array:
             if declared.get(name) is not None:

@@ -39,11 +39,13 @@ def _geometry(layout: Layout, batch: int | None) -> Iterator[str]:
         return
     for m in layout.matmuls:
         g, heads, inner = m.geometry, m.linear.heads, m.parts * m.numbers
-        packed = m.packed_elements * layout.size
+        packed, tiles_of = m.packed_elements * layout.size, _plural("tile", m.tiles)
+        weights = f"weights packed in {m.tiles} {tiles_of}, {packed:,} bytes"
+        if layout.packed_by[m.linear.name] is not m:
+            weights = "the same packed weights"
         of = f" for each of {heads} heads" if heads > 1 else ""
         yield (
-            f"matmul [rows, {inner}] @ [{inner}, {g.units * g.outputs}]{of}; "
-            f"weights packed in {m.tiles} {_plural('tile', m.tiles)}, {packed:,} bytes"
+            f"matmul [rows, {inner}] @ [{inner}, {g.units * g.outputs}]{of}; {weights}"
         )
         columns = [len(group) for group in g.groups(g.span)]
         blocks = [f"{g.block_rows(n)} rows x {n} {_plural('column', n)}" for n in columns]

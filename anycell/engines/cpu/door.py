@@ -167,7 +167,7 @@ class Door:
     def _packed_bytes(self, shared: Entries) -> Value:
         """The bytes of a direction's packed weights, with input weights that the kernel uses."""
         b = shared.b
-        fixed = b.value(sum(align(m.packed_elements * self.size) for m in self.matmuls))
+        fixed = b.value(sum(align(m.packed_elements * self.size) for m in self.layout.packing))
         if self.projecting is None:
             return fixed
         g, inputs = self.projecting.geometry, shared["inputs"]
@@ -183,7 +183,7 @@ class Door:
         first = directions * self.table_bytes + LINE
         with b.loop(0, directions) as d:
             at = b.gep(base, first + d * self.packing_bytes, "i8")
-            numbers = [m.number for m in self.matmuls]
+            numbers = [m.number for m in self.layout.packing]
             if self.projecting is not None:
                 numbers.append(self.projecting.number)
             for place, number in enumerate(numbers):
@@ -394,13 +394,13 @@ class Door:
         there = shared["packed"].ne(0)
         rows: list[tuple[str, str, str, Value | int, Value]] = [
             (m.linear.name, m.linear.weight, m.linear.bias_name, m.parts * m.numbers, there)
-            for m in self.matmuls
+            for m in self.layout.packing
         ]
         if self.projecting is not None:
             bias = "bias_ih" if self.layout.apart else self.projecting.linear.bias_name
             rows.append(("input", "weight_ih", bias, inputs, inputs.ne(0)))
         at = shared["packed"] + d * self._packed_bytes(shared)
-        sizes = [align(m.packed_elements * self.size) for m in self.matmuls]
+        sizes = [align(m.packed_elements * self.size) for m in self.layout.packing]
         for number, (entry, weight, bias, inner, is_packed) in enumerate(rows):
             packed = table[f"packed {entry}"] = b.select(is_packed, at + sum(sizes[:number]), 0)
             packing = Entries(b, b.gep(tables, number * PACKING_BYTES, "i8"), PACKING)
@@ -411,6 +411,9 @@ class Door:
             )  # fmt: skip
             if self.plan.types.quantized:
                 packing["scales"] = each[scales_of(weight)]
+        for name, m in self.layout.packed_by.items():
+            if name != m.linear.name:
+                table[f"packed {name}"] = table[f"packed {m.linear.name}"]
 
     # ---- states before the first step, and after the last ----------------------------------------
     def _print_first_states(self) -> None:

@@ -259,6 +259,10 @@ class Module:
         if self._declarations.setdefault(name, (returns, text))[1] != text:
             raise ValueError(f"{name} is declared twice: {text}; {self._declarations[name][1]}")
 
+    def defines(self, name: str) -> bool:
+        """Whether a function of this name has been started."""
+        return name in self._functions
+
     def returns(self, name: str) -> str:
         """The type that the function of this name returns."""
         if name in self._functions:

@@ -92,6 +92,9 @@ class Layout:
         self.stages = [p for p, part in enumerate(self.passes) if part.matmuls or p == 0]
         self.matmuls = matmuls(plan, backward, target)
         self.by_name = {m.linear.name: m for m in self.matmuls}
+        # Matmuls by one weight read one packed copy, that of the first of them.
+        self.packed_by = {m.linear.name: self._packs(m) for m in self.matmuls}
+        self.packing = [m for m in self.matmuls if self.packed_by[m.linear.name] is m]
         self.tiled = any(m.geometry.tiled for m in self.matmuls)
         self.projecting = projecting(self.matmuls, self.cell)
         self.apart = self.projecting is not None and self.cell.fused != set(self.cell.gates)
@@ -113,8 +116,16 @@ class Layout:
         self.work = sum(
             m.units * m.inner * m.geometry.outputs // m.linear.heads for m in self.matmuls
         )
-        self.packed_bytes = sum(m.packed_elements for m in self.matmuls) * self.size
+        self.packed_bytes = sum(m.packed_elements for m in self.packing) * self.size
         self.staged_bytes = sum(m.staged_row for m in self.matmuls if m.staged) * self.size
+
+    def _packs(self, m: Matmul) -> Matmul:
+        """The first matmul whose packed weights are those of m."""
+
+        def packed(m: Matmul) -> tuple[object, ...]:
+            return m.linear.weight, m.linear.outputs, m.units, m.inner, m.geometry
+
+        return next(other for other in self.matmuls if packed(other) == packed(m))
 
     def _results(self) -> Results:
         places, strides, at, of_input = {}, {}, 0, 0

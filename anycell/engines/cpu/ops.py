@@ -36,12 +36,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import reduce, wraps
 
 from anycell.lang.philox import MULTIPLIERS, ROUNDS, WEYL
 
 from .idioms import near_reciprocal
-from .ir import Builder, Operand, Value, shape, vector
+from .ir import Builder, Module, Operand, Value, shape, vector
 
 LOG2E = 1.0 / math.log(2.0)
 
@@ -61,9 +61,14 @@ class Real:
     exp: tuple[float, ...]
     log: tuple[float, ...]
     log1p: tuple[float, ...]
+    sin: tuple[float, ...] = ()  # these only in double: functions of floats are computed in it
+    cos: tuple[float, ...] = ()
+    erf_near: tuple[float, ...] = ()
+    erf_far: tuple[float, ...] = ()
+    log_of_power: tuple[float, ...] = ()
 
 
-# tools/minimax.py found exp, log and log1p of each format.
+# tools/minimax.py found the polynomials of each format.
 FLOAT = Real(
     mantissa=23, bias=127,
     ln2_high=0.693359375, ln2_low=-2.12194440e-4,
@@ -95,6 +100,34 @@ DOUBLE = Real(
         0.6666666666666631, 0.40000000000155905, 0.2857142854801184, 0.2222222396060771,
         0.18181744222182106, 0.15386554092544036, 0.13301043779741614, 0.12105579202007194,
         0.083421157201988, 0.17015198066740747,
+    ),
+    sin=(
+        -0.1666666666666663, 0.00833333333332184, -0.00019841269829358522, 2.755731353851032e-06,
+        -2.505073438836183e-08, 1.5895433223242666e-10,
+    ),
+    cos=(
+        0.041666666666666595, -0.0013888888888873342, 2.480158728900208e-05,
+        -2.755731421703866e-07, 2.087570539594362e-09, -1.1358749231153162e-11,
+    ),
+    erf_near=(
+        1.1283791670955126, -0.3761263890318332, 0.11283791670934933, -0.026866170641419256,
+        0.005223977590090408, -0.0008548325031904536, 0.00012055261675710622,
+        -1.492396485592891e-05, 1.643543671805519e-06, -1.6085345295139462e-07,
+        1.2916864951165885e-08, -4.782753388172728e-10, -4.950415636133204e-11,
+    ),
+    erf_far=(
+        1.8496055099332482, 2.638967514234796, 0.8431072563581494, 0.04156109805542535,
+        -0.010033825555789248, 0.001977904009909112, -0.0002373299448178784,
+        -2.6251261525184975e-05, 2.709114205174061e-05, -9.481150925495135e-06,
+        1.8797242320733128e-06, 4.977107832711921e-08, -2.5510714488051206e-07,
+        1.5070043878212396e-07, -6.203142562490189e-08, 1.9849114518876734e-08,
+        -4.900653181055313e-09, 8.949783896294689e-10, -1.1292923279215481e-10,
+        8.7369754492214e-12, -3.1095462435691074e-13,
+    ),
+    log_of_power=(
+        0.4, 0.28571428571426183, 0.22222222223230245, 0.1818181795503004, 0.15384646153305467,
+        0.1333066287857287, 0.11916561995259183, 0.04891154291666942, 1.4101095064761537,
+        -17.42839481313194, 101.68511931308421,
     ),
 )  # fmt: skip
 
@@ -158,15 +191,17 @@ def _exp_parts(b: Builder, x: Value, offset: Operand, sign: int = 1) -> tuple[Va
     return b.fma(square, p, r if sign > 0 else -r), s
 
 
-def exp(b: Builder, x: Value) -> Value:
-    """e^x."""
+def exp(b: Builder, x: Value, low: Value | None = None) -> Value:
+    """e^x, or e^(x + low) for a low of some last places of x."""
     real = _format(b, x)
     x = b.fmax(real.tiny, b.fmin(real.huge, x))
     # The scale is 2^far too large for a negative x, else 2^far too small: it stays in range.
     far = float(real.bias // 2 + 1)
     negative = x < 0.0
-    p, s = _exp_parts(b, x, b.select(negative, far, -far))
-    return b.fma(s, p, s) * b.select(negative, 2.0**-far, 2.0**far)
+    p, s = _exp_parts(b, x, b.select(negative, b.value(far, x.type), -far))
+    if low is not None:
+        p = p + b.fma(low, p, low)
+    return b.fma(s, p, s) * b.select(negative, b.value(2.0**-far, x.type), 2.0**far)
 
 
 def _exp_of_minus(b: Builder, x: Value) -> Value:
@@ -216,7 +251,27 @@ def tanh(b: Builder, x: Value) -> Value:
 def log(b: Builder, x: Value) -> Value:
     """The natural logarithm: -inf at 0, NaN below 0."""
     real = _format(b, x)
-    # x = 2^n (1 + f) with 1 + f between the roots of 1/2 and 2; subnormals are scaled up first.
+    n, f = _scaled(b, x)
+    if real is not DOUBLE:  # log(1 + f) = f - f^2/2 + f^3 P(f)
+        square = f * f
+        cubic = square * f * _polynomial(b, f, square, real.log)
+        tail = b.fma(square, -0.5, b.fma(n, real.ln2_low, cubic))
+    else:
+        tail = b.fma(n, real.ln2_low, -_log1p_tail(b, f, real.log))
+    return _log_at_the_ends(b, x, b.fma(n, real.ln2_high, f + tail))
+
+
+def _log_at_the_ends(b: Builder, x: Value, y: Value) -> Value:
+    """The logarithm y of x; also where x is infinite, NaN, 0 or negative."""
+    y = b.select(x.eq(math.inf), x, y)
+    y = b.select(b.compare("ult", x, 0.0), math.nan, y)
+    return b.select(x.eq(0.0), -math.inf, y)
+
+
+def _scaled(b: Builder, x: Value) -> tuple[Value, Value]:
+    """(n, f) with x = 2^n (1 + f) and 1 + f between the roots of 1/2 and 2, for a positive x."""
+    real = _format(b, x)
+    # Subnormals are scaled up first.
     lift = real.mantissa + 2
     subnormal = x < real.normal
     lifted = b.select(subnormal, x * 2.0**lift, x)
@@ -225,20 +280,11 @@ def log(b: Builder, x: Value) -> Value:
     offset = b.bits(lifted) - (root - (real.bias << real.mantissa))
     magic = 1.5 * 2.0**real.mantissa
     n = offset >> real.mantissa | b.bits(b.value(magic, x.type))
-    shift = b.select(subnormal, magic + real.bias + lift, magic + real.bias)
+    bias = b.value(magic + real.bias, x.type)
+    shift = b.select(subnormal, magic + real.bias + lift, bias)
     n = b.bitcast(n, x.type) - shift
     fraction = offset & ((1 << real.mantissa) - 1)
-    f = b.bitcast(fraction + root, x.type) - 1.0
-    if real is not DOUBLE:  # log(1 + f) = f - f^2/2 + f^3 P(f)
-        square = f * f
-        cubic = square * f * _polynomial(b, f, square, real.log)
-        tail = b.fma(square, -0.5, b.fma(n, real.ln2_low, cubic))
-    else:
-        tail = b.fma(n, real.ln2_low, -_log1p_tail(b, f, real.log))
-    y = b.fma(n, real.ln2_high, f + tail)
-    y = b.select(x.eq(math.inf), x, y)
-    y = b.select(b.compare("ult", x, 0.0), math.nan, y)
-    return b.select(x.eq(0.0), -math.inf, y)
+    return n, b.bitcast(fraction + root, x.type) - 1.0
 
 
 def _log1p_tail(b: Builder, f: Value, coefficients: Sequence[float]) -> Value:
@@ -267,6 +313,221 @@ def softplus(b: Builder, x: Value) -> Value:
 def log_sigmoid(b: Builder, x: Value) -> Value:
     """log(1 / (1 + e^-x)) = -softplus(-x)."""
     return -softplus(b, -x)
+
+
+# ------------------------------------------------------- functions that are computed in double
+
+
+def _in_double(function: Callable[..., Value]) -> Callable[..., Value]:
+    """The function of doubles for floats too. A float has twice its digits in a double, so no
+    sum or range reduction needs any care, and the result is rounded once.
+    """
+
+    @wraps(function)
+    def of_any(b: Builder, *values: Value) -> Value:
+        wide = [b.fpext(value, "double") for value in values]
+        return b.fptrunc(function(b, *wide), shape(values[0].type)[1])
+
+    return of_any
+
+
+def _exact_sum(x: Value, y: Value | float) -> tuple[Value, Value]:
+    """x + y, and what rounding took from it (Knuth, 1969)."""
+    total = x + y
+    part = total - x
+    return total, (x - (total - part)) + (y - part)
+
+
+def _exact_product(b: Builder, x: Value, y: Value) -> tuple[Value, Value]:
+    """x y, and what rounding took from it, of doubles."""
+    product = x * y
+    if b.target.fma:
+        return product, b.intrinsic("llvm.fma", x, y, -product)
+    (x, x_low), (y, y_low) = _halves(b, x), _halves(b, y)
+    return product, ((x * y - product) + (x * y_low + x_low * y)) + x_low * y_low
+
+
+def _halves(b: Builder, x: Value) -> tuple[Value, Value]:
+    """A double as a sum of two numbers of 26 and 27 bits, whose products are exact."""
+    upper = b.bitcast(b.bits(x) & -(1 << 27), x.type)
+    return upper, x - upper
+
+
+# pi/2 in parts whose products with a whole number below 2^14 are exact, but for the last.
+_NEAR = 2.0**14
+_PI_2 = (1.5707963267923333, 2.5633441515905732e-12, 3.9455541665632055e-24)
+_QUARTER = "reduced_by_quarter_turns"
+# 1280 bits of 2/pi.
+_TWO_OVER_PI = (
+    "A2F9836E4E441529FC2757D1F534DDC0DB6295993C439041FE5163ABDEBBC561B7246E3A424DD2E0"
+    "06492EEA09D1921CFE1DEB1CB129A73EE88235F52EBB4484E99C7026B45F7E413991D639835339F4"
+    "9C845F8BBDF9283B1FF897FFDE05980FEF2F118B5A0A6D1F6D367ECF27CB09B74F463F669E5FEA2D"
+    "7527BAC7EBE5F17B3D0739F78A5292EA6BFB5FB11F8D5D0856033046FC7B6BABF0CFBC209AF4361D"
+)
+
+
+def _quarter_turns(b: Builder, x: Value) -> tuple[Value, Value, Value]:
+    """(n, r, low) with x = n pi/2 + r + low and |r| <= pi/4, for x >= 0; n as integers modulo 4.
+
+    Cody and Waite's way below 2^14. Lanes beyond, which are rare, take Payne and Hanek's one by
+    one, in a function of the module.
+    """
+    lanes, magic = shape(x.type)[0], 1.5 * 2.0**DOUBLE.mantissa
+    total = b.fma(x, 2.0 / math.pi, magic)
+    n = total - magic
+    high = b.fma(n, -_PI_2[0], x)
+    part = n * _PI_2[1]
+    r = high - part
+    low = b.fma(n, -_PI_2[2], (high - r) - part)
+    far = (x > _NEAR) & (x < math.inf)
+    parts = [b.variable(value) for value in (total, r, low)]
+    with b.when(b.bitcast(far, f"i{lanes}").ne(0)):
+        places = [b.variable(x), *parts]
+        if not b.module.defines(_QUARTER):
+            _print_reduction(b.module)
+        with b.loop(0, lanes) as lane:
+            here = [b.gep(place.address, lane, "double") for place in places]
+            value = b.load(here[0], "double")
+            with b.when((value > _NEAR) & (value < math.inf)):
+                b.call(_QUARTER, *here)
+    return b.bits(parts[0].value), parts[1].value, parts[2].value
+
+
+def _print_reduction(module: Module) -> None:
+    """Prints ``_quarter_turns`` of one finite number above 1.
+
+    Source: Payne & Hanek, *Radian Reduction for Trigonometric Functions*, 1983. x = m 2^e with an
+    integer m. The bits of 2/pi whose product with x is a multiple of 4 are left out, so 192 bits
+    after them suffice for any x; the first two bits of their product with m are n.
+    """
+    b = module.private(_QUARTER, "ptr x, ptr n, ptr r, ptr low")
+    x, to_n, to_r, to_low = b.args
+    # 2/pi, after a word of zeros: an exponent below 1 begins before its first bit.
+    digits = "0" * 16 + _TWO_OVER_PI
+    words = [int(digits[k : k + 16], 16) for k in range(0, len(digits), 16)]
+    table = module.table(words, "i64")
+    bits = b.load(x, "i64", 8)
+    mantissa = bits & (1 << DOUBLE.mantissa) - 1 | 1 << DOUBLE.mantissa
+    first = (bits >> DOUBLE.mantissa) - (DOUBLE.bias + DOUBLE.mantissa + 2 - 64)
+    word, shift = first >> 6, first & 63
+    window = []
+    for k in range(3):
+        upper, lower = (b.load(b.gep(table, word + j, "i64"), "i64") for j in (k, k + 1))
+        window.append(upper << shift | lower >> 1 >> 63 - shift)
+    wide = b.zext(mantissa, "i128")
+    middle = wide * b.zext(window[1], "i128") + (wide * b.zext(window[2], "i128") >> 64)
+    turns = mantissa * window[0] + b.trunc(middle >> 64, "i64")
+    # Rounded to the nearest whole number, whose distance is a signed fraction of 126 bits.
+    n = (turns >> 62) + (turns >> 61 & 1)
+    lower = b.trunc(middle, "i64")
+    fraction = [b.ashr(turns << 2 | lower >> 62, 32), (turns << 2 | lower >> 62) & 0xFFFFFFFF]
+    a, c = (b.sitofp(value, "double") * 2.0**-k for value, k in zip(fraction, (32, 64), strict=True))
+    rest = b.sitofp(lower << 2 >> 11, "double") * 2.0**-117
+    high = a + c
+    low = c - (high - a) + rest
+    # Times pi/2, whose first part has 26 bits.
+    half = b.value(math.pi / 2, "double")
+    upper, bottom = _halves(b, high)
+    short, more = 1.5707963109016418, 1.5893254773528196e-08
+    product = upper * short
+    tail = b.fma(upper, more, (bottom + low) * half)
+    r = product + tail
+    b.store(n, to_n)
+    b.store(r, to_r)
+    b.store(tail - (r - product), to_low)
+
+
+
+
+def _sine(b: Builder, x: Value, ahead: int) -> Value:
+    """sin(x + ahead pi/2) for x >= 0."""
+    n, r, low = _quarter_turns(b, x)
+    n = n + ahead
+    z = r * r
+    square = z * z
+    sine = r + b.fma(r * z, _polynomial(b, z, square, DOUBLE.sin), low)
+    half = z * 0.5
+    near = 1.0 - half
+    rest = b.fma(square, _polynomial(b, z, square, DOUBLE.cos), -(r * low))
+    cosine = near + (((1.0 - near) - half) + rest)
+    y = b.select((n & 1).ne(0), cosine, sine)
+    return b.bitcast(b.bits(y) ^ ((n & 2) << 62), x.type)
+
+
+@_in_double
+def sin(b: Builder, x: Value) -> Value:
+    """The sine of any number; NaN of an infinity."""
+    sign = b.bits(x) & -(1 << 63)
+    return b.bitcast(b.bits(_sine(b, b.fabs(x), 0)) ^ sign, x.type)
+
+
+@_in_double
+def cos(b: Builder, x: Value) -> Value:
+    """The cosine of any number; NaN of an infinity."""
+    return _sine(b, b.fabs(x), 1)
+
+
+@_in_double
+def erf(b: Builder, x: Value) -> Value:
+    """The error function: a polynomial below 1, and 1 - e^-q with a polynomial q above."""
+    size = b.fmin(6.0, b.fabs(x))  # beyond, the result rounds to 1
+    z, t = size * size, size - 1.0
+    near = size * _polynomial(b, z, z * z, DOUBLE.erf_near)
+    far = 1.0 - exp(b, -_polynomial(b, t, t * t, DOUBLE.erf_far))
+    return b.copysign(b.select(size < 1.0, near, far), x)
+
+
+def _log_in_two(b: Builder, x: Value) -> tuple[Value, Value]:
+    """log x of a double as the sum of two, with some 65 good bits: what `log` does, but the first
+    two terms of 2 s + 2/3 s^3 + s^5 R(s^2) and their sum with n ln 2 are exact to 2^-65.
+    """
+    n, f = _scaled(b, x)
+    d = f + 2.0
+    s = f / d
+    product, lost = _exact_product(b, s, d)
+    s_low = (((f - product) - lost) - s * (f - (d - 2.0))) / d
+    z, z_low = _exact_product(b, s, s)
+    z_low = b.fma(s * s_low, 2.0, z_low)
+    factor, factor_low = _exact_sum(
+        b.value(2.0 / 3.0, x.type), z * _polynomial(b, z, z * z, DOUBLE.log_of_power)
+    )
+    factor_low = factor_low + 3.700743415417188e-17  # 2/3 has more digits than a double
+    cube, cube_low = _exact_product(b, s, z)
+    cube_low = cube_low + b.fma(s, z_low, s_low * z)
+    third, third_low = _exact_product(b, cube, factor)
+    third_low = third_low + b.fma(cube, factor_low, cube_low * factor)
+    first, first_low = _exact_sum(n * DOUBLE.ln2_high, s * 2.0)
+    first, more = _exact_sum(first, third)
+    low = (first_low + more) + b.fma(s_low, 2.0, b.fma(n, DOUBLE.ln2_low, third_low))
+    high = first + low
+    return _log_at_the_ends(b, x, high), low - (high - first)
+
+
+def pow(b: Builder, x: Value, y: Value) -> Value:
+    """x^y = e^(y log x), with the rules of C for zeros, negative numbers, infinities and NaN."""
+    floats, (x, y) = shape(x.type)[1], (b.fpext(value, "double") for value in (x, y))
+    size = b.fabs(x)
+    if floats == "float":
+        power = exp(b, y * log(b, size))
+    else:
+        high, low = _log_in_two(b, size)
+        product, lost = _exact_product(b, y, high)
+        lost = b.fma(y, low, lost)
+        power = exp(b, product, b.select(b.fabs(product) < -DOUBLE.tiny, lost, 0.0))
+    power = b.select(size.eq(1.0), 1.0, power)
+    whole = _is_whole(b, y)
+    odd = whole & ~_is_whole(b, y * 0.5)
+    power = b.select(odd, b.copysign(power, x), power)
+    no_power = (x < 0.0) & (x > -math.inf) & ~whole | b.compare("uno", x, y)
+    power = b.select(no_power, math.nan, power)
+    power = b.select(x.eq(1.0) | y.eq(0.0), 1.0, power)
+    return b.fptrunc(power, floats)
+
+
+def _is_whole(b: Builder, x: Value) -> Value:
+    """Whether a double is a whole number, or infinite."""
+    size, magic = b.fabs(x), 2.0**DOUBLE.mantissa  # adding it rounds to a whole number
+    return (size >= magic) | ((size + magic) - magic).eq(size)
 
 
 # ------------------------------------------------------------------ choice (NaN stays NaN)
@@ -311,6 +572,10 @@ EMIT: dict[str, Callable[..., Value]] = {
     "softplus": softplus,
     "log_sigmoid": log_sigmoid,
     "hard_sigmoid": hard_sigmoid,
+    "sin": sin,
+    "cos": cos,
+    "erf": erf,
+    "pow": pow,
     "minimum": minimum,
     "maximum": maximum,
     "stop_gradient": lambda b, x: x,

@@ -169,6 +169,47 @@ def hard_sigmoid(x):
 
 
 @triton.jit
+def sin(x):
+    """The sine."""
+    return tl.sin(x)
+
+
+@triton.jit
+def cos(x):
+    """The cosine."""
+    return tl.cos(x)
+
+
+@triton.jit
+def erf(x):
+    """The error function."""
+    return tl.erf(x)
+
+
+@triton.jit
+def _whole(x):
+    """Whether x is a whole number, or infinite: adding 2^23 rounds it to one."""
+    size = tl.abs(x)
+    return (size >= 8388608.0) | ((size + 8388608.0) - 8388608.0 == size)
+
+
+@triton.jit
+def pow(x, y):
+    """x^y = e^(y log x), computed in float64, with the rules of C for zeros, negative numbers,
+    infinities and NaN.
+    """
+    size = tl.abs(x)
+    power = tl.exp(y.to(tl.float64) * tl.log(size.to(tl.float64))).to(tl.float32)
+    power = tl.where(size == 1.0, 1.0, power)
+    whole = _whole(y)
+    odd = whole & (_whole(y * 0.5) == 0)
+    below = x.to(tl.int32, bitcast=True) < 0  # also -0
+    power = tl.where(odd & below, -power, power)
+    power = tl.where((x < 0.0) & (size < _INFINITY) & (whole == 0), float("nan"), power)
+    return tl.where((x == 1.0) | (y == 0.0), 1.0, power)
+
+
+@triton.jit
 def minimum(a, b):
     """The smaller one; NaN where either is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
