@@ -48,6 +48,17 @@ def Adding(x, r, s):
     return tanh(x.o + r.o) + c, c
 
 
+@cell(gates="h t", state="h")
+def Tied(x: Any, r: Any, s: Any) -> Any:
+    """A recurrent highway of two layers, which multiply by one weight and add one bias."""
+    y = s.h
+    for k in range(2):
+        h, t = linear(y, "r", gates="h t", bias=True)
+        t = sigmoid(t + (x.t if k == 0 else 0.0))
+        y = t * tanh(h + (x.h if k == 0 else 0.0)) + (1 - t) * y
+    return y
+
+
 def forget_passes() -> None:
     """Makes layers on the CPU draft their passes again."""
     layer.recipe.known.clear()

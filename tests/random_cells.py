@@ -98,7 +98,7 @@ class Garden:
         self.values = [Value(rate, (0.0, 1.0)), Value(bound, (0.5, 2.0))]
         self.picked: set[int] = set()
         self.norms: set[Expr] = set()
-        self.matmuls = 0
+        self.matmuls: list[tuple[str, dict[str, Any]]] = []
         self.turns: list[Callable[[], None]] = [
             *[self.row] * 8, self.branch, self.bounds, self.norm, self.mask, self.matmul,
         ]  # fmt: skip
@@ -177,14 +177,18 @@ class Garden:
             self.values.append(Value(normed, (-3.0, 3.0)))
 
     def matmul(self) -> None:
-        """Adds a matmul of a random value, with or without gates of its own: at most three."""
-        if self.matmuls == 3:
+        """Adds a matmul of a random value, with or without gates of its own, by a weight of its own
+        or by an earlier one: at most three."""
+        if len(self.matmuls) == 3:
             return
-        self.matmuls += 1
-        operand, name = self.fit(self.pick(), (-2.0, 2.0)).node, f"u{self.matmuls}"
+        operand, name = self.fit(self.pick(), (-2.0, 2.0)).node, f"u{len(self.matmuls) + 1}"
         heads, bias = int(self.rng.choice(self.groups)), bool(self.rng.random() < 0.5)
         gates = "k l" if self.rng.random() < 0.3 else None
-        found = linear(operand, name, heads=heads, bias=bias, gates=gates)
+        matmul: tuple[str, dict[str, Any]] = name, {"heads": heads, "bias": bias, "gates": gates}
+        if self.matmuls and self.rng.random() < 0.4:
+            matmul = self.matmuls[-1]
+        self.matmuls.append(matmul)
+        found = linear(operand, matmul[0], **matmul[1])
         self.plant(found if isinstance(found, Gates) else [found], (-2.5, 2.5))
 
     def mask(self) -> None:

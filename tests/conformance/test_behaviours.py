@@ -15,6 +15,7 @@ from problems import (
     Arrays,
     Odd,
     Problem,
+    Tied,
     assert_solved,
     by_reference,
     draw,
@@ -58,6 +59,7 @@ EVERY = [
     cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.6),
     cells.sLSTM(heads=2),
     Odd,
+    Tied,
     Everything,
 ]
 STANDARD = (5, 4, 3, 6)  # T, B, I, H
