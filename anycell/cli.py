@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     handler: Handler | None = getattr(options, "handler", None)
     if rest and handler is not demo:
-        parser.error(f"unknown arguments: {' '.join(rest)}")
+        size = f"; a hidden size is --hidden {rest[0]}" if rest[0].isdecimal() else ""
+        unknown = f"unknown arguments: {' '.join(rest)}"
+        getattr(options, "command", parser).error(unknown + size * (handler is explain))
     options.rest = rest
     if handler is None:
         parser.print_help()
@@ -77,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         shown: dict[str, Any] = {"help": text} if handler is not demo or DEMO.is_file() else {}
         about = text[0].upper() + text[1:] + "."
         command = commands.add_parser(handler.__name__, description=about, **shown)
-        command.set_defaults(handler=handler)
+        command.set_defaults(handler=handler, command=command)
         if add is not None:
             add(command)
     return parser
@@ -306,12 +308,18 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     add("--size", type=size, action="append", default=[], metavar="P=64", help="another size")
     add("--llvm", action="store_true", help="also the kernel's LLVM text")
     add("--assembly", action="store_true", help="also the machine's assembly")
+    drawn = (
+        "instead of the page, the graphs of a step and of its backward pass; without FILE, print"
+    )
+    add("--svg", nargs="?", const="-", metavar="FILE", help=drawn)
 
 
 def explain(options: argparse.Namespace) -> int:
     """Prints the page of ``anycell.explain``, or a list of cells."""
     import anycell
 
+    if options.svg and options.cell is None:
+        raise UsageError("--svg draws one cell: anycell explain CELL --svg FILE")
     if options.cell is None or options.cell.endswith(".py"):
         listed = find_cells(options.cell) if options.cell else built_in()
         if not listed:
@@ -326,7 +334,13 @@ def explain(options: argparse.Namespace) -> int:
         page = anycell.explain(cell, options.hidden, options.dtype, **asked, **dict(options.size))
     except (TypeError, ValueError) as error:  # sizes that the cell does not have
         raise UsageError(str(error)) from error
-    print(page)
+    if options.svg in (None, "-"):
+        print(page.svg() if options.svg else page)
+        return 0
+    try:
+        Path(options.svg).write_text(page.svg(), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--svg {options.svg}: {error.strerror or error}") from None
     return 0
 
 

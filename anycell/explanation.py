@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from anycell import drawing
 from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, topological
 from anycell.lang.grad import upstream
@@ -60,7 +61,7 @@ def explain(
 
     Returns:
         an ``Explanation``: a page that prints, with attributes ``plan``, ``llvm``, ``assembly``,
-        ``triton``.
+        ``triton``, and the method ``svg``, which draws the graphs.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected.
@@ -236,13 +237,36 @@ class Explanation:
         assert self.plan is not None, "a layer that no cell describes has no page"
         return _Page(self.plan, self.batch)
 
+    def svg(self) -> str:
+        """The graph of the cell's step, and below it that of the derived backward pass, as SVG:
+
+            pathlib.Path("cell.svg").write_text(anycell.explain(cell).svg())
+
+        Inputs are at the top, new states or gradients at the bottom.
+
+        Raises:
+            ValueError: for a layer that no cell describes.
+        """
+        if self.plan is None:
+            expected = "a cell, or a layer of one: its step has a graph"
+            refuse("svg", self._about, expected, "Pass the cell to anycell.explain.")
+        page, name = self.page, self.page.cell.name
+        parts = [(f"A step of {name}", page.step_graph())]
+        if self.backward:
+            parts.append((f"The backward pass of a step of {name}", page.backward_graph()))
+        return drawing.svg(*parts)
+
     def _repr_html_(self) -> str:
-        """The page in a notebook: sections under their headings, the code of kernels folded."""
+        """The page in a notebook: sections under their headings, the code of kernels and the
+        graphs folded.
+        """
         parts = []
         for title, *lines in self._sections:
             shown = "" if title in self._asked else " open"
             body = f"<pre>{html.escape(chr(10).join(lines))}</pre>" * bool(lines)
             parts.append(f"<details{shown}><summary>{html.escape(title)}</summary>{body}</details>")
+        if self.plan is not None:
+            parts.append(f"<details><summary>graphs</summary>{self.svg()}</details>")
         return "\n".join(parts)
 
     @functools.cached_property
@@ -291,6 +315,23 @@ class _Page:
         named += [(f"{s}'", node) for s, node in self.states]
         folded = rewrite([node for _, node in named], _fold)
         return [(name, node) for (name, _), node in zip(named, folded, strict=True)]
+
+    def step_graph(self) -> drawing.Graph:
+        """The graph of a step, down to its new states."""
+        states = self.folded()[-len(self.states) :]
+        return drawing.graph([(name, node, "new") for name, node in states], {})
+
+    def backward_graph(self) -> drawing.Graph:
+        """The graph of a step's backward pass, from saved values and arriving gradients."""
+        arriving = self.arriving().items()
+        known = {n: (name, "state" if n.op == "grad" else "saved") for n, name in arriving}
+        kinds = {"s": "new", "p": "param", "a": "gate", "x": "gate", "r": "gate"}
+        roots = []
+        for name, node in self.gradients():
+            part = name.removeprefix("d_").partition(".")
+            kind = "static" if name == f"d_{self.cell.static}" else "matmul"
+            roots.append((name, node, kinds.get(part[0], kind) if part[1] else kind))
+        return drawing.graph(roots, known)
 
     def forward(self) -> list[str]:
         lines = _indent(listing(self.folded()))

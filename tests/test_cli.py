@@ -59,6 +59,14 @@ def says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
         (["explain", "LSMT"], "did you mean LSTM"),
         (["explain", "LSTM", "--size", "Q=3"], "Q: given 3; expected no such argument"),
         (["explain", "LSTM", "--hidden", "9999999999"], "hidden_size: given 9999999999"),
+        (
+            ["explain", "LSTM", "64"],
+            "64; a hidden size is --hidden 64\ntry: anycell explain --help",
+        ),
+        (["explain", "LSTM", "x"], "unknown arguments: x\ntry: anycell explain --help"),
+        (["doctor", "64"], "unknown arguments: 64\ntry: anycell doctor --help"),
+        (["explain", "--svg"], "--svg draws one cell"),
+        (["explain", "LSTM", "--svg", "/nowhere/at.svg"], "--svg /nowhere/at.svg: No such file"),
     ],
 )
 def test_errors_are_kind(
@@ -69,6 +77,17 @@ def test_errors_are_kind(
     assert status == 2
     assert message in error
     assert "Traceback" not in error and len(error.splitlines()) <= 2
+
+
+def test_graphs_are_printed_or_written(
+    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.svg"
+    assert cli.main(["explain", f"{own}:Own", "--svg", str(file)]) == 0
+    assert not capsys.readouterr().out
+    assert cli.main(["explain", f"{own}:Own", "--svg"]) == 0
+    assert capsys.readouterr().out.strip() == file.read_text().strip()
+    assert file.read_text().count("<text") > 20
 
 
 def test_errors_about_a_cell_in_a_file(own: str, capsys: pytest.CaptureFixture[str]) -> None:

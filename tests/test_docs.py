@@ -202,17 +202,22 @@ assert anycell.numpy.JANET(3, 8, beta=0.0).cell == anycell.cells.JANET(beta=0.0)
 print(anycell.explain(anycell.cells.JANET, 33))
 """
 
-SOFT = """
-from anycell import cell
-from anycell.lang.ops import softsign
+ROOTED = """
+from pathlib import Path
+
+import test_docs
+from anycell import cell, rsqrt
 
 
 @cell(gates="f g")
-def Soft(x, r, s):
-    return softsign(x.f + r.f) * s.h + softsign(x.g + r.g)
+def Rooted(x, r, s):
+    return rsqrt(1.0 + x.f * x.f) * s.h + rsqrt(2.0 + abs(x.g + r.g))
 
 
-check(Soft)
+check(Rooted)
+test_docs.ROOT = Path(ROOT)
+test_docs.test_every_public_name_has_an_entry("anycell")
+test_docs.test_the_vocabulary_is_complete()
 """
 
 
@@ -222,9 +227,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "anycell", root / "anycell", ignore=ignore)
-    janet, export, _, row, function, emit, kernel, dtype, field, name, line, *_ = blocks(
-        "CONTRIBUTING.md"
-    )
+    parts = blocks("CONTRIBUTING.md")
+    janet, export, _, row, function, emit, kernel, exported, listed, *parts = parts
+    dtype, field, name, line, *_ = parts
     (root / "anycell/cells/janet.py").unlink()
     remove(root / "anycell/cells/__init__.py", export, ' "JANET",')
     remove(root / "anycell/plan/dtype.py", dtype)
@@ -236,17 +241,22 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     insert(root / "anycell/plan/call.py", "\n    def unread(", field)
     insert(root / "anycell/plan/call.py", "\n\nclass FunctionOptions", name)
-    insert(
-        root / "anycell/layer/forward.py",
-        "    if not keep:\n        return out",
-        textwrap.indent(line, "    "),
-    )
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (above,) = re.findall(r"`forward` above `([^`]+)`", text)
+    insert(root / "anycell/layer/forward.py", f"    {above}:", textwrap.indent(line, "    "))
     insert(root / "anycell/plan/dtype.py", "}\n\n\n@functools.cache\ndef dtypes", dtype)
     insert(root / "anycell/lang/ops.py", "    # conditions", row)
     with open(root / "anycell/lang/ops.py", "a", encoding="utf-8") as file:
         file.write(f"\n\n{function}")
     insert(root / "anycell/engines/cpu/ops.py", "    # conditions", emit)
     insert(root / "anycell/engines/gpu/library.py", "# ---- row reductions", f"{kernel}\n\n")
+    insert(root / "anycell/lang/__init__.py", "    sigmoid,", exported)
+    insert(root / "anycell/lang/__init__.py", "]  # fmt: skip", listed)
+    shutil.copytree(ROOT / "docs" / "api", root / "docs" / "api")
+    shutil.copy(ROOT / "docs" / "cells.md", root / "docs")
+    _, entry = blocks("CONTRIBUTING.md", "markdown")
+    insert(root / "docs/api/anycell.md", "## Over the units of a row", f"{entry}\n")
+    insert(root / "docs/cells.md", " sqrt abs ", " rsqrt")
     return root
 
 
@@ -374,7 +384,8 @@ def test_the_files_of_an_option() -> None:
 
 
 def test_adding_an_op(copy: Path, tmp_path: Path) -> None:
-    follow(copy, tmp_path / "soft.py", SOFT)
+    """With its export and its entries in the documents, as the tests of the documents ask."""
+    follow(copy, tmp_path / "rooted.py", ROOTED)
 
 
 def test_the_recipes_touch_the_files_that_they_list(copy: Path) -> None:
@@ -385,14 +396,15 @@ def test_the_recipes_touch_the_files_that_they_list(copy: Path) -> None:
         before = copy / "before" / name
         if not before.exists() or path.read_bytes() != before.read_bytes():
             touched.append(name.as_posix())
-    assert len(touched) == 8
+    assert len(touched) == 9
     for name in touched:
         assert f"| `{name}` |" in text
 
 
 def test_the_recipe_of_a_cell_is_how_it_was_done() -> None:
     janet, _, equations, *_ = blocks("CONTRIBUTING.md")
-    (row,), (entry,) = (blocks("CONTRIBUTING.md", language) for language in ("markdown", "text"))
+    row, *_ = blocks("CONTRIBUTING.md", "markdown")
+    (entry,) = blocks("CONTRIBUTING.md", "text")
     for file, part in [
         ("anycell/cells/janet.py", janet),
         ("docs/cells.md", row),
@@ -403,4 +415,4 @@ def test_the_recipe_of_a_cell_is_how_it_was_done() -> None:
 
 
 def test_the_recipe_of_an_op_is_of_something_new() -> None:
-    assert "softsign" not in TABLE
+    assert "rsqrt" not in TABLE

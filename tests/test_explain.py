@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from processes import python
@@ -9,6 +10,7 @@ from processes import python
 import anycell
 from anycell import cell, cells, keep, linear, sigmoid, tanh
 from anycell.engines import cpu
+from anycell.explanation import Explanation
 from anycell.lang.expr import Expr, listing
 from anycell.lang.grad import backward
 from anycell.plan import plan
@@ -107,6 +109,7 @@ def test_a_notebook_shows_sections() -> None:
     assert shown.count("<details") == shown.count("</details>") > 5
     assert "<details open><summary>forward, one step</summary><pre>    i = sigmoid" in shown
     assert "<details><summary>llvm</summary><pre>" in shown and "d_h&#x27; = d_output" in shown
+    assert "<details><summary>graphs</summary><svg" in shown
     assert anycell.numpy.LSTM(3, 8).explain()._repr_html_().count("runs on cpu") == 1
 
 
@@ -296,3 +299,30 @@ def test_printed_gradients_are_python() -> None:
         named = [(f"x_{gate}", e) for gate, e in derived.x.items()]
         for line in listing(named):
             compile(line, "listing", "exec")
+
+
+def test_graphs_of_a_cell() -> None:
+    """One picture that stands alone: both graphs, or the step's; of layers too."""
+    page = anycell.explain(cells.PeepholeLSTM, 8)
+    root = ElementTree.fromstring(page.svg())
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "A step of PeepholeLSTM" in texts
+    assert "The backward pass of a step of PeepholeLSTM" in texts
+    assert {"p.p_i", "s.c", "c'", "d_p.p_i"} <= set(texts)
+    assert "d_p.p_i" not in anycell.explain(cells.PeepholeLSTM, 8, backward=False).svg()
+    assert anycell.numpy.PeepholeLSTM(3, 8).explain().svg() == page.svg()
+
+
+def test_graphs_of_constants() -> None:
+    @cell(gates="a")
+    def Always(x, r, s):  # type: ignore[no-untyped-def]
+        return 1.0
+
+    assert ElementTree.fromstring(anycell.explain(Always, 8).svg()).tag.endswith("svg")
+
+
+def test_a_layer_without_a_cell_has_no_graph() -> None:
+    page = Explanation(None, None, True, "a layer runs on torch (why)")
+    with pytest.raises(ValueError, match=r"svg: given a layer .*expected a cell.*Pass the cell"):
+        page.svg()
+    assert "graphs" not in page._repr_html_()

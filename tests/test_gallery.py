@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 import anycell
-from anycell import cells
+from anycell import cells, drawing
 from anycell.lang.expr import topological
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import gallery
 import site_gallery
-import site_graph
 from site_markdown import markdown
 
 RESULTS = json.loads(gallery.RESULTS.read_text(encoding="utf-8"))
@@ -65,12 +64,12 @@ def test_a_cell_is_timed_against_a_loop() -> None:
 def test_the_graph(name: str) -> None:
     """All nodes are drawn; a layer norm is one."""
     cell, sizes = getattr(cells, name), gallery.SIZES.get(name, {})
-    boxes, _ = graph = site_graph.forward(cell, **sizes)
+    boxes, _ = graph = anycell.explain(cell, **sizes).page.step_graph()
     if "LayerNorm" in name:
         assert len(boxes) < 0.6 * len(topological(cell.next))
         assert any("layer_norm" in str(box.text) for box in boxes.values())
     else:
-        drawn = [node for node in topological(cell.next) if node.op not in site_graph.INLINED]
+        drawn = [node for node in topological(cell.next) if node.op not in drawing.INLINED]
         assert len(boxes) == len(drawn) + len(cell.states)
     assert_drawn(graph, len(boxes))
 
@@ -79,7 +78,7 @@ def test_the_graph(name: str) -> None:
 def test_the_backward_graph(name: str) -> None:
     """It begins at what is saved and at gradients, and has each result of the backward pass."""
     cell, sizes = getattr(cells, name), gallery.SIZES.get(name, {})
-    boxes, edges = graph = site_graph.backward(cell, **sizes)
+    boxes, edges = graph = anycell.explain(cell, **sizes).page.backward_graph()
     assert_drawn(graph, len(boxes))
     first = {boxes[b].text for b in {*boxes} - {b for _, b, _ in edges}}
     last = {boxes[a].text for a in {*boxes} - {a for a, _, _ in edges}}
@@ -91,13 +90,13 @@ def test_the_backward_graph(name: str) -> None:
     assert len(last) >= len(cell.gates)
 
 
-def assert_drawn(graph: site_graph.Graph, count: int) -> None:
+def assert_drawn(graph: drawing.Graph, count: int) -> None:
     """So many boxes, apart from each other, and below what they read."""
     boxes, edges = graph
     assert len(boxes) == count
     assert all(boxes[a].level < boxes[b].level for a, b, _ in edges)
-    picture = site_graph.svg(graph, "a graph")
-    assert picture.count("<rect") == len(boxes)
+    picture = drawing.svg(("a graph", graph))
+    assert picture.count("<rect x") == len(boxes)
     assert picture.count('class="edge"') == len(edges)
     rows: dict[str, list[tuple[float, float]]] = {}
     for x, y, width in re.findall(r'<rect x="(-?\d+)" y="(\d+)" width="(\d+)"', picture):

@@ -12,6 +12,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -1002,9 +1003,7 @@ def test_powers_of_zero_and_of_negative_numbers() -> None:
     torch.pow(*tensors).sum().backward()
     values = {a: columns[0], b: columns[1], g: np.ones(len(columns[0]))}
     with np.errstate(all="ignore"):
-        for part, tensor in zip(
-            TABLE["pow"].derivative(g, a**b, a, b), tensors, strict=True
-        ):
+        for part, tensor in zip(TABLE["pow"].derivative(g, a**b, a, b), tensors, strict=True):
             np.testing.assert_array_equal(evaluate(part, values), tensor.grad.numpy())
         for exponent in (0.0, 2.5):  # where the exponent is a number, its slope is not asked for
             slope = TABLE["pow"].derivative(g, anycell.pow(a, exponent), a, const(exponent))[0]
@@ -1046,3 +1045,15 @@ def test_the_same_hyperparameters_are_not_traced_again() -> None:
         Variant(wrong=1)
     with pytest.raises(CellError):
         Variant(wrong=1)
+
+
+# -- errors after an edit ------------------------------------------------------------------------
+def test_errors_show_the_line_as_it_is_now(tmp_path: Path) -> None:
+    """A file that was edited and loaded again, as notebooks do."""
+    file = tmp_path / "edited.py"
+    for line in ("    return tanh(x)", "    return 2 * tanh(x + r)"):
+        text = f"from anycell import cell, tanh\n@cell(gates='a')\ndef C(x, r, s):\n{line}\n"
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(CellError) as caught:
+            exec(compile(text, str(file), "exec"), {"__name__": "edited"})
+        assert str(caught.value).splitlines()[1] == line

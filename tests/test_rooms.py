@@ -25,7 +25,7 @@ PACKAGE = Path(anycell.__file__).parent
 FLOORS = """
     environment machine refusal requirement
     lang
-    cells layouts plan
+    cells drawing layouts plan
     engines.cpu engines.reference
     engines.gpu
     layer

@@ -107,3 +107,31 @@ def mine(x: Any, r: Any, s: Any) -> Any:
 
 anycell.torch.RNN(mine, 3, 8)
 anycell.cell(gate="f g")  # wrong
+
+
+# Cells with types.
+@anycell.cell(gates="f g", state="h c:P", params="w", static="e")
+def typed(
+    x: anycell.Gates,
+    r: anycell.Gates,
+    s: anycell.Gates,
+    p: anycell.Gates,
+    e: anycell.Expr,
+    *,
+    rate: float = 0.5,
+) -> tuple[anycell.Expr, anycell.Expr]:
+    f, g = x + r
+    assert_type(f, anycell.Expr)
+    up, down = anycell.linear(s.h, "both", gates="up down")
+    c = anycell.linear(up * e, "w", size="P") + 2.0 * s.c**0.5 + 2**s.c
+    low = anycell.where((f > 0.0) & (g < rate), anycell.gelu(f), p.w * down)
+    return anycell.softmax(low) * anycell.pow(g, 2.5) + e, c
+
+
+def wrong_argument(f: anycell.Expr) -> anycell.Expr:
+    anycell.elu(f, alpha="1")  # wrong
+    anycell.gelu(f, approximation="tanh")  # wrong
+    return anycell.sin("f")  # wrong
+
+
+assert_type(typed, anycell.Cell)

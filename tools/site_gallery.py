@@ -9,12 +9,11 @@ import re
 import statistics
 from typing import Any
 
-import site_graph
 from gallery import EVERY, PROBLEMS, RATE, RESULTS, ROWS, SIZES, UNITS, problems
 from site_markdown import markdown
 
 import anycell
-from anycell import Cell, cells
+from anycell import Cell, cells, drawing
 from anycell.layer import parameters
 
 SOLVED = 0.01
@@ -116,6 +115,7 @@ def _page(cell: Cell, results: dict[str, Any]) -> str:
     code = re.sub(
         r'\n    """.*?"""', "", inspect.getsource(cell.function), count=1, flags=re.DOTALL
     )
+    page = anycell.explain(cell, UNITS, **sizes)
     learned = parameters(cell, {"H": UNITS, **sizes}, 2, cell.bias, 1, 1)
     return "\n".join(
         [
@@ -134,15 +134,13 @@ def _page(cell: Cell, results: dict[str, Any]) -> str:
             "",
             LEGEND,
             "",
-            _drawn(site_graph.forward(cell, **sizes), f"The graph of a step of {cell.name}"),
+            _drawn(f"A step of {cell.name}", page.page.step_graph()),
             "",
             "## The graph of its backward pass",
             "",
             BACKWARD,
             "",
-            _drawn(
-                site_graph.backward(cell, **sizes), f"The backward pass of a step of {cell.name}"
-            ),
+            _drawn(f"The backward pass of a step of {cell.name}", page.page.backward_graph()),
             "",
             "## What a layer learns",
             "",
@@ -162,14 +160,14 @@ def _page(cell: Cell, results: dict[str, Any]) -> str:
             + "".join(f", {symbol}={size}" for symbol, size in sizes.items())
             + "))`:",
             "",
-            f"```text\n{anycell.explain(cell, UNITS, **sizes)}\n```",
+            f"```text\n{page}\n```",
             "",
         ]
     )
 
 
-def _drawn(graph: site_graph.Graph, title: str) -> str:
-    return f'<div class="graph">{site_graph.svg(graph, title)}</div>'
+def _drawn(title: str, graph: drawing.Graph) -> str:
+    return f'<div class="graph">{drawing.svg((title, graph))}</div>'
 
 
 def _experiment(name: str, problem: str, results: dict[str, Any]) -> list[str]:

@@ -320,7 +320,9 @@ def main() -> int:
             limit = FUNCTIONS[op].limit(dtype)
             good = worst.error <= limit
             failed |= not good
-            exact = exact_error(op, worst.xs, worst.y, dtype) if np.isfinite(worst.error) else np.nan
+            exact = (
+                exact_error(op, worst.xs, worst.y, dtype) if np.isfinite(worst.error) else np.nan
+            )
             print(
                 f"{op:12} {target:8} {dtype:8} {sum(one.count for one in found):11}  "
                 f"{worst.error:7.4f} {exact:7.4f}  {' '.join(float(x).hex() for x in worst.xs)} -> "

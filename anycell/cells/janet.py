@@ -1,8 +1,6 @@
 """JANET: just another network."""
 
-from anycell.lang.cell import Gates, cell
-from anycell.lang.expr import Expr
-from anycell.lang.ops import sigmoid, tanh
+from anycell.lang import Expr, Gates, cell, sigmoid, tanh
 
 
 @cell(gates="f g", state="h")

@@ -241,7 +241,7 @@ def cos(value: Value) -> Expr:
 
 
 def erf(value: Value) -> Expr:
-    """Error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t * t)`` from 0 to ``value``."""
+    """Error function: ``2 / sqrt(pi)`` times the integral of ``exp(-t * t)`` from 0 on."""
     return apply("erf", value)
 
 

@@ -10,9 +10,7 @@ from anycell.lang.ops import is_boolean, is_reduction
 
 MATMULS = frozenset({"linear", "preact", "linear_t"})
 # Ops that cost more to compute than to store and load.
-HEAVY = frozenset(
-    "exp log sqrt div sigmoid tanh softplus log_sigmoid sin cos erf pow keep".split()
-)
+HEAVY = frozenset("exp log sqrt div sigmoid tanh softplus log_sigmoid sin cos erf pow keep".split())
 
 
 class Pass(NamedTuple):

@@ -44,9 +44,7 @@ def _geometry(layout: Layout, batch: int | None) -> Iterator[str]:
         if layout.packed_by[m.linear.name] is not m:
             weights = "the same packed weights"
         of = f" for each of {heads} heads" if heads > 1 else ""
-        yield (
-            f"matmul [rows, {inner}] @ [{inner}, {g.units * g.outputs}]{of}; {weights}"
-        )
+        yield (f"matmul [rows, {inner}] @ [{inner}, {g.units * g.outputs}]{of}; {weights}")
         columns = [len(group) for group in g.groups(g.span)]
         blocks = [f"{g.block_rows(n)} rows x {n} {_plural('column', n)}" for n in columns]
         how = f"register blocks of at most {' and '.join(dict.fromkeys(blocks))}"

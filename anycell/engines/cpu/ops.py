@@ -421,7 +421,9 @@ def _print_reduction(module: Module) -> None:
     n = (turns >> 62) + (turns >> 61 & 1)
     lower = b.trunc(middle, "i64")
     fraction = [b.ashr(turns << 2 | lower >> 62, 32), (turns << 2 | lower >> 62) & 0xFFFFFFFF]
-    a, c = (b.sitofp(value, "double") * 2.0**-k for value, k in zip(fraction, (32, 64), strict=True))
+    a, c = (
+        b.sitofp(value, "double") * 2.0**-k for value, k in zip(fraction, (32, 64), strict=True)
+    )
     rest = b.sitofp(lower << 2 >> 11, "double") * 2.0**-117
     high = a + c
     low = c - (high - a) + rest
@@ -435,8 +437,6 @@ def _print_reduction(module: Module) -> None:
     b.store(n, to_n)
     b.store(r, to_r)
     b.store(tail - (r - product), to_low)
-
-
 
 
 def _sine(b: Builder, x: Value, ahead: int) -> Value:

@@ -1,4 +1,4 @@
-"""Draws the graph of a cell's step as SVG, in layers from the inputs down to the new states.
+"""Draws graphs of expressions as SVG, in layers from what enters down to the results.
 
 Numbers and hyperparameters appear inside the operation that reads them. Nodes of a layer are
 ordered by the mean position of their neighbours (Sugiyama, Tagawa & Toda, 1981); long edges run
@@ -12,16 +12,33 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from gallery import UNITS
-
-import anycell
-from anycell import Cell
-from anycell.lang.expr import Expr, label, topological
+from anycell.lang.expr import Expr, label, shared_name, topological
 
 SIGNS = {"add": "+", "sub": "−", "mul": "×", "div": "÷", "lt": "<", "le": "≤", "gt": ">", "ge": "≥"}
 ENDS = {"sub": ("", "−"), "div": ("", "÷"), "where": ("if", "then", "else")}
 STEP, HEIGHT, GAP = 62, 26, 16  # between layers; of a node; between nodes
+TITLE = 30  # the height of a title
 INLINED = ("const", "hyper")
+# Every rule is of this class, because a page that has the picture in its text applies them all.
+STYLE = "".join(
+    f".cell-graph {rule}"
+    for rule in (
+        "text{font:13px sans-serif;text-anchor:middle;fill:#222}",
+        ".title{font-weight:bold;text-anchor:start}",
+        ".paper{fill:#fff}",
+        "g rect{fill:#fff;stroke:#8a8f98}",
+        ".gate rect{fill:#dbe7fb;stroke:#4a76c4}",
+        ".state rect{fill:#dff2e1;stroke:#3f9a4c}",
+        ".new rect{fill:#a9dfb1;stroke:#2c7a38;stroke-width:2}",
+        ".param rect{fill:#fdebd0;stroke:#d08a20}",
+        ".static rect{fill:#fdebd0;stroke:#d08a20}",
+        ".saved rect{fill:#eceef1;stroke:#8a8f98}",
+        ".matmul rect{fill:#e9dffa;stroke:#7d55c7}",
+        ".edge{fill:none;stroke:#6b7078;stroke-width:1.2}",
+        "marker path{fill:#6b7078}",
+        ".end{font-size:11px;fill:#8a4b00}",
+    )
+)
 
 
 @dataclass(eq=False)
@@ -56,36 +73,16 @@ def text(node: Expr) -> tuple[str, str]:
     if node.op in ("x", "preact") or (node.op == "linear" and name):
         return name or "", "gate"
     if node.op == "linear":
-        matmul, output = node.attrs
+        matmul, output = shared_name(node.attrs[0]), node.attrs[1]
         return f"W_{matmul}" + (f", {output}" if output != matmul else ""), "matmul"
     given = [label(arg) if arg.op in INLINED else "·" for arg in node.args]
     if node.op == "linear_t":
-        return f"@ W_{node.attrs[0]}", "matmul"
+        return f"@ W_{shared_name(node.attrs[0])}", "matmul"
     if node.op in SIGNS:
         sign = SIGNS[node.op]
         return (sign if given == ["·", "·"] else f"{given[0]} {sign} {given[1]}"), "op"
     alone = all(arg == "·" for arg in given)
     return (node.op if alone else f"{node.op}({', '.join(map(str, given))})"), "op"
-
-
-def forward(cell: Cell, **sizes: int) -> Graph:
-    """The graph of a step, down to its new states."""
-    states = anycell.explain(cell, UNITS, **sizes).page.folded()[-len(cell.states) :]
-    return graph([(name, node, "new") for name, node in states], {})
-
-
-def backward(cell: Cell, **sizes: int) -> Graph:
-    """The graph of a step's backward pass, from saved values and arriving gradients."""
-    page = anycell.explain(cell, UNITS, **sizes).page
-    arriving = page.arriving().items()
-    known = {n: (name, "state" if n.op == "grad" else "saved") for n, name in arriving}
-    kinds = {"s": "new", "p": "param", "a": "gate", "x": "gate", "r": "gate"}
-    roots = []
-    for name, node in page.gradients():
-        part = name.removeprefix("d_").partition(".")
-        kind = "static" if name == f"d_{cell.static}" else "matmul"
-        roots.append((name, node, kinds.get(part[0], kind) if part[1] else kind))
-    return graph(roots, known)
 
 
 def graph(roots: list[tuple[str, Expr, str]], known: dict[Expr, tuple[str, str]]) -> Graph:
@@ -112,14 +109,31 @@ def graph(roots: list[tuple[str, Expr, str]], known: dict[Expr, tuple[str, str]]
             edges.append((node, name, ""))
     for node in reversed(order):  # as far down as its readers permit
         boxes[node].level = min(boxes[b].level for a, b, _ in edges if a is node) - 1
-    top = min(box.level for box in boxes.values())
+    top = min((box.level for box in boxes.values()), default=0)
     for box in boxes.values():
         box.level -= top
     return boxes, edges
 
 
-def svg(drawn: Graph, title: str) -> str:
-    """The picture."""
+def svg(*parts: tuple[str, Graph]) -> str:
+    """One picture of several graphs, one below the other, each under its title."""
+    drawn = [_drawn(title, graph) for title, graph in parts if graph[0]]  # numbers alone have none
+    width, height, shapes = max((width for width, _, _ in drawn), default=0.0), 0.0, []
+    for _, below, text in drawn:
+        shapes.append(f'<g transform="translate(0 {height:.0f})">{text}</g>')
+        height += below
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}" class="cell-graph" role="img" '
+        f'aria-label="{escape("; ".join(title for title, _ in parts))}"><style>{STYLE}</style>'
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" '
+        'markerHeight="6" orient="auto"><path d="M0 0 8 4 0 8z"/></marker></defs>'
+        f'<rect class="paper" width="100%" height="100%"/>{"".join(shapes)}</svg>'
+    )
+
+
+def _drawn(title: str, drawn: Graph) -> tuple[float, float, str]:
+    """Width and height of a graph under its title, and its elements."""
     boxes, edges = drawn
     layers: list[list[Node]] = [[] for _ in range(max(b.level for b in boxes.values()) + 1)]
     for box in boxes.values():
@@ -131,17 +145,11 @@ def svg(drawn: Graph, title: str) -> str:
         for point in points:
             layers[point.level].append(point)
         paths.append(([start, *points, stop], end))
-    width = _place(layers, [path for path, _ in paths])
-    height = STEP * (len(layers) - 1) + HEIGHT + 8
-    lines = [_edge(path, end) for path, end in paths]
-    shapes = [_box(box) for box in boxes.values()]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
-        f'width="{width:.0f}" height="{height}" role="img" aria-label="{escape(title)}">'
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" '
-        'markerHeight="6" orient="auto"><path d="M0 0 8 4 0 8z"/></marker></defs>'
-        f"{''.join(lines)}{''.join(shapes)}</svg>"
-    )
+    width = max(_place(layers, [path for path, _ in paths]), 8.0 * len(title))
+    text = f'<text class="title" x="8" y="{TITLE - 10}">{escape(title)}</text>'
+    lines = "".join(_edge(path, end) for path, end in paths)
+    shapes = "".join(map(_box, boxes.values()))
+    return width, TITLE + STEP * (len(layers) - 1) + HEIGHT + 12, text + lines + shapes
 
 
 def _place(layers: list[list[Node]], paths: list[list[Node]]) -> float:
@@ -184,7 +192,7 @@ def _apart(layer: list[Node], wanted: dict[Node, float]) -> None:
 
 
 def _middle(node: Node) -> float:
-    return STEP * node.level + HEIGHT / 2 + 4
+    return TITLE + STEP * node.level + HEIGHT / 2 + 4
 
 
 def _edge(path: list[Node], end: str) -> str:
