@@ -228,7 +228,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "anycell", root / "anycell", ignore=ignore)
     parts = blocks("CONTRIBUTING.md")
-    janet, export, _, row, function, emit, kernel, exported, listed, *parts = parts
+    janet, export, _, row, function, emit, kernel, exported, *parts = parts
     dtype, field, name, line, *_ = parts
     (root / "anycell/cells/janet.py").unlink()
     remove(root / "anycell/cells/__init__.py", export, ' "JANET",')
@@ -250,8 +250,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.write(f"\n\n{function}")
     insert(root / "anycell/engines/cpu/ops.py", "    # conditions", emit)
     insert(root / "anycell/engines/gpu/library.py", "# ---- row reductions", f"{kernel}\n\n")
-    insert(root / "anycell/lang/__init__.py", "    sigmoid,", exported)
-    insert(root / "anycell/lang/__init__.py", "]  # fmt: skip", listed)
+    insert(root / "anycell/lang/__init__.py", "\n__all__", exported)
+    insert(root / "anycell/lang/__init__.py", "]  # fmt: skip", '    "rsqrt",\n')
     shutil.copytree(ROOT / "docs" / "api", root / "docs" / "api")
     shutil.copy(ROOT / "docs" / "cells.md", root / "docs")
     _, entry = blocks("CONTRIBUTING.md", "markdown")

@@ -1,9 +1,13 @@
 """The functions of the language in cells that run: against PyTorch, forward and backward."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+from gpu import by_gpu
+from problems import assert_right, random_problem
 from tolerances import assert_close
 
 import anycell
@@ -86,6 +90,41 @@ def test_functions_are_those_of_torch(name: str, dtype: str) -> None:
     for value, right in zip(found, wanted, strict=True):
         kind = "forward" if right is wanted[0] else "gradient"
         assert_close(value.numpy(), right.numpy(), dtype, kind, name)
+
+
+@cell(gates="a b", state="h")
+def Several(x, r, s):  # type: ignore[no-untyped-def]
+    """All ops whose functions have more than a line on a GPU."""
+    turned = anycell.sin(3.0 * x.a) * anycell.cos(x.b + r.b)
+    return 0.5 * s.h + 0.3 * turned + 0.2 * anycell.erf(x.a) * (1.5 + anycell.tanh(x.b)) ** x.a
+
+
+def test_on_a_gpu(rng: np.random.Generator) -> None:
+    pytest.importorskip("triton")
+    problem = random_problem(Several, (3, 4, 6), rng).astype("float32")
+    assert_right(by_gpu(problem), problem)
+
+
+SIDES = [0.0, -0.0, 0.5, 1.0, -1.0, 1.5, 2.0, 3.0, -3.0, 2.0**24, np.inf, -np.inf, np.nan, -2.5]
+
+
+def test_powers_on_a_gpu_have_the_rules_of_c() -> None:
+    """Of all pairs, as on the CPU: in one step, whose weights and biases are zero."""
+    pytest.importorskip("triton")
+
+    @cell(gates="a b", state="h", bias=False)
+    def Power(x, r, s):  # type: ignore[no-untyped-def]
+        return x.a**x.b
+
+    pairs = np.array(list(itertools.product(SIDES, SIDES)), np.float32)
+    problem = random_problem(Power, (1, 1, len(pairs)), np.random.default_rng(0)).astype("float32")
+    problem = problem.but({"x": pairs.T.reshape(1, 1, -1)})
+    found = by_gpu(problem)["output"].ravel()
+    with np.errstate(all="ignore"):
+        wanted = np.power(*pairs.T)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    numbers = ~np.isnan(wanted)
+    assert np.array_equal(np.signbit(found)[numbers], np.signbit(wanted)[numbers])
 
 
 def test_elu_keeps_its_digits_near_zero() -> None:
