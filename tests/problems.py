@@ -50,12 +50,15 @@ def Adding(x, r, s):
 
 @cell(gates="h t", state="h")
 def Tied(x: Any, r: Any, s: Any) -> Any:
-    """A recurrent highway of two layers, which multiply by one weight and add one bias."""
+    """A recurrent highway of two layers, which multiply by one weight and add one bias; with
+    functions that frameworks spell in their own ways."""
     y = s.h
     for k in range(2):
         h, t = linear(y, "r", gates="h t", bias=True)
-        t = sigmoid(t + (x.t if k == 0 else 0.0))
-        y = t * tanh(h + (x.h if k == 0 else 0.0)) + (1 - t) * y
+        h, t = (h + x.h, t + x.t) if k == 0 else (h, t)
+        new = anycell.sin(h) if k == 0 else anycell.erf(h) * anycell.cos(t)
+        t = sigmoid(t)
+        y = t * new + (1 - t) ** (1 + t) * y
     return y
 
 
