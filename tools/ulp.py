@@ -113,12 +113,14 @@ def _erf(x: Array) -> Array:
     """
     if x.dtype == np.float64:
         return np.fromiter(map(math.erf, x.tolist()), np.float64, len(x))
-    x = np.clip(x, -8, 8)  # beyond, it rounds to 1 in any precision here
+    y, inside = np.where(np.isnan(x), x, np.copysign(1, x)), abs(x) < 6.7  # beyond, it rounds to 1
+    x = x[inside]
     term = total = x * 2 / np.sqrt(np.arccos(x.dtype.type(-1)))
-    for k in range(1, 200):
+    for k in range(1, 160):
         term = term * (2 * x * x / (2 * k + 1))
         total = total + term
-    return total * np.exp(-x * x)
+    y[inside] = total * np.exp(-x * x)
+    return y
 
 
 def _with_exponents(x: Array) -> tuple[Array, ...]:
