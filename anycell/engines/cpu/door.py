@@ -457,4 +457,3 @@ class Door:
                 with b.when(each[name].ne(0)):
                     zero = constant(0.0, b.real)
                     b.call(f"fill_rows_{b.real}", each.pointer(name), width, zero, rows, width)
-

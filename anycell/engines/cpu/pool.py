@@ -171,8 +171,7 @@ def _compiled(sleep: _Sleep | None) -> jit.Library:
     processor = "x86" if ir.X86 else "arm" if ir.ARM else "other"
     waiting, waking = (sleep.waiting, sleep.waking) if sleep else ("", "")
     text = Template(_file("gang.ll") + _file(f"gang_{processor}.ll")).substitute(
-        pause=_PAUSES[processor], spin=SPIN, spins=SPINS, rest=REST,
-         wait=waiting, wake=waking
+        pause=_PAUSES[processor], spin=SPIN, spins=SPINS, rest=REST, wait=waiting, wake=waking
     )
     return jit.compile(text, ["worker", "own", "openmp", "meet"], isa.TARGETS["generic"])
 
