@@ -7,16 +7,17 @@
 ;
 ; Where other processes want the cores, a thread may stand still for a whole time slice. So nobody
 ; waits for what has not begun: the caller takes back parts that no worker has begun, and in a step
-; whose units are shared, a thread takes the pieces that the others have not begun. Who waits for a
-; piece that was begun measures the time that is lost. If a gang loses more than half of its time,
-; and more than `patience`, calls run in their own thread alone for twice the time that was lost, and
-; twice as long each time that the next gangs soon lose time again: what waiting costs is bounded,
-; and a core that is free again is soon used again.
+; whose units are shared, a thread takes the pieces that the others have not begun. The time is lost
+; that a thread waits for a piece at work, and that passes from the end of the first part to the end
+; of the last. If a gang loses more than two thirds of its time, and more than `patience`, calls run
+; in their own thread alone for twice the time that was lost, and twice as long each time that the
+; next gangs soon lose time again: what waiting costs is bounded, and a core that is free again is
+; soon used again.
 ;
 ; Workers take over the caller's floating point mode (denormals, rounding), since the bits of a
 ; result must not depend on which thread computed it.
 
-; state, mode, kernel, args, part, parts, wait, wake, -
+; state, mode, kernel, args, part, parts, wait, wake, when its last part ended
 %job = type <{ i32, ptr, ptr, i64, i64 }>  ; the middle of it, without gaps
 %line = type { i32, i32, ptr, ptr, i64, i64, ptr, ptr, i64 }
 ; Line 0: state; whether its workers leave; when it began; the time lost; the number of workers;
@@ -94,6 +95,9 @@ work:
   %part = extractvalue %job %job, 3
   %parts = extractvalue %job %job, 4
   call void @run(ptr %kernel, ptr %args, i64 %part, i64 %parts, i32 %mode)
+  %ended.at = getelementptr %line, ptr %line, i32 0, i32 8
+  %ended = call i64 @now()
+  store i64 %ended, ptr %ended.at
   call void @post(ptr %line, i32 0, i32 3)
   br label %life
 }
@@ -153,8 +157,9 @@ entry:
   %lost = add i64 %before, %time
   %long = icmp sgt i64 %lost, %patience
   %all = sub i64 %now, %begun
-  %half = ashr i64 %all, 1
-  %most = icmp sgt i64 %lost, %half
+  %thrice = mul i64 %lost, 3
+  %twice = shl i64 %all, 1
+  %most = icmp sgt i64 %thrice, %twice
   %bad = and i1 %long, %most
   br i1 %bad, label %leave, label %done
 leave:
@@ -317,24 +322,34 @@ taken:
 kept:
   br label %back
 ran:
-  %since = call i64 @now()
+  %begun.at = getelementptr %gang, ptr %table, i32 0, i32 2
+  %begun = load atomic i64, ptr %begun.at monotonic, align 8
+  %mine.ended = call i64 @now()
   br label %finish
 finish:
   %f = phi i64 [ 1, %ran ], [ %f.next, %finished ]
+  %first.ended = phi i64 [ %mine.ended, %ran ], [ %sooner, %finished ]
   %f.more = icmp slt i64 %f, %parts
   br i1 %f.more, label %finished, label %done
 finished:
   %line = getelementptr %line, ptr %table, i64 %f
   call void @await(ptr %line, i32 4, i32 3)
+  %ended.at = getelementptr %line, ptr %line, i32 0, i32 8
+  %ended = load i64, ptr %ended.at
+  %worked = icmp sgt i64 %ended, %begun  ; it did not, if its part was taken back
+  %before = icmp slt i64 %ended, %first.ended
+  %sooner.ended = and i1 %worked, %before
+  %sooner = select i1 %sooner.ended, i64 %ended, i64 %first.ended
   %f.next = add i64 %f, 1
   br label %finish
 done:
-  call void @lose(ptr %table, i64 %since)
+  call void @lose(ptr %table, i64 %first.ended)
   call void @end(ptr %table)
   ret i64 %parts
 }
 
-%team = type { ptr, ptr, ptr, i64, i32, i64 }  ; kernel, args, omp runtime, size, mode, part 0's end
+; kernel, args, omp runtime, size, mode, when the first part ended
+%team = type { ptr, ptr, ptr, i64, i32, i64 }
 %omp = type { ptr, ptr, ptr }             ; GOMP_parallel, omp_get_thread_num, omp_get_num_threads
 
 define i64 @openmp(ptr %table, ptr %kernel, ptr %args, i64 %wanted, ptr %omp) {
@@ -352,13 +367,14 @@ fork:
   %team.3 = insertvalue %team %team.2, ptr %omp, 2
   %team.4 = insertvalue %team %team.3, i64 1, 3
   %team.5 = insertvalue %team %team.4, i32 %mode, 4
-  store %team %team.5, ptr %team
+  %team.6 = insertvalue %team %team.5, i64 9223372036854775807, 5
+  store %team %team.6, ptr %team
   %parallel = load ptr, ptr %omp
   %threads = trunc i64 %wanted to i32
   call void %parallel(ptr @member, ptr %team, i32 %threads, i32 0)
-  %since.at = getelementptr %team, ptr %team, i32 0, i32 5
-  %since = load i64, ptr %since.at
-  call void @lose(ptr %table, i64 %since)
+  %ended.at = getelementptr %team, ptr %team, i32 0, i32 5
+  %ended = load atomic i64, ptr %ended.at monotonic, align 8
+  call void @lose(ptr %table, i64 %ended)
   call void @end(ptr %table)
   %size.at = getelementptr %team, ptr %team, i32 0, i32 3
   %size = load i64, ptr %size.at
@@ -383,14 +399,14 @@ entry:
   %parts.32 = call i32 %size()          ; may be fewer than were asked for
   %parts = zext i32 %parts.32 to i64
   call void @run(ptr %kernel, ptr %args, i64 %part, i64 %parts, i32 %mode)
+  %ended.at = getelementptr %team, ptr %at, i32 0, i32 5
+  %ended = call i64 @now()
+  %before = atomicrmw min ptr %ended.at, i64 %ended monotonic
   %first = icmp eq i64 %part, 0
   br i1 %first, label %report, label %done
 report:
   %report.at = getelementptr %team, ptr %at, i32 0, i32 3
   store i64 %parts, ptr %report.at
-  %since.at = getelementptr %team, ptr %at, i32 0, i32 5
-  %since = call i64 @now()
-  store i64 %since, ptr %since.at
   br label %done
 done:
   ret void
