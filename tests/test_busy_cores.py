@@ -169,10 +169,10 @@ class Uneven:
         b = module.function("uneven", "ptr turns, i64 part, i64 parts")
         turns, part, parts = b.args
         b.atomic_add(b.gep(turns, 2, "i64"), parts)
-        with b.when(part.eq(0)):  # the caller waits for the worker to begin, if there is one
-            with b.repeat() as again:
-                b.call(b.load(b.gep(turns, 4, "i64"), "ptr"), returns="i32")
-                again((b.atomic_load(b.gep(turns, 3, "i64")) < 1) & (parts > 1))
+        # The caller waits for the worker to begin, if there is one.
+        with b.when(part.eq(0)), b.repeat() as again:
+            b.call(b.load(b.gep(turns, 4, "i64"), "ptr"), returns="i32")
+            again((b.atomic_load(b.gep(turns, 3, "i64")) < 1) & (parts > 1))
         with b.when(part > 0):
             b.atomic_add(b.gep(turns, 3, "i64"), 1)
         spent = b.variable(0)

@@ -68,8 +68,8 @@ class Memory(NamedTuple):
     Attributes:
         packing: of the tables of packing.
         zeros: of a row of zeros, which replaces the gates if the kernel multiplies the input.
-        work: of the threads' workspaces, of ``workspace`` bytes each. A workspace begins with a cache
-            line for the word of the thread's piece of a step, see ``gang.ll``.
+        work: of the threads' workspaces, of ``workspace`` bytes each. The first cache line of each
+            is that of the thread's piece of a step, see ``gang.ll``.
         end: of the end, which is the size of scratch memory.
     """
 
@@ -91,8 +91,8 @@ class Door:
         self.sequences, self.projecting = layout.sequences, layout.projecting
         self.gates = len(self.cell.gates) * self.plan.hidden_size
         # Scratch memory begins with the number of directions and the addresses of their tables.
-        # Then come the kernel's tables, each with a count of the pieces that are done on a cache line
-        # of its own, and then the tables of packing.
+        # Then come the kernel's tables, each with a count of the pieces that are done, on a cache
+        # line of its own, and then the tables of packing.
         self.table_bytes = align(8 * len(self.index)) + LINE
         self.matmuls = layout.matmuls
         self.packing_bytes = PACKING_BYTES * (len(self.matmuls) + 1)

@@ -1,10 +1,10 @@
 """Threads for compiled kernels.
 
 A kernel is `void kernel(ptr args, i64 part, i64 parts)`. The threads that run the parts of a call
-are a *gang*. Nothing is queued: a call that finds a gang at work runs as one part in its own thread.
-Any number of parts is correct, because a kernel divides its work by its argument `parts`; more
-parts are only faster. They are slower where other processes want the cores: a gang that loses time
-by waiting makes the next calls run in one part (`gang.ll`).
+are a *gang*. Nothing is queued: a call that finds a gang at work runs as one part in its own
+thread. Any number of parts is correct, because a kernel divides its work by its argument `parts`;
+more parts are only faster. They are slower where other processes want the cores: a gang that loses
+time by waiting makes the next calls run in one part (`gang.ll`).
 
 Two ways to get the threads:
 
@@ -45,8 +45,8 @@ PATIENCE = 1.0  # seconds that a call waits for new threads to begin before it g
 # At a step whose units are shared, turns that a thread waits before it takes pieces that nobody has
 # begun, and lets other threads have its core: about 10 us.
 SPINS = 400
-# Nanoseconds, roughly: of waiting that a call never minds, and for how long at most calls run in one
-# part after a gang that minded.
+# Nanoseconds, roughly: of waiting that a call never minds, and for how long at most the calls after
+# one that minded run in one part.
 LOSS, REST = 50_000, 250_000_000
 
 _chosen: int | None = None
