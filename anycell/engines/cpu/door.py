@@ -68,7 +68,8 @@ class Memory(NamedTuple):
     Attributes:
         packing: of the tables of packing.
         zeros: of a row of zeros, which replaces the gates if the kernel multiplies the input.
-        work: of the threads' workspaces, of ``workspace`` bytes each.
+        work: of the threads' workspaces, of ``workspace`` bytes each. The first cache line of each
+            is that of the thread's piece of a step, see ``gang.ll``.
         end: of the end, which is the size of scratch memory.
     """
 
@@ -90,8 +91,8 @@ class Door:
         self.sequences, self.projecting = layout.sequences, layout.projecting
         self.gates = len(self.cell.gates) * self.plan.hidden_size
         # Scratch memory begins with the number of directions and the addresses of their tables.
-        # Then come the kernel's tables, each with its barrier's counter on a cache line of its own,
-        # and then the tables of packing.
+        # Then come the kernel's tables, each with a count of the pieces that are done, on a cache
+        # line of its own, and then the tables of packing.
         self.table_bytes = align(8 * len(self.index)) + LINE
         self.matmuls = layout.matmuls
         self.packing_bytes = PACKING_BYTES * (len(self.matmuls) + 1)
@@ -160,7 +161,7 @@ class Door:
         staged: Value | int = 0
         if self.projecting is not None and self.layout.staged_bytes:
             staged = self.layout.staged_input(b, shared["inputs"]) * self.size
-        workspace = self.layout.workspace(shared["batch"], staged)
+        workspace = LINE + align(self.layout.workspace(shared["batch"], staged))
         end = work + directions * shared["threads"] * workspace
         return Memory(packing, zeros, work, workspace, end)
 
@@ -261,32 +262,36 @@ class Door:
         work = work * rows * (shared["count"] * directions)
         enough = (work >= shared["least_work"]) & (threads > 1)
         parts = b.select(enough, threads, 1)
-        shared["parts"] = parts
         even = (parts % directions).eq(0)
         side = b.select(even, parts // directions, parts)
-        if layout.row_wise:
-            shared["units_split"] = 0
-            return
-        # Under a sparse mask, a typical step takes few rows, and many steps take even fewer.
-        rows = b.select(shared["sparse"].ne(0), rows // 4, rows)
-        far = FEW_TILED_ROWS if layout.tiled else FEW_ROWS
-        few = b.select(packed <= NEAR_CACHE, HARDLY_ANY_ROWS, far)
-        split = (rows < few * side) & (side > 1) & (side <= layout.geometry.tiles)
+        split = constant(0, "i1")
+        if not layout.row_wise:
+            # Under a sparse mask, a typical step takes few rows, and many steps take even fewer.
+            typical = b.select(shared["sparse"].ne(0), rows // 4, rows)
+            far = FEW_TILED_ROWS if layout.tiled else FEW_ROWS
+            few = b.select(packed <= NEAR_CACHE, HARDLY_ANY_ROWS, far)
+            split = (typical < few * side) & (side > 1) & (side <= layout.geometry.spans)
         shared["units_split"] = b.zext(split, "i64")
+        # Threads that share rows are no more than there are groups of rows.
+        groups = (rows + shared["row_group"] - 1) // shared["row_group"]
+        side = b.select(split, side, b.smax(b.smin(side, groups), 1))
+        shared["parts"] = b.select(even, side * directions, side)
 
     def _lay_out(self, base: Value, of: Direction) -> None:
         """Fills the tables of one direction."""
         (shared, _, d), b = of, of.each.b
         memory, start = self._memory(shared), b.ptrtoint(base, "i64")
         offset = d * self.table_bytes + LINE
-        barrier = offset + align(8 * len(self.index))
+        done = offset + align(8 * len(self.index))
         b.store(start + offset, b.gep(base, d + 1, "i64"))
-        b.store(b.value(0), b.gep(base, barrier, "i8"))
+        b.store(b.value(0), b.gep(base, done, "i8"))
         table = Entries(b, b.gep(base, offset, "i8"), self.index)
         work = memory.work + d * shared["threads"] * memory.workspace
+        with b.loop(0, shared["parts"]) as part, b.loop(0, 16, 8) as word:
+            b.store(b.value(0), b.gep(base, work + part * memory.workspace + word, "i8"))
         table.set(
-            barrier=start + barrier, workspace=start + work, workspace_stride=memory.workspace,
-            stream=(shared["stream"] << 1) + d, yield_to=_yields(shared),
+            done=start + done, workspace=start + work, workspace_stride=memory.workspace,
+            stream=(shared["stream"] << 1) + d,
         )  # fmt: skip
         for name in PASSED_ON:
             table[name] = shared[name]
@@ -455,12 +460,3 @@ class Door:
                 with b.when(each[name].ne(0)):
                     zero = constant(0.0, b.real)
                     b.call(f"fill_rows_{b.real}", each.pointer(name), width, zero, rows, width)
-
-
-def _yields(shared: Entries) -> Value:
-    """Returns the address of the function that yields the core to others; 0 without a gang."""
-    b = shared.b
-    address = b.variable(b.value(0))
-    with b.when(shared["gang"].ne(0)):
-        address.value = b.load(b.gep(shared.pointer("gang"), 3, "i64"), "i64")
-    return address.value

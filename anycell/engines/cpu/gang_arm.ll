@@ -1,4 +1,5 @@
-; The floating point mode, which ARM has in its register FPCR.
+; The floating point mode, which ARM has in its register FPCR, and the time in nanoseconds, which it
+; counts at a frequency of 1 MHz to 1 GHz.
 
 declare void @llvm.aarch64.hint(i32)
 declare i64 @llvm.aarch64.get.fpcr()
@@ -12,4 +13,15 @@ define internal void @set_mode(i32 %mode) {
   %all = zext i32 %mode to i64
   call void @llvm.aarch64.set.fpcr(i64 %all)
   ret void
+}
+
+define internal i64 @now() {
+  %count = call i64 asm sideeffect "mrs $$0, cntvct_el0", "=r"()
+  %frequency = call i64 asm sideeffect "mrs $$0, cntfrq_el0", "=r"()
+  %mega = udiv i64 %frequency, 1000000
+  %none = icmp eq i64 %mega, 0
+  %per = select i1 %none, i64 1, i64 %mega
+  %thousands = mul i64 %count, 1000
+  %now = udiv i64 %thousands, %per
+  ret i64 %now
 }

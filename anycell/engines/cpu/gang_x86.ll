@@ -1,4 +1,5 @@
-; The floating point mode, which x86 has in its register MXCSR.
+; The floating point mode, which x86 has in its register MXCSR, and the time, which it counts in
+; cycles at 2 to 4 GHz: `now` counts half of them, about nanoseconds.
 
 declare void @llvm.x86.sse2.pause()
 declare void @llvm.x86.sse.stmxcsr(ptr)
@@ -14,4 +15,11 @@ define internal void @set_mode(i32 %mode) {
   store i32 %mode, ptr %at
   call void @llvm.x86.sse.ldmxcsr(ptr %at)
   ret void
+}
+
+declare i64 @llvm.readcyclecounter()
+define internal i64 @now() {
+  %cycles = call i64 @llvm.readcyclecounter()
+  %now = lshr i64 %cycles, 1
+  ret i64 %now
 }

@@ -629,6 +629,11 @@ class Builder:
         value = self.value(value)
         return self._emit("i64", f"atomicrmw add {address}, {value} acq_rel, align 8")
 
+    def atomic_turn(self, address: Value, old: Value, new: Value) -> Value:
+        """Replaces an i64 that threads share if it is ``old``, and returns whether it was."""
+        swap = f"cmpxchg {address}, {old}, {new} acq_rel monotonic, align 8"
+        return self._emit("i1", f"extractvalue {self._emit('{ i64, i1 }', swap)}, 1")
+
     def atomic_load(self, address: Value) -> Value:
         """Loads an i64, and makes visible all that its writer wrote before (acquire)."""
         return self._emit("i64", f"load atomic i64, {address} acquire, align 8")

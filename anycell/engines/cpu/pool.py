@@ -1,9 +1,10 @@
 """Threads for compiled kernels.
 
-A kernel is `void kernel(ptr args, i64 part, i64 parts)`, and its parts may wait for each other at
-a barrier. So all parts of a call, a *gang*, run at the same time: nothing is queued, and a call
-that finds a gang at work runs as one part in its own thread. Any number of parts is correct,
-because a kernel divides its work by its argument `parts`; more parts are only faster.
+A kernel is `void kernel(ptr args, i64 part, i64 parts)`. The threads that run the parts of a call
+are a *gang*. Nothing is queued: a call that finds a gang at work runs as one part in its own
+thread. Any number of parts is correct, because a kernel divides its work by its argument `parts`;
+more parts are only faster. They are slower where other processes want the cores: a gang that loses
+time by waiting makes the next calls run in one part (`gang.ll`).
 
 Two ways to get the threads:
 
@@ -41,6 +42,12 @@ from . import ir, isa, jit
 SPIN = 8000  # turns that a thread spins before it sleeps: 0.1 to 0.4 ms, as between calls of layers
 MOST = 1024  # the most threads of a gang
 PATIENCE = 1.0  # seconds that a call waits for new threads to begin before it goes on with fewer
+# At a step whose units are shared, turns that a thread waits before it takes pieces that nobody has
+# begun, and lets other threads have its core: about 10 us.
+SPINS = 400
+# Nanoseconds, roughly: of waiting that a call never minds, and for how long at most the calls after
+# one that minded run in one part.
+LOSS, REST = 50_000, 250_000_000
 
 _chosen: int | None = None
 
@@ -164,9 +171,9 @@ def _compiled(sleep: _Sleep | None) -> jit.Library:
     processor = "x86" if ir.X86 else "arm" if ir.ARM else "other"
     waiting, waking = (sleep.waiting, sleep.waking) if sleep else ("", "")
     text = Template(_file("gang.ll") + _file(f"gang_{processor}.ll")).substitute(
-        pause=_PAUSES[processor], spin=SPIN, wait=waiting, wake=waking
+        pause=_PAUSES[processor], spin=SPIN, spins=SPINS, rest=REST, wait=waiting, wake=waking
     )
-    return jit.compile(text, ["worker", "own", "openmp"], isa.TARGETS["generic"])
+    return jit.compile(text, ["worker", "own", "openmp", "meet"], isa.TARGETS["generic"])
 
 
 def _file(name: str) -> str:
@@ -251,8 +258,9 @@ class _Workers:
         self.threads: list[threading.Thread] = []
         lines = np.zeros((MOST + 1) * 8 + 7, np.int64)
         self._lines = lines[-lines.ctypes.data // 8 % 8 :][: (MOST + 1) * 8].reshape(-1, 8)
+        self._lines[0, 5] = LOSS
         if self._sleep:
-            self._lines[:, 5:7] = self._sleep.wait, self._sleep.wake
+            self._lines[1:, 5:7] = self._sleep.wait, self._sleep.wake
         self._table = self._lines.ctypes.data
         # Workers read the table until the process ends, which is after the interpreter's end.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(lines))
@@ -260,9 +268,9 @@ class _Workers:
         self.address = ctypes.addressof(self._record)
 
     def record(self, function: str, runtime: int) -> Any:
-        """The four addresses that ``gang`` describes."""
-        address = self._library.address(function)
-        return (ctypes.c_int64 * 4)(address, self._table, runtime, yield_address())
+        """The five addresses that ``gang`` describes."""
+        run, meet = map(self._library.address, (function, "meet"))
+        return (ctypes.c_int64 * 5)(run, self._table, runtime, yield_address(), meet)
 
     def hire(self, count: int) -> None:
         """Starts workers until there are ``count`` or the system refuses to start one."""
@@ -329,8 +337,8 @@ def backend() -> str:
 def yield_address() -> int:
     """The address of `i32 f()` that lets another thread have this core.
 
-    Barriers inside kernels call it: if there are more parts than free cores, a part that only spins
-    keeps the others from arriving for a whole time slice of the scheduler.
+    If there are more parts than free cores, a part that only spins keeps the others from arriving
+    for a whole time slice of the scheduler.
     """
     if sys.platform == "win32":
         return _address(ctypes.CDLL("kernel32").SwitchToThread)
@@ -339,7 +347,8 @@ def yield_address() -> int:
 
 def gang(parts: int) -> int:
     """The address of the record that native code needs to run a gang; 0 for one part. The record
-    has four addresses: a function, its first and its fifth argument, and ``yield_address``.
+    has five addresses: a function, its first and its fifth argument, ``yield_address``, and
+    ``meet``, by which the parts of a step wait for each other (``gang.ll``).
 
     The function is ``i64 f(ptr, ptr kernel, ptr args, i64 parts, ptr)``. It returns the number of
     parts that ran, when all are done. The record's address is valid until the process forks or

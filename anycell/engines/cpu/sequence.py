@@ -14,22 +14,25 @@ cell has row reductions or further matmuls, a panel of rows takes the step toget
 matmuls, then several passes over the units of each row (``plan.passes``). A matmul inside the step
 begins a new *stage*, after all rows of the panel have completed the passes before it.
 
-Threads split either the batch rows or, with a barrier at each step, the units. The split changes
+Threads split either the batch rows or, with a barrier at each step, the units. Then each takes its
+own piece of a step first, and afterwards pieces that no other thread has begun. The split changes
 neither the operations on a row nor their order, so the bits do not depend on it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from anycell.engines.cpu import tiles
 from anycell.engines.cpu.door import Door
-from anycell.engines.cpu.ir import Builder, Module, Value, constant
+from anycell.engines.cpu.ir import Builder, Module, Value, Variable, constant
 from anycell.engines.cpu.layout import PANEL, Layout
 from anycell.engines.cpu.matmul import Blocks, print_packing, print_quantizing, print_staging
 from anycell.engines.cpu.panel import Panel
 from anycell.engines.cpu.rows import RowAt, Rows, Task
 from anycell.engines.cpu.step import Step
-
-SPINS = 4000  # turns at a barrier before a thread yields its core, about 100 us
+from anycell.plan import LINE
 
 
 def print_kernel(layout: Layout) -> Module:
@@ -70,8 +73,8 @@ class Sequence:
 
     Attributes:
         groups: this thread's groups of rows, as a range: begin, end and step.
-        spans: this thread's spans of units, as a range: begin and end.
         split: whether threads split the units.
+        spans: the spans of units at hand, as a range: begin and end.
     """
 
     def __init__(self, b: Builder, layout: Layout, blocks: list[Blocks]) -> None:
@@ -81,23 +84,22 @@ class Sequence:
         _, part, parts = b.args
         self.split = split = arg["units_split"].ne(0)
 
-        def share(total: Value, number: Value) -> Value:
-            return total * number // parts
-
         spans, zero, after = b.value(layout.geometry.spans), b.value(0), part + 1
         groups = (arg["batch"] + arg["row_group"] - 1) // arg["row_group"]
         # Long rows often come first, so under a mask the threads take groups in rotation.
-        first_group, last_group = share(groups, part), share(groups, after)
+        first_group, last_group = groups * part // parts, groups * after // parts
         self.groups = [
             b.select(split, all_, b.select(rows.optional["mask"], turn, block))
             for all_, turn, block in (
                 (0, part, first_group), (groups, groups, last_group), (1, parts, 1)
             )
         ]  # fmt: skip
-        self.spans = [
-            b.select(split, share(spans, n), whole) for whole, n in ((zero, part), (spans, after))
+        self._share = lambda piece: spans * piece // parts
+        self._own = [
+            b.select(split, self._share(n), whole) for whole, n in ((zero, part), (spans, after))
         ]
-        space = b.gep(arg["workspace"], part * arg["workspace_stride"], "i8")
+        self.spans, self._spans = self._own, list(map(b.variable, self._own))
+        space = b.gep(arg["workspace"], part * arg["workspace_stride"] + LINE, "i8")
         self.panel = Panel(rows, blocks, space)
         self.step = Step(rows)
         self.steps = arg["steps"]
@@ -115,39 +117,66 @@ class Sequence:
 
     def print(self) -> None:
         """The loop over the steps."""
-        b, panel = self.b, self.panel
-        zero = b.value(0)
+        b = self.b
+        left = b.variable(0)
         with b.loop(0, self.steps) as t:
-            count = self._take_rows(t)
             if self.layout.row_wise:
+                count = self._take_rows(t)
                 with b.loop(0, count, PANEL) as first:
                     self._stages(t, first, b.smin(first + PANEL, count))
             else:
-                for m in self.layout.matmuls:
-                    panel.find(m, t, zero, count, zero)
-                with b.loop(*self.spans) as span, b.loop(0, count, PANEL) as first:
-                    last = b.smin(first + PANEL, count)
-                    for m in self.layout.matmuls:
-                        panel.multiply(m, t, span, first, last)
-                    with b.loop(first, last) as place:
-                        self._row(t, place, first, span)
-            with b.when(self.split):
-                self._wait(t)
+                with b.when(self.split & left.value.ne(0)) as otherwise:
+                    pass
+                with otherwise, self._pieces(t, left):
+                    self._units(t)
         if self.layout.tiled:
             tiles.release(b)
 
-    def _wait(self, t: Value) -> None:
-        """Prints a barrier: no thread starts step t + 1 before all threads have written step t."""
-        b, barrier, (_, _, parts) = self.b, self.arg["barrier"], self.b.args
-        b.atomic_add(barrier, 1)
-        wanted, turns = parts * (t + 1), b.variable(0)
+    def _units(self, t: Value) -> None:
+        """A step of this thread's rows, of the units in its spans."""
+        b, panel, zero = self.b, self.panel, self.b.value(0)
+        count = self._take_rows(t)
+        for m in self.layout.matmuls:
+            panel.find(m, t, zero, count, zero)
+        with b.loop(*self.spans) as span, b.loop(0, count, PANEL) as first:
+            last = b.smin(first + PANEL, count)
+            for m in self.layout.matmuls:
+                panel.multiply(m, t, span, first, last)
+            with b.loop(first, last) as place:
+                self._row(t, place, first, span)
+
+    @contextmanager
+    def _pieces(self, t: Value, left: Variable) -> Iterator[None]:
+        """Does the step by its body: at once, or, if threads split the units, piece by piece. Then
+        no thread starts step t + 1 before all pieces of step t are done.
+        """
+        b, arg, split, (_, part, parts) = self.b, self.arg, self.split, self.b.args
+        stride = arg["workspace_stride"]
+        piece = b.variable(part)
+        for variable, value in zip(self._spans, self._own, strict=True):
+            variable.value = value
         with b.repeat() as again:
-            b.pause()
-            turns.value = turn = turns.value + 1
-            # There may be more threads than cores, so let another thread have this core.
-            with b.when(turn > SPINS):
-                b.call(self.arg["yield_to"], returns="i32")
-            again(b.atomic_load(barrier) < wanted)
+            mine = b.variable(constant(1, "i1"))
+            with b.when(split):
+                word = b.gep(arg["workspace"], piece.value * stride, "i8")
+                mine.value = b.atomic_turn(word, t, t + 1)
+            with b.when(mine.value):
+                self.spans = [variable.value for variable in self._spans]
+                yield
+                with b.when(split):
+                    b.atomic_add(arg["done"], 1)
+            piece.value = b.value(-1)
+            with b.when(split):
+                meet = b.load(b.gep(arg["gang"], 4, "i64"), "ptr")
+                piece.value = b.call(
+                    meet, arg["gang"], arg["done"], arg["workspace"], stride, t, part, parts,
+                    returns="i64",
+                )  # fmt: skip
+                with b.when(piece.value >= 0):
+                    for variable, end in zip(self._spans, (0, 1), strict=True):
+                        variable.value = self._share(piece.value + end)
+            again(piece.value >= 0)
+        left.value = b.zext(piece.value < -1, "i64")
 
     def _take_rows(self, t: Value) -> Value:
         """Lists and counts the rows of this thread that take step t: backward all rows; forward the

@@ -22,9 +22,9 @@ NUMBERS = [
     *"inputs input_block".split(),
     *CODES,
 ]
-ADDRESSES = "barrier yield_to workspace hyper".split()
+ADDRESSES = "gang done workspace hyper".split()
 # Entries that the door copies unchanged from the call's table to a kernel's own table.
-PASSED_ON = [*"batch row_group units_split hyper seed".split(), *CODES]
+PASSED_ON = [*"batch row_group units_split gang hyper seed".split(), *CODES]
 
 
 class Names(NamedTuple):
@@ -46,8 +46,7 @@ class Names(NamedTuple):
             threads, least_work     most threads; multiply-adds from which a second thread pays
             sparse                  1 if a mask leaves few steps
             row_group               rows that share sums of parameter gradients
-            gang                    address of: gang function, its table, its OpenMP, a function
-                                    that yields the core; 0 for one thread
+            gang                    address of a record, see ``pool.gang``; 0 for one thread
             scratch, packed         memory, on a cache line; ``needs`` says how many bytes
             parts, units_split      outputs: the threads of the call, and whether they split units
             hyper                   values of the cell's hyperparameters
