@@ -106,8 +106,8 @@ def composite(call: Call, arrays: Arrays) -> Result:
             pairs = zip(final, initial, strict=True)
             final = [ops.where(present, new, old) for new, old in pairs]
             output = ops.where(present, output, ops.zeros_like(output)) if zeroed else final[0]
-        final = tuple(final[: len(cell.states)])
-        return ops.expand_dims(output, 0) if call.outputs else None, final
+        output = ops.expand_dims(output, 0) if call.outputs else None
+        return output, tuple(final[: len(cell.states)])
     # Batch first: with time-major input, Keras 3 mistakes the batch for the number of steps.
     _, outputs, final = backend.rnn(
         step,
@@ -119,11 +119,11 @@ def composite(call: Call, arrays: Arrays) -> Result:
         zero_output_for_mask=zeroed,
         return_all_outputs=call.outputs,
     )
-    final = tuple(final[: len(cell.states)])
+    states = tuple(final[: len(cell.states)])
     if not call.outputs:
-        return None, final
+        return None, states
     outputs = ops.swapaxes(outputs, 0, 1)
-    return ops.flip(outputs, axis=0) if reverse else outputs, final
+    return ops.flip(outputs, axis=0) if reverse else outputs, states
 
 
 def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:

@@ -47,9 +47,9 @@ def least_memory(
     Among cuts of equal cost, the one nearest to the readers leaves the least to compute again.
 
     If saving rounds (``rounded``), decisions of the forward pass are saved, not computed again: a
-    rounded value may lie on the other side of a bound, or no longer equal the maximum. Reductions are
-    computed again from the values that the backward pass has: a norm subtracts the mean from almost
-    equal numbers, and if only the mean was rounded, the difference is an error.
+    rounded value may lie on the other side of a bound, or no longer equal the maximum. Reductions
+    are computed again from the values that the backward pass has: a norm subtracts the mean from
+    almost equal numbers, and if only the mean was rounded, the difference would be an error.
     """
     decided = _decisions(cell, gradients) if rounded else {}
     forward = topological([*cell.next, *decided])
