@@ -309,6 +309,26 @@ def test_few_rows_take_all_columns_at_once() -> None:
     assert few(cells.LSTM, 32) == few(cells.GRU, 16) == 0
 
 
+@cell(gates="g", state="h c", params="gain=1 shift=0")
+def Normed(x, r, s, p, *, stays: bool = False):
+    """The norm is of a state that the layer keeps, or of a value that is computed again."""
+    c = 0.5 * s.c + tanh(x.g + r.g)
+    normed = p.gain * layer_norm(c) + p.shift
+    return tanh(normed), normed if stays else c
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("normed", [Normed, Normed(stays=True)], ids=repr)
+def test_the_norm_of_one_unit_in_16_bits(
+    normed: Cell, dtype: str, rng: np.random.Generator
+) -> None:
+    """It is 0, and so is the gradient of its gain."""
+    problem = random_problem(normed, (6, 4, 1), rng, dtype)
+    solution = by_cpu(problem)
+    assert_right({name: solution[name] for name in ("output", "d shift_l0")}, problem)
+    assert solution["d shift_l0"].any() and not solution["d gain_l0"].any()
+
+
 @each_cell_and_dtype
 def test_appended_padding(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
     """Masked steps after the last change no bit, whatever they contain."""

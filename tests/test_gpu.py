@@ -237,6 +237,14 @@ def test_sixteen_bits(cell: Cell, tier: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("tier", [3, 1])
+def test_the_norm_of_one_unit_in_16_bits(tier: int, rng: np.random.Generator) -> None:
+    """It is 0, and so is the gradient of its gain."""
+    problem = random_problem(cells.LayerNormLSTM, (4, 3, 1), rng, "float16")
+    solution = by_gpu(problem.astype("float32"), "float16", tier)
+    assert solution["d c_shift_l0"].any() and not solution["d c_gain_l0"].any()
+
+
+@pytest.mark.parametrize("tier", [3, 1])
 @pytest.mark.parametrize("decide", DECISIONS)
 @pytest.mark.sample(every=9)
 def test_the_backward_pass_takes_the_branch_of_the_forward_pass(decide: str, tier: int) -> None:

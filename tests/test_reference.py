@@ -1,5 +1,6 @@
 """The reference engine: against PyTorch's layers and autograd, and against what it promises."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ from anycell import (
     where,
 )
 from anycell.lang import philox
+from anycell.layer.restarts import restarts
 
 torch = pytest.importorskip("torch")
 
@@ -229,11 +231,11 @@ def test_a_row_without_steps_passes_its_state_through(cell: Cell, rng: np.random
 @pytest.mark.parametrize("reverse", [False, True])
 @each_cell
 def test_resets_cut_a_sequence(cell: Cell, reverse: bool, rng: np.random.Generator) -> None:
-    """What follows a reset is what a call of its own from ``reset_state`` gives."""
+    """The episode that runs last is what a call of its own from ``reset_state`` gives."""
     problem = random_problem(cell, (8, 3, 6), rng, resets=True, reverse=reverse)
-    cut = 4 if reverse else 5
+    cut = 5
     problem["resets"][:] = np.arange(8)[:, None] == cut
-    after = slice(None, cut + 1) if reverse else slice(cut, None)
+    after = slice(None, cut) if reverse else slice(cut, None)
     alone = problem.map(lambda name, a: a[after] if name in ("x", "d output") else a)
     restored = {}
     for s in cell.state_names:
@@ -247,6 +249,24 @@ def test_resets_cut_a_sequence(cell: Cell, reverse: bool, rng: np.random.Generat
         assert_array_equal(problem.right[f"final {s}"], alone.right[f"final {s}"])
         d, each = problem.right[f"d reset_state {s}"], alone.right[f"d state {s}"]
         assert_array_equal(d, each if d.ndim == 3 else each.sum(1))
+
+
+def test_layers_restart_where_the_loop_does(rng: np.random.Generator) -> None:
+    """Layers find the steps at once, the loop one after the other; holes are of all lengths."""
+    for steps in (0, 1, 2, 3, 8, 21):
+        resets, mask = rng.random((2, steps, 64)) < rng.random((2, 1, 64))
+        for reverse, masked in itertools.product((False, True), repeat=2):
+            there = mask if masked else None
+            loop = oracle.recurrence(
+                cells.RNN, np.zeros((steps, 64, 2)), {"weight_hh": np.zeros((2, 2))},
+                mask=there, resets=resets, reverse=reverse,
+            )  # fmt: skip
+            wanted = [np.broadcast_to(loop.restarts[t], (64, 1))[:, 0] for t in range(steps)]
+            flags = restarts(resets, there, reverse)
+            assert np.array_equal(flags, np.reshape(wanted, (steps, 64)))
+            if reverse and steps:  # no step runs before step 0
+                resets[0] = ~resets[0]
+                assert np.array_equal(restarts(resets, there, reverse), flags)
 
 
 def test_states_start_and_reset_as_declared(rng: np.random.Generator) -> None:

@@ -8,7 +8,9 @@ backward pass, without any framework's autograd.
 Rules for every engine:
 - A masked step does nothing: the states are held, and values under the mask (input, reset, NaN)
   have no influence on outputs or gradients.
-- A reset replaces the states that *enter* its step with ``reset_state``.
+- A reset says that an episode starts at its step. A direction restarts where it enters an episode:
+  it replaces the states that *enter* the episode's first step with ``reset_state``; or in reverse,
+  those that enter the last step of the episode before. Masked steps belong to no episode.
 - ``reverse`` runs from the last step to the first; all arrays keep their order in time.
 """
 
@@ -57,7 +59,7 @@ class Recurrence:
         params: the cell's per-unit parameters, ``[H]``.
         static: the cell's input per sequence, ``[B, H]``.
         mask: ``[T, B]``, False where the step does not exist.
-        resets: ``[T, B]``, True where the states are reset before the step.
+        resets: ``[T, B]``, True where an episode starts.
         reset_state: ``[size]`` or ``[B, size]`` per state; None restores the declared initials.
         recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate; multiplies the hidden state
             that enters the recurrent matmul.
@@ -113,7 +115,7 @@ class Recurrence:
         entering: dict[int, tuple[Array, ...]] = {}
         after: list[dict[int, Array]] = [{} for _ in places]
         for t in self.times:
-            entering[t] = self._choose(self._reset(t), restored, states)
+            entering[t] = self._choose(self.restarts[t], restored, states)
             values = self._step(t, entering[t])
             new = self._full(values[node] for node in self.cell.next)
             states = self._choose(self._valid(t), new, entering[t])
@@ -183,9 +185,9 @@ class Recurrence:
                     tape.setdefault((l.name, output), []).append((d[output], operand))
 
             d_entering = tuple(d_old.values())
-            d_reset = self._choose(self._reset(t), d_entering, nothing)
+            d_reset = self._choose(self.restarts[t], d_entering, nothing)
             d_restored = _add(d_restored, d_reset)
-            d_states = self._choose(self._reset(t), nothing, d_entering)
+            d_states = self._choose(self.restarts[t], nothing, d_entering)
             d_states = _add(d_states, self._choose(self._valid(t), nothing, d_held))
 
         return Gradients(
@@ -369,11 +371,22 @@ class Recurrence:
     def _valid(self, t: int) -> Array | bool:
         return True if self.mask is None else self.xp.reshape(self.mask[t], (self.rows, 1))
 
-    def _reset(self, t: int) -> Array | bool:
-        if self.resets is None:
-            return False
-        reset = self.xp.reshape(self.resets[t], (self.rows, 1))
-        return reset if self.mask is None else self.xp.logical_and(reset, self._valid(t))
+    @functools.cached_property
+    def restarts(self) -> Mapping[int, Array | bool]:
+        """Whether the states that enter a step are replaced, ``[B, 1]``; False for nowhere."""
+        if self.resets is None or not self.steps:
+            return dict.fromkeys(self.times, False)
+        at, shape = {}, (self.rows, 1)
+        # Whether an episode starts at the unmasked step that ran last.
+        last = self.xp.zeros_like(self.xp.reshape(self.resets[0], shape))
+        for t in self.times:
+            starts = self.xp.reshape(self.resets[t], shape)
+            at[t] = last if self.options.reverse[self.direction] else starts
+            if self.mask is not None:
+                at[t] = self.xp.logical_and(at[t], self._valid(t))
+                starts = self.xp.where(self._valid(t), starts, last)
+            last = starts
+        return at
 
     def _choose(
         self, rows: Array | bool, yes: Iterable[Array], no: Iterable[Array]

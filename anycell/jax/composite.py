@@ -14,6 +14,7 @@ from anycell.jax.host import Seed
 from anycell.lang.cell import Cell
 from anycell.lang.expr import Expr
 from anycell.lang.philox import MULTIPLIERS, ROUNDS, WEYL
+from anycell.layer.restarts import restarts
 from anycell.layer.steps import directions
 from anycell.plan import DTYPES, Options
 
@@ -56,7 +57,11 @@ def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
 
 def _scan(run: reference.Recurrence, names: Sequence[str]) -> tuple[Any, Any]:
     """The sequences of these states, and the final states, of one direction."""
-    sequences = {"gates": run.gates_x, "mask": run.mask, "resets": run.resets}
+    reverse = run.options.reverse[run.direction]
+    sequences = {"gates": run.gates_x, "mask": run.mask}
+    if run.resets is not None:
+        sequences["resets"] = restarts(run.resets, run.mask, reverse)
+    forwards = run.options._replace(reverse=(False,) * len(run.options.reverse))  # of one step
     steps = {name: array for name, array in sequences.items() if array is not None}
 
     def step(states: Any, now: Any) -> tuple[Any, Any]:
@@ -65,7 +70,7 @@ def _scan(run: reference.Recurrence, names: Sequence[str]) -> tuple[Any, Any]:
             run.cell, parts["gates"][None], run.weights, states, run.params, static=run.static,
             mask=parts["mask"][None] if "mask" in parts else None,
             resets=parts["resets"][None] if "resets" in parts else None,
-            reset_state=run.reset_state, recurrent_mask=run.recurrent_mask, options=run.options,
+            reset_state=run.reset_state, recurrent_mask=run.recurrent_mask, options=forwards,
             direction=run.direction,
         )  # fmt: skip
         one.time = t
@@ -73,7 +78,6 @@ def _scan(run: reference.Recurrence, names: Sequence[str]) -> tuple[Any, Any]:
         return final, tuple(values[0] for values in after)
 
     first, times = run.initial(run.state), jnp.arange(run.steps, dtype=jnp.uint32)
-    reverse = run.options.reverse[run.direction]
     final, after = lax.scan(step, first, (times, steps), reverse=reverse)
     return after, final
 

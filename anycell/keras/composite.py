@@ -44,10 +44,12 @@ def composite(call: Call, arrays: Arrays) -> Result:
     within = keras.backend.backend() == "jax"
     parts = [x if within else project(x, kernel, bias)]
     width = parts[0].shape[-1]
+    zeroed, (reverse,) = call.options.apart(True), call.options.reverse
     if resets_ is not None:
         parts.append(ops.expand_dims(ops.cast(resets_, x.dtype), -1))
+        if reverse:  # a step is reset by the flag of the step that ran last, which is a state here
+            initial.append(ops.zeros_like(parts[-1][0]))
     drawn = call.options.training and bool(cell.keeps)
-    zeroed, (reverse,) = call.options.apart(True), call.options.reverse
     once: dict[int, Tensor] = {}
     if drawn:
         steps, rows = ops.shape(x)[:2]
@@ -69,8 +71,11 @@ def composite(call: Call, arrays: Arrays) -> Result:
 
     def step(t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
         at, resets, uniform = width, None, dict(once)
+        states, last = states[: len(cell.states)], list(states[len(cell.states) :])
         if resets_ is not None:
-            resets, at = ops.expand_dims(t[:, at] > 0.5, 0), at + 1
+            flag, at = t[:, at : at + 1], at + 1
+            resets = ops.transpose((last[0] if reverse else flag) > 0.5)
+            last = [flag] * reverse
         for node in cell.keeps if drawn else ():
             if node.attrs[1] == "step":
                 size = call.size(cell.sizes[node])
@@ -91,7 +96,7 @@ def composite(call: Call, arrays: Arrays) -> Result:
         )
         one.uniform, one.kernels, one.products = uniform, kernels, {}
         _, final = one.forward()
-        return final[0], list(final)
+        return final[0], [*final, *last]
 
     sequence = parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1)
     if x.shape[0] == 1:  # no loop
@@ -101,7 +106,8 @@ def composite(call: Call, arrays: Arrays) -> Result:
             pairs = zip(final, initial, strict=True)
             final = [ops.where(present, new, old) for new, old in pairs]
             output = ops.where(present, output, ops.zeros_like(output)) if zeroed else final[0]
-        return ops.expand_dims(output, 0) if call.outputs else None, tuple(final)
+        output = ops.expand_dims(output, 0) if call.outputs else None
+        return output, tuple(final[: len(cell.states)])
     # Batch first: with time-major input, Keras 3 mistakes the batch for the number of steps.
     _, outputs, final = backend.rnn(
         step,
@@ -113,10 +119,11 @@ def composite(call: Call, arrays: Arrays) -> Result:
         zero_output_for_mask=zeroed,
         return_all_outputs=call.outputs,
     )
+    states = tuple(final[: len(cell.states)])
     if not call.outputs:
-        return None, tuple(final)
+        return None, states
     outputs = ops.swapaxes(outputs, 0, 1)
-    return ops.flip(outputs, axis=0) if reverse else outputs, tuple(final)
+    return ops.flip(outputs, axis=0) if reverse else outputs, states
 
 
 def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:

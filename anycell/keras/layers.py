@@ -492,8 +492,9 @@ class RNN(Fused, keras.layers.RNN):
     Called as ``keras.layers.LSTM`` is, with ``initial_state``, ``mask`` and ``training``, on
     ``[B, T, in]``; states are passed and returned in the order that the cell declares. Calls also
     take ``static`` ``[B, units]``, the input that a cell like ``EALSTM`` reads once per sequence,
-    and ``resets`` ``[B, T]``: where it is true, the states are set to the values that the cell
-    declares, before the step.
+    and ``resets`` ``[B, T]``, true where an episode starts in the sequence as it is passed: there
+    the states are set to the values that the cell declares, before the step. With ``go_backwards``
+    this happens before the last step of the episode that ends there.
 
     Example:
         >>> from anycell import cells

@@ -29,8 +29,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from anycell.lang.namespaces import namespace
 from anycell.layer.arguments import Array, Arrays, Direction, Host, Kept
 from anycell.layer.checks import refuse
+from anycell.layer.restarts import restarts
 from anycell.layer.signature import ANY, DENSE, ENDS, FLAGS, ROWS, Shape, learned, states
 from anycell.plan import Options, Plan, recurrent_masks
 
@@ -47,7 +49,8 @@ def fit(
         read: whether a kernel may read an x that is projected already.
 
     Returns:
-        the arrays, and a hashable key of their layout.
+        the arrays, and a hashable key of their layout. Resets are those of each direction,
+        ``[D, T, B]``, see ``restarts``.
 
     Raises:
         ValueError, TypeError: naming the array, what was given and what was expected.
@@ -66,9 +69,10 @@ def fit(
         if name in fitted:
             fitted[name] = _flags(host, name, fitted[name], fitted["x"].shape[:2])
             key += (name,)
-    if "mask" in fitted and "resets" in fitted:
-        # Nothing under a mask matters, neither inputs nor resets.
-        fitted["resets"] = fitted["resets"] & fitted["mask"]
+    if "resets" in fitted:
+        flags = fitted["resets"], fitted.get("mask")
+        ways = [restarts(*flags, reverse) for reverse in options.reverse]
+        fitted["resets"] = host.as_flags(namespace(ways[0]).stack(ways))
     return fitted, key
 
 

@@ -45,8 +45,9 @@ class _Call(NamedTuple):
 
     Attributes:
         x: ``[T, B, I]`` or ``[T, B, G*H]``.
-        mask, resets: uint8 ``[T, B]``; no reset is under a mask.
-        directions: what each direction learns and starts from, and what all of them share.
+        mask: uint8 ``[T, B]``.
+        directions: what each direction learns, starts from and restores, and what all of them
+            share; resets are uint8 ``[T, B]``, see ``restarts``.
     """
 
     host: GpuHost
@@ -54,7 +55,6 @@ class _Call(NamedTuple):
     options: Options
     x: Array
     mask: Array | None
-    resets: Array | None
     directions: list[Direction]
 
     @classmethod
@@ -64,8 +64,7 @@ class _Call(NamedTuple):
         """The call with these arrays, see ``contract.fit``."""
         fitted, _ = contract.fit(host, plan, arrays, options, read)
         directions = [direction(plan, fitted, d) for d in range(len(options.reverse))]
-        flags = fitted.get("mask"), fitted.get("resets")
-        return cls(host, plan, options, fitted["x"], *flags, directions)
+        return cls(host, plan, options, fitted["x"], fitted.get("mask"), directions)
 
     @property
     def projects(self) -> bool:
@@ -260,7 +259,7 @@ class _Run:
             self.matrices = [host.rounded(matrix.mT) for matrix in self.matrices]
         self.values = _constants(host, plan, self.w)
         self.values |= _exchange(host, plan, self.kernels, self.batch)
-        if call.resets is not None:
+        if "resets" in self.w:
             self.values |= _restored(host, plan, self.w)
         self.turn = 0  # of buffers that take turns
         self.done = 0  # steps that programs which wait for one another have counted
@@ -271,7 +270,7 @@ class _Run:
         return Variant(
             backward=backward,
             mask=call.mask is not None,
-            resets=call.resets is not None,
+            resets="resets" in w,
             draw=self.options.training and bool(cell.keeps),
             keep=keep,
             input_bias="bias_ih" in w and not backward,
@@ -329,7 +328,7 @@ class _Run:
     def run(self, chunk: _Chunk, spans: dict[str, Span]) -> None:
         """Runs the kernels over the steps of a chunk."""
         time, sign, options = chunk.time, chunk.sign, self.options
-        flags = {"mask": self.call.mask, "resets": self.call.resets}
+        flags = {"mask": self.call.mask, "resets": self.w.get("resets")}
         spans |= {name: Span(a, time, sign) for name, a in flags.items() if a is not None}
         # For random masks: seed, stream, time of the first step, time per step.
         draws = options.seed, 2 * options.stream + self.d, time, sign
@@ -437,7 +436,7 @@ class _Backward(_Run):
             values[f"d_state {name}"] = host.zeros((2, batch, size), wide=True)
             if arriving is not None:
                 values[f"d_state {name}"][0] = arriving
-            if call.resets is not None:
+            if "resets" in self.w:
                 values[f"d_reset {name}"] = host.zeros((batch, size), wide=True)
         if cell.params:
             rows = _row_blocks(self.kernels, batch)

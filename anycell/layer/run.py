@@ -82,9 +82,8 @@ class Run:
         self.again: Run | None = None
         self._begin(holes, packed)
         self._switch()
-        for name in ("mask", "resets"):
-            if name in views:
-                self.place(name, views[name])
+        if self.mask is not None:
+            self.place("mask", self.mask)
         for d, arrays in enumerate(self.directions):
             self.place_of(d, arrays)
         self._restore()

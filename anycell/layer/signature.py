@@ -178,8 +178,8 @@ def direction(
     d: int,
     part: Callable[[Any, int], Any] = operator.getitem,
 ) -> dict[str, Any]:
-    """Picks the arrays of one direction from those of a call: what it learns, what all share, and
-    its ``part`` of the states; all by their names without ``_reverse``.
+    """Picks the arrays of one direction from those that ``contract.fit`` returns: what it learns,
+    what all share, its ``part`` of states and resets; all by their names without ``_reverse``.
     """
     named = {}
     for name, public, parted in _places(plan, d):
@@ -197,7 +197,7 @@ def _places(plan: Plan, d: int) -> tuple[tuple[str, str, bool], ...]:
         weights = [scales_of(name) for name in plan.cell.learned if name.startswith("weight_")]
         learns += [(name, name + ENDS[d], False) for name in weights]
     shared = [(name, name, False) for name in ("static", "recurrent_mask")]
-    parted = [*state_names("state", plan.cell), *state_names("reset_state", plan.cell)]
+    parted = *state_names("state", plan.cell), *state_names("reset_state", plan.cell), "resets"
     return (*learns, *shared, *[(name, name, True) for name in parted])
 
 

@@ -160,7 +160,7 @@ class Stream:
         finals = [recipe.new(shape) for shape in shapes]
         views = {name: _dense(view) for name, view in recipe.views.items()}
         if "resets" in views:
-            views["resets"] = views["resets"]._replace(shape=(1, rows))
+            views["resets"] = views["resets"]._replace(shape=(1, 1, rows), strides=(rows, rows, 1))
         entering, runs = views.pop("x"), []
         parted = {*self.before, *self.restored}
         for k, layer in enumerate(self.layers):

@@ -66,7 +66,7 @@ def arrays(plan: Plan, backward: bool) -> dict[str, Array]:
     (first, size), *others = states = [(s.name, plan.sizes[s.size]) for s in cell.states]
     table = {
         "mask": Array("T B", 1, FLAG, "call", whole=True),
-        "resets": Array("T B", 1, FLAG, "call", whole=True),
+        "resets": Array("T B", 1, FLAG, "call"),
         "static": Array("B", h, numbers),
         # One mask, or one for each gate: [B, size] or [G, B, size].
         "recurrent_mask": Array("B", max(1, recurrent_masks(plan)) * size, numbers),

@@ -133,8 +133,10 @@ ARRAYS = {
     "and values there have no influence, not even NaN.",
     "lengths": "integers ``[B]`` from 0 to T, the number of steps of each row. The reverse "
     "direction starts at each row's end. With a mask, a step runs only where both allow it.",
-    "resets": "``[T, B]``, laid out as x, True where the state before the step is replaced: where "
-    "an episode starts. bool, or 0 and 1 of any real dtype.",
+    "resets": "``[T, B]``, laid out as x, True where an episode starts. Each direction runs each "
+    "episode by itself: it replaces the state before the first step of the episode, or the reverse "
+    "direction the state before the last step of the episode that ends there. bool, or 0 and 1 of "
+    "any real dtype.",
     "reset_state": "the state that resets restore, laid out as the initial state; it may be "
     "learned. Default: the values that the cell declares.",
     "static": "``[B, H]``, the input per sequence of a cell that declares one.",

@@ -47,7 +47,9 @@ def least_memory(
     Among cuts of equal cost, the one nearest to the readers leaves the least to compute again.
 
     If saving rounds (``rounded``), decisions of the forward pass are saved, not computed again: a
-    rounded value may lie on the other side of a bound, or no longer equal the maximum.
+    rounded value may lie on the other side of a bound, or no longer equal the maximum. Reductions
+    are computed again from the values that the backward pass has: a norm subtracts the mean from
+    almost equal numbers, and if only the mean was rounded, the difference would be an error.
     """
     decided = _decisions(cell, gradients) if rounded else {}
     forward = topological([*cell.next, *decided])
@@ -98,7 +100,8 @@ def least_memory(
         node = stack.pop()
         if node in computed or node in free or node in saved:
             continue
-        if node in rows and not is_boolean(node):
+        again = is_boolean(node) or (rounded and is_reduction(node))
+        if node in rows and not again:
             # Saving one number per row costs less than another pass over its units.
             saved[node] = None
             continue

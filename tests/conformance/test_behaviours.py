@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from guarded import Everything
 from problems import (
     LEARNED,
     Adding,
+    Array,
     Arrays,
     Odd,
     Problem,
@@ -345,6 +347,81 @@ def test_chunks_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
                 solution[name] = value
         solution["d x"] = np.concatenate([ahead["d x"], behind["d x"]])
     solution["output"] = np.concatenate([one["output"] for one in outputs])
+    assert_solved(solution, problem, "gradients" not in frontend.lacks)
+
+
+EPISODES: dict[str, tuple[str, ...]] = {
+    "reverse": ("reverse",),
+    "reverse with holes": ("reverse", "mask"),
+    "both directions": ("bidirectional",),
+    "both directions with lengths": ("bidirectional", "lengths"),
+    "both directions with holes": ("bidirectional", "mask"),
+    "layers of both directions": ("bidirectional", "layers", "mask"),
+}
+
+
+def needs_no_variant(frontend: Frontend, cell: Cell, case: str) -> bool:
+    """Whether only the longer suite runs a case: other ways through a layer run holes alone."""
+    return (frontend.variant or frontend.alike) and "holes" not in case
+
+
+@ask(
+    *EPISODES,
+    cells=some,
+    has=lambda case: ("resets", "state", *EPISODES[case]),
+    more=needs_no_variant,
+)
+def test_resets_are_episodes_apart(frontend: Frontend, cell: Cell, case: str) -> None:
+    """A call with two episodes is two calls, in each direction: an episode that does not begin with
+    the state of the call begins with what resets restore.
+    """
+    words = ("resets", "state", *EPISODES[case], *{"reset_state"}.difference(frontend.lacks))
+    problem = draw(cell, (7, 4, 3, 6), words, dtype(frontend))
+    cut, starts = 3, np.zeros((7, 4), bool)
+    starts[cut], starts[0] = True, all(problem.reverse)  # in reverse, nothing runs before step 0
+    given: dict[str, Any] = {"resets": starts}
+    if "mask" in problem.arrays:
+        mask = np.ones((7, 4), bool)
+        mask[2:4, 1] = mask[0, 2] = mask[2, 2] = mask[6, 2] = mask[3:6, 3] = False
+        starts[4, 1] = starts[6, 3] = True  # behind the hole; resets under a mask do nothing
+        x = np.where(mask[..., None], np.nan_to_num(problem["x"]), np.nan)
+        given |= {"mask": mask, "x": x}
+    if "lengths" in problem.arrays:
+        lengths = np.array([7, 4, 5, 6])
+        there = (np.arange(7)[:, None] < lengths)[..., None]
+        given |= {"lengths": lengths, "x": np.where(there, np.nan_to_num(problem["x"]), np.nan)}
+    problem = problem.but(given)
+    check(frontend, problem)
+
+    ways = np.array(problem.reverse * problem.layers)[:, None, None]
+    declared = {s.name: s.initial for s in cell.states}
+
+    def alone(begin: int, end: int, last: Array) -> Arrays:
+        """The solution of one episode; ``last`` says which directions end with it."""
+        one = part(problem, begin, end)
+        for name in cell.state_names:
+            state, d_final = problem[f"state {name}"], problem[f"d final {name}"]
+            restored = problem.arrays.get(f"reset_state {name}", declared[name])
+            states = np.where(last, restored, state).astype(state.dtype)
+            arriving = np.where(last, d_final, 0).astype(state.dtype)
+            one = one.but({f"state {name}": states, f"d final {name}": arriving})
+        whole = {n: a for n, a in one.arrays.items() if not n.startswith("reset")}
+        return frontend.solve(replace(one, arrays=whole))
+
+    first, second = alone(0, cut, ways), alone(cut, 7, ~ways)
+    solution = {}
+    for name, value in first.items():
+        if name in ("output", "d x"):
+            solution[name] = np.concatenate([value, second[name]])
+        elif LEARNED.search(name) or name == "d static":
+            solution[name] = value + second[name]
+        elif name.startswith("final"):
+            solution[name] = np.where(ways, value, second[name])
+        elif name.startswith("d state"):
+            solution[name] = np.where(ways, second[name], value)
+            restored = name.replace("state", "reset_state")
+            if restored in problem.right:
+                solution[restored] = np.where(ways, value, second[name])
     assert_solved(solution, problem, "gradients" not in frontend.lacks)
 
 
