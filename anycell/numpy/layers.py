@@ -31,6 +31,7 @@ from anycell.named import shown
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import host_of
+from anycell.numpy.streaming import Packed
 from anycell.numpy.typed import Arguments, Names, State
 from anycell.plan import CallOptions, Engine, Options, Plan, plan, takes
 
@@ -357,12 +358,12 @@ class RNN(Explained, Layer):
             ValueError: for a bidirectional layer, which needs the end before the start.
         """
         check_one_direction("prepare", self)
-        stream, chosen = None, self.plan
+        packed, chosen = Packed(self.cell, self._parameters), self.plan
         if chosen.engine == "cpu" and not chosen.types.mixed:
             weights = [self._learned(k) for k in range(self.num_layers)]
             host, threads = host_of(self.dtype), pool.threads()
-            stream = Stream(host, chosen.cell, self.sizes, chosen.dtype, weights, threads)
-        self._prepared = self._writes, self.cell, stream
+            packed.stream = Stream(host, chosen.cell, self.sizes, chosen.dtype, weights, threads)
+        self._prepared = packed
         return self
 
     def step(
@@ -397,11 +398,11 @@ class RNN(Explained, Layer):
         x = check.array("x", x, ("B", self.input_size), self.dtype)
         if resets is not None:
             resets = check.flags("resets", resets, (len(x),)).view(np.uint8)
-        if self._prepared is not None:
-            writes, cell, _ = self._prepared
-            if writes != self._writes or cell is not self.cell:
-                self.prepare()
-            stream = self._prepared[2]
+        packed = self._prepared
+        if packed is not None:
+            if packed.stale(self.cell, self._parameters):
+                packed = self.prepare()._prepared
+            stream = packed.stream
             if stream is not None:
                 states = None if state is None else self._states("state", state, len(x))
                 static = self._static(static, len(x))
