@@ -44,7 +44,7 @@ class Prepared:
                 tensors = owner.__dict__[kind]
                 self.places.append((owner.__dict__, kind, tensors))
                 self._stamp(tensors)
-        self._stamp(module.__dict__)  # weights that are not parameters
+            self._stamp(owner.__dict__)  # weights that are not parameters, as in replicas
         for k in range(module.num_layers):
             for name in places(module.cell.learned, k, 1).values():
                 kinds = (module._parameters, module.__dict__, module._buffers)
