@@ -47,10 +47,10 @@ class Prepared:
             self._stamp(owner.__dict__)  # weights that are not parameters, as in replicas
         for k in range(module.num_layers):
             for name in places(module.cell.learned, k, 1).values():
-                kinds = (module._parameters, module.__dict__, module._buffers)
-                for absent in kinds[: 3 * (kinds[0].get(name) is None)]:
-                    if absent.get(name) is None:
-                        self.places.append((absent, name, None))
+                if module._parameters.get(name) is None:
+                    for place in (module._parameters, module._buffers, module.__dict__):
+                        if place.get(name) is None:
+                            self.places.append((place, name, None))
         self.cell = module.cell
         # Only with parametrisations, which may differ in training, or be replaced.
         self.mode = (module.training, owners) if len(owners) > 1 else None
