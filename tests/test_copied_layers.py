@@ -164,7 +164,9 @@ def data_twice(tensor: Any, values: Any) -> None:
 def turned(tensor: Any, values: Any) -> None:
     """The same memory, with its axes in another order."""
     if tensor.dim() > 1:
-        tensor.data = tensor.data.as_strided(tensor.shape, tensor.stride()[::-1])
+        rows, columns = tensor.shape
+        strides = (1, rows) if tensor.is_contiguous() else (columns, 1)
+        tensor.data = tensor.data.as_strided(tensor.shape, strides)
 
 
 def swapped(tensor: Any, values: Any) -> None:
@@ -176,6 +178,9 @@ def swapped(tensor: Any, values: Any) -> None:
 def loaded(assign: bool) -> Way:
     def run(module: Any, rng: np.random.Generator) -> None:
         state = {name: like(t, name) for name, t in module.state_dict().items()}
+        if assign:
+            learned = dict(module.named_parameters())
+            state = {n: nn.Parameter(t) if n in learned else t for n, t in state.items()}
         module.load_state_dict(state, assign=assign)
 
     return run
@@ -206,7 +211,7 @@ def updated(module: Any, rng: np.random.Generator) -> None:
 
 
 def average(module: Any, rng: np.random.Generator) -> None:
-    learned = [p for p in module.parameters() if p.is_leaf]
+    learned = [p for p in module.parameters() if p.is_contiguous()]  # the function needs it
     with torch.no_grad():
         vector = nn.utils.parameters_to_vector(learned) * 0.9 if learned else None
     if vector is not None:
