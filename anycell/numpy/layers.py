@@ -399,18 +399,17 @@ class RNN(Explained, Layer):
         if resets is not None:
             resets = check.flags("resets", resets, (len(x),)).view(np.uint8)
         packed = self._prepared
-        if packed is not None:
-            if packed.stale(self.cell, self._parameters):
-                packed = self.prepare()._prepared
-            stream = packed.stream
-            if stream is not None:
-                states = None if state is None else self._states("state", state, len(x))
-                static = self._static(static, len(x))
-                start = None
-                if reset_state is not None:
-                    start = self._states("reset_state", reset_state, len(x))
-                output, new = stream.step(len(x), x, states, static, pool.threads(), resets, start)
-                return output, tuple(new) if len(new) > 1 else new[0]
+        if packed is not None and packed.stale(self.cell, self._parameters):
+            packed = self.prepare()._prepared
+        if packed is not None and packed.stream is not None:
+            states = None if state is None else self._states("state", state, len(x))
+            static = self._static(static, len(x))
+            start = None
+            if reset_state is not None:
+                start = self._states("reset_state", reset_state, len(x))
+            given = len(x), x, states, static, pool.threads(), resets, start
+            output, new = packed.stream.step(*given)
+            return output, tuple(new) if len(new) > 1 else new[0]
         pending, axis = self._saved, 1 if self.batch_first else 0
         resets = None if resets is None else np.expand_dims(resets, axis)
         further: dict[str, Any] = {"static": static, "resets": resets, "reset_state": reset_state}
