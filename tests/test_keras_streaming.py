@@ -1,6 +1,7 @@
 """``prepare`` and ``step`` of Keras layers, on any backend."""
 
 import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,86 @@ def test_what_was_prepared_stays_until_it_is_prepared_again() -> None:
     after = number(layer.prepare().step(X[:, 0])[0])
     assert_close(after, number(layer(X[:, :1])), "float32", "forward")
     assert not np.allclose(before, after)
+
+
+def by_dictionary(layer: Any) -> Any:
+    made = layer.__new__(type(layer))
+    vars(made).update(vars(layer))
+    return made
+
+
+def by_dictionary_with_a_cell(layer: Any) -> Any:
+    made = by_dictionary(layer)
+    vars(made)["cell"] = with_weights(layer.cell)
+    return made
+
+
+def with_weights(cell: Any) -> Any:
+    """Another cell with variables of its own."""
+    made = type(cell).from_config(cell.get_config())
+    made.build((None, 3))
+    return made
+
+
+def steps_are_calls(layer: Any) -> None:
+    x = X.astype("float32")
+    _, states = layer.step(x[:, 0])
+    assert_close(
+        number(layer.step(x[:, 1], states)[0]), number(layer(x[:, :2])), "float32", "forward"
+    )
+
+
+COPIES: dict[str, Any] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "config": lambda layer: type(layer).from_config(layer.get_config()),
+    "dictionary": by_dictionary,
+    "dictionary, own cell": by_dictionary_with_a_cell,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_step_with_their_own_weights(way: str) -> None:
+    layer = ak.LSTM(5)
+    layer(X)
+    made = COPIES[way](layer.prepare())
+    made(X)
+    for _ in range(2):
+        if way != "dictionary":  # which has the variables of the layer
+            for variable in made.cell.weights:
+                if "seed" not in variable.path:
+                    variable.assign(2 * variable)
+        assert not made._prepared.serves(made) and layer._prepared.serves(layer) is (
+            BACKEND != "jax"
+        )
+        steps_are_calls(layer)
+        steps_are_calls(made)
+        steps_are_calls(copy.deepcopy(made).prepare())
+
+
+@pytest.mark.parametrize("what", ["cell", "variable", "further variable", "hyperparameters"])
+def test_what_a_prepared_layer_gets_in_exchange(what: str) -> None:
+    layer = ak.PeepholeLSTM(5)
+    layer(X)
+    if what == "hyperparameters":
+        layer = ak.RNN(cells.LSTM(cell_clip=0.5), 5)
+        layer(X)
+    steps_are_calls(layer.prepare())
+    assert layer._prepared.serves(layer) is (BACKEND != "jax")
+    if what == "cell":
+        vars(layer)["cell"] = with_weights(layer.cell)
+    elif what == "hyperparameters":
+        layer.cell.cell = layer.cell.cell(cell_clip=0.01)
+    else:
+        holder, name = vars(layer.cell), "kernel"
+        if what == "further variable":
+            holder, name = layer.cell._further, "p_i"
+        layer.cell._tracker.unlock()
+        holder[name] = keras.Variable(2 * number(holder[name]))
+    assert not layer._prepared.serves(layer)
+    steps_are_calls(layer)
+    steps_are_calls(layer.prepare())
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -103,7 +103,7 @@ def test_bits_do_not_depend_on_threads(rng: np.random.Generator, units: int) -> 
         finally:
             pool.set_threads(None)
     assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
-    asked = {step.recipe.options.threads for step in layer._prepared[2]._steps.values()}
+    asked = {step.recipe.options.threads for step in layer._prepared.stream._steps.values()}
     assert asked == ({1} if units == 16 else {1, 2, 3})
 
 
@@ -144,7 +144,7 @@ def test_many_forms(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -
     for rows in (*range(9), 0, 3):
         x = rng.standard_normal((rows, 3))
         assert_close(layer.step(x)[0], layer.forward(x[None])[0][0], "float64", "forward")
-        assert len(layer._prepared[2]._steps) <= 3
+        assert len(layer._prepared.stream._steps) <= 3
 
 
 def test_numpy_errors(rng: np.random.Generator) -> None:

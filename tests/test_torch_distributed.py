@@ -53,6 +53,43 @@ def test_the_example(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert printed.strip() == f"2 processes: {alone}"
 
 
+def test_sharded_weights_and_distributed_tensors() -> None:
+    """torch's own, in one process: what is refused, and what runs."""
+    python(
+        """
+        import pytest, torch, torch.distributed as dist
+        from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
+
+        import anycell.torch as at
+        from anycell import cells, compress
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = dist.init_device_mesh("cpu", (1,))
+
+        def spread(t):
+            return distribute_tensor(t, mesh, [Replicate()])
+
+        layer, x = at.RNN(cells.PeepholeLSTM, 3, 8), torch.randn(4, 2, 3)
+        state = torch.randn(1, 2, 8), torch.randn(1, 2, 8)
+        right = layer(x, state)[0]
+        with pytest.raises(TypeError, match="x: given a DTensor"):
+            layer(spread(x))
+        distribute_module(layer, mesh)
+        with pytest.raises(TypeError, match="weight_ih: given a DTensor"):
+            layer(x)
+        output = layer(spread(x), tuple(map(spread, state)))[0].full_tensor()
+        assert torch.allclose(output, right, atol=1e-6)
+
+        layer = at.RNN(cells.PeepholeLSTM, 3, 8)
+        small = compress.quantize(layer)
+        dist.fsdp.fully_shard(layer)
+        with pytest.raises(ValueError, match="weight_ih_l0 is sharded.*Quantize the model first"):
+            compress.quantize(layer)
+        dist.destroy_process_group()
+        """
+    )
+
+
 # -- what each process does ------------------------------------------------------------------------
 WAYS: dict[str, Callable[[Any], Any]] = {
     "ddp": lambda layer: torch.nn.parallel.DistributedDataParallel(layer),

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune  # noqa: E402
 from torch_layers import LAYERS, assert_same, fused, lacks, of_torchscript, run, twins  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
-from anycell import cells  # noqa: E402
+from anycell import cells, compress  # noqa: E402
 from anycell.engines import cpu  # noqa: E402
 
 nn, Tensor = torch.nn, torch.Tensor
@@ -243,6 +243,57 @@ def test_autocast_trains(kind: str) -> None:
         assert a.dtype == torch.float32
         assert_close(a, ref, "bfloat16", "gradient")
         assert all(error(a, ref) <= NO_WORSE_THAN_16 * error(b, ref) for b in others)
+
+
+# -- sharded weights -------------------------------------------------------------------------------
+class Spread(Tensor):
+    """Has what a ``DTensor`` is known by; test_torch_distributed.py has real ones."""
+
+    device_mesh = "two processes"
+
+
+def spread(layer: Any, *names: str) -> Any:
+    for name in names:
+        setattr(layer, name, nn.Parameter(getattr(layer, name).detach().as_subclass(Spread)))
+    return layer
+
+
+def test_sharded_weights_are_not_quantized() -> None:
+    sharded = spread(at.LSTM(3, 8), "weight_hh_l0")
+    flat = at.LSTM(3, 8)
+    flat.weight_hh_l0 = nn.Parameter(torch.zeros(5))  # as torch's older FSDP, or DeepSpeed
+    for layer, here in ((sharded, r"Spread \[32, 8\]"), (flat, r"Tensor \[5\]")):
+        says = (
+            rf"given one whose weight_hh_l0 is sharded over processes, here {here}; "
+            r"expected the whole weight, \[32, 8\]\. Quantize the model first, then shard it"
+        )
+        for model in (layer, nn.Sequential(layer)):
+            with pytest.raises(ValueError, match=says):
+                compress.quantize(model)
+    for change in (lambda: compress.factorize(sharded, 2), lambda: compress.shrink(sharded, 4)):
+        with pytest.raises(ValueError, match=r"weights are sharded.*Compress the layer first"):
+            change()
+
+
+def test_distributed_tensors_beside_plain_ones() -> None:
+    layer, x = at.RNN(cells.PeepholeLSTM, 3, 8), torch.randn(4, 2, 3)
+    state = torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)
+    right, weights = layer(x, state)[0], [name for name, _ in layer.named_parameters()]
+
+    def assert_refused(name: str, plain: str, *given: Any, **further: Any) -> None:
+        says = rf"{name}: given a DTensor; expected plain tensors, or DTensors for {plain} and all"
+        with pytest.raises(TypeError, match=says):
+            layer(*given, **further)
+
+    there, around = x.as_subclass(Spread), tuple(s.as_subclass(Spread) for s in state)
+    assert_refused("x", "weight_ih", there, around)
+    spread(layer, *weights)
+    assert_refused("state h", "x", x, around)
+    assert_refused("weight_ih", "x", x, state)
+    assert_refused("x", "state h", there)
+    assert_refused("x", "resets", there, around, resets=torch.zeros(4, 2))
+    output = layer(there, around)[0].as_subclass(Tensor)
+    assert_close(output.detach(), right.detach(), "float32", "forward")
 
 
 # -- the price of a call ---------------------------------------------------------------------------

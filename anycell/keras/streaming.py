@@ -51,10 +51,31 @@ class Keywords:
 
 
 class Packed:
-    """The packed weights of a layer. Copies and pickles of the layer do not carry them."""
+    """The packed weights of a layer, and the variables and functions that they belong to.
 
-    def __init__(self, stream: Stream | None = None) -> None:
+    They serve that layer only, and only while its cell has these variables and functions. Copies
+    and pickles do not carry them.
+    """
+
+    def __init__(self, stream: Stream | None = None, layer: Any = None) -> None:
         self.stream = stream
+        if stream is None:
+            return
+        self.attributes, self.of_cell = vars(layer), vars(layer.cell)
+        holders = self.of_cell, getattr(layer.cell, "_further", {})
+        self.places = [
+            (holder, name, value)
+            for holder in holders
+            for name, value in holder.items()
+            if isinstance(value, keras.Variable) or callable(value)
+        ]
+
+    def serves(self, layer: Any) -> bool:
+        """Whether steps of the layer may run on these weights."""
+        if self.stream is None or vars(layer) is not self.attributes:
+            return False
+        same = vars(layer.cell) is self.of_cell
+        return same and all(holder.get(name) is value for holder, name, value in self.places)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Packed, ()
@@ -69,9 +90,9 @@ class Steps:
     def prepare(self) -> Self:
         """Packs the weights, as they are now, for ``step``; returns the layer itself.
 
-        A ``step`` stays an ordinary call on JAX, in 16 and in 8 bits, on copies of the layer, and
-        if no kernel runs the layer here. Weights that change later go unnoticed: call this method
-        again after training and after loading.
+        A ``step`` stays an ordinary call on JAX, in 16 and in 8 bits, on copies of the layer, with
+        other variables or another cell, and if no kernel runs the layer here. Weights that change
+        later go unnoticed: call this method again after training and after loading.
 
         Raises:
             ValueError: for a layer that goes backwards, or has no weights yet.
@@ -88,7 +109,7 @@ class Steps:
             weights = {n: np.array(ops.convert_to_numpy(a), dtype) for n, a in arrays.items()}
             host, sizes = host_of(np.dtype(dtype)), dict(view.sizes)
             stream = Stream(host, view.cell, sizes, dtype, [weights], pool.threads())
-        self._prepared = Packed(stream)
+        self._prepared = Packed(stream, me)
         return self
 
     @as_written
@@ -120,10 +141,10 @@ class Steps:
         dtype = me.cell.compute_dtype
         x = one_step(me, x, dtype)
         given = self._begin(x, states, resets)
-        stream = self._prepared.stream
+        packed = self._prepared
         eager = hasattr(x, "numpy")  # symbols of a graph lack this method
-        if stream is not None and eager and not recorded((x, *given, static)):
-            return self._packed_step(stream, x, given, static)
+        if packed.serves(me) and eager and not recorded((x, *given, static)):
+            return self._packed_step(packed.stream, x, given, static)  # type: ignore[arg-type]
         with me._beside(static, None), backend.AutocastScope(dtype):
             last, _, final = me.inner_loop(ops.expand_dims(x, 1), given, None, False)
         return last, list(final)

@@ -55,8 +55,16 @@ def value(weight: Any) -> Array:
     return getattr(weight, "value", weight)
 
 
+def sharded(array: Any) -> bool:
+    """Whether an array is a ``DTensor`` of torch, of which each process may hold a part."""
+    return hasattr(array, "device_mesh")
+
+
 def numbers(weight: Any) -> npt.NDArray[np.float64]:
     """A NumPy array with the values of a weight."""
+    if sharded(value(weight)):
+        hint = "Compress the layer first, then shard it."
+        refuse("layer", "one whose weights are sharded (DTensor)", "whole weights", hint)
     array: npt.NDArray[np.float64] = namespace(value(weight)).numbers(value(weight))
     return array
 

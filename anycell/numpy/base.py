@@ -17,6 +17,7 @@ import numpy.typing as npt
 from anycell.layer.checks import refuse
 from anycell.numpy import archive, check
 from anycell.numpy.host import numpy_dtype
+from anycell.numpy.streaming import Packed, writing
 from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[np.floating]
@@ -37,8 +38,7 @@ class Layer:
         self._parameters = parameters
         self._statistics = dict(statistics or {})
         self._grads: dict[str, Array] = {}
-        self._writes = 0  # how often our own methods wrote to the parameters
-        self._prepared: Any = None
+        self._prepared: Packed | None = None
         self._saved: Any = None
 
     if not TYPE_CHECKING:  # each class tells type checkers that a call is its `forward`
@@ -101,9 +101,9 @@ class Layer:
             self._check_array(name, array)
         # Copies all values before the first write: a value may be another parameter.
         copies = {name: np.array(array, self.arrays[name].dtype) for name, array in arrays.items()}
-        self._writes += 1
-        for name, parameter in self.arrays.items():
-            parameter[...] = copies[name]
+        with writing(self.arrays):
+            for name, parameter in self.arrays.items():
+                parameter[...] = copies[name]
 
     def state_dict(self) -> dict[str, Array]:
         """Returns copies of the current ``arrays``."""

@@ -50,14 +50,14 @@ def take(
         pairs = zip(parameters, optimizer._moments, strict=True)
         optimizer._moments = [(left(m, p), left(v, p)) for p, (m, v) in pairs]
     for owner in (layer, *readouts):
-        owner._writes += 1
         owner._prepared = owner._saved = None  # a pass in progress has the old sizes
         old = owner._parameters
         owner._grads = {name: left(grad, old[name]) for name, grad in owner._grads.items()}
-        owner._parameters |= {name: left(array, array) for name, array in old.items()}
+        # A new dictionary: a copy of the layer may have the old one.
+        owner._parameters = {name: left(array, array) for name, array in old.items()}
     for readout in readouts:
         readout.input_size = readout.parameters["weight"].shape[1]
-    layer.sizes[size] = count
+    layer.sizes = {**layer.sizes, size: count}
     layer.hidden_size = layer.sizes["H"]
 
 

@@ -90,15 +90,6 @@ class Feedback(Fed, Explained, Layer):
         """The dtype of everything that the layer computes."""
         return self.layer.dtype
 
-    @property
-    def _writes(self) -> int:
-        return self.layer._writes
-
-    @_writes.setter
-    def _writes(self, count: int) -> None:
-        self.layer._writes = count
-        self.readout._writes += 1
-
     def __repr__(self) -> str:
         return f"Feedback({self.layer!r}, {self.readout!r})"
 

@@ -31,6 +31,7 @@ from anycell.named import shown
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import host_of
+from anycell.numpy.streaming import Packed
 from anycell.numpy.typed import Arguments, Names, State
 from anycell.plan import CallOptions, Engine, Options, Plan, plan, takes
 
@@ -357,12 +358,12 @@ class RNN(Explained, Layer):
             ValueError: for a bidirectional layer, which needs the end before the start.
         """
         check_one_direction("prepare", self)
-        stream, chosen = None, self.plan
+        packed, chosen = Packed(self.cell, self._parameters), self.plan
         if chosen.engine == "cpu" and not chosen.types.mixed:
             weights = [self._learned(k) for k in range(self.num_layers)]
             host, threads = host_of(self.dtype), pool.threads()
-            stream = Stream(host, chosen.cell, self.sizes, chosen.dtype, weights, threads)
-        self._prepared = self._writes, self.cell, stream
+            packed.stream = Stream(host, chosen.cell, self.sizes, chosen.dtype, weights, threads)
+        self._prepared = packed
         return self
 
     def step(
@@ -397,19 +398,18 @@ class RNN(Explained, Layer):
         x = check.array("x", x, ("B", self.input_size), self.dtype)
         if resets is not None:
             resets = check.flags("resets", resets, (len(x),)).view(np.uint8)
-        if self._prepared is not None:
-            writes, cell, _ = self._prepared
-            if writes != self._writes or cell is not self.cell:
-                self.prepare()
-            stream = self._prepared[2]
-            if stream is not None:
-                states = None if state is None else self._states("state", state, len(x))
-                static = self._static(static, len(x))
-                start = None
-                if reset_state is not None:
-                    start = self._states("reset_state", reset_state, len(x))
-                output, new = stream.step(len(x), x, states, static, pool.threads(), resets, start)
-                return output, tuple(new) if len(new) > 1 else new[0]
+        packed = self._prepared
+        if packed is not None and packed.stale(self.cell, self._parameters):
+            packed = self.prepare()._prepared
+        if packed is not None and packed.stream is not None:
+            states = None if state is None else self._states("state", state, len(x))
+            static = self._static(static, len(x))
+            start = None
+            if reset_state is not None:
+                start = self._states("reset_state", reset_state, len(x))
+            given = len(x), x, states, static, pool.threads(), resets, start
+            output, new = packed.stream.step(*given)
+            return output, tuple(new) if len(new) > 1 else new[0]
         pending, axis = self._saved, 1 if self.batch_first else 0
         resets = None if resets is None else np.expand_dims(resets, axis)
         further: dict[str, Any] = {"static": static, "resets": resets, "reset_state": reset_state}

@@ -11,6 +11,7 @@ from anycell.layer.checks import Layout, refuse
 from anycell.numpy import check
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import numpy_dtype
+from anycell.numpy.streaming import writing
 from anycell.plan.dtype import dtypes
 
 Valid = npt.NDArray[np.bool_]
@@ -65,8 +66,9 @@ class Standardise(Layer):
             given = f"no value, or an infinite one, of feature(s) {wrong.tolist()}"
             refuse("x", given, "one or more, all finite")
         std = np.sqrt(variance)
-        self.arrays["mean"][:] = mean
-        self.arrays["std"][:] = np.where(std > 0.0, std, 1.0)
+        with writing(self.arrays):
+            self.arrays["mean"][:] = mean
+            self.arrays["std"][:] = np.where(std > 0.0, std, 1.0)
         return self
 
     def forward(self, x: npt.ArrayLike) -> Array:
@@ -161,9 +163,10 @@ class BatchNorm(Layer):
                 hint = "Training takes mean and variance of the batch."
                 refuse("x", f"{count[0]} step(s) that count", "two or more", hint)
             unbiased = variance * (count / (count - 1))
-            for name, batch in (("running_mean", mean), ("running_var", unbiased)):
-                running = self.arrays[name]
-                running += self.momentum * (batch.astype(self.dtype) - running)
+            with writing(self._statistics):
+                for name, batch in (("running_mean", mean), ("running_var", unbiased)):
+                    running = self.arrays[name]
+                    running += self.momentum * (batch.astype(self.dtype) - running)
         else:
             mean, variance = self.arrays["running_mean"], self.arrays["running_var"]
         scale = (1.0 / np.sqrt(variance.astype(np.float64) + self.eps)).astype(self.dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.layer.checks import number, refuse
-from anycell.numpy.base import Layer
+from anycell.numpy.streaming import writing
 from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[np.floating]
@@ -196,17 +196,15 @@ class Adam:
         scalars = {kind: [np.array(value, kind) for value in values] for kind in kinds}
         most = max([m.nbytes for m, _ in self._moments], default=0)
         rooms = [np.empty(most, np.uint8) for _ in range(2)]
-        self.steps = steps
-        for layer in self.layers:
-            if isinstance(layer, Layer):
-                layer._writes += 1
-        for (parameter, grad), (m, v) in zip(pairs, self._moments, strict=True):
-            decay, of_grad, kept, of_square, by, eps, rate = scalars[m.dtype]
-            a, b = (room[: m.nbytes].view(m.dtype).reshape(m.shape) for room in rooms)
-            if self.weight_decay:
-                grad = np.add(np.multiply(parameter, decay, out=b, dtype=m.dtype), grad, out=b)
-            m += np.multiply(np.subtract(grad, m, out=a), of_grad, out=a)
-            v *= kept
-            v += np.multiply(np.square(grad, out=a, dtype=m.dtype), of_square, out=a)
-            np.add(np.divide(np.sqrt(v, out=b), by, out=b), eps, out=b)
-            parameter -= np.divide(np.multiply(m, rate, out=a), b, out=a)
+        with writing(*(layer.parameters for layer in self.layers)):
+            self.steps = steps
+            for (parameter, grad), (m, v) in zip(pairs, self._moments, strict=True):
+                decay, of_grad, kept, of_square, by, eps, rate = scalars[m.dtype]
+                a, b = (room[: m.nbytes].view(m.dtype).reshape(m.shape) for room in rooms)
+                if self.weight_decay:
+                    grad = np.add(np.multiply(parameter, decay, out=b, dtype=m.dtype), grad, out=b)
+                m += np.multiply(np.subtract(grad, m, out=a), of_grad, out=a)
+                v *= kept
+                v += np.multiply(np.square(grad, out=a, dtype=m.dtype), of_square, out=a)
+                np.add(np.divide(np.sqrt(v, out=b), by, out=b), eps, out=b)
+                parameter -= np.divide(np.multiply(m, rate, out=a), b, out=a)

@@ -40,7 +40,7 @@ class Quantized(RNN):
             expected = "float32, from which weights are rounded"
             refuse("layer", f"dtype {layer.dtype}", expected, hint)
         self.__dict__.update(layer.__getstate__())
-        self._writes, self._parameters = 0, {}
+        self._parameters = {}
         parameters: dict[str, Any] = self._parameters
         for name, array in layer.parameters.items():
             parameters[name] = array.copy()

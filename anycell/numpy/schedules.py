@@ -14,6 +14,7 @@ import numpy as np
 from anycell.numpy import check
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.optim import Layers, as_layers
+from anycell.numpy.streaming import writing
 
 Schedule = Callable[[int], float]
 
@@ -200,11 +201,10 @@ class EarlyStopping:
         """
         if not self._kept:
             raise RuntimeError("EarlyStopping.restore() needs a call with a finite loss before it.")
-        for layer, named, kept in zip(self.layers, self._arrays(), self._kept, strict=True):
-            if isinstance(layer, Layer):
-                layer._writes += 1
-            for name, array in named.items():
-                array[...] = kept[name]
+        for named, kept in zip(self._arrays(), self._kept, strict=True):
+            with writing(named):
+                for name, array in named.items():
+                    array[...] = kept[name]
 
     def _arrays(self) -> list[Mapping[str, Array]]:
         return [l.arrays if isinstance(l, Layer) else l.parameters for l in self.layers]

@@ -14,8 +14,10 @@ from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.layer import stepped
+from anycell.layer.checks import refuse
 from anycell.layer.rounding import SCALES, with_integers
-from anycell.layer.signature import FLAGS
+from anycell.layer.signature import FLAGS, state_names
+from anycell.layer.view import sharded
 from anycell.plan import Call, Engine, Plan, Sizes, scales_of
 from anycell.torch import fused, ops
 from anycell.torch.composite import (
@@ -94,7 +96,23 @@ def layer(call: Call, arrays: Arrays) -> Result:
             plan = f"these tensors are for the engine {plan.engine!r}"
     if engine not in (None, "reference"):
         raise ValueError(f"engine={engine!r} cannot run this call: {plan}. Leave engine out.")
+    _check_distributed(call, arrays)
     return enter(call.cell, "step by step", composite, call, arrays)
+
+
+def _check_distributed(call: Call, arrays: Arrays) -> None:
+    """Refuses a ``DTensor`` beside plain tensors, of which torch's own errors name neither. States
+    that were not passed would be plain.
+    """
+    names = dict.fromkeys([*arrays, *state_names("state", call.cell)])
+    parts = {name: sharded(arrays.get(name)) for name in names}
+    if len({*parts.values()}) > 1:
+        (first, *_), (plain, *_) = (
+            [n for n in names if parts[n] is kind] for kind in (True, False)
+        )
+        expected = f"plain tensors, or DTensors for {plain} and all others as well"
+        hint = "Pass whole tensors, t.full_tensor(), or the part of this process, t.to_local()."
+        refuse(first, "a DTensor", expected, hint, TypeError)
 
 
 # -- which engine ----------------------------------------------------------------------------------

@@ -55,6 +55,11 @@ class Quantized(RNN):
         self.training = layer.training
         for name in list(self._parameters):
             array = getattr(layer, name).detach()
+            if views.sharded(array) or array.shape != getattr(self, name).shape:
+                held = f"{type(array).__name__} {list(array.shape)}"
+                given = f"one whose {name} is sharded over processes, here {held}"
+                expected = f"the whole weight, {list(getattr(self, name).shape)}"
+                refuse("model", given, expected, "Quantize the model first, then shard it.")
             delattr(self, name)
             if array.dim() > 1:
                 arrays = map(torch.from_numpy, rounded(array.cpu().numpy(), name))

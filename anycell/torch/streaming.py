@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anycell.layer.rounding import quantized
+from anycell.layer.signature import places
 from anycell.layer.stream import Stream
 from anycell.plan import Plan
 from anycell.torch.functional import fused_plan, memory, plain
@@ -19,27 +20,37 @@ from anycell.torch.host import HOSTS, threads
 
 
 class Prepared:
-    """The packed weights of a module, and what they were packed from.
+    """The packed weights of a module, and the very tensors that they were packed from.
 
-    Copies and pickles do not carry them; they pack again at their first step.
+    They serve that module only, and only while it has these tensors. Libraries copy modules, and
+    their attributes, in many ways; a copy may bring this object along, but packs its own weights at
+    its first step. Copies by ``deepcopy`` and pickles do not carry the weights.
     """
 
     def __init__(self, module: Any = None) -> None:
         self.stream: Stream | None = None
         self.draws = False
-        self.stamps: list[tuple[dict[str, Any], str, Tensor, int | None, int]] = []
+        self.attributes: dict[str, Any] | None = None if module is None else module.__dict__
+        # Where the module looks for weights, and what is there; None where there is nothing.
+        self.places: list[tuple[dict[str, Any], str, Any]] = []
+        self.stamps: list[tuple[Tensor, int | None, int, tuple[int, ...], Tensor]] = []
         if module is None:
             return
         _watch()
         self.written = _WRITTEN[0]
         owners = _modules(module)  # a child holds the originals of a parametrised weight
-        places = [d for owner in owners for d in (owner._parameters, owner._buffers)]
-        for place in [*places, module.__dict__]:  # the last: weights that are not parameters
-            for name, tensor in place.items():
-                if isinstance(tensor, Tensor):
-                    # Autograd does not count writes to tensors made in inference mode.
-                    version = None if tensor.is_inference() else tensor._version
-                    self.stamps.append((place, name, tensor, version, tensor.data_ptr()))
+        for owner, _ in owners:
+            for kind in ("_parameters", "_buffers"):
+                tensors = owner.__dict__[kind]
+                self.places.append((owner.__dict__, kind, tensors))
+                self._stamp(tensors)
+            self._stamp(owner.__dict__)  # weights that are not parameters, as in replicas
+        for k in range(module.num_layers):
+            for name in places(module.cell.learned, k, 1).values():
+                if module._parameters.get(name) is None:
+                    for place in (module._parameters, module._buffers, module.__dict__):
+                        if place.get(name) is None:
+                            self.places.append((place, name, None))
         self.cell = module.cell
         # Only with parametrisations, which may differ in training, or be replaced.
         self.mode = (module.training, owners) if len(owners) > 1 else None
@@ -52,6 +63,18 @@ class Prepared:
             with torch.no_grad():
                 self.stream = self._pack(module, plan)
 
+    def _stamp(self, tensors: dict[str, Any]) -> None:
+        """Notes the tensors of a dictionary, and the version and the memory of each."""
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor):
+                self.places.append((tensors, name, tensor))
+                # Autograd does not count writes to tensors made in inference mode.
+                version = None if tensor.is_inference() else tensor._version
+                # An alias, because freed memory may become that of the next weight.
+                alias = tensor.detach()
+                stamp = tensor, version, tensor.data_ptr(), tensor.stride(), alias
+                self.stamps.append(stamp)
+
     def _pack(self, module: Any, plan: Plan) -> Stream | None:
         weights = module._weights(module.cell)
         for learned in weights:
@@ -63,13 +86,20 @@ class Prepared:
         return Stream(host, plan.cell, sizes, plan.dtype, detached, threads())
 
     def stale(self, module: Any) -> bool:
-        """Whether the module's cell or weights have changed, as far as torch can tell."""
-        if not self.stamps or module.cell is not self.cell or self.written is not _WRITTEN[0]:
+        """Whether this was packed for another module, or the module's cell or weights have changed,
+        as far as torch can tell.
+        """
+        if module.__dict__ is not self.attributes or module.cell is not self.cell:
+            return True
+        if self.written is not _WRITTEN[0]:
             return True
         if self.mode is not None and self.mode != (module.training, _modules(module)):
             return True
-        for owner, name, tensor, version, address in self.stamps:
-            if owner.get(name) is not tensor or tensor.data_ptr() != address:
+        for place, name, value in self.places:
+            if place.get(name) is not value:
+                return True
+        for tensor, version, address, strides, _ in self.stamps:
+            if tensor.data_ptr() != address or tensor.stride() != strides:
                 return True
             if version is not None and tensor._version != version:
                 return True
@@ -131,9 +161,11 @@ def elsewhere() -> bool:
     )
 
 
-def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The module and those within it; a parametrisation registered twice is listed twice."""
-    return [inner for _, inner in module.named_modules(remove_duplicate=False)]
+def _modules(module: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
+    """The module and those within it, each with the ``id`` of its attributes; a parametrisation
+    registered twice is listed twice.
+    """
+    return [(m, id(m.__dict__)) for _, m in module.named_modules(remove_duplicate=False)]
 
 
 _WRITTEN = [object()]  # replaced after each step of an optimizer whose writes torch does not count
