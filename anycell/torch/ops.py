@@ -32,6 +32,7 @@ from anycell.plan import DTYPES, OF_CALL, OPTIONS, Call, Options, Plan, Sizes, s
 from anycell.torch import fused
 from anycell.torch.composite import SEED, Arrays, Result, changed
 from anycell.torch.fused import enter
+from anycell.torch.observers import ORDINARY, TRACERS, stepwise
 
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: the operators replay
 # their own graphs, whose memory lasts, and read what kernels have reported. Recent PyTorch has a
@@ -362,13 +363,16 @@ class _Operators(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, text: str, hyper: list[float], *tensors: Tensor) -> tuple[Tensor, ...]:
         form = Spec.read(text)
-        keep, kept = form.options.checkpoint is None, []
+        keep, kept = form.options.checkpoint is None, list[Tensor]()
         results = torch.ops.anycell.run(tensors, text, hyper, keep)
         if keep:
             states = len(_CELLS[form.cell].states)
             final, kept = results[:states], results[states:]
             x = tensors[form.arrays.index("x")]
             output = kept.pop() if form.apart else kept[0][1 : 1 + x.shape[0]].detach()
+            if type(x) in ORDINARY and not form.apart:
+                # allow_mutation_on_saved_tensors, a mode, finds what an edit changes by its address
+                output = output.clone()
             results = [output, *final]
         ctx.save_for_backward(*tensors, *kept)
         ctx.set_materialize_grads(False)
@@ -379,6 +383,13 @@ class _Operators(torch.autograd.Function):
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
         tensors, kept = saved[: ctx.count], saved[ctx.count :]
+        if stepwise(arriving, saved, (*ORDINARY, *TRACERS)):
+            form = Spec.read(ctx.text)
+            call, arrays = form.unpack(tensors, form.plan_of(tensors, ctx.hyper))
+            wanted = {name for name, need in zip(form.arrays, needs, strict=True) if need}
+            run: Any = fused.differentiable
+            named = enter(call.cell, "backward", run, call, arrays, wanted, arriving)
+            return None, None, *[named.get(name) for name in form.arrays]
         given, present = [g is not None for g in arriving], [g for g in arriving if g is not None]
         backward = torch.ops.anycell.backward
         gradients = iter(backward(tensors, kept, present, ctx.text, ctx.hyper, given, needs))

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anycell.layer.rounding import quantized
@@ -16,6 +15,7 @@ from anycell.plan import Plan
 from anycell.torch.functional import fused_plan, memory, plain
 from anycell.torch.fused import autocast
 from anycell.torch.host import HOSTS, threads
+from anycell.torch.observers import observed
 
 
 class Prepared:
@@ -28,7 +28,7 @@ class Prepared:
         self.stream: Stream | None = None
         self.draws = False
         self.stamps: list[tuple[dict[str, Any], str, Tensor, int | None, int]] = []
-        if module is None:
+        if module is None or observed():  # without stamps it is stale, and packs at its first step
             return
         _watch()
         self.written = _WRITTEN[0]
@@ -121,14 +121,7 @@ def _together(states: Any) -> tuple[Any, ...] | None:
 
 def elsewhere() -> bool:
     """Whether gradients or autocast are on, or tensors may be more or less than their memory."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        or torch.is_grad_enabled()
-        or autocast()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
+    return torch.is_grad_enabled() or autocast() or observed()
 
 
 def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
