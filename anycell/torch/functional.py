@@ -89,7 +89,9 @@ def layer(call: Call, arrays: Arrays) -> Result:
                 return results
         if compiled():  # the graph breaks here
             return torch.compiler.disable(layer)(call, arrays)
-        plan = "tensors of a trace, of torch.func, of a mode or of another type are not plain memory"
+        plan = (
+            "tensors of a trace, of torch.func, of a mode or of another type are not plain memory"
+        )
     elif engine != "reference":
         plan = _plan_for(call, arrays)
         if isinstance(plan, Plan):
@@ -110,11 +112,11 @@ def _as_operator(arrays: Arrays) -> bool:
     """Whether those who observe a call can see it as one operator. Not ONNX, jit, torch.func and
     forward mode, which have no rule for it, and users' types of tensors, which may have none.
     """
-    if exporting() and torch.onnx.is_in_onnx_export():
+    if transformed() or (exporting() and torch.onnx.is_in_onnx_export()):
         return False
     if compiled():
         return True
-    if transformed() or not (watched() or type(arrays["x"]) in TRACERS):
+    if not (watched() or type(arrays["x"]) in TRACERS):
         return False
     return {*map(type, arrays.values())}.issubset((*ORDINARY, *TRACERS))
 

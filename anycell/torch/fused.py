@@ -112,7 +112,7 @@ class _Fused(torch.autograd.Function):
         # The GPU's kernels take gradients of outputs and final states, but of no other sequence.
         elsewhere = bool(inside) and ctx.plan.engine == "gpu"
         gradients: Mapping[str, Tensor | None]
-        if elsewhere or watched() or stepwise(arriving, tensors):
+        if stepwise(arriving, tensors) or watched() or elsewhere:
             run: Any = differentiable
             gradients = enter(call.cell, "backward", run, call, arrays, wanted, arriving)
         else:

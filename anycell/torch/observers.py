@@ -7,6 +7,7 @@ operations. The rule fails safe: any mode on torch's stacks, known or not, must 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,19 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from anycell.refusal import refuse
+
 # The types of plain memory. Others see their operations; with tracers' they may be operators.
 ORDINARY = (Tensor, torch.nn.Parameter)
 TRACERS = (FakeTensor, FunctionalTensor)
+
+
+def constant(function: Callable[..., Any]) -> Any:
+    """Does ``torch.compiler.assume_constant_result`` without its import of Dynamo, which takes as
+    long as the import of torch.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def observed() -> bool:
@@ -48,6 +59,7 @@ def traced() -> bool:
     return exporting() or torch._C._get_tracing_state() is not None
 
 
+@constant  # Dynamo enters torch.func's transforms while it traces them, and guards them itself
 def transformed() -> bool:
     """Whether tensors carry more than memory: torch.func's transforms, or forward-mode tangents."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -68,7 +80,14 @@ def stepwise(
 ) -> bool:
     """Whether a backward pass must consist of torch's operations: to be differentiated again, in a
     vmap over gradients, as for a Jacobian, or on tensors of other types than these.
+
+    Raises:
+        ValueError: in a trace of what comes before autograd. It takes all that a backward pass
+            reads for constants; torch's own operations give a wrong graph.
     """
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        hint = "Trace it without pre_dispatch: the values that it reads would be constants."
+        refuse("backward", "a trace with pre_dispatch=True", "a trace that sees autograd", hint)
     if torch.is_grad_enabled() or any(map(_batched, arriving)):
         return True
     return not {*map(type, saved), *map(type, arriving)}.issubset((*types, type(None)))
