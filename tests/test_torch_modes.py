@@ -168,12 +168,15 @@ TRACES: dict[str, dict[str, Any]] = {
 }
 
 
+FEW_TRACES = [pytest.param(m, marks=[] if m == "real" else pytest.mark.more) for m in TRACES]
+
+
 def traced(call: Any, mode: str, *tensors: Tensor) -> Any:
     return make_fx(call, **TRACES[mode])(*tensors)
 
 
 @entrances
-@pytest.mark.parametrize("mode", TRACES)
+@pytest.mark.parametrize("mode", FEW_TRACES)
 def test_a_trace_of_other_inputs(mode: str, entrance: str, inputs: tuple[Tensor, Tensor]) -> None:
     module, (x, y) = made(entrance), inputs
     call = forward(module)
@@ -187,7 +190,7 @@ def test_a_trace_of_other_inputs(mode: str, entrance: str, inputs: tuple[Tensor,
 
 
 @entrances
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("mode", FEW_TRACES[:3])
 def test_a_trace_of_gradients(mode: str, entrance: str, inputs: tuple[Tensor, Tensor]) -> None:
     if entrance == "packed":
         pytest.skip("no trace reads its numbers of rows")
@@ -222,7 +225,7 @@ def test_no_backward_pass_before_autograd(around: str, inputs: tuple[Tensor, Ten
         traced(call, "before autograd", x)
 
 
-@pytest.mark.parametrize("mode", TRACES)
+@pytest.mark.parametrize("mode", FEW_TRACES)
 def test_masks_are_drawn_anew_in_each_run_of_a_trace(mode: str) -> None:
     layer, x = at.RNN(cells.ZoneoutLSTM, WIDTH, SIZE).train(), torch.randn(STEPS, ROWS, WIDTH)
     with torch.no_grad():
@@ -402,7 +405,7 @@ def test_weights_that_are_prepared_under_a_mode() -> None:
         assert "anycell.run.default" in log.seen
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, pytest.param(True, marks=pytest.mark.more)])
 @pytest.mark.parametrize("wanted", [False, True])
 def test_operations_are_counted(bidirectional: bool, wanted: bool) -> None:
     """As those of a call step by step."""
@@ -476,7 +479,7 @@ class Wrapper(Tensor):
             cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
         )
         made.inner, made.seen = inner.detach(), seen
-        return made  # type: ignore[no-any-return]
+        return made
 
     @classmethod
     def __torch_dispatch__(
