@@ -1,4 +1,4 @@
-"""The fused engine as operators of PyTorch, for tracers: torch.compile, torch.export.
+"""The fused engine as operators of PyTorch, for tracers, torch.compile and torch.export, and modes.
 
 ``anycell::forward`` takes a list of tensors, and a text that names the cell, the options, and the
 array of the signature that each tensor is. It is a text, because a graph holds no Python objects
