@@ -70,7 +70,7 @@ FIXED_ISA = {
     *("test_reference.py", "test_selection.py", "test_tolerances.py", "test_torch_gpu.py"),
     # They test the code around a kernel; the kernel is the same on both sides.
     *("test_bench.py", "test_demo.py", "test_docs.py", "test_gallery.py", "test_keras_examples.py"),
-    *("test_torch_compile.py", "test_torch_distributed.py", "test_types.py"),
+    *("test_torch_compile.py", "test_torch_distributed.py", "test_torch_modes.py", "test_types.py"),
 }
 
 

@@ -984,3 +984,27 @@ def test_a_call_is_few_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     x = keras.ops.ones((8, 20, 32))
     most = {"tensorflow": 100, "torch": 160}.get(keras.backend.backend())
     assert most is None or calls_of_ours(lambda: layer(x)) <= most
+
+
+# -- torch's modes ---------------------------------------------------------------------------------
+@pytest.mark.skipif(BACKEND != "torch", reason="other backends have no modes")
+@pytest.mark.parametrize("kind", ["LSTM", "RNN", "mask", "step"])
+def test_traces_by_modes_of_torch(kind: str) -> None:
+    """No native call passes them by, also not a prepared step."""
+    import torch
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    shape = (2, 3) if kind == "step" else (2, 4, 3)
+    layer = ak.RNN(cells.PeepholeLSTM, 7) if kind == "RNN" else ak.LSTM(7)
+    layer.build((None, None, 3))
+    layer.prepare()
+    mask = torch.tensor([[True, True, False, True], [True, False, True, True]])
+
+    def call(x: Any) -> Any:
+        with torch.no_grad():
+            if kind == "step":
+                return layer.step(x)[0]
+            return layer(x, mask=mask if kind == "mask" else None)
+
+    x, y = torch.randn(shape), torch.randn(shape)
+    assert_close(number(make_fx(call)(x)(y)), number(call(y)), "float32", "forward")

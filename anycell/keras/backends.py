@@ -59,14 +59,19 @@ def gpu_visible() -> bool:
 
 
 def recorded(tensors: Sequence[Any]) -> bool:
-    """Whether a gradient may be wanted for the results of an operation on these tensors."""
+    """Whether a gradient may be wanted for the results of an operation on these tensors, or torch
+    must see the operation.
+    """
     if keras.backend.backend() == "tensorflow":
         from anycell.keras import tensorflow
 
         return tensorflow.recorded()
     import torch
 
-    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+    from anycell.torch.observers import observed
+
+    wanted = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+    return wanted or observed()
 
 
 def uncompiled(function: Any) -> Any:

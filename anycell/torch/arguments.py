@@ -23,8 +23,9 @@ from anycell.layer.checks import (
     refuse,
     remedy,
 )
-from anycell.torch.functional import memory, observed
+from anycell.torch.functional import memory
 from anycell.torch.fused import autocast
+from anycell.torch.observers import compiled, traced, watched
 
 
 def check_layer(
@@ -70,13 +71,12 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
 def as_flags(name: str, value: Tensor, expected: str) -> Tensor:
     """Converts flags to bool: from bool or uint8, and for all but ``mask`` from any real dtype.
 
-    On the CPU, outside of traces and transforms, flags of other dtypes must be 0 or 1. Elsewhere
-    every value but 0 is True: a check would wait for the device, or there are no values yet.
+    Flags of other dtypes must be 0 or 1, if they can be read. If not, every value but 0 is True.
     """
     if value.dtype not in (torch.bool, torch.uint8):
         if name == "mask" or value.is_complex():
             refuse(name, describe(value), expected, f"Cast it: {name}.bool().", TypeError)
-        if not observed() and memory(value) and value.is_cpu:
+        if _readable(value):
             flags = value.bool()
             if not torch.equal(flags.to(value.dtype), value):
                 other = value[flags & (value != 1)][0].item()
@@ -100,10 +100,18 @@ def check_flags(name: str, value: Any, shape: tuple[int, ...], axes: str, like: 
     return as_flags(name, value, expected)
 
 
-def _counts(name: str, value: Any, expected: str) -> tuple[Tensor, bool]:
-    """Returns ``lengths`` as integers, and whether to check their values: on another device than
-    the CPU, a check would wait for the device, and in a compiled graph there are no values yet.
+def _readable(value: Tensor) -> bool:
+    """Whether to check the values of a tensor. On another device than the CPU, a check would wait
+    for the device; in a trace and under a mode there may be no values yet, or they would become
+    constants; those that a vmap maps differ from one of its calls to the other.
     """
+    unseen = not (compiled() or traced() or watched())
+    mapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return unseen and memory(value) and value.is_cpu and not mapped(value)
+
+
+def _counts(name: str, value: Any, expected: str) -> tuple[Tensor, bool]:
+    """Returns ``lengths`` as integers, and whether to check their values."""
     try:
         # A list becomes a tensor on the CPU, whatever torch.set_default_device says.
         counts = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
@@ -114,8 +122,7 @@ def _counts(name: str, value: Any, expected: str) -> tuple[Tensor, bool]:
     inexact = counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool
     if inexact and counts.numel():  # [], the lengths of no rows, becomes a float tensor
         refuse(name, describe(counts), expected, f"Cast them: {name}.long().", TypeError)
-    visible = counts.device.type == "cpu" and not torch.compiler.is_compiling()
-    return counts.long(), visible  # torch has no minimum of some unsigned dtypes
+    return counts.long(), _readable(counts)  # torch has no minimum of some unsigned dtypes
 
 
 def _copy(flags: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anycell.layer.steps import directions
 from anycell.plan import Call, Options
+from anycell.refusal import refuse
 
 States = tuple[Tensor, ...]
 Arrays = Mapping[str, Tensor]  # named as in ``layer.signature``; absent tensors have no entry
@@ -46,9 +47,20 @@ def composite(call: Call, arrays: Arrays) -> Result:
         # The trace unrolls the loop over the steps. ``unbind`` makes it fail on an input of more.
         x = torch.stack(x.unbind())
     wanted = (call.cell.state_names[0], *call.sequences)
-    runs = directions(call.cell, {**arrays, "x": x}, call.options, F.linear)
+    options = changed(call.options, SEED, _number(call.options.seed))
+    runs = directions(call.cell, {**arrays, "x": x}, options, F.linear)
     sequences, finals = zip(*[run.sequences(wanted) for run in runs], strict=True)
     by_state = zip(*sequences, strict=True)  # the directions of a state are concatenated
     output, *others = [s[0] if len(s) == 1 else torch.cat(s, -1) for s in by_state]
     final = tuple(torch.stack(parts) for parts in zip(*finals, strict=True))
     return output, final, tuple(others)
+
+
+def _number(seed: Any) -> int:
+    """Returns a seed as a number: the masks are drawn outside of torch."""
+    try:
+        return int(seed)
+    except RuntimeError:  # a trace would repeat one mask
+        given = "random masks in a trace of a call that runs step by step"
+        hint = "Call eval() first, or leave out what makes the call run so, such as return_states."
+        refuse("keep", given, "none, or a call that runs as an operator", hint)

@@ -20,16 +20,9 @@ from anycell.layer.signature import state_names
 from anycell.plan import CallOptions, Engine, Plan, Sizes, takes
 from anycell.torch import ops
 from anycell.torch.device import host_of
-from anycell.torch.functional import (
-    autocast_dtype,
-    compiled,
-    engine_of,
-    memory,
-    observed,
-    traced,
-    transformed,
-)
+from anycell.torch.functional import autocast_dtype, engine_of, memory
 from anycell.torch.fused import autocast, plan_on
+from anycell.torch.observers import compiled, observed, traced, transformed, watched
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, Recurrent, leaf
 
@@ -181,7 +174,7 @@ class DropIn(Recurrent):
         """Returns the fused kernel's plan, True for its operator, or None if neither can run x."""
         data = parts(x)[0] if isinstance(x, PackedSequence) else x
         size, sizes = self.hidden_size, self._sizes if self.proj_size else ()  # saves a call
-        if looked and compiled():
+        if looked and (compiled() or watched()):
             return ops.known(cell, size, sizes, data) or None
         dtype = autocast_dtype(weight) if autocast() else weight.dtype
         plan = plan_on(weight.device.type, cell, size, dtype, sizes)

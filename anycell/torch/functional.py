@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
 from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
@@ -31,6 +29,15 @@ from anycell.torch.composite import (
     composite,
 )
 from anycell.torch.fused import enter
+from anycell.torch.observers import (
+    ORDINARY,
+    TRACERS,
+    compiled,
+    exporting,
+    observed,
+    transformed,
+    watched,
+)
 
 
 def stack(
@@ -77,17 +84,16 @@ def layer(call: Call, arrays: Arrays) -> Result:
         arrays = with_integers(TORCH, arrays)
     x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
-    if call.plan is None and (observed() or type(x) not in _ORDINARY):
-        # ONNX does not have our operators.
-        onnx = exporting() and torch.onnx.is_in_onnx_export()
-        # A FakeTensor, which export passes, is a shape without numbers.
-        if engine != "reference" and (compiled() or isinstance(x, FakeTensor)) and not onnx:
+    if call.plan is None and (observed() or type(x) not in ORDINARY):
+        if engine != "reference" and _as_operator(arrays):
             results = ops.run(call, arrays)
             if results is not None:
                 return results
         if compiled():  # the graph breaks here
             return torch.compiler.disable(layer)(call, arrays)
-        plan = "tensors of a trace, of torch.func or of another type are not plain memory"
+        plan = (
+            "tensors of a trace, of torch.func, of a mode or of another type are not plain memory"
+        )
     elif engine != "reference":
         plan = _plan_for(call, arrays)
         if isinstance(plan, Plan):
@@ -97,6 +103,8 @@ def layer(call: Call, arrays: Arrays) -> Result:
     if engine not in (None, "reference"):
         raise ValueError(f"engine={engine!r} cannot run this call: {plan}. Leave engine out.")
     _check_distributed(call, arrays)
+    if SCALES in arrays:
+        arrays = dequantized(arrays)
     return enter(call.cell, "step by step", composite, call, arrays)
 
 
@@ -118,7 +126,17 @@ def _check_distributed(call: Call, arrays: Arrays) -> None:
 # -- which engine ----------------------------------------------------------------------------------
 
 
-_ORDINARY = (Tensor, torch.nn.Parameter)
+def _as_operator(arrays: Arrays) -> bool:
+    """Whether those who observe a call can see it as one operator. Not ONNX, jit, torch.func and
+    forward mode, which have no rule for it, and users' types of tensors, which may have none.
+    """
+    if transformed() or (exporting() and torch.onnx.is_in_onnx_export()):
+        return False
+    if compiled():
+        return True
+    if not (watched() or type(arrays["x"]) in TRACERS):
+        return False
+    return {*map(type, arrays.values())}.issubset((*ORDINARY, *TRACERS))
 
 
 def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) -> Plan | str:
@@ -136,7 +154,7 @@ def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
     dtype, device = x.dtype, x.device
     integers = SCALES in arrays
     for name, t in arrays.items():  # checks the same as ``memory``, without a call for each tensor
-        plain = type(t) in _ORDINARY and t.layout is torch.strided and not t.is_neg()
+        plain = type(t) in ORDINARY and t.layout is torch.strided and not t.is_neg()
         same = t.dtype is dtype or name in FLAGS or (integers and name.startswith("weight_"))
         if not plain or t.device != device or not same:
             return f"{name} is not a plain tensor with the dtype and the device of x"
@@ -149,10 +167,10 @@ TORCH = namespace(torch.empty(0))  # torch.compile cannot look it up
 
 def _multiplies_integers(arrays: Arrays) -> bool:
     """Returns whether the kernels for integers may run: for an input in float32 on the CPU, without
-    gradients, and if nothing but a compiler observes the call.
+    gradients, and if those who observe the call can see it as one operator.
     """
     x = arrays["x"]
-    if observed() and not compiled():
+    if observed() and not _as_operator(arrays):
         return False
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in arrays.values())
     return x.device.type == "cpu" and x.dtype is torch.float32 and not wanted
@@ -183,7 +201,7 @@ def plain(tensors: Iterable[Any], dtype: torch.dtype, shapes: Iterable[tuple[int
     """Whether all are contiguous, on the CPU, and of that dtype and shape, aligned or not."""
     for t, shape in zip(tensors, shapes):  # noqa: B905  (runs at every step)
         if (
-            type(t) not in _ORDINARY
+            type(t) not in ORDINARY
             or t.shape != shape
             or t.dtype is not dtype
             or not t.is_contiguous()
@@ -197,40 +215,11 @@ def plain(tensors: Iterable[Any], dtype: torch.dtype, shapes: Iterable[tuple[int
 def memory(x: Tensor) -> bool:
     """Whether ``x`` is plain memory on a device with kernels, which excludes a FakeTensor."""
     return (
-        type(x) in _ORDINARY
+        type(x) in ORDINARY
         and x.device.type in fused.ENGINES
         and x.layout is torch.strided
         and not x.is_neg()
     )
-
-
-def observed() -> bool:
-    """Returns whether tensors may be more or less than their memory: under a compiler, an exporter,
-    a trace, ``torch.func`` or forward-mode derivatives.
-    """
-    return (
-        torch.compiler.is_dynamo_compiling()
-        or exporting()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
-
-
-def compiled() -> bool:
-    """Whether torch.compile, or a strict torch.export, traces the call."""
-    # Not an alias of torch's: after a graph break, Dynamo looks at each function by itself.
-    return torch.compiler.is_dynamo_compiling()
-
-
-def traced() -> bool:
-    """Whether export or jit records the call, so that pointers mean nothing."""
-    return exporting() or torch._C._get_tracing_state() is not None
-
-
-def transformed() -> bool:
-    """Whether tensors carry more than memory: torch.func's transforms, or forward-mode tangents."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def autocast_dtype(weight: Tensor) -> torch.dtype:
@@ -241,6 +230,3 @@ def autocast_dtype(weight: Tensor) -> torch.dtype:
     if weight.dtype is torch.float64 or kind not in fused.ENGINES:
         return weight.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-
-
-exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)

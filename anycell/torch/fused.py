@@ -21,6 +21,7 @@ from anycell.plan.dtype import dtypes
 from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.device import DeviceHost, Returned, host_of
 from anycell.torch.host import HOSTS, threads
+from anycell.torch.observers import stepwise, watched
 
 # The engine that has the kernels for each type of device.
 ENGINES = {"cpu": "cpu", "cuda": "gpu"}
@@ -111,7 +112,7 @@ class _Fused(torch.autograd.Function):
         # The GPU's kernels take gradients of outputs and final states, but of no other sequence.
         elsewhere = bool(inside) and ctx.plan.engine == "gpu"
         gradients: Mapping[str, Tensor | None]
-        if elsewhere or torch.is_grad_enabled() or any(map(batched, arriving)):
+        if stepwise(arriving, tensors) or watched() or elsewhere:
             run: Any = differentiable
             gradients = enter(call.cell, "backward", run, call, arrays, wanted, arriving)
         else:
@@ -119,14 +120,6 @@ class _Fused(torch.autograd.Function):
             given = call, ctx.plan, arrays, kept, arriving[:ends], wanted, inside
             gradients = enter(call.cell, "backward", run_backward, *given)
         return None, None, None, *[gradients.get(n) if n in wanted else None for n in names]
-
-
-def batched(gradient: Tensor | None) -> bool:
-    """Whether a vmap runs over the backward pass, as for a Jacobian."""
-    kinds = torch._C._functorch
-    return gradient is not None and (
-        kinds.is_functorch_wrapped_tensor(gradient) or kinds.is_legacy_batchedtensor(gradient)
-    )
 
 
 def run_forward(
@@ -168,7 +161,9 @@ def run_backward(
 def differentiable(
     call: Call, arrays: Arrays, wanted: set[str], arriving: Sequence[Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """Returns gradients that can be differentiated again: by autograd, through the composite."""
+    """Returns gradients by torch's operations, so that they can be differentiated again, and seen:
+    by autograd, through the composite.
+    """
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Differentiates for views of the inputs, because one input may depend on another.

@@ -1,4 +1,4 @@
-"""The fused engine as operators of PyTorch, for tracers: torch.compile, torch.export.
+"""The fused engine as operators of PyTorch, for tracers, torch.compile and torch.export, and modes.
 
 ``anycell::forward`` takes a list of tensors, and a text that names the cell, the options, and the
 array of the signature that each tensor is. It is a text, because a graph holds no Python objects
@@ -16,12 +16,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # calls torch.compiler.disable at the first call
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anycell import cells, layer
 from anycell.lang.cell import Cell
@@ -32,6 +33,7 @@ from anycell.plan import DTYPES, OF_CALL, OPTIONS, Call, Options, Plan, Sizes, s
 from anycell.torch import fused
 from anycell.torch.composite import SEED, Arrays, Result, changed
 from anycell.torch.fused import enter
+from anycell.torch.observers import ORDINARY, TRACERS, compiled, constant, stepwise
 
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: the operators replay
 # their own graphs, whose memory lasts, and read what kernels have reported. Recent PyTorch has a
@@ -60,14 +62,6 @@ def draws(cell: Cell) -> bool:
 # A compiler cannot trace these functions. Of a cell it sees only the name and the key.
 
 
-def _constant(function: Callable[..., Any]) -> Any:
-    """Does ``torch.compiler.assume_constant_result`` without its import of Dynamo, which takes as
-    long as the import of torch.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
 def _constant_size(size: int) -> int:
     """Makes a size constant. Before PyTorch 2.6, ``dynamic=True`` makes the sizes of a module
     unknown to the compiler until it compiles a loop over them.
@@ -75,7 +69,7 @@ def _constant_size(size: int) -> int:
     return len(range(size))
 
 
-@_constant
+@constant
 def _text(
     name: str,
     key: str,
@@ -97,7 +91,7 @@ def _text(
     return form.text()
 
 
-@_constant
+@constant
 def _draws(name: str, key: str) -> bool:
     cell = _CELLS.get(_name(name, key))
     return cell is None or bool(cell.keeps)
@@ -254,6 +248,8 @@ def run(call: Call, arrays: Arrays) -> Result | None:
     if text is None:
         return None
     hyper = list(cell.hyper.values())
+    if not compiled():
+        _tell_counters()
     output, *final = torch.ops.anycell.forward(list(arrays.values()), text, hyper)
     return output, tuple(final), ()
 
@@ -362,13 +358,16 @@ class _Operators(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, text: str, hyper: list[float], *tensors: Tensor) -> tuple[Tensor, ...]:
         form = Spec.read(text)
-        keep, kept = form.options.checkpoint is None, []
+        keep, kept = form.options.checkpoint is None, list[Tensor]()
         results = torch.ops.anycell.run(tensors, text, hyper, keep)
         if keep:
             states = len(_CELLS[form.cell].states)
             final, kept = results[:states], results[states:]
             x = tensors[form.arrays.index("x")]
             output = kept.pop() if form.apart else kept[0][1 : 1 + x.shape[0]].detach()
+            if type(x) in ORDINARY and not form.apart:
+                # allow_mutation_on_saved_tensors, a mode, finds what an edit changes by its address
+                output = output.clone()
             results = [output, *final]
         ctx.save_for_backward(*tensors, *kept)
         ctx.set_materialize_grads(False)
@@ -379,6 +378,13 @@ class _Operators(torch.autograd.Function):
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
         tensors, kept = saved[: ctx.count], saved[ctx.count :]
+        if stepwise(arriving, saved, (*ORDINARY, *TRACERS)):
+            form = Spec.read(ctx.text)
+            call, arrays = form.unpack(tensors, form.plan_of(tensors, ctx.hyper))
+            wanted = {name for name, need in zip(form.arrays, needs, strict=True) if need}
+            run: Any = fused.differentiable
+            named = enter(call.cell, "backward", run, call, arrays, wanted, arriving)
+            return None, None, *[named.get(name) for name in form.arrays]
         given, present = [g is not None for g in arriving], [g for g in arriving if g is not None]
         backward = torch.ops.anycell.backward
         gradients = iter(backward(tensors, kept, present, ctx.text, ctx.hyper, given, needs))
@@ -390,6 +396,59 @@ def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> li
         return list(_Operators.apply(text, hyper, *tensors))
     results: list[Tensor] = torch.ops.anycell.run(tensors, text, hyper, False)
     return results
+
+
+# -- how FlopCounterMode counts them ---------------------------------------------------------------
+
+
+def _tell_counters() -> None:
+    """Adds the operators to the list of each FlopCounterMode that is on; to add them to torch's own
+    list, we would have to import its module, which imports Triton.
+    """
+    for mode in _get_current_dispatch_mode_stack():
+        known = getattr(getattr(mode, "counter", mode), "flop_registry", None)
+        if known is not None:
+            known.setdefault(torch.ops.anycell.run, _flops)
+            known.setdefault(torch.ops.anycell.backward, _backward_flops)
+
+
+def _matmuls(tensors: Sequence[Tensor], text: str) -> dict[str, int]:
+    """The operations of the product with each weight, in one step of all rows."""
+    arrays = dict(zip(Spec.read(text).arrays, tensors, strict=True))
+    rows = 2 * arrays["x"].shape[1]
+    weights = {n: t for n, t in arrays.items() if n.startswith("weight_") and t.dim() > 1}
+    return {name: rows * weight.numel() for name, weight in weights.items()}
+
+
+def _flops(tensors: Sequence[Tensor], text: str, *_: Any, out_val: Any = None) -> int:
+    steps = tensors[Spec.read(text).arrays.index("x")].shape[0]
+    return steps * sum(_matmuls(tensors, text).values())
+
+
+def _backward_flops(
+    tensors: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    arriving: Sequence[Tensor],
+    text: str,
+    hyper: Sequence[float],
+    given: Sequence[bool],
+    needs: Sequence[bool],
+    out_val: Any = None,
+) -> int:
+    """Counts the products for the gradients of each weight, and of what it multiplies."""
+    names = Spec.read(text).arrays
+    wanted = {name for name, need in zip(names, needs, strict=True) if need}
+    steps = tensors[names.index("x")].shape[0]
+    count = 0 if kept else _flops(tensors, text)
+    for name, flops in _matmuls(tensors, text).items():
+        count += steps * flops * (name in wanted)
+        if name.startswith("weight_ih"):
+            count += steps * flops * ("x" in wanted)
+        elif name.startswith("weight_hh"):  # the first step's state may be a constant
+            count += (steps - 1 + any(n.startswith("state ") for n in wanted)) * flops
+        else:
+            count += steps * flops
+    return count
 
 
 _library = torch.library.Library("anycell", "DEF")

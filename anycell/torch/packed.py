@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anycell.layer.checks import describe, refuse
 from anycell.torch.arguments import as_flags
+from anycell.torch.observers import transformed
 
 
 def parts(packed: PackedSequence) -> tuple[Tensor, Tensor]:
@@ -50,14 +51,20 @@ class Packing(NamedTuple):
     def pad(self, data: Tensor) -> Tensor:
         """Pads ``[N, ...]`` to ``[T, B, ...]``, with arbitrary values, which the mask hides."""
         count = self.steps * self.rows
-        if self.places is not None:
+        if self.places is not None and transformed():
+            data = data.new_zeros(count, *data.shape[1:]).index_copy(0, self.places, data)
+        elif self.places is not None:
             data = _Spread.apply(data, self.places, count, False)
         return data.unflatten(0, (self.steps, self.rows))
 
     def pack(self, padded: Tensor) -> Tensor:
         """Packs ``[T, B, ...]`` to ``[N, ...]``."""
         rows = padded.flatten(0, 1)
-        return rows if self.places is None else _Gather.apply(rows, self.places, len(rows))
+        if self.places is None:
+            return rows
+        if transformed():
+            return rows.index_select(0, self.places)
+        return _Gather.apply(rows, self.places, len(rows))
 
     def alike(self, name: str, value: Any, like: PackedSequence) -> Tensor:
         """Unpacks flags per step, packed as the input is, to bool ``[T, B]``."""
@@ -73,6 +80,7 @@ class Packing(NamedTuple):
 
 
 # The two are transposes. Autograd's own for index_select adds up row by row, ten times as slowly.
+# They have no rules for torch.func and forward mode.
 
 
 class _Spread(torch.autograd.Function):

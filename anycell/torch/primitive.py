@@ -23,7 +23,7 @@ from anycell.plan import OPTIONS, Call, FunctionOptions, takes
 from anycell.torch import ops
 from anycell.torch.arguments import TORCH, check_tensor
 from anycell.torch.composite import SEED, changed
-from anycell.torch.functional import compiled, exporting
+from anycell.torch.observers import compiled, exporting
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, draw_seed, sequence
 

@@ -30,8 +30,9 @@ from anycell.torch.arguments import (
     check_tensor,
 )
 from anycell.torch.composite import Arrays, Result, States
-from anycell.torch.functional import autocast_dtype, compiled, exporting, stack
+from anycell.torch.functional import autocast_dtype, stack
 from anycell.torch.fused import autocast
+from anycell.torch.observers import compiled, exporting, watched
 from anycell.torch.packed import Packing, parts
 from anycell.torch.streaming import Prepared, elsewhere
 
@@ -373,4 +374,4 @@ def leaf(module: Any, x: Proxy, state: Any, **arguments: Any) -> Any:
 def draw_seed() -> Any:
     """Draws the seed of a call's random masks from torch's generator; a tensor when traced."""
     seed = torch.randint(2**63 - 1, (), device="cpu")
-    return seed if compiled() or exporting() else int(seed)
+    return seed if compiled() or exporting() or watched() else int(seed)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anycell.layer.rounding import quantized
@@ -17,6 +16,7 @@ from anycell.plan import Plan
 from anycell.torch.functional import fused_plan, memory, plain
 from anycell.torch.fused import autocast
 from anycell.torch.host import HOSTS, threads
+from anycell.torch.observers import observed
 
 
 class Prepared:
@@ -30,12 +30,13 @@ class Prepared:
     def __init__(self, module: Any = None) -> None:
         self.stream: Stream | None = None
         self.draws = False
-        self.attributes: dict[str, Any] | None = None if module is None else module.__dict__
+        self.attributes: dict[str, Any] | None = None  # the module's
         # Where the module looks for weights, and what is there; None where there is nothing.
         self.places: list[tuple[dict[str, Any], str, Any]] = []
         self.stamps: list[tuple[Tensor, int | None, int, tuple[int, ...], Tensor]] = []
-        if module is None:
+        if module is None or observed():  # then it is stale, and packs at its first step
             return
+        self.attributes = module.__dict__
         _watch()
         self.written = _WRITTEN[0]
         owners = _modules(module)  # a child holds the originals of a parametrised weight
@@ -151,14 +152,7 @@ def _together(states: Any) -> tuple[Any, ...] | None:
 
 def elsewhere() -> bool:
     """Whether gradients or autocast are on, or tensors may be more or less than their memory."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        or torch.is_grad_enabled()
-        or autocast()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
+    return torch.is_grad_enabled() or autocast() or observed()
 
 
 def _modules(module: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:

@@ -1,0 +1,103 @@
+"""Who looks on at a call: compilers, traces, transformations and modes of torch.
+
+A native call reads and writes memory behind torch's back. So it runs only where nobody needs to see
+operations. The rule fails safe: any mode on torch's stacks, known or not, must see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from anycell.refusal import refuse
+
+# The types of plain memory. Others see their operations; with tracers' they may be operators.
+ORDINARY = (Tensor, torch.nn.Parameter)
+TRACERS = (FakeTensor, FunctionalTensor)
+
+
+def constant(function: Callable[..., Any]) -> Any:
+    """Does ``torch.compiler.assume_constant_result`` without its import of Dynamo, which takes as
+    long as the import of torch.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def observed() -> bool:
+    """Returns whether tensors may be more or less than their memory: under a compiler, an exporter,
+    a trace, ``torch.func``, forward-mode derivatives, or a mode.
+    """
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or exporting()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        # ``watched`` again, which would be a further call of each layer
+        or torch._C._len_torch_dispatch_stack() > 0
+        or (torch._C._len_torch_function_stack() > 0 and watched())
+    )
+
+
+def compiled() -> bool:
+    """Whether torch.compile, or a strict torch.export, traces the call."""
+    # Not an alias of torch's: after a graph break, Dynamo looks at each function by itself.
+    return torch.compiler.is_dynamo_compiling()
+
+
+def traced() -> bool:
+    """Whether export or jit records the call, so that pointers mean nothing."""
+    return exporting() or torch._C._get_tracing_state() is not None
+
+
+@constant  # Dynamo enters torch.func's transforms while it traces them, and guards them itself
+def transformed() -> bool:
+    """Whether tensors carry more than memory: torch.func's transforms, or forward-mode tangents."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def watched() -> bool:
+    """Whether a mode sees torch's operations, or calls of its functions: torch's own, as those of
+    ``make_fx``, FakeTensor and FlopCounterMode, or a user's.
+    """
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    # ``torch.device`` and ``torch.set_default_device`` only say where new tensors go.
+    return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
+def stepwise(
+    arriving: Iterable[Tensor | None], saved: Iterable[Tensor], types: tuple[type, ...] = ORDINARY
+) -> bool:
+    """Whether a backward pass must consist of torch's operations: to be differentiated again, in a
+    vmap over gradients, as for a Jacobian, or on tensors of other types than these.
+
+    Raises:
+        ValueError: in a trace of what comes before autograd. It takes all that a backward pass
+            reads for constants; torch's own operations give a wrong graph.
+    """
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        hint = "Trace it without pre_dispatch: the values that it reads would be constants."
+        refuse("backward", "a trace with pre_dispatch=True", "a trace that sees autograd", hint)
+    if torch.is_grad_enabled() or any(map(_batched, arriving)):
+        return True
+    return not {*map(type, saved), *map(type, arriving)}.issubset((*types, type(None)))
+
+
+def _batched(gradient: Tensor | None) -> bool:
+    kinds = torch._C._functorch
+    return gradient is not None and (
+        kinds.is_functorch_wrapped_tensor(gradient) or kinds.is_legacy_batchedtensor(gradient)
+    )
+
+
+exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
