@@ -339,8 +339,10 @@ def _several(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
         if of_backward:
             axes = [batching.row_axis(name, folded[name]) or 0 for name in wanted]
         rows = one["x"].shape[1]
-        pairs = zip(made, axes, strict=True)
-        return [batching.unfold(a, axis, size, rows) for a, axis in pairs], [0] * len(made)
+        unfolded = [
+            batching.unfold(a, axis, size, rows) for a, axis in zip(made, axes, strict=True)
+        ]
+        return unfolded, [0] * len(made)
 
     return rule
 
