@@ -66,7 +66,7 @@ def test_flax(x: Any) -> None:
 # -- Flax: whether a module draws masks ------------------------------------------------------------
 def noisy(alone: bool = True) -> Any:
     """A module that draws masks, alone or beside one of Flax's that takes the same word."""
-    nnx = pytest.importorskip("flax").nnx
+    nnx = pytest.importorskip("flax.nnx")
     from anycell.jax.nnx import ZoneoutLSTM
 
     class Model(nnx.Module):  # type: ignore[misc]
@@ -88,34 +88,34 @@ def draws(model: Any, x: Any) -> bool:
 @pytest.mark.parametrize("alone", [True, False])
 def test_views(x: Any, alone: bool) -> None:
     """Flax 0.12's way to a model that does not train, which shares the arrays of one that does."""
-    flax = pytest.importorskip("flax")
-    if not hasattr(flax.nnx, "view"):
+    nnx = pytest.importorskip("flax.nnx")
+    if not hasattr(nnx, "view"):
         pytest.skip("nnx.view came with Flax 0.12")
     model = noisy(alone)
-    still = flax.nnx.view(model, deterministic=True)
+    still = nnx.view(model, deterministic=True)
     assert draws(model, x) and not draws(still, x)
     same(still(x), model(x, deterministic=True))
-    assert draws(flax.nnx.view(still, deterministic=False), x)
-    other = flax.nnx.view(still, only=lambda path, node: False, deterministic=False,
+    assert draws(nnx.view(still, deterministic=False), x)
+    other = nnx.view(still, only=lambda path, node: False, deterministic=False,
                           raise_if_not_found=False)  # fmt: skip
     assert not draws(other, x)
 
 
 def test_attributes(x: Any) -> None:
-    flax = pytest.importorskip("flax")
+    nnx = pytest.importorskip("flax.nnx")
     model = noisy(alone=False)
     for still in (True, False):
         model.set_attributes(deterministic=still)
         assert draws(model, x) is not still
         (model.train if still else model.eval)()
         assert draws(model, x) is still
-        if hasattr(flax.nnx, "with_attributes"):
-            assert draws(flax.nnx.with_attributes(model, deterministic=still), x) is not still
+        if hasattr(nnx, "with_attributes"):
+            assert draws(nnx.with_attributes(model, deterministic=still), x) is not still
 
 
 def test_the_call_says_what_draws(x: Any) -> None:
     """``deterministic`` and ``rngs`` in a call, as layers of Flax take them."""
-    nnx = pytest.importorskip("flax").nnx
+    nnx = pytest.importorskip("flax.nnx")
     model = noisy()
     key = jax.random.key(3)
     right = model.rnn.layers(
@@ -132,7 +132,7 @@ def test_the_call_says_what_draws(x: Any) -> None:
 def module(kind: str) -> Any:
     """A module of Flax or Equinox."""
     if kind == "nnx":
-        nnx = pytest.importorskip("flax").nnx
+        nnx = pytest.importorskip("flax.nnx")
         from anycell.jax import nnx as ours
 
         return ours.ZoneoutLSTM(I, H, rngs=nnx.Rngs(0))
