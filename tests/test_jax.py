@@ -392,6 +392,9 @@ def test_a_layer_may_be_static(layer: aj.RNN, params: Arrays, x: Any) -> None:
     assert len(traced) == 1
     assert layer != aj.LSTM(I, H) != aj.RNN(cells.LSTM, I, H)
     assert aj.RNN(cells.LSTMP, I, H, P=2) != aj.RNN(cells.LSTMP, I, H, P=3)
+    with pytest.raises(AttributeError, match=r"hidden_size: given int 9; .* Make another"):
+        layer.hidden_size = 9
+    assert layer.hidden_size == H
 
 
 def test_shard_map(params: Arrays) -> None:
@@ -426,11 +429,14 @@ def test_shard_map(params: Arrays) -> None:
 
 def test_sizes_that_an_export_leaves_open(layer: aj.RNN, params: Arrays, x: Any) -> None:
     export = pytest.importorskip("jax.export")
-    shape = (*export.symbolic_shape("7, b"), I)
-    run = jax.jit(lambda p, x: layer(p, x)[0])
-    exported = export.export(run)(params, jax.ShapeDtypeStruct(shape, x.dtype))
-    found = exported.call(params, x)
-    assert_close(np.asarray(found), np.asarray(run(params, x)), "float32", "forward")
+    for sizes in ("7, b", "t, 5", "t, b"):
+        shape = (*export.symbolic_shape(sizes), I)
+        lengths = jax.ShapeDtypeStruct(shape[1:2], jnp.int32)
+        run = jax.jit(lambda p, x, lengths: layer(p, x, lengths=lengths)[0])
+        exported = export.export(run)(params, jax.ShapeDtypeStruct(shape, x.dtype), lengths)
+        given = params, x, jnp.asarray([7, 3, 0, 5, 1])
+        found, right = exported.call(*given), run(*given)
+        assert_close(np.asarray(found), np.asarray(right), "float32", "forward")
 
 
 def test_no_rank_is_promoted(layer: aj.RNN, params: Arrays, x: Any) -> None:
@@ -508,8 +514,9 @@ def test_training_needs_a_seed(x: Any) -> None:
         layer(params, x, training=True)
     with pytest.raises(TypeError, match="Pass a single key"):
         layer(params, x, training=True, seed=jax.random.split(jax.random.key(0)))
-    with pytest.raises(ValueError, match="seed: given -1"):
-        layer(params, x, training=True, seed=-1)
+    for seed in (-1, jnp.int32(-1), np.int64(-1)):
+        with pytest.raises(ValueError, match=r"seed: given .*-1"):
+            layer(params, x, training=True, seed=seed)
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -578,6 +585,36 @@ Call = Callable[[aj.RNN, Arrays, Any], Any]
 REFUSED: dict[str, tuple[Call, str]] = {
     "no key": (lambda l, p, x: l.init(0), "key: given int 0; .* Pass jax.random.key"),
     "integers": (lambda l, p, x: l.init(jax.random.key(0), int), "dtype: given .*floating point"),
+    "an input to init": (
+        lambda l, p, x: l.init(jax.random.key(0), x), "dtype: given float32 .*Leave it out",
+    ),
+    "several keys": (
+        lambda l, p, x: l.init(jax.random.split(jax.random.key(0))), r"key: given key<fry> \[2\]",
+    ),
+    "several old keys": (
+        lambda l, p, x: l.init(jax.random.split(jax.random.PRNGKey(0))), "use jax.vmap",
+    ),
+    "no key of uint32": (lambda l, p, x: l.init(jnp.zeros((), "uint32")), "key: given uint32"),
+    "parameters of another layer": (
+        lambda l, p, x: aj.LSTM(I, 8)(aj.LSTM(I, H).init(jax.random.key(0)), x),
+        r"expected float32 \[32, 3\], by the sizes of",
+    ),
+    "shapes": (
+        lambda l, p, x: l(p, jax.ShapeDtypeStruct(x.shape, x.dtype)), "x: given ShapeDtypeStruct .*"
+        "eval_shape",
+    ),
+    "one step of a batch": (
+        lambda l, p, x: l(p, x[0], (jnp.zeros((4, B, H)),) * 2), r"state: given .*pass x\[None\]",
+    ),
+    "a state of four axes": (
+        lambda l, p, x: l(p, x, (jnp.zeros((4, B, H, 1)),) * 2), "state: given .*Reshape it",
+    ),
+    "no weights": (
+        lambda l, p, x: aj.recurrence(cells.LSTM, x, None), "weights: given None; expected a dict",
+    ),
+    "lengths beyond 32 bits": (
+        lambda l, p, x: l(p, x, lengths=[2**40] * B), "lengths: given a length of 1099511627776",
+    ),
     "no parameters": (lambda l, p, x: l(x, x), "params: .* The layer holds none"),
     "a missing one": (
         lambda l, p, x: l({n: p[n] for n in [*p][1:]}, x), "params: given 'weight_ih_l0', missing",
@@ -632,3 +669,13 @@ def test_traced_values_cannot_be_checked(layer: aj.RNN, params: Arrays, x: Any) 
     run = jax.jit(lambda resets, lengths: layer(params, x, resets=resets, lengths=lengths)[0])
     flags, lengths = jnp.zeros((T, B)).at[2].set(3.0), jnp.full(B, 9)
     same(run(flags, lengths), layer(params, x, resets=flags != 0)[0])
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint32", "int8"])
+def test_traced_lengths_are_clipped(params: Arrays, layer: aj.RNN, x: Any, dtype: str) -> None:
+    """Also those beyond 32 bits."""
+    most = np.iinfo(dtype).max
+    lengths = np.array([most, most - 1, np.iinfo(dtype).min, 3, most], dtype)
+    right = layer(params, x, lengths=[T, T, 0, 3, T])[0]
+    with X64.enable_x64(True):
+        same(jax.jit(lambda lengths: layer(params, x, lengths=lengths)[0])(lengths), right)
