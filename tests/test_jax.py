@@ -19,17 +19,12 @@ from anycell.lang import philox
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
+from jax_layers import Arrays, B, H, I, T, drawn, same  # noqa: E402
+
 import anycell.jax as aj  # noqa: E402
 from anycell.jax import composite, fused, primitive  # noqa: E402
 
 X64 = jax if hasattr(jax, "enable_x64") else jax.experimental
-
-T, B, I, H = 7, 5, 3, 6
-Arrays = dict[str, Any]
-
-
-def drawn(rng: np.random.Generator, *shape: int) -> Any:
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
 @pytest.fixture
@@ -45,12 +40,6 @@ def params(layer: aj.RNN) -> Arrays:
 @pytest.fixture
 def x(rng: np.random.Generator) -> Any:
     return drawn(rng, T, B, I)
-
-
-def same(one: Any, other: Any) -> None:
-    """Asserts that all arrays of two trees have the same bits."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
 # -- the kernels -----------------------------------------------------------------------------------
@@ -238,59 +227,6 @@ def test_vmap_of_random_masks(x: Any) -> None:
     each = jax.vmap(run, (None, 0))(x, keys)
     for n, key in enumerate(keys):
         same(each[n], run(x, key))
-
-
-@anycell.cell(gates="g", state="h")
-def Plain(x: Any, r: Any, s: Any) -> Any:
-    return anycell.tanh(x.g + r.g)
-
-
-@pytest.mark.parametrize("cell", [Plain, cells.IndRNN(nonlinearity="tanh")])
-@pytest.mark.parametrize("wanted", ["x", "parameters"])
-@pytest.mark.sample(every=3)
-def test_gradients_per_element_where_no_value_is_kept(
-    rng: np.random.Generator, cell: anycell.Cell, wanted: str
-) -> None:
-    """The backward pass of such a cell reads nothing but the output."""
-    layer = aj.RNN(cell, I, H)
-    params, several = layer.init(jax.random.key(1)), drawn(rng, N, T, B, I)
-
-    def loss(x: Any, params: Arrays) -> Any:
-        return (layer(params, x, lengths=[7, 3, 0, 5, 1])[0] ** 2).sum()
-
-    of_one = jax.grad(loss, 0 if wanted == "x" else 1)
-    found = jax.vmap(of_one, (0, None))(several, params)
-    for n in range(N):
-        same(jax.tree.map(lambda a, n=n: a[n], found), of_one(several[n], params))
-
-
-@pytest.mark.parametrize("mapped", ["x", "parameters"])
-def test_vmap_of_no_elements(layer: aj.RNN, params: Arrays, x: Any, mapped: str) -> None:
-    """As rows of the batch, and one by one."""
-    none_x, none_params = jax.tree.map(lambda a: jnp.zeros((0, *a.shape)), (x, params))
-    run = jax.value_and_grad(lambda p, x: layer(p, x)[0].sum(), (0, 1))
-    if mapped == "x":
-        found = jax.vmap(run, (None, 0))(params, none_x)
-    else:
-        found = jax.vmap(run, (0, None))(none_params, x)
-    right = jnp.zeros(0), (none_params, none_x)
-    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, right)
-
-
-@pytest.mark.parametrize("how", ["alone", "jit", "vmap", "recurrence"])
-def test_without_resets_what_they_restore_has_a_gradient_of_zero(
-    layer: aj.RNN, params: Arrays, x: Any, how: str
-) -> None:
-    def loss(restored: Any) -> Any:
-        if how == "recurrence":
-            weights = {n.removesuffix("_l0"): params[n] for n in params if n.endswith("_l0")}
-            return aj.recurrence(cells.LSTM, x, weights, reset_state=restored)[0].sum()
-        return layer(params, x, reset_state=restored)[0].sum()
-
-    shapes = {"recurrence": (B, H), "vmap": (N, 4, B, H)}
-    restored = (jnp.ones(shapes.get(how, (4, B, H))),) * 2
-    d = {"jit": jax.jit, "vmap": jax.vmap}.get(how, lambda f: f)(jax.grad(loss))(restored)
-    same(d, jax.tree.map(jnp.zeros_like, restored))
 
 
 def test_scan_and_remat(layer: aj.RNN, params: Arrays, x: Any) -> None:

@@ -10,22 +10,15 @@ from tolerances import assert_close
 from anycell import cells
 
 jax = pytest.importorskip("jax")
-jnp = jax.numpy
+
+from jax_layers import B, H, I, T, drawn, same  # noqa: E402
 
 import anycell.jax as aj  # noqa: E402
-
-T, B, I, H = 7, 5, 3, 6
 
 
 @pytest.fixture
 def x(rng: np.random.Generator) -> Any:
-    return jnp.asarray(rng.standard_normal((T, B, I)), jnp.float32)
-
-
-def same(one: Any, other: Any) -> None:
-    """Asserts that all arrays of two trees have the same bits."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+    return drawn(rng, T, B, I)
 
 
 def falls(losses: list[float]) -> bool:
