@@ -374,7 +374,7 @@ def _read_flax_lstm(a: Mapping[str, Array], gru: bool) -> Weights:
 
 def _write_flax_lstm(w: Weights) -> dict[str, Array]:
     _expect(w, (None,), False, "flax_lstm")
-    arrays = {}
+    arrays: dict[str, Array] = {}
     for names, kernel in ((_OF_X, w.kernel), (_OF_H, w.recurrent)):
         parts = zip(names, np.split(kernel, 4), strict=True)
         arrays |= {f"{name}/kernel": part.T for name, part in parts}
