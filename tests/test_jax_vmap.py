@@ -110,5 +110,5 @@ def test_a_sweep_over_rates(x: Any) -> None:
     params["zoneout_l0"] = jnp.zeros(H)
     same(found[1], run(0.5, keys[1]))
     assert (found[1] != found[0]).any() and (found[1] == 0).any()
-    with pytest.raises(anycell.CellError, match=r"(?s)zoneout_c is a BatchTracer; .*per-unit param"):
+    with pytest.raises(anycell.CellError, match="zoneout_c is a BatchTracer"):
         jax.vmap(lambda rate: cells.ZoneoutLSTM(zoneout_c=rate))(rates)

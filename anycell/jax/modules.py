@@ -1,4 +1,4 @@
-"""What modules of Flax and Equinox share: the arguments that they hand to ``anycell.jax.RNN``."""
+"""Modules of Flax and Equinox share the arguments that they hand to ``anycell.jax.RNN``."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class RNN(nnx.Module):
         self.deterministic = False
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """What ``nnx.view`` calls.
+        """Sets the mode of a view: ``nnx.view`` calls it.
 
         Args:
             deterministic: whether random masks and dropout are off; None changes nothing.
