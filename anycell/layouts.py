@@ -13,7 +13,9 @@ layouts at once.
 | onnx | ``W`` ``[1, G*H, in]``, ``R`` ``[1, G*H, H]``, ``B`` ``[1, 2*G*H]``; LSTM: ``P`` ``[1, 3*H]`` (i o f); GRU: ``linear_before_reset``, the node's attribute, 0 or 1 |
 | tf1 | LSTM: ``kernel`` ``[in + H, 4*H]``, ``bias``, ``w_i_diag``, ``w_f_diag``, ``w_o_diag``, and 1 added to f at run time; GRU: ``gates/kernel`` ``[in + H, 2*H]``, ``gates/bias``, ``candidate/kernel``, ``candidate/bias`` |
 | block_v2 | ``BlockLSTMV2``: ``w`` ``[in + H, 4*H]``, ``b``, ``wci``, ``wcf``, ``wco`` |
-| flax | ``nnx.OptimizedLSTMCell``: ``dense_i/kernel`` ``[in, 4*H]``, ``dense_h/kernel`` ``[H, 4*H]``, ``dense_h/bias`` |
+| flax | ``nnx.OptimizedLSTMCell``: ``dense_i/kernel`` ``[in, 4*H]``, ``dense_h/kernel`` ``[H, 4*H]``, ``dense_h/bias``; ``nnx.GRUCell``: ``dense_i/kernel`` ``[in, 3*H]``, ``dense_i/bias``, ``dense_h/kernel`` ``[H, 3*H]`` |
+| flax_lstm | ``nnx.LSTMCell``: ``ii/kernel``, ``if_/kernel``, ``ig/kernel``, ``io/kernel`` ``[in, H]``, ``hi/kernel``, ... ``[H, H]``, ``hi/bias``, ... |
+| equinox | ``LSTMCell``: ``weight_ih`` ``[4*H, in]``, ``weight_hh`` ``[4*H, H]``, ``bias``; ``GRUCell``: ``weight_ih`` ``[3*H, in]``, ``weight_hh``, ``bias``, ``bias_n`` ``[H]`` |
 
 Peepholes are ``p_i``, ``p_f``, ``p_o`` in the layouts that have no name for them.
 """  # noqa: E501
@@ -65,7 +67,7 @@ class Weights:
         if self.reset_after and second[-self.size :].any():  # the candidate is last in every layout
             raise ValueError(
                 "the candidate's recurrent bias is not zero, and the reset multiplies it; expected "
-                "a target with two biases: torch, keras or onnx."
+                "a target with two biases: torch, keras, onnx or equinox."
             )
         return np.add(first, second)
 
@@ -345,15 +347,56 @@ def _shifted(w: Weights, by: float) -> Weights:
 
 
 def _read_flax(a: Mapping[str, Array], gru: bool) -> Weights:
-    return Weights(
-        _take(a, "dense_i/kernel").T, _take(a, "dense_h/kernel").T, a.get("dense_h/bias")
-    )
+    bias, after = a.get(_FLAX_BIAS[gru]), True if gru else None
+    kernels = _take(a, "dense_i/kernel").T, _take(a, "dense_h/kernel").T
+    return Weights(*kernels, bias, reset_after=after)
 
 
 def _write_flax(w: Weights) -> dict[str, Array]:
-    _expect(w, (None,), False, "flax")
+    _expect(w, (None, True), False, "flax")
     arrays = {"dense_i/kernel": w.kernel.T, "dense_h/kernel": w.recurrent.T}
-    return arrays | {"dense_h/bias": w.joint_bias()}
+    return arrays | {_FLAX_BIAS[w.reset_after is not None]: w.joint_bias()}
+
+
+_FLAX_BIAS = "dense_h/bias", "dense_i/bias"  # of an LSTM, of a GRU
+_OF_X, _OF_H = ("ii", "if_", "ig", "io"), ("hi", "hf", "hg", "ho")
+
+
+def _read_flax_lstm(a: Mapping[str, Array], gru: bool) -> Weights:
+    kernel, recurrent = (
+        np.concatenate([_take(a, f"{name}/kernel").T for name in names]) for names in (_OF_X, _OF_H)
+    )
+    none = np.zeros_like(recurrent[0])
+    return Weights(
+        kernel, recurrent, np.concatenate([a.get(f"{name}/bias", none) for name in _OF_H])
+    )
+
+
+def _write_flax_lstm(w: Weights) -> dict[str, Array]:
+    _expect(w, (None,), False, "flax_lstm")
+    arrays: dict[str, Array] = {}
+    for names, kernel in ((_OF_X, w.kernel), (_OF_H, w.recurrent)):
+        parts = zip(names, np.split(kernel, 4), strict=True)
+        arrays |= {f"{name}/kernel": part.T for name, part in parts}
+    biases = zip(_OF_H, np.split(w.joint_bias(), 4), strict=True)
+    return arrays | {f"{name}/bias": bias for name, bias in biases}
+
+
+def _read_equinox(a: Mapping[str, Array], gru: bool) -> Weights:
+    weights, second = (_take(a, "weight_ih"), _take(a, "weight_hh")), None
+    if "bias_n" in a:
+        second = np.concatenate([np.zeros_like(weights[0][: -a["bias_n"].size, 0]), a["bias_n"]])
+    return Weights(*weights, a.get("bias"), second, reset_after=True if gru else None)
+
+
+def _write_equinox(w: Weights) -> dict[str, Array]:
+    _expect(w, (None, True), False, "equinox")
+    arrays = {"weight_ih": w.kernel, "weight_hh": w.recurrent}
+    if w.reset_after is None:
+        return arrays | {"bias": w.joint_bias()}
+    first, second = w.two_biases()
+    added = np.where(np.arange(first.size) < 2 * w.size, second, 0)  # the reset multiplies the rest
+    return arrays | {"bias": first + added, "bias_n": second[-w.size :]}
 
 
 def _kinds(shapes: Mapping[str, str], peepholes: str = "", **gates: str) -> dict[str, Kind]:
@@ -374,7 +417,11 @@ _TF1_GRU = {
     "gates/kernel": "in+H 2H", "gates/bias": "2H",
     "candidate/kernel": "in+H H", "candidate/bias": "H",
 }  # fmt: skip
-_FLAX = {"dense_i/kernel": "in GH", "dense_h/kernel": "H GH", "dense_h/bias": "GH"}
+_FLAX = {"dense_i/kernel": "in GH", "dense_h/kernel": "H GH"}
+_FLAX_LSTM = {f"{name}/kernel": "in H" for name in _OF_X} | {
+    f"{name}/{part}": shape for name in _OF_H for part, shape in (("kernel", "H H"), ("bias", "H"))
+}
+_EQUINOX = {"weight_ih": "GH in", "weight_hh": "GH H", "bias": "GH"}
 _KERAS = {"kernel": "in GH", "recurrent_kernel": "H GH"}
 
 LAYOUTS = {
@@ -402,5 +449,16 @@ LAYOUTS = {
     "block_v2": Layout(
         _read_block, _write_block, _kinds({"w": "in+H GH", "b": "GH"}, "wc{}", LSTM="i f g o")
     ),
-    "flax": Layout(_read_flax, _write_flax, _kinds(_FLAX, LSTM="i f g o")),
+    "flax": Layout(
+        _read_flax,
+        _write_flax,
+        _kinds({**_FLAX, _FLAX_BIAS[0]: "GH"}, LSTM="i f g o")
+        | _kinds({**_FLAX, _FLAX_BIAS[1]: "GH"}, GRU="r z n"),
+    ),
+    "flax_lstm": Layout(_read_flax_lstm, _write_flax_lstm, _kinds(_FLAX_LSTM, LSTM="i f g o")),
+    "equinox": Layout(
+        _read_equinox,
+        _write_equinox,
+        _kinds(_EQUINOX, LSTM="i f g o") | _kinds({**_EQUINOX, "bias_n": "H"}, GRU="r z n"),
+    ),
 }

@@ -59,7 +59,9 @@ def _signature(base: type, cell: Cell) -> inspect.Signature:
         of_cell[size] = kind(size, kind.KEYWORD_ONLY, annotation="int")
     rnn: Any = base.__mro__[base.__mro__.index(Named) + 1]
     shared, by_name = [], False
-    for parameter in inspect.signature(rnn).parameters.values():
+    # Of its function, as metaclasses and decorators show other signatures of a class.
+    _, *parameters = inspect.signature(rnn.__init__).parameters.values()
+    for parameter in parameters:
         by_name |= parameter.name in of_cell
         if parameter.name == "hidden_size":
             parameter = parameter.replace(default=kind.empty, annotation="int")

@@ -19,17 +19,12 @@ from anycell.lang import philox
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
+from jax_layers import Arrays, B, H, I, T, drawn, same  # noqa: E402
+
 import anycell.jax as aj  # noqa: E402
 from anycell.jax import composite, fused, primitive  # noqa: E402
 
 X64 = jax if hasattr(jax, "enable_x64") else jax.experimental
-
-T, B, I, H = 7, 5, 3, 6
-Arrays = dict[str, Any]
-
-
-def drawn(rng: np.random.Generator, *shape: int) -> Any:
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
 @pytest.fixture
@@ -45,12 +40,6 @@ def params(layer: aj.RNN) -> Arrays:
 @pytest.fixture
 def x(rng: np.random.Generator) -> Any:
     return drawn(rng, T, B, I)
-
-
-def same(one: Any, other: Any) -> None:
-    """Asserts that all arrays of two trees have the same bits."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
 # -- the kernels -----------------------------------------------------------------------------------
@@ -339,6 +328,9 @@ def test_a_layer_may_be_static(layer: aj.RNN, params: Arrays, x: Any) -> None:
     assert len(traced) == 1
     assert layer != aj.LSTM(I, H) != aj.RNN(cells.LSTM, I, H)
     assert aj.RNN(cells.LSTMP, I, H, P=2) != aj.RNN(cells.LSTMP, I, H, P=3)
+    with pytest.raises(AttributeError, match=r"hidden_size: given int 9; .* Make another"):
+        layer.hidden_size = 9
+    assert layer.hidden_size == H
 
 
 def test_shard_map(params: Arrays) -> None:
@@ -373,11 +365,14 @@ def test_shard_map(params: Arrays) -> None:
 
 def test_sizes_that_an_export_leaves_open(layer: aj.RNN, params: Arrays, x: Any) -> None:
     export = pytest.importorskip("jax.export")
-    shape = (*export.symbolic_shape("7, b"), I)
-    run = jax.jit(lambda p, x: layer(p, x)[0])
-    exported = export.export(run)(params, jax.ShapeDtypeStruct(shape, x.dtype))
-    found = exported.call(params, x)
-    assert_close(np.asarray(found), np.asarray(run(params, x)), "float32", "forward")
+    for sizes in ("7, b", "t, 5", "t, b"):
+        shape = (*export.symbolic_shape(sizes), I)
+        lengths = jax.ShapeDtypeStruct(shape[1:2], jnp.int32)
+        run = jax.jit(lambda p, x, lengths: layer(p, x, lengths=lengths)[0])
+        exported = export.export(run)(params, jax.ShapeDtypeStruct(shape, x.dtype), lengths)
+        given = params, x, jnp.asarray([7, 3, 0, 5, 1])
+        found, right = exported.call(*given), run(*given)
+        assert_close(np.asarray(found), np.asarray(right), "float32", "forward")
 
 
 def test_no_rank_is_promoted(layer: aj.RNN, params: Arrays, x: Any) -> None:
@@ -455,8 +450,9 @@ def test_training_needs_a_seed(x: Any) -> None:
         layer(params, x, training=True)
     with pytest.raises(TypeError, match="Pass a single key"):
         layer(params, x, training=True, seed=jax.random.split(jax.random.key(0)))
-    with pytest.raises(ValueError, match="seed: given -1"):
-        layer(params, x, training=True, seed=-1)
+    for seed in (-1, jnp.int32(-1), np.int64(-1)):
+        with pytest.raises(ValueError, match=r"seed: given .*-1"):
+            layer(params, x, training=True, seed=seed)
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -525,6 +521,36 @@ Call = Callable[[aj.RNN, Arrays, Any], Any]
 REFUSED: dict[str, tuple[Call, str]] = {
     "no key": (lambda l, p, x: l.init(0), "key: given int 0; .* Pass jax.random.key"),
     "integers": (lambda l, p, x: l.init(jax.random.key(0), int), "dtype: given .*floating point"),
+    "an input to init": (
+        lambda l, p, x: l.init(jax.random.key(0), x), "dtype: given float32 .*Leave it out",
+    ),
+    "several keys": (
+        lambda l, p, x: l.init(jax.random.split(jax.random.key(0))), r"key: given key<fry> \[2\]",
+    ),
+    "several old keys": (
+        lambda l, p, x: l.init(jax.random.split(jax.random.PRNGKey(0))), "use jax.vmap",
+    ),
+    "no key of uint32": (lambda l, p, x: l.init(jnp.zeros((), "uint32")), "key: given uint32"),
+    "parameters of another layer": (
+        lambda l, p, x: aj.LSTM(I, 8)(aj.LSTM(I, H).init(jax.random.key(0)), x),
+        r"expected float32 \[32, 3\], by the sizes of",
+    ),
+    "shapes": (
+        lambda l, p, x: l(p, jax.ShapeDtypeStruct(x.shape, x.dtype)), "x: given ShapeDtypeStruct .*"
+        "eval_shape",
+    ),
+    "one step of a batch": (
+        lambda l, p, x: l(p, x[0], (jnp.zeros((4, B, H)),) * 2), r"state: given .*pass x\[None\]",
+    ),
+    "a state of four axes": (
+        lambda l, p, x: l(p, x, (jnp.zeros((4, B, H, 1)),) * 2), "state: given .*Reshape it",
+    ),
+    "no weights": (
+        lambda l, p, x: aj.recurrence(cells.LSTM, x, None), "weights: given None; expected a dict",
+    ),
+    "lengths beyond 32 bits": (
+        lambda l, p, x: l(p, x, lengths=[2**40] * B), "lengths: given a length of 1099511627776",
+    ),
     "no parameters": (lambda l, p, x: l(x, x), "params: .* The layer holds none"),
     "a missing one": (
         lambda l, p, x: l({n: p[n] for n in [*p][1:]}, x), "params: given 'weight_ih_l0', missing",
@@ -581,68 +607,11 @@ def test_traced_values_cannot_be_checked(layer: aj.RNN, params: Arrays, x: Any) 
     same(run(flags, lengths), layer(params, x, resets=flags != 0)[0])
 
 
-# -- modules ---------------------------------------------------------------------------------------
-def falls(losses: list[float]) -> bool:
-    return losses[-1] < 0.5 * losses[0]
-
-
-def test_flax(x: Any) -> None:
-    pytest.importorskip("flax")
-    from flax import nnx
-
-    from anycell.jax.nnx import RNN
-
-    model = RNN(cells.ZoneoutLSTM, I, H, num_layers=2, dropout=0.1, rngs=nnx.Rngs(0))
-    assert model.weight_ih_l0[...].shape == (4 * H, I)
-    first, second = model(x)[0], model(x)[0]
-    assert (first != second).any()
-    other = RNN(cells.ZoneoutLSTM, I, H, rngs=(rngs := nnx.Rngs(1)))
-    twin = RNN(cells.ZoneoutLSTM, I, H, rngs=rngs)
-    before = int(other.rngs.dropout.count[...])
-    twin(x)
-    assert int(other.rngs.dropout.count[...]) == before
-    model.eval()
-    same(model(x), model(x))
-    params = {name: getattr(model, name)[...] for name in model.layers.shapes}
-    same(model(x, lengths=[7, 1, 2, 3, 0]), model.layers(params, x, lengths=[7, 1, 2, 3, 0]))
-    model.train()
-
-    @nnx.jit
-    def step(model: Any) -> Any:
-        loss, d = nnx.value_and_grad(lambda m: ((m(x)[0] - 0.3) ** 2).mean())(model)
-        moved = jax.tree.map(lambda p, g: p - g, nnx.state(model, nnx.Param), d)
-        nnx.update(model, moved)
-        return loss
-
-    assert falls([float(step(model)) for _ in range(40)])
-
-
-def test_equinox(x: Any) -> None:
-    equinox = pytest.importorskip("equinox")
-    from anycell.jax.equinox import RNN
-
-    model = RNN(cells.ZoneoutLSTM, I, H, num_layers=2, dropout=0.1, key=jax.random.key(0))
-    keys = jax.random.split(jax.random.key(1), 40)
-    assert (model(x, key=keys[0])[0] != model(x, key=keys[1])[0]).any()
-    with pytest.raises(ValueError, match=r"key: given None; expected a key"):
-        model(x)
-    with pytest.raises(TypeError, match=r"seed: given int 4; .* Pass key="):
-        model(x, seed=4)
-    still = equinox.nn.inference_mode(model)
-    same(still(x), model.layers(model.params, x))
-    rows = jax.vmap(lambda row: still(row)[0], 1, 1)(x)
-    assert_close(np.asarray(rows), np.asarray(still(x)[0]), "float32", "forward")
-
-    @equinox.filter_jit
-    def step(model: Any, key: Any) -> Any:
-        def loss(model: Any) -> Any:
-            return ((model(x, key=key)[0] - 0.3) ** 2).mean()
-
-        value, d = equinox.filter_value_and_grad(loss)(model)
-        return value, equinox.apply_updates(model, jax.tree.map(lambda g: -g, d))
-
-    losses = []
-    for key in keys:
-        loss, model = step(model, key)
-        losses.append(float(loss))
-    assert falls(losses)
+@pytest.mark.parametrize("dtype", ["int64", "uint32", "int8"])
+def test_traced_lengths_are_clipped(params: Arrays, layer: aj.RNN, x: Any, dtype: str) -> None:
+    """Also those beyond 32 bits."""
+    most = np.iinfo(dtype).max
+    lengths = np.array([most, most - 1, np.iinfo(dtype).min, 3, most], dtype)
+    right = layer(params, x, lengths=[T, T, 0, 3, T])[0]
+    with X64.enable_x64(True):
+        same(jax.jit(lambda lengths: layer(params, x, lengths=lengths)[0])(lengths), right)

@@ -83,6 +83,16 @@ def outputs(layout: str, kind: str, w: Arrays, x: np.ndarray) -> Any:
 
             name = "w_{}_diag" if v1 else "wc{}"
             return lstm(x, joint, {g: w[name.format(g)] for g in "ifo" if name.format(g) in w})
+        if layout == "flax_lstm":
+            return lstm(x, lambda x, h: {
+                g: x @ w[f"i{g}{'_' * (g == 'f')}/kernel"] + h @ w[f"h{g}/kernel"] + w[f"h{g}/bias"]
+                for g in "ifgo"
+            }, {})  # fmt: skip
+        if layout == "equinox":
+            both = lambda x, h: split(  # noqa: E731
+                x @ w["weight_ih"].T + h @ w["weight_hh"].T + w["bias"], "i f g o"
+            )
+            return lstm(x, both, {})
         both = lambda x, h: split(  # noqa: E731
             x @ w["dense_i/kernel"] + h @ w["dense_h/kernel"] + w["dense_h/bias"], "i f g o"
         )
@@ -99,6 +109,19 @@ def outputs(layout: str, kind: str, w: Arrays, x: np.ndarray) -> Any:
             x,
             lambda x: split(x @ w["kernel"] + bias[0], "z r n"),
             lambda h: split(h @ w["recurrent_kernel"] + bias[1], "z r n"), w["bias"].ndim == 2,
+        )  # fmt: skip
+    if layout == "flax":
+        return gru(
+            x,
+            lambda x: split(x @ w["dense_i/kernel"] + w["dense_i/bias"], "r z n"),
+            lambda h: split(h @ w["dense_h/kernel"], "r z n"), True,
+        )  # fmt: skip
+    if layout == "equinox":
+        none = np.zeros(2 * UNITS)
+        return gru(
+            x,
+            lambda x: split(x @ w["weight_ih"].T + w["bias"], "r z n"),
+            lambda h: split(h @ w["weight_hh"].T + np.append(none, w["bias_n"]), "r z n"), True,
         )  # fmt: skip
     if layout == "onnx":
         wb, rb = np.split(w["B"][0], 2)
@@ -129,10 +152,19 @@ def made(kind: str, after: bool, peepholes: bool, rng: np.random.Generator) -> A
     return {name: rng.normal(size=shape) for name, shape in shapes.items()}
 
 
+def one_bias(kind: str, after: bool, peepholes: bool, rng: np.random.Generator) -> Arrays:
+    """The same without a bias of the recurrent projection, which Flax's GRU lacks."""
+    weights = made(kind, after, peepholes, rng)
+    if after:
+        weights["bias"][1] = 0
+    return weights
+
+
 CASES = {
     "LSTM": ("LSTM", False, False, list(LAYOUTS)),
     "peephole LSTM": ("LSTM", False, True, ["torch", "keras", "onnx", "tf1", "block_v2"]),
-    "GRU, reset after": ("GRU", True, False, ["torch", "keras", "onnx"]),
+    "GRU, reset after": ("GRU", True, False, ["torch", "keras", "onnx", "equinox"]),
+    "GRU, one bias": ("GRU", True, False, ["torch", "keras", "flax", "equinox"]),
     "GRU, reset before": ("GRU", False, False, ["keras", "onnx", "tf1"]),
 }
 
@@ -140,7 +172,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_equal_outputs(case: str, rng: np.random.Generator) -> None:
     kind, after, peepholes, layouts = CASES[case]
-    weights = made(kind, after, peepholes, rng)
+    make = one_bias if case == "GRU, one bias" else made
+    weights = make(kind, after, peepholes, rng)
     x = rng.normal(size=(STEPS, ROWS, WIDTH))
     right = outputs("keras", kind, weights, x)
     for source, target in itertools.product(layouts, repeat=2):
@@ -154,8 +187,11 @@ def test_equal_outputs(case: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(case: str, rng: np.random.Generator) -> None:
     kind, after, peepholes, layouts = CASES[case]
-    weights = {k: v.astype("float32") for k, v in made(kind, after, peepholes, rng).items()}
+    make = one_bias if case == "GRU, one bias" else made
+    weights = {k: v.astype("float32") for k, v in make(kind, after, peepholes, rng).items()}
     for layout in layouts:
+        if (case, layout) == ("GRU, reset after", "equinox"):
+            continue  # which holds the sums of two biases
         there = convert(weights, kind, "keras", layout)
         back = convert(there, kind, layout, "keras")
         assert {a.dtype for n, a in there.items() if a.ndim} == {np.dtype("float32")}
@@ -183,6 +219,46 @@ def test_torch_and_keras_run_them(rng: np.random.Generator) -> None:
         assert_close(ours.forward(x)[0], found, "float64", "forward")
 
 
+@pytest.mark.parametrize("name", ["LSTMCell", "OptimizedLSTMCell", "GRUCell"])
+def test_flax_runs_them(rng: np.random.Generator, name: str) -> None:
+    nnx, jax = pytest.importorskip("flax.nnx"), pytest.importorskip("jax")
+    kind = "GRU" if name == "GRUCell" else "LSTM"
+    layout = "flax_lstm" if name == "LSTMCell" else "flax"
+    weights = {n: a.astype("f") for n, a in one_bias(kind, kind == "GRU", False, rng).items()}
+    cell = getattr(nnx, name)(WIDTH, UNITS, rngs=nnx.Rngs(0))
+    for path, array in convert(weights, kind, "keras", layout).items():
+        part, parameter = path.split("/")
+        getattr(getattr(cell, part), parameter)[...] = jax.numpy.asarray(array)
+    x = rng.normal(size=(STEPS, ROWS, WIDTH)).astype("f")
+    carry, found = cell.initialize_carry((ROWS, WIDTH), nnx.Rngs(0)), []
+    carry = jax.tree.map(lambda a: 0 * a, carry)
+    for step in x:
+        carry, output = cell(carry, step)
+        found.append(np.asarray(output))
+    assert_close(np.stack(found), outputs("keras", kind, weights, x), "float32", "forward")
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_equinox_runs_them(rng: np.random.Generator, kind: str) -> None:
+    eqx, jax = pytest.importorskip("equinox"), pytest.importorskip("jax")
+    weights = {n: a.astype("f") for n, a in made(kind, kind == "GRU", False, rng).items()}
+    cell = getattr(eqx.nn, f"{kind}Cell")(WIDTH, UNITS, key=jax.random.key(0))
+    arrays = convert(weights, kind, "keras", "equinox")
+    names = list(arrays)
+    cell = eqx.tree_at(lambda c: [getattr(c, n) for n in names], cell, list(arrays.values()))
+    x = rng.normal(size=(STEPS, ROWS, WIDTH)).astype("f")
+    found = []
+    for row in range(ROWS):
+        none = np.zeros(UNITS, "f")
+        state, hidden = (none, none) if kind == "LSTM" else none, []
+        for step in x[:, row]:
+            state = cell(step, state)
+            hidden.append(np.asarray(state[0] if kind == "LSTM" else state))
+        found.append(hidden)
+    right = outputs("keras", kind, weights, x)
+    assert_close(np.stack(found, 1), right, "float32", "forward")
+
+
 def test_refusals(rng: np.random.Generator) -> None:
     weights = made("LSTM", False, True, rng)
     with pytest.raises(ValueError, match=r"target: given 'caffe' of kind 'LSTM'; expected one of"):
@@ -198,6 +274,8 @@ def test_refusals(rng: np.random.Generator) -> None:
         convert(before, "GRU", "keras", "torch")
     with pytest.raises(ValueError, match="reset after the matmul"):
         convert(after, "GRU", "keras", "tf1")
+    with pytest.raises(ValueError, match="two biases: torch, keras, onnx or equinox"):
+        convert(after, "GRU", "keras", "flax")
 
 
 K = {"kernel": np.ones((3, 8)), "recurrent_kernel": np.ones((2, 8)), "bias": np.ones(8)}

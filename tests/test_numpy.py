@@ -365,6 +365,14 @@ def test_training_learns(case: Any) -> None:
 
 
 # -- keeping ---------------------------------------------------------------------------------------
+def test_without_resets_what_they_restore_has_no_gradient(rng: np.random.Generator) -> None:
+    layer = an.GRU(3, 6)
+    x = rng.standard_normal((5, 2, 3)).astype("f")
+    output, _ = layer.forward(x, reset_state=np.ones((1, 2, 6), "f"), training=True)
+    layer.backward(output)
+    assert layer.grad_reset_state is None
+
+
 def test_save_and_load(tmp_path: Path) -> None:
     one, other = (an.LSTM(3, 5, 2, bidirectional=True, seed=s) for s in (1, 2))
     x = np.random.default_rng(0).standard_normal((4, 2, 3))

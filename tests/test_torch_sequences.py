@@ -234,3 +234,9 @@ def test_arguments_of_a_swapped_layer(kind: str) -> None:
     assert torch.equal(by_name[2]["h"], by_name[0])
     with pytest.raises(RuntimeError, match=r"input\.size"):  # torch's own, whatever else is given
         layer(torch.randn(6, 2, 4), resets=resets, return_states=True)
+
+
+def test_without_resets_what_they_restore_has_no_gradient() -> None:
+    restored = torch.ones(1, 2, 5, requires_grad=True)
+    at.RNN(cells.GRU, 3, 5)(torch.ones(6, 2, 3), reset_state=restored)[0].sum().backward()
+    assert restored.grad is None

@@ -1,5 +1,6 @@
 """What type checkers and editors see: users' lines, right and wrong; the members of modules."""
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -13,8 +14,10 @@ import anycell
 
 LINES = ROOT / "tests" / "users_lines.py"
 FRONTENDS = [
-    "torch", "numpy", *(pytest.param(name, marks=pytest.mark.more) for name in ("jax", "keras"))
+    "torch", "numpy", "jax.nnx", "jax.equinox",
+    *(pytest.param(name, marks=pytest.mark.more) for name in ("jax", "keras")),
 ]  # fmt: skip
+FRAMEWORKS = {"jax.nnx": "flax", "jax.equinox": "equinox"}
 
 
 def mypy(folder: Path) -> set[int]:
@@ -57,14 +60,15 @@ def test_users_lines(checker, tmp_path: Path) -> None:
 @pytest.mark.parametrize("frontend", FRONTENDS)
 def test_members_are_listed(frontend: str) -> None:
     """``dir`` has the public names and nothing else; each cell has a layer."""
-    pytest.importorskip(frontend)
-    module = getattr(anycell, frontend)
+    pytest.importorskip(FRAMEWORKS.get(frontend, frontend))
+    module = importlib.import_module(f"anycell.{frontend}")
     assert dir(module) == sorted(set(module.__all__))
     assert set(anycell.cells.__all__) <= set(dir(module))
 
 
 @pytest.mark.parametrize("frontend", FRONTENDS)
 def test_stubs_are_those_of_the_cells(frontend: str) -> None:
-    pytest.importorskip(frontend)
-    text = (ROOT / "anycell" / frontend / "named.pyi").read_text(encoding="utf-8")
+    pytest.importorskip(FRAMEWORKS.get(frontend, frontend))
+    path = ROOT / "anycell" / frontend.replace(".", "/") / "named.pyi"
+    text = path.read_text(encoding="utf-8")
     assert text == load("tools/stubs.py").stub(frontend), "make format writes it anew"

@@ -89,10 +89,16 @@ class Recurrence:
         self.gates = self.xp.steps(self.gates_x)
         self.blocks: dict[tuple[str, str], Array] = {}
         self.zero, self.one = self._number(0.0), self._number(1.0)
-        self.times = range(self.steps)[:: -1 if self.options.reverse[self.direction] else 1]
         self.held = not self.options.apart(True)  # the output at masked steps
 
     # -- the loop --------------------------------------------------------------------------------
+    @property
+    def times(self) -> range:
+        """The steps in the order in which they run. JAX, which exports programs of any number of
+        steps, has a loop of its own.
+        """
+        return range(self.steps)[:: -1 if self.options.reverse[self.direction] else 1]
+
     def forward(self) -> tuple[Array, tuple[Array, ...]]:
         """Returns the outputs and the final states."""
         (outputs,), final = self.sequences(self.cell.state_names[:1])

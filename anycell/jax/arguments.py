@@ -6,13 +6,13 @@ Every error names the argument, what was given, what is expected, and what to do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anycell.layer.checks import Frontend, describe, refuse, remedy
+from anycell.layer.checks import Frontend, describe, refuse
 
 Array = Any
 
@@ -27,14 +27,38 @@ def as_arrays(values: Any) -> Any:
     return jax.tree.map(lambda a: jnp.asarray(a) if isinstance(a, np.ndarray) else a, values)
 
 
+def refuse_kind(name: str, value: Any, expected: str) -> NoReturn:
+    """Refuses a value that is no array."""
+    hint = f"Pass jnp.asarray({name})."
+    if isinstance(value, jax.ShapeDtypeStruct):
+        hint = "Pass an array; jax.eval_shape calls functions with shapes."
+    refuse(name, describe(value), f"an array, {expected}", hint, TypeError)
+
+
+def check_key(name: str, value: Any, expected: str) -> Array:
+    """Returns a key of ``jax.random`` of either kind; refuses several, and what is none."""
+    key = as_arrays(value)
+    if not isinstance(key, jax.Array):
+        refuse(name, describe(value), expected, "Pass jax.random.key(0), for instance.", TypeError)
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and (key.dtype != jnp.uint32 or not key.ndim or key.shape[-1] < 2):
+        refuse(name, describe(value), expected, "Pass jax.random.key(0), for instance.", TypeError)
+    if key.ndim > (not typed):
+        count = f"{describe(value)}, which is several keys"
+        refuse(name, count, expected, "Pass a single key, or use jax.vmap.", TypeError)
+    return key
+
+
 def check_array(name: str, value: Any, shape: Sequence[int], axes: str, like: Array) -> Array:
     """Returns ``value``; refuses all but arrays of this shape and of ``like``'s dtype."""
     value, expected = as_arrays(value), f"{like.dtype} {list(shape)}, {axes}"
     if not isinstance(value, jax.Array):
-        refuse(name, describe(value), expected, "Pass jnp.asarray of it.", TypeError)
+        refuse_kind(name, value, expected)
     if value.shape != tuple(shape):
         hint = "Reshape it, or broadcast it."
-        refuse(name, describe(value), expected, remedy(value, len(shape), hint))
+        if name in ("state", "reset_state") and (value.ndim, len(shape)) == (3, 2):
+            hint = "The input has no batch; if it is one step of a batch, pass x[None]."
+        refuse(name, describe(value), expected, hint)
     if value.dtype != like.dtype:
         refuse(name, describe(value), expected, f"Convert it: {name}.astype({like.dtype}).")
     return value
@@ -46,7 +70,7 @@ def check_flags(name: str, value: Any, shape: Sequence[int], axes: str, like: Ar
     """
     value, expected = as_arrays(value), f"bool {list(shape)}, {axes}"
     if not isinstance(value, jax.Array):
-        refuse(name, describe(value), expected, f"Pass jnp.asarray({name}).", TypeError)
+        refuse_kind(name, value, expected)
     if value.shape != tuple(shape):
         turned = len(shape) == 2 and value.shape == tuple(shape)[::-1]
         hint = f"Transpose it: {name}.T." if turned else "Pass one flag per step and row."
@@ -64,18 +88,22 @@ def check_flags(name: str, value: Any, shape: Sequence[int], axes: str, like: Ar
 
 
 def _counts(name: str, value: Any, expected: str) -> tuple[Array, bool]:
-    """Lengths as integers, and whether their values can be read."""
+    """Lengths as an array of integers, and whether their values can be read."""
     try:
         counts = np.asarray(value) if known(value) else value
     except (TypeError, ValueError):
         refuse(name, describe(value), expected, "Pass a list of int, or an array.", TypeError)
     if counts.size and not jnp.issubdtype(counts.dtype, jnp.integer):
         refuse(name, describe(counts), expected, f"Cast them: {name}.astype(int).", TypeError)
-    return counts.astype(np.int32), known(value)
+    if not counts.size:  # NumPy makes reals of an empty list
+        counts = counts.astype(np.int32)
+    return counts, known(value)
 
 
 def _below(steps: int, counts: Array, like: Array) -> Array:
-    return jnp.arange(steps)[:, None] < counts
+    # Lengths of a traced program may be anything, and must not wrap to 32 bits.
+    most = min(jnp.iinfo(counts.dtype).max, jnp.iinfo(jnp.int32).max)
+    return jnp.arange(steps, dtype=jnp.int32)[:, None] < counts.clip(0, most).astype(jnp.int32)
 
 
 JAX = Frontend(jax.Array, check_array, check_flags, _counts, lambda flags: flags, _below)

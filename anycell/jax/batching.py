@@ -34,7 +34,7 @@ def foldable(arrays: Arrays, batched: Mapping[str, bool], wanted: Iterable[str] 
     differ from row to row.
 
     Args:
-        arrays: of one element.
+        arrays: of one element, or their shapes.
     """
     apart = {name for name, array in arrays.items() if row_axis(name, array) is None}
     of_all = {name for name, one in batched.items() if one and name in apart}
@@ -45,27 +45,31 @@ def fold(array: Array, axis: int, batched: bool, size: int) -> Array:
     """An array of all elements, ``[size, ...]`` if batched, with all their rows in one axis."""
     whole = array if batched else jnp.broadcast_to(array, (size, *array.shape))
     moved = jnp.moveaxis(whole, 0, axis)
-    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+    rows = size * moved.shape[axis + 1]
+    return moved.reshape(*moved.shape[:axis], rows, *moved.shape[axis + 2 :])
 
 
-def unfold(array: Array, axis: int, size: int) -> Array:
-    """The inverse of ``fold``, for a batched array."""
-    apart = array.reshape(*array.shape[:axis], size, -1, *array.shape[axis + 1 :])
+def unfold(array: Array, axis: int, size: int, rows: int) -> Array:
+    """The inverse of ``fold``, for a batched array; an element has ``rows`` rows."""
+    apart = array.reshape(*array.shape[:axis], size, rows, *array.shape[axis + 1 :])
     return jnp.moveaxis(apart, axis, 0)
 
 
 def fold_all(arrays: Arrays, batched: Mapping[str, bool], size: int) -> dict[str, Array]:
     """Arrays of a call, folded where they have rows."""
     folded = {}
-    for name, array in arrays.items():
-        axis = row_axis(name, array[0] if batched[name] else array)
+    for name, one in element(arrays, batched).items():
+        array, axis = arrays[name], row_axis(name, one)
         folded[name] = array if axis is None else fold(array, axis, batched[name], size)
     return folded
 
 
-def element(arrays: Arrays, batched: Mapping[str, bool]) -> dict[str, Array]:
-    """The arrays of the first element."""
-    return {name: array[0] if batched[name] else array for name, array in arrays.items()}
+def element(arrays: Arrays, batched: Mapping[str, bool]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of the arrays of one element; there may be none."""
+    return {
+        name: jax.ShapeDtypeStruct(array.shape[batched[name] :], array.dtype)
+        for name, array in arrays.items()
+    }
 
 
 def one_by_one(run: Callable[..., Any], flat: Sequence[Array], batched: Sequence[bool]) -> Any:

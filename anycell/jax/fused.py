@@ -48,6 +48,8 @@ def run(plan: Plan, options: Options, names: Names, arrays: Arrays) -> Results:
         names: states besides the first whose values after every step are wanted.
         arrays: by the names of ``layer.signature``.
     """
+    if "resets" not in arrays:  # then nothing reads what they restore
+        arrays = {n: a for n, a in arrays.items() if not n.startswith("reset_state ")}
     if names:  # the kernel keeps them like values for the backward pass
         options = options._replace(checkpoint=None)
     of = Pass(plan, options, names, tuple(arrays))
@@ -323,19 +325,23 @@ def _several(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
         mapped = dict(zip(of.keys, batched, strict=False))
         arrays = of.arrays(flat[:count])
         wanted = static.get("wanted", ())
-        if not batching.foldable(batching.element(arrays, mapped), mapped, wanted):
+        one = batching.element(arrays, mapped)
+        if not batching.foldable(one, mapped, wanted):
             made = batching.one_by_one(bind, flat, batched)
             return made, [0] * len(made)
         folded = batching.fold_all(arrays, mapped, size)
         rest = [
-            batching.fold(array, 1, one, size)
-            for array, one in zip(flat[count:], batched[count:], strict=True)
+            batching.fold(array, 1, several, size)
+            for array, several in zip(flat[count:], batched[count:], strict=True)
         ]
         made = bind(*folded.values(), *rest)
         axes = [1] * len(made)
         if of_backward:
             axes = [batching.row_axis(name, folded[name]) or 0 for name in wanted]
-        unfolded = [batching.unfold(a, axis, size) for a, axis in zip(made, axes, strict=True)]
+        rows = one["x"].shape[1]
+        unfolded = [
+            batching.unfold(a, axis, size, rows) for a, axis in zip(made, axes, strict=True)
+        ]
         return unfolded, [0] * len(made)
 
     return rule

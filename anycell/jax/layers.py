@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from anycell.explanation import Explained, Subject
-from anycell.jax.arguments import JAX, as_arrays, check_array
+from anycell.jax.arguments import JAX, as_arrays, check_array, check_key, refuse_kind
 from anycell.jax.primitive import planned, run, seed_words
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
@@ -26,6 +26,7 @@ from anycell.layer.checks import (
     check_static,
     describe,
     integer,
+    is_array,
     number,
     refuse,
     remedy,
@@ -118,6 +119,11 @@ class RNN(Explained):
             message = f"dropout={dropout} acts between layers; with num_layers=1 it does nothing."
             warnings.warn(message, stacklevel=2)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):  # a compiled program may be remembered by the layer's hash
+            refuse(name, describe(value), "no change of a layer", "Make another.", AttributeError)
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(shown(self))})"
 
@@ -158,14 +164,12 @@ class RNN(Explained):
             key: of ``jax.random``.
             dtype: of all parameters: float32, bfloat16, float16 or float64.
         """
-        key = as_arrays(key)
-        if not isinstance(key, jax.Array):
-            hint = "Pass jax.random.key(0), for instance."
-            refuse("key", describe(key), "a key of jax.random", hint, TypeError)
+        key, expected = check_key("key", key, "a key of jax.random"), "a floating point dtype"
+        if is_array(dtype):
+            hint = "Leave it out: the layer knows its sizes, and needs no input."
+            refuse("dtype", describe(dtype), expected, hint, TypeError)
         if not jnp.issubdtype(dtype, jnp.floating):
-            refuse(
-                "dtype", describe(dtype), "a floating point dtype", "Pass jnp.float32.", TypeError
-            )
+            refuse("dtype", describe(dtype), expected, "Pass jnp.float32.", TypeError)
         declared, bound = {p.name: p.initial for p in self.cell.params}, self.hidden_size**-0.5
         keys = jax.random.split(key, len(self.shapes))
         params = {}
@@ -201,7 +205,8 @@ class RNN(Explained):
         Args:
             params: what ``init`` returned, or arrays of these names and shapes.
             x: ``[T, B, input_size]``, or ``[B, T, input_size]`` if ``batch_first``; without a
-                batch, ``[T, input_size]``.
+                batch, ``[T, input_size]``. One step of a batch is
+                ``x[None]``.
             state: a tuple of ``[num_layers * D, B, H]`` in the cell's order, with D = 2 if
                 ``bidirectional`` else 1, or a single array for a cell with one state. None starts
                 from the values that the cell declares, mostly zero.
@@ -289,9 +294,10 @@ class RNN(Explained):
             known = f"{expected}: {', '.join(shapes)}"
             refuse("params", f"{faults[0]!r}, {kind}", known, "Pass all of them, and no other.")
         params = as_arrays(dict(params))
-        first = next(iter(params.values()))
+        first, *_ = shapes
+        what = f"by the sizes of the layer and the dtype of {first}"
         for name, shape in shapes.items():
-            check_array(name, params[name], shape, "as the other parameters", first)
+            check_array(name, params[name], shape, what, params[first])
         return params
 
     def _check_input(self, x: Any, like: Array) -> bool:
@@ -299,7 +305,7 @@ class RNN(Explained):
         axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
         expected = f"{like.dtype} {axes.format(self.input_size)}"
         if not isinstance(x, jax.Array):
-            refuse("x", describe(x), expected, "Pass jnp.asarray of it.", TypeError)
+            refuse_kind("x", x, expected)
         if x.ndim not in (2, 3) or x.shape[-1] != self.input_size:
             hint = f"The last axis is input_size; without a batch [time, {self.input_size}]."
             refuse("x", describe(x), expected, remedy(x, 3, hint))

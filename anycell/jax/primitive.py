@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from anycell.engines.cpu import pool
 from anycell.jax import fused
-from anycell.jax.arguments import JAX, as_arrays, check_array
+from anycell.jax.arguments import JAX, as_arrays, check_array, check_key, known
 from anycell.lang.cell import Cell
-from anycell.layer.checks import Layout, check_cell, choice, describe, refuse
+from anycell.layer.checks import Layout, check_cell, choice, refuse
 from anycell.layer.primitive import (
     arguments,
     check_input,
@@ -98,7 +98,7 @@ def recurrence(
         ((5, 2, 8), (2, 8))
     """
     check_cell(cell)
-    weights, params = as_arrays(dict(weights)), as_arrays({} if params is None else params)
+    weights, params = as_arrays(weights), as_arrays({} if params is None else params)
     named = learned_by_name(JAX, cell, cell.learned, weights=weights, params=params)
     name, series = as_arrays(input_of(x, gates, named))
     check_input(JAX, cell, name, series, "weight_ih" not in named)
@@ -160,16 +160,17 @@ def seed_words(cell: Cell, seed: Any) -> Array:
     if seed is None:
         hint = f"In training cell {cell.name} draws masks."
         refuse("seed", "None", expected, hint)
-    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
-        seed = jax.random.key_data(seed)
     seed = as_arrays(seed)
     if isinstance(seed, jax.Array):
-        if seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer):
+        number_of_jax = seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)
+        if not number_of_jax:
+            key = check_key("seed", seed, expected)
+            typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            return (jax.random.key_data(key) if typed else key)[-2:][::-1]
+        if not known(seed):
             high = seed >> 32 if seed.dtype.itemsize == 8 else jnp.zeros_like(seed)
             return jnp.stack([seed.astype(jnp.uint32), high.astype(jnp.uint32)])
-        if seed.dtype != jnp.uint32 or seed.ndim != 1 or seed.size < 2:
-            refuse("seed", describe(seed), expected, "Pass a single key.", TypeError)
-        return seed[-2:][::-1]
+        seed = int(seed)
     number = options_and_seed({"seed": seed}, recurrence)[1]
     assert number is not None
     return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)

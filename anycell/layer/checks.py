@@ -44,13 +44,17 @@ def describe(value: Any) -> str:
         where = "" if device.startswith("cpu") else f" on {device}"
         what = f"{kind} " if type(value).__module__ == "numpy" else ""
         return f"{what}{value.dtype} {list(value.shape)}{where}"
-    shown = repr(value)
+    shown = " ".join(repr(value).split())
     return f"{kind} {shown if len(shown) < 60 else shown[:56] + ' ...'}"
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of any framework."""
-    return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type)
+    """Whether a value is an array of any framework: not its shape alone, nor Flax's ``Rngs``, which
+    have every attribute.
+    """
+    shape = getattr(value, "shape", None)
+    indexed = hasattr(type(value), "__getitem__") and not isinstance(value, type)
+    return indexed and hasattr(value, "dtype") and isinstance(shape, Iterable)
 
 
 # -- values ----------------------------------------------------------------------------------------

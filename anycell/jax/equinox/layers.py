@@ -1,18 +1,18 @@
-"""Modules for Equinox: ``anycell.jax.equinox.RNN``. Importing it imports Equinox."""
+"""``RNN(cell, ...)`` as a module of Equinox."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anycell.requirement import require
+import equinox
 
-require("equinox", "anycell.jax.equinox", "equinox")
+from anycell.jax import layers
+from anycell.jax.modules import Arguments, call_of_module
+from anycell.lang.cell import Cell
+from anycell.layer.checks import refuse
 
-import equinox  # noqa: E402
-
-from anycell.jax import layers  # noqa: E402
-from anycell.lang.cell import Cell  # noqa: E402
-from anycell.layer.checks import describe, refuse  # noqa: E402
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class RNN(equinox.Module):
@@ -26,9 +26,6 @@ class RNN(equinox.Module):
 
     Attributes:
         params: by the names of ``anycell.jax.RNN``.
-
-    A call takes x, the state and the options of ``anycell.jax.RNN``, and returns what it returns.
-    x may have a batch, ``[T, B, input_size]``, or none, ``[T, input_size]``, as under ``jax.vmap``.
 
     Example:
         >>> layer = RNN(anycell.cells.PeepholeLSTM, 3, 8, key=jax.random.key(0))
@@ -50,26 +47,27 @@ class RNN(equinox.Module):
         key: Any,
         dtype: Any = "float32",
         inference: bool = False,
-        **options: Any,
+        **options: Unpack[Arguments],
     ) -> None:
         self.layers = layers.RNN(cell, input_size, hidden_size, **options)
         self.params = self.layers.init(key, dtype)
         self.inference = inference
 
+    @call_of_module(
+        params="The module holds them.", seed="Pass key=.",
+        training="Use equinox.nn.inference_mode.",
+    )  # fmt: skip
     def __call__(
         self, x: Any, state: Any = None, *, key: Any = None, **options: Any
     ) -> tuple[Any, ...]:
-        """Runs whole sequences; see ``anycell.jax.RNN``.
+        """Runs whole sequences: takes x, the state and the options of ``anycell.jax.RNN``, and
+        returns what it returns. x may have a batch, ``[T, B, input_size]``, or none,
+        ``[T, input_size]``, as under ``jax.vmap``.
 
         Args:
             key: seeds dropout and the cell's random masks, if it is not for inference.
         """
         training = self.layers.draws and not self.inference
-        for name in ("seed", "training"):
-            if name in options:
-                hint = "Pass key=." if name == "seed" else "Use equinox.nn.inference_mode."
-                expected = "no such argument of a module of Equinox"
-                refuse(name, describe(options[name]), expected, hint, TypeError)
         if training and key is None:
             cell = self.layers.cell.name
             hint = f"In training a layer of {cell} draws masks; equinox.nn.inference_mode ends it."
