@@ -104,9 +104,9 @@ def _products() -> Iterator[Finding]:
 
 
 def _threads() -> Iterator[Finding]:
-    from anycell.engines.cpu import pool
+    from anycell.engines.cpu import pool, threads
 
-    count, cores = pool.threads(), usable_cores()
+    count, cores = threads.current(), usable_cores()
     backend = {
         "openmp": "those of the OpenMP runtime in this process",
         "own": "our own (a framework brings an OpenMP runtime when it is imported)",
@@ -116,9 +116,9 @@ def _threads() -> Iterator[Finding]:
 
 def _speed() -> Iterator[Finding]:
     """Measures large products, ours and the libraries', and memory, in some two seconds."""
-    from anycell.engines.cpu import pool
+    from anycell.engines.cpu import threads
 
-    count = pool.threads()
+    count = threads.current()
     near = _rate(_ours("float32", ROWS // 20, 1), ROWS // 20)
     yield "ok", f"a core multiplies {near:.0f} GFLOP/s of float32 where all is near"
     calls = {"ours": _ours("float32", ROWS, count), "numpy's": _numpys()}

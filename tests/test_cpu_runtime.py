@@ -31,7 +31,7 @@ from tolerances import assert_close
 
 import anycell
 from anycell import Cell, cell, cells, environment, tanh
-from anycell.engines.cpu import image, ir, isa, jit, kernel, memory, pool, sources
+from anycell.engines.cpu import image, ir, isa, jit, kernel, memory, pool, sources, threads
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
 from anycell.plan import plan
@@ -203,8 +203,8 @@ def test_the_compiler_is_not_imported_before_it_is_needed() -> None:
     python(
         """
         import sys
-        from anycell.engines.cpu import ir, isa, jit, pool
-        assert pool.threads() >= 1
+        from anycell.engines.cpu import ir, isa, jit, pool, threads
+        assert threads.current() >= 1
         assert not [name for name in sys.modules if name.startswith("llvmlite")]
         short = jit._toolchain()
         assert "llvmlite.binding" not in sys.modules
@@ -837,30 +837,30 @@ def test_two_processes_write_the_same_entries(cache: Path) -> None:
 
 # -- how many threads ----------------------------------------------------------------------------
 def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_chosen", None)
+    monkeypatch.setattr(threads, "_chosen", None)
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
     monkeypatch.delenv("ANYCELL_NUM_THREADS", raising=False)
-    assert pool.threads() == 5
+    assert threads.current() == 5
     monkeypatch.setenv("ANYCELL_NUM_THREADS", "3")
-    assert pool.threads() == 3
-    pool.set_threads(7)
-    assert pool.threads() == 7
-    pool.set_threads(None)
+    assert threads.current() == 3
+    threads.set_threads(7)
+    assert threads.current() == 7
+    threads.set_threads(None)
     for bad in ("0", "-1", "+1", "two", "1.5", " ", "1025", "9" * 30, "9" * 5000, "²", "٣"):
         monkeypatch.setenv("ANYCELL_NUM_THREADS", bad)
         with pytest.raises(ValueError, match=r"ANYCELL_NUM_THREADS='.*from 1 to 1024.*unset") as e:
-            pool.threads()
+            threads.current()
         assert repr(bad) in str(e.value)
     for number in (0, -1, 1.5, True, "2", 10**30, float("nan"), float("inf"), [1]):
         with pytest.raises(ValueError, match=re.escape(f"threads: given {number!r}; expected")):
-            pool.set_threads(number)  # type: ignore[arg-type]
+            threads.set_threads(number)  # type: ignore[arg-type]
     for good, count in ((" 3 ", 3), ("007", 7), ("1024", 1024)):
         monkeypatch.setenv("ANYCELL_NUM_THREADS", good)
-        assert pool.threads() == count
+        assert threads.current() == count
     monkeypatch.delenv("ANYCELL_NUM_THREADS")
     for nonsense in ("nonsense", "9" * 30, "9" * 5000, "0", "², 3"):
         monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
-        assert 1 <= pool.threads() <= (os.cpu_count() or 1)
+        assert 1 <= threads.current() <= (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize("name", ["ANYCELL_CACHE", "ANYCELL_DEBUG"])
@@ -881,14 +881,14 @@ def test_thread_count_follows_the_affinity() -> None:
     python(
         """
         import os
-        from anycell.engines.cpu import pool
+        from anycell.engines.cpu import threads
         os.environ.pop("OMP_NUM_THREADS", None)
         os.environ.pop("ANYCELL_NUM_THREADS", None)
-        pool._quota = lambda: 1000
+        threads._quota = lambda: 1000
         cpus = os.sched_getaffinity(0)
-        assert pool.threads() == len(cpus)
+        assert threads.current() == len(cpus)
         os.sched_setaffinity(0, {min(cpus)})
-        assert pool.threads() == 1
+        assert threads.current() == 1
         """
     )
 

@@ -696,8 +696,8 @@ def test_a_call_is_few_calls(
 ) -> None:
     """The number of calls determines the time of a small layer."""
     monkeypatch.setattr(cpu.check, "ON", False)
-    request.addfinalizer(lambda: cpu.pool.set_threads(None))
-    cpu.pool.set_threads(threads)
+    request.addfinalizer(lambda: cpu.threads.set_threads(None))
+    cpu.threads.set_threads(threads)
     layer, x = an.RNN(cell, 32, 64), np.ones((20, 8, 32), np.float32)
     assert calls_of_ours(lambda: layer.forward(x)) <= 40
     d = np.ones((20, 8, 64), np.float32)

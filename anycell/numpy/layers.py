@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell import cells
-from anycell.engines.cpu import pool
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places
@@ -28,7 +27,7 @@ from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import of_layer, state_names
 from anycell.layer.stream import Stream
 from anycell.named import shown
-from anycell.numpy import check, initializers, passes
+from anycell.numpy import check, initializers, passes, threads
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import host_of
 from anycell.numpy.typed import Arguments, Names, State
@@ -245,7 +244,7 @@ class RNN(Explained, Layer):
             reverse=(False, True)[: 1 + self.bidirectional],
             training=training,
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
-            threads=pool.threads(),
+            threads=threads.current(),
             checkpoint=check_checkpoint(self.checkpoint),
             **(check_options(options, function=type(self).forward) if options else {}),
         )
@@ -360,8 +359,8 @@ class RNN(Explained, Layer):
         stream, chosen = None, self.plan
         if chosen.engine == "cpu" and not chosen.types.mixed:
             weights = [self._learned(k) for k in range(self.num_layers)]
-            host, threads = host_of(self.dtype), pool.threads()
-            stream = Stream(host, chosen.cell, self.sizes, chosen.dtype, weights, threads)
+            given = host_of(self.dtype), chosen.cell, self.sizes, chosen.dtype, weights
+            stream = Stream(*given, threads.current())
         self._prepared = self._writes, self.cell, stream
         return self
 
@@ -408,7 +407,9 @@ class RNN(Explained, Layer):
                 start = None
                 if reset_state is not None:
                     start = self._states("reset_state", reset_state, len(x))
-                output, new = stream.step(len(x), x, states, static, pool.threads(), resets, start)
+                output, new = stream.step(
+                    len(x), x, states, static, threads.current(), resets, start
+                )
                 return output, tuple(new) if len(new) > 1 else new[0]
         pending, axis = self._saved, 1 if self.batch_first else 0
         resets = None if resets is None else np.expand_dims(resets, axis)
