@@ -863,6 +863,73 @@ def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1 <= threads.current() <= (os.cpu_count() or 1)
 
 
+def test_threads_within_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The innermost counts, after errors too, in this thread alone, and before any other setting."""
+    monkeypatch.setenv("ANYCELL_NUM_THREADS", "3")
+    monkeypatch.setattr(threads, "_chosen", 9)
+    with pytest.raises(KeyError), anycell.threads(1):
+        with contextlib.suppress(ZeroDivisionError), anycell.threads(np.int64(2)):
+            assert threads.current() == threads.within() == 2
+            assert at_once(threads.current) == [9]
+            raise ZeroDivisionError
+        assert threads.current() == 1
+        raise KeyError
+    assert threads.current() == 9 and threads.within() is None
+    for number in (0, -1, 1025, 1.5, True, "2", None):
+        with pytest.raises(ValueError, match=re.escape(f"count: given {number!r}; expected a who")):
+            anycell.threads(number)  # type: ignore[arg-type]
+
+
+GROUPS = {
+    "a container of its own": ("0::/", {"cpu.max": "150000 100000"}, 2),
+    "half a CPU": ("0::/", {"cpu.max": "50000 100000"}, 1),
+    "no quota": ("0::/", {"cpu.max": "max 100000"}, threads.MOST),
+    "a unit of systemd": (
+        "0::/system.slice/a.service",
+        {"system.slice/a.service/cpu.max": "300000 100000", "system.slice/cpu.max": "max 100000"},
+        3,
+    ),
+    "a smaller quota around it": (
+        "0::/system.slice/a.service",
+        {
+            "system.slice/a.service/cpu.max": "300000 100000",
+            "system.slice/cpu.max": "200000 100000",
+        },
+        2,
+    ),
+    "a container that sees the paths of the host": (
+        "0::/docker/1a2b",
+        {"cpu.max": "400000 100000"},
+        4,
+    ),
+    "version 1": (
+        "5:memory:/a\n4:cpu,cpuacct:/a\n0::/a",
+        {"cpu/a/cpu.cfs_quota_us": "250000", "cpu/a/cpu.cfs_period_us": "100000\n"},
+        3,
+    ),
+    "version 1 without a quota": (
+        "4:cpuacct,cpu:/a",
+        {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"},
+        threads.MOST,
+    ),
+    "no files": ("4:cpuset:/a\n0::/a", {}, threads.MOST),
+    "no control groups": (None, {}, threads.MOST),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_quotas_of_control_groups(tmp_path: Path, name: str) -> None:
+    groups, files, expected = GROUPS[name]
+    if groups is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups + "\n")
+    for path, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert threads._quota.__wrapped__(tmp_path) == expected
+
+
 @pytest.mark.parametrize("name", ["ANYCELL_CACHE", "ANYCELL_DEBUG"])
 def test_switches_are_0_or_1(cache: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for value in ("off", "false", "no", "2", " 0", "00", "yes"):

@@ -5,7 +5,7 @@ One file, because layers, losses, optimizers and files are used and tested toget
 
 import copy
 import doctest
-import importlib
+import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -687,6 +687,32 @@ def test_examples_of_docstrings(name: str) -> None:
     examples |= {name: getattr(an, name) for name in an.__all__}
     failed, _ = doctest.testmod(module, extraglobs=examples)
     assert not failed
+
+
+@pytest.mark.parametrize("ours", [1, 3])
+def test_threads_follow_a_limit_of_numpys_own(ours: int) -> None:
+    """``threadpool_limits`` limits layers as it limits ``a @ b``, and never gives them more."""
+    if importlib.util.find_spec("threadpoolctl") is None:
+        pytest.skip("needs threadpoolctl")
+    python(
+        f"""
+        import threadpoolctl
+        import anycell
+        from anycell.numpy import threads
+
+        several = max(one["num_threads"] for one in threadpoolctl.threadpool_info())
+        assert several == threads._blas()
+        assert threads.current() == {ours}
+        with threadpoolctl.threadpool_limits(1):
+            assert threads.current() == (1 if several > 1 else {ours})
+            with anycell.threads(4):
+                assert threads.current() == 4
+        assert threads.current() == {ours}
+        """,
+        ANYCELL_NUM_THREADS=str(ours),
+        OPENBLAS_NUM_THREADS="2",
+        OMP_NUM_THREADS=None,
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 2])

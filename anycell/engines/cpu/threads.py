@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -62,21 +62,28 @@ def _threads(count: int) -> Iterator[None]:
         _within.reset(token)
 
 
-def current() -> int:
+def current(limit: Callable[[], int] | None = None, usual: int = 0) -> int:
     """The most threads of a call, unless the frontend has a setting of its own.
 
     All but the quota of control groups is read at every call.
 
+    Args:
+        limit: returns the threads of a library that users can limit. While it has fewer than
+            ``usual``, a call takes no more than the library.
+
     Raises:
         ValueError: if `ANYCELL_NUM_THREADS` is not a whole number from 1 to `MOST`.
     """
-    if count := within() or _chosen:
+    if count := within():
         return count
-    if count := _requested(*map(os.environ.get, ("ANYCELL_NUM_THREADS", "OMP_NUM_THREADS"))):
-        return count
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, min(len(os.sched_getaffinity(0)), _quota()))
-    return os.cpu_count() or 1
+    variables = map(os.environ.get, ("ANYCELL_NUM_THREADS", "OMP_NUM_THREADS"))
+    count = _chosen or _requested(*variables)
+    if not count and hasattr(os, "sched_getaffinity"):
+        count = max(1, min(len(os.sched_getaffinity(0)), _quota()))
+    count = count or os.cpu_count() or 1
+    if limit is not None and (most := limit()) < usual:
+        return max(1, min(count, most))
+    return count
 
 
 @lru_cache(maxsize=64)
