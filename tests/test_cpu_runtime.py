@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import textwrap
 import time
@@ -333,6 +334,65 @@ def test_fork_while_a_thread_compiles() -> None:
             thread.join()
         """,
         ANYCELL_CACHE="0",
+    )
+
+
+# Ends processes while a daemon of theirs compiles. The thread that ends a process may go on.
+ENDS = """
+    import atexit, os, sys, threading, time, warnings
+    warnings.simplefilter("ignore")
+    atexit.register(lambda: compile_one())
+    from anycell import cells
+    from anycell.engines.cpu import isa, jit
+    from anycell.engines.cpu.layout import Layout
+    from anycell.engines.cpu.sequence import print_kernel
+    from anycell.plan import plan
+
+    target, number = isa.current(), int(sys.argv[1])
+    text = str(print_kernel(Layout(plan(cells.RNN, 33, "float32", "cpu"), False, target)))
+
+    def compile_one():
+        jit.compile(text, ["door"], target)
+
+    def work():
+        while True:
+            compile_one()
+
+    compile_one()
+    for turn in range(number):
+        child = os.fork()
+        if not child:
+            threading.Thread(target=work, daemon=True).start()
+            time.sleep(0.1 + 0.01 * turn)
+            break  # the end of the program
+        print(os.waitpid(child, 0)[1])
+"""
+
+
+@posix
+@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_process_that_ends_waits_for_the_compiler(count: int) -> None:
+    """Its destructors would abort the process."""
+    assert python(ENDS, str(count), ANYCELL_CACHE="0").split() == ["0"] * count
+
+
+@posix
+def test_threads_that_wait_for_another_process_end_too(cache: Path) -> None:
+    """They hold the lock that the end of the process waits for."""
+    python(
+        """
+        import atexit, threading, time
+        began = time.monotonic()
+        atexit.register(lambda: print("ended after", time.monotonic() - began))
+        from test_cpu_runtime import build
+        from anycell.engines.cpu import jit
+
+        jit.PATIENCE, asked = 1000.0, threading.Event()
+        jit._locked = lambda file: asked.set()
+        threading.Thread(target=build, daemon=True).start()
+        asked.wait()
+        """,
+        quiet=True,
     )
 
 
@@ -835,6 +895,87 @@ def test_two_processes_write_the_same_entries(cache: Path) -> None:
         assert build(remark).cached
 
 
+# Processes that start together: each waits for all, then compiles three functions, and reports
+# those that it compiled itself.
+TOGETHER = """
+    import os, sys, time
+    from pathlib import Path
+    from test_cpu_runtime import build
+    from anycell.engines.cpu import jit
+
+    compiled, make, here = [], jit._object, Path(sys.argv[1])
+    jit._object = lambda *a: (compiled.append(1), time.sleep(0.1), make(*a))[-1]
+    (here / str(os.getpid())).touch()
+    while len(list(here.iterdir())) < 4:
+        time.sleep(0.001)
+    for remark in "abc":
+        build(remark)
+    print(len(compiled))
+"""
+
+
+def test_processes_that_start_together_compile_once(cache: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    ready.mkdir()
+    counts = at_once(*[lambda: int(python(TOGETHER, str(ready)))] * 4)
+    assert sum(counts) == 3
+    assert all(len(entry.name) == 64 for entry in cache.iterdir()), "a claim was left behind"
+
+
+@posix
+@pytest.mark.parametrize("ends", ["dies", "stays"])
+def test_nobody_waits_for_ever(cache: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """The claim of a process that dies is gone; for one that lives, there is a limit."""
+    entries: list[str] = []
+    monkeypatch.setattr(jit, "PATIENCE", LIMIT if ends == "dies" else 0.05)
+    make = jit._object
+
+    def compile_beside_another(*arguments: Any) -> bytes:
+        entries.extend(path.name for path in cache.iterdir())
+        return make(*arguments)
+
+    monkeypatch.setattr(jit, "_object", compile_beside_another)
+    code = """
+        import os, sys, time
+        from anycell.engines.cpu import jit
+        cache = jit._Cache(jit.cache_directory())
+        with cache.claim(sys.argv[1]):
+            print("claimed", flush=True)
+            sys.stdin.read()
+        """
+    target = isa.current()
+    name = jit._key("; beside\n" + axpy(target), ["axpy"], target)
+    other = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == b"claimed\n"
+        if ends == "dies":
+            other.kill()
+            other.wait()
+        assert not build("beside").cached
+        assert entries == [f"{name}.{0:016x}"]
+        assert build("beside").cached
+        other.kill()
+    assert only(cache).name == name
+
+
+@posix
+def test_without_locks_everybody_compiles(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert not build().cached and build().cached
+    assert len(only(cache).name) == 64
+
+
 # -- how many threads ----------------------------------------------------------------------------
 def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_chosen", None)
@@ -864,7 +1005,7 @@ def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_within_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The innermost counts, after errors too, in this thread alone, and before any other setting."""
+    """The innermost counts, also after errors, in its thread alone, before all other settings."""
     monkeypatch.setenv("ANYCELL_NUM_THREADS", "3")
     monkeypatch.setattr(threads, "_chosen", 9)
     with pytest.raises(KeyError), anycell.threads(1):
