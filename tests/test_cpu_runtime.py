@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import LIMIT, ROOT, at_once, python
+from processes import LIMIT, ROOT, at_once, python, run
 from random_cells import random_cell
 from tolerances import assert_close
 
@@ -631,6 +631,20 @@ def test_a_bad_directory_is_left_alone_with_one_warning(
     assert not build().cached  # no second warning: here warnings are errors
     if path.is_dir():
         assert not list(path.iterdir())
+
+
+@posix
+def test_a_warning_points_at_the_users_line(cache: Path) -> None:
+    """Not into the package, nor into a framework through which the call came."""
+    cache.write_text("")  # not a directory
+    user, package = cache.parent / "user.py", cache.parent / "site-packages" / "framework.py"
+    package.parent.mkdir()
+    package.write_text("def call(layer, x):\n    return layer.forward(x)\n")
+    text = "import framework, numpy as np, anycell.numpy\n" + "\n" * 7
+    call = "framework.call(anycell.numpy.GRU(3, 6), np.ones((2, 1, 3)))\nraise SystemExit(3)\n"
+    user.write_text(text + call)
+    printed = run(str(user), paths=[package.parent], status=3)  # with what goes to standard error
+    assert f"{user}:9: CacheWarning: " in printed
 
 
 @posix

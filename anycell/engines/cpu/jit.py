@@ -36,6 +36,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from anycell.environment import switch
@@ -526,8 +527,21 @@ def _warn(error: OSError) -> None:
             "compiles them anew, in a few tenths of a second per kernel. Set ANYCELL_CACHE_DIR to "
             "a directory that only you can write, or ANYCELL_CACHE=0 to silence this warning.",
             CacheWarning,
-            stacklevel=4,
+            stacklevel=_level(sys._getframe(1)),
         )
+
+
+def _level(frame: Any) -> int:
+    """The stack level at which a warning points at the user's call: past this package, and past the
+    installed ones through which it was called, such as a framework.
+    """
+    package, level = str(Path(__file__).parents[2]) + os.sep, 2
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith(package) or "site-packages" in file or "dist-packages" in file):
+            break
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _cached(name: str, build: Callable[[], bytes]) -> tuple[bytes, bool]:
