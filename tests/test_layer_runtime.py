@@ -8,7 +8,7 @@ import os
 import sys
 
 import pytest
-from processes import python
+from processes import ROOT, python
 
 # The first lines of a process: a layer whose calls are worth two threads and warm memory, and all
 # that comes out of it.
@@ -283,3 +283,28 @@ def test_torch_has_one_thread_where_it_was_imported_after_a_fork() -> None:
         assert os.waitpid(child, 0)[1] == 0
         """
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+def test_workers_of_a_data_loader_take_the_threads_that_they_are_told() -> None:
+    """The recipe of docs/faq.md, for layers of NumPy; those of torch follow torch by themselves."""
+    pytest.importorskip("torch")
+    page = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
+    (text,) = (part for part in page.split("```python\n") if "worker_init_fn" in part)
+    text = text.partition("```")[0]
+    body = """
+import anycell.numpy, anycell.torch
+from anycell.numpy import threads
+from anycell.plan import Options
+from anycell.torch import fused
+
+class Numbers(torch.utils.data.Dataset):
+    __len__ = lambda self: 2
+    __getitem__ = lambda self, _: (threads.current(), fused.on_threads(Options()).threads)
+
+for init, expected in ((None, 3), (one_thread, 1)):
+    loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, worker_init_fn=init)
+    numpys, torchs = next(iter(loader))
+    assert numpys.tolist() == [expected] and torchs.tolist() == [1], (numpys, torchs)
+"""
+    python("import torch\n" + text + body, ANYCELL_NUM_THREADS="3")
