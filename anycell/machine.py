@@ -23,8 +23,8 @@ def usable_cores() -> int:
 
 
 def busy_cores(seconds: float, stat: str = "/proc/stat") -> float | None:
-    """How many of the usable cores were busy while this process slept; None where the system, which
-    is not Linux, does not say.
+    """The number of usable cores that were busy while this process slept; None where the system
+    does not say, as on all but Linux.
     """
     idle, total = _ticks(stat)
     time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""How many threads a call on NumPy's arrays takes.
+"""The largest number of threads of a call on NumPy's arrays.
 
 ``threadpoolctl.threadpool_limits`` limits the threads of NumPy's BLAS, and so of ``a @ b``. A layer
 follows: while BLAS has fewer threads than at this import, a layer takes no more than BLAS.

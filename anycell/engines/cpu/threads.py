@@ -1,4 +1,4 @@
-"""How many threads a call takes at most.
+"""The largest number of threads of a call.
 
 The first of these that says a number:
 
