@@ -15,6 +15,7 @@ __version__: str
 # compiler.
 _LAZY = {name: f"anycell.{name}" for name in "compress jax keras layouts numpy tf1 torch".split()}
 _LAZY |= {"explain": "anycell.explanation", "recurrence": "anycell.numpy.recurrence"}
+_LAZY["threads"] = "anycell.engines.cpu.threads"
 
 if TYPE_CHECKING:
     from anycell import compress as compress
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
     from anycell import numpy as numpy
     from anycell import tf1 as tf1
     from anycell import torch as torch
+    from anycell.engines.cpu.threads import threads as threads
     from anycell.explanation import explain as explain
     from anycell.numpy.recurrence import recurrence as recurrence
 
 # Frontends are left out: a star import would import every framework.
-__all__ = ["cells", "explain", "layouts", "recurrence"]
+__all__ = ["cells", "explain", "layouts", "recurrence", "threads"]
 __all__ += lang.__all__
 
 
@@ -40,7 +42,7 @@ def _load(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(_unknown(name), name=name)
     module = importlib.import_module(_LAZY[name])
-    # `explain` and `recurrence` are functions in their modules; other names are the module itself.
+    # `explain` and two more are functions in their modules; other names are the module itself.
     value = getattr(module, name, module)
     globals()[name] = value
     return value

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from anycell.machine import cpu_name, revision, usable_cores, version
+from anycell.machine import busy_cores, cpu_name, revision, usable_cores, version
 
 if TYPE_CHECKING:
     from anycell.engines.cpu.ir import Target
@@ -104,21 +104,36 @@ def _products() -> Iterator[Finding]:
 
 
 def _threads() -> Iterator[Finding]:
-    from anycell.engines.cpu import pool
+    from anycell.engines.cpu import pool, threads
 
-    count, cores = pool.threads(), usable_cores()
+    count, cores = threads.current(), usable_cores()
     backend = {
         "openmp": "those of the OpenMP runtime in this process",
         "own": "our own (a framework brings an OpenMP runtime when it is imported)",
     }[pool.backend()]
-    yield "ok" if count <= cores else "note", f"{count} on {cores} cores; {backend}"
+    most = f"a call takes at most {count} on {cores} cores, and one if it has little work"
+    yield "ok" if count <= cores else "note", f"{most}; {backend}"
+    yield "ok", "PyTorch layers take at most torch.get_num_threads() instead"
+    busy = busy_cores(ASLEEP)
+    if busy is not None:
+        others = f"other work keeps {busy:.1f} of {cores} cores busy now"
+        if count == 1 or count <= cores - busy + SPARE:
+            yield "ok", others
+        else:
+            advice = f"ANYCELL_NUM_THREADS={max(1, round(cores - busy))} may be faster beside it"
+            why = "threads of a call wait for each other, and so for a busy core"
+            yield "note", f"{others}: {why}; {advice}"
+
+
+ASLEEP = 0.3  # seconds of the measurement of other work
+SPARE = 0.3  # cores' worth of other work that does not matter
 
 
 def _speed() -> Iterator[Finding]:
     """Measures large products, ours and the libraries', and memory, in some two seconds."""
-    from anycell.engines.cpu import pool
+    from anycell.engines.cpu import threads
 
-    count = pool.threads()
+    count = threads.current()
     near = _rate(_ours("float32", ROWS // 20, 1), ROWS // 20)
     yield "ok", f"a core multiplies {near:.0f} GFLOP/s of float32 where all is near"
     calls = {"ours": _ours("float32", ROWS, count), "numpy's": _numpys()}

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -19,6 +20,29 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def busy_cores(seconds: float, stat: str = "/proc/stat") -> float | None:
+    """The number of usable cores that were busy while this process slept; None where the system
+    does not say, as on all but Linux.
+    """
+    idle, total = _ticks(stat)
+    time.sleep(seconds)
+    later = _ticks(stat)
+    idle, total = later[0] - idle, later[1] - total
+    return usable_cores() * (1 - idle / total) if total else None
+
+
+def _ticks(stat: str) -> tuple[int, int]:
+    """The ticks of the clock that the usable cores were idle, and all; zeros if none is known."""
+    idle = total = 0
+    with contextlib.suppress(OSError), open(stat) as file:
+        names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        for name, *numbers in map(str.split, file):
+            if name in names:
+                ticks = list(map(int, numbers[:8]))  # what follows is part of the first two
+                idle, total = idle + sum(ticks[3:5]), total + sum(ticks)
+    return idle, total
 
 
 def cpu_name() -> str:

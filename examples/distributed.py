@@ -78,7 +78,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} processes:", *[f"{loss:.6f}" for loss in losses])
     # A thread of gloo may still have to free a tensor, and needs Python for it: a process that ends
-    # before is aborted.
+    # before is aborted. These two lines make this rare, not impossible: see "Several machines" in
+    # docs/compatibility.md.
     dist.barrier()
     dist.destroy_process_group()
 

@@ -205,12 +205,12 @@ def two_threads() -> Iterator[None]:
 
     from anycell.engines import cpu
 
-    before, ours = torch.get_num_threads(), cpu.pool.threads()
+    before, ours = torch.get_num_threads(), cpu.threads.current()
     torch.set_num_threads(2)
-    cpu.pool.set_threads(2)
+    cpu.threads.set_threads(2)
     yield
     torch.set_num_threads(before)
-    cpu.pool.set_threads(ours)
+    cpu.threads.set_threads(ours)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -73,8 +73,8 @@ def patch_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Sets the number of threads, which the smallest calls take too."""
     monkeypatch.setattr(layer.choices, "WORTH_A_THREAD", 0)
     layer.recipe.known.clear()
-    yield pool.set_threads
-    pool.set_threads(None)
+    yield cpu.threads.set_threads
+    cpu.threads.set_threads(None)
     layer.recipe.known.clear()
 
 
@@ -288,7 +288,7 @@ CALLS = [
 
 def solve(call: Call, threads: int) -> list[Any]:
     """The bits of outputs, final states and all gradients."""
-    pool.set_threads(threads)
+    cpu.threads.set_threads(threads)
     rng = np.random.default_rng(0)
     one = an.RNN(call.cell, 5, call.units, dtype=call.dtype, seed=0)
     x = rng.normal(size=(5, call.rows, 5)).astype(one.dtype)

@@ -1,13 +1,15 @@
 """The command line: what it prints, and how it says no."""
 
+import os
 import re
+import time
 from pathlib import Path
 
 import processes
 import pytest
 
 import anycell
-from anycell import cells, cli, machine
+from anycell import cells, cli, doctor, machine
 from anycell.engines.cpu import isa, jit
 
 OWN = """
@@ -191,6 +193,20 @@ def test_the_demo_is_offered_where_it_works(
     assert "clone the repository" in says(["demo"], capsys)[1]
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs sched_getaffinity")
+def test_busy_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the cores that this process may use, what is neither idle nor waits for a disk."""
+    stat = tmp_path / "stat"
+    lines = "cpu  9 9 9 9\ncpu0 {} 0 0 {} 5 0 0 0 7 7\ncpu1 0 0 {} 3 0 0 0 1\ncpu9 {} 0 0 0\n"
+    stat.write_text(lines.format(10, 20, 30, 40))
+    later = lines.format(10 + 30, 20 + 70, 30 + 100, 999)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(time, "sleep", lambda _: stat.write_text(later))
+    assert machine.busy_cores(0.1, str(stat)) == pytest.approx(1.3)
+    assert machine.busy_cores(0.1, str(stat)) is None  # the clock has not moved
+    assert machine.busy_cores(0.1, str(tmp_path / "none")) is None
+
+
 def test_doctor(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -202,6 +218,15 @@ def test_doctor(
     revision = machine.revision()
     told = f"{anycell.__version__}, revision {revision}," if revision else anycell.__version__
     assert f"anycell {told}" in healthy
+
+    monkeypatch.setenv("ANYCELL_NUM_THREADS", "2")
+    monkeypatch.setattr("anycell.doctor.usable_cores", lambda: 2)
+    for busy, advised in ((0.1, False), (1.1, True), (None, False)):
+        monkeypatch.setattr("anycell.doctor.busy_cores", lambda _, busy=busy: busy)
+        findings = dict(map(reversed, doctor._threads()))
+        assert [verdict for verdict in findings.values() if verdict == "note"] == ["note"] * advised
+        assert any("ANYCELL_NUM_THREADS=1 may" in text for text in findings) == advised
+        assert any(f"keeps {busy} of 2" in text for text in findings) == (busy is not None)
 
     (tmp_path / "kernels").chmod(0o777)  # anybody could put code there
     assert cli.main(["doctor"]) == 0

@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import textwrap
 import time
@@ -25,13 +26,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import LIMIT, ROOT, at_once, python
+from processes import LIMIT, ROOT, at_once, python, run
 from random_cells import random_cell
 from tolerances import assert_close
 
 import anycell
 from anycell import Cell, cell, cells, environment, tanh
-from anycell.engines.cpu import image, ir, isa, jit, kernel, memory, pool, sources
+from anycell.engines.cpu import image, ir, isa, jit, kernel, memory, pool, sources, threads
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
 from anycell.plan import plan
@@ -204,8 +205,8 @@ def test_the_compiler_is_not_imported_before_it_is_needed() -> None:
     python(
         """
         import sys
-        from anycell.engines.cpu import ir, isa, jit, pool
-        assert pool.threads() >= 1
+        from anycell.engines.cpu import ir, isa, jit, pool, threads
+        assert threads.current() >= 1
         assert not [name for name in sys.modules if name.startswith("llvmlite")]
         short = jit._toolchain()
         assert "llvmlite.binding" not in sys.modules
@@ -334,6 +335,65 @@ def test_fork_while_a_thread_compiles() -> None:
             thread.join()
         """,
         ANYCELL_CACHE="0",
+    )
+
+
+# Ends processes while a daemon of theirs compiles. The thread that ends a process may go on.
+ENDS = """
+    import atexit, os, sys, threading, time, warnings
+    warnings.simplefilter("ignore")
+    atexit.register(lambda: compile_one())
+    from anycell import cells
+    from anycell.engines.cpu import isa, jit
+    from anycell.engines.cpu.layout import Layout
+    from anycell.engines.cpu.sequence import print_kernel
+    from anycell.plan import plan
+
+    target, number = isa.current(), int(sys.argv[1])
+    text = str(print_kernel(Layout(plan(cells.RNN, 33, "float32", "cpu"), False, target)))
+
+    def compile_one():
+        jit.compile(text, ["door"], target)
+
+    def work():
+        while True:
+            compile_one()
+
+    compile_one()
+    for turn in range(number):
+        child = os.fork()
+        if not child:
+            threading.Thread(target=work, daemon=True).start()
+            time.sleep(0.1 + 0.01 * turn)
+            break  # the end of the program
+        print(os.waitpid(child, 0)[1])
+"""
+
+
+@posix
+@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_process_that_ends_waits_for_the_compiler(count: int) -> None:
+    """Its destructors would abort the process."""
+    assert python(ENDS, str(count), ANYCELL_CACHE="0").split() == ["0"] * count
+
+
+@posix
+def test_threads_that_wait_for_another_process_end_too(cache: Path) -> None:
+    """They hold the lock that the end of the process waits for."""
+    python(
+        """
+        import atexit, threading, time
+        began = time.monotonic()
+        atexit.register(lambda: print("ended after", time.monotonic() - began))
+        from test_cpu_runtime import build
+        from anycell.engines.cpu import jit
+
+        jit.PATIENCE, asked = 1000.0, threading.Event()
+        jit._locked = lambda file: asked.set()
+        threading.Thread(target=build, daemon=True).start()
+        asked.wait()
+        """,
+        quiet=True,
     )
 
 
@@ -572,6 +632,20 @@ def test_a_bad_directory_is_left_alone_with_one_warning(
     assert not build().cached  # no second warning: here warnings are errors
     if path.is_dir():
         assert not list(path.iterdir())
+
+
+@posix
+def test_a_warning_points_at_the_users_line(cache: Path) -> None:
+    """Not into the package, nor into a framework through which the call came."""
+    cache.write_text("")  # not a directory
+    user, package = cache.parent / "user.py", cache.parent / "site-packages" / "framework.py"
+    package.parent.mkdir()
+    package.write_text("def call(layer, x):\n    return layer.forward(x)\n")
+    text = "import framework, numpy as np, anycell.numpy\n" + "\n" * 7
+    call = "framework.call(anycell.numpy.GRU(3, 6), np.ones((2, 1, 3)))\nraise SystemExit(3)\n"
+    user.write_text(text + call)
+    printed = run(str(user), paths=[package.parent], status=3)  # with what goes to standard error
+    assert f"{user}:9: CacheWarning: " in printed
 
 
 @posix
@@ -836,32 +910,180 @@ def test_two_processes_write_the_same_entries(cache: Path) -> None:
         assert build(remark).cached
 
 
+# Processes that start together: each waits for all, then compiles three functions, and reports
+# those that it compiled itself.
+TOGETHER = """
+    import os, sys, time
+    from pathlib import Path
+    from test_cpu_runtime import build
+    from anycell.engines.cpu import jit
+
+    compiled, make, here = [], jit._object, Path(sys.argv[1])
+    jit._object = lambda *a: (compiled.append(1), time.sleep(0.1), make(*a))[-1]
+    (here / str(os.getpid())).touch()
+    while len(list(here.iterdir())) < 4:
+        time.sleep(0.001)
+    for remark in "abc":
+        build(remark)
+    print(len(compiled))
+"""
+
+
+def test_processes_that_start_together_compile_once(cache: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    ready.mkdir()
+    counts = at_once(*[lambda: int(python(TOGETHER, str(ready)))] * 4)
+    assert sum(counts) == 3
+    assert all(len(entry.name) == 64 for entry in cache.iterdir()), "a claim was left behind"
+
+
+@posix
+@pytest.mark.parametrize("ends", ["dies", "stays"])
+def test_nobody_waits_for_ever(cache: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """The claim of a process that dies is gone; for one that lives, there is a limit."""
+    entries: list[str] = []
+    monkeypatch.setattr(jit, "PATIENCE", LIMIT if ends == "dies" else 0.05)
+    make = jit._object
+
+    def compile_beside_another(*arguments: Any) -> bytes:
+        entries.extend(path.name for path in cache.iterdir())
+        return make(*arguments)
+
+    monkeypatch.setattr(jit, "_object", compile_beside_another)
+    code = """
+        import os, sys, time
+        from anycell.engines.cpu import jit
+        cache = jit._Cache(jit.cache_directory())
+        with cache.claim(sys.argv[1]):
+            print("claimed", flush=True)
+            sys.stdin.read()
+        """
+    target = isa.current()
+    name = jit._key("; beside\n" + axpy(target), ["axpy"], target)
+    other = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == b"claimed\n"
+        if ends == "dies":
+            other.kill()
+            other.wait()
+        assert not build("beside").cached
+        assert entries == [f"{name}.{0:016x}"]
+        assert build("beside").cached
+        other.kill()
+    assert only(cache).name == name
+
+
+@posix
+def test_without_locks_everybody_compiles(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert not build().cached and build().cached
+    assert len(only(cache).name) == 64
+
+
 # -- how many threads ----------------------------------------------------------------------------
 def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_chosen", None)
+    monkeypatch.setattr(threads, "_chosen", None)
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
     monkeypatch.delenv("ANYCELL_NUM_THREADS", raising=False)
-    assert pool.threads() == 5
+    assert threads.current() == 5
     monkeypatch.setenv("ANYCELL_NUM_THREADS", "3")
-    assert pool.threads() == 3
-    pool.set_threads(7)
-    assert pool.threads() == 7
-    pool.set_threads(None)
+    assert threads.current() == 3
+    threads.set_threads(7)
+    assert threads.current() == 7
+    threads.set_threads(None)
     for bad in ("0", "-1", "+1", "two", "1.5", " ", "1025", "9" * 30, "9" * 5000, "²", "٣"):
         monkeypatch.setenv("ANYCELL_NUM_THREADS", bad)
         with pytest.raises(ValueError, match=r"ANYCELL_NUM_THREADS='.*from 1 to 1024.*unset") as e:
-            pool.threads()
+            threads.current()
         assert repr(bad) in str(e.value)
     for number in (0, -1, 1.5, True, "2", 10**30, float("nan"), float("inf"), [1]):
         with pytest.raises(ValueError, match=re.escape(f"threads: given {number!r}; expected")):
-            pool.set_threads(number)  # type: ignore[arg-type]
+            threads.set_threads(number)  # type: ignore[arg-type]
     for good, count in ((" 3 ", 3), ("007", 7), ("1024", 1024)):
         monkeypatch.setenv("ANYCELL_NUM_THREADS", good)
-        assert pool.threads() == count
+        assert threads.current() == count
     monkeypatch.delenv("ANYCELL_NUM_THREADS")
     for nonsense in ("nonsense", "9" * 30, "9" * 5000, "0", "², 3"):
         monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
-        assert 1 <= pool.threads() <= (os.cpu_count() or 1)
+        assert 1 <= threads.current() <= (os.cpu_count() or 1)
+
+
+def test_threads_within_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The innermost counts, also after errors, in its thread alone, before all other settings."""
+    monkeypatch.setenv("ANYCELL_NUM_THREADS", "3")
+    monkeypatch.setattr(threads, "_chosen", 9)
+    with pytest.raises(KeyError), anycell.threads(1):
+        with contextlib.suppress(ZeroDivisionError), anycell.threads(np.int64(2)):
+            assert threads.current() == threads.within() == 2
+            assert at_once(threads.current) == [9]
+            raise ZeroDivisionError
+        assert threads.current() == 1
+        raise KeyError
+    assert threads.current() == 9 and threads.within() is None
+    for number in (0, -1, 1025, 1.5, True, "2", None):
+        with pytest.raises(ValueError, match=re.escape(f"count: given {number!r}; expected a who")):
+            anycell.threads(number)  # type: ignore[arg-type]
+
+
+GROUPS = {
+    "a container of its own": ("0::/", {"cpu.max": "150000 100000"}, 2),
+    "half a CPU": ("0::/", {"cpu.max": "50000 100000"}, 1),
+    "no quota": ("0::/", {"cpu.max": "max 100000"}, threads.MOST),
+    "a unit of systemd": (
+        "0::/system.slice/a.service",
+        {"system.slice/a.service/cpu.max": "300000 100000", "system.slice/cpu.max": "max 100000"},
+        3,
+    ),
+    "a smaller quota around it": (
+        "0::/system.slice/a.service",
+        {
+            "system.slice/a.service/cpu.max": "300000 100000",
+            "system.slice/cpu.max": "200000 100000",
+        },
+        2,
+    ),
+    "a container that sees the paths of the host": (
+        "0::/docker/1a2b",
+        {"cpu.max": "400000 100000"},
+        4,
+    ),
+    "version 1": (
+        "5:memory:/a\n4:cpu,cpuacct:/a\n0::/a",
+        {"cpu/a/cpu.cfs_quota_us": "250000", "cpu/a/cpu.cfs_period_us": "100000\n"},
+        3,
+    ),
+    "version 1 without a quota": (
+        "4:cpuacct,cpu:/a",
+        {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"},
+        threads.MOST,
+    ),
+    "no files": ("4:cpuset:/a\n0::/a", {}, threads.MOST),
+    "no control groups": (None, {}, threads.MOST),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_quotas_of_control_groups(tmp_path: Path, name: str) -> None:
+    groups, files, expected = GROUPS[name]
+    if groups is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups + "\n")
+    for path, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert threads._quota.__wrapped__(tmp_path) == expected
 
 
 @pytest.mark.parametrize("name", ["ANYCELL_CACHE", "ANYCELL_DEBUG"])
@@ -882,14 +1104,14 @@ def test_thread_count_follows_the_affinity() -> None:
     python(
         """
         import os
-        from anycell.engines.cpu import pool
+        from anycell.engines.cpu import threads
         os.environ.pop("OMP_NUM_THREADS", None)
         os.environ.pop("ANYCELL_NUM_THREADS", None)
-        pool._quota = lambda: 1000
+        threads._quota = lambda: 1000
         cpus = os.sched_getaffinity(0)
-        assert pool.threads() == len(cpus)
+        assert threads.current() == len(cpus)
         os.sched_setaffinity(0, {min(cpus)})
-        assert pool.threads() == 1
+        assert threads.current() == 1
         """
     )
 

@@ -15,7 +15,7 @@ from tolerances import assert_close
 
 import anycell.numpy as an
 from anycell import Cell, cell, cells, compress, linear
-from anycell.engines.cpu import pool
+from anycell.engines import cpu
 from anycell.lang.transform import with_feedback
 from anycell.layer.stream import Stream
 
@@ -157,9 +157,9 @@ def assert_solved(found: Arrays, right: Arrays, dtype: str) -> None:
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Any:
-    pool.set_threads(request.param)
+    cpu.threads.set_threads(request.param)
     yield request.param
-    pool.set_threads(None)
+    cpu.threads.set_threads(None)
 
 
 SOLVERS = pytest.mark.parametrize("solve", [by_torch, by_numpy])

@@ -13,7 +13,7 @@ from tolerances import assert_close
 import anycell
 import anycell.numpy as an
 from anycell import cells
-from anycell.engines.cpu import pool, xla
+from anycell.engines.cpu import threads, xla
 from anycell.lang import philox
 
 jax = pytest.importorskip("jax")
@@ -108,12 +108,12 @@ def test_any_number_of_threads_has_the_same_bits(rng: np.random.Generator) -> No
         params, x = layer.init(jax.random.key(0), dtype), drawn(rng, 30, 33, I).astype(dtype)
         found = []
         for count in (1, 2, 3):
-            pool.set_threads(count)
+            threads.set_threads(count)
             try:
                 run = jax.jit(jax.value_and_grad(lambda p, x=x: (layer(p, x)[0] ** 2).sum()))
                 found.append(run(params))
             finally:
-                pool.set_threads(None)
+                threads.set_threads(None)
         same(found[0], found[1])
         same(found[0], found[2])
 

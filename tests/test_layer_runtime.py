@@ -5,9 +5,10 @@ Forks, threads and interrupts: `test_cpu_runtime.py` has the same of kernels.
 
 import importlib.util
 import os
+import sys
 
 import pytest
-from processes import python
+from processes import ROOT, python
 
 # The first lines of a process: a layer whose calls are worth two threads and warm memory, and all
 # that comes out of it.
@@ -215,3 +216,95 @@ finally:
 """
     # OpenBLAS's own threads stop at any fork, and a matmul waits for ever.
     run(kind, body, OPENBLAS_NUM_THREADS="1")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs fork")
+@pytest.mark.parametrize("ends", [True, False], ids=["the runtime ends its threads", "it cannot"])
+def test_threads_of_a_forked_child(ends: bool) -> None:
+    """A child keeps torch's number of threads, even if the parent has used them, and layers follow
+    torch's setting. Where GNU's runtime cannot end its threads before a fork, torch gets one.
+    """
+    pytest.importorskip("torch")
+    body = """
+import warnings
+warnings.simplefilter("ignore")
+import os, signal, sys, torch, anycell.torch
+from anycell.plan import Options
+from anycell.torch import fused, host
+
+ends = sys.argv[1] == "True"
+if ends and host._function("omp_pause_resource_all") is None:
+    sys.exit()  # an older runtime
+if not ends:
+    host._function = lambda name: None
+torch.set_num_threads(2)
+layer, x = anycell.torch.RNN(anycell.cells.GRU, 6, 33), torch.randn(20, 32, 6)
+of_layers = lambda: fused.on_threads(Options()).threads
+
+def work():
+    layer(x)[0].sum().backward()
+    return torch.randn(500, 500) @ torch.randn(500, 500), torch.ones(1 << 20).sum()
+
+for used in (False, True):
+    if used:
+        work()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        most = 2 if ends else 1
+        assert host.forks.safe == ends
+        assert torch.get_num_threads() == of_layers() == most
+        work()
+        assert torch.get_num_threads() == most
+        torch.set_num_threads(3 - most)
+        assert of_layers() == 3 - most
+        layer(x)
+        assert torch.get_num_threads() == 3 - most
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.get_num_threads() == of_layers() == 2 and host.forks.safe
+"""
+    python(body, str(ends), OMP_NUM_THREADS="2")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")
+def test_torch_has_one_thread_where_it_was_imported_after_a_fork() -> None:
+    """Whether the parent has used OpenMP cannot be found out."""
+    pytest.importorskip("torch")
+    python(
+        """
+        import os
+        child = os.fork()
+        if not child:
+            import torch
+            torch.set_num_threads(2)
+            from anycell.torch.host import forks
+            os._exit(not (torch.get_num_threads() == 1 and not forks.safe))
+        assert os.waitpid(child, 0)[1] == 0
+        """
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+def test_workers_of_a_data_loader_take_the_threads_that_they_are_told() -> None:
+    """The recipe of docs/faq.md, for layers of NumPy; those of torch follow torch by themselves."""
+    pytest.importorskip("torch")
+    page = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
+    (text,) = (part for part in page.split("```python\n") if "worker_init_fn" in part)
+    text = text.partition("```")[0]
+    body = """
+import anycell.numpy, anycell.torch
+from anycell.numpy import threads
+from anycell.plan import Options
+from anycell.torch import fused
+
+class Numbers(torch.utils.data.Dataset):
+    __len__ = lambda self: 2
+    __getitem__ = lambda self, _: (threads.current(), fused.on_threads(Options()).threads)
+
+for init, expected in ((None, 3), (one_thread, 1)):
+    loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, worker_init_fn=init)
+    numpys, torchs = next(iter(loader))
+    assert numpys.tolist() == [expected] and torchs.tolist() == [1], (numpys, torchs)
+"""
+    python("import torch\n" + text + body, ANYCELL_NUM_THREADS="3")

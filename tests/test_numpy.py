@@ -5,7 +5,7 @@ One file, because layers, losses, optimizers and files are used and tested toget
 
 import copy
 import doctest
-import importlib
+import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -697,6 +697,32 @@ def test_examples_of_docstrings(name: str) -> None:
     assert not failed
 
 
+@pytest.mark.parametrize("ours", [1, 3])
+def test_threads_follow_a_limit_of_numpys_own(ours: int) -> None:
+    """``threadpool_limits`` limits layers as it limits ``a @ b``, and never gives them more."""
+    if importlib.util.find_spec("threadpoolctl") is None:
+        pytest.skip("needs threadpoolctl")
+    python(
+        f"""
+        import threadpoolctl
+        import anycell
+        from anycell.numpy import threads
+
+        several = max(one["num_threads"] for one in threadpoolctl.threadpool_info())
+        assert several == threads._blas()
+        assert threads.current() == {ours}
+        with threadpoolctl.threadpool_limits(1):
+            assert threads.current() == (1 if several > 1 else {ours})
+            with anycell.threads(4):
+                assert threads.current() == 4
+        assert threads.current() == {ours}
+        """,
+        ANYCELL_NUM_THREADS=str(ours),
+        OPENBLAS_NUM_THREADS="2",
+        OMP_NUM_THREADS=None,
+    )
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.PeepholeLSTM], ids=lambda cell: cell.name)
 def test_a_call_is_few_calls(
@@ -704,8 +730,8 @@ def test_a_call_is_few_calls(
 ) -> None:
     """The number of calls determines the time of a small layer."""
     monkeypatch.setattr(cpu.check, "ON", False)
-    request.addfinalizer(lambda: cpu.pool.set_threads(None))
-    cpu.pool.set_threads(threads)
+    request.addfinalizer(lambda: cpu.threads.set_threads(None))
+    cpu.threads.set_threads(threads)
     layer, x = an.RNN(cell, 32, 64), np.ones((20, 8, 32), np.float32)
     assert calls_of_ours(lambda: layer.forward(x)) <= 40
     d = np.ones((20, 8, 64), np.float32)

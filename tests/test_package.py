@@ -36,7 +36,9 @@ def test_names_that_are_not_there() -> None:
             getattr(anycell, name)
     with pytest.raises(AttributeError, match=r"'dropout'\. In a cell write keep\(rate\) / rate"):
         anycell.dropout  # noqa: B018
-    with pytest.raises(AttributeError, match=r"anycell also has Cell, .*keras, .*tf1, torch\.$"):
+    with pytest.raises(
+        AttributeError, match=r"anycell also has Cell, .*keras, .*tf1, threads, torch\.$"
+    ):
         anycell.flax  # noqa: B018
     with pytest.raises(AttributeError, match=r"^module 'anycell' has no attribute '__wrapped__'$"):
         anycell.__wrapped__  # noqa: B018

@@ -12,7 +12,8 @@ from tolerances import assert_close, close
 
 import anycell.numpy as an
 from anycell import cells
-from anycell.engines.cpu import isa, pool
+from anycell.engines import cpu
+from anycell.engines.cpu import isa
 from anycell.lang.declare import INPUT, PROJECTION
 from anycell.lang.transform import with_projection
 from anycell.layer import stream
@@ -97,11 +98,11 @@ def test_bits_do_not_depend_on_threads(rng: np.random.Generator, units: int) -> 
     layer, x = an.LSTM(units, units, 2, seed=1).prepare(), rng.standard_normal((4, 1, units))
     found = []
     for threads in (1, 2, 3):
-        pool.set_threads(threads)
+        cpu.threads.set_threads(threads)
         try:
             found.append(run(layer, x))
         finally:
-            pool.set_threads(None)
+            cpu.threads.set_threads(None)
     assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
     asked = {step.recipe.options.threads for step in layer._prepared.stream._steps.values()}
     assert asked == ({1} if units == 16 else {1, 2, 3})

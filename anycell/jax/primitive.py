@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from anycell.engines.cpu import pool
+from anycell.engines import cpu
 from anycell.jax import fused
 from anycell.jax.arguments import JAX, as_arrays, check_array, check_key, known
 from anycell.lang.cell import Cell
@@ -129,7 +129,7 @@ def recurrence(
 
 def run(plan: Plan, options: Options, names: tuple[str, ...], arrays: Mapping[str, Any]) -> Any:
     """Runs a layer; see ``fused.run``. None stands for an array that is not given."""
-    options = options._replace(threads=pool.threads())
+    options = options._replace(threads=cpu.threads.current())
     return fused.run(plan, options, names, {n: a for n, a in arrays.items() if a is not None})
 
 

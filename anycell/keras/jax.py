@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from anycell.engines.cpu import pool
+from anycell.engines import cpu
 from anycell.jax import fused
 from anycell.jax.primitive import planned
 from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
@@ -36,7 +36,9 @@ def refusal(x: Tensor | None = None) -> str | None:
 def run(call: Call, arrays: Arrays) -> Result:
     """Runs a layer on the fused kernels; outside of ``jax.jit``, compiled once for each shape."""
     options = call.options if call.outputs else call.options.unread()
-    return _run(call._replace(options=options._replace(threads=pool.threads())), dict(arrays))
+    return _run(
+        call._replace(options=options._replace(threads=cpu.threads.current())), dict(arrays)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -11,13 +11,12 @@ import numpy as np
 from keras import ops, tree
 from keras.src import backend  # the scope in which Keras calls layers has no public name
 
-from anycell.engines.cpu import pool
 from anycell.keras.backends import as_written, recorded
 from anycell.keras.call import Tensor, expect, flags, for_all, real, tensor
 from anycell.layer.checks import refuse
 from anycell.layer.stream import Stream
 from anycell.layer.view import value
-from anycell.numpy import check
+from anycell.numpy import check, threads
 from anycell.numpy.host import host_of
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class Steps:
             arrays = {name: value(weight) for name, weight in view.learned[0].items()}
             weights = {n: np.array(ops.convert_to_numpy(a), dtype) for n, a in arrays.items()}
             host, sizes = host_of(np.dtype(dtype)), dict(view.sizes)
-            stream = Stream(host, view.cell, sizes, dtype, [weights], pool.threads())
+            stream = Stream(host, view.cell, sizes, dtype, [weights], threads.current())
         self._prepared = Packed(stream, me)
         return self
 
@@ -187,7 +186,7 @@ class Steps:
         before = [read("states", state, width)[None] for state, (_, width) in pairs]
         static = None if static is None else read("static", static, stream.hidden)
         arrays = read("x", x, stream.width), before, static
-        output, new = stream.step(rows, *arrays, pool.threads())
+        output, new = stream.step(rows, *arrays, threads.current())
         return ops.convert_to_tensor(output), [ops.convert_to_tensor(s[0]) for s in new]
 
     def _forwards(self, method: str) -> None:

@@ -119,7 +119,8 @@ def run(call: Call, arrays: Arrays) -> Result:
     tensors = [*flat, *flags.values()]
     if taped:
         wanted = tuple([n for n in names if record.should_record_backprop([parts[n]])])
-    threads = tf.config.threading.get_intra_op_parallelism_threads() or cpu.pool.threads()
+    threads = cpu.threads.within() or tf.config.threading.get_intra_op_parallelism_threads()
+    threads = threads or cpu.threads.current()
     call = call._replace(options=call.options._replace(threads=threads))
     cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name

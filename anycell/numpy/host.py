@@ -12,6 +12,7 @@ import numpy.typing as npt
 from anycell.engines import cpu
 from anycell.layer.products import multiply
 from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS
+from anycell.numpy import threads
 from anycell.plan import DTYPES
 from anycell.requirement import require
 
@@ -127,5 +128,5 @@ class NumpyHost:
         if wide is self and a.size * b.shape[1] <= SMALL:
             return a @ b
         out = wide.empty((a.shape[0], b.shape[1]))
-        multiply(self, self.dtype.name, a, b, out, False, cpu.pool.threads())
+        multiply(self, self.dtype.name, a, b, out, False, threads.current())
         return out

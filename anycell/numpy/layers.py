@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell import cells
-from anycell.engines.cpu import pool
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places
@@ -28,7 +27,7 @@ from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import of_layer, state_names
 from anycell.layer.stream import Stream
 from anycell.named import shown
-from anycell.numpy import check, initializers, passes
+from anycell.numpy import check, initializers, passes, threads
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import host_of
 from anycell.numpy.streaming import Packed
@@ -246,7 +245,7 @@ class RNN(Explained, Layer):
             reverse=(False, True)[: 1 + self.bidirectional],
             training=training,
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
-            threads=pool.threads(),
+            threads=threads.current(),
             checkpoint=check_checkpoint(self.checkpoint),
             **(check_options(options, function=type(self).forward) if options else {}),
         )
@@ -361,8 +360,8 @@ class RNN(Explained, Layer):
         packed, chosen = Packed(self.cell, self._parameters), self.plan
         if chosen.engine == "cpu" and not chosen.types.mixed:
             weights = [self._learned(k) for k in range(self.num_layers)]
-            host, threads = host_of(self.dtype), pool.threads()
-            packed.stream = Stream(host, chosen.cell, self.sizes, chosen.dtype, weights, threads)
+            given = host_of(self.dtype), chosen.cell, self.sizes, chosen.dtype, weights
+            packed.stream = Stream(*given, threads.current())
         self._prepared = packed
         return self
 
@@ -407,7 +406,7 @@ class RNN(Explained, Layer):
             start = None
             if reset_state is not None:
                 start = self._states("reset_state", reset_state, len(x))
-            given = len(x), x, states, static, pool.threads(), resets, start
+            given = len(x), x, states, static, threads.current(), resets, start
             output, new = packed.stream.step(*given)
             return output, tuple(new) if len(new) > 1 else new[0]
         pending, axis = self._saved, 1 if self.batch_first else 0

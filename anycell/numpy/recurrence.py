@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell import layer
-from anycell.engines.cpu import pool
 from anycell.lang.cell import Cell
 from anycell.layer.checks import Layout, check_cell, choice, refuse
 from anycell.layer.primitive import arguments, check_input, learned_by_name, options_and_seed
-from anycell.numpy import passes
+from anycell.numpy import passes, threads
 from anycell.numpy.check import STRICT
 from anycell.numpy.host import host_of
 from anycell.plan import OPTIONS, FunctionOptions, plan, takes
@@ -104,7 +103,7 @@ def recurrence(
     how, seed = options_and_seed(options, recurrence, _OPTIONS)
     if how.training and cell.keeps and seed is None:
         refuse("seed", "None", "an int", f"Pass a seed: in training cell {cell.name} draws masks.")
-    how = how._replace(seed=seed or 0, threads=pool.threads())
+    how = how._replace(seed=seed or 0, threads=threads.current())
     finals: passes.States
     if chosen.engine == "reference":
         chosen = plan(cell, *form, "reference", sizes)

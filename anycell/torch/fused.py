@@ -20,7 +20,7 @@ from anycell.plan import Call, Options, Plan, Sizes, plan
 from anycell.plan.dtype import dtypes
 from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.device import DeviceHost, Returned, host_of
-from anycell.torch.host import HOSTS, threads
+from anycell.torch.host import HOSTS
 from anycell.torch.observers import stepwise, watched
 
 # The engine that has the kernels for each type of device.
@@ -208,7 +208,7 @@ def _host_of(plan: Plan, arrays: Arrays) -> DeviceHost:
 def on_threads(options: Options) -> Options:
     """Returns the options of a call with torch's number of threads."""
     # Saves small layers a call of ``threads``.
-    return _on(options, threads() if cpu.pool.FORKED else torch.get_num_threads())
+    return _on(options, cpu.threads.within() or torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=256)

@@ -49,31 +49,57 @@ def as_flags(array: Tensor) -> Tensor | None:
 
 
 def threads() -> int:
-    """Returns the largest number of threads for a call, which is torch's.
-
-    In a forked child the OpenMP threads of the parent are gone, and torch would wait for them. So
-    the first call there sets torch's own operators to one thread; ours keep the number of before.
-    """
-    return _of_child(os.getpid()) if cpu.pool.FORKED else torch.get_num_threads()
+    """Returns the largest number of threads for a call, which is torch's."""
+    return cpu.threads.within() or torch.get_num_threads()
 
 
-@functools.lru_cache(maxsize=1)
-def _of_child(pid: int) -> int:
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    return count
+@functools.cache
+def _function(name: str) -> Any:
+    """A function of PyTorch, or of a library that it is linked to; None where there is none."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return getattr(library, name)
+    except (OSError, AttributeError):
+        return None
 
 
 @functools.cache
 def _blas(name: str) -> int:
     """The address of a function of the MKL in PyTorch; 0 where there is none."""
-    if not torch.backends.mkl.is_available():
-        return 0
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
-    except (OSError, AttributeError):
-        return 0
+    function = _function(name) if torch.backends.mkl.is_available() else None
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+class _Forks:
+    """Keeps torch's operators usable in forked children.
+
+    GNU's OpenMP runtime does not survive a fork: in a child, operators and MKL wait for threads
+    that only the parent has. So before a fork the runtime ends its threads; both processes start
+    new ones when they need them. Where it cannot (the runtime is older than GCC 9, or this process
+    was forked before this import) torch gets one thread in the child.
+
+    Attributes:
+        safe: whether operators may use several threads in this process.
+    """
+
+    def __init__(self) -> None:
+        self.safe, self._ended = True, False
+        if cpu.pool.FORKED:
+            self._settle()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=self._prepare, after_in_child=self._settle)
+
+    def _prepare(self) -> None:
+        pause = _function("omp_pause_resource_all")
+        self._ended = pause is not None and pause(1) == 0  # omp_pause_soft
+
+    def _settle(self) -> None:
+        if not self._ended:
+            self.safe = False
+            torch.set_num_threads(1)
+
+
+forks = _Forks()
 
 
 class TorchHost:
@@ -120,11 +146,11 @@ class TorchHost:
 
     @property
     def blas(self) -> int:
-        """The address of a Fortran gemm of this dtype; 0 if there is none, and in a forked child,
-        where the threads of its pool are gone.
+        """The address of a Fortran gemm of this dtype; 0 if there is none, and where it would wait
+        for threads of a parent.
         """
         name = _GEMM.get(self.dtype)
-        return _blas(name) if name and not cpu.pool.FORKED else 0
+        return _blas(name) if name and forks.safe else 0
 
     def template(self, shape: tuple[int, ...]) -> Tensor:
         if math.prod(shape) < 2:  # ``empty_like`` would keep the strides of 0 of the expanded one

@@ -25,6 +25,7 @@ from problems import (
 )
 from tolerances import is_slope
 
+import anycell
 from anycell import Cell, cells
 from anycell.layer.recipe import Recipe
 from anycell.layer.stream import Stream
@@ -464,6 +465,26 @@ def check_steps(frontend: Frontend, cell: Cell, dtype: str, *words: str) -> None
         assert_solved(frontend.steps(problem), problem, gradients=False)
     assert packed.call_count == (0 if "prepare" in frontend.lacks else problem.shape[0])
     assert all(map(np.array_equal, before, problem.group("state")))
+
+
+# -- threads ---------------------------------------------------------------------------------------
+@ask("", cells=lambda frontend: some(frontend)[-1:])
+def test_threads(frontend: Frontend, cell: Cell, case: str, runs: list[Any]) -> None:
+    """``anycell.threads`` overrides all other settings, in both passes, and leaves no trace."""
+    if not frontend.fused:
+        pytest.skip("no kernel runs it")
+    problem = draw(cell, STANDARD, dtype=dtype(frontend))
+
+    def taken() -> set[int]:
+        runs.clear()
+        frontend.solve(problem)
+        return {run.options.threads for run in runs}
+
+    with anycell.threads(5):
+        with anycell.threads(7):
+            assert taken() == {7}
+        assert taken() == {5}
+    assert len(taken()) == 1 and not taken() & {5, 7}
 
 
 # -- second derivatives ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from anycell.engines.cpu import check, driver, gemm, isa, memory, pool
+from anycell.engines.cpu import check, driver, gemm, isa, memory, pool, threads
 from anycell.engines.cpu.door import WORTH_SPREADING
 from anycell.engines.cpu.kernel import Kernel, compiled
 from anycell.plan import DTYPES, LINE, Plan
@@ -124,5 +124,5 @@ def multiply(
 
 __all__ = [
     "WORTH_SPREADING", "Block", "Kernel", "Scratch", "check", "compiled", "driver", "gemm",
-    "hyperparameters", "isa", "memory", "multiply", "pool", "room", "scratch",
+    "hyperparameters", "isa", "memory", "multiply", "pool", "room", "scratch", "threads",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from anycell.engines.cpu import isa, jit, kernel, tiles
+from anycell.engines.cpu import isa, jit, kernel, threads, tiles
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
 from anycell.plan import Plan
@@ -13,6 +13,12 @@ from anycell.plan import Plan
 def describe(plan: Plan, backward: bool, batch: int | None) -> Iterator[str]:
     """Describes the tiles and passes of a kernel, the memory of a batch, and where the code is."""
     layout = Layout(plan, backward, isa.current())
+    if not backward:
+        most = threads.current()
+        yield (
+            f"a call takes at most {most} {_plural('thread', most)}, and one if it has little "
+            "work; PyTorch layers take torch's number"
+        )
     yield from _geometry(layout, batch)
     yield from _passes(layout)
     yield _code(layout)

@@ -10,6 +10,9 @@ would cost most of the compile time and could only undo the register tiling.
 A process that finds its kernels on disk does not print their text if the caller passes a `recipe`,
 from which the text follows, and does not import LLVM if `image` can load the code.
 
+Processes that start together compile each kernel once: one compiles, and the others wait for its
+entry. If it takes too long, or the file system has no locks, they compile too.
+
 The cache holds machine code that will be executed, so it is protected: only the user can write to
 its directory. Entries are named by a hash of all their inputs, sealed by a checksum and put in
 place by a rename. A damaged entry is compiled again; an unusable directory causes one warning, and
@@ -19,6 +22,7 @@ our mark is neither used nor pruned, and does not count towards the limit.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import hashlib
@@ -30,8 +34,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from anycell.environment import switch
@@ -46,6 +51,7 @@ FORMAT = 2  # raise it when the way from text to machine code changes, so that n
 PASSES = ("sroa", "simplify_cfg", "new_gvn", "instruction_combine")
 LIMIT = 256 << 20  # total bytes of entries above which the oldest are deleted
 ABANDONED = 3600  # seconds after which a draft's process has died: writing takes a moment
+PATIENCE = 30.0  # seconds that a process waits for a kernel that another process compiles
 
 _MAGIC = b"anycell\0"
 _SEAL = len(_MAGIC) + hashlib.sha256().digest_size
@@ -64,6 +70,35 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
     )
+
+_ending: int | None = None  # the thread in which the interpreter ends
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Holds ``lock``. While the interpreter ends, only the thread that ends it gets here."""
+    with lock:
+        _end_thread()
+        yield
+
+
+def _end_thread() -> None:
+    """Ends this thread, without a message, if another thread ends the interpreter."""
+    if _ending not in (None, threading.get_ident()):
+        raise SystemExit
+
+
+def _end() -> None:
+    """Waits for the compiler and keeps it from threads that go on, such as daemons: when the
+    process ends, LLVM's destructors run, and would abort the process beside the compiler.
+    """
+    global _ending
+    _ending = threading.get_ident()  # first, so that no thread takes the lock once more
+    with lock:
+        pass
+
+
+atexit.register(_end)
 
 
 class CacheWarning(UserWarning):
@@ -94,7 +129,7 @@ class Library:
 
     def assembly(self) -> str:
         """The text compiled to assembly, for reading."""
-        with lock:
+        with _alone():
             machine = _machine(self.target)
             return machine.emit_assembly(_optimised(self.text, machine))
 
@@ -116,7 +151,7 @@ def compile(
     """
     if switch("ANYCELL_DEBUG", default=False):
         print(_printed(text), file=sys.stderr)
-    with lock:
+    with _alone():
         name = _key(text, symbols, target, recipe)
         code, cached = _cached(name, lambda: _object(_printed(text), symbols, target))
         addresses = image.load(code, symbols) or _load(code, symbols, target)
@@ -155,7 +190,7 @@ def _printed(text: Text) -> str:
 
 def code_size(code: bytes) -> int:
     """Bytes of machine instructions in an object file."""
-    with lock:
+    with _alone():
         sections = _llvm().object_file.ObjectFileRef.from_data(code).sections()
         return sum(section.size() for section in sections if section.is_text())
 
@@ -387,6 +422,28 @@ class _Cache:
         with contextlib.suppress(OSError):  # the entry is in place; the next write prunes again
             self._prune()
 
+    @contextlib.contextmanager
+    def claim(self, name: str) -> Iterator[None]:
+        """Waits until no other process compiles an entry, and keeps others waiting. The system ends
+        the claim of a process that dies.
+
+        The claim is a locked file with the name of a draft. Nothing relies on it: without locks,
+        or after ``PATIENCE``, two processes compile the same entry, and one replaces the other's.
+        """
+        claimed, file = f"{name}.{0:016x}", None
+        with contextlib.suppress(OSError):  # a directory that is read only, or a strange file
+            file = self._open(self._name(claimed), os.O_RDWR | os.O_CREAT)
+        try:
+            until = time.monotonic() + PATIENCE
+            while file is not None and not _locked(file) and time.monotonic() < until:
+                _end_thread()
+                time.sleep(0.005)
+            yield
+        finally:
+            if file is not None:
+                os.close(file)
+                self._unlink(claimed)
+
     def files(self) -> list[_File]:
         """The regular files whose names have our form."""
         files = []
@@ -430,6 +487,33 @@ class _Cache:
             os.unlink(self._name(name), dir_fd=self._fd)
 
 
+if sys.platform == "win32":
+    import msvcrt
+
+    def _locked(file: int) -> bool:
+        """Locks an open file until it is closed; False while another process has locked it."""
+        try:
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        except PermissionError:
+            return False
+        except OSError:  # no locks here
+            pass
+        return True
+
+else:
+    import fcntl
+
+    def _locked(file: int) -> bool:
+        """Locks an open file until it is closed; False while another process has locked it."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # no locks here
+            pass
+        return True
+
+
 _warned: set[str] = set()
 
 
@@ -443,8 +527,21 @@ def _warn(error: OSError) -> None:
             "compiles them anew, in a few tenths of a second per kernel. Set ANYCELL_CACHE_DIR to "
             "a directory that only you can write, or ANYCELL_CACHE=0 to silence this warning.",
             CacheWarning,
-            stacklevel=4,
+            stacklevel=_level(sys._getframe(1)),
         )
+
+
+def _level(frame: Any) -> int:
+    """The stack level at which a warning points at the user's call: past this package, and past the
+    installed ones through which it was called, such as a framework.
+    """
+    package, level = str(Path(__file__).parents[2]) + os.sep, 2
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith(package) or "site-packages" in file or "dist-packages" in file):
+            break
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _cached(name: str, build: Callable[[], bytes]) -> tuple[bytes, bool]:
@@ -459,9 +556,12 @@ def _cached(name: str, build: Callable[[], bytes]) -> tuple[bytes, bool]:
     with cache:
         if code := cache.read(name):
             return code, True
-        code = build()
-        try:
-            cache.write(name, code)
-        except OSError as error:
-            _warn(error)
-        return code, False
+        with cache.claim(name):
+            if code := cache.read(name):  # another process was faster
+                return code, True
+            code = build()
+            try:
+                cache.write(name, code)
+            except OSError as error:
+                _warn(error)
+            return code, False

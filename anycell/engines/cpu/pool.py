@@ -34,13 +34,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from anycell import environment
-from anycell.refusal import refuse
-
 from . import ir, isa, jit
+from .threads import MOST as MOST
 
 SPIN = 8000  # turns that a thread spins before it sleeps: 0.1 to 0.4 ms, as between calls of layers
-MOST = 1024  # the most threads of a gang
 PATIENCE = 1.0  # seconds that a call waits for new threads to begin before it goes on with fewer
 # At a step whose units are shared, turns that a thread waits before it takes pieces that nobody has
 # begun, and lets other threads have its core: about 10 us.
@@ -48,62 +45,6 @@ SPINS = 400
 # Nanoseconds, roughly: of waiting that a call never minds, and for how long at most the calls after
 # one that minded run in one part.
 LOSS, REST = 50_000, 250_000_000
-
-_chosen: int | None = None
-
-
-# ----------------------------------------------------------------------------------------- how many
-
-
-def threads() -> int:
-    """The number of parts of a call, unless the frontend chooses another number.
-
-    It is the number passed to `set_threads`, else `ANYCELL_NUM_THREADS`, else `OMP_NUM_THREADS`,
-    else the CPUs that this process may use. All but a container's quota are read at every call.
-
-    Raises:
-        ValueError: if `ANYCELL_NUM_THREADS` is not a whole number from 1 to `MOST`.
-    """
-    if _chosen is not None:
-        return _chosen
-    if count := _requested(*map(os.environ.get, ("ANYCELL_NUM_THREADS", "OMP_NUM_THREADS"))):
-        return count
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, min(len(os.sched_getaffinity(0)), _quota()))
-    return os.cpu_count() or 1
-
-
-@lru_cache(maxsize=64)
-def _requested(ours: str | None, openmps: str | None) -> int | None:
-    """The number that the two variables set, if any; their texts are the key of its cache."""
-    if count := environment.whole_number("ANYCELL_NUM_THREADS", MOST):
-        return count
-    # OpenMP allows a list, one number per nesting level, and ignores what it cannot read.
-    return environment.number((openmps or "").split(",")[0], MOST)
-
-
-def set_threads(count: int | None) -> None:
-    """Sets what `threads()` returns; None goes back to the environment and the machine.
-
-    Raises:
-        ValueError: if `count` is neither None nor a whole number from 1 to `MOST`.
-    """
-    global _chosen
-    whole = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
-    if count is not None and not (whole and 1 <= count <= MOST):
-        refuse("threads", repr(count), f"a whole number from 1 to {MOST}, or None")
-    _chosen = None if count is None else int(count)
-
-
-@lru_cache(maxsize=1)
-def _quota() -> int:
-    """The number of CPUs in the container's quota; more threads would only stop each other."""
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-        return -(-int(quota) // int(period))
-    except (OSError, ValueError):  # no such file, or "max"
-        return MOST
 
 
 # -------------------------------------------------------------------------------------- native code
