@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from anycell.engines import cpu
 from anycell.engines.cpu.door import NEAR_CACHE
+from anycell.engines.cpu.idioms import in_pairs
 from anycell.lang.cell import RECURRENT
 from anycell.layer.arguments import Array
+from anycell.layer.recipe import View
 from anycell.layer.schedule import chunk_steps
 from anycell.plan import Plan
 
 # Bytes of the projected gates of a chunk, for all directions: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
 WORTH_PACKING = 256  # rows of all steps from which packing the input weight may pay off
-# Rows of a single step below which packing the weights for its products does not pay off either.
-FEW_ROWS = 12
+# Rows of a single step up to which packing the weights for its products does not pay off either:
+# mostly; without fused multiply-adds; and where an instruction adds two products of bfloat16, for
+# which weights that are not packed are widened.
+FEW_ROWS, FEW_ROWS_UNFUSED, FEW_ROWS_IN_PAIRS = 16, 3, 2
+ROWS_A_VECTOR = 1.5  # the same for each vector of a sum whose lanes have to be added up
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay off
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
@@ -65,6 +70,24 @@ def projects(
     if recurrent.geometry.tiled:
         return holes or (batch >= TILED_ROWS and size <= TILED_WEIGHTS)
     return holes or size <= WEIGHTS_SHARE * NEAR_CACHE
+
+
+def few(plan: Plan, rows: int, weight: View) -> bool:
+    """Whether a single step multiplies by a weight without packing it.
+
+    Args:
+        rows: of the step.
+        weight: ``[length of the sums, columns]``. If its columns are dense, the lanes of each sum
+            must be added up, which takes as long as some vectors of the sum.
+    """
+    target, types = cpu.isa.current(), plan.types
+    if not target.fma:
+        return rows <= FEW_ROWS_UNFUSED
+    if in_pairs(target, types.operands.llvm):
+        return rows <= FEW_ROWS_IN_PAIRS
+    inner, dense_columns = weight.shape[0], weight.strides[0] == 1
+    vectors = inner / target.lanes(types.accumulate.llvm)
+    return rows <= (min(FEW_ROWS, ROWS_A_VECTOR * vectors) if dense_columns else FEW_ROWS)
 
 
 def sparse(mask: Array | None) -> bool:

@@ -266,12 +266,13 @@ class Driver:
         the rows of B are dense, they are the matmul's; else each lane adds up a part of the sum.
         """
         b, one, first, last = self._part("few_rows", "columns")
-        most = 4 if self.matmul.module.target.registers == 32 else 3  # rows of a block
         a, into = one.pointer("a"), one.pointer("c")
 
-        def blocks(column: Value, print_block: Callable[[list[Value], list[Value]], None]) -> None:
-            """Cuts the rows into blocks: prints each size from the addresses of its rows of A and
-            of its results, which begin in ``column``.
+        def blocks(
+            most: int, column: Value, print_block: Callable[[list[Value], list[Value]], None]
+        ) -> None:
+            """Cuts the rows into blocks of up to ``most``: prints each size from the addresses of
+            its rows of A and of its results, which begin in ``column``.
             """
             with b.loop(0, one["rows"], most) as begin:
                 count = b.smin(one["rows"] - begin, most)
@@ -283,19 +284,22 @@ class Driver:
 
         with b.when(one["b_inner"].eq(1)) as otherwise:
             whole = first + (last - first) // BLOCK * BLOCK
+            # The sums of a block, a number of each row and a number of B fill 16 registers.
+            most = 4 if b.target.registers == 32 else 3 if b.target.fma else 2
             for begin, end, count in ((first, whole, BLOCK), (whole, last, 1)):
                 with b.loop(begin, end, count) as column:
-                    blocks(column, functools.partial(self._dots, b, one, column, count))
+                    blocks(most, column, functools.partial(self._dots, b, one, column, count))
         width = BLOCK * b.lanes
         with otherwise, b.loop(first, last, width) as column:
-            left = last - column
-            if b.target.masks:  # a load under a mask takes no longer
-                blocks(column, functools.partial(self._rows_of_b, b, one, column, left))
-            else:
-                with b.when(left >= width) as part:
-                    blocks(column, functools.partial(self._rows_of_b, b, one, column, None))
-                with part:
-                    blocks(column, functools.partial(self._rows_of_b, b, one, column, left))
+            left, most = last - column, 4 if b.target.registers == 32 else 2
+            of_block = functools.partial(self._rows_of_b, b, one, column)
+            with b.when(left >= width) as last_columns:
+                blocks(most, column, functools.partial(of_block, BLOCK, None))
+            with last_columns:
+                with b.when(left > width // 2) as half:
+                    blocks(most, column, functools.partial(of_block, BLOCK, left))
+                with half:
+                    blocks(most, column, functools.partial(of_block, BLOCK // 2, left))
 
     def _dots(
         self, b: Builder, one: Entries, column: Value, count: int, rows: list[Value],
@@ -326,13 +330,13 @@ class Driver:
             b.store(total.value, to)
 
     def _rows_of_b(
-        self, b: Builder, one: Entries, column: Value, left: Value | None, rows: list[Value],
-        results: list[Value],
+        self, b: Builder, one: Entries, column: Value, vectors: int, left: Value | None,
+        rows: list[Value], results: list[Value],
     ) -> None:  # fmt: skip
-        """Multiplies each number of rows by vectors of a dense row of B, of which ``left`` columns
-        are left if not all; adds as the matmul does.
+        """Multiplies each number of rows by vectors of a dense row of B, of which only ``left``
+        columns are there if it is not None; adds as the matmul does.
         """
-        counts = [None if left is None else left - n * b.lanes for n in range(BLOCK)]
+        counts = [None if left is None else left - n * b.lanes for n in range(vectors)]
         masks = [None if count is None else b.lane_mask(count) for count in counts]
         inner, of_b = one["inner"], b.gep(one.pointer("b"), column, self.right)
         with b.loop(0, b.smax(inner, 1), gemm.INNER) as begin:
@@ -350,7 +354,7 @@ class Driver:
                         sum_.value = b.fma(value, right, sum_.value)
             adds = one["add"].ne(0) | (begin > 0)
             for of_row, to in zip(sums, results, strict=True):
-                places = [b.gep(to, n * b.lanes) for n in range(BLOCK)]
+                places = [b.gep(to, n * b.lanes) for n in range(vectors)]
                 with b.when(adds):
                     for sum_, place, mask in zip(of_row, places, masks, strict=True):
                         sum_.value = self._numbers(b, place, mask, b.real) + sum_.value

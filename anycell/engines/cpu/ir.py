@@ -518,7 +518,8 @@ class Builder:
             vectors = [self.shuffle(x, y, lower) + self.shuffle(x, y, upper) for x, y in pairs]
         while len(vectors) > 1:
             width = range(2 * shape(vectors[0].type)[0])
-            vectors = [self.shuffle(x, y, width) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+            halves = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [self.shuffle(x, y, width) for x, y in halves]
         return vectors[0]
 
     def reduce_max(self, x: Value) -> Value:
