@@ -229,7 +229,11 @@ def draft_step(host: Host, whole: Plan, arrays: Mapping[str, Array], threads: in
     names = run.plan.cell.state_names
     finals = [recipe.new((1, rows, size)) for _, size in states_of(run.plan)]
     run.place_parts({f"final {n}": final for n, final in zip(names, finals, strict=True)})
-    return finish(recipe, [run])
+    finish(recipe, [run])
+    for name, final in zip(names, finals, strict=True):
+        if f"state {name}" in arrays:
+            recipe.aliases[recipe.names.index(f"state {name}")] = recipe.number(final)
+    return recipe
 
 
 def _dense(view: View) -> View:
