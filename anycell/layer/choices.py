@@ -14,11 +14,16 @@ from anycell.plan import Plan
 # Bytes of the projected gates of a chunk, for all directions: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
 WORTH_PACKING = 256  # rows of all steps from which packing the input weight may pay off
-# Rows of a single step up to which packing the weights for its products does not pay off either:
-# mostly; without fused multiply-adds; and where an instruction adds two products of bfloat16, for
-# which weights that are not packed are widened.
-FEW_ROWS, FEW_ROWS_UNFUSED, FEW_ROWS_IN_PAIRS = 16, 3, 2
-ROWS_A_VECTOR = 1.5  # the same for each vector of a sum whose lanes have to be added up
+# Rows of a single step up to which packing a weight for its products does not pay off either. If the
+# columns of the weight are dense, the lanes of each sum have to be added up: then it is this many
+# rows for each vector of a sum.
+FEW_ROWS = 16
+ROWS_A_VECTOR = 1.5
+# The same where an instruction adds two products of packed bfloat16, and without fused
+# multiply-adds, where packing takes a smaller part of the time.
+FEW_ROWS_IN_PAIRS = 4
+PAIRED_ROWS_A_VECTOR = 0.125
+FEW_ROWS_UNFUSED = 3
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay off
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
@@ -77,17 +82,18 @@ def few(plan: Plan, rows: int, weight: View) -> bool:
 
     Args:
         rows: of the step.
-        weight: ``[length of the sums, columns]``. If its columns are dense, the lanes of each sum
-            must be added up, which takes as long as some vectors of the sum.
+        weight: ``[length of the sums, columns]``, with dense rows or columns.
     """
     target, types = cpu.isa.current(), plan.types
-    if not target.fma:
-        return rows <= FEW_ROWS_UNFUSED
+    most, of_vector = FEW_ROWS, ROWS_A_VECTOR
     if in_pairs(target, types.operands.llvm):
-        return rows <= FEW_ROWS_IN_PAIRS
-    inner, dense_columns = weight.shape[0], weight.strides[0] == 1
-    vectors = inner / target.lanes(types.accumulate.llvm)
-    return rows <= (min(FEW_ROWS, ROWS_A_VECTOR * vectors) if dense_columns else FEW_ROWS)
+        most, of_vector = FEW_ROWS_IN_PAIRS, PAIRED_ROWS_A_VECTOR
+    elif not target.fma:
+        most = FEW_ROWS_UNFUSED
+    if weight.strides[0] == 1:
+        vectors = weight.shape[0] / target.lanes(types.accumulate.llvm)
+        most = min(most, max(1, int(of_vector * vectors)))
+    return rows <= most
 
 
 def sparse(mask: Array | None) -> bool:
