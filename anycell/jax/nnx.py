@@ -11,6 +11,7 @@ require("flax", "anycell.jax.nnx", "flax")
 from flax import nnx  # noqa: E402
 
 from anycell.jax import layers  # noqa: E402
+from anycell.jax.streaming import Prepared  # noqa: E402
 from anycell.lang.cell import Cell  # noqa: E402
 
 
@@ -54,8 +55,29 @@ class RNN(nnx.Module):
 
     def __call__(self, x: Any, state: Any = None, **options: Any) -> tuple[Any, ...]:
         """Runs whole sequences; see ``anycell.jax.RNN``."""
-        params = {name: getattr(self, name)[...] for name in self.layers.shapes}
         training = {"training": not self.deterministic} | options
         if training["training"] and self.rngs is not None:
             training = {"seed": self.rngs.dropout()} | training
-        return self.layers(params, x, state, **training)
+        return self.layers(self._params(), x, state, **training)
+
+    def initial_state(self, batch: int | None) -> Any:
+        """The state from which a call without one starts; see ``anycell.jax.RNN``."""
+        return self.layers.initial_state(batch, self._params()["weight_ih_l0"].dtype)
+
+    def prepare(self) -> Prepared:
+        """Packs the weights as they are now for ``step``; see ``anycell.jax.RNN``."""
+        return self.layers.prepare(self._params())
+
+    def step(
+        self, x: Any, state: Any = None, *, prepared: Prepared | None = None, **options: Any
+    ) -> tuple[Any, Any]:
+        """Runs one step, in evaluation; see ``anycell.jax.RNN``.
+
+        Args:
+            prepared: what ``prepare`` returned; None for a step, with gradients, by the parameters.
+        """
+        params = self._params() if prepared is None else prepared
+        return self.layers.step(params, x, state, **options)
+
+    def _params(self) -> dict[str, Any]:
+        return {name: getattr(self, name)[...] for name in self.layers.shapes}

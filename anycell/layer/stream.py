@@ -202,7 +202,7 @@ def draft_packing(host: Host, whole: Plan, weights: Mapping[str, Array], threads
     views = recipe.views | {"x": x}
     run = Run(
         recipe, projecting(whole, inputs), recipe.options, False, False, views,
-        lambda size: recipe.new((size,)),
+        lambda size: recipe.new((size,), "zeros"),  # also between and after the weights
     )  # fmt: skip
     run.begin = run.steps
     return finish(recipe, [run])
