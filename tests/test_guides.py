@@ -154,3 +154,11 @@ def test_a_notebook_has_been_run(path: Path) -> None:
 def test_a_notebook_runs(path: Path) -> None:
     pytest.importorskip("nbclient")
     assert "cells have run" in run("tools/notebooks.py", path.stem, "--check")
+
+
+def test_the_rollout_in_jax() -> None:
+    """The page's own program, whose ratio is 1 where an update begins."""
+    pytest.importorskip("jax")
+    names: dict[str, Any] = {}
+    for block in blocks("docs/guides/reinforcement-learning-jax.md"):
+        exec(block, names)

@@ -181,7 +181,7 @@ def test_gradients(x: Any) -> None:
         lambda p: loss(layer.prepare(p), x[0], state),
         lambda p: loss(replace(prepared, params=p), x[0], state),
     ):
-        with pytest.raises(TypeError, match="given prepared weights.*call the layer on the seq"):
+        with pytest.raises(TypeError, match=r"given prepared weights.*call the layer on the seq"):
             jax.grad(of)(params)
 
 
@@ -225,7 +225,7 @@ def test_whose_weights_are_prepared(x: Any, monkeypatch: pytest.MonkeyPatch) -> 
     layer, both = aj.LSTM(I, H), aj.LSTM(I, H, bidirectional=True)
     params = layer.init(KEY)
     prepared = layer.prepare(params)
-    with pytest.raises(ValueError, match="weights prepared by .*; expected LSTM"):
+    with pytest.raises(ValueError, match=r"weights prepared by .*; expected LSTM"):
         aj.LSTM(I, H, bias=False).step(prepared, x[0])
     for refused in (lambda: both.prepare(params), lambda: both.step(params, x[0])):
         with pytest.raises(ValueError, match="bidirectional=True"):

@@ -157,6 +157,7 @@ def _kept_tree(of: Pass, flat: Sequence[Array]) -> Any:
 
 # ---- the same step by step -----------------------------------------------------------------------
 def layer_by_scan(*flat: Array, of: Pass) -> Flat:
+    """The results of a layer, step by step."""
     return jax.tree.leaves(_composite(of, of.arrays(flat)))
 
 

@@ -14,16 +14,14 @@ from anycell.plan import Plan
 # Bytes of the projected gates of a chunk, for all directions: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
 WORTH_PACKING = 256  # rows of all steps from which packing the input weight may pay off
-# Rows of a single step up to which packing a weight for its products does not pay off either. If the
-# columns of the weight are dense, the lanes of each sum have to be added up: then it is this many
-# rows for each vector of a sum.
+# Rows of a single step up to which packing a weight for its products does not pay off either; and,
+# for each vector of a sum, if the columns of the weight are dense: then lanes must be added up.
 FEW_ROWS = 16
 ROWS_A_VECTOR = 1.5
-# The same where an instruction adds two products of packed bfloat16, and without fused
-# multiply-adds, where packing takes a smaller part of the time.
+# The same where an instruction adds two products of packed bfloat16.
 FEW_ROWS_IN_PAIRS = 4
 PAIRED_ROWS_A_VECTOR = 0.125
-FEW_ROWS_UNFUSED = 3
+FEW_ROWS_UNFUSED = 3  # without fused multiply-adds packing takes a smaller part of the time
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay off
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too

@@ -305,7 +305,7 @@ class Driver:
         self, b: Builder, one: Entries, column: Value, count: int, rows: list[Value],
         results: list[Value],
     ) -> None:  # fmt: skip
-        """Multiplies rows by ``count`` dense columns of B; the lanes of a vector are summed last."""
+        """Multiplies rows by ``count`` dense columns of B; lanes are added up last."""
         inner, apart = one["inner"], one["b_columns"]
         columns = [b.gep(one.pointer("b"), (column + n) * apart, self.right) for n in range(count)]
         sums = [[b.variable(0.0, b.vec) for _ in columns] for _ in rows]
@@ -324,7 +324,8 @@ class Driver:
         with b.when(whole < inner):
             add(whole, b.lane_mask(inner - whole))
         for of_row, to in zip(sums, results, strict=True):
-            total = b.variable(b.reduce_each([sum_.value for sum_ in of_row]), vector(count, b.real))
+            each = b.reduce_each([sum_.value for sum_ in of_row])
+            total = b.variable(each, each.type)
             with b.when(one["add"].ne(0)):
                 total.value += b.load(to, total.type)
             b.store(total.value, to)
