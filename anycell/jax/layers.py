@@ -371,7 +371,7 @@ class RNN(Explained):
         if isinstance(params, streaming.Prepared):
             params = params.of_step(self)
         params, x = self._params(params), as_arrays(x)
-        rows = x.shape[:-1] if isinstance(x, jax.Array) and x.ndim in (1, 2) else ("B",)
+        rows: Any = x.shape[:-1] if isinstance(x, jax.Array) and x.ndim in (1, 2) else ("B",)
         axes, axis = "one step" if rows else f"or [B, {self.input_size}], one step", 0
         x = check_array("x", x, (*rows, self.input_size), axes, params["weight_ih_l0"])
         if resets is not None:

@@ -33,7 +33,7 @@ from anycell.plan import Options, Plan
 if TYPE_CHECKING:
     from anycell.jax.layers import RNN
 
-_BYTES = JaxHost(np.dtype(np.uint8))
+_BYTES: Any = JaxHost(np.dtype(np.uint8))
 
 
 @dataclass(frozen=True)
