@@ -142,7 +142,7 @@ def _pack_derivative(flat: Any, tangents: Any, *, of: Pass) -> Any:
 
 
 def _step_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, Flat]:
-    """By input and states alone."""
+    """Differentiates by input and states alone."""
     learned = {"packed", *of.plan.cell.learned}
     if learned.intersection(of.keys[i] for i in fused.moved_of(tangents)):
         _refuse_gradient()
