@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from anycell.engines import cpu
+from anycell.engines.cpu.driver import FEW
 from anycell.layer.run import Run
 
 
@@ -10,10 +11,15 @@ def _entry(run: Run, name: str) -> int:
     return run.recipe.cells[run.base + run.kernel.shared[name]]
 
 
+def _few(run: Run) -> bool:
+    weight = run.directions[0]["weight_ih"]
+    return run.by_weight(weight if run.backward else weight.T) == FEW
+
+
 ROADS: dict[str, Callable[[Run], bool]] = {
     "the kernel multiplies the input": lambda run: run.inputs > 0,
     "a single step": lambda run: run.single,
-    "a single step of few rows": lambda run: run.few,
+    "a single step of few rows": lambda run: run.single and _few(run),
     "several chunks": lambda run: run.chunk < run.steps,
     "several threads": lambda run: run.parts > 1,
     "threads split the units": lambda run: _entry(run, "units_split") > 0,

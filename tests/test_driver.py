@@ -265,3 +265,28 @@ def test_no_steps(backward: int) -> None:
     one.before.append({"rows": CHUNK, "columns": 1 << 40, "inner": 1 << 40, "a": 8, "b": 8, "c": 8})
     one.run()
     assert [call[:2] for call in one.calls] == [(0, 0)]
+
+
+@pytest.mark.parametrize("dtype", [name for name in dtypes("cpu") if DTYPES[name].plain])
+def test_bits_of_few_rows(dtype: str, rng: np.random.Generator) -> None:
+    """They do not depend on other rows or columns; if the rows of B are dense, they are those of
+    the matmul. Sums have several of its blocks.
+    """
+    a, b = numbers((9, 600), dtype, False, rng), numbers((600, 75), dtype, False, rng)
+
+    def product(a: Array, b: Array, kind: int) -> Array:
+        c = np.full((len(a), b.shape[1]), np.nan, dtype)
+        one = Pass(dtype)
+        one.before.append({
+            "rows": len(a), "columns": b.shape[1], "inner": 600, "along": 1, "kind": kind,
+            **matrix("a", a), **matrix("b", b), **matrix("c", c),
+        })  # fmt: skip
+        one.run()
+        return c
+
+    assert np.array_equal(product(a, b, driver.FEW), product(a, b, driver.OURS))
+    for weights in (b, turned(b, False)):
+        whole = product(a, weights, driver.FEW)
+        for rows, columns in ((slice(2, 3), slice(5, 70)), (slice(4, 9), slice(1, 2))):
+            part = product(a[rows], weights[:, columns], driver.FEW)
+            assert np.array_equal(part, whole[rows, columns])

@@ -48,7 +48,8 @@ from anycell.engines.cpu import isa
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.matmul import Blocks
 from anycell.lang.expr import Expr
-from anycell.layer.recipe import Recipe
+from anycell.layer import choices
+from anycell.layer.recipe import Recipe, View
 from anycell.numpy import RNN
 from anycell.numpy.host import NumpyHost
 from anycell.plan import plan
@@ -295,6 +296,30 @@ def test_batch_slices(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
                 sliced = rows_of(name, whole[name], part)
                 if sliced is not whole[name]:  # else it is a sum of all rows
                     assert_array_equal(value, sliced, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "dense_rows", "most"),
+    [
+        ("float32", {}, True, choices.FEW_ROWS),
+        ("float32", {}, False, 6),  # of four vectors
+        ("float64", {}, False, 12),
+        ("float32", {"fma": False}, True, choices.FEW_ROWS_UNFUSED),
+        ("bfloat16", {}, True, choices.FEW_ROWS),
+        ("bfloat16", {"pairs": "yes"}, True, choices.FEW_ROWS_IN_PAIRS),
+        ("bfloat16", {"pairs": "yes"}, False, 1),
+    ],
+)
+def test_how_many_rows_read_weights_that_are_not_packed(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, change: Any, dense_rows: bool, most: int
+) -> None:
+    target = replace(isa.current(), bits=512, fma=True, pairs="")
+    target = replace(target, **change)
+    one = plan(cells.LSTM, 64, dtype)
+    monkeypatch.setattr(isa, "current", lambda: target)
+    weight = View(0, (64, 256), (256, 1) if dense_rows else (1, 64), 4)
+    few = [rows for rows in range(1, 40) if choices.few(one, rows, weight)]
+    assert few == [*range(1, most + 1)]
 
 
 def test_few_rows_take_all_columns_at_once() -> None:

@@ -154,3 +154,12 @@ def test_a_notebook_has_been_run(path: Path) -> None:
 def test_a_notebook_runs(path: Path) -> None:
     pytest.importorskip("nbclient")
     assert "cells have run" in run("tools/notebooks.py", path.stem, "--check")
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_rollout_in_jax(count: int) -> None:
+    """The page's own program, whose ratio is 1 where an update begins; its last block has seeds."""
+    pytest.importorskip("jax")
+    names: dict[str, Any] = {}
+    for block in blocks("docs/guides/reinforcement-learning-jax.md")[:count]:
+        exec(block, names)

@@ -220,6 +220,10 @@ THRESHOLDS = {
         "TILED_WEIGHTS": None,
         "FILLED": "a mask with holes",
         "FEW_ROWS": "a single step of few rows",
+        "ROWS_A_VECTOR": "a single step of few rows",
+        "FEW_ROWS_IN_PAIRS": None,  # both sides of these: test_engines
+        "PAIRED_ROWS_A_VECTOR": None,
+        "FEW_ROWS_UNFUSED": None,
         "WORTH_A_THREAD": "several threads",
     },
     "engines/cpu/door.py": {

@@ -158,7 +158,8 @@ def _kept_tree(of: Pass, flat: Sequence[Array]) -> Any:
 
 
 # ---- the same step by step -----------------------------------------------------------------------
-def _layer_by_scan(*flat: Array, of: Pass) -> Flat:
+def layer_by_scan(*flat: Array, of: Pass) -> Flat:
+    """The results of a layer, step by step."""
     return jax.tree.leaves(_composite(of, of.arrays(flat)))
 
 
@@ -166,7 +167,7 @@ def _keeping_by_scan(*flat: Array, of: Pass) -> Flat:
     """Keeps nothing: ``_backward_by_scan`` reads nothing."""
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat]
     kept = jax.eval_shape(partial(_run_keeping, of=of), *shapes)[len(of.outcomes) :]
-    return [*_layer_by_scan(*flat, of=of), *(jnp.zeros(one.shape, one.dtype) for one in kept)]
+    return [*layer_by_scan(*flat, of=of), *(jnp.zeros(one.shape, one.dtype) for one in kept)]
 
 
 def _backward_by_scan(*flat: Array, of: Pass, wanted: Names, arriving: Names) -> Flat:
@@ -196,7 +197,7 @@ def _linear_by_scan(*flat: Array, of: Pass, moved: Names) -> Flat:
 
 
 # ---- the primitives ------------------------------------------------------------------------------
-def _primitive(name: str, kernels: Callable[..., Flat], scan: Callable[..., Flat]) -> Primitive:
+def primitive_of(name: str, kernels: Callable[..., Flat], scan: Callable[..., Flat]) -> Primitive:
     """A primitive that ``kernels`` run on the CPU, and ``scan`` elsewhere."""
     primitive = Primitive(f"anycell_{name}")
     primitive.multiple_results = True
@@ -226,14 +227,14 @@ def _primitive(name: str, kernels: Callable[..., Flat], scan: Callable[..., Flat
     return primitive
 
 
-_layer = _primitive("layer", _run_layer, _layer_by_scan)
-_keeping = _primitive("keeping", _run_keeping, _keeping_by_scan)
-_backward = _primitive("backward", _run_backward, _backward_by_scan)
-_linear = _primitive("linear", _linear_by_scan, _linear_by_scan)
+_layer = primitive_of("layer", _run_layer, layer_by_scan)
+_keeping = primitive_of("keeping", _run_keeping, _keeping_by_scan)
+_backward = primitive_of("backward", _run_backward, _backward_by_scan)
+_linear = primitive_of("linear", _linear_by_scan, _linear_by_scan)
 
 
 # ---- derivatives ---------------------------------------------------------------------------------
-def _moved(tangents: Sequence[Any]) -> list[int]:
+def moved_of(tangents: Sequence[Any]) -> list[int]:
     """The arguments that have a derivative."""
     return [
         i for i, t in enumerate(tangents) if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0
@@ -242,7 +243,7 @@ def _moved(tangents: Sequence[Any]) -> list[int]:
 
 def _of_results(flat: Sequence[Array], tangents: Sequence[Any], of: Pass) -> tuple[Flat, Flat, Any]:
     """Results of a layer, what it keeps, and the tangents of the results."""
-    moved = _moved(tangents)
+    moved = moved_of(tangents)
     made, count = _keeping.bind(*flat, of=of), len(of.outcomes)
     names = tuple(of.keys[i] for i in moved)
     directions = [tangents[i] for i in moved]
@@ -264,11 +265,11 @@ def _keeping_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, An
     return [*results, *kept], [*along, *map(jnp.zeros_like, kept)]
 
 
-def _by_scan(primitive: Primitive, scan: Callable[..., Flat]) -> Callable[..., Any]:
+def derivative_by_scan(primitive: Primitive, scan: Callable[..., Flat]) -> Callable[..., Any]:
     """The derivative of a primitive, from what it is step by step."""
 
     def derivative(flat: Any, tangents: Any, **static: Any) -> tuple[Flat, Flat]:
-        moved = _moved(tangents)
+        moved = moved_of(tangents)
 
         def of_moved(*some: Array) -> Flat:
             given = list(flat)
@@ -286,8 +287,8 @@ def _by_scan(primitive: Primitive, scan: Callable[..., Flat]) -> Callable[..., A
 
 ad.primitive_jvps[_layer] = _layer_derivative
 ad.primitive_jvps[_keeping] = _keeping_derivative
-ad.primitive_jvps[_backward] = _by_scan(_backward, _backward_by_scan)
-ad.primitive_jvps[_linear] = _by_scan(_linear, _linear_by_scan)
+ad.primitive_jvps[_backward] = derivative_by_scan(_backward, _backward_by_scan)
+ad.primitive_jvps[_linear] = derivative_by_scan(_linear, _linear_by_scan)
 
 
 def _transposed(arriving: Sequence[Any], *flat: Any, of: Pass, moved: Names) -> list[Any]:
@@ -313,7 +314,7 @@ ad.primitive_transposes[_linear] = _transposed
 
 
 # ---- batches -------------------------------------------------------------------------------------
-def _several(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
+def rule_of_vmap(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
     """The rule of ``vmap`` for a primitive; see ``batching``."""
 
     def rule(flat: Any, dims: Any, *, of: Pass, **static: Any) -> tuple[Flat, list[int]]:
@@ -347,9 +348,9 @@ def _several(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
     return rule
 
 
-interpreter.primitive_batchers[_layer] = _several(_layer, False)
-interpreter.primitive_batchers[_keeping] = _several(_keeping, False)
-interpreter.primitive_batchers[_backward] = _several(_backward, True)
+interpreter.primitive_batchers[_layer] = rule_of_vmap(_layer, False)
+interpreter.primitive_batchers[_keeping] = rule_of_vmap(_keeping, False)
+interpreter.primitive_batchers[_backward] = rule_of_vmap(_backward, True)
 
 
 def _linear_several(flat: Any, dims: Any, **static: Any) -> tuple[Flat, list[int]]:

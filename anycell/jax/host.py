@@ -116,7 +116,7 @@ class JaxHost:
         """Puts a pass into the graph; see ``layer.Host``."""
         made = [jax.ShapeDtypeStruct(shape, make.__self__.dtype) for make, shape in recipe.made]
         record, _ = _record(recipe, options.stream).buffer_info()
-        call = jax.ffi.ffi_call(_target(), made)
+        call = jax.ffi.ffi_call(_target(), made, input_output_aliases=recipe.aliases)
         seed = [options.seed.words] if isinstance(options.seed, Seed) else []
         return list(call(*given, *seed, record=np.int64(record)))
 

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from anycell.engines.cpu import isa
 from anycell.explanation import Explained, Subject
-from anycell.jax.arguments import JAX, as_arrays, check_array, check_key, refuse_kind
+from anycell.jax import streaming
+from anycell.jax.arguments import (
+    JAX,
+    as_arrays,
+    check_array,
+    check_flags,
+    check_key,
+    refuse_kind,
+)
 from anycell.jax.primitive import planned, run, seed_words
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
@@ -19,6 +28,7 @@ from anycell.layer.checks import (
     boolean,
     check_cell,
     check_names,
+    check_one_direction,
     check_options,
     check_recurrent_mask,
     check_sizes,
@@ -44,6 +54,16 @@ if TYPE_CHECKING:
 Array = Any
 State = Any  # a tuple of arrays, or the array of a cell with one state
 _DROPPED = 1 << 20  # added to a layer's number: the key of its dropout is folded with this
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuses all but floating point dtypes."""
+    expected = "a floating point dtype"
+    if is_array(dtype):
+        hint = "Leave it out: the layer knows its sizes, and needs no input."
+        refuse("dtype", describe(dtype), expected, hint, TypeError)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        refuse("dtype", describe(dtype), expected, "Pass jnp.float32.", TypeError)
 
 
 class RNN(Explained):
@@ -164,12 +184,8 @@ class RNN(Explained):
             key: of ``jax.random``.
             dtype: of all parameters: float32, bfloat16, float16 or float64.
         """
-        key, expected = check_key("key", key, "a key of jax.random"), "a floating point dtype"
-        if is_array(dtype):
-            hint = "Leave it out: the layer knows its sizes, and needs no input."
-            refuse("dtype", describe(dtype), expected, hint, TypeError)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            refuse("dtype", describe(dtype), expected, "Pass jnp.float32.", TypeError)
+        key = check_key("key", key, "a key of jax.random")
+        check_dtype(dtype)
         declared, bound = {p.name: p.initial for p in self.cell.params}, self.hidden_size**-0.5
         keys = jax.random.split(key, len(self.shapes))
         params = {}
@@ -267,6 +283,8 @@ class RNN(Explained):
             arrays |= {name: array[part] for name, array in states.items()}
             if training and cell.keeps:
                 arrays["seed"] = words
+            if f"packed_l{k}" in params:
+                arrays["packed"] = params[f"packed_l{k}"]
             last = besides_output(wanted, cell) if k + 1 == self.num_layers else ()
             x, final, others = run(plan, how._replace(stream=k), last, arrays)
             finals.append(final)
@@ -283,8 +301,105 @@ class RNN(Explained):
             return output, returned
         return output, returned, by_name(wanted, cell, output, [*map(laid_out, others)])
 
+    def initial_state(self, batch: int | None, dtype: Any = jnp.float32) -> State:
+        """The state from which a call without one starts, laid out as a call takes and returns it.
+
+        It is what the cell declares, mostly zero: the first carry of a ``lax.scan`` over steps.
+
+        Args:
+            batch: the number of rows; None for a call without a batch.
+            dtype: of the parameters.
+        """
+        rows = () if batch is None else (integer("batch", batch, 0),)
+        check_dtype(dtype)
+        layers = self.num_layers * (1 + self.bidirectional)
+        states = tuple(
+            jnp.full((layers, *rows, self.sizes[s.size]), s.initial, dtype)
+            for s in self.cell.states
+        )
+        return states if len(states) > 1 else states[0]
+
+    def prepare(self, params: Mapping[str, Array]) -> streaming.Prepared:
+        """Packs the weights for ``step``, once for all steps to come.
+
+        Call it outside of the loop over the steps. It returns a tree of arrays, a function of the
+        parameters: prepare the new ones after an update. Where no kernel steps (on a GPU, in 16
+        bits) it packs nothing, and steps are calls of the layer. ``step`` with the result has
+        derivatives by x and by states; to differentiate by parameters, pass these to ``step``.
+
+        Args:
+            params: as for a call.
+
+        Raises:
+            ValueError: for a bidirectional layer, which needs the end before the start.
+        """
+        check_one_direction("prepare", self)
+        params = self._params(params)
+        dtype = params["weight_ih_l0"].dtype
+        plan = planned(self.cell, self.hidden_size, dtype, None, self.sizes)
+        packed = streaming.pack(plan, self.num_layers, params)
+        return streaming.Prepared(params, packed, self, isa.current().name)
+
+    def step(
+        self,
+        params: Mapping[str, Array] | streaming.Prepared,
+        x: Array,
+        state: State | None = None,
+        *,
+        static: Array | None = None,
+        resets: Array | None = None,
+        reset_state: State | None = None,
+    ) -> tuple[Array, State]:
+        """Runs one step, in evaluation: a call with a sequence of length 1.
+
+        Args:
+            params: as for a call, or what ``prepare`` returned, whose step is faster.
+            x: ``[B, input_size]``; without a batch, ``[input_size]``.
+            state, static: as for a call; pass the state that the step before returned.
+            resets: ``[B]``, bool or 0 and 1: True where the state is replaced before the step, such
+                as at the start of an episode.
+            reset_state: the state that resets restore, laid out as ``state``; None is the initial
+                one that the cell declares.
+
+        Returns:
+            output: ``[B, H]``.
+            state: after the step, laid out as the argument.
+
+        Raises:
+            ValueError: for a bidirectional layer, which needs the end before the start.
+            ValueError, TypeError: naming the argument, what was given and what was expected.
+
+        Example:
+            >>> import jax
+            >>> layer = RNN(anycell.cells.LSTM, input_size=3, hidden_size=8)
+            >>> prepared = layer.prepare(layer.init(jax.random.key(0)))
+            >>> def step(state, x):
+            ...     output, state = layer.step(prepared, x, state)
+            ...     return state, output
+            >>> x = jax.numpy.zeros((5, 2, 3))
+            >>> state, output = jax.lax.scan(step, layer.initial_state(2), x)
+            >>> output.shape
+            (5, 2, 8)
+        """
+        check_one_direction("step", self)
+        if isinstance(params, streaming.Prepared):
+            params = params.of_step(self)
+        params, x = self._params(params), as_arrays(x)
+        rows: Any = x.shape[:-1] if isinstance(x, jax.Array) and x.ndim in (1, 2) else ("B",)
+        axes, axis = "one step" if rows else f"or [B, {self.input_size}], one step", 0
+        x = check_array("x", x, (*rows, self.input_size), axes, params["weight_ih_l0"])
+        if resets is not None:
+            resets = check_flags("resets", resets, rows, "a flag per row", x)[None]
+        if self.batch_first and rows:
+            axis, resets = 1, None if resets is None else resets.swapaxes(0, 1)
+        further: dict[str, Any] = {"static": static, "resets": resets, "reset_state": reset_state}
+        output, state = self(params, jnp.expand_dims(x, axis), state, **further)
+        return output.squeeze(axis), state
+
     def _params(self, params: Any) -> dict[str, Array]:
         """Checks parameters."""
+        if isinstance(params, streaming.Packed):
+            return params
         shapes, expected = self.shapes, "the parameters of `init`, by name"
         if not isinstance(params, Mapping):
             hint = "The layer holds none: pass what its `init` returned first, then x."

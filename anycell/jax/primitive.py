@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from anycell.engines import cpu
-from anycell.jax import fused
+from anycell.jax import fused, streaming
 from anycell.jax.arguments import JAX, as_arrays, check_array, check_key, known
 from anycell.lang.cell import Cell
 from anycell.layer.checks import Layout, check_cell, choice, refuse
@@ -130,7 +130,10 @@ def recurrence(
 def run(plan: Plan, options: Options, names: tuple[str, ...], arrays: Mapping[str, Any]) -> Any:
     """Runs a layer; see ``fused.run``. None stands for an array that is not given."""
     options = options._replace(threads=cpu.threads.current())
-    return fused.run(plan, options, names, {n: a for n, a in arrays.items() if a is not None})
+    given = {n: a for n, a in arrays.items() if a is not None}
+    if "packed" in given:
+        return streaming.run(plan, options, given)
+    return fused.run(plan, options, names, given)
 
 
 def planned(

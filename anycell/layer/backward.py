@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from anycell.engines.cpu.driver import FEW, SUM
+from anycell.engines.cpu.driver import SUM
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Factors, Host, Kept
 from anycell.layer.choices import chunk_of, row_group
@@ -255,7 +255,6 @@ class _Direction:
         plan, self.w, cell = run.plan, run.directions[d], run.plan.cell
         self.run, self.d, self.need, self.dx = run, d, need, dx
         self.sums = _Sums(run, d, need)
-        self.kind = FEW if run.few else None  # of products by a weight
         if run.projects:
             self.gates = run.rows(len(cell.gates) * plan.hidden_size)
             run.place_rows(d, "d_gates", self.gates)
@@ -291,9 +290,10 @@ class _Direction:
             self.sums.add(self.gates, x, before, [Factors(*pair) for pair in self.pairs])
         if run.projects and self.dx is not None:
             both, into = len(run.directions) > 1, run.over_steps(self.dx)
+            weight = self.w["weight_ih"]
             run.multiply(
-                run.after, self.d, self.gates, self.w["weight_ih"], into, add=both, sums=both,
-                kind=self.kind,
+                run.after, self.d, self.gates, weight, into, add=both, sums=both,
+                kind=run.by_weight(weight),
             )  # fmt: skip
 
     def add_product(self, d_state: View) -> None:
@@ -302,7 +302,8 @@ class _Direction:
         """
         run, (outputs, _) = self.run, self.pairs[0]
         d = self.gates if outputs is None else outputs
-        run.multiply(run.after, self.d, d, self.w["weight_hh"], d_state, add=True, kind=self.kind)
+        weight, kind = self.w["weight_hh"], run.by_weight(self.w["weight_hh"])
+        run.multiply(run.after, self.d, d, weight, d_state, add=True, kind=kind)
 
 
 def _states(run: Run) -> View:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from anycell.engines import cpu
 from anycell.engines.cpu.door import NEAR_CACHE
+from anycell.engines.cpu.idioms import in_pairs
 from anycell.lang.cell import RECURRENT
 from anycell.layer.arguments import Array
+from anycell.layer.recipe import View
 from anycell.layer.schedule import chunk_steps
 from anycell.plan import Plan
 
 # Bytes of the projected gates of a chunk, for all directions: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
 WORTH_PACKING = 256  # rows of all steps from which packing the input weight may pay off
-# Rows of a single step below which packing the weights for its products does not pay off either.
-FEW_ROWS = 12
+# Rows of a single step up to which packing a weight for its products does not pay off either; and,
+# for each vector of a sum, if the columns of the weight are dense: then lanes must be added up.
+FEW_ROWS = 16
+ROWS_A_VECTOR = 1.5
+# The same where an instruction adds two products of packed bfloat16.
+FEW_ROWS_IN_PAIRS = 4
+PAIRED_ROWS_A_VECTOR = 0.125
+FEW_ROWS_UNFUSED = 3  # without fused multiply-adds packing takes a smaller part of the time
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay off
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
@@ -65,6 +73,25 @@ def projects(
     if recurrent.geometry.tiled:
         return holes or (batch >= TILED_ROWS and size <= TILED_WEIGHTS)
     return holes or size <= WEIGHTS_SHARE * NEAR_CACHE
+
+
+def few(plan: Plan, rows: int, weight: View) -> bool:
+    """Whether a single step multiplies by a weight without packing it.
+
+    Args:
+        rows: of the step.
+        weight: ``[length of the sums, columns]``, with dense rows or columns.
+    """
+    target, types = cpu.isa.current(), plan.types
+    most, of_vector = FEW_ROWS, ROWS_A_VECTOR
+    if in_pairs(target, types.operands.llvm):
+        most, of_vector = FEW_ROWS_IN_PAIRS, PAIRED_ROWS_A_VECTOR
+    elif not target.fma:
+        most = FEW_ROWS_UNFUSED
+    if weight.strides[0] == 1:
+        vectors = weight.shape[0] / target.lanes(types.accumulate.llvm)
+        most = min(most, max(1, int(of_vector * vectors)))
+    return rows <= most
 
 
 def sparse(mask: Array | None) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from anycell.engines.cpu.driver import FEW
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Host, Kept
 from anycell.layer.choices import sparse
@@ -152,13 +151,15 @@ def project(run: Run) -> None:
         gates = run.rows(width, wide=True)
         run.place_rows(d, "gates", gates)
         scales = w[scales_of("weight_ih")] if plan.types.quantized else 0
-        entering, kind = run.entering(run.before, d), FEW if run.few else None
-        run.multiply(run.before, d, entering, w["weight_ih"].T, gates, scales=scales, kind=kind)
+        entering, weight = run.entering(run.before, d), w["weight_ih"].T
+        kind = run.by_weight(weight)
+        run.multiply(run.before, d, entering, weight, gates, scales=scales, kind=kind)
         if run.single:
             product = run.recipe.buffer((run.batch, width), plan.types.accumulate.bytes)
             run.place_of(d, {"product": product})
             state = w.get(f"state {plan.cell.state_names[0]}") or run.declared(0, run.batch)
-            run.multiply(run.before, d, state, w["weight_hh"].T, product, kind=kind)
+            weight = w["weight_hh"].T
+            run.multiply(run.before, d, state, weight, product, kind=run.by_weight(weight))
 
 
 def _borders(run: Run, count: int, finals: list[View]) -> Kept:

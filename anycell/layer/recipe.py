@@ -74,6 +74,8 @@ class Recipe:
         cells: the tables, one after the other.
         arrays: for each place of an address there, the number of the array: its index among the
             addresses of a call, or beyond them for memory that is kept.
+        aliases: arrays that a call makes whose memory may be that of a given one, which the pass
+            has read by then: from the index of the given array to the number of the other.
     """
 
     def __init__(self, host: Host, arrays: Mapping[str, Array], options: Options) -> None:
@@ -82,6 +84,7 @@ class Recipe:
         self.kept: list[tuple[object, cpu.check.Bounds]] = []
         self.places = list[tuple[int, int, int]]()  # rows of ``driver.PLACE``
         self.bytes = 0  # of memory that is given back
+        self.aliases = dict[int, int]()
         self.views = {}
         for name, given in arrays.items():
             self.views[name] = self._slot(

@@ -34,7 +34,6 @@ class Run:
         inputs: columns of the input that the kernel multiplies; 0 if they are projected before.
         single: whether there is one step whose recurrent matmul is a product outside the kernel:
             packing its weights for the kernel would cost more than it saves.
-        few: whether this step has so few rows that products read weights that are not packed.
         parts, bytes_packed: the threads, and the bytes of packed weights, that the door needs.
         firsts: where in the table of the door the entries of each direction begin.
         before, after: the products before and after the steps of a chunk, as rows by the names of
@@ -75,7 +74,6 @@ class Run:
                 rows = self.steps * self.batch
                 able = choices.projects(plan, rows, width, holes, self.batch)
                 self.inputs = width if able else 0
-        self.few = self.single and self.batch < choices.FEW_ROWS
         self.before: list[Row] = []
         self.after: list[Row] = []
         self.moves: list[Row] = []
@@ -266,6 +264,10 @@ class Run:
         for name, view in zip("abc", (a, b, out), strict=True):
             row |= {f"{name}_time": view.time, f"{name}_window": view.window}
         when.append(row)
+
+    def by_weight(self, weight: View) -> int | None:
+        """The kind of a product of the rows of a step, or None, see ``multiply``."""
+        return driver.FEW if self.single and choices.few(self.plan, self.batch, weight) else None
 
     def moving(self, d: int, name: str, moving: View, rest: View | None = None) -> list[Row]:
         """Rows of ``moves``, which set the address and the strides of an entry before each segment.

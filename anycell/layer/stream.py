@@ -19,6 +19,7 @@ from anycell.layer.forward import project, remember
 from anycell.layer.recipe import Recipe, View, dense
 from anycell.layer.run import Run, finish
 from anycell.layer.signature import DENSE, state_names
+from anycell.layer.signature import states as states_of
 from anycell.plan import Options, Plan, plan
 
 FORMS = 32  # the largest number of kept recipes, which depend on rows and on what is given
@@ -30,8 +31,7 @@ class _Layer:
     def __init__(self, host: Host, whole: Plan, w: Mapping[str, Array], threads: int) -> None:
         inputs = w["weight_ih"].shape[1]
         self.host, self.learned = host, contract.weights(host, whole, w, inputs)
-        sizes = {**whole.sizes, INPUT: inputs}
-        self.plan = plan(with_projection(whole.cell), sizes["H"], whole.dtype, sizes=sizes)
+        self.plan = projecting(whole, inputs)
         self.packed: cpu.Block | None = None
         recipe = Recipe(host, {}, Options(threads=threads))
         run = self.run(recipe, {"x": recipe.constant(host.empty((1, 1, inputs)))})
@@ -58,6 +58,12 @@ class _Layer:
         if known:
             recipe.put(run.base + run.kernel.shared["pack"], 0)
         return run
+
+
+def projecting(whole: Plan, inputs: int) -> Plan:
+    """The plan of a step: the kernel also multiplies the input, of this width."""
+    sizes = {**whole.sizes, INPUT: inputs}
+    return plan(with_projection(whole.cell), sizes["H"], whole.dtype, sizes=sizes)
 
 
 class _Step(NamedTuple):
@@ -179,6 +185,55 @@ class Stream:
             return self._draft(rows, 1, given)  # without a gang of threads
         finish(recipe, runs)
         return _Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
+
+
+# ---- packed weights among the arrays of a call ---------------------------------------------------
+def draft_packing(host: Host, whole: Plan, weights: Mapping[str, Array], threads: int) -> Recipe:
+    """Drafts the packing of a layer's weights, which makes one array of bytes.
+
+    Args:
+        host: of arrays of bytes.
+        whole: the plan of the layer, see ``projecting``.
+        weights: what the layer learns, by name.
+    """
+    recipe = Recipe(host, weights, Options(threads=threads))
+    inputs = weights["weight_ih"].shape[1]
+    x = recipe.constant(host.empty((1, 1, inputs)))
+    views = recipe.views | {"x": x}
+    run = Run(
+        recipe, projecting(whole, inputs), recipe.options, False, False, views,
+        lambda size: recipe.new((size,), "zeros"),  # also between and after the weights
+    )  # fmt: skip
+    run.begin = run.steps
+    return finish(recipe, [run])
+
+
+def draft_step(host: Host, whole: Plan, arrays: Mapping[str, Array], threads: int) -> Recipe:
+    """Drafts a step of one layer, which makes the states after it, ``[1, B, size]`` each.
+
+    Args:
+        whole: the plan of the layer, see ``projecting``.
+        arrays: by the names of ``signature``, with the weights as ``packed``; x is ``[1, B, I]``.
+    """
+    recipe = Recipe(host, arrays, Options(threads=threads))
+    views = dict(recipe.views)
+    packed, (_, rows, inputs) = views.pop("packed"), views["x"].shape
+    run = Run(
+        recipe, projecting(whole, inputs), recipe.options, False, False, views, lambda _: packed
+    )
+    recipe.put(run.base + run.kernel.shared["pack"], 0)
+    if threads > 1 and run.parts < 2:
+        return draft_step(host, whole, arrays, 1)  # without a gang of threads
+    project(run)
+    remember(run, 1, False, False)
+    names = run.plan.cell.state_names
+    finals = [recipe.new((1, rows, size)) for _, size in states_of(run.plan)]
+    run.place_parts({f"final {n}": final for n, final in zip(names, finals, strict=True)})
+    finish(recipe, [run])
+    for name, final in zip(names, finals, strict=True):
+        if f"state {name}" in arrays:
+            recipe.aliases[recipe.names.index(f"state {name}")] = recipe.number(final)
+    return recipe
 
 
 def _dense(view: View) -> View:

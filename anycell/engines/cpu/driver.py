@@ -32,7 +32,8 @@ from typing import NamedTuple
 
 from anycell.engines.cpu import gemm, jit
 from anycell.engines.cpu.gemm import Gemm
-from anycell.engines.cpu.ir import Builder, Target, Value, vector
+from anycell.engines.cpu.idioms import widen
+from anycell.engines.cpu.ir import Builder, Target, Value, integer_of, vector
 from anycell.engines.cpu.matmul import masked_numbers
 from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
@@ -260,71 +261,115 @@ class Driver:
                 b.store_first(numbers, b.gep(to, i, element), columns - i)
 
     def _few(self) -> None:
-        """Multiplies few dense rows of A by B, which is read once and not packed; threads share the
-        columns. Sums are taken in another order than in the matmul.
+        """Multiplies few dense rows of A by B, which is not packed: a block of rows reads it once.
+        Threads share the columns. The bits of an element depend only on its row and its column. If
+        the rows of B are dense, they are the matmul's; else each lane adds up a part of the sum.
         """
         b, one, first, last = self._part("few_rows", "columns")
-        a, inner, into, adds = one.pointer("a"), one["inner"], one.pointer("c"), one["add"].ne(0)
+        a, into = one.pointer("a"), one.pointer("c")
 
-        @contextmanager
-        def rows(column: Value) -> Iterator[tuple[Value, Value]]:
-            """Loops over rows: yields where a row of A begins, and its result in a column of C."""
-            with b.loop(0, one["rows"]) as row:
-                start = b.gep(a, row * one["a_rows"], self.left)
-                yield start, b.gep(into, row * one["c_rows"] + column)
-
-        def dots(column: Value, count: int) -> None:
-            """Multiplies by dense columns of B: the lanes of a vector add up to one result."""
-            starts = [b.gep(one.pointer("b"), (column + n) * one["b_columns"], self.right)
-                      for n in range(count)]  # fmt: skip
-            later = one["b_columns"] * BLOCK  # distance to the prefetched columns
-            with rows(column) as (start, to):
-                sums = [b.variable(0.0, b.vec) for _ in starts]
-                with b.loop(0, inner, b.lanes) as k:
-                    mask = b.lane_mask(inner - k)
-                    left = masked_numbers(b, b.gep(start, k, self.left), mask, self.left)
-                    for sum_, at in zip(sums, starts, strict=True):
-                        b.prefetch(b.gep(at, later + k, self.right))
-                        right = masked_numbers(b, b.gep(at, k, self.right), mask, self.right)
-                        sum_.value = b.fma(left, right, sum_.value)
-                for n, sum_ in enumerate(sums):
-                    at, total = b.gep(to, n), b.variable(b.reduce_add(sum_.value))
-                    with b.when(adds):
-                        total.value += b.load(at, b.real)
-                    b.store(total.value, at)
+        def blocks(
+            most: int, column: Value, print_block: Callable[[list[Value], list[Value]], None]
+        ) -> None:
+            """Cuts the rows into blocks of up to ``most``: prints each size from the addresses of
+            its rows of A and of its results, which begin in ``column``.
+            """
+            with b.loop(0, one["rows"], most) as begin:
+                count = b.smin(one["rows"] - begin, most)
+                for n in range(1, most + 1):
+                    with b.when(count.eq(n)):
+                        rows = [begin + r for r in range(n)]
+                        starts = [b.gep(a, r * one["a_rows"], self.left) for r in rows]
+                        print_block(starts, [b.gep(into, r * one["c_rows"] + column) for r in rows])
 
         with b.when(one["b_inner"].eq(1)) as otherwise:
             whole = first + (last - first) // BLOCK * BLOCK
-            with b.loop(first, whole, BLOCK) as column:
-                dots(column, BLOCK)
-            with b.loop(whole, last) as column:
-                dots(column, 1)
-        with otherwise, b.loop(first, last, BLOCK * b.lanes) as column:
-            # The rows of B are dense: each number of A is multiplied by vectors of a row of B.
-            counts = [last - column - n * b.lanes for n in range(BLOCK)]
-            masks = list(map(b.lane_mask, counts))
-            with rows(column) as (start, to):
-                sums = [b.variable(0.0, b.vec) for _ in masks]
-                places = [b.gep(to, n * b.lanes) for n in range(BLOCK)]
-                with b.when(adds):
-                    for sum_, place, mask in zip(sums, places, masks, strict=True):
-                        sum_.value = b.masked_load(place, mask)
-                with b.loop(0, inner) as k:
-                    left = b.splat(self._number(b, b.gep(start, k, self.left)))
-                    at = b.gep(one.pointer("b"), k * one["b_inner"] + column, self.right)
-                    for n, (sum_, mask) in enumerate(zip(sums, masks, strict=True)):
-                        weights = b.gep(at, n * b.lanes, self.right)
-                        right = masked_numbers(b, weights, mask, self.right)
-                        sum_.value = b.fma(left, right, sum_.value)
-                for sum_, place, count in zip(sums, places, counts, strict=True):
-                    b.store_first(sum_.value, place, count)
+            # The sums of a block, a number of each row and a number of B fill 16 registers.
+            most = 4 if b.target.registers == 32 else 3 if b.target.fma else 2
+            for begin, end, count in ((first, whole, BLOCK), (whole, last, 1)):
+                with b.loop(begin, end, count) as column:
+                    blocks(most, column, functools.partial(self._dots, b, one, column, count))
+        width = BLOCK * b.lanes
+        with otherwise, b.loop(first, last, width) as column:
+            left, most = last - column, 4 if b.target.registers == 32 else 2
+            of_block = functools.partial(self._rows_of_b, b, one, column)
+            with b.when(left >= width) as last_columns:
+                blocks(most, column, functools.partial(of_block, BLOCK, None))
+            with last_columns:
+                with b.when(left > width // 2) as half:
+                    blocks(most, column, functools.partial(of_block, BLOCK, left))
+                with half:
+                    blocks(most, column, functools.partial(of_block, BLOCK // 2, left))
 
-    def _number(self, b: Builder, at: Value) -> Value:
-        """A number of A, widened."""
-        if self.left == b.real:
-            return b.load(at, b.real)
-        one = b.lane_mask(b.value(1))
-        return b.extract(masked_numbers(b, at, one, self.left), 0)
+    def _dots(
+        self, b: Builder, one: Entries, column: Value, count: int, rows: list[Value],
+        results: list[Value],
+    ) -> None:  # fmt: skip
+        """Multiplies rows by ``count`` dense columns of B; lanes are added up last."""
+        inner, apart = one["inner"], one["b_columns"]
+        columns = [b.gep(one.pointer("b"), (column + n) * apart, self.right) for n in range(count)]
+        sums = [[b.variable(0.0, b.vec) for _ in columns] for _ in rows]
+
+        def add(k: Value, mask: Value | None) -> None:
+            lefts = [self._numbers(b, b.gep(row, k, self.left), mask, self.left) for row in rows]
+            for n, at in enumerate(columns):
+                b.prefetch(b.gep(at, apart * BLOCK + k, self.right))  # the block of columns ahead
+                right = self._numbers(b, b.gep(at, k, self.right), mask, self.right)
+                for left, of_row in zip(lefts, sums, strict=True):
+                    of_row[n].value = b.fma(left, right, of_row[n].value)
+
+        whole = inner // b.lanes * b.lanes
+        with b.loop(0, whole, b.lanes) as k:
+            add(k, None)
+        with b.when(whole < inner):
+            add(whole, b.lane_mask(inner - whole))
+        for of_row, to in zip(sums, results, strict=True):
+            each = b.reduce_each([sum_.value for sum_ in of_row])
+            total = b.variable(each, each.type)
+            with b.when(one["add"].ne(0)):
+                total.value += b.load(to, total.type)
+            b.store(total.value, to)
+
+    def _rows_of_b(
+        self, b: Builder, one: Entries, column: Value, vectors: int, left: Value | None,
+        rows: list[Value], results: list[Value],
+    ) -> None:  # fmt: skip
+        """Multiplies each number of rows by vectors of a dense row of B, of which only ``left``
+        columns are there if it is not None; adds as the matmul does.
+        """
+        counts = [None if left is None else left - n * b.lanes for n in range(vectors)]
+        masks = [None if count is None else b.lane_mask(count) for count in counts]
+        inner, of_b = one["inner"], b.gep(one.pointer("b"), column, self.right)
+        with b.loop(0, b.smax(inner, 1), gemm.INNER) as begin:
+            sums = [[b.variable(0.0, b.vec) for _ in masks] for _ in rows]
+            with b.loop(begin, b.smin(begin + gemm.INNER, inner)) as k:
+                at = b.gep(of_b, k * one["b_inner"], self.right)
+                rights = [
+                    self._numbers(b, b.gep(at, n * b.lanes, self.right), mask, self.right)
+                    for n, mask in enumerate(masks)
+                ]
+                for row, of_row in zip(rows, sums, strict=True):
+                    number = b.load(b.gep(row, k, self.left), integer_of(self.left))
+                    value = widen(b, b.splat(number), self.left)
+                    for sum_, right in zip(of_row, rights, strict=True):
+                        sum_.value = b.fma(value, right, sum_.value)
+            adds = one["add"].ne(0) | (begin > 0)
+            for of_row, to in zip(sums, results, strict=True):
+                places = [b.gep(to, n * b.lanes) for n in range(vectors)]
+                with b.when(adds):
+                    for sum_, place, mask in zip(of_row, places, masks, strict=True):
+                        sum_.value = self._numbers(b, place, mask, b.real) + sum_.value
+                for sum_, place, count in zip(of_row, places, counts, strict=True):
+                    if count is None:
+                        b.store(sum_.value, place)
+                    else:
+                        b.store_first(sum_.value, place, count)
+
+    def _numbers(self, b: Builder, at: Value, mask: Value | None, number: str) -> Value:
+        """Loads a vector of numbers, of all lanes or under a mask, and widens them."""
+        if mask is not None:
+            return masked_numbers(b, at, mask, number)
+        return widen(b, b.load(at, vector(b.lanes, integer_of(number))), number)
 
     def _part(
         self, name: str, shared: str, width: int = 1

@@ -505,6 +505,27 @@ class Builder:
         """The sum of all lanes."""
         return self._reduce(x, operator.add)
 
+    def reduce_each(self, vectors: Sequence[Value]) -> Value:
+        """The sum of all lanes of each vector, as lanes, in the order of ``reduce_add``.
+
+        Args:
+            vectors: a power of two of them. Two share one while their sums are folded.
+        """
+        lanes = shape(vectors[0].type)[0]
+        while lanes > 1:
+            lanes //= 2
+            seconds: Sequence[Value | None] = vectors[1::2] or [None]
+            count = shape(vectors[0].type)[0] * min(len(vectors), 2)
+            lower = [i for i in range(count) if not i & lanes]
+            upper = [i + lanes for i in lower]
+            pairs = zip(vectors[::2], seconds, strict=True)
+            vectors = [self.shuffle(x, y, lower) + self.shuffle(x, y, upper) for x, y in pairs]
+        while len(vectors) > 1:
+            width = range(2 * shape(vectors[0].type)[0])
+            halves = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [self.shuffle(x, y, width) for x, y in halves]
+        return vectors[0]
+
     def reduce_max(self, x: Value) -> Value:
         """The largest lane; a NaN may be lost (see `fmax`)."""
         return self._reduce(x, self.fmax if is_real(x.type) else self.smax)

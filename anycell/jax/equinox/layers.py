@@ -8,6 +8,7 @@ import equinox
 
 from anycell.jax import layers
 from anycell.jax.modules import Arguments, call_of_module
+from anycell.jax.streaming import Prepared
 from anycell.lang.cell import Cell
 from anycell.layer.checks import refuse
 
@@ -73,3 +74,22 @@ class RNN(equinox.Module):
             hint = f"In training a layer of {cell} draws masks; equinox.nn.inference_mode ends it."
             refuse("key", "None", "a key of jax.random", hint)
         return self.layers(self.params, x, state, training=training, seed=key, **options)
+
+    def initial_state(self, batch: int | None) -> Any:
+        """The state from which a call without one starts; see ``anycell.jax.RNN``."""
+        return self.layers.initial_state(batch, self.params["weight_ih_l0"].dtype)
+
+    def prepare(self) -> Prepared:
+        """Packs the weights as they are now for ``step``; see ``anycell.jax.RNN``."""
+        return self.layers.prepare(self.params)
+
+    def step(
+        self, x: Any, state: Any = None, *, prepared: Prepared | None = None, **options: Any
+    ) -> tuple[Any, Any]:
+        """Runs one step, in evaluation; see ``anycell.jax.RNN``.
+
+        Args:
+            prepared: what ``prepare`` returned; None for a step, with gradients, by the parameters.
+        """
+        params = self.params if prepared is None else prepared
+        return self.layers.step(params, x, state, **options)

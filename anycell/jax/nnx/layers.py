@@ -9,6 +9,7 @@ from flax import nnx
 from anycell.jax import layers
 from anycell.jax.arguments import check_key
 from anycell.jax.modules import Arguments, call_of_module
+from anycell.jax.streaming import Prepared
 from anycell.lang.cell import Cell
 from anycell.layer.checks import boolean, describe, refuse
 
@@ -86,12 +87,33 @@ class RNN(nnx.Module):
             deterministic: whether random masks and dropout are off; None takes the module's.
             rngs: ``dropout`` seeds this call in place of the module's; also a stream, or a key.
         """
-        params = {name: getattr(self, name)[...] for name in self.layers.shapes}
         still = self.deterministic if deterministic is None else deterministic
         training, key = not boolean("deterministic", still), None
         if training and self.layers.draws:
             key = _key(self.rngs if rngs is None else rngs)
-        return self.layers(params, x, state, training=training, seed=key, **options)
+        return self.layers(self._params(), x, state, training=training, seed=key, **options)
+
+    def initial_state(self, batch: int | None) -> Any:
+        """The state from which a call without one starts; see ``anycell.jax.RNN``."""
+        return self.layers.initial_state(batch, self._params()["weight_ih_l0"].dtype)
+
+    def prepare(self) -> Prepared:
+        """Packs the weights as they are now for ``step``; see ``anycell.jax.RNN``."""
+        return self.layers.prepare(self._params())
+
+    def step(
+        self, x: Any, state: Any = None, *, prepared: Prepared | None = None, **options: Any
+    ) -> tuple[Any, Any]:
+        """Runs one step, in evaluation; see ``anycell.jax.RNN``.
+
+        Args:
+            prepared: what ``prepare`` returned; None for a step, with gradients, by the parameters.
+        """
+        params = self._params() if prepared is None else prepared
+        return self.layers.step(params, x, state, **options)
+
+    def _params(self) -> dict[str, Any]:
+        return {name: getattr(self, name)[...] for name in self.layers.shapes}
 
 
 def _key(rngs: Any) -> Any:

@@ -1,0 +1,155 @@
+"""``prepare`` and ``step``: one step at a time, on weights packed once, as two primitives of JAX.
+
+    pack        the packed weights of a layer, an array of bytes
+    stepping    the states after a step of a layer
+
+Packed weights are a function of the parameters, so they lie beside them in a tree, ``Prepared``.
+What no kernel runs, such as derivatives and other platforms, reads the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+from jax.interpreters import batching as interpreter
+
+from anycell.engines import cpu
+from anycell.jax import fused
+from anycell.jax.composite import Array, Results
+from anycell.jax.fused import Arrays, Flat, Pass
+from anycell.jax.host import JaxHost, host_of
+from anycell.layer.checks import refuse
+from anycell.layer.recipe import recipe_of
+from anycell.layer.signature import FLAGS, of_a_matmul, of_layer
+from anycell.layer.stream import draft_packing, draft_step
+from anycell.plan import Options, Plan
+
+if TYPE_CHECKING:
+    from anycell.jax.layers import RNN
+
+_BYTES: Any = JaxHost(np.dtype(np.uint8))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Parameters of a layer for its ``step``, with their weights packed: a tree of arrays.
+
+    Pickles and copies by ``copy`` do not carry the packed weights, which are packed again.
+
+    Attributes:
+        params: the parameters.
+        packed: the packed weights of each layer; none where no kernel steps.
+        layer: the layer.
+        target: the instruction set for which the weights are packed.
+    """
+
+    params: dict[str, Array]
+    packed: tuple[Array, ...]
+    layer: RNN
+    target: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.layer.prepare, (self.params,)
+
+    def of_step(self, layer: RNN) -> Mapping[str, Array]:
+        """The arrays for a step of this layer, by name."""
+        if layer != self.layer:
+            hint = "Call prepare() of the layer that steps."
+            refuse("params", f"weights prepared by {self.layer!r}", repr(layer), hint)
+        current = cpu.isa.current().name
+        if self.packed and current != self.target:
+            given = f"weights packed for the instruction set {self.target!r}"
+            refuse("params", given, f"{current!r}, which is in use", "Call prepare() again.")
+        return Packed(self.params | {f"packed_l{k}": w for k, w in enumerate(self.packed)})
+
+
+jax.tree_util.register_dataclass(
+    Prepared, data_fields=["params", "packed"], meta_fields=["layer", "target"]
+)
+
+
+class Packed(dict[str, Array]):
+    """Parameters that ``prepare`` has checked, and their packed weights."""
+
+
+def pack(plan: Plan, layers: int, params: Mapping[str, Array]) -> tuple[Array, ...]:
+    """Packs the weights of each layer, if a kernel steps in the parameters' dtype."""
+    if plan.engine != "cpu" or plan.types.mixed:
+        return ()
+    packed = []
+    for k in range(layers):
+        learned = of_layer(plan.cell, params, k, 1)
+        of = Pass(plan, Options(threads=cpu.threads.current()), (), tuple(learned))
+        packed += _pack.bind(*learned.values(), of=of)
+    return tuple(packed)
+
+
+def run(plan: Plan, options: Options, arrays: Arrays) -> Results:
+    """Runs a step of a layer with weights that are ``packed``, see ``fused.run``."""
+    if plan.engine != "cpu" or any(not isinstance(n, int) for n in arrays["x"].shape):
+        unpacked = {name: array for name, array in arrays.items() if name != "packed"}
+        return fused.run(plan, options, (), unpacked)
+    states = _stepping.bind(*arrays.values(), of=Pass(plan, options, (), tuple(arrays)))
+    return states[0], tuple(states), ()
+
+
+# ---- the primitives ------------------------------------------------------------------------------
+def _run_pack(*flat: Array, of: Pass) -> Flat:
+    arrays, threads = of.arrays(flat), of.options.threads
+    key = "packing", of.plan, threads, _BYTES.layout(arrays)
+    recipe = recipe_of(key, lambda: draft_packing(_BYTES, of.plan, arrays, threads))
+    return list(recipe.run([arrays[name] for name in recipe.names], of.options))
+
+
+def _pack_elsewhere(*flat: Array, of: Pass) -> Flat:
+    """Bytes that nothing reads."""
+    (packed,) = jax.eval_shape(lambda *given: _run_pack(*given, of=of), *flat)
+    return [jnp.zeros(packed.shape, packed.dtype)]
+
+
+def _run_step(*flat: Array, of: Pass) -> Flat:
+    arrays = {name: array for name, array in of.arrays(flat).items() if not of_a_matmul(name)}
+    host, threads = host_of(of.plan.dtype), of.options.threads
+    flags = tuple(name for name in FLAGS if name in arrays)
+    key = "stepping", of.plan, threads, host.layout(arrays), flags
+    recipe = recipe_of(key, lambda: draft_step(host, of.plan, arrays, threads))
+    return list(recipe.run([arrays[name] for name in recipe.names], of.options))
+
+
+def _step_by_scan(*flat: Array, of: Pass) -> Flat:
+    _, *states = fused.layer_by_scan(*flat, of=of)
+    return states
+
+
+_pack = fused.primitive_of("pack", _run_pack, _pack_elsewhere)
+_stepping = fused.primitive_of("stepping", _run_step, _step_by_scan)
+_of_step = fused.derivative_by_scan(_stepping, _step_by_scan)
+
+
+def _refuse_gradient() -> None:
+    hint = "Pass the parameters themselves to step, or call the layer on the sequence."
+    refuse("params", "prepared weights", "parameters, to differentiate by them", hint, TypeError)
+
+
+def _pack_derivative(flat: Any, tangents: Any, *, of: Pass) -> Any:
+    _refuse_gradient()
+
+
+def _step_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, Flat]:
+    """Differentiates by input and states alone."""
+    learned = {"packed", *of.plan.cell.learned}
+    if learned.intersection(of.keys[i] for i in fused.moved_of(tangents)):
+        _refuse_gradient()
+    return _of_step(flat, tangents, of=of)
+
+
+ad.primitive_jvps[_pack] = _pack_derivative
+ad.primitive_jvps[_stepping] = _step_derivative
+for _primitive in (_pack, _stepping):
+    interpreter.primitive_batchers[_primitive] = fused.rule_of_vmap(_primitive, False)
