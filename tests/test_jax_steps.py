@@ -10,7 +10,8 @@ import pytest
 from tolerances import assert_close
 
 from anycell import cells
-from anycell.engines.cpu import isa, pool
+from anycell.engines import cpu
+from anycell.engines.cpu import isa
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
