@@ -200,10 +200,11 @@ def _cut(flat: Flat, made: Flat, of: Pass, wanted: Names = (), arriving: Names =
     arrays = of.arrays(flat[: len(of.keys)])
     axes = [batching.row_axis(name, array) for name, array in arrays.items()]
     given = [*axes, *[1] * (len(flat) - len(axes))]  # gradients of results, and what is kept
+    seed = of.keys.index("seed") if "seed" in of.keys else None
     if not arriving:
-        return sharding.Cut(given, [1] * len(made), [None] * len(made))
+        return sharding.Cut(given, [1] * len(made), [None] * len(made), seed)
     like = [of.keys.index(name) for name in wanted]
-    return sharding.Cut(given, [axes[i] for i in like], like)
+    return sharding.Cut(given, [axes[i] for i in like], like, seed)
 
 
 def _primitive(name: str, kernels: Callable[..., Flat], scan: Callable[..., Flat]) -> Primitive:

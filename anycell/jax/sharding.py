@@ -15,6 +15,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,11 +30,13 @@ class Cut(NamedTuple):
     Attributes:
         arguments, results: their axes of rows. A result without rows is a sum over all rows.
         like: for each result, the number of the argument whose gradient it is, or None.
+        seed: the number of the argument that seeds random masks, or None.
     """
 
     arguments: Axes
     results: Axes
     like: Sequence[int | None]
+    seed: int | None
 
 
 def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) -> Flat:
@@ -42,7 +45,7 @@ def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) ->
 
     def shardings(given: Sequence[Any], made: Sequence[Any]) -> tuple[Any, Flat, Flat]:
         """The axes of the mesh along which rows are sharded, and what this means for all arrays."""
-        pairs = [*zip(given, cut.arguments, strict=True), *zip(made, cut.results, strict=True)]
+        pairs = [*zip(given, cut.arguments, strict=True), *zip(made, cut.results)]
         mesh = given[0].sharding.mesh
         names = next(filter(None, (_rows(*pair) for pair in pairs)), ())
         if not _even(kernels, cut, given, made, math.prod(mesh.shape[name] for name in names)):
@@ -58,6 +61,8 @@ def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) ->
         names, of_given, of_made = shardings(given, made)
 
         def part(*flat: Array) -> Flat:
+            if names and cut.seed is not None:
+                flat = _numbered(cut, flat, jax.lax.axis_index(names))
             return [
                 jax.lax.psum(one, names) if names and axis is None else one
                 for one, axis in zip(kernels(*flat), cut.results, strict=True)
@@ -82,6 +87,16 @@ def _rows(array: Any, axis: int | None) -> tuple[str, ...]:
     spec = array.sharding.spec
     names = None if axis is None or axis >= len(spec) else spec[axis]
     return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+def _numbered(cut: Cut, flat: Sequence[Array], index: Array) -> Flat:
+    """The arguments of part ``index``, whose seed has a third number: the first of its rows. So a
+    row has the same random numbers on any number of devices.
+    """
+    rows = next(a.shape[axis] for a, axis in zip(flat, cut.arguments) if axis is not None)
+    arguments, seed = list(flat), cut.seed
+    arguments[seed] = jnp.append(arguments[seed], (index * rows).astype(arguments[seed].dtype))
+    return arguments
 
 
 def _even(
