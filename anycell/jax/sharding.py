@@ -46,9 +46,9 @@ def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) ->
     def shardings(given: Sequence[Any], made: Sequence[Any]) -> tuple[Any, Flat, Flat]:
         """The axes of the mesh along which rows are sharded, and what this means for all arrays."""
         pairs = [*zip(given, cut.arguments, strict=True), *zip(made, cut.results)]
-        mesh = given[0].sharding.mesh
+        mesh = next(a.sharding.mesh for a, _ in pairs if a.sharding is not None)
         names = next(filter(None, (_rows(*pair) for pair in pairs)), ())
-        if not _even(kernels, cut, given, made, math.prod(mesh.shape[name] for name in names)):
+        if not _even(kernels, cut, given, math.prod(mesh.shape[name] for name in names)):
             names = ()
 
         def sharding(axis: int | None) -> NamedSharding:
@@ -71,8 +71,11 @@ def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) ->
         return of_made[0].mesh, part, of_made, tuple(of_given)
 
     def of_results(mesh: Any, given: Any, made: Any) -> Flat:
-        names, _, of_made = shardings(given, [])
-        return of_made
+        _, _, of_made = shardings(given, [])
+        return [
+            one if like is None or axis is not None else given[like].sharding or one
+            for one, axis, like in zip(of_made, cut.results, cut.like, strict=True)
+        ]
 
     rule: dict[str, Any] = {"infer_sharding_from_operands": of_results}
     if "sharding_rule" in signature(run.def_partition).parameters:
@@ -84,7 +87,7 @@ def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) ->
 
 def _rows(array: Any, axis: int | None) -> tuple[str, ...]:
     """The axes of the mesh along which the rows of an array are sharded."""
-    spec = array.sharding.spec
+    spec = () if array.sharding is None else array.sharding.spec  # None while XLA does not know
     names = None if axis is None or axis >= len(spec) else spec[axis]
     return (names,) if isinstance(names, str) else tuple(names or ())
 
@@ -99,9 +102,7 @@ def _numbered(cut: Cut, flat: Sequence[Array], index: Array) -> Flat:
     return arguments
 
 
-def _even(
-    kernels: Callable[..., Flat], cut: Cut, given: Sequence[Any], made: Sequence[Any], count: int
-) -> bool:
+def _even(kernels: Callable[..., Flat], cut: Cut, given: Sequence[Any], count: int) -> bool:
     """Whether the pass of each of ``count`` equal parts of the rows makes its part of the results.
 
     It does not where the rows cannot be divided, or where chunks of time, on whose length the
