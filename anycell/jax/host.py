@@ -98,16 +98,14 @@ class JaxHost:
         return list(array)
 
     # ---- the arrays that a pass makes ------------------------------------------------------------
-    def empty(self, shape: tuple[int, ...]) -> Buffer:
-        return Buffer(np.empty(shape, self.dtype))
-
     def zeros(self, shape: tuple[int, ...]) -> Buffer:
         return Buffer(np.zeros(shape, self.dtype))
 
     def template(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
-    lasting = like = empty  # ``play`` looks at their dtype and shape alone
+    lasting = like = zeros  # ``play`` looks at their dtype and shape alone
+    empty = zeros  # what is still unset when a traced value is written is a constant of the program
 
     def pointer(self, array: Buffer) -> int:
         return int(array.values.__array_interface__["data"][0])

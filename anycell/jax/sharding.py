@@ -8,6 +8,7 @@ device has as many; all else is whole on every device, and gradients of it are s
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -40,15 +42,23 @@ class Cut(NamedTuple):
 
 
 def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) -> Flat:
-    """Puts a pass into a program for several devices."""
-    run = custom_partitioning(jax.jit(lambda *flat: kernels(*flat)))  # whose constants are its own
+    """Puts a pass into a program for several devices.
+
+    The program does not say what the pass is, as only ``partition`` knows it. So it gets a digest of
+    the pass, an argument more: JAX keeps programs on disk by their text.
+    """
+    # The inner ``jit`` has the constants of the pass, which ``custom_partitioning`` refuses.
+    run = custom_partitioning(jax.jit(lambda *flat: kernels(*flat[:-1])))
+    text = jax.jit(lambda *flat: kernels(*flat)).lower(*map(_shape, flat)).as_text()
+    digest = jnp.asarray(np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32))
+    cut = cut._replace(arguments=[*cut.arguments, None])
 
     def shardings(given: Sequence[Any], made: Sequence[Any]) -> tuple[Any, Flat, Flat]:
         """The axes of the mesh along which rows are sharded, and what this means for all arrays."""
         pairs = [*zip(given, cut.arguments, strict=True), *zip(made, cut.results)]
         mesh = next(a.sharding.mesh for a, _ in pairs if a.sharding is not None)
         names = next(filter(None, (_rows(*pair) for pair in pairs)), ())
-        if not _even(kernels, cut, given, math.prod(mesh.shape[name] for name in names)):
+        if not _even(kernels, cut, given[:-1], math.prod(mesh.shape[name] for name in names)):
             names = ()
 
         def sharding(axis: int | None) -> NamedSharding:
@@ -65,7 +75,7 @@ def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) ->
                 flat = _numbered(cut, flat, jax.lax.axis_index(names))
             return [
                 jax.lax.psum(one, names) if names and axis is None else one
-                for one, axis in zip(kernels(*flat), cut.results, strict=True)
+                for one, axis in zip(kernels(*flat[:-1]), cut.results, strict=True)
             ]
 
         return of_made[0].mesh, part, of_made, tuple(of_given)
@@ -79,10 +89,14 @@ def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) ->
 
     rule: dict[str, Any] = {"infer_sharding_from_operands": of_results}
     if "sharding_rule" in signature(run.def_partition).parameters:
-        ranks = ([len(one.shape) for one in many] for many in (flat, jax.eval_shape(kernels, *flat)))
-        rule["sharding_rule"] = _factors(cut, *ranks)
+        both = (*flat, digest), jax.eval_shape(kernels, *flat)
+        rule["sharding_rule"] = _factors(cut, *([len(one.shape) for one in many] for many in both))
     run.def_partition(partition, **rule)
-    return run(*flat)
+    return run(*flat, digest)
+
+
+def _shape(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def _rows(array: Any, axis: int | None) -> tuple[str, ...]:
@@ -118,11 +132,11 @@ def _even(kernels: Callable[..., Flat], cut: Cut, given: Sequence[Any], count: i
             cut_shapes.append((tuple(shape), array.dtype))
         return cut_shapes
 
-    shapes = parts(given, cut.arguments)
+    shapes = parts(given, cut.arguments[:-1])
     if any(size != int(size) for shape, _ in shapes for size in shape):
         return False
     small = [jax.ShapeDtypeStruct(tuple(map(int, shape)), dtype) for shape, dtype in shapes]
-    right = parts(jax.eval_shape(kernels, *given), cut.results)
+    right = parts(jax.eval_shape(kernels, *map(_shape, given)), cut.results)
     return [(a.shape, a.dtype) for a in jax.eval_shape(kernels, *small)] == right
 
 
