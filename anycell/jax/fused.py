@@ -69,7 +69,12 @@ def _check_shards(arrays: Arrays) -> None:
         if axes := varying or getattr(kind, "vma", ()):  # the older name
             given = f"an array that varies over the mesh axes {', '.join(sorted(axes))}"
             expected = "arrays of a jax.shard_map(..., check_vma=False)"
-            refuse(name, given, expected, "Pass check_vma=False, or use jit and NamedSharding.")
+            refuse(
+                name,
+                given,
+                expected,
+                "Pass check_vma=False; or use jit and NamedSharding, which shard the rows too.",
+            )
 
 
 class Pass(NamedTuple):
@@ -195,7 +200,9 @@ def _linear_by_scan(*flat: Array, of: Pass, moved: Names) -> Flat:
 
 
 # ---- the primitives ------------------------------------------------------------------------------
-def _cut(flat: Flat, made: Flat, of: Pass, wanted: Names = (), arriving: Names = ()) -> sharding.Cut:
+def _cut(
+    flat: Flat, made: Flat, of: Pass, wanted: Names = (), arriving: Names = ()
+) -> sharding.Cut:
     """How one of the first three primitives may be cut for several devices."""
     arrays = of.arrays(flat[: len(of.keys)])
     axes = [batching.row_axis(name, array) for name, array in arrays.items()]

@@ -52,9 +52,7 @@ ANSWER, MAJOR, MINOR, TRAITS = 24, 24, 28, 32
 # of ``driver.PLACE``; rows of ``CONSTANT``, of which the last ``kept`` come after the numbers
 # ``OF_CALL`` in the list of addresses; rows of number and bytes of the results that begin as zeros;
 # and the contents of constants.
-RECORD = (
-    "play gang read shared kept zeroed words table bytes stream length places first"
-).split()
+RECORD = ("play gang read shared kept zeroed words table bytes stream length places first").split()
 # An array that all calls share: its place in the record, or if this is 0, a name.
 CONSTANT = "place name".split()
 ROOM = "users address bytes".split()
