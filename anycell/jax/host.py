@@ -138,7 +138,7 @@ def _target() -> str:
     return name
 
 
-def _record(recipe: Recipe, stream: int) -> np.ndarray:
+def _record(recipe: Recipe, stream: int) -> Any:
     """Describes a pass for the foreign function; see ``xla.RECORD``."""
     zeroed = [
         (i, math.prod(shape) * make.__self__.dtype.itemsize)
@@ -151,7 +151,7 @@ def _record(recipe: Recipe, stream: int) -> np.ndarray:
     dtype = recipe.runs[0].plan.types
     *_, threads = (run.options.threads for run in recipe.runs)
     gang = cpu.pool.own_gang(threads)
-    kept = [
+    kept: list[Any] = [
         name(f"door {one.library.name}", one.address) if isinstance(one, Kernel) else one
         for one, _ in recipe.kept
     ]

@@ -72,7 +72,7 @@ def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) ->
 
         def part(*flat: Array) -> Flat:
             if names and cut.seed is not None:
-                flat = _numbered(cut, flat, jax.lax.axis_index(names))
+                flat = _numbered(cut, cut.seed, flat, jax.lax.axis_index(names))
             return [
                 jax.lax.psum(one, names) if names and axis is None else one
                 for one, axis in zip(kernels(*flat[:-1]), cut.results, strict=True)
@@ -106,14 +106,14 @@ def _rows(array: Any, axis: int | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names or ())
 
 
-def _numbered(cut: Cut, flat: Sequence[Array], index: Array) -> Flat:
+def _numbered(cut: Cut, seed: int, flat: Sequence[Array], index: Array) -> tuple[Array, ...]:
     """The arguments of part ``index``, whose seed has a third number: the first of its rows. So a
     row has the same random numbers on any number of devices.
     """
     rows = next(a.shape[axis] for a, axis in zip(flat, cut.arguments) if axis is not None)
-    arguments, seed = list(flat), cut.seed
+    arguments = list(flat)
     arguments[seed] = jnp.append(arguments[seed], (index * rows).astype(arguments[seed].dtype))
-    return arguments
+    return tuple(arguments)
 
 
 def _even(kernels: Callable[..., Flat], cut: Cut, given: Sequence[Any], count: int) -> bool:
