@@ -201,7 +201,7 @@ def _linear_by_scan(*flat: Array, of: Pass, moved: Names) -> Flat:
 
 # ---- the primitives ------------------------------------------------------------------------------
 def _cut(
-    flat: Flat, made: Flat, of: Pass, wanted: Names = (), arriving: Names = ()
+    flat: Sequence[Array], made: Flat, of: Pass, wanted: Names = (), arriving: Names = ()
 ) -> sharding.Cut:
     """How one of the first three primitives may be cut for several devices."""
     arrays = of.arrays(flat[: len(of.keys)])

@@ -44,8 +44,8 @@ class Cut(NamedTuple):
 def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) -> Flat:
     """Puts a pass into a program for several devices.
 
-    The program does not say what the pass is, as only ``partition`` knows it. So it gets a digest of
-    the pass, an argument more: JAX keeps programs on disk by their text.
+    The program does not say what the pass is, as only ``partition`` knows it. So it gets a digest
+    of the pass, an argument more: JAX keeps programs on disk by their text.
     """
     # The inner ``jit`` has the constants of the pass, which ``custom_partitioning`` refuses.
     run = custom_partitioning(jax.jit(lambda *flat: kernels(*flat[:-1])))
@@ -55,7 +55,7 @@ def on_devices(kernels: Callable[..., Flat], cut: Cut, flat: Sequence[Array]) ->
 
     def shardings(given: Sequence[Any], made: Sequence[Any]) -> tuple[Any, Flat, Flat]:
         """The axes of the mesh along which rows are sharded, and what this means for all arrays."""
-        pairs = [*zip(given, cut.arguments, strict=True), *zip(made, cut.results)]
+        pairs = [*zip(given, cut.arguments, strict=True), *zip(made, cut.results, strict=False)]
         mesh = next(a.sharding.mesh for a, _ in pairs if a.sharding is not None)
         names = next(filter(None, (_rows(*pair) for pair in pairs)), ())
         if not _even(kernels, cut, given[:-1], math.prod(mesh.shape[name] for name in names)):
@@ -110,7 +110,9 @@ def _numbered(cut: Cut, seed: int, flat: Sequence[Array], index: Array) -> tuple
     """The arguments of part ``index``, whose seed has a third number: the first of its rows. So a
     row has the same random numbers on any number of devices.
     """
-    rows = next(a.shape[axis] for a, axis in zip(flat, cut.arguments) if axis is not None)
+    rows = next(
+        a.shape[axis] for a, axis in zip(flat, cut.arguments, strict=True) if axis is not None
+    )
     arguments = list(flat)
     arguments[seed] = jnp.append(arguments[seed], (index * rows).astype(arguments[seed].dtype))
     return tuple(arguments)

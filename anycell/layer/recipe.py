@@ -152,8 +152,8 @@ class Recipe:
 
     def of_call(self, kind: str) -> View:
         """A number of each call: the address of its "table" (the memory for the tables) or of its
-        "gang" of threads, see ``pool.gang``; or, of its random masks, the "first_row" among those of
-        the batch, the "seed" or the "stream".
+        "gang" of threads, see ``pool.gang``; or, of its random masks, the "first_row" among those
+        of the batch, the "seed" or the "stream".
         """
         return View(OF_CALL.index(kind), (), (), 8)
 

@@ -298,7 +298,8 @@ class Run:
         recipe, at, options = self.recipe, self.kernel.shared, self.options
         threads = min(options.threads, cpu.pool.MOST)
         row: Row = {
-            "door": recipe.keep(self.kernel, self.kernel.address, self.kernel.address), "call": recipe.entry(self.base),
+            "door": recipe.keep(self.kernel, self.kernel.address, self.kernel.address),
+            "call": recipe.entry(self.base),
             **{name: at[name] for name in ("begin", "count", "pack", "origin", "span")},
             "backward": int(self.backward), "steps": self.steps, "batch": self.batch,
             "first": self.begin, "last": self.steps,
