@@ -612,7 +612,7 @@ def test_everything_that_changes_the_code_is_in_the_key(monkeypatch: pytest.Monk
     generic = isa.TARGETS["generic"]
     machines = {isa.machine(target): target for target in isa.TARGETS.values()}
     keys = [jit.name("text", ["f"], target) for target in machines.values()]
-    keys += [jit.name("text ", ["f"], generic), jit._key("text", ["f", "g"], generic)]
+    keys += [jit.name("text ", ["f"], generic), jit.name("text", ["f", "g"], generic)]
     keys += [jit.name("text", ["f"], generic, recipe) for recipe in ("", "text", "recipe")]
     assert jit.name("other text", ["f"], generic, "recipe") == keys[-1]
     monkeypatch.setattr(jit, "FORMAT", -1)
