@@ -686,14 +686,14 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_everything_that_changes_the_code_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     generic = isa.TARGETS["generic"]
     machines = {isa.machine(target): target for target in isa.TARGETS.values()}
-    keys = [jit._key("text", ["f"], target) for target in machines.values()]
-    keys += [jit._key("text ", ["f"], generic), jit._key("text", ["f", "g"], generic)]
-    keys += [jit._key("text", ["f"], generic, recipe) for recipe in ("", "text", "recipe")]
-    assert jit._key("other text", ["f"], generic, "recipe") == keys[-1]
+    keys = [jit.name("text", ["f"], target) for target in machines.values()]
+    keys += [jit.name("text ", ["f"], generic), jit.name("text", ["f", "g"], generic)]
+    keys += [jit.name("text", ["f"], generic, recipe) for recipe in ("", "text", "recipe")]
+    assert jit.name("other text", ["f"], generic, "recipe") == keys[-1]
     monkeypatch.setattr(jit, "FORMAT", -1)
-    keys += [jit._key("text", ["f"], generic)]
+    keys += [jit.name("text", ["f"], generic)]
     monkeypatch.setattr(jit, "_toolchain", lambda: "another LLVM")
-    keys += [jit._key("text", ["f"], generic)]
+    keys += [jit.name("text", ["f"], generic)]
     assert len(set(keys)) == len(keys)
 
 

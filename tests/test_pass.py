@@ -50,7 +50,7 @@ class Called(NamedTuple):
 
     def numbers(self) -> dict[str, int]:
         """The numbers of the call, besides arrays and memory."""
-        return {"gang": 0, "seed": self.options.seed, "stream": self.options.stream}
+        return {"gang": 0, "first_row": 0, "seed": self.options.seed, "stream": self.options.stream}
 
 
 def problem(rng: np.random.Generator, cell: Cell, dtype: str, how: Mapping[str, Any]) -> Any:

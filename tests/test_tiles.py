@@ -225,7 +225,7 @@ def test_instructions(dtype: str) -> None:
     if dtype == "bfloat16":
         texts.append(str(print_kernel(Layout(chosen, True, target))))
     for text in texts:
-        code = jit.Library(text, target, {}, False).assembly()
+        code = jit.Library(text, target, {}, False, "").assembly()
         assert dot in code
         for instruction in ("ldtilecfg", "tileloadd", "tilestored", "tilerelease"):
             assert instruction in code
@@ -242,7 +242,7 @@ def test_pairs_are_multiplied_in_one_instruction(dtype: str) -> None:
     chosen = replace(plan(cells.LSTM, 64, types.storage.name, "cpu"), dtype=dtype)
     layouts = (Layout(chosen, backward, target) for backward in (False, True))
     for text in (driver.text(target, types), *(str(print_kernel(layout)) for layout in layouts)):
-        code = jit.Library(text, target, {}, False).assembly()
+        code = jit.Library(text, target, {}, False, "").assembly()
         assert ("vdpbf16ps" in code) is (types.operands.name == "bfloat16")
 
 

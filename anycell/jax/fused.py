@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import batching as interpreter
 
 from anycell import layer
-from anycell.jax import batching
+from anycell.jax import batching, sharding
 from anycell.jax.composite import Array, Results, composite
 from anycell.jax.host import Buffer, Seed, host_of
 from anycell.layer.arguments import Kept
@@ -70,7 +71,12 @@ def _check_shards(arrays: Arrays) -> None:
         if axes := varying or getattr(kind, "vma", ()):  # the older name
             given = f"an array that varies over the mesh axes {', '.join(sorted(axes))}"
             expected = "arrays of a jax.shard_map(..., check_vma=False)"
-            refuse(name, given, expected, "Pass check_vma=False, or use jit and NamedSharding.")
+            refuse(
+                name,
+                given,
+                expected,
+                "Pass check_vma=False; or use jit and NamedSharding, which shard the rows too.",
+            )
 
 
 class Pass(NamedTuple):
@@ -197,12 +203,33 @@ def _linear_by_scan(*flat: Array, of: Pass, moved: Names) -> Flat:
 
 
 # ---- the primitives ------------------------------------------------------------------------------
-def primitive_of(name: str, kernels: Callable[..., Flat], scan: Callable[..., Flat]) -> Primitive:
-    """A primitive that ``kernels`` run on the CPU, and ``scan`` elsewhere."""
+def _cut(
+    flat: Sequence[Array], made: Flat, of: Pass, wanted: Names = (), arriving: Names = ()
+) -> sharding.Cut:
+    """How a layer, its step or its backward pass may be cut for several devices."""
+    arrays = of.arrays(flat[: len(of.keys)])
+    axes = [batching.row_axis(name, array) for name, array in arrays.items()]
+    given = [*axes, *[1] * (len(flat) - len(axes))]  # gradients of results, and what is kept
+    seed = of.keys.index("seed") if "seed" in of.keys else None
+    if not arriving:
+        return sharding.Cut(given, [1] * len(made), [None] * len(made), seed)
+    like = [of.keys.index(name) for name in wanted]
+    return sharding.Cut(given, [axes[i] for i in like], like, seed)
+
+
+def primitive_of(
+    name: str,
+    kernels: Callable[..., Flat],
+    scan: Callable[..., Flat],
+    cut: Callable[..., sharding.Cut] = _cut,
+) -> Primitive:
+    """A primitive that ``kernels`` run on the CPU, and ``scan`` elsewhere; on several devices each
+    runs its part, as ``cut`` says.
+    """
     primitive = Primitive(f"anycell_{name}")
     primitive.multiple_results = True
     keywords = [p.name for p in signature(kernels).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    primitive.def_impl(jax.jit(kernels, static_argnames=keywords))
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=keywords))
 
     @lru_cache(maxsize=1024)
     def made(given: tuple[Any, ...], static: tuple[Any, ...]) -> list[Any]:
@@ -214,14 +241,27 @@ def primitive_of(name: str, kernels: Callable[..., Flat], scan: Callable[..., Fl
         return made(tuple((a.shape, a.dtype) for a in flat), tuple(static.items()))
 
     primitive.def_abstract_eval(shapes)
-    by_kernels, by_scan = (mlir.lower_fun(f, multiple_results=True) for f in (kernels, scan))
+
+    def cut_kernels(*flat: Array, **static: Any) -> Flat:
+        run = partial(kernels, **static)
+        return sharding.on_devices(run, cut(flat, jax.eval_shape(run, *flat), **static), flat)
+
+    by_kernels, by_parts, by_scan = (
+        mlir.lower_fun(f, multiple_results=True) for f in (kernels, cut_kernels, scan)
+    )
 
     def on_cpu(context: Any, *values: Any, **static: Any) -> Any:
+        module = context.module_context
+        lower = by_kernels
         # An exported program must run where anycell is not.
-        parameters = context.module_context.lowering_parameters
-        lower = by_scan if getattr(parameters, "for_export", False) else by_kernels
+        if getattr(module.lowering_parameters, "for_export", False) or kernels is scan:
+            lower = by_scan
+        elif getattr(module.axis_context, "num_devices", 1) > 1:  # not inside of ``shard_map``
+            lower = by_parts
         return lower(context, *values, **static)
 
+    # A rule for several devices has to know them.
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
     mlir.register_lowering(primitive, by_scan)
     mlir.register_lowering(primitive, on_cpu, platform="cpu")
     return primitive

@@ -10,7 +10,6 @@ import ctypes
 import functools
 import math
 import secrets
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,20 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from anycell.engines import cpu
-from anycell.engines.cpu import xla
+from anycell.engines.cpu import driver, isa, jit, xla
+from anycell.engines.cpu.kernel import Kernel
+from anycell.engines.cpu.sources import fingerprint
 from anycell.layer.recipe import Recipe, dense
 from anycell.layer.signature import FLAGS
 from anycell.numpy.host import numpy_dtype
 from anycell.plan import DTYPES, Options
 
 Array = Any
-# The name of the foreign function. It differs from process to process, since its attributes are
-# addresses: a program that JAX compiled in another process and kept on disk must not find it.
-_NAME = f"anycell_{secrets.token_hex(8)}"
 
 
 class Seed(int):
-    """The seed of a call's random masks, as an array: two numbers of 32 bits, the low one first."""
+    """The seed of a call's random masks, as an array: two numbers of 32 bits, the low one first.
+    For a part of a batch, a third one says which of its rows is the first.
+    """
 
     words: Array
 
@@ -98,16 +98,14 @@ class JaxHost:
         return list(array)
 
     # ---- the arrays that a pass makes ------------------------------------------------------------
-    def empty(self, shape: tuple[int, ...]) -> Buffer:
-        return Buffer(np.empty(shape, self.dtype))
-
     def zeros(self, shape: tuple[int, ...]) -> Buffer:
         return Buffer(np.zeros(shape, self.dtype))
 
     def template(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
-    lasting = like = empty  # ``play`` looks at their dtype and shape alone
+    lasting = like = zeros  # ``play`` looks at their dtype and shape alone
+    empty = zeros  # what is still unset when a traced value is written is a constant of the program
 
     def pointer(self, array: Buffer) -> int:
         return int(array.values.__array_interface__["data"][0])
@@ -115,10 +113,12 @@ class JaxHost:
     def play(self, recipe: Recipe, given: list[Array], options: Options) -> list[Array]:
         """Puts a pass into the graph; see ``layer.Host``."""
         made = [jax.ShapeDtypeStruct(shape, make.__self__.dtype) for make, shape in recipe.made]
-        record, _ = _record(recipe, options.stream).buffer_info()
         call = jax.ffi.ffi_call(_target(), made, input_output_aliases=recipe.aliases)
-        seed = [options.seed.words] if isinstance(options.seed, Seed) else []
-        return list(call(*given, *seed, record=np.int64(record)))
+        seed = []
+        if isinstance(options.seed, Seed):
+            words = options.seed.words
+            seed = [jnp.zeros(3, words.dtype).at[: words.size].set(words)]
+        return list(call(*given, *seed, recipe=_record(recipe, options.stream)))
 
 
 @functools.cache
@@ -131,22 +131,45 @@ def host_of(dtype: str) -> Any:
 
 @functools.cache
 def _target() -> str:
+    """The name of the foreign function, which is another where records are others."""
+    name = f"anycell_{(fingerprint() or secrets.token_hex())[:16]}"
     handler = jax.ffi.pycapsule(ctypes.c_void_p(xla.handler()))
-    jax.ffi.register_ffi_target(_NAME, handler, platform="cpu")
-    return _NAME
+    jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    return name
 
 
-@functools.cache  # compiled programs have the addresses of records, so these stay
-def _record(recipe: Recipe, stream: int) -> array[int]:
+def _record(recipe: Recipe, stream: int) -> Any:
+    """Describes a pass for the foreign function; see ``xla.RECORD``."""
     zeroed = [
         (i, math.prod(shape) * make.__self__.dtype.itemsize)
         for i, ((make, shape), how) in enumerate(zip(recipe.made, recipe.hows, strict=True))
         if how == "zeros"
     ]
+    name, target = xla.process().name, isa.current()
     native: Any = recipe.native
     play = ctypes.cast(native, ctypes.c_void_p).value or 0
+    dtype = recipe.runs[0].plan.types
     *_, threads = (run.options.threads for run in recipe.runs)
-    return xla.record(
-        play, recipe.address, len(recipe.names), len(recipe.made), recipe.fixed, zeroed,
-        recipe.table, recipe.bytes, cpu.pool.own_gang(threads), stream,
-    )  # fmt: skip
+    gang = cpu.pool.own_gang(threads)
+    kept: list[Any] = [
+        name(f"door {one.library.name}", one.address) if isinstance(one, Kernel) else one
+        for one, _ in recipe.kept
+    ]
+    numbers = {
+        "play": name(f"play {jit.name(*driver.request(dtype, target))}", play),
+        "gang": name(f"gang {threads}", gang) if gang else 0,
+        "read": len(recipe.names), "made": len(recipe.made), "kept": len(kept),
+        "table": recipe.table, "bytes": recipe.bytes, "stream": stream,
+        "first": recipe.form[-1],
+    }  # fmt: skip
+    constants = [Buffer.read(values) for values in recipe.constants]
+    places = [*zip(*[iter(recipe.flat)] * 3, strict=True), *recipe.fastened]
+    return xla.record(numbers, _relative(recipe), places, [*constants, *kept], zeroed)
+
+
+def _relative(recipe: Recipe) -> list[int]:
+    """The tables of a recipe, without addresses."""
+    template = list(recipe.template)
+    for at, *_ in recipe.fastened:
+        template[at] = 0
+    return template

@@ -20,7 +20,7 @@ from jax.interpreters import ad
 from jax.interpreters import batching as interpreter
 
 from anycell.engines import cpu
-from anycell.jax import fused
+from anycell.jax import fused, sharding
 from anycell.jax.composite import Array, Results
 from anycell.jax.fused import Arrays, Flat, Pass
 from anycell.jax.host import JaxHost, host_of
@@ -127,7 +127,12 @@ def _step_by_scan(*flat: Array, of: Pass) -> Flat:
     return states
 
 
-_pack = fused.primitive_of("pack", _run_pack, _pack_elsewhere)
+def _whole(flat: Flat, made: Flat, of: Pass) -> sharding.Cut:
+    """Every device packs all weights."""
+    return sharding.Cut([None] * len(flat), [None] * len(made), [None] * len(made), None)
+
+
+_pack = fused.primitive_of("pack", _run_pack, _pack_elsewhere, _whole)
 _stepping = fused.primitive_of("stepping", _run_step, _step_by_scan)
 _of_step = fused.derivative_by_scan(_stepping, _step_by_scan)
 

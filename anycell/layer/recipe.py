@@ -76,6 +76,8 @@ class Recipe:
             addresses of a call, or beyond them for memory that is kept.
         aliases: arrays that a call makes whose memory may be that of a given one, which the pass
             has read by then: from the index of the given array to the number of the other.
+        places: rows of ``driver.PLACE`` for the addresses of a call.
+        fastened: the same for memory that is kept, whose addresses the tables have already.
     """
 
     def __init__(self, host: Host, arrays: Mapping[str, Array], options: Options) -> None:
@@ -153,7 +155,8 @@ class Recipe:
 
     def of_call(self, kind: str) -> View:
         """A number of each call: the address of its "table" (the memory for the tables) or of its
-        "gang" of threads, see ``pool.gang``; or the "seed" or "stream" of its random masks.
+        "gang" of threads, see ``pool.gang``; or, of its random masks, the "first_row" among those
+        of the batch, the "seed" or the "stream".
         """
         return View(OF_CALL.index(kind), (), (), 8)
 
@@ -171,12 +174,13 @@ class Recipe:
         slots = sorted(range(len(kinds)), key=lambda slot: order.index(kinds[slot]))
         self.place = {slot: i for i, slot in enumerate(slots)}
         self.arrays = {at: self.place[slot] for at, slot, _ in self.places}
-        places = []
+        places, self.fastened = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
         for at, slot, offset in self.places:
             if kinds[slot] == "kept":
                 self.cells[at] = self.sources[slot][1] + offset
-            else:
-                places.append((at, self.place[slot], offset))
+            (self.fastened if kinds[slot] == "kept" else places).append(
+                (at, self.place[slot], offset)
+            )
         self.places = places
         of = {kind: [self.sources[s] for s in slots if kinds[s] == kind] for kind in order}
         self.names = [name for _, name in of["given"]]
@@ -216,7 +220,7 @@ class Recipe:
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0
         address, pointers = block.address, self.host.pointers(given + made)
         table = address + self.table
-        of_call = address, table, gang, options.seed & _WORD, options.stream
+        of_call = address, table, gang, 0, options.seed & _WORD, options.stream
         call = self.pack(self.address, table, *pointers, *self.fixed, *of_call)
         if cpu.check.ON:
             bounds.check_pass(self, call, [*given, *made, *self.constants], block)

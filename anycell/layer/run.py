@@ -98,7 +98,6 @@ class Run:
             "pack": not self.single, "packed": not self.single,
             "threads": min(self.options.threads, cpu.pool.MOST),
             "least_work": choices.WORTH_A_THREAD, "row_group": choices.row_group(self.batch),
-            "hyper": self.hyper.__array_interface__["data"][0],
         }  # fmt: skip
         entries = array("q", bytes(8 * kernel.first(count)))
         for name, value in values.items():
@@ -109,6 +108,8 @@ class Run:
         scratch, size, self.parts = (entries[at[name]] for name in names)
         entries[at["packed"]] = 0
         self.base = self.recipe.append(entries.tolist())
+        hyper = self.hyper.__array_interface__["data"][0]
+        self.place("hyper", self.recipe.keep(self.hyper, hyper, hyper + self.hyper.nbytes))
         self.place("scratch", self.recipe.buffer((scratch,), 1))
         self.bytes_packed = 0 if self.single else size
         if packed is not None:
@@ -137,7 +138,7 @@ class Run:
             recipe.put(self.base + at["gang"], recipe.of_call("gang"))
         for name, codes in CODES.items():
             recipe.put(self.base + at[name], codes[getattr(options, name)])
-        for name in ("seed", "stream") if self.plan.cell.keeps else ():
+        for name in ("first_row", "seed", "stream") if self.plan.cell.keeps else ():
             recipe.put(self.base + at[name], recipe.of_call(name))
 
     def _entries(self, name: str, view: View) -> list[View | int]:
@@ -298,7 +299,8 @@ class Run:
         recipe, at, options = self.recipe, self.kernel.shared, self.options
         threads = min(options.threads, cpu.pool.MOST)
         row: Row = {
-            "door": self.kernel.address, "call": recipe.entry(self.base),
+            "door": recipe.keep(self.kernel, self.kernel.address, self.kernel.address),
+            "call": recipe.entry(self.base),
             **{name: at[name] for name in ("begin", "count", "pack", "origin", "span")},
             "backward": int(self.backward), "steps": self.steps, "batch": self.batch,
             "first": self.begin, "last": self.steps,

@@ -48,9 +48,9 @@ PASS = (
     "next moves before after gang threads least_work blas scratch scratch_bytes"
 ).split()
 # A call: its form, memory for the tables, and then its addresses, of which the last are no arrays:
-# its memory, the tables in it, the gang of threads, and two numbers for random masks.
+# its memory, the tables in it, the gang of threads, and three numbers for random masks.
 CALL = "form table".split()
-OF_CALL = "block table gang seed stream".split()
+OF_CALL = "block table gang first_row seed stream".split()
 # A form: the template, and its length in numbers; the rows of ``PLACE``, and their count; the place
 # in the template where the first pass begins.
 FORM = "template length places count first".split()

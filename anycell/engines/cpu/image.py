@@ -2,7 +2,8 @@
 else that a process does to get a kernel that is on disk.
 
 Kernels refer to nothing outside themselves, so linking only puts the sections side by side in one
-block and fills in the distances between them. LLVM's own loader handles object files that need
+block and fills in the distances between them. Memory that code writes to, which only XLA's handler
+has, lies behind all else, on pages of its own. LLVM's own loader handles object files that need
 more, and all systems other than Linux on x86-64.
 """
 
@@ -23,7 +24,7 @@ SUPPORTED = (
 
 # Constants of the ELF format and of its x86-64 supplement.
 _RELOCATABLE, _X86_64 = 1, 62
-_PROGBITS, _SYMTAB, _RELA, _UNWIND = 1, 2, 4, 0x70000001
+_PROGBITS, _SYMTAB, _RELA, _NOBITS, _UNWIND = 1, 2, 4, 8, 0x70000001
 _WRITE, _ALLOC = 1, 2
 _DISTANCES = (2, 4)  # PC32, and PLT32, which is the same within one block
 
@@ -41,11 +42,19 @@ class _Section(NamedTuple):
     entry: int
 
 
-def link(code: bytes) -> tuple[bytes, dict[str, int]] | None:
-    """Links an object file so that it may lie anywhere in memory, and finds its symbols.
+class Image(NamedTuple):
+    """Linked code, which may lie anywhere in memory; ``fixed`` bytes of it are never written."""
 
-    Returns None if the file needs more than distances within itself: other relocations, symbols
-    from elsewhere or writable memory.
+    code: bytes
+    symbols: dict[str, int]
+    fixed: int
+
+
+def link(code: bytes) -> Image | None:
+    """Links an object file, and finds its symbols.
+
+    Returns None if the file needs more than distances within itself: other relocations, or symbols
+    from elsewhere.
     """
     kind, machine = struct.unpack_from("<HH", code, 16)
     if code[:6] != b"\x7fELF\2\1" or (kind, machine) != (_RELOCATABLE, _X86_64):
@@ -57,16 +66,25 @@ def link(code: bytes) -> tuple[bytes, dict[str, int]] | None:
     ]
 
     def contents(section: _Section) -> bytes:
+        if section.type == _NOBITS:
+            return bytes(section.size)
         return code[section.offset : section.offset + section.size]
 
-    image, places = bytearray(), {}
-    for number, section in enumerate(sections):
-        if section.flags & _ALLOC and section.type != _UNWIND:  # no exception crosses a kernel
-            if section.type != _PROGBITS or section.flags & _WRITE:
+    image, places, fixed = bytearray(), {}, 0
+    for written in (0, _WRITE):
+        for number, section in enumerate(sections):
+            if not section.flags & _ALLOC or section.flags & _WRITE != written or not section.size:
+                continue
+            if section.type == _UNWIND:  # no exception crosses a kernel
+                continue
+            if section.type not in (_PROGBITS, _NOBITS):
                 return None
             image += bytes(-len(image) % (section.align or 1))
             places[number] = len(image)
             image += contents(section)
+        if not written:
+            image += bytes(-len(image) % mmap.PAGESIZE)
+            fixed = len(image)
     (listed,) = (section for section in sections if section.type == _SYMTAB)
     symbols = list(struct.iter_unpack("<IBBHQQ", contents(listed)))
     for section in sections:
@@ -79,11 +97,12 @@ def link(code: bytes) -> tuple[bytes, dict[str, int]] | None:
             at = places[section.info] + offset
             struct.pack_into("<i", image, at, places[where] + value + addend - at)
     names = contents(sections[listed.link])
-    return bytes(image), {
+    named = {
         names[name : names.index(b"\0", name)].decode(): places[where] + value
         for name, _, _, where, value, _ in symbols
         if name and where in places
     }
+    return Image(bytes(image), named, fixed)
 
 
 @lru_cache(maxsize=1)
@@ -105,15 +124,15 @@ def load(code: bytes, symbols: Sequence[str]) -> dict[str, int] | None:
     linked = link(code) if SUPPORTED else None
     if linked is None:
         return None
-    image, offsets = linked
+    image, offsets, fixed = linked
     libc = _libc()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     base = libc.mmap(None, len(image), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     if base == ctypes.c_void_p(-1).value:
         return None
     ctypes.memmove(base, image, len(image))
-    # The memory is never writable and executable at once; some hardened systems refuse even this.
-    if libc.mprotect(base, len(image), mmap.PROT_READ | mmap.PROT_EXEC):
+    # No memory is ever writable and executable at once; some hardened systems refuse even this.
+    if libc.mprotect(base, fixed, mmap.PROT_READ | mmap.PROT_EXEC):
         libc.munmap(base, len(image))
         return None
     return {symbol: base + offsets[symbol] for symbol in symbols}

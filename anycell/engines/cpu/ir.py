@@ -279,6 +279,12 @@ class Module:
         self._globals.append(f"{name} = private unnamed_addr constant {numbers}, align 64")
         return Value(name, "ptr")
 
+    def word(self) -> Value:
+        """The address of a number, at first 0, that lives as long as the code."""
+        name = f"@word{len(self._globals)}"
+        self._globals.append(f"{name} = internal global i64 0, align 8")
+        return Value(name, "ptr")
+
     def plain_loop(self) -> str:
         """A fresh metadata node for a loop that LLVM must neither unroll nor vectorise."""
         number = next(self._plain_loops)

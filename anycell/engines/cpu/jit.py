@@ -108,8 +108,10 @@ class CacheWarning(UserWarning):
 class Library:
     """Loaded machine code. Its addresses stay valid for the life of the process."""
 
-    def __init__(self, text: Text, target: Target, addresses: dict[str, int], cached: bool) -> None:
-        self._text = text
+    def __init__(
+        self, text: Text, target: Target, addresses: dict[str, int], cached: bool, name: str
+    ) -> None:
+        self._text, self.name = text, name  # of its entry in the cache
         self.target = target
         self.cached = cached  # whether the code came from disk
         self._addresses = addresses
@@ -152,10 +154,10 @@ def compile(
     if switch("ANYCELL_DEBUG", default=False):
         print(_printed(text), file=sys.stderr)
     with _alone():
-        name = _key(text, symbols, target, recipe)
-        code, cached = _cached(name, lambda: _object(_printed(text), symbols, target))
+        key = name(text, symbols, target, recipe)
+        code, cached = _cached(key, lambda: _object(_printed(text), symbols, target))
         addresses = image.load(code, symbols) or _load(code, symbols, target)
-        return Library(text, target, addresses, cached)
+        return Library(text, target, addresses, cached, key)
 
 
 def stored(text: Text, symbols: Sequence[str], target: Target, recipe: str | None) -> bytes | None:
@@ -164,7 +166,7 @@ def stored(text: Text, symbols: Sequence[str], target: Target, recipe: str | Non
         return None
     try:
         with lock, _Cache(cache_directory(), create=False) as cache:
-            return cache.read(_key(text, symbols, target, recipe))
+            return cache.read(name(text, symbols, target, recipe))
     except OSError:
         return None
 
@@ -288,7 +290,7 @@ def _toolchain() -> str:
     return f"{llvmlite.__version__} {llvm} {sys.platform} {platform.machine()}"
 
 
-def _key(text: Text, symbols: Sequence[str], target: Target, recipe: str | None = None) -> str:
+def name(text: Text, symbols: Sequence[str], target: Target, recipe: str | None = None) -> str:
     """The name of the entry: a hash of everything that changes the code or its functions."""
     cpu, features, _ = isa.machine(target)
     parts = [str(FORMAT), _toolchain(), cpu, features, " ".join(symbols)]

@@ -394,7 +394,7 @@ class Values:
             unit = b.iota(lanes) + b.splat(b.trunc(self.lanes.unit, "i32"))
             stream = low["stream"] << 8 | number
             step = step if per == "step" else constant(0, "i32")
-            scalars = b.trunc(row, "i32"), step, stream, low["seed"], high
+            scalars = b.trunc(arg["first_row"] + row, "i32"), step, stream, low["seed"], high
             words = ops.philox(b, unit, *map(b.splat, scalars))
             for word, slot in zip(words, slots, strict=True):
                 slot.value = word

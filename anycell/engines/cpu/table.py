@@ -18,13 +18,13 @@ Count = TypeVar("Count", int, Value)  # known when the kernel is printed, or whe
 
 # Entries of a kernel's own table that are numbers, not addresses; strides are numbers, too.
 NUMBERS = [
-    *"steps batch row_group time time_step units_split workspace_stride seed stream".split(),
-    *"inputs input_block".split(),
+    *"steps batch row_group time time_step units_split workspace_stride first_row".split(),
+    *"seed stream inputs input_block".split(),
     *CODES,
 ]
 ADDRESSES = "gang done workspace hyper".split()
 # Entries that the door copies unchanged from the call's table to a kernel's own table.
-PASSED_ON = [*"batch row_group units_split gang hyper seed".split(), *CODES]
+PASSED_ON = [*"batch row_group units_split gang hyper first_row seed".split(), *CODES]
 
 
 class Names(NamedTuple):
@@ -50,6 +50,7 @@ class Names(NamedTuple):
             scratch, packed         memory, on a cache line; ``needs`` says how many bytes
             parts, units_split      outputs: the threads of the call, and whether they split units
             hyper                   values of the cell's hyperparameters
+            first_row               where the rows of the call begin in the batch, for random masks
             seed, stream            see ``Options``; and each option that has ``codes``
             inputs                  forward: size of the ``input`` if a kernel multiplies it, else 0
             arrays of the whole call, see ``anycell.plan.arrays``
@@ -73,7 +74,7 @@ def names(plan: Plan, backward: bool) -> Names:
     shared += (
         "lay_out directions reverse steps batch begin count origin span whole pack threads "
         "least_work sparse row_group gang scratch packed scratch_bytes packed_bytes parts "
-        "units_split hyper seed stream inputs"
+        "units_split hyper first_row seed stream inputs"
     ).split()
     each: list[str] = []
     for name, array in arrays(plan, backward).items():

@@ -2,9 +2,11 @@
 
     XLA_FFI_Error *handler(XLA_FFI_CallFrame *frame)
 
-One handler serves every pass: a call's only attribute is the address of a record that describes the
-pass. The arguments of a call are the arrays that the pass reads, and maybe the seed of its random
-masks; its results are the arrays that the pass makes.
+One handler serves every pass. A call has one attribute, the record of its pass: the whole recipe,
+with names in place of what only a process knows, such as the addresses of kernels. So a program
+owns its recipes, and is the same program in every process. The names are looked up in each call, in
+the ``Process`` whose address the handler knows. The arguments of a call are the arrays that the
+pass reads, and maybe the seed of its random masks; its results are the arrays that the pass makes.
 
 The memory of a call is not XLA's, which would be fresh pages at every run of a program. One call at
 a time has the ``Room`` that stays warm; others, at the same time, allocate theirs.
@@ -17,33 +19,52 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import threading
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from anycell.engines.cpu import isa, jit
-from anycell.engines.cpu.driver import CALL, OF_CALL
+from anycell.engines.cpu.driver import CALL, FORM, OF_CALL, PLACE
 from anycell.engines.cpu.ir import Builder, Module, Operand, Target, Value, constant
 from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
 from anycell.plan import LINE
 
-# In a call frame: the first extension; the counts and addresses of arguments and of results; the
-# address of attributes.
-EXTENSION, GIVEN, ARGUMENTS, MADE, RESULTS, ATTRIBUTES = 8, 56, 72, 96, 112, 160
+# In a call frame: the first extension; XLA's functions; the counts and addresses of arguments and
+# of results; the address of attributes.
+EXTENSION, API, GIVEN, ARGUMENTS, MADE, RESULTS, ATTRIBUTES = 8, 16, 56, 72, 96, 112, 160
+CREATE_ERROR = 48  # among XLA's functions
+# Its arguments: their bytes, an extension, the message, and a code, which says "failed
+# precondition".
+ERROR_BYTES, MESSAGE, CODE, PRECONDITION = 32, 16, 24, 9
 DATA = 24  # in a buffer, the address of its numbers
-SCALAR = 8  # in a scalar attribute, the address of its value
+NUMBERS = 16  # in an attribute that is an array, the address of its numbers
 # An extension that asks for the version has the address of the answer.
 ANSWER, MAJOR, MINOR, TRAITS = 24, 24, 28, 32
-# A record, which is followed by the addresses of arrays that all calls share, and by the zeroed
-# results: number and bytes of each. ``play`` and ``form`` are those of a recipe, ``read`` counts
-# the arrays that the pass reads, ``words`` the numbers of its call; the tables begin at ``table``
-# in its memory, of ``bytes``; ``room`` is the address of a ``Room``'s numbers.
-RECORD = (
-    "play form read shared zeroed words table bytes room malloc free gang seed stream"
-).split()
-ROOM = "users address".split()
+# A record begins with these numbers. ``play`` and ``gang`` are names; ``read`` counts the arrays
+# that the pass reads, ``words`` the numbers of its call; the tables begin at ``table`` in its
+# memory, of ``bytes``. Tables follow, as long as the numbers say: the template, of ``length``; rows
+# of ``driver.PLACE``; rows of ``CONSTANT``, of which the last ``kept`` come after the numbers
+# ``OF_CALL`` in the list of addresses; rows of number and bytes of the results that begin as zeros;
+# and the contents of constants.
+RECORD = ("play gang read shared kept zeroed words table bytes stream length places first").split()
+# An array that all calls share: its place in the record, or if this is 0, a name.
+CONSTANT = "place name".split()
+ROOM = "users address bytes".split()
+# ``names`` is the address of a table of names and addresses: its rows, a power of two, and then
+# these rows, of which one with the name 0 is free. A name has the first free row from row
+# ``name % rows`` on.
+PROCESS = "names room malloc free".split()
+NAME = "name address".split()
+UNKNOWN = (
+    "This program was compiled in another process, and has a layer of anycell that this process "
+    "has not compiled. Compile the program here: call its function, or lower it."
+)
 
 
 class Room:
@@ -52,45 +73,104 @@ class Room:
     def __init__(self, size: int) -> None:
         self.block, self.size = np.empty(size + LINE, np.uint8), size
         address = self.block.__array_interface__["data"][0]
-        self.numbers = array("q", [0, address + -address % LINE])
+        self.numbers = array("q", [0, address + -address % LINE, size])
 
 
-_rooms = [Room(0)]  # the last is the largest; records have the addresses of the others
+class Process:
+    """What records name, in this process."""
+
+    def __init__(self) -> None:
+        self.rooms = [Room(0)]  # calls may still have those before the last, which is the largest
+        self.addresses: dict[int, int] = {}  # by names
+        self._tables: list[array[int]] = []  # the last is in use; calls may still read the others
+        self._lock = threading.Lock()
+        self.numbers = array("q", bytes(8 * len(PROCESS)))
+        for name in ("malloc", "free"):
+            address = ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value or 0
+            self.numbers[PROCESS.index(name)] = address
+        self.make_room(0)
+        self._publish(64)
+
+    def make_room(self, size: int) -> None:
+        """Makes the room that stays warm as large as this."""
+        with self._lock:
+            if size > self.rooms[-1].size:
+                self.rooms.append(Room(max(size, 2 * self.rooms[-1].size)))
+            self.numbers[PROCESS.index("room")] = self.rooms[-1].numbers.buffer_info()[0]
+
+    def name(self, text: str, address: int) -> int:
+        """Gives what ``text`` describes its name, by which calls find its address."""
+        name = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 or 1
+        with self._lock:
+            self.addresses[name] = address
+            table = self._tables[-1]
+            if 2 * len(self.addresses) > table[0]:
+                self._publish(2 * table[0])
+            else:
+                self._enter(table, name, address)
+        return name
+
+    def _publish(self, rows: int) -> None:
+        """Writes a larger table of names."""
+        table = array("q", [rows, *[0] * (len(NAME) * rows)])
+        for name, address in self.addresses.items():
+            self._enter(table, name, address)
+        self._tables.append(table)
+        self.numbers[PROCESS.index("names")] = table.buffer_info()[0]
+
+    @staticmethod
+    def _enter(table: array[int], name: int, address: int) -> None:
+        row = name % table[0]
+        while table[1 + len(NAME) * row] not in (0, name):
+            row = (row + 1) % table[0]
+        at = 1 + len(NAME) * row
+        table[at + 1] = address  # before its name: a call may read the table now
+        table[at] = name
+
+
+@functools.lru_cache(maxsize=1)
+def process() -> Process:
+    """What records name, in this process; it stays, as XLA has the address of the handler."""
+    return Process()
 
 
 def record(
-    play: int, form: int, read: int, made: int, shared: Sequence[int],
-    zeroed: Iterable[tuple[int, int]], table: int, memory: int, gang: int, stream: int,
-) -> array[int]:  # fmt: skip
+    numbers: dict[str, int],
+    template: Sequence[int],
+    places: Iterable[Sequence[int]],
+    constants: Sequence[npt.NDArray[Any] | int],
+    zeroed: Iterable[Sequence[int]],
+) -> npt.NDArray[np.int64]:
     """Describes a pass.
 
     Args:
-        play, form: addresses of the driver's function and of the recipe's form.
-        read, made: how many arrays the pass reads and makes.
-        shared: addresses of arrays that all calls read.
+        numbers: those of ``RECORD`` that do not follow from the other arguments.
+        constants: the arrays that calls share, or names of what only the process has.
         zeroed: numbers and bytes of the arrays that the pass makes which must begin as zeros.
-        table, memory: where the tables begin in the memory of a call, and the bytes of the memory.
-        gang: see ``pool.gang``.
-        stream: of the random masks.
     """
-    zeros = [number for row in zeroed for number in row]
-    words = len(CALL) + read + made + len(shared) + len(OF_CALL)
-    size = align(8 * words) + memory
-    if size > _rooms[-1].size:
-        _rooms.append(Room(size))
-    room, _ = _rooms[-1].numbers.buffer_info()
+    placed, zeros = (np.array([*rows], np.int64).ravel() for rows in (places, zeroed))
+    made = numbers.pop("made")
+    words = len(CALL) + numbers["read"] + made + len(constants) + len(OF_CALL)
+    size = align(8 * (len(FORM) + words)) + numbers["bytes"]
+    process().make_room(size)
     values = {
-        "play": play, "form": form, "read": read, "shared": len(shared),
-        "zeroed": len(zeros) // 2, "words": words, "table": table, "bytes": size + LINE,
-        "room": room, "malloc": _address("malloc"), "free": _address("free"), "gang": gang,
-        "seed": 0, "stream": stream,
+        **numbers, "shared": len(constants) - numbers["kept"], "zeroed": len(zeros) // 2,
+        "words": words, "bytes": size, "length": len(template),
+        "places": len(placed) // len(PLACE),
     }  # fmt: skip
-    return array("q", [*map(values.__getitem__, RECORD), *shared, *zeros])
-
-
-def _address(name: str) -> int:
-    """The address of a function of C's library."""
-    return ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value or 0
+    parts = [np.array([*map(values.__getitem__, RECORD)]), np.array(template, np.int64), placed]
+    rows, contents = list[list[int]](), list[npt.NDArray[np.int64]]()
+    at = sum(map(len, parts)) + len(CONSTANT) * len(constants) + len(zeros)
+    for one in constants:
+        if isinstance(one, int):
+            rows.append([0, one])
+            continue
+        raw = np.ascontiguousarray(one).tobytes()
+        contents.append(np.frombuffer(raw + bytes(-len(raw) % 8), np.int64))
+        rows.append([at, 0])
+        at += len(contents[-1])
+    parts += [np.array(rows, np.int64).ravel(), zeros, *contents]
+    return np.concatenate(parts, dtype=np.int64)
 
 
 @functools.lru_cache(maxsize=8)
@@ -99,17 +179,19 @@ def handler() -> int:
     target = isa.current()
     sources = fingerprint()
     recipe = f"{sources}\n{target}\nxla" if sources else None
-    library = jit.compile(lambda: str(print_handler(target)), ["handler"], target, recipe)
-    _libraries.append(library)
+    library = jit.compile(lambda: str(print_handler(target)), ["handler", "begin"], target, recipe)
+    library.function("begin")(process().numbers.buffer_info()[0])
     return library.address("handler")
 
 
-_libraries: list[jit.Library] = []  # XLA keeps the address
-
-
 def print_handler(target: Target) -> Module:
-    """Prints the module of the handler."""
+    """Prints the module of the handler, and of ``begin``, which tells it the process."""
     module = Module(target)
+    place = module.word()
+    b = module.function("begin", "ptr process")
+    b.store(b.ptrtoint(b.args[0], "i64"), place)
+    b.ret()
+    _print_find(module)
     b = module.function("handler", "ptr frame", "ptr")
     (frame,), null = b.args, Value("null", "ptr")
     extension = _word(b, frame, EXTENSION)
@@ -118,29 +200,100 @@ def print_handler(target: Target) -> Module:
         for offset, number in ((MAJOR, 0), (MINOR, 1), (TRAITS, 0)):
             b.store(constant(number, "i32"), b.gep(answer, offset, "i8"))
         b.ret(null)
-    attribute = _word(b, _word(b, frame, ATTRIBUTES), 0)
-    place = _word(b, _word(b, attribute, SCALAR), 0)
-    of_pass = Entries(b, place, RECORD)
-    room = Entries(b, of_pass.pointer("room"), ROOM)
-    alone = b.atomic_add(room.at("users"), 1).eq(0)
+    process = Entries(b, b.load(place, "ptr"), PROCESS)
+    of_pass = _Record(b, frame, process.pointer("names"))
+    missing = b.variable(0)
+    for named in (of_pass.find(of_pass["play"]), of_pass.gang()):
+        missing.value = missing.value + b.zext(named.eq(0), "i64")
+    with b.loop(0, of_pass["shared"] + of_pass["kept"]) as i:
+        missing.value = missing.value + b.zext(of_pass.constant(i).eq(0), "i64")
+    with b.when(missing.value.ne(0)):
+        b.ret(_error(b, frame))
+    room = Entries(b, process.pointer("room"), ROOM)
+    alone = b.atomic_add(room.at("users"), 1).eq(0) & (of_pass["bytes"] <= room["bytes"])
     memory = b.variable(room["address"])
     with b.when(~alone):
-        memory.value = b.call(of_pass.pointer("malloc"), of_pass["bytes"], returns="i64")
+        memory.value = b.call(process.pointer("malloc"), of_pass["bytes"] + LINE, returns="i64")
     _print_call(b, frame, of_pass, b.inttoptr((memory.value + (LINE - 1)) & -LINE, "ptr"))
     with b.when(~alone):
-        b.call(of_pass.pointer("free"), memory.value, returns="void")
+        b.call(process.pointer("free"), memory.value, returns="void")
     b.atomic_add(room.at("users"), -1)
     b.ret(null)
     return module
 
 
-def _print_call(b: Builder, frame: Value, of_pass: Entries, call: Value) -> None:
-    """Makes the call of a pass at the beginning of its memory, and plays it."""
+def _print_find(module: Module) -> None:
+    """Prints the function that looks a name up; it returns 0 for an unknown one."""
+    b = module.private("find", "ptr names, i64 name", "i64")
+    table, name = b.args
+    rows = b.load(table, "i64")
+    with b.loop(0, rows) as i:
+        row = b.gep(table, ((name + i) & (rows - 1)) * len(NAME) + 1, "i64")
+        at = Entries(b, row, NAME)
+        with b.when(at["name"].eq(name)):
+            b.ret(at["address"])
+        with b.when(at["name"].eq(0)):
+            b.ret(b.value(0))
+    b.ret(b.value(0))
+
+
+def _error(b: Builder, frame: Value) -> Value:
+    """Makes the error that says that a name is unknown."""
+    message = b.module.table([*UNKNOWN.encode(), 0], "i8")
+    arguments = b.alloca("i64", ERROR_BYTES // 8)
+    for offset, number in ((0, ERROR_BYTES), (8, 0), (MESSAGE, b.ptrtoint(message, "i64"))):
+        b.store(b.value(number), b.gep(arguments, offset, "i8"))
+    b.store(b.value(PRECONDITION), b.gep(arguments, CODE, "i8"))
+    create = _word(b, _word(b, frame, API), CREATE_ERROR)
+    return b.call(create, arguments, returns="ptr")
+
+
+class _Record(Entries):
+    """The record of a call, in the code of the handler."""
+
+    def __init__(self, b: Builder, frame: Value, names: Value) -> None:
+        attribute = _word(b, _word(b, frame, ATTRIBUTES), 0)
+        super().__init__(b, _word(b, attribute, NUMBERS), RECORD)
+        self.names = names
+        self.template = b.gep(self.address, len(RECORD), "i64")
+        self.places = b.gep(self.template, self["length"], "i64")
+        self.constants = b.gep(self.places, self["places"] * len(PLACE), "i64")
+        count = self["shared"] + self["kept"]
+        self.zeroed = b.gep(self.constants, count * len(CONSTANT), "i64")
+
+    def find(self, name: Value) -> Value:
+        return self.b.call("find", self.names, name)
+
+    def gang(self) -> Value:
+        """The address of the gang; 1 for one thread, which needs none."""
+        name, gang = self["gang"], self.b.variable(1)
+        with self.b.when(name.ne(0)):
+            gang.value = self.find(name)
+        return gang.value
+
+    def constant(self, i: Value) -> Value:
+        """The address of what calls share."""
+        row = Entries(self.b, self.b.gep(self.constants, i * len(CONSTANT), "i64"), CONSTANT)
+        address = self.b.variable(self.b.ptrtoint(self.address, "i64") + row["place"] * 8)
+        with self.b.when(row["place"].eq(0)):
+            address.value = self.find(row["name"])
+        return address.value
+
+
+def _print_call(b: Builder, frame: Value, of_pass: _Record, memory: Value) -> None:
+    """Makes the form and the call of a pass at the beginning of its memory, and plays it."""
     given, made = (_word(b, frame, at, "i64") for at in (GIVEN, MADE))
     arguments, results = (_word(b, frame, at) for at in (ARGUMENTS, RESULTS))
-    read, shared = of_pass["read"], of_pass["shared"]
-    block = b.ptrtoint(call, "i64") + ((of_pass["words"] * 8 + (LINE - 1)) & -LINE)
-    table, after = block + of_pass["table"], b.gep(of_pass.address, len(RECORD), "i64")
+    read, shared, kept = of_pass["read"], of_pass["shared"], of_pass["kept"]
+    form = Entries(b, memory, FORM)
+    form.set(
+        template=b.ptrtoint(of_pass.template, "i64"), length=of_pass["length"],
+        places=b.ptrtoint(of_pass.places, "i64"), count=of_pass["places"], first=of_pass["first"],
+    )  # fmt: skip
+    call = b.gep(memory, len(FORM), "i64")
+    block = b.ptrtoint(call, "i64") + of_pass["words"] * 8
+    block = (block + (LINE - 1)) & -LINE
+    table = block + of_pass["table"]
     next_place = b.variable(0)
 
     def add(number: Value) -> None:
@@ -148,26 +301,33 @@ def _print_call(b: Builder, frame: Value, of_pass: Entries, call: Value) -> None
         b.store(number, b.gep(call, place, "i64"))
         next_place.value = place + 1
 
-    for number in (of_pass["form"], table):
+    for number in (b.ptrtoint(memory, "i64"), table):
         add(number)
     for buffers, length in ((arguments, read), (results, made)):
         with b.loop(0, length) as i:
             add(_data(b, buffers, i))
     with b.loop(0, shared) as i:
-        add(b.load(b.gep(after, i, "i64"), "i64"))
-    seed = b.variable(of_pass["seed"])
+        add(of_pass.constant(i))
+    first_row, seed = b.variable(0), b.variable(0)
     with b.when(given > read):
-        seed.value = b.load(b.inttoptr(_data(b, arguments, read), "ptr"), "i64", align=4)
-    last = {"block": block, "table": table, "seed": seed.value}
+        words = b.inttoptr(_data(b, arguments, read), "ptr")
+        seed.value = b.load(words, "i64", align=4)
+        first_row.value = b.zext(b.load(b.gep(words, 8, "i8"), "i32"), "i64")
+    numbers = {
+        "block": block, "table": table, "gang": of_pass.gang(), "first_row": first_row.value,
+        "seed": seed.value, "stream": of_pass["stream"],
+    }  # fmt: skip
     for name in OF_CALL:
-        add(last[name] if name in last else of_pass[name])
+        add(numbers[name])
+    with b.loop(shared, shared + kept) as i:
+        add(of_pass.constant(i))
     with b.loop(0, of_pass["zeroed"]) as i:
-        row = b.gep(after, shared + i * 2, "i64")
+        row = b.gep(of_pass.zeroed, i * 2, "i64")
         begin = b.inttoptr(_data(b, results, b.load(row, "i64")), "ptr")
-        numbers = b.load(b.gep(row, 1, "i64"), "i64") // 4  # sums have 32 bits or more
-        with b.loop(0, numbers, b.lanes) as first:
-            b.store_first(constant(0.0, b.vec), b.gep(begin, first), numbers - first)
-    b.call(of_pass.pointer("play"), call, returns="void")
+        count = b.load(b.gep(row, 1, "i64"), "i64") // 4  # sums have 32 bits or more
+        with b.loop(0, count, b.lanes) as first:
+            b.store_first(constant(0.0, b.vec), b.gep(begin, first), count - first)
+    b.call(b.inttoptr(of_pass.find(of_pass["play"]), "ptr"), call, returns="void")
 
 
 def _word(b: Builder, base: Value, offset: Operand, type: str = "ptr") -> Value:
