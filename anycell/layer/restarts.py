@@ -1,4 +1,4 @@
-"""Where a direction of a layer restores its states."""
+"""The steps at which a direction of a layer restores its states."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 
 class _Count:
-    """How often our own functions have written to an array."""
+    """Counts the writes of our own functions to an array."""
 
     writes = 0
 

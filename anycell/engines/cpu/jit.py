@@ -443,7 +443,8 @@ class _Cache:
             yield
         finally:
             if file is not None:
-                os.close(file)
+                with contextlib.suppress(OSError):
+                    os.close(file)
                 self._unlink(claimed)
 
     def files(self) -> list[_File]:

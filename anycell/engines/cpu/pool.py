@@ -42,9 +42,8 @@ PATIENCE = 1.0  # seconds that a call waits for new threads to begin before it g
 # At a step whose units are shared, turns that a thread waits before it takes pieces that nobody has
 # begun, and lets other threads have its core: about 10 us.
 SPINS = 400
-# Nanoseconds, roughly: of waiting that a call never minds, and for how long at most the calls after
-# one that minded run in one part.
-LOSS, REST = 50_000, 250_000_000
+LOSS = 50_000  # nanoseconds of waiting, roughly, that a call never minds
+REST = 250_000_000  # nanoseconds that calls run in one part at most, after one that minded
 
 
 # -------------------------------------------------------------------------------------- native code

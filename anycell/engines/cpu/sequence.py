@@ -34,6 +34,8 @@ from anycell.engines.cpu.rows import RowAt, Rows, Task
 from anycell.engines.cpu.step import Step
 from anycell.plan import LINE
 
+Spans = tuple[Value, Value]  # of units, as a range: begin and end
+
 
 def print_kernel(layout: Layout) -> Module:
     """Prints the module of a kernel."""
@@ -74,7 +76,6 @@ class Sequence:
     Attributes:
         groups: this thread's groups of rows, as a range: begin, end and step.
         split: whether threads split the units.
-        spans: the spans of units at hand, as a range: begin and end.
     """
 
     def __init__(self, b: Builder, layout: Layout, blocks: list[Blocks]) -> None:
@@ -98,7 +99,7 @@ class Sequence:
         self._own = [
             b.select(split, self._share(n), whole) for whole, n in ((zero, part), (spans, after))
         ]
-        self.spans, self._spans = self._own, list(map(b.variable, self._own))
+        self._spans = list(map(b.variable, self._own))
         space = b.gep(arg["workspace"], part * arg["workspace_stride"] + LINE, "i8")
         self.panel = Panel(rows, blocks, space)
         self.step = Step(rows)
@@ -121,24 +122,24 @@ class Sequence:
         left = b.variable(0)
         with b.loop(0, self.steps) as t:
             if self.layout.row_wise:
-                count = self._take_rows(t)
+                count = self._take_rows(t, None)
                 with b.loop(0, count, PANEL) as first:
                     self._stages(t, first, b.smin(first + PANEL, count))
             else:
                 with b.when(self.split & left.value.ne(0)) as otherwise:
                     pass
-                with otherwise, self._pieces(t, left):
-                    self._units(t)
+                with otherwise, self._pieces(t, left) as spans:
+                    self._units(t, spans)
         if self.layout.tiled:
             tiles.release(b)
 
-    def _units(self, t: Value) -> None:
-        """A step of this thread's rows, of the units in its spans."""
+    def _units(self, t: Value, spans: Spans) -> None:
+        """A step of this thread's rows, of the units in the spans."""
         b, panel, zero = self.b, self.panel, self.b.value(0)
-        count = self._take_rows(t)
+        count = self._take_rows(t, spans)
         for m in self.layout.matmuls:
             panel.find(m, t, zero, count, zero)
-        with b.loop(*self.spans) as span, b.loop(0, count, PANEL) as first:
+        with b.loop(*spans) as span, b.loop(0, count, PANEL) as first:
             last = b.smin(first + PANEL, count)
             for m in self.layout.matmuls:
                 panel.multiply(m, t, span, first, last)
@@ -146,9 +147,9 @@ class Sequence:
                 self._row(t, place, first, span)
 
     @contextmanager
-    def _pieces(self, t: Value, left: Variable) -> Iterator[None]:
-        """Does the step by its body: at once, or, if threads split the units, piece by piece. Then
-        no thread starts step t + 1 before all pieces of step t are done.
+    def _pieces(self, t: Value, left: Variable) -> Iterator[Spans]:
+        """Does the step by its body, which gets spans: all at once, or, if threads split the units,
+        piece by piece. Then no thread starts step t + 1 before all pieces of step t are done.
         """
         b, arg, split, (_, part, parts) = self.b, self.arg, self.split, self.b.args
         stride = arg["workspace_stride"]
@@ -161,8 +162,8 @@ class Sequence:
                 word = b.gep(arg["workspace"], piece.value * stride, "i8")
                 mine.value = b.atomic_turn(word, t, t + 1)
             with b.when(mine.value):
-                self.spans = [variable.value for variable in self._spans]
-                yield
+                first, last = (variable.value for variable in self._spans)
+                yield first, last
                 with b.when(split):
                     b.atomic_add(arg["done"], 1)
             piece.value = b.value(-1)
@@ -178,9 +179,9 @@ class Sequence:
             again(piece.value >= 0)
         left.value = b.zext(piece.value < -1, "i64")
 
-    def _take_rows(self, t: Value) -> Value:
+    def _take_rows(self, t: Value, spans: Spans | None) -> Value:
         """Lists and counts the rows of this thread that take step t: backward all rows; forward the
-        unmasked rows, because the states of masked rows are held at once.
+        unmasked rows, because the states of masked rows are held at once, in the spans or whole.
         """
         b, rows, group = self.b, self.rows, self.arg["row_group"]
         count = b.variable(0)
@@ -193,10 +194,10 @@ class Sequence:
         def take_or_hold(row: Value) -> None:
             at = RowAt(t, row)
             with b.when(rows.flagged("mask", at, unequal=False)) as otherwise:
-                if self.layout.row_wise:
+                if spans is None:
                     rows.hold(at, None)
                 else:
-                    with b.loop(*self.spans) as span:
+                    with b.loop(*spans) as span:
                         rows.hold(at, span)
             with otherwise:
                 take(row)
