@@ -279,9 +279,7 @@ def test_threads(
         for threads in (2, 3):
             runs.clear()
             assert_same(by_cpu(problem, threads=threads), one)
-            if (
-                cell == cells.LSTM or shape[1] > 1
-            ):  # threads are no more than rows, or spans of units
+            if cell == cells.LSTM or shape[1] > 1:  # no more threads than rows, or spans of units
                 assert all(map(ROADS["several threads"], runs))
             if cell == cells.LSTM:
                 (split,) = set(map(ROADS["threads split the units"], runs))

@@ -206,7 +206,7 @@ def _linear_by_scan(*flat: Array, of: Pass, moved: Names) -> Flat:
 def _cut(
     flat: Sequence[Array], made: Flat, of: Pass, wanted: Names = (), arriving: Names = ()
 ) -> sharding.Cut:
-    """How a layer, its step or its backward pass may be cut for several devices."""
+    """Describes how a layer, its step or its backward pass may be cut for several devices."""
     arrays = of.arrays(flat[: len(of.keys)])
     axes = [batching.row_axis(name, array) for name, array in arrays.items()]
     given = [*axes, *[1] * (len(flat) - len(axes))]  # gradients of results, and what is kept

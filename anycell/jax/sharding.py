@@ -27,7 +27,7 @@ Axes = Sequence[int | None]  # of rows, in each of several arrays; None for what
 
 
 class Cut(NamedTuple):
-    """How a pass may be cut.
+    """The axes along which a pass may be cut.
 
     Attributes:
         arguments, results: their axes of rows. A result without rows is a sum over all rows.

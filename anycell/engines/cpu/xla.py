@@ -77,7 +77,7 @@ class Room:
 
 
 class Process:
-    """What records name, in this process."""
+    """The names that records use, in this process."""
 
     def __init__(self) -> None:
         self.rooms = [Room(0)]  # calls may still have those before the last, which is the largest
@@ -130,7 +130,7 @@ class Process:
 
 @functools.lru_cache(maxsize=1)
 def process() -> Process:
-    """What records name, in this process; it stays, as XLA has the address of the handler."""
+    """The names that records use, in this process; it stays, as XLA has the address of the handler."""
     return Process()
 
 
