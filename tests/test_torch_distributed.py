@@ -58,6 +58,7 @@ def test_sharded_weights_and_distributed_tensors() -> None:
     python(
         """
         import pytest, torch, torch.distributed as dist
+        from tolerances import assert_close
         from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
 
         import anycell.torch as at

@@ -130,7 +130,7 @@ class Process:
 
 @functools.lru_cache(maxsize=1)
 def process() -> Process:
-    """The names that records use, in this process; it stays, as XLA has the address of the handler."""
+    """The names that records use, in this process; it stays, as XLA knows the handler."""
     return Process()
 
 
