@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from anycell import cells, lang
 from anycell.lang import *  # noqa: F403
+from anycell.refusal import close_to
 
 __version__: str
 
@@ -58,12 +59,9 @@ def _unknown(name: str) -> str:
             f"{problem}. It is a cell: anycell.cells.{name}. The frontends make its layers, for "
             f"example anycell.torch.RNN(cells.{name}, ...)."
         )
-    import difflib
-
-    close = difflib.get_close_matches(name, __dir__(), cutoff=0.7)
-    hint = f" Close to it: {', '.join(close)}." if close else ""
+    close = close_to(name, __dir__()) or "."
     return (
-        f"{problem}.{hint} Cells may use {', '.join(lang.VOCABULARY)}; anycell also has "
+        f"{problem}{close} Cells may use {', '.join(lang.VOCABULARY)}; anycell also has "
         f"{', '.join(sorted({*__dir__()} - {*lang.VOCABULARY}))}."
     )
 
