@@ -75,7 +75,7 @@ def _index(results: dict[str, Any]) -> str:
             "the graphs of its step and of its backward pass, how fast it is, one small "
             "experiment, and what `anycell.explain` says of it.",
             "",
-            "| cell | what it is | speed, as a multiple of a loop's | problem | error | steps to solve it |",
+            "| cell | what it is | times a loop's speed | problem | error | steps to solve it |",
             "|---|---|---|---|---|---|",
             *rows,
             "",
