@@ -179,7 +179,7 @@ def _ms(value: float) -> str:
 
 
 def _share(over: float) -> str:
-    """What part of our time the bound is; an empty string if it was not measured."""
+    """The part of our time that the bound is; an empty string if it was not measured."""
     percent = 100 / over
     return "<1%" if percent < 1 else _number("{:.0f}%", percent)
 
