@@ -34,7 +34,7 @@ def describe() -> dict[str, Any]:
 
 
 def load() -> float:
-    """The number of threads that wanted to run in the last minute; NaN if the system does not say."""
+    """The threads that wanted to run in the last minute; NaN if the system does not say."""
     try:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):  # Windows has no such call
