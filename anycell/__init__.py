@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from anycell import cells, lang
 from anycell.lang import *  # noqa: F403
 from anycell.lang.expr import RENAMED
+from anycell.refusal import close_to
 
 __version__: str
 
@@ -63,12 +64,9 @@ def _unknown(name: str) -> str:
         )
     if name in RENAMED:
         return f"{problem}. In a cell write {RENAMED[name]}, with the functions of anycell."
-    import difflib
-
-    close = difflib.get_close_matches(name, __dir__(), cutoff=0.7)
-    hint = f" Close to it: {', '.join(close)}." if close else ""
+    close = close_to(name, __dir__()) or "."
     return (
-        f"{problem}.{hint} Cells may use {', '.join(lang.VOCABULARY)}; anycell also has "
+        f"{problem}{close} Cells may use {', '.join(lang.VOCABULARY)}; anycell also has "
         f"{', '.join(sorted({*__dir__()} - {*lang.VOCABULARY}))}."
     )
 

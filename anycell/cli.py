@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -137,7 +137,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     add(
         "--quick",
         action="store_true",
-        help="a first look, in about a minute: a few small shapes, short runs, no fresh processes",
+        help="a first look, in minutes: a few small shapes, short runs, no fresh processes",
     )
     add("--shapes", **listed, help="all (default), some by name, or sizes as T20B4I64H128[L2][D2]")
     add("--mode", choices=modes, default="both", help="what to time (default: both)")
@@ -186,7 +186,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 def bench(options: argparse.Namespace) -> int:
     """Runs the benchmark, prints the tables and writes the files."""
-    _require("bench", ("torch", "rich", "psutil", "threadpoolctl"), install("bench"))
+    _require("bench", ("torch",), install("bench"))  # checks all results, and is the first peer
     if options.threads > MOST:
         raise UsageError(f"--threads {options.threads}: expected at most {MOST}")
     if sys.stderr.isatty():
@@ -233,7 +233,7 @@ def bench(options: argparse.Namespace) -> int:
         print(f"anycell: {warning}", file=sys.stderr)
     with runner.all_threads(settings.threads):
         costs = estimate.seconds(settings)
-    hurry = "" if options.quick or sum(costs) < 120 else "; --quick takes about one minute"
+    hurry = "" if options.quick or sum(costs) < 120 else "; --quick takes a few minutes"
     plan = f"{len(costs)} row{'s' * (len(costs) != 1)}, about {estimate.duration(sum(costs))}"
     print(f"anycell: {plan}{hurry}", file=sys.stderr, flush=True)
     with progress(costs) as (say, advance):
@@ -252,17 +252,45 @@ def bench(options: argparse.Namespace) -> int:
 @contextmanager
 def progress(costs: Sequence[float]) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
     """Yields ``say``, which shows the current work, and ``advance``, which counts finished rows: by
-    a bar in a terminal, else by a line per row, on stderr.
+    a bar in a terminal if rich is installed, else by a line per row, on stderr.
 
     Args:
         costs: the estimated seconds of each row, which give the remaining time.
     """
+    from anycell.bench.estimate import duration
+
+    total, done, current, left = len(costs), 0, "", ""
+    began = time.perf_counter()
+    bar = _bar(total) if sys.stderr.isatty() and importlib.util.find_spec("rich") else None
+
+    def show() -> None:
+        if bar is not None:
+            bar.update(bar.task_ids[0], completed=done, description=current, left=left)
+            bar.refresh()
+
+    def say(text: str) -> None:
+        nonlocal current
+        current = text
+        show()
+
+    def advance() -> None:
+        nonlocal done, left
+        done += 1
+        spent = (time.perf_counter() - began) / sum(costs[:done])
+        left = f"about {duration(spent * sum(costs[done:]))} left" if done < total else ""
+        show()
+        if bar is None:
+            row = current.partition(":")[0]
+            print(f"{done}/{total} {row}{', ' * bool(left)}{left}", file=sys.stderr, flush=True)
+
+    with bar or nullcontext():
+        yield say, advance
+
+
+def _bar(total: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from anycell.bench.estimate import duration
-
-    total = len(costs)
     bar = Progress(
         BarColumn(24),
         MofNCompleteColumn(),
@@ -273,24 +301,9 @@ def progress(costs: Sequence[float]) -> Iterator[tuple[Callable[[str], None], Ca
         transient=True,
         # Redrawn only on news: a refreshing thread would run during a measurement.
         auto_refresh=False,
-        disable=not sys.stderr.isatty(),
     )
-    rows, began = bar.add_task("", total=total, left=""), time.perf_counter()
-
-    def say(text: str) -> None:
-        bar.update(rows, description=text, refresh=True)
-
-    def advance() -> None:
-        done = int(bar.tasks[0].completed) + 1
-        spent = (time.perf_counter() - began) / sum(costs[:done])
-        left = f"about {duration(spent * sum(costs[done:]))} left" if done < total else ""
-        bar.update(rows, advance=1, left=left, refresh=True)
-        if bar.disable:
-            row = bar.tasks[0].description.partition(":")[0]
-            print(f"{done}/{total} {row}{', ' * bool(left)}{left}", file=sys.stderr, flush=True)
-
-    with bar:
-        yield say, advance
+    bar.add_task("", total=total, left="")
+    return bar
 
 
 # -- explain ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import functools
 import html
 import inspect
 import itertools
+import logging
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -169,6 +170,36 @@ class Found:
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'}: {self.kind} runs on {self.engine} ({self.reason})"
+
+
+def log_swapped(layers: Sequence[Found], logger: logging.Logger) -> None:
+    """Logs the layers of a model after ``accelerate``; warns if none of them is anycell's."""
+    for layer in layers:
+        logger.info("%s", layer)
+    if not any(" of anycell" in layer.kind for layer in layers):
+        left = "; ".join(map(str, layers)) or "the model has no recurrent layers"
+        logger.warning("accelerate has swapped nothing: %s", left)
+
+
+def often(calls: Sequence[int], one_step: bool, layer: str) -> str:
+    """Returns the end of a reason, which says how often one call of the model called a module.
+
+    Args:
+        calls: the number of steps of each call.
+        one_step: whether the module is a cell, which runs one step in each call.
+        layer: the layer that a loop over the steps can become.
+    """
+    if len(calls) < 2:
+        return "" if calls else "; not called"
+    low, high = min(calls), max(calls)
+    steps = "1 step" if high == 1 else f"{low} steps" if low == high else f"{low} to {high} steps"
+    called = f"; called {len(calls)} times, {steps} each"
+    if high > 1 or one_step:
+        return called
+    return (
+        f"{called}: call it once with all steps, or, if a step needs the previous output, write "
+        f"the loop's body as a cell for {layer}"
+    )
 
 
 class Explanation:

@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 
 import numpy as np
@@ -900,11 +901,15 @@ def test_the_estimate_grows_with_what_is_asked_for(monkeypatch: pytest.MonkeyPat
     runner = importlib.import_module("anycell.bench.runner")
     steady = type("Matmul", (), {"SIZE": 2048, "gflops": 100.0, "__init__": lambda *_: None})
     monkeypatch.setattr(estimate, "Matmul", steady)
+    monkeypatch.setattr(estimate, "load", lambda: 0.0)
     whole = runner.Settings([find_cell("LSTM"), find_cell("GRU")], select(["all"]))
     quick = replace(whole, shapes=select(QUICK), seconds=0.5, alone=False, first_call=False)
     costs = {name: estimate.seconds(s) for name, s in [("whole", whole), ("quick", quick)]}
     assert [len(costs[name]) for name in costs] == [4 * 12, 4 * 3]
     assert 15 < sum(costs["quick"]) < 120 < 600 < sum(costs["whole"]) < 7200
+    monkeypatch.setattr(estimate, "load", lambda: 20.0 * usable_cores())
+    assert sum(estimate.seconds(quick)) > 10 * sum(costs["quick"])  # a busy machine
+    monkeypatch.setattr(estimate, "load", lambda: math.nan)
     for more in (
         {"memory": True}, {"seconds": 60.0}, {"alone": True}, {"first_call": True},
         {"peers": ("torch.nn", "torch-loop", "torch-compile")}, {"shapes": select(["all"])},
@@ -919,15 +924,60 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         need("matplotlib", "the chart")
 
 
-@pytest.mark.parametrize("package", ["torch", "rich", "psutil", "threadpoolctl"])
-def test_without_a_package_bench_says_what_to_install(package: str) -> None:
-    code = f"""
-        import sys, importlib.util as u; find = u.find_spec
-        u.find_spec = lambda name, *a: None if name == {package!r} else find(name, *a)
-        from anycell.cli import main; sys.exit(main(['bench']))
-    """
+WITHOUT = """
+    import sys, importlib.util as u; find = u.find_spec
+    for name in {packages}: sys.modules[name] = None
+    u.find_spec = lambda name, *a: None if name in {packages} else find(name, *a)
+    from anycell.cli import main; sys.exit(main({arguments}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [("torch", []), ("threadpoolctl", ["--peers", "numpy-loop"])],
+    ids=["torch", "threadpoolctl"],
+)
+def test_without_a_package_bench_says_what_to_install(package: str, arguments: list[str]) -> None:
+    code = WITHOUT.format(packages=[package], arguments=["bench", *arguments])
     said = python(code, status=2)
     assert f"{package}, which is not installed: {install('bench')}" in said
+
+
+def test_bench_needs_only_torch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    arguments = "bench --cells GRU --shapes T2B1I8H8 --mode inference --seconds 0.01 --threads 1"
+    arguments += f" --no-alone --no-first-call --out {tmp_path}"
+    code = WITHOUT.format(
+        packages=["rich", "psutil", "threadpoolctl", "matplotlib", "onnx"],
+        arguments=arguments.split(),
+    )
+    said = python(f"import anycell.bench.machine as m; m.Matmul.SIZE = 64\n{dedent(code)}")
+    lines = said.splitlines()
+    title = lines.index("GRU inference, float32, 1 thread")
+    headers = ["shape", "T B I H L D", "bound ms", "anycell ms", "of bound", "torch.nn ms", "ratio"]
+    assert re.split("  +", lines[title + 1])[:7] == headers
+    assert re.match(r"T2B1I8H8  +2 1 8 8 1 1  +\S+ +\S+ ±\d+% +<?\d+% +\S+ ±", lines[title + 3])
+    assert f"written: {tmp_path}/bench.json" in said
+
+
+def test_the_legend_explains_what_is_shown() -> None:
+    result = reported(ours=([1.0], [1.0]), peer=([3.0], [3.0]))
+    words = ("ratio:", "of bound:", "error:", "first call:", "MiB:", report.MARKED)
+    said = report.legend(report.tables(result))
+    assert [word in said for word in words] == [True, True, False, False, False, False]
+    entry = result.rows[0].entries["ours"]
+    entry.fresh_process_extra_ms, entry.training_peak_bytes = {"cold": 1.0, "warm": 1.0}, 1 << 20
+    entry.alone_samples_ms = [2.0]
+    said = report.legend(report.tables(result))
+    assert [word in said for word in words] == [True, True, False, True, True, True]
+
+
+def test_the_bound_is_shown_as_a_part_of_our_time() -> None:
+    for ms, shown in ((0.001, "100%"), (0.0025, "40%"), (0.9, "<1%")):
+        result = reported(ours=([ms], []), peer=([3.0], []))
+        result.rows[0].flops = 1000  # at 1 GFLOP/s, 1 microsecond
+        ((_, headers, body),) = report.tables(result)
+        assert [line[headers.index("of bound")] for line in body] == [shown, shown, ""]
 
 
 def test_bench_from_the_command_line(

@@ -1,6 +1,7 @@
 """The guides' own programs: the agent that must remember, recipes, and notebooks."""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).parents[1]
 AGENT = "docs/guides/reinforcement-learning.md"
+DEPLOYING = "docs/guides/deploying.md"
 RECIPES = "docs/guides/reinforcement-learning-libraries.md"
 
 
@@ -163,3 +165,45 @@ def test_the_rollout_in_jax(count: int) -> None:
     names: dict[str, Any] = {}
     for block in blocks("docs/guides/reinforcement-learning-jax.md")[:count]:
         exec(block, names)
+
+
+@pytest.mark.slow
+def test_files_for_onnx_runtime(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    whole, steps, _ = blocks(DEPLOYING, "py")
+    check = """
+    right = layer(x)[0].detach().numpy()
+    print(abs(output - right).max() < 1e-2, abs(y - right[-1:]).max() < 1e-6)
+    """
+    script = tmp_path / "files.py"
+    script.write_text(whole + steps + textwrap.dedent(check), encoding="utf-8")
+    assert run(str(script), cwd=tmp_path).splitlines()[-1] == "True True"
+    nodes = [node.op_type for node in onnx.load(tmp_path / "lstm-8-bits.onnx").graph.node]
+    assert "DynamicQuantizeLSTM" in nodes and len(nodes) < 5
+    sizes = [(tmp_path / f"{name}.onnx").stat().st_size for name in ("lstm", "lstm-8-bits")]
+    assert 24_000 < sizes[0] < 28_000 and 9_000 < sizes[1] < 11_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layer", "size"), [("LSTM", 27_000), ("PeepholeLSTM", 29_000)])
+def test_a_file_for_tflite(layer: str, size: int, tmp_path: Path) -> None:
+    pytest.importorskip("tensorflow")
+    *_, convert = blocks(DEPLOYING, "py")
+    check = """
+    import numpy as np
+    interpreter = tf.lite.Interpreter(model_content=file)
+    interpreter.allocate_tensors()
+    (entry,), (result,) = interpreter.get_input_details(), interpreter.get_output_details()
+    x = np.random.default_rng(0).normal(size=(1, 20, 3)).astype("float32")
+    interpreter.set_tensor(entry["index"], x)
+    interpreter.invoke()
+    got = interpreter.get_tensor(result["index"])
+    print(len(file), abs(got - keras.ops.convert_to_numpy(model(x))).max() < 1e-6)
+    """
+    script = tmp_path / "file.py"
+    code = convert.replace("keras.PeepholeLSTM", f"keras.{layer}") + textwrap.dedent(check)
+    script.write_text(code, encoding="utf-8")
+    bytes_, right = run(str(script), cwd=tmp_path, KERAS_BACKEND="tensorflow").split()[-2:]
+    assert right == "True" and 0.9 * size < int(bytes_) < 1.1 * size

@@ -326,6 +326,44 @@ def test_a_restored_file_needs_no_anycell(tmp_path: Any) -> None:
     keras.models.load_model(tmp_path / "model.keras")
 
 
+def test_how_often_a_model_calls_its_layers() -> None:
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.whole = layers.GRU(4, return_sequences=True, name="whole")
+            self.loop = ak.LSTM(4, name="loop")
+            self.step, self.unused = layers.LSTMCell(4, name="step"), layers.GRU(4, name="unused")
+            self.unused.build((2, 5, 3))
+            self.both = layers.Bidirectional(layers.GRU(4, name="inner"), name="both")
+
+        def call(self, x: Any) -> Any:
+            y, states = self.whole(x), [keras.ops.zeros((2, 4))] * 2
+            for t in range(5):
+                self.loop(y[:, t : t + 1])
+                _, states = self.step(y[:, t], states)
+            return self.both(y)
+
+    model = Model()
+    assert {layer.calls for layer in ak.recurrent_layers(model)} == {None}
+    x = np.ones((2, 5, 3), "float32")
+    found = {layer.name.split("/")[-1]: layer for layer in ak.recurrent_layers(model, x)}
+    counts = {"whole": 1, "loop": 5, "step": 5, "unused": 0, "forward_inner": 1}
+    assert {name: found[name].calls for name in counts} == counts
+    assert "called 5 times, 1 step each: call it once with all steps" in found["loop"].reason
+    assert "anycell.keras.RNN" in found["loop"].reason
+    assert found["step"].reason.endswith("; called 5 times, 1 step each")
+    assert found["unused"].reason.endswith("; not called") and found["loop"].engine == "cpu"
+    assert "call" not in vars(model.loop) and ak.recurrent_layers(model)[0].calls is None
+
+
+def test_a_model_without_a_layer_to_swap_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    ak.accelerate(keras.Sequential([layers.Dense(3)]))
+    assert caplog.messages == ["accelerate has swapped nothing: the model has no recurrent layers"]
+    caplog.clear()
+    ak.accelerate(ak.accelerate(keras.Sequential([layers.GRU(3)])))
+    assert not caplog.messages
+
+
 def test_what_has_no_way_back(caplog: pytest.LogCaptureFixture) -> None:
     """Stays, and is said: what Keras has no layer for, and subclasses of ours."""
 

@@ -404,8 +404,10 @@ def test_a_load_that_fails_changes_nothing(tmp_path: Path) -> None:
 
     refused(FileNotFoundError, "layer.npz")
     others = {name: p for name, p in before.items() if name != "bias_hh_l0"}
-    refused(KeyError, "missing bias_hh_l0", "expected weight_ih_l0", **others)
+    refused(KeyError, "missing bias_hh_l0", "one bias, pass it as bias_ih, and zeros", **others)
     refused(KeyError, "unknown extra", **before, extra=np.zeros(3))
+    with pytest.raises(KeyError, match=r"missing weight_hh_l0; expected [^.]*\.'$"):
+        layer.set_parameters({name: p for name, p in before.items() if name != "weight_hh_l0"})
     wrong = {**before, "bias_hh_l0": np.zeros(16)}
     refused(ValueError, "bias_hh_l0", "given shape (16,)", "expected (15,)", **wrong)
     words = {**before, "bias_hh_l0": np.array(["a"] * 15)}

@@ -47,6 +47,16 @@ def test_names_that_are_not_there() -> None:
         anycell.GRU  # noqa: B018
 
 
+@pytest.mark.parametrize("frontend", ["torch", "keras", "numpy", "jax"])
+def test_a_misspelt_layer_is_near_to_others(frontend: str) -> None:
+    module = pytest.importorskip(f"anycell.{frontend}")
+    with pytest.raises(AttributeError, match=r"'LayerNormLSTMM'\. Close to it: LayerNormLSTM"):
+        module.LayerNormLSTMM  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'Qqq'$"):
+        module.Qqq  # noqa: B018
+    assert not hasattr(module, "__wrapped__")
+
+
 def test_the_language_has_one_list_of_names() -> None:
     """Whatever takes traced values: functions of the op table, and those that the tracer knows."""
     from anycell import lang

@@ -402,6 +402,23 @@ def test_refusals() -> None:
         t1.GRUCell(3, dtype=tf.int32)
     with pytest.raises(ValueError, match=r"inputs: given shape \(2, 3\); expected \[T, B, width\]"):
         t1.LSTMBlockFusedCell(3)(tf.zeros((2, 3)))
+    with pytest.raises(ValueError, match=r"shape \(4, 2, 3\).*dynamic_rnn\(cell, inputs\)\.$"):
+        t1.LSTMBlockCell(3)(tf.zeros((4, 2, 3)), t1.LSTMStateTuple(*[tf.zeros((2, 3))] * 2))
+    with pytest.raises(ValueError, match=r"shape \(1, 4, 2, 3\).*Reshape them\.$"):
+        t1.LSTMBlockFusedCell(3)(tf.zeros((1, 4, 2, 3)))
+
+
+def test_tf_scan_runs_a_cell_and_not_a_whole_sequence() -> None:
+    x = np.random.default_rng(0).normal(size=(5, 2, 3)).astype("float32")
+    start = t1.LSTMStateTuple(tf.zeros((2, 4)), tf.zeros((2, 4)))
+    whole = t1.LSTMBlockFusedCell(4)
+    remedy = r"call it once, with all steps, in place of a loop such as tf\.scan; .*LSTMBlockCell"
+    with pytest.raises(ValueError, match=rf"\(2, 3\); expected \[T, B, width\].*{remedy}"):
+        tf.scan(lambda state, row: whole(row, state)[1], tf.constant(x), start)
+    cell = t1.LSTMBlockCell(4)
+    states = tf.scan(lambda state, row: cell(row, state)[1], tf.constant(x), start)
+    outputs, _ = t1.dynamic_rnn(cell, tf.constant(x), time_major=True, initial_state=start)
+    assert_close(states.h, outputs, "float32", "forward")
     with pytest.raises(TypeError, match=r"cell: given LSTMCell; expected a cell of anycell.tf1"):
         t1.dynamic_rnn(keras.layers.LSTMCell(3), tf.zeros((1, 2, 3)))
     with pytest.raises(ValueError, match="num_proj: given 0; expected an int from 1"):

@@ -145,6 +145,18 @@ def test_a_model_stays_what_it_was(caplog: pytest.LogCaptureFixture) -> None:
             at.accelerate(bad)  # type: ignore[type-var]
 
 
+def test_a_model_without_a_layer_to_swap_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    at.accelerate(nn.Sequential(nn.Linear(3, 4)))
+    assert caplog.messages == ["accelerate has swapped nothing: the model has no recurrent layers"]
+    caplog.clear()
+    at.accelerate(nn.ModuleDict({"cell": nn.LSTMCell(3, 4)}))
+    (said,) = caplog.messages
+    assert said.startswith("accelerate has swapped nothing: cell: LSTMCell of torch runs on torch")
+    caplog.clear()
+    at.accelerate(at.accelerate(nn.Sequential(nn.LSTM(3, 4))))
+    assert not caplog.messages
+
+
 # -- subclasses ------------------------------------------------------------------------------------
 class Amp(nn.LSTM):
     """A subclass as in amp modelers: its own constructor and methods, but no forward."""

@@ -74,13 +74,14 @@ def _index(results: dict[str, Any]) -> str:
             "the graphs of its step and of its backward pass, how fast it is, one small "
             "experiment, and what `anycell.explain` says of it.",
             "",
-            "| cell | | times a loop's speed | problem | error | steps |",
+            "| cell | what it is | times a loop's speed | problem | error | steps to solve it |",
             "|---|---|---|---|---|---|",
             *rows,
             "",
-            "The error is the mean squared one after 1000 steps of training, and the steps are "
-            f"those until it was below {SOLVED}: medians of three runs. `make gallery` runs all of "
-            "it again, in minutes.",
+            "Each cell trains on the problem that suits it, of those below. The error is the mean "
+            "squared one after 1000 steps of training, and the steps to solve it are those until "
+            f"the error was below {SOLVED}: medians of three runs. `make gallery` runs all of it "
+            "again, in minutes.",
             "",
             *(f"- **{name}**: {p.about}" for name, p in PROBLEMS.items()),
             "",

@@ -2,9 +2,10 @@
 
 python tools/speed_table.py benchmarks/results/DATE_CPU_THREADS.json [PEER]
 python tools/speed_table.py benchmarks/results/DATE_CPU_THREADS.json --write
+python tools/speed_table.py docs/gallery/results.json --loops
 
-``--write`` puts the table between the marks of docs/performance.md, and draws docs/speed.png, the
-chart of the README.
+``--write`` puts the table between the marks of docs/performance.md, and draws docs/speed.png, a
+chart of the README. ``--loops`` draws the other one, docs/loops.png: cells against a loop.
 """
 
 import json
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+TIMED = "T32 B16 I64 H64"  # as tools/gallery.py times cells
+TORCHS = {"LSTM", "GRU", "RNN"}  # cells of torch.nn
 BEGIN, END = "<!-- speed table: begin -->\n", "<!-- speed table: end -->"
 MARK = "!"  # next to a time that differs when the contender runs alone
 
@@ -87,8 +90,12 @@ def draw(report: dict[str, Any], path: Path, peer: str = "torch.nn") -> None:
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     most = max(max(column.values()) for column in columns.values())
     figure, panels = plt.subplots(
-        1, len(columns), figsize=(11, 0.9 + 0.3 * len(names)), sharey=True, layout="constrained"
+        1, len(columns), figsize=(11, 1.4 + 0.36 * len(names)), sharey=True, layout="constrained"
     )
+    threads = report["settings"]["threads"]
+    machine = f"{report['machine']['cpu']}, {threads} threads, {report['settings']['dtype']}"
+    figure.suptitle(f"times faster than {peer}: {machine}, {report['date'][:10]}", fontsize=12)
+    shapes = {row["shape"]["name"]: row["shape"] for row in report["rows"]}
     for axes, (title, column) in zip(panels, columns.items(), strict=True):
         for name, ratio in column.items():
             place, faster = names.index(name), ratio >= 1
@@ -110,8 +117,48 @@ def draw(report: dict[str, Any], path: Path, peer: str = "torch.nn") -> None:
         axes.tick_params(length=0)
         for spine in axes.spines.values():
             spine.set_visible(False)
-    panels[0].set_yticks(range(len(names)), names, fontsize=10)
+    labels = [f"{name}\n{_sizes(shapes[name])}" for name in names]
+    panels[0].set_yticks(range(len(names)), labels, fontsize=8)
     panels[0].set_ylim(len(names) - 0.4, -0.6)
+    figure.savefig(path, dpi=130, facecolor="white")
+    plt.close(figure)
+
+
+def _sizes(shape: dict[str, Any]) -> str:
+    layers = f", {shape['L']} layers" if shape["L"] > 1 else ""
+    both = ", both ways" if shape["D"] > 1 else ""
+    return f"T{shape['T']} B{shape['B']} I{shape['I']} H{shape['H']}{layers}{both}"
+
+
+def draw_loops(results: dict[str, Any], path: Path) -> None:
+    """Draws a bar for each cell that torch.nn does not have: a loop's time over the layer's."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    speeds = {name: of["speed"] for name, of in results.items() if name not in TORCHS}
+    faster = {name: speed["loop"] / speed["ours"] for name, speed in speeds.items()}
+    names = sorted(faster, key=lambda name: -faster[name])
+    (machine,) = {speed["on"] for speed in speeds.values()}
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.28 * len(names)), layout="constrained")
+    axes.barh(range(len(names)), [faster[name] for name in names], height=0.72, color="#2f6fb3")
+    for place, name in enumerate(names):
+        ours, loop = (f"{speeds[name][who]:.3g} ms" for who in ("ours", "loop"))
+        text = f" {faster[name]:.1f}x   {ours}, loop {loop}"
+        axes.text(faster[name], place, text, va="center", fontsize=8.5, color="#1f2933")
+    axes.set_title(
+        "a step of training, times faster than a PyTorch loop over the cell\n"
+        f"{TIMED}, float32, {machine}, 1 thread",
+        fontsize=10, loc="left",
+    )  # fmt: skip
+    axes.set_xlim(0, 1.35 * max(faster.values()))
+    axes.set_xticks([])
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
     figure.savefig(path, dpi=130, facecolor="white")
     plt.close(figure)
 
@@ -131,7 +178,9 @@ def _digits(milliseconds: float) -> str:
 
 if __name__ == "__main__":
     report = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    if sys.argv[2:] == ["--write"]:
+    if sys.argv[2:] == ["--loops"]:
+        draw_loops(report, ROOT / "docs" / "loops.png")
+    elif sys.argv[2:] == ["--write"]:
         page = ROOT / "docs" / "performance.md"
         lines = f"From `benchmarks/results/{Path(sys.argv[1]).name}`.\n\n{table(report)}"
         page.write_text(into(page.read_text(encoding="utf-8"), lines), encoding="utf-8")

@@ -6,6 +6,6 @@ wrong contender is not timed), ``timing`` (interleaved runs), ``machine`` (the m
 ``probe`` (what only a fresh process can tell), ``runner`` (which puts them together), ``report``
 and ``chart`` (what you see).
 
-Only that command imports this package, and needs what the extra ``bench`` installs. Nothing else in
-anycell depends on either.
+Only that command imports this package, which needs PyTorch. The extra ``bench`` adds the chart,
+colour, and what some contenders need.
 """

@@ -57,6 +57,7 @@ ON_TENSORFLOW = ("anycell.keras", "keras", "keras-xla", "keras-loop", "tf-block"
 PACKAGES: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("onnxruntime", "onnxruntime-calm"), ("onnx", "onnxruntime")
 )
+PACKAGES |= dict.fromkeys(("anycell.numpy", "numpy-loop"), ("threadpoolctl",))
 PACKAGES |= dict.fromkeys(ON_TENSORFLOW, ("keras", "tensorflow"))
 PACKAGES |= {"anycell.jax": ("jax",), "jax-scan": ("jax",), "flax": ("jax", "flax")}
 

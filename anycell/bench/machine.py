@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import os
 import platform
 from typing import Any
 
@@ -10,7 +12,6 @@ from anycell.bench.stats import median
 from anycell.bench.tasks import Task
 from anycell.bench.timing import once, settle
 from anycell.machine import cpu_name, instruction_sets, revision, usable_cores, version
-from anycell.usage import need
 
 PACKAGES = (
     "anycell", "numpy", "llvmlite", "torch", "onnxruntime", "openvino", "keras", "tensorflow",
@@ -20,12 +21,11 @@ PACKAGES = (
 
 def describe() -> dict[str, Any]:
     """CPU, cores, instruction sets, versions, and the revision if this is a checkout."""
-    psutil: Any = need("psutil", "the benchmark")
     return {
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "isa": instruction_sets(),
-        "load": round(psutil.getloadavg()[0], 2),
+        "load": load(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "versions": {name: version(name) for name in PACKAGES},
@@ -33,9 +33,17 @@ def describe() -> dict[str, Any]:
     }
 
 
+def load() -> float:
+    """The threads that wanted to run in the last minute; NaN if the system does not say."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):  # Windows has no such call
+        return math.nan
+
+
 def busy(machine: dict[str, Any]) -> str:
     """A warning if the machine was busy when it was described, else an empty string."""
-    if machine["load"] <= 0.5 * machine["cores"]:
+    if not machine["load"] > 0.5 * machine["cores"]:  # also if the load is NaN
         return ""
     return (
         f"this machine is busy (load {machine['load']:.1f} on {machine['cores']} cores): take the "

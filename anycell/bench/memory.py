@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-from anycell.usage import need
 
 # A fixed threshold sends every larger buffer to mmap, so that what is freed leaves the process at
 # once. (glibc otherwise raises the threshold, and a reused heap hides what a step allocates.)
@@ -16,7 +15,7 @@ PROC = Path("/proc/self")
 
 
 def supported() -> bool:
-    """Whether this system has a peak that can be reset, which psutil does not offer."""
+    """Whether this system has a peak that can be reset."""
     return sys.platform == "linux"
 
 
@@ -31,8 +30,8 @@ def growth(step: Callable[[], object]) -> int:
     `step` must have run on a small problem before, so that libraries are loaded and threads exist.
     """
     gc.collect()
-    psutil = need("psutil", "a measurement of memory")
-    getattr(psutil, "heap_trim", lambda: None)()  # frees memory of earlier steps; glibc only
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)  # of glibc only
+    trim(0)  # gives back the memory of earlier steps
     before = _bytes("smaps_rollup", "Rss:")  # the counters of ``status`` lag behind
     (PROC / "clear_refs").write_text("5")  # resets the high-water mark
     step()

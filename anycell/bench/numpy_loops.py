@@ -7,7 +7,9 @@ matmul each over all steps, and a step is one matmul and the element-wise part.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -196,7 +198,11 @@ class Stack:
 
 
 def blas_threads(threads: int) -> Any:
-    """A context in which NumPy's BLAS has this many threads."""
+    """A context in which NumPy's BLAS has this many threads; without the package threadpoolctl,
+    which only contenders on NumPy need, as many as it has.
+    """
+    if importlib.util.find_spec("threadpoolctl") is None:
+        return nullcontext()
     module: Any = need("threadpoolctl", "the benchmark")
     return module.threadpool_limits(limits=threads, user_api="blas")
 

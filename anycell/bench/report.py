@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -96,6 +98,7 @@ def write_json(report: Report, folder: Path) -> Path:
 # -- tables ----------------------------------------------------------------------------------------
 
 Table = tuple[str, list[str], list[list[str]]]
+Part = tuple[Table | str, str]  # of what is shown, and its style
 TITLES = ("geometric mean", "the same, alone")  # of the lines over all shapes
 WORDS = {"wrong": "REFUSED", "failed": "FAILED", "skipped": "skipped", "unsupported": "-"}
 
@@ -142,15 +145,15 @@ def _columns(settings: Settings, rows: list[Row]) -> Iterator[Column]:
                 lambda alone: _number("{:.2f}x", mean(rows, name, alone)),
             )
 
-    def over(alone: bool) -> str:
+    def reached(alone: bool) -> str:
         measured = [row.over_bound for row in rows if row.ours.timed]
-        return "" if alone else _number("{:.2f}", geometric_mean(measured))
+        return "" if alone else _share(geometric_mean(measured))
 
     yield Column("shape", lambda row: row.shape.name, TITLES.__getitem__)
     yield Column("T B I H L D", lambda row: " ".join(map(str, astuple(row.shape)[2:])))
     yield Column("bound ms", lambda row: _ms(row.bound_ms) if row.ours.timed else "")
     yield from of(ours)
-    yield Column("/bound", lambda row: _number("{:.2f}", row.over_bound), over)
+    yield Column("of bound", lambda row: _share(row.over_bound), reached)
     for peer in peers:
         if any(row.entries[peer].status != "unsupported" for row in rows):
             yield from of(peer)
@@ -173,6 +176,12 @@ def _first_call(row: Row) -> str:
 
 def _ms(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _share(over: float) -> str:
+    """The part of our time that the bound is; an empty string if it was not measured."""
+    percent = 100 / over
+    return "<1%" if percent < 1 else _number("{:.0f}%", percent)
 
 
 def _number(form: str, value: float | None) -> str:
@@ -244,35 +253,76 @@ def notes(report: Report) -> list[str]:
     return remarks
 
 
-LEGEND = (
-    "ms: median ± half the interquartile range of interleaved runs. ratio: peer's time over ours, "
-    "median of the ratios within rounds; above 1 ours is faster. bound: the matmuls alone at the "
-    f"rate of a large one. {MARK}: alone in a process of its own it takes another time, by over "
-    f"{APART - 1:.0%}. error: relative, against float64, of the output and in "
-    "training of the worst gradient. first call: what it takes longer than a later one, in a fresh "
-    "process, kernel cache empty / filled."
-)
+LEGEND = {  # by the ends of the headers that a line explains
+    "ms": "ms: median ± half the interquartile range of interleaved runs.",
+    "ratio": "ratio: peer's time over ours, median of the ratios within rounds; above 1 ours is "
+    "faster.",
+    "bound ms": "bound: the matmuls alone at the rate of a large one, which small ones do not "
+    "reach.",
+    "of bound": "of bound: what part of our time that is.",
+    "error": "error: relative, against float64, of the output and in training of the worst "
+    "gradient.",
+    "first call +ms": "first call: what it takes longer than a later one, in a fresh process, "
+    "kernel cache empty / filled.",
+    "MiB": "MiB: what a process grows by in a training step.",
+}
+MARKED = f"{MARK}: alone in a process of its own it takes another time, by over {APART - 1:.0%}."
+
+
+def legend(shown: list[Table]) -> str:
+    """Explains the columns and the mark that these tables have."""
+    headers = {header for _, headers, _ in shown for header in headers}
+    lines = [line for end, line in LEGEND.items() if any(h.endswith(end) for h in headers)]
+    marked = any(MARK in text for _, _, body in shown for line in body for text in line)
+    return " ".join(lines + [MARKED] * marked)
 
 
 def show(report: Report) -> None:
-    """Prints the tables, a legend, and the notes."""
+    """Prints the tables, a legend, and the notes: in colour where rich is installed."""
+    shown = tables(report)
+    parts: list[Part] = [(warning, "bold yellow")] if (warning := busy(report.machine)) else []
+    parts += [(table, "") for table in shown]
+    parts += [(line, "dim") for line in (legend(shown), summary(report)) if line]
+    for note in notes(report):
+        bad = "REFUSED" in note or "FAILED" in note
+        parts.append((note, "bold red" if bad else "yellow"))
+    (_plain if importlib.util.find_spec("rich") is None else _rich)(parts)
+
+
+def _plain(parts: list[Part]) -> None:
+    for part, _ in parts:
+        print(textwrap.fill(part, 110) if isinstance(part, str) else _grid(part))
+
+
+def _grid(table: Table) -> str:
+    """The text of a table, whose columns are aligned as `_rich` aligns them."""
+    title, headers, body = table
+    widths = [max(map(len, column)) for column in zip(headers, *body, strict=True)]
+    lines = [
+        "  ".join(
+            text.ljust(width) if k < 2 else text.rjust(width)
+            for k, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in [headers, ["-" * width for width in widths], *body]
+    ]
+    return "\n".join(["", title, *lines, ""])
+
+
+def _rich(parts: list[Part]) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    if warning := busy(report.machine):
-        console.print(Padding(Text(warning, style="bold yellow"), (0, 1)))
-    for table in tables(report):
-        console.print(_rich(table))
-    for line in (LEGEND, summary(report)):
-        console.print(Padding(Text(line, style="dim"), (0, 1)), width=min(console.width, 110))
-    for note in notes(report):
-        bad = "REFUSED" in note or "FAILED" in note
-        console.print(Padding(Text(note, style="bold red" if bad else "yellow"), (0, 1)))
+    for part, style in parts:
+        if isinstance(part, str):
+            width = min(console.width, 110) if style == "dim" else None
+            console.print(Padding(Text(part, style=style), (0, 1)), width=width)
+        else:
+            console.print(_rich_grid(part))
 
 
-def _rich(table: Table) -> Any:
+def _rich_grid(table: Table) -> Any:
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text

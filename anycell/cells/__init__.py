@@ -3,7 +3,7 @@
 Pure definitions, no device.
 """
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from anycell.cells.ea_lstm import EALSTM
 from anycell.cells.gru import GRU
@@ -24,22 +24,13 @@ from anycell.cells.slstm import sLSTM
 from anycell.cells.variational_lstm import VariationalLSTM
 from anycell.cells.zoneout_gru import ZoneoutGRU
 from anycell.cells.zoneout_lstm import ZoneoutLSTM
-
-
-def _unknown(name: str) -> NoReturn:
-    import difflib
-
-    close = difflib.get_close_matches(name, __all__) if not name.startswith("_") else []
-    hint = f". Close to it: {', '.join(close)}." * bool(close)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
-
-
-if not TYPE_CHECKING:  # with it, type checkers would accept any name
-    __getattr__ = _unknown
-
+from anycell.refusal import missing
 
 __all__ = [
     "EALSTM", "GRU", "GRUD", "IndRNN", "JANET", "LSTM", "LSTMP", "LayerNormGRU", "LayerNormLSTM",
     "MGU", "MultiplicativeLSTM", "NAS", "PeepholeLSTM", "RNN", "RecurrentDropoutLSTM",
     "VariationalLSTM", "ZoneoutGRU", "ZoneoutLSTM", "sLSTM",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:  # with it, type checkers would accept any name
+    __getattr__ = missing(__name__, __all__)

@@ -10,6 +10,8 @@ and without Python; on other devices step by step, by ``lax.scan``. They work un
 ``grad`` of any order, ``vmap``, ``scan`` and ``checkpoint``.
 """
 
+from typing import TYPE_CHECKING
+
 from anycell.requirement import require
 
 require("jax", "anycell.jax", "jax")
@@ -18,6 +20,7 @@ from anycell.jax import named
 from anycell.jax.layers import RNN
 from anycell.jax.named import *  # noqa: F403
 from anycell.jax.primitive import recurrence
+from anycell.refusal import missing
 
 __all__ = ["RNN", "recurrence"]
 __all__ += named.__all__
@@ -25,3 +28,7 @@ __all__ += named.__all__
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # with it, type checkers would accept any name
+    __getattr__ = missing(__name__, __all__)

@@ -13,6 +13,8 @@ On the TensorFlow and torch backends the layers run on a fused kernel, forward a
 CPU; otherwise on cuDNN or step by step in the backend's operations. See ``layer.engine``.
 """
 
+from typing import TYPE_CHECKING
+
 from anycell.requirement import require
 
 require("keras", "anycell.keras", "keras", ", or choose another backend by KERAS_BACKEND")
@@ -25,6 +27,7 @@ from anycell.keras.layers import GRU, LSTM, RNN, GRUCell, LSTMCell, SimpleRNN, S
 from anycell.keras.named import *  # noqa: F403
 from anycell.keras.quantized import Quantized
 from anycell.keras.rule import step_by_step
+from anycell.refusal import missing
 
 __all__ = [
     "GRU", "LSTM", "RNN", "Feedback", "GRUCell", "LSTMCell", "Quantized", "RNNCell", "SimpleRNN",
@@ -35,3 +38,7 @@ __all__ += named.__all__
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # with it, type checkers would accept any name
+    __getattr__ = missing(__name__, __all__)

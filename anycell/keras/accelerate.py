@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
 from keras.src.saving import object_registration  # the name of a class has no public setter
 
-from anycell.explanation import Found
+from anycell.explanation import Found, log_swapped, often
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import CALLS, GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed
@@ -44,7 +44,8 @@ def accelerate(model: Model) -> Model:
     subclass and from anycell's layer, and is saved as a layer of the subclass. Subclasses with
     their own ``call`` or other methods, and layers of changed cells, are left alone.
 
-    Each layer is logged under "anycell" at level INFO; ``recurrent_layers`` returns the same list.
+    Each layer is logged under "anycell" at level INFO, and a warning if no layer is anycell's;
+    ``recurrent_layers`` returns the same list.
 
     Args:
         model: any model, or any layer, whose inner layers exist: if ``build`` makes them, build it
@@ -68,8 +69,7 @@ def accelerate(model: Model) -> Model:
             _become(layer, _swapped(kind, isinstance(layer.cell, RNNCell)))
     for _, layer in _walk(model):
         trace_anew(layer)
-    for entry in recurrent_layers(model):
-        logger.info("%s", entry)
+    log_swapped(recurrent_layers(model), logger)
     return model
 
 
@@ -113,25 +113,83 @@ def restore(model: Model) -> Model:
     return model
 
 
-def recurrent_layers(model: keras.layers.Layer) -> list[Found]:
+def recurrent_layers(model: keras.layers.Layer, *args: Any, **kwargs: Any) -> list[Found]:
     """Lists every recurrent layer of ``model``, what runs it, and why; also cells outside a layer.
 
+    The list of a model's layers does not show which of them its code calls in a loop. If further
+    arguments are given, ``model(*args, **kwargs)`` is called once, and once before if it is not
+    built. Each entry then says how often its layer was called, with how many steps. A
+    ``tf.function`` that was traced before hides the calls within it.
+
+    Args:
+        model: any model, or any layer.
+        args, kwargs: the arguments of a call of the model.
+
+    Raises:
+        TypeError: if ``model`` is not a layer of Keras.
+
     Example:
-        >>> print(*recurrent_layers(keras.Sequential([keras.layers.GRU(8, name="memory")])))
+        >>> model = keras.Sequential([keras.layers.GRU(8, name="memory")])
+        >>> print(*recurrent_layers(model))
         memory: GRU of keras runs on keras (accelerate(model) has not been called)
+        >>> [layer] = recurrent_layers(model, keras.ops.zeros((2, 5, 3)))
+        >>> layer.calls
+        1
     """
     _check(model)
+    watched = bool(args or kwargs)
+    if watched and not model.built:  # its first call makes weights, and calls the layers twice
+        model(*args, **kwargs)
+    layers = [
+        (name, layer)
+        for name, layer in _walk(model)
+        if isinstance(layer, (keras.layers.RNN, *_CELLS))
+    ]
+    calls = _watch(model, [layer for _, layer in layers], args, kwargs) if watched else []
     entries = []
-    for name, layer in _walk(model):
-        if isinstance(layer, Fused):
-            entries.append(Found(name, _kind(layer), *layer.engine))
-        elif isinstance(layer, keras.layers.RNN):
-            reason = _refusal(layer) or "accelerate(model) has not been called"
-            entries.append(Found(name, _kind(layer), "keras", reason))
-        elif isinstance(layer, _CELLS):
-            reason = "one step, in a loop of the model's own; keras.layers.RNN(cell) can be swapped"
-            entries.append(Found(name, _kind(layer), "keras", reason))
+    for k, (name, layer) in enumerate(layers):
+        engine, reason = _engine(layer)
+        if watched:
+            reason += often(calls[k], isinstance(layer, _CELLS), "anycell.keras.RNN")
+        count = len(calls[k]) if watched else None
+        entries.append(Found(name, _kind(layer), engine, reason, count))
     return entries
+
+
+def _engine(layer: Any) -> tuple[str, str]:
+    """The engine that runs a layer or cell, and why."""
+    if isinstance(layer, Fused):
+        return layer.engine
+    if isinstance(layer, keras.layers.RNN):
+        return "keras", _refusal(layer) or "accelerate(model) has not been called"
+    return "keras", "one step, in a loop of the model's own; keras.layers.RNN(cell) can be swapped"
+
+
+def _watch(model: Any, layers: Sequence[Any], args: Any, kwargs: Any) -> list[list[int]]:
+    """Calls the model once; returns the number of steps of each call of each layer."""
+    calls: list[list[int]] = [[] for _ in layers]
+    before = [vars(layer).get("call") for layer in layers]
+
+    def watched(layer: Any, steps: list[int]) -> Callable[..., Any]:
+        call = layer.call
+
+        @functools.wraps(call)
+        def counted(x: Any, *args: Any, **kwargs: Any) -> Any:
+            steps.append(1 if isinstance(layer, _CELLS) else x.shape[1])
+            return call(x, *args, **kwargs)
+
+        return counted
+
+    try:
+        for layer, steps in zip(layers, calls, strict=True):
+            vars(layer)["call"] = watched(layer, steps)
+        model(*args, **kwargs)
+    finally:
+        for layer, replaced in zip(layers, before, strict=True):
+            del vars(layer)["call"]
+            if replaced is not None:
+                vars(layer)["call"] = replaced
+    return calls
 
 
 def _walk(layer: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,8 @@ Any cell runs like this: ``RNN(cell, input_size, hidden_size)``. Each cell of ``
 has a layer of its name, ``PeepholeLSTM(1, 64, cell_clip=3.0)``.
 """
 
+from typing import TYPE_CHECKING
+
 from anycell.numpy import initializers, named
 from anycell.numpy.base import Layer
 from anycell.numpy.dense import Dense, cross_entropy, mse
@@ -28,6 +30,7 @@ from anycell.numpy.normalise import BatchNorm, Standardise
 from anycell.numpy.optim import Adam, Trainable, clip_by_global_norm, clip_by_value
 from anycell.numpy.quantized import Quantized
 from anycell.numpy.schedules import EarlyStopping, Plateau, cosine, inverse_sigmoid, one_cycle
+from anycell.refusal import missing
 
 __all__ = [
     "LSTM", "RNN", "Adam", "BatchNorm", "Dense", "EarlyStopping", "Feedback", "Layer",
@@ -40,3 +43,7 @@ __all__ += named.__all__
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # with it, type checkers would accept any name
+    __getattr__ = missing(__name__, __all__)

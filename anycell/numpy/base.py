@@ -122,6 +122,8 @@ class Layer:
             expected = ", ".join(self.arrays)
             rounded = any(str(name).endswith("_scales") for name in unknown - missing)
             hint = " They are weights of 8 bits: load them into compress.quantize(layer)." * rounded
+            if any(name.startswith("bias_hh") for name in missing):
+                hint += " If your model has one bias, pass it as bias_ih, and zeros as bias_hh."
             raise KeyError(f"parameters: given {'; '.join(faults)}; expected {expected}.{hint}")
 
     def _check_array(self, name: str, array: Array | archive.Header) -> None:

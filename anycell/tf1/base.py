@@ -277,8 +277,22 @@ def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = Non
     _floating(x.dtype)
     if x.shape.rank != layout.count(",") + 1 or x.shape.as_list()[-1] is None:
         expected = f"{layout}, of which rank and width are known when a graph is made"
-        refuse("inputs", f"shape {x.shape}", expected, "Set them with inputs.set_shape.")
+        refuse("inputs", f"shape {x.shape}", expected, _remedy(x, layout))
     return x
+
+
+def _remedy(x: Tensor, layout: str) -> str:
+    """Says what to do about inputs that do not have that layout."""
+    if x.shape.rank is None or x.shape.as_list()[-1:] == [None]:
+        return "Set them with inputs.set_shape."
+    if layout == "[B, width]":
+        return "A call runs one step; for a whole sequence call dynamic_rnn(cell, inputs)."
+    if x.shape.rank == 2:
+        return (
+            "This runs a whole sequence: call it once, with all steps, in place of a loop such as "
+            "tf.scan; or call LSTMBlockCell, or another cell, in the loop."
+        )
+    return "Reshape them."
 
 
 def tensor(name: str, value: Any, dtype: Any) -> Tensor:

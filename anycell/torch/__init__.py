@@ -17,11 +17,14 @@ Second derivatives, ``torch.func``, deepcopy, pickle, hooks and parametrisations
 ``torch.nn``.
 """
 
+from typing import TYPE_CHECKING
+
 from anycell.requirement import require
 
 require("torch", "anycell.torch", extra="torch")
 
 from anycell.plan import Engine
+from anycell.refusal import missing
 from anycell.torch import named
 from anycell.torch.accelerate import accelerate, recurrent_layers, restore
 from anycell.torch.dropin import GRU, LSTM
@@ -41,3 +44,7 @@ __all__ += named.__all__
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # with it, type checkers would accept any name
+    __getattr__ = missing(__name__, __all__)

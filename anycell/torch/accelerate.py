@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from anycell.explanation import Found
+from anycell.explanation import Found, log_swapped, often
 from anycell.layer.checks import describe
 from anycell.torch import swap
 from anycell.torch.dropin import DropIn
@@ -39,8 +39,9 @@ def accelerate(model: Model) -> Model:
     flag, dtype, device, optimizers and all references to them stay, and checkpoints fit as before.
     A module of a subclass gets a class that derives from the subclass and from anycell's layer. A
     subclass that overrides ``forward``, or anything else that torch's ``forward`` relies on, is
-    left alone. Each layer is logged under "anycell" at level INFO; ``recurrent_layers`` returns the
-    same list, with the reason why a layer was left alone.
+    left alone. Each layer is logged under "anycell" at level INFO, and a warning if no layer is
+    anycell's; ``recurrent_layers`` returns the same list, with the reason why a layer was left
+    alone.
 
     Args:
         model: any module; it may be an ``nn.LSTM`` itself.
@@ -61,8 +62,7 @@ def accelerate(model: Model) -> Model:
     for module in model.modules():
         if swap.refusal(module) is None:
             swap.swap(module)
-    for layer in recurrent_layers(model):
-        logger.info("%s", layer)
+    log_swapped(recurrent_layers(model), logger)
     return model
 
 
@@ -130,7 +130,7 @@ def recurrent_layers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Found]
         engine, reason = _engine(module)
         steps = calls.get(name)
         if steps is not None:
-            reason += _often(module, steps)
+            reason += often(steps, isinstance(module, _STEPS), "anycell.torch.RNN")
         count = None if steps is None else len(steps)
         layers.append(Found(name, _kind(module), engine, reason, count))
     return layers
@@ -220,18 +220,3 @@ def _note(calls: list[int], module: Any, args: Any, kwargs: Any) -> None:
         calls.append(len(x.batch_sizes))
     else:
         calls.append(x.shape[1 if x.dim() == 3 and module.batch_first else 0])
-
-
-def _often(module: nn.Module, calls: Sequence[int]) -> str:
-    """Returns the end of the reason, which says how often a module was called."""
-    if len(calls) < 2:
-        return "" if calls else "; not called"
-    low, high = min(calls), max(calls)
-    steps = "1 step" if high == 1 else f"{low} steps" if low == high else f"{low} to {high} steps"
-    often = f"; called {len(calls)} times, {steps} each"
-    if high > 1 or isinstance(module, _STEPS):
-        return often
-    return (
-        f"{often}: call it once with all steps, or, if a step needs the previous output, write "
-        "the loop's body as a cell for anycell.torch.RNN"
-    )
