@@ -126,7 +126,10 @@ entry:
   %until.at = getelementptr %gang, ptr %table, i32 0, i32 5
   %until = load atomic i64, ptr %until.at monotonic, align 8
   %now = call i64 @now()
-  %soon = icmp slt i64 %now, %until
+  %left = sub i64 %until, %now
+  %rests = icmp sgt i64 %left, 0
+  %near = icmp sle i64 %left, $rest     ; a clock may begin anew, as after a machine slept
+  %soon = and i1 %rests, %near
   br i1 %soon, label %no, label %take
 take:
   %mine = call i1 @turn(ptr %table, i32 0, i32 1)
