@@ -225,7 +225,7 @@ def test_doctor(
         monkeypatch.setattr("anycell.doctor.busy_cores", lambda _, busy=busy: busy)
         findings = dict(map(reversed, doctor._threads()))
         assert [verdict for verdict in findings.values() if verdict == "note"] == ["note"] * advised
-        assert any("ANYCELL_NUM_THREADS=1 may" in text for text in findings) == advised
+        assert any("ANYCELL_NUM_THREADS=1 does" in text for text in findings) == advised
         assert any(f"keeps {busy} of 2" in text for text in findings) == (busy is not None)
 
     (tmp_path / "kernels").chmod(0o777)  # anybody could put code there

@@ -959,7 +959,7 @@ def test_nobody_waits_for_ever(cache: Path, monkeypatch: pytest.MonkeyPatch, end
             sys.stdin.read()
         """
     target = isa.current()
-    name = jit._key("; beside\n" + axpy(target), ["axpy"], target)
+    name = jit.name("; beside\n" + axpy(target), ["axpy"], target)
     other = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), name],
         stdin=subprocess.PIPE,
