@@ -44,6 +44,8 @@ class Changed(NamedTuple):
 CHANGED = (
     Changed(" T1 ", "", "a single step of few rows multiplies by weights where they lie"),
     Changed("^(torch|numpy|recurrence)", "^grad bias", "rows are summed in blocks"),
+    Changed("bidirectional (all|resets)", "", "resets start episodes in a reverse direction too"),
+    Changed("^recurrence .* all", "reverse", "resets start episodes in a reverse direction too"),
     Changed("^numpy", "^grad ", "our matmul multiplies all of NumPy's"),
     # On AVX2, OpenBLAS adds sums of 18 in another order, but sums of 5 in the same order.
     Changed("^numpy .* 2 layers", "", "our matmul multiplies all of NumPy's"),
