@@ -120,6 +120,30 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
+class Flags:
+    """A condition on x, for each row, that says at which steps states are held or start anew.
+
+    Attributes:
+        source, unit: where it comes from; it holds where the number is 1.
+        inverted: whether the flags are where it does not hold.
+        restored: for each state of the cell, what resets restore; None for a mask.
+    """
+
+    source: Source
+    unit: int
+    inverted: bool
+    restored: tuple[Affine, ...] | None = None
+
+    def array(self, run: Run, arrays: Any) -> Any:
+        """``[time, rows]``, boolean."""
+        assert self.source.fetch is not None
+        values = arrays.take(self.source.fetch(run), 2, self.unit, 1)
+        values = arrays.broadcast(values, (run.steps, run.rows, 1))
+        values = arrays.reshape(values, (run.steps, run.rows))
+        return values < 0.5 if self.inverted else values > 0.5
+
+
+@dataclass(frozen=True, eq=False)
 class Reading:
     """A step that was read: a cell, and how the arrays of its call follow from the user's.
 
@@ -130,6 +154,7 @@ class Reading:
         gates, params, static: what the cell sees of x and of the weights, by the cell's names.
         weights: the matrices of each output of each ``linear``.
         pieces: the states of the cell.
+        flags: resets or a mask, if the step has such a condition on all of its states.
         axis, shapes: of the user's states: the axis of the batch, and the shapes.
     """
 
@@ -142,6 +167,7 @@ class Reading:
     static: Affine | None
     weights: Mapping[str, tuple[Matrix, ...]]
     pieces: tuple[Piece, ...]
+    flags: Flags | None
     axis: int | None
     shapes: tuple[tuple[int, ...], ...]
 
@@ -161,12 +187,25 @@ class Reading:
         for name, part in self.params.items():
             weights[name] = arrays.reshape(part.constant(run, arrays), (part.size,))
         call: dict[str, Any] = {"weights": weights, "state": tuple(self._start(run, first))}
+        if self.flags is not None:
+            call |= self._flags(self.flags, run)
         if self.static is not None:
             value = self.static.constant(run, arrays)
             call["static"] = arrays.broadcast(value, (run.rows, self.static.size))
         if self.projected:
             return call | {"x": self._input(run, weights)}
         return call | {"x": None, "gates": self._gates(run)}
+
+    def _flags(self, flags: Flags, run: Run) -> dict[str, Any]:
+        arrays, values = self.arrays, flags.array(run, self.arrays)
+        if flags.restored is None:  # a state that is held is also what the step returns
+            return {"mask": values, "masked_output": "repeat"}
+        restored = []
+        for part, piece in zip(flags.restored, self.pieces, strict=True):
+            state = part.constant(run, arrays)
+            size = self.size if piece.size == 1 else piece.size
+            restored.append(arrays.broadcast(state, (run.rows, size)))
+        return {"resets": values, "reset_state": tuple(restored)}
 
     @functools.cached_property
     def projected(self) -> bool:
@@ -315,8 +354,10 @@ class _Printer:
             self._after(value, source, shape)
             for (_, value), source, shape in zip(states, self.sources, self.shapes, strict=True)
         ]
+        after, condition, restored = self._conditions(after)
         graph.settle(list(zip(self.sources, after, strict=True)))
         self.pieces = self._pieces()
+        self.flags = condition and self._flags(*condition, restored)
         self.index = {(p.state, p.start, p.end): p.name for p in self.pieces}
         self.results = []
         for piece in self.pieces:
@@ -337,6 +378,91 @@ class _Printer:
         if axis != self.axis or value.shape != shape:
             graph.refuse("a new state has another layout than the state")
         return units
+
+    # -- masks and resets ------------------------------------------------------------------------
+    def _conditions(self, after: list[Units]) -> tuple[list[Units], Any, list[Any] | None]:
+        """Takes one ``where`` on all states, by a condition on x, out of the step.
+
+        Returns:
+            the new states without it; the unit of the condition and whether it is inverted, or
+            None; for resets what is restored for each state.
+        """
+        masks = [
+            self._where(units, source) for units, source in zip(after, self.sources, strict=True)
+        ]
+        conditions = {mask and mask[0] for mask in masks}
+        if len(conditions) == 1 and masks[0] and all(isinstance(m[1], np.ndarray) for m in masks):
+            return [mask[1] for mask in masks], conditions.pop(), None
+        live = self._live(after)
+        starts: list[dict[Any, Any]] = [{} for _ in self.sources]
+        renamed: list[tuple[Source, Source]] = []
+        for user in live:
+            for number, source in enumerate(self.sources):
+                if user.sort == "op" and (start := self._where(user.units, source)):
+                    condition, value = start
+                    if not isinstance(value, float) and self.graph.kind(value) != "F":
+                        return after, None, None
+                    text = repr(value) if isinstance(value, float) else value.tobytes()
+                    starts[number][condition, text] = value
+                    renamed.append((user, source))
+                elif any(_touches(units, source) for units in _units(user)):
+                    return after, None, None
+        if any(_touches(units, source) for units in after for source in self.sources):
+            return after, None, None
+        if any(len(start) != 1 for start in starts):
+            return after, None, None
+        found = {condition for start in starts for condition, _ in start}
+        if len(found) != 1:
+            return after, None, None
+        for user in live:
+            user.operands = [_renamed(operand, renamed) for operand in user.operands]
+        values = [next(iter(start.values())) for start in starts]
+        return [_renamed(units, renamed) for units in after], found.pop(), values
+
+    def _where(self, units: Units, state: Source) -> tuple[tuple[int, bool], Any] | None:
+        """If units are ``where(condition on x, value, state)``: the condition's unit and whether it
+        holds where the value is not taken, and the value.
+        """
+        operands = self.graph.operands("where", units)
+        if not operands or isinstance(operands[0], float) or (operands[0] != operands[0][0]).any():
+            return None
+        unit = int(operands[0][0])
+        condition = self.graph.owner(unit)
+        if condition.sort != "outer" or condition.kind != "X" or not condition.boolean:
+            return None
+        for inverted, (value, other) in enumerate((operands[1:], operands[:0:-1])):
+            if isinstance(other, np.ndarray) and np.array_equal(other, state.units):
+                return (unit, bool(inverted)), value
+        return None
+
+    def _live(self, after: Sequence[Units]) -> list[Source]:
+        """The sources that new states follow from."""
+        graph, live, todo = self.graph, {}, list(after)
+        while todo:
+            units = todo.pop()
+            for run in graph.runs(units):
+                source = graph.owner(int(run[0]))
+                if id(source) not in live:
+                    live[id(source)] = source
+                    todo += _units(source)
+        return list(live.values())
+
+    def _flags(self, unit: int, inverted: bool, restored: list[Any] | None) -> Flags | None:
+        source = self.graph.owner(unit)
+        at = unit - source.start
+        if restored is None:
+            return Flags(source, at, inverted)
+        parts = []
+        for piece in self.pieces:
+            value = restored[piece.state]
+            if isinstance(value, float):
+                parts.append(Affine(piece.size, (), (value,)))
+                continue
+            part = affine(self.graph, value[piece.start : piece.end])
+            if part is None:
+                raise Refused("this step resets states to a value that is computed in the step")
+            parts.append(part)
+        return Flags(source, at, inverted, tuple(parts))
 
     def _pieces(self) -> tuple[Piece, ...]:
         taken: set[str] = set()
@@ -518,7 +644,7 @@ class _Printer:
             tuple(part for _, part in self.gates.values()),
             {name: part for name, (_, part) in self.params.items()},
             None if self.static is None else self.static[1],
-            weights, self.pieces, self.axis, self.shapes,
+            weights, self.pieces, self.flags, self.axis, self.shapes,
         )  # fmt: skip
 
     def _symbols(self) -> tuple[int, dict[int, str]]:
@@ -579,6 +705,27 @@ def _widened(part: Affine, size: int) -> Affine:
 
     terms = tuple((source, wide(matrix)) for source, matrix in part.terms)
     return Affine(size, terms, tuple(map(wide, part.constants)))
+
+
+def _units(source: Source) -> list[Units]:
+    """The units that a source is computed from."""
+    units = [o[0] if isinstance(o, tuple) else o for o in source.operands]
+    return [u.reshape(-1) for u in units if isinstance(u, np.ndarray)]
+
+
+def _touches(units: Units, source: Source) -> bool:
+    return bool(((units >= source.start) & (units < source.start + source.size)).any())
+
+
+def _renamed(operand: Any, renamed: Sequence[tuple[Source, Source]]) -> Any:
+    """The operand with the units of a source replaced by those of another."""
+    if isinstance(operand, tuple):
+        return (_renamed(operand[0], renamed), operand[1])
+    if isinstance(operand, np.ndarray):
+        for old, new in renamed:
+            inside = (operand >= old.start) & (operand < old.start + old.size)
+            operand = np.where(inside, operand - old.start + new.start, operand)
+    return operand
 
 
 def _long(node: Node) -> bool:

@@ -331,15 +331,15 @@ class Graph:
         one = op == "reciprocal" or isinstance(maps[0], float) and maps[0] == 1.0
         if not one or isinstance(maps[-1], float):
             return op, maps
-        total = self._operands("add", maps[-1])
+        total = self.operands("add", maps[-1])
         one = bool(total) and isinstance(total[1], float) and total[1] == 1.0
-        raised = one and self._operands("exp", total[0])
-        negative = raised and self._operands("neg", raised[0])
+        raised = one and self.operands("exp", total[0])
+        negative = raised and self.operands("neg", raised[0])
         return ("sigmoid", negative) if negative else (op, maps)
 
-    def _operands(self, op: str, units: Any) -> list[Any]:
+    def operands(self, op: str, units: Any) -> list[Any]:
         """The operands of the op that computes these units; none if another computes them."""
-        if isinstance(units, float):
+        if isinstance(units, float) or not len(units):
             return []
         source = self.owner(int(units[0]))
         at = units - source.start
@@ -359,7 +359,7 @@ class Graph:
         """The part of a sum that is of kind S, and the part that is not; None for none."""
         if isinstance(term, float) or self.kind(term) != "S":
             return None, term
-        operands = self._operands("add", term)
+        operands = self.operands("add", term)
         if operands and (isinstance(operands[1], float) or self.kind(operands[1]) != "S"):
             return operands[0], operands[1]
         return term, None
