@@ -12,7 +12,7 @@ from anycell.lang.text import from_text
 from anycell.numpy import loop
 from anycell.numpy.loop import leaves
 
-T, B, I, H = 6, 3, 5, 8  # noqa: E741
+T, B, I, H = 6, 3, 5, 8
 DRAWS = np.random.default_rng(0)
 
 

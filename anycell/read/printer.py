@@ -479,7 +479,7 @@ class _Printer:
 
     def _body(self, symbols: Mapping[int, str]) -> list[str]:
         """The lines of the function: values that are used twice have names."""
-        makers = {}
+        makers: dict[int, Product] = {}
         for product in self.products.values():
             for output in product.outputs:
                 makers[id(output)] = product
@@ -495,8 +495,8 @@ class _Printer:
             if id(node) in seen:
                 return
             seen.add(id(node))
-            product = makers.get(id(node))
-            operands = node.operands if product is None else (product.operand,)
+            maker = makers.get(id(node))
+            operands = node.operands if maker is None else (maker.operand,)
             for operand in operands:
                 visit(operand)
             order.append(node)
@@ -506,13 +506,13 @@ class _Printer:
         lines: list[str] = []
         written: set[str] = set()
         for node in order:
-            product = makers.get(id(node))
-            if product is not None:
-                if product.name not in written:
-                    written.add(product.name)
-                    names = ", ".join(output.form for output in product.outputs)
-                    call = _call(product, symbols[product.size])
-                    lines.append(f"{names} = {call.format(product.operand)}")
+            maker = makers.get(id(node))
+            if maker is not None:
+                if maker.name not in written:
+                    written.add(maker.name)
+                    names = ", ".join(output.form for output in maker.outputs)
+                    call = _call(maker, symbols[maker.size])
+                    lines.append(f"{names} = {call.format(maker.operand)}")
             elif node.operands and (node.uses > 1 or _long(node)):
                 text = format(node)
                 node.name = f"t{sum(line.startswith('t') for line in lines)}"
