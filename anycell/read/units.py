@@ -531,15 +531,24 @@ class Graph:
         """
         labels = {id(source): np.zeros(source.size, np.int64) for source in live}
         links: list[tuple[Source, np.ndarray, Source, np.ndarray]] = []
+        groups = self._groups(live)
 
         def split(source: Source, at: np.ndarray, keys: Any = 1) -> None:
             labels[id(source)] = _refined(labels[id(source)], at, keys)
+
+        def whole(units: Units) -> None:
+            for source, places in self.owners(units):
+                split(source, units[places] - source.start)
 
         def link(user: Source, units: Units) -> None:
             if self.spread(units) is not None:
                 return
             for source, places in self.owners(units):
                 at = units[places] - source.start
+                if id(source) in groups and id(user) not in groups:
+                    for reduction in groups[id(source)]:
+                        for row in reduction.operands[0]:
+                            whole(row)
                 split(user, places)
                 split(source, at)
                 unit, count = np.unique(at, return_counts=True)
@@ -556,10 +565,6 @@ class Graph:
                 for time in range(int(turn.max()) + 1):
                     links.append((user, places[turn == time], source, at[turn == time]))
 
-        def whole(units: Units) -> None:
-            for source, places in self.owners(units):
-                split(source, units[places] - source.start)
-
         for source in live:
             if source.sort == "op":
                 for units in source.operands:
@@ -567,9 +572,11 @@ class Graph:
                         link(source, units)
             elif source.sort == "reduction":
                 rows = source.operands[0]
-                groups = source.size > 1 and neighbours(rows.reshape(-1))
-                for units in [rows.reshape(-1)] if groups else rows:
+                together = source.size > 1 and neighbours(rows.reshape(-1))
+                for units in [rows.reshape(-1)] if together else rows:
                     whole(units)
+                every = np.arange(source.size)  # each is of one unit
+                split(source, every, every)
             elif source.sort == "product":
                 for units, _ in source.operands:
                     whole(units)
@@ -585,6 +592,22 @@ class Graph:
             order = np.argsort(parts, kind="stable")
             pieces = np.split(order, np.flatnonzero(np.diff(parts[order])) + 1)
             source.pieces = sorted(pieces, key=lambda at: int(at[0]))
+
+    def _groups(self, live: Sequence[Source]) -> dict[int, list[Source]]:
+        """The sources of one number for each group of units, and the reductions behind them."""
+        groups: dict[int, list[Source]] = {}
+        for source in sorted(live, key=lambda source: source.start):
+            if source.sort == "reduction" and source.size > 1:
+                groups[id(source)] = [source]
+            elif source.sort == "op":
+                whole = [units for units in source.operand_units if self.kind(units) == "S"]
+                owners = [self.owner(int(units[0])) for units in whole]
+                if whole and all(
+                    id(owner) in groups and np.array_equal(units, owner.units)
+                    for units, owner in zip(whole, owners, strict=True)
+                ):
+                    groups[id(source)] = [r for owner in owners for r in groups[id(owner)]]
+        return groups
 
     def owners(self, units: Units) -> Iterator[tuple[Source, np.ndarray]]:
         """The sources that units belong to, and their places in the array."""
