@@ -144,6 +144,7 @@ class Graph:
         self._count = 0
         self._bases: dict[int, tuple[Outer, Value]] = {}
         self._leaves: dict[tuple[int, int | None], tuple[Outer, Source]] = {}
+        self._apart: set[int] = set()
 
     def refuse(self, problem: str, instead: str = "") -> NoReturn:
         place = f"{self.where}: " if self.where else ""
@@ -514,8 +515,8 @@ class Graph:
         if not (units == np.repeat(source.units, len(units) // source.size)).all():
             return None
         if source.sort == "reduction":
-            rows = source.operands[0]
-            return source if rows.size == len(units) and neighbours(rows.reshape(-1)) else None
+            fits = source.operands[0].size == len(units) and self._by_group(source)
+            return source if fits else None
         if source.sort != "op":
             return None
         operands = [o[units - source.start] for o in source.operands if isinstance(o, np.ndarray)]
@@ -531,7 +532,7 @@ class Graph:
         """
         labels = {id(source): np.zeros(source.size, np.int64) for source in live}
         links: list[tuple[Source, np.ndarray, Source, np.ndarray]] = []
-        groups = self._groups(live)
+        self._apart = self._part(states, live)
 
         def split(source: Source, at: np.ndarray, keys: Any = 1) -> None:
             labels[id(source)] = _refined(labels[id(source)], at, keys)
@@ -545,10 +546,6 @@ class Graph:
                 return
             for source, places in self.owners(units):
                 at = units[places] - source.start
-                if id(source) in groups and id(user) not in groups:
-                    for reduction in groups[id(source)]:
-                        for row in reduction.operands[0]:
-                            whole(row)
                 split(user, places)
                 split(source, at)
                 unit, count = np.unique(at, return_counts=True)
@@ -572,7 +569,7 @@ class Graph:
                         link(source, units)
             elif source.sort == "reduction":
                 rows = source.operands[0]
-                together = source.size > 1 and neighbours(rows.reshape(-1))
+                together = source.size > 1 and self._by_group(source)
                 for units in [rows.reshape(-1)] if together else rows:
                     whole(units)
                 every = np.arange(source.size)  # each is of one unit
@@ -593,21 +590,36 @@ class Graph:
             pieces = np.split(order, np.flatnonzero(np.diff(parts[order])) + 1)
             source.pieces = sorted(pieces, key=lambda at: int(at[0]))
 
-    def _groups(self, live: Sequence[Source]) -> dict[int, list[Source]]:
-        """The sources of one number for each group of units, and the reductions behind them."""
-        groups: dict[int, list[Source]] = {}
+    def _part(self, states: Sequence[tuple[Source, Units]], live: Sequence[Source]) -> set[int]:
+        """Reductions over groups of units whose results are not only given back to their group.
+
+        Each of these results is a value of its own.
+        """
+        roots: dict[int, list[Source]] = {}  # of sources of one number for each group
+        uses = [(s, units) for s in live if s.sort == "op" for units in s.operand_units]
         for source in sorted(live, key=lambda source: source.start):
             if source.sort == "reduction" and source.size > 1:
-                groups[id(source)] = [source]
+                roots[id(source)] = [source]
             elif source.sort == "op":
                 whole = [units for units in source.operand_units if self.kind(units) == "S"]
                 owners = [self.owner(int(units[0])) for units in whole]
                 if whole and all(
-                    id(owner) in groups and np.array_equal(units, owner.units)
+                    id(owner) in roots and np.array_equal(units, owner.units)
                     for units, owner in zip(whole, owners, strict=True)
                 ):
-                    groups[id(source)] = [r for owner in owners for r in groups[id(owner)]]
-        return groups
+                    roots[id(source)] = [r for owner in owners for r in roots[id(owner)]]
+        apart: set[int] = set()
+        products = [(s, units) for s in live if s.sort != "op" for units in s.operand_units]
+        for user, units in [*uses, *products, *states]:
+            if id(user) not in roots and not (user.sort == "op" and self.spread(units)):
+                for source, _ in self.owners(units):
+                    apart |= {id(reduction) for reduction in roots.get(id(source), ())}
+        return apart
+
+    def _by_group(self, reduction: Source) -> bool:
+        """Whether a reduction is one of neighbouring groups of units, given back to these."""
+        rows = reduction.operands[0].reshape(-1)
+        return id(reduction) not in self._apart and neighbours(rows)
 
     def owners(self, units: Units) -> Iterator[tuple[Source, np.ndarray]]:
         """The sources that units belong to, and their places in the array."""
