@@ -28,6 +28,7 @@ from anycell.engines.cpu.geometry import (
 )  # fmt: skip
 from anycell.engines.cpu.ir import Builder, Target, Value
 from anycell.engines.cpu.table import Count, align, entries
+from anycell.lang.declare import ONE
 from anycell.lang.expr import Expr
 from anycell.plan import Plan, arrays, gradient_roots, in_sequence, passes, root_sizes
 
@@ -111,7 +112,9 @@ class Layout:
         self.row_wise = len(self.passes) > 1 or not simple
         self.width = self.geometry.width
         if self.row_wise:
-            self.width = min(2, -(-min(sizes, default=plan.hidden_size) // self.lanes))
+            # Vectors of size 1 have one unit in any case.
+            several = {plan.sizes[symbol] for symbol in self.symbols if symbol != ONE}
+            self.width = min(2, -(-min(several, default=plan.hidden_size) // self.lanes))
         self.results = self._results()
         self.scratch, self.scratch_row = self._scratch()
         # Multiply-adds and staged bytes of a row, and packed bytes of a direction.
