@@ -127,14 +127,17 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         recurrent = cell.by_weight.get(f"weight_{RECURRENT}")
         self.kernel = self._weight("kernel", (input_shape[-1], gates), "kernel")
         self.recurrent_kernel = self.bias = None
+        self._further: dict[str, Any] = {}  # what else is learned, by the names of ``Arrays``
         if recurrent:
             shape = recurrent.shape(self._all)[::-1]
             self.recurrent_kernel = self._weight("recurrent_kernel", shape, "recurrent")
         if self.use_bias:
-            apart = recurrent and any(gate not in cell.fused for gate in cell.gates)
-            bias = (2, gates) if apart else (gates,)
+            of_r = recurrent.shape(self._all)[:1] if recurrent else ()
+            apart = recurrent and not cell.fused.issuperset(recurrent.declared)
+            bias = (2, gates) if apart and of_r == (gates,) else (gates,)
             self.bias = self._weight("bias", bias, "bias", self._bias_initializer())
-        self._further: dict[str, Any] = {}  # what else is learned, by the names of ``Arrays``
+            if apart and of_r != (gates,):  # for the gates of size H only
+                self._further["bias_hh"] = self._weight("recurrent_bias", of_r, "bias")
         for l in cell.by_weight.values():
             if l.recurrent:
                 continue
