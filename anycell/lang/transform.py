@@ -101,8 +101,8 @@ def with_feedback(cell: Cell) -> Cell:
         recurrent = declared[RECURRENT]
         declared[RECURRENT] = recurrent._replace(outputs=(*recurrent.outputs, FREE))
     declared[FEEDBACK] = Declared(cell.gates, 1, False, "H")
-    gates = {"gates": (*cell.gates, FREE), "gate_sizes": {**cell.gate_sizes, FREE: "H"}}
-    return rewritten(cell, rule, declared, **gates)
+    gates, sizes = (*cell.gates, FREE), {**cell.gate_sizes, FREE: "H"}
+    return rewritten(cell, rule, declared, gates=gates, gate_sizes=sizes)
 
 
 RANK = "rank"  # the size symbol between the two factors of a weight

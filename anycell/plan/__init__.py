@@ -24,6 +24,6 @@ from anycell.plan.plan import LINE, Plan, no_kernel_on_gpu, padded, plan
 __all__ = [
     "CODES", "DTYPES", "FREE", "HEAVY", "LINE", "MATMULS", "OF_CALL", "OPTIONS", "Array", "Call",
     "CallOptions", "Dtype", "Engine", "FunctionOptions", "Options", "Plan", "Sizes", "arrays",
-    "gradient_roots", "in_sequence", "multiplies_input", "no_kernel_on_gpu", "padded", "passes", "plan", "recurrent_masks",
-    "root_sizes", "scales_of", "takes",
+    "gradient_roots", "in_sequence", "multiplies_input", "no_kernel_on_gpu", "padded", "passes",
+    "plan", "recurrent_masks", "root_sizes", "scales_of", "takes",
 ]  # fmt: skip

@@ -239,9 +239,10 @@ def _plan(
 def no_kernel_on_gpu(cell: Cell) -> str | None:
     """Says why the GPU engine has no kernel for a cell; None if it has."""
     sizes = {*cell.gate_sizes.values(), cell.static_size, *(param.size for param in cell.params)}
-    if sizes != {"H"} or cell.broadcasts:
-        others = ", ".join(sorted({*sizes, *([ONE] if cell.broadcasts else [])} - {"H"}))
-        return f"no kernel on the GPU for gates, parameters or static inputs of size {others}"
+    others = (sizes | ({ONE} if cell.broadcasts else set())) - {"H"}
+    if others:
+        what = "gates, parameters or static inputs of other sizes than H, or values of size 1"
+        return f"no kernel on the GPU for {what}: {', '.join(sorted(others))}"
     return None
 
 

@@ -86,9 +86,7 @@ class Layout:
             self.symbols = root_sizes(self.cell)
             kept = [state.name in plan.states for state in self.cell.states]
             self.new_states = {
-                n: i
-                for i, n in enumerate(self.cell.next)
-                if in_sequence(self.cell, n) and kept[i]
+                n: i for i, n in enumerate(self.cell.next) if in_sequence(self.cell, n) and kept[i]
             }
             self.loaded = frozenset(self.saved) | frozenset(self.new_states)
         self.passes = passes(self.roots, self.loaded)
