@@ -370,7 +370,7 @@ def _draw(
     steps, rows, inputs, hidden = size
     layers = 2 if "layers" in has else 1
     reverse = (False, True) if "bidirectional" in has else ("reverse" in has,)
-    symbols = {*declared_sizes(cell), *cell.sizes.values()} - {"H"}
+    symbols = {*declared_sizes(cell), *cell.sizes.values(), "1"} - {"H"}
     sizes = {s: width(s, hidden) for s in ("H", *sorted(symbols))}
     first = sizes[cell.states[0].size]
 

@@ -141,7 +141,8 @@ class Plan:
         """The size symbol of the units that a reduction combines."""
         if self.cell.broadcasts and reduction.narrow:
             (arg,) = reduction.args
-            return "H" if arg.op in ("const", "hyper") else self.symbol(arg)
+            leaves = {node.op for node in topological([arg]) if not node.args}
+            return "H" if leaves <= {"const", "hyper"} else self.symbol(arg)
         return self.symbol(reduction)
 
     def width(self, node: Expr) -> int:
