@@ -68,7 +68,6 @@ STRUCTURAL: dict[str, Any] = {
     "reshape": lambda p, a: a.reshape(p["new_sizes"]),
     "transpose": lambda p, a: a.transpose(p["permutation"]),
     "squeeze": lambda p, a: np.squeeze(a, tuple(p["dimensions"])),
-    "expand_dims": lambda p, a: np.expand_dims(a, tuple(p["dimensions"])),
     "rev": lambda p, a: np.flip(a, p["dimensions"]),
     "tile": lambda p, a: np.tile(a, p["reps"]),
     "slice": lambda p, a: a[
@@ -79,6 +78,7 @@ STRUCTURAL: dict[str, Any] = {
         np.expand_dims(a, _others(len(p["shape"]), p["broadcast_dimensions"])), p["shape"]
     ),
     "concatenate": lambda p, *a: np.concatenate(a, p["dimension"]),
+    "stack": lambda p, *a: np.stack(a, p["axis"]),
 }
 REDUCED = {"reduce_sum": "sum", "reduce_max": "max"}
 # Functions that are called, and the parameter of a call that holds their jaxpr.
@@ -226,18 +226,22 @@ def needed(
     return chosen[::-1]
 
 
+def evaluated(eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    """The results of an equation of a jaxpr."""
+    values = {
+        atom: array
+        for atom, array in zip(eqn.invars, operands, strict=True)
+        if not isinstance(atom, Literal)
+    }
+    jaxpr = Jaxpr((), list(values), eqn.outvars, [eqn], eqn.effects)
+    return list(jax.core.eval_jaxpr(jaxpr, (), *values.values()))
+
+
 def evaluate(equations: Iterable[Equation], values: Values) -> None:
     """Adds what equations compute to ``values``."""
     for equation in equations:
-        eqn = equation.eqn
-        operands = {
-            atom: value(v, values)
-            for atom, v in zip(eqn.invars, equation.operands, strict=True)
-            if not isinstance(atom, Literal)
-        }
-        jaxpr = Jaxpr((), list(operands), eqn.outvars, [eqn], eqn.effects)
-        results = jax.core.eval_jaxpr(jaxpr, (), *operands.values())
-        values.update(zip(equation.results, results, strict=True))
+        operands = [value(v, values) for v in equation.operands]
+        values.update(zip(equation.results, evaluated(equation.eqn, operands), strict=True))
 
 
 def value(v: Variable, values: Values) -> Array:
