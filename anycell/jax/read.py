@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from anycell.jax.primitive import recurrence
+from anycell.jax.primitive import planned, recurrence
 from anycell.lang.namespaces import namespace
 from anycell.lang.ops import TABLE
+from anycell.plan import Plan
 from anycell.read import Graph, Outer, Reading, Refused, Value, read
 
 Array = Any
@@ -86,6 +87,7 @@ CALLS = {
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
     "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr",
 }  # fmt: skip
+MANY = 8
 # What to write in place of operations that people use in cells.
 INSTEAD = {
     "while": "operations without a loop within the step",
@@ -356,16 +358,25 @@ class Body:
         ]
         return [None] if max(map(len, shapes)) < 2 else [*axes, None]
 
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan of the cell, which says what runs it."""
+        reading = self.reading
+        return planned(reading.cell, reading.size, self.dtype, None, reading.sizes)
+
     def _read(self, name: str, names: Sequence[str]) -> Reading:
         refusals: list[Refused] = []
         for axis in self._axes():
             try:
                 reader = _Reader(self, axis)
-                self.outers = reader.outers
                 self.rows = reader.graph.rows or 1
-                return reader.read(name, names)
+                reading = reader.read(name, names)
             except Refused as refusal:
                 refusals.append(refusal)
+                continue
+            # Rows that are read as units have products of their own, and a kernel of their size.
+            if axis is not None or len(reading.weights) <= MANY:
+                return reading
         raise refusals[0]
 
     # -- a call ----------------------------------------------------------------------------------
@@ -374,8 +385,13 @@ class Body:
         steps: int, reverse: bool, engine: str | None = None,
     ) -> list[Array]:  # fmt: skip
         """The final carry and the stacked outputs."""
+        reading, carries = self.reading, len(first)
+        if reverse and reading.flags is not None:  # resets of a reverse direction mean another step
+            flipped = [jnp.flip(x, 0) for x in xs]
+            results = self.run(consts, first, flipped, steps=steps, reverse=False, engine=engine)
+            return [*results[:carries], *(jnp.flip(y, 0) for y in results[carries:])]
         run = Run(self, consts, first, xs, steps, reverse)
-        states, reading = [first[k] for k in self.states], self.reading
+        states = [first[k] for k in self.states]
         every = reading.cell.state_names
         seen = [k for k in range(len(states)) if self._seen(k)]
         wanted = [n for n in every[1:] if any(n in reading.names_of(k) for k in seen)]
@@ -596,6 +612,13 @@ class _Reader:
         tie = graph.elementwise("eq", a, b, boolean=True)
         return graph.elementwise("where", tie, half, graph.elementwise(op, a, b))
 
+    def _is_finite(self, equation: Equation, operands: list[Any]) -> Any:
+        size = self.graph.elementwise("abs", *operands)
+        return self.graph.elementwise("lt", size, math.inf, boolean=True)
+
+    def _erfc(self, equation: Equation, operands: list[Any]) -> Any:
+        return self.graph.elementwise("sub", 1.0, self.graph.elementwise("erf", *operands))
+
     def _min(self, equation: Equation, operands: list[Any]) -> Any:
         return self._max(equation, operands, "minimum")
 
@@ -685,29 +708,33 @@ class _Reader:
                 f"the matrix of this product depends on {whose}",
                 "products with matrices of weights; for two vectors, jnp.sum(a * b, axis)",
             )
-        if vb and graph.view(value)[0] in vb:
+        if graph.view(value)[0] in vb:
             graph.refuse("each row of the batch has a matrix of its own")
         free = [i for i in range(len(weight.shape)) if i not in (*wc, *wb)]
-        rows = math.prod(weight.shape[i] for i in wc)
-        blocks = []
-        for index in np.ndindex(*(value.shape[i] for i in vb)):
-            at = tuple(index[vb.index(i)] if i in vb else slice(None) for i in range(value.ids.ndim))
-            axes = tuple(i - sum(j < i for j in vb) for i in vc)
+        out = tuple(weight.shape[i] for i in free)
+        heads = tuple(weight.shape[i] for i in wb)
+        size = math.prod(weight.shape[i] for i in wc)
 
-            def block(run: Run, index: tuple[int, ...] = index) -> Array:
-                matrix = jnp.transpose(weight.get(run), (*wb, *wc, *free))[index]
-                return matrix.reshape(rows, -1)
+        def matrix(run: Run) -> Array:
+            array = jnp.transpose(weight.get(run), (*wb, *wc, *free))
+            return array.reshape(*([math.prod(heads)] if wb else []), size, math.prod(out))
 
-            out = tuple(weight.shape[i] for i in free)
-            blocks.append(graph.product(Value(value.ids[at]), axes, out, block).ids)
-        ids = np.stack(blocks).reshape(*(value.shape[i] for i in vb), *blocks[0].shape)
+        if not wb:
+            ids = graph.product(value, tuple(vc), out, matrix).ids
+        else:
+            rest = [i for i in range(len(value.shape)) if i not in vb]
+            moved = value.ids.transpose(*vb, *rest)
+            moved = moved.reshape(math.prod(heads), *moved.shape[len(vb) :])
+            axes = tuple(1 + rest.index(i) for i in vc)
+            ids = graph.heads(Value(moved), 0, axes, out, matrix).ids
+            ids = ids.reshape(*heads, *ids.shape[1:])
         if swapped:  # the free axes of the left operand come first
-            count, last = len(vb), ids.ndim - len(free)
+            count, last = len(heads), ids.ndim - len(free)
             ids = ids.transpose(*range(count), *range(last, ids.ndim), *range(count, last))
         return Value(ids)
 
 
 RULES = frozenset(
-    "max min clamp select_n integer_pow convert_element_type optimization_barrier custom_jvp_call "
-    "cumsum dot_general".split()
+    "max min clamp select_n integer_pow is_finite erfc convert_element_type optimization_barrier "
+    "custom_jvp_call cumsum dot_general".split()
 )
