@@ -1,6 +1,7 @@
 """Evaluates jaxprs in NumPy, in float64: at once, where XLA would compile for a second.
 
-JAX evaluates the operations that are not in the tables, such as those of random numbers.
+JAX evaluates the operations that are not in the tables. Keys of random numbers are numbers of 64
+bits, from which others follow than in JAX: two programs that draw alike still draw the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jax.extend.core import Literal
 from anycell.jax.read import CALLS, ELEMENTWISE, STRUCTURAL, evaluated
 from anycell.lang.namespaces import namespace
 from anycell.lang.ops import TABLE
+from anycell.read import Refused
 
 Array = Any
 
@@ -51,14 +53,44 @@ def _cumsum(params: Any, a: Array) -> Array:
     return np.flip(np.cumsum(np.flip(a, axis), axis), axis) if params["reverse"] else a.cumsum(axis)
 
 
+def mixed(words: Array) -> Array:
+    """Words of 64 bits, mixed. Source: Steele, Lea & Flood, *Fast Splittable Pseudorandom Number
+    Generators*, 2014.
+    """
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _split(params: Any, keys: Array) -> Array:
+    shape = params["shape"]
+    places = np.arange(1, 1 + np.prod(shape, dtype=int), dtype=np.uint64).reshape(shape)
+    return mixed(keys.reshape(*keys.shape, *[1] * len(shape)) ^ mixed(places))
+
+
+def _bits(params: Any, keys: Array) -> Array:
+    width = params["bit_width"]
+    return (_split(params, keys) >> np.uint64(64 - width)).astype(f"uint{width}")
+
+
+def _wrapped(params: Any, words: Array) -> Array:
+    key = np.zeros(words.shape[:-1], np.uint64)
+    for i in range(words.shape[-1]):
+        key = mixed((key << np.uint64(1)) ^ words[..., i].astype(np.uint64))
+    return key
+
+
+def _unwrapped(params: Any, keys: Array) -> Array:
+    count = params["result"].shape[-1]
+    return (_split({"shape": (count,)}, keys) >> np.uint64(32)).astype(np.uint32)
+
+
 _RULES: dict[str, Callable[..., Array]] = {
     "clamp": lambda p, low, a, high: np.minimum(np.maximum(a, low), high),
-    "convert_element_type": lambda p, a: converted(a, p["new_dtype"]),
     "cumsum": _cumsum,
     "dot_general": _dot,
     "expm1": lambda p, a: np.expm1(a),
     "integer_pow": lambda p, a: a ** p["y"],
-    "iota": _iota,
     "is_finite": lambda p, a: np.isfinite(a),
     "log1p": lambda p, a: np.log1p(a),
     "max": lambda p, a, b: np.maximum(a, b),
@@ -67,8 +99,24 @@ _RULES: dict[str, Callable[..., Array]] = {
     "reduce_sum": lambda p, a: a.sum(tuple(p["axes"])),
     "rsqrt": lambda p, a: 1.0 / np.sqrt(a),
     "square": lambda p, a: a * a,
+}
+# Of operands of any sort.
+_ANY: dict[str, Callable[..., Array]] = {
+    "bitcast_convert_type": lambda p, a: converted(a.view(p["new_dtype"]), p["new_dtype"]),
+    "convert_element_type": lambda p, a: converted(a, p["new_dtype"]),
+    "iota": _iota,
+    "random_bits": _bits,
+    "random_fold_in": lambda p, keys, a: mixed(keys ^ mixed(a.astype(np.uint64) + np.uint64(1))),
+    "random_seed": lambda p, a: mixed(a.astype(np.uint64)),
+    "random_split": _split,
+    "random_unwrap": _unwrapped,
+    "random_wrap": _wrapped,
     "select_n": lambda p, case, *cases: np.choose(case.astype(int), cases),
 }
+_BITS: dict[str, Callable[..., Array]] = {
+    "and": np.bitwise_and, "not": np.bitwise_not, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "shift_left": np.left_shift, "shift_right_logical": np.right_shift,
+}  # fmt: skip
 
 
 def converted(array: Array, dtype: Any) -> Array:
@@ -92,33 +140,34 @@ def evaluate(jaxpr: Any, consts: Sequence[Array], *arguments: Array) -> list[Arr
 
 
 def _wide(array: Array) -> Array:
-    return array if _key(array) else converted(array, np.asarray(array).dtype)
-
-
-def _key(array: Array) -> bool:
-    """Whether an array holds keys of random numbers, which only JAX handles."""
-    return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        with jax.ensure_compile_time_eval():
+            return _wrapped({}, np.asarray(jax.random.key_data(array)))
+    return converted(array, np.asarray(array).dtype)
 
 
 def _results(eqn: Any, operands: list[Array]) -> Sequence[Array]:
-    name, params = eqn.primitive.name, eqn.params
+    name, params = eqn.primitive.name, eqn.params | {"result": eqn.outvars[0].aval}
     if name in _CALLS:
         closed = params[_CALLS[name]]
         return evaluate(getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()), *operands)
     if name == "scan":
         return _scan(params, operands)
-    if not any(map(_key, operands)):
-        op = ELEMENTWISE.get(name, "")
-        real = all(a.dtype in (np.float64, bool) for a in operands)
-        if op == "identity":
-            return operands
-        if op in TABLE and (real or op in _WHOLE):
-            return [TABLE[op].meaning(_NUMPY, *operands)]
-        if name in _RULES and (real or name in ("convert_element_type", "iota", "select_n")):
-            return [_RULES[name](params, *operands)]
-        if name in STRUCTURAL:
-            results = STRUCTURAL[name](params, *operands)
-            return results if isinstance(results, list) else [results]
+    op = ELEMENTWISE.get(name, "")
+    if op == "identity":
+        return operands
+    if name in _ANY:
+        return [_ANY[name](params, *operands)]
+    if name in STRUCTURAL:
+        results = STRUCTURAL[name](params, *operands)
+        return results if isinstance(results, list) else [results]
+    real = all(a.dtype in (np.float64, bool) for a in operands)
+    if op in TABLE and (real or op in _WHOLE):
+        return [TABLE[op].meaning(_NUMPY, *operands)]
+    if name in _RULES and real:
+        return [_RULES[name](params, *operands)]
+    if name in _BITS and all(a.dtype.kind == "u" for a in operands):
+        return [_BITS[name](*operands)]
     return _by_jax(eqn, operands)
 
 
@@ -131,16 +180,14 @@ def _scan(params: Any, operands: list[Array]) -> list[Array]:
         now = [x[t] for x in xs]
         results = evaluate(closed.jaxpr, closed.consts, *consts, *carry, *now)
         carry, steps[t] = results[:carries], results[carries:]
-    return [*carry, *map(_stacked, zip(*steps, strict=True))]
-
-
-def _stacked(arrays: Sequence[Array]) -> Array:
-    return jnp.stack(arrays) if _key(arrays[0]) else np.stack(arrays)
+    return [*carry, *map(np.stack, zip(*steps, strict=True))]
 
 
 def _by_jax(eqn: Any, operands: list[Array]) -> list[Array]:
+    if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in (*eqn.invars, *eqn.outvars)):
+        raise Refused(f"{eqn.primitive.name} of random keys cannot be compared")
     arrays = [
-        a if _key(a) else np.asarray(a).astype(atom.aval.dtype)
+        np.asarray(a).astype(atom.aval.dtype)
         for a, atom in zip(operands, eqn.invars, strict=True)
     ]
     with jax.ensure_compile_time_eval():

@@ -87,7 +87,7 @@ CALLS = {
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
     "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr",
 }  # fmt: skip
-MANY = 8
+MANY = 32  # parts of a cell without a batch
 # What to write in place of operations that people use in cells.
 INSTEAD = {
     "while": "operations without a loop within the step",
@@ -374,8 +374,9 @@ class Body:
             except Refused as refusal:
                 refusals.append(refusal)
                 continue
-            # Rows that are read as units have products of their own, and a kernel of their size.
-            if axis is not None or len(reading.weights) <= MANY:
+            # Rows that are read as units may have states, weights and products of their own.
+            parts = len(reading.pieces) + len(reading.params) + len(reading.weights)
+            if axis is not None or parts <= MANY:
                 return reading
         raise refusals[0]
 
@@ -567,7 +568,9 @@ class _Reader:
         linear = name in {*STRUCTURAL, "add", "sub", "neg", "dot_general", "convert_element_type"}
         scaled = name == "mul" and any(v.kind == "F" for v in operands)
         scaled |= name == "div" and operands[1].kind == "F"
-        if not (linear or scaled) or any(v.aval.dtype != self.body.dtype for v in operands):
+        dtypes = {v.aval.dtype for v in (*operands, *equation.results)}
+        flags = name in STRUCTURAL and dtypes == {np.dtype(bool)}
+        if not (linear or scaled) or not (flags or dtypes == {self.body.dtype}):
             return none
         try:
             units = [

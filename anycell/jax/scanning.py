@@ -260,10 +260,8 @@ class Program:
         flat = exact.evaluate(self.closed.jaxpr, self.closed.consts, *arrays, *along)
         named = {}
         for i, array in enumerate(flat):
-            derivative = i >= self.count
-            name = f"result {i % self.count}" if not derivative else f"the derivative {i - self.count}"
-            if isinstance(array, (np.ndarray, np.generic)):
-                named[name] = np.asarray(array)
+            derivative = f"the derivative {i - self.count}"
+            named[derivative if i >= self.count else f"result {i}"] = np.asarray(array)
         return named
 
 
@@ -277,11 +275,8 @@ def _draw(rng: np.random.Generator, shape: Any, weight: bool) -> Array:
     if _floating(shape):
         wide = max(size) if weight and len(size) > 1 else 1
         return rng.normal(size=size) / np.sqrt(wide)
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        implementation = dtype._impl
-        words = rng.integers(0, 2**32, (*size, *implementation.key_shape), np.uint32)
-        with jax.ensure_compile_time_eval():
-            return jax.random.wrap_key_data(jnp.asarray(words), impl=implementation.name)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # keys, as ``exact`` has them
+        return rng.integers(0, 2**64, size, np.uint64)
     if dtype == np.uint32:  # a key of the older sort
         return rng.integers(0, 2**32, size, np.uint32)
     return rng.integers(0, 2, size).astype(dtype)
