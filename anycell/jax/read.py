@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Literal
 
 from anycell.jax.primitive import planned, recurrence
 from anycell.lang.namespaces import namespace
@@ -230,13 +230,11 @@ def needed(
 
 def evaluated(eqn: Any, operands: Sequence[Array]) -> list[Array]:
     """The results of an equation of a jaxpr."""
-    values = {
-        atom: array
-        for atom, array in zip(eqn.invars, operands, strict=True)
-        if not isinstance(atom, Literal)
-    }
-    jaxpr = Jaxpr((), list(values), eqn.outvars, [eqn], eqn.effects)
-    return list(jax.core.eval_jaxpr(jaxpr, (), *values.values()))
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.9
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*functions, *operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def evaluate(equations: Iterable[Equation], values: Values) -> None:
