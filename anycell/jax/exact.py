@@ -86,6 +86,7 @@ def _unwrapped(params: Any, keys: Array) -> Array:
 
 
 _RULES: dict[str, Callable[..., Array]] = {
+    "abs": lambda p, a: np.abs(a),
     "clamp": lambda p, low, a, high: np.minimum(np.maximum(a, low), high),
     "cumsum": _cumsum,
     "dot_general": _dot,
@@ -130,7 +131,9 @@ def evaluate(jaxpr: Any, consts: Sequence[Array], *arguments: Array) -> list[Arr
     values |= dict(zip(jaxpr.invars, map(_wide, arguments), strict=True))
 
     def of(atom: Any) -> Array:
-        return _wide(atom.val) if isinstance(atom, Literal) else values[atom]
+        if isinstance(atom, Literal):  # a number of Python may have more digits than its dtype
+            return _wide(np.asarray(atom.val, atom.aval.dtype))
+        return values[atom]
 
     with np.errstate(all="ignore"):
         for eqn in jaxpr.eqns:

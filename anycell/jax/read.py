@@ -58,7 +58,7 @@ class Arrays:
 ELEMENTWISE = {
     "add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "div": "div", "neg": "neg",
     "exp": "exp", "log": "log", "log1p": "log1p", "expm1": "expm1", "sqrt": "sqrt",
-    "rsqrt": "rsqrt", "abs": "abs", "logistic": "sigmoid", "tanh": "tanh", "sign": "sign",
+    "rsqrt": "rsqrt", "logistic": "sigmoid", "tanh": "tanh", "sign": "sign",
     "sin": "sin", "cos": "cos", "erf": "erf", "pow": "pow", "square": "square",
     "stop_gradient": "stop_gradient", "copy": "identity", "copy_p": "identity",
     "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne", "and": "logical_and",
@@ -203,7 +203,8 @@ def _folded(equation: Equation) -> float | None:
         return numbers[1 + int(numbers[0])]
     if any(number is None for number in numbers):
         return None
-    arrays = [np.asarray(v.number, v.aval.dtype) for v in operands]
+    arrays = [np.asarray(v.number) if v.floating else np.asarray(v.number, v.aval.dtype)
+              for v in operands]  # fmt: skip
     op = ELEMENTWISE.get(name)
     if op in TABLE and equation.results[0].aval.dtype.kind in "fb":
         with np.errstate(all="ignore"):
@@ -212,7 +213,8 @@ def _folded(equation: Equation) -> float | None:
         value = arrays[0]
     else:
         return None
-    return float(np.asarray(value).astype(equation.results[0].aval.dtype))
+    result = equation.results[0]
+    return float(value if result.floating else np.asarray(value).astype(result.aval.dtype))
 
 
 def needed(
@@ -613,6 +615,11 @@ class _Reader:
         tie = graph.elementwise("eq", a, b, boolean=True)
         return graph.elementwise("where", tie, half, graph.elementwise(op, a, b))
 
+    def _abs(self, equation: Equation, operands: list[Any]) -> Any:
+        (v,) = operands  # whose derivative at 0 is 1 in JAX, and 0 in a cell
+        positive = self.graph.elementwise("ge", v, 0.0, boolean=True)
+        return self.graph.elementwise("where", positive, v, self.graph.elementwise("neg", v))
+
     def _is_finite(self, equation: Equation, operands: list[Any]) -> Any:
         size = self.graph.elementwise("abs", *operands)
         return self.graph.elementwise("lt", size, math.inf, boolean=True)
@@ -736,6 +743,6 @@ class _Reader:
 
 
 RULES = frozenset(
-    "max min clamp select_n integer_pow is_finite erfc convert_element_type optimization_barrier "
+    "abs max min clamp select_n integer_pow is_finite erfc convert_element_type optimization_barrier "
     "custom_jvp_call cumsum dot_general".split()
 )

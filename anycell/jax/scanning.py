@@ -216,12 +216,13 @@ def tried(body: Body, closed: Any) -> str:
         a if i < consts and len(shape.shape) > 1 or not _floating(shape) else np.zeros(shape.shape)
         for i, (a, shape) in enumerate(zip(random, shapes, strict=True))
     ]
+    dtype = "float64" if body.dtype == np.float64 else "float64 of float32 constants"
     for start, arrays in (("random states", random), ("states of zeros", zeros)):
         theirs, mine = (program(arrays, directions) for program in both)
         for name, array in theirs.items():  # where the loop has no number, any will do
             mine[name] = np.where(np.isfinite(array), mine[name], 0.0)
             theirs[name] = np.where(np.isfinite(array), array, 0.0)
-        problem = difference(theirs, mine, "float64", start)
+        problem = difference(theirs, mine, dtype, start)
         if problem:
             return problem
     return ""
