@@ -1,4 +1,7 @@
-"""``anycell.jax.scan``: bodies read as cells, or ``jax.lax.scan`` with a reason."""
+"""``anycell.jax.scan``: bodies read as cells, or ``jax.lax.scan`` with a reason.
+
+One file, because tests of semantics and modules use what those of cells define.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ def scan(
     loop = functools.partial(
         jax.lax.scan, f, init, xs, length, reverse, unroll, _split_transpose=_split_transpose
     )
-    if jax.config.read("jax_disable_jit"):  # then f may compute with numbers
+    config: Any = jax.config
+    if config.jax_disable_jit:  # then f may compute with numbers
         return loop()
     traced = Traced(loop)
     return traced.run(traced.road().body)
