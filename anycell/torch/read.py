@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -372,7 +372,7 @@ def _record(
     known = recorder.inputs
     return Recording(
         known[:a], known[a:b], known[b:], variables[:count], variables[count:], recorder.nodes,
-        states[0].dtype, states[0].device, None,
+        next(state.dtype for state in states if state.is_floating_point()), states[0].device, None,
     )  # fmt: skip
 
 
@@ -468,7 +468,8 @@ class Run:
         self, step: Recording, tensors: Sequence[Tensor], xs: Sequence[Tensor],
         first: Sequence[Tensor], merged: bool,
     ) -> None:  # fmt: skip
-        self.step, self.merged, self.dtype = step, merged, first[0].dtype
+        self.step, self.merged = step, merged
+        self.dtype = next(t.dtype for t in first if t.is_floating_point())
         self.steps = xs[0].shape[0]
         self.batch = 1 if step.rows is None else xs[0].shape[1]
         self.rows = self.batch
@@ -509,6 +510,35 @@ class Run:
             self._apply(node, self.flat, rows, self._flat)
         for var in missing:
             self.series[var] = self._unflat(var, self._flat(var))
+
+    def drawn(self) -> dict[Var, Tensor]:
+        """The random numbers of all steps."""
+        random = [
+            var
+            for node in self.step.plan([*self.step.outputs, *self.step.after])
+            if torch.Tag.nondeterministic_seeded in node.op.tags
+            for var in node.made
+        ]
+        if random:
+            self.compute(random)
+        return {var: self.series[var] for var in random}
+
+    def replay(
+        self, drawn: Mapping[Var, Tensor], states: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """The step's own operations, step by step: the outputs ``[T, ...]``, the last states."""
+        step, outputs = self.step, []
+        nodes = step.plan([*step.outputs, *step.after], frozenset(drawn))
+        for t in range(self.steps):
+            env = {var: series[t] for var, series in drawn.items()}
+            env |= {var: self.series[var][t] for var in step.xs}
+            env |= zip(step.states, states, strict=True)
+            find = lambda var: env[var] if var in env else self.fixed(var)  # noqa: B023,E731
+            for node in nodes:
+                self._apply(node, env, self.batch, find)
+            outputs.append([find(var) for var in step.outputs])
+            states = [find(var) for var in step.after]
+        return [torch.stack(parts) for parts in zip(*outputs, strict=True)], states
 
     def _flat(self, var: Var) -> Tensor:
         if var not in self.flat:
