@@ -438,6 +438,7 @@ class _Printer:
         weights = {p.name: (p.heads, tuple(_blocks(p))) for p in self.products.values()}
         return Reading(
             text, cell, self.graph.arrays, size,
+            {symbol[1:]: n for n, symbol in symbols.items() if symbol[1:].isalpha()},
             tuple(part for _, part in self.gates.values()),
             {name: part for name, (_, part) in self.params.items()},
             None if self.static is None else self.static[1],

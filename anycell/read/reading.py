@@ -59,6 +59,7 @@ class Reading:
         text: the cell, as users would write it.
         cell: the cell.
         size: the hidden size.
+        sizes: the other sizes, by their symbols.
         gates, params, static: what the cell sees of x and of the weights, by the cell's names.
         weights: heads of each ``linear``, and the matrices of its outputs.
         pieces: the states of the cell.
@@ -70,6 +71,7 @@ class Reading:
     cell: lang.Cell
     arrays: Any
     size: int
+    sizes: Mapping[str, int]
     gates: tuple[Affine, ...]
     params: Mapping[str, Affine]
     static: Affine | None
@@ -94,7 +96,7 @@ class Reading:
         }
         for name, part in self.params.items():
             weights[name] = arrays.reshape(part.constant(run, arrays), (part.size,))
-        call: dict[str, Any] = {"weights": weights, "state": tuple(self._start(run, first))}
+        call: dict[str, Any] = {"weights": weights, "state": tuple(self.start(run, first))}
         if self.flags is not None:
             call |= self._flags(self.flags, run)
         if self.static is not None:
@@ -171,7 +173,8 @@ class Reading:
         )
 
     # -- states ----------------------------------------------------------------------------------
-    def _start(self, run: Run, first: Sequence[Any]) -> list[Any]:
+    def start(self, run: Run, first: Sequence[Any]) -> list[Any]:
+        """The states of the cell, from the user's."""
         arrays, start = self.arrays, []
         for piece in self.pieces:
             state = arrays.cast(first[piece.state], run.dtype)
