@@ -335,6 +335,8 @@ class Plan:
         first = [call.state[k] for k in self.moving]
         arguments = reading.call(run, first)
         if mask is not None:
+            inner = arguments.get("mask")  # the step's own
+            mask = mask if inner is None else mask & inner
             arguments |= {"mask": mask, "masked_output": "repeat"}
         if call.resets is not None:
             arguments["resets"] = call.resets
@@ -353,6 +355,17 @@ class Plan:
         for place, k in enumerate(self.moving):
             final[k] = self._state(place, ends, call)
         return self._outputs(call, run, series), final
+
+    def unfit(self, call: Call) -> str | None:
+        """Why the kernel cannot run a call of this step, if it cannot."""
+        flags = self.reading.flags
+        if call.resets is not None and flags is not None:
+            return "resets= for a step that holds or resets its own state"
+        if call.resets is not None and len(self.moving) < len(call.state):
+            return "resets= with a state that the step never changes"
+        if call.reverse and flags is not None and flags.restored is not None:
+            return "reverse= for a step that resets its own state"
+        return None
 
     @property
     def engine(self) -> Engine:
@@ -449,9 +462,8 @@ class Readings:
             signature = key, call.signature(tensors)
             known = self.plans.get(signature)
             plan = self._read(step, around, signature, call, title) if known is None else known
-            if isinstance(plan, Plan) and call.resets is not None:
-                if len(plan.moving) < len(call.state):
-                    plan = "resets= with a state that the step never changes"
+            if isinstance(plan, Plan):
+                plan = plan.unfit(call) or plan
         self.last = plan
         if isinstance(plan, str):
             return stepwise(step, call)

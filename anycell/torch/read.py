@@ -939,11 +939,8 @@ class Reader:
                 graph.refuse("each row of the batch has a matrix of its own")
             made = graph.product(value, (axis,), out, _matrix(weight.get, 0, swapped))
             return Value(np.moveaxis(made.ids, -1, 1) if swapped else made.ids)
-        parts = []
-        for k in range(value.shape[0]):
-            one = graph.product(Value(value.ids[k]), (axis - 1,), out, _matrix(weight.get, k, swapped))
-            parts.append(one.ids.T if swapped else one.ids)
-        return Value(np.stack(parts))
+        made = graph.heads(value, 0, (axis,), out, _matrices(weight.get, swapped))
+        return Value(np.moveaxis(made.ids, -1, 1) if swapped else made.ids)
 
     def addmm(
         self, node: Node, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1
@@ -964,6 +961,10 @@ def _matrix(
         return tensor.mT if turned else tensor
 
     return matrix
+
+
+def _matrices(get: Callable[[Any], Tensor], turned: bool) -> Callable[[Any], Tensor]:
+    return lambda run: get(run).mT if turned else get(run)
 
 
 _UNARY = {
