@@ -293,6 +293,9 @@ def _chosen(flags: Tensor, a: Sequence[Any], b: Sequence[Any], call: Call) -> li
 # -- a step that was read --------------------------------------------------------------------------
 
 
+Series = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
 class Plan:
     """A step that was read, and all that its calls have in common."""
 
@@ -329,11 +332,32 @@ class Plan:
         Args:
             drawn: random numbers of all steps that are drawn already.
         """
-        reading, mask = self.reading, call.mask
         run = self.run(call, tensors)
         run.series |= drawn or {}
-        first = [call.state[k] for k in self.moving]
-        arguments = reading.call(run, first)
+        return self._leave(call, run, self._recur(self._enter(call, run), engine))
+
+    def replayed(self, call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+        """Returns the same as a call. What it does around the kernel is recorded in the second call
+        with tensors of the same shapes and strides, and then replayed.
+        """
+        flags = call.mask, call.resets, *(call.restored or ())
+        arrays = [*tensors, *call.xs, *call.state, *[flag for flag in flags if flag is not None]]
+        key = (
+            tuple([(t.shape, t.stride()) for t in arrays]),
+            call.mask is None, call.resets is None, call.restored is None, call.reverse,
+        )  # fmt: skip
+        tape = self.tapes.get(key)
+        if tape is None:  # many calls come once, with a number of steps of their own
+            self.tapes[key] = None if key not in self.tapes else tape
+        return None
+
+    def run(self, call: Call, tensors: Sequence[Tensor]) -> read.Run:
+        return read.Run(self.recording, tensors, _unmasked(call), call.state, self.merged)
+
+    def _enter(self, call: Call, run: read.Run) -> dict[str, Any]:
+        """The arguments of ``recurrence``."""
+        reading, mask = self.reading, call.mask
+        arguments = reading.call(run, [call.state[k] for k in self.moving])
         if mask is not None:
             inner = arguments.get("mask")  # the step's own
             mask = mask if inner is None else mask & inner
@@ -345,13 +369,19 @@ class Plan:
                 arguments["reset_state"] = tuple(reading.start(run, restored))
         if call.reverse:
             arguments["reverse"] = True
-        cell = reading.cell
-        output, last, *others = recurrence(
-            cell, return_states=self.names or None, engine=engine, **arguments
+        return arguments
+
+    def _recur(self, arguments: dict[str, Any], engine: str | None = None) -> Series:
+        """The states of all steps that outputs need, and the last states, by the cell's names."""
+        cell, names = self.reading.cell, self.names
+        _, last, *others = recurrence(
+            cell, return_states=names or None, engine=engine, **arguments
         )
-        series = others[0] if others else {}
+        return others[0] if others else {}, dict(zip(cell.state_names, last, strict=True))
+
+    def _leave(self, call: Call, run: read.Run, states: Series) -> tuple[list[Any], list[Tensor]]:
+        series, ends = states
         final = list(call.state)
-        ends = dict(zip(cell.state_names, last, strict=True))
         for place, k in enumerate(self.moving):
             final[k] = self._state(place, ends, call)
         return self._outputs(call, run, series), final
@@ -371,9 +401,6 @@ class Plan:
     def engine(self) -> Engine:
         reading, like = self.reading, torch.empty(0, dtype=self.recording.dtype, device=self.recording.device)
         return engine_of(fused_plan(reading.cell, reading.size, like, tuple(reading.sizes.items())))
-
-    def run(self, call: Call, tensors: Sequence[Tensor]) -> read.Run:
-        return read.Run(self.recording, tensors, _unmasked(call), call.state, self.merged)
 
     def _state(self, place: int, values: Any, call: Call) -> Tensor:
         """A state of the user's, out of those of the cell."""
