@@ -179,6 +179,12 @@ class _Call:
         self.output_refs = [self._ref(leaf) for leaf in leaves(output)]
         if len(self.after_refs) != len(self.first):
             raise Refused("the step returns a state of another structure than it is given")
+        for leaf in leaves(after):
+            if leaf.dtype != self.dtype:
+                raise Refused(
+                    f"the step makes a {leaf.dtype} state of a {self.dtype} one. Instead: give x, "
+                    "states and weights one dtype"
+                )
         self.read = self._known()
 
     def _ref(self, leaf: Any) -> Ref:

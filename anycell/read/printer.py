@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -308,20 +308,27 @@ class _Printer:
         return self._node("truth", node) if boolean else node
 
     def _state(self, source: Source, at: Units) -> Node:
-        place = self.sources.index(source), at.tobytes()
+        number, order = self.sources.index(source), np.sort(at)
+        place = number, order.tobytes()
         if place not in self.index:
             raise Refused(
-                "this step takes the units of a state in another order, as by a roll or a "
-                "permutation. Instead: multiply the state by a fixed matrix that orders them."
+                "this step takes several units of a state together that it also takes apart. "
+                "Instead: give the state's parts names of their own, as states"
             )
-        node = Node(f"s.{self.index[place]}", size=len(at))
-        return self._node("truth", node) if source.boolean else node
+        if (at == order).all():
+            node = Node(f"s.{self.index[place]}", size=len(at))
+            return self._node("truth", node) if source.boolean else node
+        if source.boolean:
+            raise Refused("this step takes the units of a boolean state in another order")
+        # Another order, as by a roll, is a product with a matrix of zeros and ones.
+        picks = Matrix(None, np.arange(len(at)), np.searchsorted(order, at))
+        return self._output(self.of(source.start + order), picks, len(at))
 
     def _reduction(self, source: Source, at: Units) -> Node:
         if len(at) != 1:
             raise Refused(
                 f"this step uses the {source.op} of groups of units for other units than those of "
-                "its group. Instead: multiply by a matrix of zeros and ones."
+                "its group. Instead: multiply by a matrix of zeros and ones"
             )
         units = source.operands[0][at[0]]
         pieces = list(self._split(units))
@@ -402,17 +409,11 @@ class _Printer:
     # -- text ------------------------------------------------------------------------------------
     def reading(self) -> Reading:
         size, symbols = self._symbols()
-        for leaves in (self.gates, self.params):
-            for leaf, (node, part) in leaves.items():
-                if part.size == 1:
-                    leaves[leaf] = Node(node.form, size=size), _widened(part, size)
-                elif part.size != size:
-                    raise Refused("sizes of gates come later")
         self._sort()
         if not self.gates:  # a cell has at least one
             self.gates["g0"] = Node("x.g0"), Affine(1, (), (0.0,))
         gates = " ".join(f"{n}{symbols[node.size]}" for n, (node, _) in self.gates.items())
-        state = " ".join(p.name + (symbols[p.size] if p.size > 1 else "") for p in self.pieces)
+        state = " ".join(f"{piece.name}{symbols[piece.size]}" for piece in self.pieces)
         declared = f'gates="{gates}", state="{state}"'
         arguments = "x, r, s"
         if self.params:
@@ -485,7 +486,14 @@ class _Printer:
 
     def _body(self, symbols: Mapping[int, str]) -> list[str]:
         """The lines of the function: values that are used twice have names."""
-        makers = {id(o): product for product in self.products.values() for o in product.outputs}
+        makers: dict[int, Product] = {}
+        for product in self.products.values():
+            for output in product.outputs:
+                makers[id(output)] = product
+            if len(product.outputs) == 1:
+                del makers[id(output)]
+                output.form = _call(product, symbols[product.size])
+                output.operands = (product.operand,)
         seen: set[int] = set()
         order: list[Node] = []
 
@@ -494,8 +502,8 @@ class _Printer:
             if id(node) in seen:
                 return
             seen.add(id(node))
-            product = makers.get(id(node))
-            operands = node.operands if product is None else (product.operand,)
+            maker = makers.get(id(node))
+            operands = node.operands if maker is None else (maker.operand,)
             for operand in operands:
                 visit(operand)
             order.append(node)
@@ -505,26 +513,18 @@ class _Printer:
         lines: list[str] = []
         written: set[str] = set()
         for node in order:
-            product = makers.get(id(node))
-            if product is not None:
-                if product.name not in written:
-                    written.add(product.name)
-                    lines.append(_call(product, symbols[product.size]))
+            maker = makers.get(id(node))
+            if maker is not None:
+                if maker.name not in written:
+                    written.add(maker.name)
+                    names = ", ".join(output.form for output in maker.outputs)
+                    call = _call(maker, symbols[maker.size])
+                    lines.append(f"{names} = {call.format(maker.operand)}")
             elif node.operands and (node.uses > 1 or _long(node)):
                 text = format(node)
                 node.name = f"t{sum(line.startswith('t') for line in lines)}"
                 lines.append(f"{node.name} = {text}")
         return [*lines, f"return {', '.join(map(format, self.results))}"]
-
-
-def _widened(part: Affine, size: int) -> Affine:
-    def wide(leaf: Any) -> Any:
-        if isinstance(leaf, float):
-            return leaf
-        return replace(leaf, columns=np.repeat(leaf.columns, size))
-
-    terms = tuple((source, wide(matrix)) for source, matrix in part.terms)
-    return Affine(size, terms, tuple(map(wide, part.constants)))
 
 
 def _touches(units: Units, source: Source) -> bool:
@@ -547,13 +547,12 @@ def _long(node: Node) -> bool:
 
 
 def _call(product: Product, symbol: str) -> str:
+    """The call of ``linear``, with a place for its operand."""
     names = [output.form for output in product.outputs]
-    size = f', size="{symbol[1:]}"' if symbol else ""
-    gates = f', gates="{" ".join(names)}"'
-    if product.heads > 1:
-        size = f", heads={product.heads}{size}"
-    made = f'linear({product.operand:0}, "{product.name}"{gates}{size})'
-    return f"{', '.join(names)}{',' * (len(names) == 1)} = {made}"
+    options = f', gates="{" ".join(names)}"' if len(names) > 1 else ""
+    options += f", heads={product.heads}" if product.heads > 1 else ""
+    options += f', size="{symbol[1:]}"' if symbol else ""
+    return f'linear({{0}}, "{product.name}"{options})'
 
 
 def _blocks(product: Product) -> list[Matrix]:

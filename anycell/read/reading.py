@@ -113,8 +113,7 @@ class Reading:
         restored = []
         for part, piece in zip(flags.restored, self.pieces, strict=True):
             state = part.constant(run, arrays)
-            size = self.size if piece.size == 1 else piece.size
-            restored.append(arrays.broadcast(state, (run.rows, size)))
+            restored.append(arrays.broadcast(state, (run.rows, piece.size)))
         return {"resets": values, "reset_state": tuple(restored)}
 
     @functools.cached_property
@@ -183,8 +182,6 @@ class Reading:
             state = arrays.reshape(state, (run.rows, -1))
             if piece.size != state.shape[1]:
                 state = arrays.index(state, piece.at)
-            if piece.size == 1:  # a state of one unit is declared as H equal ones
-                state = arrays.broadcast(state, (run.rows, self.size))
             start.append(state)
         return start
 
@@ -194,9 +191,7 @@ class Reading:
         for piece in self.pieces:
             if piece.state == state:
                 order.append(piece.at)
-                value = values[piece.name]
-                narrow = piece.size == 1 and self.size > 1
-                parts.append(arrays.take(value, len(value.shape) - 1, 0, 1) if narrow else value)
+                parts.append(values[piece.name])
         whole = _joined(arrays, len(parts[0].shape) - 1, parts)
         if not neighbours(at := np.concatenate(order)):
             whole = arrays.index(whole, np.argsort(at))
