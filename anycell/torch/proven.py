@@ -1,0 +1,221 @@
+"""Reads a step, and tries the reading against the user's own step before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from anycell.layer.checks import describe
+from anycell.read import Refused, proof
+from anycell.torch.around import Surroundings
+from anycell.torch.planned import Plan
+from anycell.torch.read import Reader
+from anycell.torch.record import ROWS, record
+from anycell.torch.stepwise import Call, Step, stepwise
+
+
+def plan_of(step: Step, around: Surroundings, call: Call, title: str) -> Plan | str:
+    """Reads a step, and tries the reading; a string says why the step runs step by step."""
+    if not any(state.is_floating_point() for state in call.state):
+        return "the state has no floating-point tensor"
+    device = call.xs[0].device
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with (
+            torch.random.fork_rng(devices), torch.inference_mode(False), _unchanged(around.modules),
+        ):  # fmt: skip
+            return _proven(step, around, call, title)
+    except Refused as refusal:
+        return str(refusal)
+    except Exception as error:  # whatever a step does under a recording that it does not do alone
+        first = (str(error).strip().splitlines() or [""])[0]
+        return f"the step could not be recorded: {type(error).__name__}: {first}"
+
+
+@contextmanager
+def _unchanged(watched: Sequence[nn.Module]) -> Iterator[None]:
+    """Refuses a step that changes attributes of its modules, and restores them."""
+    old = [dict(module.__dict__) for module in watched]
+    inside = [
+        {name: value.copy() for name, value in attributes.items() if type(value) in (list, dict, set)}
+        for attributes in old
+    ]
+    yield
+    for module, attributes, copies in zip(watched, old, inside, strict=True):
+        now = module.__dict__
+        changed = [n for n in {**now, **attributes} if now.get(n) is not attributes.get(n)]
+        for name, copy in copies.items():
+            value = attributes[name]
+            same = len(value) == len(copy)
+            pairs = zip(value.values(), copy.values()) if type(value) is dict else zip(value, copy)
+            if not same or not (type(value) is set or all(a is b for a, b in pairs)):
+                changed.append(name)
+                value.clear()
+                value.extend(copy) if type(value) is list else value.update(copy)
+        if changed:
+            now.clear()
+            now.update(attributes)
+            raise Refused(
+                f"the step changes {type(module).__name__}.{changed[0]}. "
+                "Instead: return what changes as a part of the state"
+            )
+
+
+def _proven(step: Step, around: Surroundings, call: Call, title: str) -> Plan | str:
+    tensors = [tensor.detach() for tensor in around.tensors()]
+    trees: list[Any] = []
+
+    def flat(tensors: list[Tensor], xs: list[Tensor], states: list[Tensor]) -> Any:
+        with around.swapped(tensors):
+            output, state = step(
+                pytree.tree_unflatten(xs, call.x_tree),
+                pytree.tree_unflatten(states, call.state_tree),
+            )
+        parts, output_tree = pytree.tree_flatten(output)
+        after, state_tree = pytree.tree_flatten(state)
+        fixed = [(k, part) for k, part in enumerate(parts) if not isinstance(part, Tensor)]
+        trees[:] = output_tree, state_tree, fixed
+        return [part for part in parts if isinstance(part, Tensor)], after
+
+    samples = [_sample(call, rows, seed) for seed, rows in enumerate(ROWS)]
+    xs, states = zip(*samples, strict=True)
+    recording = record(flat, tensors, xs, states, call.batched)
+    if recording.constants:
+        given = describe(recording.constants[0].data)
+        raise Refused(
+            f"the step uses a tensor ({given}) that is no parameter, buffer or attribute of a "
+            "module, nor a variable of the step. Instead: register it as a buffer"
+        )
+    for old, new in zip(recording.states, recording.after, strict=True):
+        if (old.shape, old.dtype, old.axis) != (new.shape, new.dtype, new.axis):
+            raise Refused(
+                f"a state of {old.dtype} {list(old.shape)} becomes {new.dtype} {list(new.shape)} "
+                "(for 3 rows). Instead: return states as they were passed"
+            )
+    reader = Reader(recording, _labels(call), title)
+    moving = [v for node in recording.nodes for v in node.made if v is not None and v.kind == "X"]
+    merged = call.batched and all(var.axis is not None for var in [*moving, *recording.xs])
+    reason: str | None = None
+    for way in (True, False) if merged else (False,):
+        plan = Plan(recording, reader, list(trees), way)
+        reason = _tried(step, around, plan, call)
+        if reason is None:
+            return plan
+    return f"{reason}. Instead: report it, with the step"
+
+
+def _labels(call: Call) -> list[str]:
+    """What the states are called in the cell: the keys of a dictionary, or h and c."""
+    tree = pytree.tree_unflatten(call.state, call.state_tree)
+    if isinstance(tree, dict) and len(tree) == len(call.state):
+        return [str(name) for name in tree]
+    return {1: ["h"], 2: ["h", "c"]}.get(len(call.state), [""] * len(call.state))
+
+
+def _sample(call: Call, rows: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """One step's input and states, of so many rows: random numbers, or if they are none, those of
+    the call.
+    """
+    device = call.xs[0].device
+    generator = torch.Generator().manual_seed(seed)
+
+    def like(tensor: Tensor, batched: bool) -> Tensor:
+        shape = (rows, *tensor.shape[1:]) if batched else tuple(tensor.shape)
+        if tensor.is_floating_point():
+            numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return numbers.to(device, tensor.dtype)
+        tensor = tensor.detach()
+        return tensor[torch.arange(rows, device=device) % len(tensor)] if batched else tensor.clone()
+
+    batched = call.batched
+    # A state without rows keeps its shape: the step must return it as it was.
+    states = [like(t, batched and t.shape[:1] == (call.rows,)) for t in call.state]
+    return [like(x[0], batched) for x in call.xs], states
+
+
+# -- the proof -------------------------------------------------------------------------------------
+
+
+def _tried(step: Step, around: Surroundings, plan: Plan, call: Call) -> str | None:
+    """Why the reading is not the step; None if both agree for a few steps in float64."""
+    exact, own = torch.float64, plan.recording.dtype
+    for dtype in (exact, own) if own is not exact else (exact,):
+        try:
+            return _compared(step, around, plan, call, dtype)
+        except (RuntimeError, TypeError):  # a step that knows its dtype
+            if dtype is own:
+                raise
+    return None
+
+
+def _compared(
+    step: Step, around: Surroundings, plan: Plan, call: Call, dtype: torch.dtype
+) -> str | None:
+    rows, own = min(call.rows, 3), plan.recording.dtype
+    shapes = [
+        (rows, *t.shape[1:]) if call.batched and t.shape[:1] == (call.rows,) else tuple(t.shape)
+        for t in call.state
+    ]
+    tensors, inputs = [], []
+    for tensor in around.tensors():
+        tensor = tensor.detach().to(dtype if tensor.dtype is own else tensor.dtype, copy=True)
+        tensors.append(tensor.requires_grad_(tensor.is_floating_point()))
+    for x in call.xs:
+        x = x.detach()[torch.arange(proof.STEPS, device=x.device) % len(x)]
+        x = x[:, :rows] if call.batched else x
+        if x.is_floating_point():
+            generator = torch.Generator().manual_seed(7)
+            numbers = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            x = numbers.to(x.device, dtype if x.dtype is own else x.dtype).requires_grad_()
+        inputs.append(x)
+    for start, numbers in proof.starts(shapes):
+        states = [
+            _started(state, number, call, rows, dtype if state.dtype is own else state.dtype)
+            for state, number in zip(call.state, numbers, strict=True)
+        ]
+        trial = Call(inputs, call.x_tree, states, call.state_tree, call.batched)
+        leaves = [t for t in (*tensors, *inputs, *states) if t.requires_grad]
+        with torch.enable_grad():
+            drawn = plan.values(trial, tensors).drawn()
+            reading = _results(plan.run(trial, tensors, "reference", drawn), leaves)
+            if drawn:  # the step draws other numbers
+                expected = _results(plan.values(trial, tensors).replay(drawn, states), leaves)
+            else:
+                with around.swapped(tensors):
+                    expected = _results(stepwise(step, trial), leaves)
+        name = str(dtype).removeprefix("torch.")
+        reason = proof.difference(expected, reading, name, start)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _started(like: Tensor, number: Any, call: Call, rows: int, dtype: torch.dtype) -> Tensor:
+    """A state to start a trial from: the number, or a part of the call's own state."""
+    if like.is_floating_point() or like.dtype is torch.bool:
+        state = torch.as_tensor(number, device=like.device).to(dtype)
+        return state.requires_grad_(state.is_floating_point())
+    return like.detach()[:rows].clone() if call.batched and like.dim() else like.detach().clone()
+
+
+def _results(results: Any, leaves: Sequence[Tensor]) -> dict[str, Any]:
+    """Outputs, last states and gradients, by what they are."""
+    outputs = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
+    named = {f"output {k}": t.detach().double().cpu().numpy() for k, t in enumerate(outputs)}
+    total = sum(
+        (torch.sin(t + 0.1 * k) * torch.linspace(1, 2, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)).sum()
+        for k, t in enumerate(outputs)
+        if t.is_floating_point() and t.requires_grad
+    )
+    if not isinstance(total, Tensor):
+        return named
+    gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    for k, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+        gradient = torch.zeros_like(leaf) if gradient is None else gradient
+        named[f"gradient {k}, of a tensor {list(leaf.shape)}"] = gradient.double().cpu().numpy()
+    return named
