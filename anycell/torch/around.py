@@ -24,12 +24,14 @@ class Surroundings:
     """What a step reads besides its arguments.
 
     Attributes:
+        step: the module or the function.
         places: where its tensors are: a dictionary or the cell of a closure, and the name there.
         modules: the modules among them.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
         loose: whether a list or a dictionary is among them, which may change in place.
     """
 
+    step: Any
     places: list[tuple[Any, str]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     guards: list[Any] = field(default_factory=list)
@@ -39,7 +41,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, step: Any) -> Surroundings:
-        around = cls()
+        around = cls(step)
         around.walk(step)
         return around
 
@@ -119,7 +121,7 @@ class Surroundings:
             self.loose |= kind is not tuple
             return kind, tuple(map(self._frozen, value.items() if kind is dict else value))
         self.held.append(value)
-        return id(value)
+        return id(value), len(value) if kind in (tuple, list, dict, set) else None
 
     @contextmanager
     def swapped(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -144,7 +146,7 @@ class Surroundings:
             if any(getattr(module, name) for name in _HOOKS):
                 return (
                     f"{type(module).__name__} has hooks, which a fused step would not call. "
-                    "Instead: remove them, or compute in the module what they compute"
+                    "Instead: remove them, or compute in the module what they compute."
                 )
         glob = modules._global_forward_hooks or modules._global_forward_pre_hooks
         if glob or modules._global_backward_hooks or modules._global_backward_pre_hooks:

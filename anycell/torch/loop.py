@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +31,7 @@ from anycell.torch.stepwise import Call, Step, stepwise
 
 _LOCK = threading.RLock()  # a step is read with other tensors in place of its own
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
+_RESTLESS = 16  # readings for tensors of the same shapes
 _NUMBERS = itertools.count()
 
 
@@ -41,6 +42,7 @@ class Readings:
         self.plans: OrderedDict[Any, Plan | str] = OrderedDict()
         self.last: Plan | str = "no call has been made: a step is read at its first call"
         self.tokens: OrderedDict[Any, Any] = OrderedDict()
+        self.reads: Counter[Any] = Counter()
 
     def token(self, guards: Any, held: Any) -> Any:
         """What stands for guards in the signatures of plans."""
@@ -76,9 +78,9 @@ class Readings:
         elif (hooked := around.hooked()) is not None:
             plan = hooked
         else:
-            signature = key, call.signature(tensors)
-            known = self.plans.get(signature)
-            plan = self._read(step, around, signature, call, title) if known is None else known
+            signature = call.signature(tensors)
+            known = self.plans.get((key, signature))
+            plan = known or self._read(step, around, key, signature, call, title)
             if isinstance(plan, Plan):
                 plan = plan.unfit(call) or plan
         self.last = plan
@@ -87,11 +89,18 @@ class Readings:
         return plan.replay(call, tensors)
 
     def _read(
-        self, step: Step, around: Surroundings, signature: Any, call: Call, title: str
+        self, step: Step, around: Surroundings, key: Any, signature: Any, call: Call, title: str
     ) -> Plan | str:
-        with _LOCK:
-            plan = plan_of(step, around, call, title)
-        self.plans[signature] = plan
+        self.reads[signature] += 1
+        if self.reads[signature] > _RESTLESS:
+            plan: Plan | str = (
+                f"numbers around the step were others in each of {_RESTLESS} calls, and a reading "
+                "contains them. Instead: keep what changes in a tensor, such as a buffer."
+            )
+        else:
+            with _LOCK:
+                plan = plan_of(step, around, call, title)
+        self.plans[key, signature] = plan
         if len(self.plans) > _MOST:
             self.plans.popitem(last=False)
         return plan

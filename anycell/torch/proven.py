@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from anycell.read import Refused, proof
 from anycell.torch.around import Surroundings
 from anycell.torch.planned import Plan
 from anycell.torch.read import Reader
-from anycell.torch.record import ROWS, record
+from anycell.torch.record import ROWS, raised, record
 from anycell.torch.stepwise import Call, Step, stepwise
 
 
@@ -33,8 +34,14 @@ def plan_of(step: Step, around: Surroundings, call: Call, title: str) -> Plan | 
     except Refused as refusal:
         return str(refusal)
     except Exception as error:  # whatever a step does under a recording that it does not do alone
+        where = raised(error)
+        if "autograd.Function" in str(error) or "custom_function_call" in str(error):
+            return (
+                f"{where}this calls a torch.autograd.Function, whose derivative only it knows. "
+                "Instead: write the step in operations of torch"
+            )
         first = (str(error).strip().splitlines() or [""])[0]
-        return f"the step could not be recorded: {type(error).__name__}: {first}"
+        return f"{where}this cannot be recorded. {type(error).__name__}: {first}"
 
 
 @contextmanager
@@ -60,9 +67,11 @@ def _unchanged(watched: Sequence[nn.Module]) -> Iterator[None]:
         if changed:
             now.clear()
             now.update(attributes)
+            code = getattr(type(module).forward, "__code__", None)
+            where = f"{Path(code.co_filename).name}:{code.co_firstlineno}: " if code else ""
             raise Refused(
-                f"the step changes {type(module).__name__}.{changed[0]}. "
-                "Instead: return what changes as a part of the state"
+                f"{where}the step changes {type(module).__name__}.{changed[0]}. "
+                "Instead: return what changes as a part of the state."
             )
 
 
@@ -85,11 +94,18 @@ def _proven(step: Step, around: Surroundings, call: Call, title: str) -> Plan | 
     samples = [_sample(call, rows, seed) for seed, rows in enumerate(ROWS)]
     xs, states = zip(*samples, strict=True)
     recording = record(flat, tensors, xs, states, call.batched)
-    if recording.constants:
-        given = describe(recording.constants[0].data)
+    for node in recording.nodes:
+        for var in node.inputs:
+            if var in recording.constants:
+                raise Refused(
+                    f"{node.where}: this uses a tensor ({describe(var.data)}) that is no "
+                    "parameter, buffer or attribute of a module, and no variable around the step. "
+                    "Instead: register it as a buffer."
+                )
+    if Surroundings.of(around.step).guards != around.guards:
         raise Refused(
-            f"the step uses a tensor ({given}) that is no parameter, buffer or attribute of a "
-            "module, nor a variable of the step. Instead: register it as a buffer"
+            "the step changes a list, a dictionary or a number around it. "
+            "Instead: return what changes as a part of the state."
         )
     for old, new in zip(recording.states, recording.after, strict=True):
         if (old.shape, old.dtype, old.axis) != (new.shape, new.dtype, new.axis):
@@ -156,7 +172,7 @@ def _tried(step: Step, around: Surroundings, plan: Plan, call: Call) -> str | No
 def _compared(
     step: Step, around: Surroundings, plan: Plan, call: Call, dtype: torch.dtype
 ) -> str | None:
-    rows, own = min(call.rows, 3), plan.recording.dtype
+    rows, own = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
     shapes = [
         (rows, *t.shape[1:]) if call.batched and t.shape[:1] == (call.rows,) else tuple(t.shape)
         for t in call.state
@@ -212,9 +228,9 @@ def _results(results: Any, leaves: Sequence[Tensor]) -> dict[str, Any]:
         for k, t in enumerate(outputs)
         if t.is_floating_point() and t.requires_grad
     )
-    if not isinstance(total, Tensor):
-        return named
-    gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    gradients: Sequence[Tensor | None] = [None] * len(leaves)
+    if isinstance(total, Tensor):
+        gradients = torch.autograd.grad(total, leaves, allow_unused=True)
     for k, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
         gradient = torch.zeros_like(leaf) if gradient is None else gradient
         named[f"gradient {k}, of a tensor {list(leaf.shape)}"] = gradient.double().cpu().numpy()

@@ -112,7 +112,13 @@ class Reader:
     def apply(self, node: Node, value: Callable[[Any], Any]) -> Any:
         rule = TABLE.get(node.packet)
         if rule is None:
-            self.graph.refuse(f"{node.packet} of a value that depends on a state")
+            self.graph.refuse(
+                f"this is {node.name} of a value that depends on a state",
+                "the same in operations that a cell has",
+            )
+        arguments = [*node.args, *node.kwargs.values()]
+        if node.packet not in _STRUCTURAL and any(isinstance(v, Rows) for v in arguments):
+            self.graph.refuse("this computes with the size of the batch", "leave it out of the step")
         kwargs = {name: value(v) for name, v in node.kwargs.items()}
         return rule(self, node, *[value(v) for v in node.args], **kwargs)
 
@@ -316,6 +322,14 @@ class Reader:
         made = made if weight is None else self.elementwise("mul", made, weight)
         return [made if bias is None else self.elementwise("add", made, bias), None, None]
 
+    def cumsum(self, node: Node, value: Any, axis: int, **_: Any) -> Value:
+        size, arrays = value.shape[axis], self.graph.arrays
+        ones = np.triu(np.ones((size, size)))
+        made = self.graph.product(
+            value, (axis % len(value.shape),), (size,), lambda run: arrays.constant(ones, run.dtype)
+        )
+        return Value(np.moveaxis(made.ids, -1, axis))
+
     def softmax(self, node: Node, value: Any, axis: int, *_: Any) -> Value:
         top = self.graph.reduce("max", value, (axis,), True)
         parts = self.elementwise("exp", self.elementwise("sub", value, top))
@@ -428,7 +442,7 @@ TABLE |= {
     A.pow: Reader.power, A.elu: Reader.elu, A.gelu: Reader.gelu, A.softplus: Reader.softplus,
     A.leaky_relu: Reader.leaky_relu, A.log_sigmoid_forward: Reader.log_sigmoid,
     A.copy: Reader.copy, A._to_copy: Reader.convert, A.native_layer_norm: Reader.layer_norm,
-    A._softmax: Reader.softmax, A.addmm: Reader.addmm,
+    A._softmax: Reader.softmax, A.addmm: Reader.addmm, A.cumsum: Reader.cumsum,
 }  # fmt: skip
 _AFFINE = {
     *_STRUCTURAL, A.clone, A.alias, A.cat, A.stack, A.add, A.sub, A.rsub, A.neg, A.mul, A.div, A.mm,

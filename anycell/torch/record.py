@@ -57,13 +57,14 @@ class Var:
 
 @dataclass(eq=False)
 class Node:
-    """An operation of a recording."""
+    """An operation of a recording; ``name`` is that of the operation that the user called."""
 
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     where: str
     made: list[Any] = field(default_factory=list)
+    name: str = ""
 
     @property
     def inputs(self) -> list[Var]:
@@ -132,7 +133,12 @@ class Recorder(TorchDispatchMode):
         self.held: list[Tensor] = []  # so that no two tensors have one id
         self.nodes: list[Node] = []
         self.stale: set[Var] = set()
+        self.whole = ""  # the operation that is being decomposed
         self.inputs = [self._var(tensor, Var(kind, *_meta(tensor))) for kind, tensor in inputs]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import Dynamo, for seconds, to skip it here
 
     def _var(self, tensor: Tensor, var: Var) -> Var:
         self.held.append(tensor)
@@ -179,14 +185,19 @@ class Recorder(TorchDispatchMode):
         recorded = [self._recorded(arg) for arg in args]
         if packet not in TABLE and op in decomposition_table:
             if any(var.kind == "S" for var in _vars(recorded)) and packet not in _LIKE:
-                with self:
-                    return decomposition_table[op](*args, **kwargs)
+                outer, self.whole = self.whole, self.whole or str(packet)
+                try:
+                    with self:
+                        return decomposition_table[op](*args, **kwargs)
+                finally:
+                    self.whole = outer
         made = op(*args, **kwargs)
         self._note(op, recorded, {k: self._recorded(v) for k, v in kwargs.items()}, made)
         return made
 
     def _note(self, op: Any, args: list[Any], kwargs: dict[str, Any], made: Any) -> None:
-        node = Node(op, tuple(args), kwargs, line())
+        name = self.whole or str(op.overloadpacket)
+        node = Node(op, tuple(args), kwargs, line(), name=name)
         if op.overloadpacket in (A.lift_fresh, A.lift_fresh_copy, A.lift):
             args[0].inside = args[0].data is not None
         random = torch.Tag.nondeterministic_seeded in op.tags
@@ -207,9 +218,13 @@ class Recorder(TorchDispatchMode):
         target, name = args[0], op._schema.name.removeprefix("aten::")
         var = self.vars.get(id(target))
         if var is None or var.node is None:
+            # ``functionalize`` writes to an input when the step has returned.
+            new = self.vars.get(id(args[1])) if op is A.copy_.default else None
             _refuse(
-                "the step edits a tensor that it did not make: a buffer, an argument or a constant",
+                "this edits a tensor in place that the step did not make: a buffer, an argument, "
+                "a variable",
                 "return what changes as a part of the state",
+                new.node.where if new is not None and new.node is not None else None,
             )
         new = getattr(getattr(A, name.removesuffix("_"), None), op._overloadname, None)
         if new is None or not name.endswith("_"):
@@ -252,11 +267,24 @@ def line() -> str:
     """The file and line of the user's code that runs."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_SKIPPED, "<")):
-            return f"{Path(file).name}:{frame.f_lineno}"
+        if _of_user(frame.f_code.co_filename):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def raised(error: BaseException) -> str:
+    """The file and line of the user's code that raised an error, as the begin of a sentence."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        place = f"{Path(file).name}:{trace.tb_lineno}: " if _of_user(file) else place
+        trace = trace.tb_next
+    return place
+
+
+def _of_user(file: str) -> bool:
+    return not file.startswith((*_SKIPPED, "<"))
 
 
 def _refuse(problem: str, instead: str = "", where: str | None = None) -> Any:
