@@ -27,8 +27,10 @@ class Surroundings:
         step: the module or the function.
         places: where its tensors are: a dictionary or the cell of a closure, and the name there.
         modules: the modules among them.
+        labels: what the tensors are called.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
-        loose: whether a list or a dictionary is among them, which may change in place.
+        watched: variables of modules among them: the dictionary, the name, the value.
+        containers: lists and dictionaries among them, which may change in place, and copies.
     """
 
     step: Any
@@ -36,7 +38,9 @@ class Surroundings:
     modules: list[nn.Module] = field(default_factory=list)
     guards: list[Any] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
-    loose: bool = False
+    labels: list[str] = field(default_factory=list)
+    watched: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    containers: list[tuple[Any, Any]] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
     @classmethod
@@ -44,6 +48,13 @@ class Surroundings:
         around = cls(step)
         around.walk(step)
         return around
+
+    @property
+    def fresh(self) -> bool:
+        """Whether all variables of modules are what they were; False if containers may differ."""
+        if self.containers:
+            return False
+        return all(holder.get(name) is value for holder, name, value in self.watched)
 
     def tensors(self) -> list[Tensor]:
         return [
@@ -67,21 +78,25 @@ class Surroundings:
             self.walk(value.func)
             self.guards.append(self._frozen([*value.args, *value.keywords.items()]))
         elif isinstance(value, types.FunctionType):
-            if not value.__code__.co_filename.startswith(_TORCH):
+            if _of_user(value):
                 self._function(value)
         elif hasattr(value, "__dict__") and not isinstance(value, type):
             self.guards.append(type(value))
             for name in vars(value):
-                self._item(value.__dict__, name)
+                self._item(value.__dict__, name, name)
 
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
         self.guards.append(code)
-        for cell in function.__closure__ or ():
-            self._item(cell, "cell_contents")
-        for name in _names(code):
-            if name in function.__globals__:
-                self._item(function.__globals__, name)
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        for label, cell in cells:
+            self._item(cell, "cell_contents", label)
+        variables = function.__globals__
+        for name in sorted({*_names(code)} & variables.keys()):
+            value = variables[name]
+            if not isinstance(value, Tensor):
+                self.watched.append((variables, name, value))
+            self._item(variables, name, name)
         self.guards.append(self._frozen([*(function.__defaults__ or ())]))
 
     def _module(self, module: nn.Module) -> None:
@@ -92,33 +107,46 @@ class Surroundings:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    self.places.append((tensors, name))
+                    self._place(tensors, name, name)
                 self.guards.append((name, tensor is None))
-        for name in module.__dict__:
+        for name in [*module.__dict__]:
             if name not in _ORDINARY:
-                self._item(module.__dict__, name)
+                self._item(module.__dict__, name, name)
+        names, done = ["forward"], set()
+        while names:  # methods that forward calls, with the variables that they read
+            name = names.pop()
+            method = getattr(type(module), name, None)
+            if isinstance(method, types.FunctionType) and name not in done and _of_user(method):
+                done.add(name)
+                self.walk(method)
+                names += _names(method.__code__)
 
-    def _item(self, holder: Any, name: str) -> None:
+    def _place(self, holder: Any, name: str, label: str) -> None:
+        self.places.append((holder, name))
+        self.labels.append(label)
+
+    def _item(self, holder: Any, name: str, label: str) -> None:
         try:
             value = holder[name] if type(holder) is dict else holder.cell_contents
         except ValueError:  # a variable that has no value yet
             return
         if isinstance(value, Tensor):
-            self.places.append((holder, name))
+            self._place(holder, name, label)
         elif isinstance(value, (nn.Module, types.FunctionType, types.MethodType)):
             self.walk(value)
         elif isinstance(value, functools.partial):
             self.walk(value)
         else:
-            self.guards.append((name, self._frozen(value)))
+            self.guards.append((label, self._frozen(value)))
 
     def _frozen(self, value: Any) -> Any:
         """The value, or what stands for it: its parts, or its identity."""
         kind = type(value)
         if kind in (int, float, bool, str, bytes, type(None), torch.dtype, torch.device):
             return kind, value
+        if kind in (list, dict, set):
+            self.containers.append((value, value.copy()))
         if kind in (tuple, list, dict) and len(value) <= 16:
-            self.loose |= kind is not tuple
             return kind, tuple(map(self._frozen, value.items() if kind is dict else value))
         self.held.append(value)
         return id(value), len(value) if kind in (tuple, list, dict, set) else None
@@ -152,6 +180,10 @@ class Surroundings:
         if glob or modules._global_backward_hooks or modules._global_backward_pre_hooks:
             return "torch has hooks for all modules, which a fused step would not call"
         return None
+
+
+def _of_user(function: types.FunctionType) -> bool:
+    return not function.__code__.co_filename.startswith(_TORCH)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

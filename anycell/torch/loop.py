@@ -239,7 +239,7 @@ class Loop(Explained, nn.Module):
         """What the module reads, walked again only if an attribute has changed."""
         if self._around is not None:
             old, around, key = self._around
-            if not around.loose and old == _identities(around.modules):
+            if around.fresh and old == _identities(around.modules):
                 return around, key
         around = Surroundings.of(self.module)
         key = tuple(around.guards)
@@ -251,6 +251,12 @@ class Loop(Explained, nn.Module):
     def engine(self) -> Engine:
         """The engine that ran the latest call, and why."""
         return self._readings.engine
+
+    @property
+    def text(self) -> str | None:
+        """The ``@cell`` that ran the latest call; None if the loop ran step by step."""
+        plan = self._readings.last
+        return None if isinstance(plan, str) else plan.reading.text
 
     def _subject(self) -> Subject:
         about = f"loop({type(self.module).__name__})"

@@ -28,7 +28,7 @@ def plan_of(step: Step, around: Surroundings, call: Call, title: str) -> Plan | 
     devices = [device] if device.type == "cuda" else []
     try:
         with (
-            torch.random.fork_rng(devices), torch.inference_mode(False), _unchanged(around.modules),
+            torch.random.fork_rng(devices), torch.inference_mode(False), _unchanged(around),
         ):  # fmt: skip
             return _proven(step, around, call, title)
     except Refused as refusal:
@@ -45,34 +45,42 @@ def plan_of(step: Step, around: Surroundings, call: Call, title: str) -> Plan | 
 
 
 @contextmanager
-def _unchanged(watched: Sequence[nn.Module]) -> Iterator[None]:
-    """Refuses a step that changes attributes of its modules, and restores them."""
-    old = [dict(module.__dict__) for module in watched]
-    inside = [
-        {name: value.copy() for name, value in attributes.items() if type(value) in (list, dict, set)}
-        for attributes in old
-    ]
-    yield
-    for module, attributes, copies in zip(watched, old, inside, strict=True):
-        now = module.__dict__
-        changed = [n for n in {**now, **attributes} if now.get(n) is not attributes.get(n)]
-        for name, copy in copies.items():
-            value = attributes[name]
-            same = len(value) == len(copy)
-            pairs = zip(value.values(), copy.values()) if type(value) is dict else zip(value, copy)
-            if not same or not (type(value) is set or all(a is b for a, b in pairs)):
-                changed.append(name)
-                value.clear()
-                value.extend(copy) if type(value) is list else value.update(copy)
-        if changed:
-            now.clear()
-            now.update(attributes)
-            code = getattr(type(module).forward, "__code__", None)
-            where = f"{Path(code.co_filename).name}:{code.co_firstlineno}: " if code else ""
-            raise Refused(
-                f"{where}the step changes {type(module).__name__}.{changed[0]}. "
-                "Instead: return what changes as a part of the state."
-            )
+def _unchanged(around: Surroundings) -> Iterator[None]:
+    """Refuses a step that changes attributes of modules, lists or dictionaries around it, and
+    restores them.
+    """
+    old = [(module, dict(module.__dict__)) for module in around.modules]
+    changed: list[str] = []
+    try:
+        yield
+    finally:
+        for module, attributes in old:
+            now = module.__dict__
+            names = [n for n in {**now, **attributes} if now.get(n) is not attributes.get(n)]
+            if names:
+                now.clear()
+                now.update(attributes)
+                changed.append(f"{_place(module)}the step changes {names[0]}")
+        for container, copy in around.containers:
+            if not _alike(container, copy):
+                container.clear()
+                container.extend(copy) if type(container) is list else container.update(copy)
+                changed.append(f"the step changes a {type(container).__name__} around it")
+    if changed:
+        raise Refused(f"{changed[0]}. Instead: return what changes as a part of the state.")
+
+
+def _place(module: nn.Module) -> str:
+    code = getattr(type(module).forward, "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}: " if code else ""
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two containers have the same things in them."""
+    if len(a) != len(b) or type(a) is set:
+        return bool(len(a) == len(b) and a == b)
+    pairs = zip(a.values(), b.values(), strict=True) if type(a) is dict else zip(a, b, strict=True)
+    return all(one is other for one, other in pairs) and (type(a) is list or [*a] == [*b])
 
 
 def _proven(step: Step, around: Surroundings, call: Call, title: str) -> Plan | str:
@@ -84,6 +92,13 @@ def _proven(step: Step, around: Surroundings, call: Call, title: str) -> Plan | 
             output, state = step(
                 pytree.tree_unflatten(xs, call.x_tree),
                 pytree.tree_unflatten(states, call.state_tree),
+            )
+            pairs = zip(around.tensors(), tensors, around.labels, strict=True)
+            changed = [label for now, before, label in pairs if now is not before]
+        if changed:
+            raise Refused(
+                f"the step assigns a new tensor to {changed[0]}. "
+                "Instead: return what changes as a part of the state."
             )
         parts, output_tree = pytree.tree_flatten(output)
         after, state_tree = pytree.tree_flatten(state)
@@ -102,11 +117,6 @@ def _proven(step: Step, around: Surroundings, call: Call, title: str) -> Plan | 
                     "parameter, buffer or attribute of a module, and no variable around the step. "
                     "Instead: register it as a buffer."
                 )
-    if Surroundings.of(around.step).guards != around.guards:
-        raise Refused(
-            "the step changes a list, a dictionary or a number around it. "
-            "Instead: return what changes as a part of the state."
-        )
     for old, new in zip(recording.states, recording.after, strict=True):
         if (old.shape, old.dtype, old.axis) != (new.shape, new.dtype, new.axis):
             raise Refused(
@@ -195,7 +205,9 @@ def _compared(
             for state, number in zip(call.state, numbers, strict=True)
         ]
         trial = Call(inputs, call.x_tree, states, call.state_tree, call.batched)
-        leaves = [t for t in (*tensors, *inputs, *states) if t.requires_grad]
+        named = [*zip(around.labels, tensors, strict=True)]
+        named += [("x", x) for x in inputs] + [("the state", s) for s in states]
+        leaves = [(f"the gradient of {name}", t) for name, t in named if t.requires_grad]
         with torch.enable_grad():
             drawn = plan.values(trial, tensors).drawn()
             reading = _results(plan.run(trial, tensors, "reference", drawn), leaves)
@@ -219,19 +231,19 @@ def _started(like: Tensor, number: Any, call: Call, rows: int, dtype: torch.dtyp
     return like.detach()[:rows].clone() if call.batched and like.dim() else like.detach().clone()
 
 
-def _results(results: Any, leaves: Sequence[Tensor]) -> dict[str, Any]:
+def _results(results: Any, leaves: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
     """Outputs, last states and gradients, by what they are."""
     outputs = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
-    named = {f"output {k}": t.detach().double().cpu().numpy() for k, t in enumerate(outputs)}
-    total = sum(
-        (torch.sin(t + 0.1 * k) * torch.linspace(1, 2, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)).sum()
-        for k, t in enumerate(outputs)
-        if t.is_floating_point() and t.requires_grad
-    )
-    gradients: Sequence[Tensor | None] = [None] * len(leaves)
-    if isinstance(total, Tensor):
-        gradients = torch.autograd.grad(total, leaves, allow_unused=True)
-    for k, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+    named = {f"result {k}": t.detach().double().cpu().numpy() for k, t in enumerate(outputs)}
+    total: Any = 0.0
+    for k, t in enumerate(outputs):
+        if t.is_floating_point() and t.requires_grad:
+            weights = torch.linspace(1, 2, t.numel(), dtype=t.dtype, device=t.device)
+            total = total + (torch.sin(t + 0.1 * k) * weights.reshape(t.shape)).sum()
+    tensors, gradients = [tensor for _, tensor in leaves], [None] * len(leaves)
+    if isinstance(total, Tensor) and tensors:
+        gradients = torch.autograd.grad(total, tensors, allow_unused=True)
+    for k, ((name, leaf), gradient) in enumerate(zip(leaves, gradients, strict=True)):
         gradient = torch.zeros_like(leaf) if gradient is None else gradient
-        named[f"gradient {k}, of a tensor {list(leaf.shape)}"] = gradient.double().cpu().numpy()
+        named[f"{name} ({k})"] = gradient.double().cpu().numpy()
     return named

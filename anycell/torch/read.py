@@ -296,18 +296,18 @@ class Reader:
     def _mean(self, value: Value, axes: tuple[int, ...], keep: bool = True) -> Value:
         return self._over(self.graph.reduce("sum", value, axes, keep), value, axes)
 
-    def variance(
-        self, node: Node, value: Any, axes: Any = None, *, correction: float | None = None,
-        keepdim: bool = False,
-    ) -> Any:  # fmt: skip
-        axes = tuple(axes or range(len(value.shape)))
+    def variance(self, node: Node, value: Any, *args: Any, **options: Any) -> Any:
+        names = [argument.name for argument in node.op._schema.arguments[1:]]
+        options |= zip(names, args, strict=False)
+        axes, keep = tuple(options.get("dim") or range(len(value.shape))), options.get("keepdim")
+        less = options.get("correction")
+        less = float(options.get("unbiased", True)) if less is None else less
         centred = self.elementwise("sub", value, self._mean(value, axes))
         squares = self.elementwise("mul", centred, centred)
-        less = 1 if correction is None else correction
-        total = self._over(self.graph.reduce("sum", squares, axes, keepdim), value, axes, less)
+        total = self._over(self.graph.reduce("sum", squares, axes, bool(keep)), value, axes, less)
         if node.packet in (A.std, A.std_mean):
             total = self.elementwise("sqrt", total)
-        mean = self._mean(value, axes, keepdim)
+        mean = self._mean(value, axes, bool(keep))
         return [total, mean] if node.packet in (A.var_mean, A.std_mean) else total
 
     def layer_norm(
@@ -328,6 +328,27 @@ class Reader:
         made = self.graph.product(
             value, (axis % len(value.shape),), (size,), lambda run: arrays.constant(ones, run.dtype)
         )
+        return Value(np.moveaxis(made.ids, -1, axis))
+
+    def picked(self, node: Node, value: Any, at: Any, *more: Any) -> Value:
+        """Units at places that are the same at all steps, by a matrix of zeros and ones."""
+        if node.packet is A.index_select:
+            axis, place = at, more[0]
+        else:
+            given = [k for k, one in enumerate(at) if one is not None]
+            if len(given) != 1:
+                self.graph.refuse("this picks units by several indices", "use one index")
+            axis, place = given[0], at[given[0]]
+        if not isinstance(place, Outer) or place.kind != "F" or len(place.shape) != 1:
+            self.graph.refuse("this picks units by an index that changes", "use torch.where")
+        size, index = value.shape[axis], node.args[1] if node.packet is A.index else node.args[2:]
+        index = next(var for var in index if isinstance(var, Var))
+
+        def matrix(run: Run) -> Tensor:
+            places = run.fixed(index) % size
+            return torch.nn.functional.one_hot(places, size).T.to(run.dtype)
+
+        made = self.graph.product(value, (axis,), place.shape, matrix)
         return Value(np.moveaxis(made.ids, -1, axis))
 
     def softmax(self, node: Node, value: Any, axis: int, *_: Any) -> Value:
@@ -443,6 +464,7 @@ TABLE |= {
     A.leaky_relu: Reader.leaky_relu, A.log_sigmoid_forward: Reader.log_sigmoid,
     A.copy: Reader.copy, A._to_copy: Reader.convert, A.native_layer_norm: Reader.layer_norm,
     A._softmax: Reader.softmax, A.addmm: Reader.addmm, A.cumsum: Reader.cumsum,
+    A.index: Reader.picked, A.index_select: Reader.picked,
 }  # fmt: skip
 _AFFINE = {
     *_STRUCTURAL, A.clone, A.alias, A.cat, A.stack, A.add, A.sub, A.rsub, A.neg, A.mul, A.div, A.mm,

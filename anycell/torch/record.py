@@ -168,7 +168,10 @@ class Recorder(TorchDispatchMode):
                 "Python reads the value of a tensor here, for a branch or a number",
                 "choose with torch.where, or compute with tensors",
             )
-        if torch.Tag.dynamic_output_shape in op.tags:
+        picks = packet in (A.index, A._unsafe_index) and all(
+            t is None or t.dtype is not torch.bool for t in args[1]
+        )
+        if torch.Tag.dynamic_output_shape in op.tags and not picks:
             _refuse(f"{packet} makes a tensor whose shape depends on values", "use torch.where")
         if packet in _STATISTICS and (_STATISTICS[packet] is None or args[_STATISTICS[packet]]):
             _refuse(
