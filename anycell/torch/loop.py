@@ -65,7 +65,8 @@ class Readings:
             return Subject(about, self.engine, None, 0, "", {})
         dtype = str(plan.recording.dtype).removeprefix("torch.")
         reading = plan.reading
-        return Subject(about, plan.engine, reading.cell, reading.size, dtype, reading.sizes)
+        sizes, text = reading.sizes, reading.text
+        return Subject(about, plan.engine, reading.cell, reading.size, dtype, sizes, text)
 
     def run(self, step: Step, around: Surroundings, key: Any, call: Call, title: str) -> Any:
         """Runs a step over time; returns the output and the last state."""
@@ -215,9 +216,7 @@ class Loop(Explained, nn.Module):
         output, state = self._readings.run(self._step, around, key, call, title)
         if swap:
             rows = call.rows
-            output = pytree.tree_map(
-                lambda t: t.transpose(0, 1) if t.dim() > 1 and t.shape[1] == rows else t, output
-            )
+            output = pytree.tree_map_only(Tensor, lambda t: _swapped(t, rows), output)
         return output, state
 
     def _step(self, x: Any, state: Any) -> tuple[Any, Any]:
@@ -267,6 +266,12 @@ class Loop(Explained, nn.Module):
         read. The arguments are as in ``anycell.explain``.
         """
         return super().explain(**options)
+
+
+def _swapped(tensor: Tensor, rows: int) -> Tensor:
+    """``[T, B, ...]`` as ``[B, T, ...]``; what has no rows stays as it is."""
+    both = tensor.dim() > 1 and tensor.shape[1] == rows
+    return tensor.transpose(0, 1) if both else tensor
 
 
 def _identities(watched: Sequence[nn.Module]) -> list[Any]:
@@ -366,7 +371,9 @@ def _scan(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> tuple[Any, 
     title = getattr(step, "__name__", type(step).__name__)
     output, carry = readings.run(turned, around, key, call, title)
     if dim:
-        output = pytree.tree_map(lambda t: t.movedim(0, dim) if dim < t.dim() else t, output)
+        output = pytree.tree_map_only(
+            Tensor, lambda t: t.movedim(0, dim) if dim < t.dim() else t, output
+        )
     return carry, output
 
 
