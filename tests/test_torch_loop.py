@@ -413,7 +413,9 @@ def alike(mine: dict[str, list[Tensor]], theirs: dict[str, list[Tensor]]) -> Non
 
 def inputs_of(module: Any, steps: int = T, rows: int = B) -> tuple[Tensor, Any]:
     x = torch.randn(steps, rows, I)
-    return torch.randint(0, 7, (steps, rows)) if "Embedded" in str(module) else x, module.start(rows)
+    return torch.randint(0, 7, (steps, rows)) if "Embedded" in str(module) else x, module.start(
+        rows
+    )
 
 
 @pytest.mark.sample(6)
@@ -804,13 +806,19 @@ STEPS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "statistics": (lambda m, x, h: h - h.mean(0), "the sum over the rows of the batch"),
     "batch norm": (lambda m, x, h: m.norm(h), "batch normalization in training"),
     "buffer": (lambda m, x, h: h + m.count.add_(1), "edits a tensor in place"),
-    "new buffer": (lambda m, x, h: (setattr(m, "count", m.count + 1), h)[1], "assigns a new tensor"),
+    "new buffer": (
+        lambda m, x, h: (setattr(m, "count", m.count + 1), h)[1],
+        "assigns a new tensor",
+    ),
     "argument": (lambda m, x, h: h + x.mul_(2).sum(-1, True), "edits a tensor in place"),
     "attribute": (lambda m, x, h: (setattr(m, "seen", h), h)[1], "the step changes seen"),
     "list": (lambda m, x, h: (HERE.append(h), h)[1], "the step changes a list"),
     "function": (lambda m, x, h: Doubled.apply(h), "calls a torch.autograd.Function"),
     "fewer bits": (lambda m, x, h: h.float().double(), "from torch.float64 to torch.float32"),
-    "matrix of x": (lambda m, x, h: torch.einsum("bi,bij->bj", h, x[:, :1, None] * m.u), "a matrix"),
+    "matrix of x": (
+        lambda m, x, h: torch.einsum("bi,bij->bj", h, x[:, :1, None] * m.u),
+        "a matrix",
+    ),
     "attention": (lambda m, x, h: (h @ h.T).softmax(-1) @ h, "two axes|mixes the rows"),
     "no rule": (lambda m, x, h: torch.special.bessel_j0(h), "special_bessel_j0"),
     "sorted": (lambda m, x, h: h.sort(-1).values, "aten.sort"),
@@ -867,7 +875,16 @@ def test_refusals_say_why_and_run_the_loop(name: str) -> None:
     assert says in str(layer.explain()) or "|" in says
 
 
-LINES = {"branch", "number", "buffer", "argument", "batch norm", "statistics", "function", "no rule"}
+LINES = {
+    "branch",
+    "number",
+    "buffer",
+    "argument",
+    "batch norm",
+    "statistics",
+    "function",
+    "no rule",
+}
 
 
 @pytest.mark.parametrize("name", sorted(LINES))
@@ -1049,8 +1066,6 @@ def test_scan_is_that_of_torch(dim: int, reverse: bool) -> None:
 
 def test_scan_sees_new_variables() -> None:
     """A function that is made again in each call is read once."""
-    from anycell.torch import loop as _  # noqa: F401
-
     x, h = torch.randn(T, B, H), torch.zeros(B, H)
 
     def run(gain: float, weight: Tensor, module: nn.Module) -> Tensor:

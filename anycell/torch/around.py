@@ -16,6 +16,7 @@ from torch.nn.modules import module as modules
 
 _ORDINARY = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WALKED = nn.Module, types.FunctionType, types.MethodType, functools.partial
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -76,7 +77,7 @@ class Surroundings:
             self.walk(value.__func__)
         elif isinstance(value, functools.partial):
             self.walk(value.func)
-            self.guards.append(self._frozen([*value.args, *value.keywords.items()]))
+            self.guards.append(self._frozen((value.args, tuple(value.keywords.items()))))
         elif isinstance(value, types.FunctionType):
             if _of_user(value):
                 self._function(value)
@@ -97,7 +98,7 @@ class Surroundings:
             if not isinstance(value, Tensor):
                 self.watched.append((variables, name, value))
             self._item(variables, name, name)
-        self.guards.append(self._frozen([*(function.__defaults__ or ())]))
+        self.guards.append(self._frozen(function.__defaults__))
 
     def _module(self, module: nn.Module) -> None:
         if any(module is other for other in self.modules):
@@ -132,9 +133,9 @@ class Surroundings:
             return
         if isinstance(value, Tensor):
             self._place(holder, name, label)
-        elif isinstance(value, (nn.Module, types.FunctionType, types.MethodType)):
-            self.walk(value)
-        elif isinstance(value, functools.partial):
+        elif isinstance(value, (nn.Module, types.FunctionType, types.MethodType)) or isinstance(
+            value, functools.partial
+        ):
             self.walk(value)
         else:
             self.guards.append((label, self._frozen(value)))

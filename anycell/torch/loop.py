@@ -6,7 +6,9 @@ step in float64, and then runs on a fused kernel. What cannot be read runs step 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import threading
 import types
 from collections import Counter, OrderedDict
@@ -20,8 +22,8 @@ from torch import Tensor, nn
 from anycell.explanation import Explained, Explanation, Subject
 from anycell.layer.checks import Layout, boolean, describe, integer, refuse
 from anycell.plan import Engine
-from anycell.torch.around import Surroundings
 from anycell.torch.arguments import TORCH
+from anycell.torch.around import Surroundings
 from anycell.torch.fused import autocast
 from anycell.torch.observers import compiled, observed
 from anycell.torch.planned import Plan
@@ -196,11 +198,10 @@ class Loop(Explained, nn.Module):
     def _forward(
         self, x: Any, state: Any, mask: Any, lengths: Any, resets: Any, restored: Any, reverse: Any
     ) -> tuple[Any, Any]:
-        first, swap = self.batch_first, False
-        xs, tree = pytree.tree_flatten(x)
-        call = _call(xs, tree, state, first)
-        if call.batched and first:
-            swap = True
+        first = self.batch_first
+        call = _call(*_flat(x), state, first)
+        turned = call.batched and first
+        if turned:
             call = call._replace(xs=[t.transpose(0, 1) for t in call.xs])
         if mask is not None or lengths is not None or resets is not None:
             xs = call.xs
@@ -214,7 +215,7 @@ class Loop(Explained, nn.Module):
         around, key = self._surroundings()
         title = type(self.module).__name__
         output, state = self._readings.run(self._step, around, key, call, title)
-        if swap:
+        if turned:
             rows = call.rows
             output = pytree.tree_map_only(Tensor, lambda t: _swapped(t, rows), output)
         return output, state
@@ -222,9 +223,9 @@ class Loop(Explained, nn.Module):
     def _step(self, x: Any, state: Any) -> tuple[Any, Any]:
         result = self.module(x, state)
         count = len(pytree.tree_leaves(state))
-        if isinstance(result, (tuple, list)) and len(result) == 2:
-            if len(pytree.tree_leaves(result[1])) == count:
-                return result[0], result[1]
+        pair = isinstance(result, (tuple, list)) and len(result) == 2
+        if pair and len(pytree.tree_leaves(result[1])) == count:
+            return result[0], result[1]
         leaves = pytree.tree_leaves(result)
         if len(leaves) != count:
             refuse(
@@ -238,12 +239,12 @@ class Loop(Explained, nn.Module):
         """What the module reads, walked again only if an attribute has changed."""
         if self._around is not None:
             old, around, key = self._around
-            if around.fresh and old == _identities(around.modules):
+            new = _attributes(around.modules)
+            if len(old) == len(new) and all(map(operator.is_, old, new)) and around.fresh:
                 return around, key
         around = Surroundings.of(self.module)
-        key = tuple(around.guards)
-        key = self._readings.token(key, around.held)
-        self._around = _identities(around.modules), around, key
+        key = self._readings.token(tuple(around.guards), around.held)
+        self._around = _attributes(around.modules), around, key
         return around, key
 
     @property
@@ -274,12 +275,12 @@ def _swapped(tensor: Tensor, rows: int) -> Tensor:
     return tensor.transpose(0, 1) if both else tensor
 
 
-def _identities(watched: Sequence[nn.Module]) -> list[Any]:
+def _attributes(watched: Sequence[nn.Module]) -> list[Any]:
     """What says that modules are as they were: their attributes and children."""
     made: list[Any] = []
     for module in watched:
-        made += map(id, module.__dict__.values())
-        made += map(id, module._modules.values())
+        made += module.__dict__.values()
+        made += module._modules.values()
         for tensors in (module._parameters, module._buffers):
             made += [name for name, tensor in tensors.items() if tensor is not None]
     return made
@@ -288,8 +289,25 @@ def _identities(watched: Sequence[nn.Module]) -> list[Any]:
 loop = Loop
 
 
+_LEAF = pytree.tree_structure(0)
+
+
+def _flat(tree: Any) -> tuple[list[Any], Any]:
+    """``pytree.tree_flatten``, at once for a tensor and a tuple of tensors."""
+    if type(tree) is Tensor:
+        return [tree], _LEAF
+    if type(tree) is tuple and all(type(part) is Tensor for part in tree):
+        return list(tree), _of_tuple(len(tree))
+    return pytree.tree_flatten(tree)
+
+
+@functools.cache
+def _of_tuple(size: int) -> Any:
+    return pytree.tree_structure((0,) * size)
+
+
 def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Call:
-    leaves, state_tree = pytree.tree_flatten(state)
+    leaves, state_tree = _flat(state)
     for name, values in (("x", xs), ("state", leaves)):
         wrong = [v for v in values if not isinstance(v, Tensor)]
         if wrong or not values:
@@ -308,11 +326,14 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Call:
 
 
 def _restored(state: Any, call: Call) -> list[Tensor]:
-    leaves, tree = pytree.tree_flatten(state)
+    leaves = pytree.tree_leaves(state)
     if len(leaves) != len(call.state):
         expected = f"{len(call.state)} tensors, as the state has"
         refuse("reset_state", describe(state), expected, "Pass one for each.", TypeError)
-    return [TORCH.fit("reset_state", a.expand_as(b), b.shape, "a state", b) for a, b in zip(leaves, call.state, strict=True)]
+    return [
+        TORCH.fit("reset_state", a.expand_as(b), b.shape, "a state", b)
+        for a, b in zip(leaves, call.state, strict=True)
+    ]
 
 
 _SCANS: OrderedDict[Any, tuple[Readings, Any]] = OrderedDict()
@@ -355,7 +376,7 @@ def scan(
 def _scan(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> tuple[Any, Any]:
     if not callable(step):
         refuse("step", describe(step), "a function (carry, x) -> (carry, y)", "", TypeError)
-    leaves, tree = pytree.tree_flatten(xs)
+    leaves, tree = _flat(xs)
     if not leaves:
         return init, []
     dim = integer("dim", dim, -leaves[0].dim(), leaves[0].dim() - 1) % leaves[0].dim()
@@ -379,8 +400,8 @@ def _scan(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> tuple[Any, 
 
 def _readings_of(around: Surroundings) -> tuple[Readings, Any]:
     """The readings of steps of the same code."""
-    code = next((g for g in around.guards if isinstance(g, types.CodeType)), None)
-    code = code if code is not None else tuple(map(id, around.held[:1]))
+    codes = [guard for guard in around.guards if isinstance(guard, types.CodeType)]
+    code: Any = codes[0] if codes else tuple(map(id, around.held[:1]))
     if code not in _SCANS:
         _SCANS[code] = Readings(), around.held[:1]
         if len(_SCANS) > _MOST:

@@ -12,8 +12,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from anycell.layer.restarts import restarts
-from anycell.layer.signature import state_names
 from anycell.layer.sequences import besides_output
+from anycell.layer.signature import state_names
 from anycell.plan import Call as Layer
 from anycell.plan import Engine, Options
 from anycell.read import Refused
@@ -182,17 +182,13 @@ class Plan:
             named |= {n: s.unsqueeze(0) for n, s in zip(names, states, strict=bool(states))}
         return named | weights
 
-    def _recur(
-        self, call: Call, arrays: Mapping[str, Tensor], engine: str | None = None
-    ) -> States:
+    def _recur(self, call: Call, arrays: Mapping[str, Tensor], engine: str | None = None) -> States:
         """The states of all steps that outputs need, and the last states."""
         masked = "mask" in arrays and not self.direct
         key = masked, call.reverse, engine
         cell, others = self.reading.cell, besides_output(self.names, self.reading.cell)
         if key not in self.layers:
-            options = Options(
-                reverse=(call.reverse,), masked_output="repeat" if masked else "zero"
-            )
+            options = Options(reverse=(call.reverse,), masked_output="repeat" if masked else "zero")
             size = self.reading.size
             self.layers[key] = Layer(cell, size, options, self._sizes, others, engine)
         output, last, series = layer(self.layers[key], arrays)

@@ -156,7 +156,9 @@ def _sample(call: Call, rows: int, seed: int) -> tuple[list[Tensor], list[Tensor
             numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
             return numbers.to(device, tensor.dtype)
         tensor = tensor.detach()
-        return tensor[torch.arange(rows, device=device) % len(tensor)] if batched else tensor.clone()
+        return (
+            tensor[torch.arange(rows, device=device) % len(tensor)] if batched else tensor.clone()
+        )
 
     batched = call.batched
     # A state without rows keeps its shape: the step must return it as it was.
@@ -199,10 +201,10 @@ def _compared(
             numbers = torch.randn(x.shape, generator=generator, dtype=torch.float64)
             x = numbers.to(x.device, dtype if x.dtype is own else x.dtype).requires_grad_()
         inputs.append(x)
-    for start, numbers in proof.starts(shapes):
+    for start, values in proof.starts(shapes):
         states = [
             _started(state, number, call, rows, dtype if state.dtype is own else state.dtype)
-            for state, number in zip(call.state, numbers, strict=True)
+            for state, number in zip(call.state, values, strict=True)
         ]
         trial = Call(inputs, call.x_tree, states, call.state_tree, call.batched)
         named = [*zip(around.labels, tensors, strict=True)]
@@ -210,14 +212,14 @@ def _compared(
         leaves = [(f"the gradient of {name}", t) for name, t in named if t.requires_grad]
         with torch.enable_grad():
             drawn = plan.values(trial, tensors).drawn()
-            reading = _results(plan.run(trial, tensors, "reference", drawn), leaves)
+            mine = _results(plan.run(trial, tensors, "reference", drawn), leaves)
             if drawn:  # the step draws other numbers
                 expected = _results(plan.values(trial, tensors).replay(drawn, states), leaves)
             else:
                 with around.swapped(tensors):
                     expected = _results(stepwise(step, trial), leaves)
         name = str(dtype).removeprefix("torch.")
-        reason = proof.difference(expected, reading, name, start)
+        reason = proof.difference(expected, mine, name, start)
         if reason is not None:
             return reason
     return None
@@ -240,7 +242,8 @@ def _results(results: Any, leaves: Sequence[tuple[str, Tensor]]) -> dict[str, An
         if t.is_floating_point() and t.requires_grad:
             weights = torch.linspace(1, 2, t.numel(), dtype=t.dtype, device=t.device)
             total = total + (torch.sin(t + 0.1 * k) * weights.reshape(t.shape)).sum()
-    tensors, gradients = [tensor for _, tensor in leaves], [None] * len(leaves)
+    tensors = [tensor for _, tensor in leaves]
+    gradients: Sequence[Tensor | None] = [None] * len(leaves)
     if isinstance(total, Tensor) and tensors:
         gradients = torch.autograd.grad(total, tensors, allow_unused=True)
     for k, ((name, leaf), gradient) in enumerate(zip(leaves, gradients, strict=True)):

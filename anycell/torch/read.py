@@ -21,7 +21,8 @@ class Arrays:
     """What a reading does with tensors."""
 
     reshape, broadcast = staticmethod(torch.reshape), staticmethod(torch.broadcast_to)
-    cat, take, move = map(staticmethod, (torch.cat, torch.narrow, torch.movedim))
+    cat, take = staticmethod(torch.cat), staticmethod(torch.narrow)
+    move = staticmethod(torch.movedim)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -118,7 +119,9 @@ class Reader:
             )
         arguments = [*node.args, *node.kwargs.values()]
         if node.packet not in _STRUCTURAL and any(isinstance(v, Rows) for v in arguments):
-            self.graph.refuse("this computes with the size of the batch", "leave it out of the step")
+            self.graph.refuse(
+                "this computes with the size of the batch", "leave it out of the step"
+            )
         kwargs = {name: value(v) for name, v in node.kwargs.items()}
         return rule(self, node, *[value(v) for v in node.args], **kwargs)
 
@@ -425,7 +428,9 @@ _BINARY = {
     A.logical_or: "logical_or", A.logical_xor: "logical_xor", A.bitwise_and: "logical_and",
     A.bitwise_or: "logical_or", A.bitwise_xor: "logical_xor",
 }  # fmt: skip
-CONDITIONS = frozenset("lt le gt ge eq ne logical_and logical_or logical_not logical_xor truth".split())
+CONDITIONS = frozenset(
+    "lt le gt ge eq ne logical_and logical_or logical_not logical_xor truth".split()
+)
 _STRUCTURAL = (
     A.view, A.reshape, A._unsafe_view, A.slice, A.select, A.permute, A.t, A.transpose, A.unsqueeze,
     A.squeeze, A.expand, A.split, A.split_with_sizes, A.unsafe_split, A.unsafe_split_with_sizes,

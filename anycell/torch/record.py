@@ -25,7 +25,7 @@ from anycell.read import Refused
 
 A = torch.ops.aten
 ROWS = (3, 5)  # of the two recordings
-_SKIPPED = tuple(str(Path(module.__file__).parent) for module in (torch, sys.modules["anycell"]))
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 @dataclass(eq=False)
@@ -110,9 +110,7 @@ _FILLED = {
     A.full_like: None, A.new_full: None, A.scalar_tensor: None, A.empty_strided: None,
     A.new_empty_strided: None,
 }  # fmt: skip
-_LIKE = {
-    op for op in {*_FILLED, *_RANDOM_LIKE} if str(op).endswith("_like") or "new_" in str(op)
-}
+_LIKE = {op for op in {*_FILLED, *_RANDOM_LIKE} if str(op).endswith("_like") or "new_" in str(op)}
 _STATISTICS = {
     A.native_batch_norm: 5, A._native_batch_norm_legit: 5, A.cudnn_batch_norm: 5,
     A._batch_norm_with_update: None,
@@ -186,14 +184,14 @@ class Recorder(TorchDispatchMode):
                 scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
                 return args[0] * (kept * scale), kept != 0
         recorded = [self._recorded(arg) for arg in args]
-        if packet not in TABLE and op in decomposition_table:
-            if any(var.kind == "S" for var in _vars(recorded)) and packet not in _LIKE:
-                outer, self.whole = self.whole, self.whole or str(packet)
-                try:
-                    with self:
-                        return decomposition_table[op](*args, **kwargs)
-                finally:
-                    self.whole = outer
+        ruled = packet in TABLE or packet in _LIKE or op not in decomposition_table
+        if not ruled and any(var.kind == "S" for var in _vars(recorded)):
+            outer, self.whole = self.whole, self.whole or str(packet)
+            try:
+                with self:
+                    return decomposition_table[op](*args, **kwargs)
+            finally:
+                self.whole = outer
         made = op(*args, **kwargs)
         self._note(op, recorded, {k: self._recorded(v) for k, v in kwargs.items()}, made)
         return made
@@ -236,10 +234,9 @@ class Recorder(TorchDispatchMode):
         named = {k: self._recorded(v) for k, v in kwargs.items()}
         places = _places(target)
         for other in self.held:
-            same = other is not target and id(other) in self.vars
-            if same and _storage(other) == _storage(target):
-                if np.intersect1d(places, _places(other)).size:
-                    self.stale.add(self.vars[id(other)])
+            same = other is not target and _storage(other) == _storage(target)
+            if same and np.intersect1d(places, _places(other)).size:
+                self.stale.add(self.vars[id(other)])
         self.stale.discard(var)
         made = op(*args, **kwargs)
         self._note(new, recorded, named, made)
@@ -371,23 +368,28 @@ def record(
     one, other = (_record(step, tensors, *call) for call in zip(xs, states, strict=True))
     if len(one.nodes) != len(other.nodes):
         raise Refused("the step does something else for another batch or other numbers")
-    pairs = [(one.tensors, other.tensors), (one.xs, other.xs), (one.states, other.states)]
     known: dict[Var, Var] = {}
-    for ours, theirs in pairs:
-        for var, twin in zip(ours, theirs, strict=True):
+    for mine, theirs in (
+        (one.tensors, other.tensors), (one.xs, other.xs), (one.states, other.states),
+    ):  # fmt: skip
+        for var, twin in zip(mine, theirs, strict=True):
             _join(var, twin, known, "")
-    for node, twin in zip(one.nodes, other.nodes, strict=True):
-        if node.op is not twin.op or len(node.made) != len(twin.made):
-            _refuse("the step does something else for another batch", where=node.where)
-        node.args = _joined(node.args, twin.args, known, node.where)
-        node.kwargs = {k: _joined(v, twin.kwargs[k], known, node.where) for k, v in node.kwargs.items()}
-        for var, same in zip(node.made, twin.made, strict=True):
+    for node, second in zip(one.nodes, other.nodes, strict=True):
+        where = node.where
+        if node.op is not second.op or len(node.made) != len(second.made):
+            _refuse("the step does something else for another batch", where=where)
+        node.args = _joined(node.args, second.args, known, where)
+        node.kwargs = {
+            name: _joined(value, second.kwargs[name], known, where)
+            for name, value in node.kwargs.items()
+        }
+        for var, twin in zip(node.made, second.made, strict=True):
             if var is not None:
-                _join(var, same, known, node.where)
-    for ours, theirs in ((one.outputs, other.outputs), (one.after, other.after)):
-        if len(ours) != len(theirs):
+                _join(var, twin, known, where)
+    for mine, theirs in ((one.outputs, other.outputs), (one.after, other.after)):
+        if len(mine) != len(theirs):
             raise Refused("the step returns something else for another batch")
-        for var, twin in zip(ours, theirs, strict=True):
+        for var, twin in zip(mine, theirs, strict=True):
             _joined(var, twin, known, "")
     one.rows = ROWS[0] if batched else None
     _classify(one)
@@ -586,6 +588,7 @@ class Run:
                     tensor = tensor.unsqueeze(axis).expand(shape).flatten(axis, axis + 1)
             else:
                 tensor = self.series[var]
+                assert axis is not None
                 if axis:
                     tensor = tensor.movedim(0, axis)
                 tensor = tensor.flatten(axis, axis + 1)

@@ -52,9 +52,7 @@ class Tape:
             entered, memory = enter(inputs)
             split = len(recorder.nodes)
             left = leave(inputs, between, memory)
-        self._tensors |= {
-            recorder.vars[id(t)]: t for t in recorder.held if id(t) in recorder.vars
-        }
+        self._tensors |= {recorder.vars[id(t)]: t for t in recorder.held if id(t) in recorder.vars}
         self._alias: dict[Var, Var] = {}
         self.enter, self.leave = self._print(self._vars(entered), self._vars(left), split)
         del self._recorder, self._names, self._space, self._tensors, self._alias
@@ -178,7 +176,11 @@ def _leaves(tree: Tree) -> list[Var]:
     if isinstance(tree, Var):
         return [tree]
     parts = tree.values() if isinstance(tree, dict) else tree
-    return [v for part in parts for v in _leaves(part)] if isinstance(tree, (dict, tuple, list)) else []
+    return (
+        [v for part in parts for v in _leaves(part)]
+        if isinstance(tree, (dict, tuple, list))
+        else []
+    )
 
 
 def _storage(tensor: Tensor) -> int:
@@ -187,7 +189,9 @@ def _storage(tensor: Tensor) -> int:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same numbers in the same memory."""
-    return (
-        (a.shape, a.stride(), a.dtype, a.data_ptr()) == (b.shape, b.stride(), b.dtype, b.data_ptr())
-        and _storage(a) == _storage(b)
-    )
+    return (a.shape, a.stride(), a.dtype, a.data_ptr()) == (
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.data_ptr(),
+    ) and _storage(a) == _storage(b)
