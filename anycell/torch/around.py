@@ -133,9 +133,7 @@ class Surroundings:
             return
         if isinstance(value, Tensor):
             self._place(holder, name, label)
-        elif isinstance(value, (nn.Module, types.FunctionType, types.MethodType)) or isinstance(
-            value, functools.partial
-        ):
+        elif isinstance(value, _WALKED):
             self.walk(value)
         else:
             self.guards.append((label, self._frozen(value)))
