@@ -420,7 +420,7 @@ class Graph:
         fetch = lambda run: once(run, weight)  # noqa: E731
         parts = [self._product(units, math.prod(out), fetch) for units in operands]
         shape = tuple(size for i, size in enumerate(lead) if i != axis)
-        return self._with_rows(np.stack(parts).reshape(*shape, *out), axis)
+        return self._with_rows(np.stack(parts).reshape((*shape, *out)), axis)
 
     def heads(
         self, value: Value, head: int, axes: tuple[int, ...], out: tuple[int, ...], weight: Any
@@ -476,7 +476,7 @@ class Graph:
         axes = tuple(axis % len(value.shape) for axis in axes)
         free = [i for i in range(len(value.shape)) if i not in axes]
         moved = np.transpose(value.ids, (*free, *axes))
-        moved = moved.reshape(*(value.shape[i] for i in free), -1)
+        moved = moved.reshape((*(value.shape[i] for i in free), -1))
         axis = self.view(Value(moved))[0]
         if axis == moved.ndim - 1:
             self.refuse(

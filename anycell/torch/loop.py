@@ -202,10 +202,10 @@ class Loop(Explained, nn.Module):
         call = _call(*_flat(x), state, first)
         turned = call.batched and first
         if turned:
-            call = call._replace(xs=[t.transpose(0, 1) for t in call.xs])
+            call = call._replace(xs=[t.transpose(0, 1) if t.dim() > 1 else t for t in call.xs])
         if mask is not None or lengths is not None or resets is not None:
-            xs = call.xs
-            layout = Layout(TORCH, xs[0], len(xs[0]), call.rows, first, call.batched)
+            like = call.xs[0]
+            layout = Layout(TORCH, like, len(like), call.rows, first, call.batched)
             flags = None if resets is None else layout.flags("resets", resets)
             call = call._replace(mask=layout.valid(mask, lengths), resets=flags)
         if restored is not None:
@@ -314,15 +314,20 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Call:
             given = describe(wrong[0]) if wrong else "no tensors"
             refuse(name, given, "tensors, or tuples, lists and dictionaries of them", "", TypeError)
     batched = max(t.dim() for t in leaves) > 1 or max(t.dim() for t in xs) > 2
-    lead = xs[0].shape[: 1 + batched]
+    time = int(batched and batch_first)
+    whole = max(xs, key=lambda t: t.dim())
+    axes = ("[batch, time, ...]" if batch_first else "[time, batch, ...]") if batched else "[time]"
+    lead = whole.shape[: 1 + batched]
     for x in xs:
-        if x.shape[: 1 + batched] != lead or len(lead) < 1 + batched:
-            axes = "[batch, time, ...]" if batch_first else "[time, batch, ...]"
-            expected = f"{axes if batched else '[time, ...]'}, the same of all tensors of x"
+        alone = batched and x.dim() == 1  # a number for each step
+        if len(lead) < 1 + batched or x.shape[: 1 + batched] != (
+            lead[time : time + 1] if alone else lead
+        ):
+            expected = f"{axes}, the same of all tensors of x"
             refuse("x", describe(x), expected, "Lay them out alike.")
-    if lead[int(batched and batch_first)] == 0:
-        refuse("x", describe(xs[0]), "one step or more", "Skip the call.")
-    return Call(xs, tree, leaves, state_tree, batched)
+    if lead[time] == 0:
+        refuse("x", describe(whole), "one step or more", "Skip the call.")
+    return Call(xs, tree, leaves, state_tree, batched, lead[1 - time] if batched else 1)
 
 
 def _restored(state: Any, call: Call) -> list[Tensor]:

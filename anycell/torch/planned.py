@@ -21,7 +21,7 @@ from anycell.torch import ops
 from anycell.torch.functional import engine_of, fused_plan, layer
 from anycell.torch.read import Reader
 from anycell.torch.record import Recording, Run, Var
-from anycell.torch.stepwise import Call, unmasked, wide
+from anycell.torch.stepwise import Call, stepwise, unmasked, wide
 from anycell.torch.tape import Tape
 
 _MOST = 64  # tapes that a plan keeps
@@ -69,7 +69,8 @@ class Plan:
         flags = self.reading.flags
         if call.resets is not None and flags is not None:
             return "resets= for a step that holds or resets its own state"
-        if call.resets is not None and len(self.moving) < len(call.state):
+        changing = len(self.moving) + len(self.recording.counted)
+        if call.resets is not None and changing < len(call.state):
             return "resets= with a state that the step never changes"
         if call.reverse and flags is not None and flags.restored is not None:
             return "reverse= for a step that resets its own state"
@@ -157,8 +158,24 @@ class Plan:
             return False
 
     def values(self, call: Call, tensors: Sequence[Tensor]) -> Run:
-        """The values of a call that need no state."""
-        return Run(self.recording, tensors, unmasked(call), call.state, self.merged)
+        """The values of a call that need no state of floats."""
+        step, xs = self.recording, unmasked(call)
+        run = Run(step, tensors, xs, call.state, call.rows, self.merged)
+        if step.counted:
+            before, after = (
+                [group[k] for k in step.counted] for group in (step.states, step.after)
+            )
+
+            def count(x: list[Tensor], state: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+                return state, run.one(x, dict(zip(before, state, strict=True)), after)
+
+            first = [call.state[k] for k in step.counted]
+            restored = call.restored and [call.restored[k] for k in step.counted]
+            trees = (pytree.tree_structure([0] * len(group)) for group in (xs, first))
+            counting = Call(list(xs), next(trees), first, next(trees), *call[4:])
+            series, run.last = stepwise(count, counting._replace(restored=restored))
+            run.series |= zip(before, series, strict=True)
+        return run
 
     def _enter(self, call: Call, run: Run) -> dict[str, Tensor]:
         """The arrays of the layer."""
@@ -204,6 +221,8 @@ class Plan:
         final = list(call.state)
         for place, k in enumerate(self.moving):
             final[k] = self._state(place, ends, call)
+        for place, k in enumerate(self.recording.counted):
+            final[k] = run.last[place]
         outputs = self._outputs(call, run, series)
         for place, value in self.others:
             outputs.insert(place, value)

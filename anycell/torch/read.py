@@ -90,7 +90,7 @@ class Reader:
         if var.dtype not in (self.step.dtype, torch.bool):
             self.graph.refuse(
                 f"a value that depends on a state is {var.dtype}, and the first state "
-                f"{self.step.dtype}", "compute the whole step in one dtype",
+                f"{self.step.dtype}", "compute the whole step in one dtype, counters too",
             )  # fmt: skip
 
     def _read(self, node: Node) -> None:
@@ -259,9 +259,12 @@ class Reader:
         return [self.elementwise("log_sigmoid", value), None]
 
     def copy(self, node: Node, old: Any, new: Any, *_: Any) -> Any:
-        if not isinstance(new, Value) or new.shape != old.shape:
-            self.graph.refuse("this copies a tensor of another shape or kind")
-        return new
+        graph = self.graph
+        if not isinstance(old, Value):
+            graph.refuse("this copies a state into a tensor that is none", "torch.where, torch.cat")
+        if not isinstance(new, Value):
+            new = graph.outside(new, old.shape, graph.view(old)[0])
+        return Value(np.broadcast_to(new.ids, old.shape), new.boolean)
 
     def convert(self, node: Node, value: Any, **_: Any) -> Any:
         old, new = node.args[0].dtype, node.made[0].dtype
@@ -353,6 +356,14 @@ class Reader:
 
         made = self.graph.product(value, (axis,), place.shape, matrix)
         return Value(np.moveaxis(made.ids, -1, axis))
+
+    def logsumexp(self, node: Node, value: Any, axes: Any, keep: bool = False) -> Value:
+        axes = [axes] if isinstance(axes, int) else axes
+        top = self.graph.reduce("max", value, axes, True)
+        parts = self.elementwise("exp", self.elementwise("sub", value, top))
+        total = self.elementwise("log", self.graph.reduce("sum", parts, axes, True))
+        made = self.elementwise("add", total, top)
+        return made if keep else Value(np.squeeze(made.ids, tuple(axes)))
 
     def softmax(self, node: Node, value: Any, axis: int, *_: Any) -> Value:
         top = self.graph.reduce("max", value, (axis,), True)
@@ -469,6 +480,7 @@ TABLE |= {
     A.leaky_relu: Reader.leaky_relu, A.log_sigmoid_forward: Reader.log_sigmoid,
     A.copy: Reader.copy, A._to_copy: Reader.convert, A.native_layer_norm: Reader.layer_norm,
     A._softmax: Reader.softmax, A.addmm: Reader.addmm, A.cumsum: Reader.cumsum,
+    A.logsumexp: Reader.logsumexp,
     A.index: Reader.picked, A.index_select: Reader.picked,
 }  # fmt: skip
 _AFFINE = {

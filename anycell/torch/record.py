@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.func import functionalize
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anycell.read import Refused
@@ -117,6 +118,19 @@ _STATISTICS = {
 }  # fmt: skip
 
 
+class _OneHot(TorchFunctionMode):
+    """Lets ``one_hot`` compare, where torch's own reads the values to check them."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        count = (kwargs or {}).get("num_classes", args[1] if len(args) > 1 else -1)
+        if function is torch.nn.functional.one_hot and args and count > 0:
+            classes = torch.arange(count, device=args[0].device)
+            return (args[0].unsqueeze(-1) == classes).long()
+        return function(*args, **(kwargs or {}))
+
+
 class Recorder(TorchDispatchMode):
     """Records the operations of a step. It refuses edits of tensors that the step did not make, and
     values that Python reads.
@@ -184,12 +198,13 @@ class Recorder(TorchDispatchMode):
                 scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
                 return args[0] * (kept * scale), kept != 0
         recorded = [self._recorded(arg) for arg in args]
-        ruled = packet in TABLE or packet in _LIKE or op not in decomposition_table
+        parts = decomposition_table.get(op) or (op._can_decompose() and op.decompose) or None
+        ruled = packet in TABLE or packet in _LIKE or parts is None
         if not ruled and any(var.kind == "S" for var in _vars(recorded)):
             outer, self.whole = self.whole, self.whole or str(packet)
             try:
                 with self:
-                    return decomposition_table[op](*args, **kwargs)
+                    return parts(*args, **kwargs)
             finally:
                 self.whole = outer
         made = op(*args, **kwargs)
@@ -302,6 +317,7 @@ class Recording:
         outputs, after: what the step returns: its output, and the states after it.
         dtype: that of the states.
         rows: the batch of the recording; None if the states have no axis of a batch.
+        counted: which states are counters and the like, of kind X.
     """
 
     tensors: list[Var]
@@ -313,6 +329,7 @@ class Recording:
     dtype: torch.dtype
     device: torch.device
     rows: int | None
+    counted: list[int] = field(default_factory=list)
     plans: dict[Any, list[Node]] = field(default_factory=dict)
 
     @property
@@ -320,6 +337,11 @@ class Recording:
         """Tensors from elsewhere that are no inputs."""
         used = {var for node in self.nodes for var in node.inputs} | {*self.outputs, *self.after}
         return [var for var in used if var.data is not None and not var.inside]
+
+    def sources(self, var: Var) -> set[Var]:
+        """The inputs, and constants, that a value is computed from."""
+        inputs = {v for node in self.plan([var]) for v in node.inputs} | {var}
+        return {v for v in inputs if v.node is None}
 
     @property
     def random(self) -> list[Var]:
@@ -399,15 +421,16 @@ def record(
 def _record(
     step: Step, tensors: Sequence[Tensor], xs: Sequence[Tensor], states: Sequence[Tensor]
 ) -> Recording:
-    sorts = [("F", tensors), ("X", xs), ("S", states)]
-    inputs = [(kind, tensor) for kind, group in sorts for tensor in group]
+    inputs = [("F", tensor) for tensor in tensors] + [("X", x) for x in xs]
+    # Counters keep the operations that the user called: see ``_classify``.
+    inputs += [("S" if t.is_floating_point() or t.dtype is torch.bool else "X", t) for t in states]
     made: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def run(*arguments: list[Tensor]) -> list[Tensor]:
         made.append(step(*arguments))
         return [*made[0][0], *made[0][1]]
 
-    with Recorder(inputs) as recorder, torch.enable_grad():
+    with Recorder(inputs) as recorder, _OneHot(), torch.enable_grad():
         results = functionalize(run)(list(tensors), list(xs), list(states))
     variables, count = [recorder.var(tensor) for tensor in results], len(made[0][0])
     a, b = len(tensors), len(tensors) + len(xs)
@@ -461,10 +484,25 @@ _SAME |= {A.lift_fresh, A.lift_fresh_copy, A.unsqueeze, A.squeeze}
 
 
 def _classify(step: Recording) -> None:
-    """Says of what kind each value is. A state that the step returns as it was is no state."""
+    """Says of what kind each value is. A state that the step returns as it was is no state; states
+    without floats, which no state of floats enters, are computed before the loop.
+    """
     for before, after in zip(step.states, step.after, strict=True):
         if before is after:
             before.kind = "F"
+        else:
+            before.kind = "S"
+    changing = [k for k, var in enumerate(step.states) if var.kind == "S"]
+    counted = [k for k in changing if not step.states[k].dtype.is_floating_point]
+    while True:
+        others = {step.states[k] for k in changing if k not in counted}
+        kept = [k for k in counted if not others & step.sources(step.after[k])]
+        if kept == counted:
+            break
+        counted = kept
+    step.counted = counted
+    for k in counted:
+        step.states[k].kind = "X"
     for node in step.nodes:
         inputs, packet = node.inputs, node.packet
         kinds = {var.kind for var in inputs}
@@ -503,19 +541,22 @@ class Run:
         tensors: of ``Recording.tensors``.
         xs: ``[T, B, ...]``, without a batch ``[T, ...]``.
         first: the states before the first step.
+        batch: the number of rows; 1 without an axis of rows.
         merged: whether all steps are computed as one batch of T * B rows; else by ``vmap``.
     """
 
     def __init__(
         self, step: Recording, tensors: Sequence[Tensor], xs: Sequence[Tensor],
-        first: Sequence[Tensor], merged: bool,
+        first: Sequence[Tensor],
+        batch: int,
+        merged: bool,
     ) -> None:  # fmt: skip
         self.step, self.merged = step, merged
         self.dtype = next(t.dtype for t in first if t.is_floating_point())
         self.steps = xs[0].shape[0]
-        self.batch = 1 if step.rows is None else xs[0].shape[1]
-        self.rows = self.batch
+        self.batch = self.rows = batch
         self.memo: dict[Any, Any] = {}
+        self.last: list[Tensor] = []  # the counters after the last step
         self.env: dict[Var, Tensor] = dict(zip(step.tensors, tensors, strict=True))
         self.series: dict[Var, Tensor] = dict(zip(step.xs, xs, strict=True))  # [T, ...]
         self.flat: dict[Var, Tensor] = {}  # [T * B, ...]
@@ -553,6 +594,14 @@ class Run:
         for var in missing:
             self.series[var] = self._unflat(var, self._flat(var))
 
+    def one(self, xs: Sequence[Tensor], states: Mapping[Var, Tensor], wanted: Sequence[Var]) -> Any:
+        """Values of one step."""
+        env = {**states, **dict(zip(self.step.xs, xs, strict=True))}
+        find = lambda var: env[var] if var in env else self.fixed(var)  # noqa: E731
+        for node in self.step.plan(wanted, frozenset(env)):
+            self._apply(node, env, self.batch, find)
+        return [find(var) for var in wanted]
+
     def drawn(self) -> dict[Var, Tensor]:
         """The random numbers of all steps."""
         random = self.step.random
@@ -565,16 +614,13 @@ class Run:
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
         """The step's own operations, step by step: the outputs ``[T, ...]``, the last states."""
         step, outputs = self.step, []
-        nodes = step.plan([*step.outputs, *step.after], frozenset(drawn))
         for t in range(self.steps):
-            env = {var: series[t] for var, series in drawn.items()}
-            env |= {var: self.series[var][t] for var in step.xs}
-            env |= zip(step.states, states, strict=True)
-            find = lambda var: env[var] if var in env else self.fixed(var)  # noqa: B023,E731
-            for node in nodes:
-                self._apply(node, env, self.batch, find)
-            outputs.append([find(var) for var in step.outputs])
-            states = [find(var) for var in step.after]
+            known = {var: series[t] for var, series in drawn.items()}
+            known |= zip(step.states, states, strict=True)
+            xs = [self.series[var][t] for var in step.xs]
+            made = self.one(xs, known, [*step.outputs, *step.after])
+            outputs.append(made[: len(step.outputs)])
+            states = made[len(step.outputs) :]
         return [torch.stack(parts) for parts in zip(*outputs, strict=True)], states
 
     def _flat(self, var: Var) -> Tensor:

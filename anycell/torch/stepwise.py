@@ -21,7 +21,8 @@ class Call(NamedTuple):
     Attributes:
         xs, x_tree: the leaves of x, ``[T, B, ...]`` or ``[T, ...]``, and their structure.
         state, state_tree: the leaves of the state before the first step, and their structure.
-        batched: whether there is an axis of rows.
+        rows: the size of the batch, 1 without an axis of rows.
+        batched: whether there is such an axis; x may have tensors ``[T]`` without it.
         mask: bool ``[T, B]``, or None; B is 1 without an axis of rows.
         resets: bool ``[T, B]``, or None: where episodes start.
         restored: the leaves of the state that resets restore; None for zeros.
@@ -33,24 +34,29 @@ class Call(NamedTuple):
     state: list[Tensor]
     state_tree: Any
     batched: bool
+    rows: int
     mask: Tensor | None = None
     resets: Tensor | None = None
     restored: list[Tensor] | None = None
     reverse: bool = False
 
-    @property
-    def rows(self) -> int:
-        return self.xs[0].shape[1] if self.batched else 1
-
     def signature(self, tensors: Sequence[Tensor]) -> Any:
         """What a reading depends on."""
-        skip = 1 + self.batched
+        shape = self.shape_of_row
         return (
-            self.x_tree, self.state_tree, self.batched, self.batched and self.xs[0].shape[1] == 1,
-            tuple([(t.shape[skip:], t.dtype, t.device) for t in self.xs]),
-            tuple([(t.shape[self.batched :], t.dtype) for t in self.state]),
+            self.x_tree, self.state_tree, self.batched, self.batched and self.rows == 1,
+            tuple([(shape(t, 1), t.dtype, t.device) for t in self.xs]),
+            tuple([(shape(t, 0), t.dtype) for t in self.state]),
             tuple([(t.shape, t.dtype) for t in tensors]),
         )  # fmt: skip
+
+    def has_rows(self, tensor: Tensor, axis: int) -> bool:
+        """Whether a tensor of x or of the state has the batch as an axis."""
+        return self.batched and tensor.dim() > axis and tensor.shape[axis] == self.rows
+
+    def shape_of_row(self, tensor: Tensor, axis: int) -> tuple[Any, ...]:
+        rows = self.has_rows(tensor, axis)
+        return rows, tensor.shape[axis + rows :]
 
 
 def stepwise(step: Step, call: Call) -> tuple[Any, Any]:
@@ -87,8 +93,12 @@ def unmasked(call: Call) -> list[Tensor]:
     """The input with zeros under the mask, where a NaN would reach gradients."""
     if call.mask is None:
         return call.xs
-    zero = [torch.zeros((), dtype=x.dtype, device=x.device) for x in call.xs]
-    return [torch.where(wide(call.mask, x, call), x, z) for x, z in zip(call.xs, zero, strict=True)]
+    clean = []
+    for x in call.xs:
+        if call.has_rows(x, 1) or not call.batched:
+            x = torch.where(wide(call.mask, x, call), x, torch.zeros_like(x[:1, ...]))
+        clean.append(x)
+    return clean
 
 
 def wide(flags: Tensor, like: Tensor, call: Call) -> Tensor:
@@ -104,7 +114,7 @@ def _chosen(flags: Tensor, a: Sequence[Any], b: Sequence[Any], call: Call) -> li
         if one is other or not isinstance(one, Tensor):
             chosen.append(one)
             continue
-        if call.batched and other.shape[:1] != (call.rows,):
+        if call.batched and not call.has_rows(other, 0):
             refuse(
                 "mask, lengths, resets", f"with a state or an output {describe(other)}",
                 f"tensors whose first axis is the batch of {call.rows}", "Expand it to all rows.",
