@@ -251,6 +251,8 @@ class Graph:
         """An outer value as an operand of a result of ``shape``, whose batch is ``axis``."""
         if outer.units is not None:
             return Value(np.broadcast_to(outer.units.ids, shape), outer.boolean)
+        if axis is not None and shape[axis] != self.rows:
+            self.refuse("this joins a state with a value of another number of rows")
         at = -1 if axis is None else axis - (len(shape) - len(outer.shape))
         batch = at if at >= 0 and outer.shape[at] == self.rows else None
         units = tuple(size for i, size in enumerate(outer.shape) if i != batch)
