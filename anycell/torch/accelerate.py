@@ -17,12 +17,12 @@ from anycell.layer.checks import describe
 from anycell.torch import swap
 from anycell.torch.dropin import DropIn
 from anycell.torch.feedback import Feedback
-from anycell.torch.loop import Loop
+from anycell.torch.loop import loop
 from anycell.torch.rnn import RNN
 from anycell.torch.step import GRUCell, LSTMCell, RNNCell
 
 Model = TypeVar("Model", bound=nn.Module)
-_OURS = DropIn, RNN, LSTMCell, GRUCell, RNNCell, Loop
+_OURS = DropIn, RNN, LSTMCell, GRUCell, RNNCell, loop
 _STEPS = nn.RNNCellBase, RNNCell
 _NAMES = "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell", "RNNBase", "RNNCellBase"
 _PUBLIC = "anycell.torch.", "torch."
@@ -132,7 +132,7 @@ def recurrent_layers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Found]
     """
     _check(model)
     inside = {
-        id(part) for m in model.modules() if isinstance(m, Loop) for part in m.module.modules()
+        id(part) for m in model.modules() if isinstance(m, loop) for part in m.module.modules()
     }
     named = {name: m for name, m in model.named_modules() if id(m) not in inside}
     modules = {name: module for name, module in named.items() if _recurrent(module)}
@@ -185,7 +185,7 @@ def _quantized(module: nn.Module) -> bool:
 
 def _kind(module: nn.Module) -> str:
     """Names a module's class and its owner; of a subclass also the class that it derives from."""
-    if isinstance(module, Loop):
+    if isinstance(module, loop):
         return f"loop({type(module.module).__name__}) of anycell"
     if isinstance(module, torch.jit.ScriptModule):
         return f"{module.original_name} of TorchScript"
@@ -267,7 +267,7 @@ def _note(calls: list[int], module: Any, args: Any, kwargs: Any) -> None:
     x = args[0] if args else kwargs.get("input", kwargs.get("x"))
     if isinstance(module, _STEPS):
         calls.append(1)
-    elif isinstance(module, Loop):
+    elif isinstance(module, loop):
         x = pytree.tree_leaves(x)[0]
         calls.append(x.shape[1 if x.dim() > 2 and module.batch_first else 0])
     elif isinstance(x, PackedSequence):

@@ -112,10 +112,10 @@ class Readings:
 # -- doors -----------------------------------------------------------------------------------------
 
 
-class Loop(Explained, nn.Module):
+class loop(Explained, nn.Module):
     """Runs a module that computes one step over time, on a fused kernel if the step can be read.
 
-        for x_t in x:                           output, state = Loop(module)(x, state)
+        for x_t in x:                           output, state = loop(module)(x, state)
             y, state = module(x_t, state)
 
     Weights stay the module's own. The module is read at the first call with arguments of new shapes
@@ -161,9 +161,12 @@ class Loop(Explained, nn.Module):
             refuse("module", describe(module), "a torch.nn.Module of one step", hint, TypeError)
         self.module = module
         self.batch_first = boolean("batch_first", batch_first)
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Forgets what was read: the next call reads the module anew. Needed only after a change of
+        what is not watched: attributes of objects other than modules, and variables of other files.
+        """
         self._readings = Readings()
         self._around: tuple[list[Any], Surroundings, Any] | None = None
 
@@ -173,7 +176,7 @@ class Loop(Explained, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()
+        self.forget()
 
     def extra_repr(self) -> str:
         return "batch_first=True" if self.batch_first else ""
@@ -284,9 +287,6 @@ def _attributes(watched: Sequence[nn.Module]) -> list[Any]:
         for tensors in (module._parameters, module._buffers):
             made += [name for name, tensor in tensors.items() if tensor is not None]
     return made
-
-
-loop = Loop
 
 
 _LEAF = pytree.tree_structure(0)

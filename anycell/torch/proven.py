@@ -108,7 +108,21 @@ def _proven(step: Step, around: Surroundings, call: Call, title: str) -> Plan | 
 
     samples = [_sample(call, rows, seed) for seed, rows in enumerate(ROWS)]
     xs, states = zip(*samples, strict=True)
-    recording = record(flat, tensors, xs, states, call.batched)
+    rowed = [
+        call.batched and not isinstance(t, nn.Parameter) and t.shape[:1] == (call.rows,)
+        for t in around.tensors()
+    ]
+    try:
+        recording = record(flat, (tensors, tensors), xs, states, call.batched)
+    except (RuntimeError, ValueError):
+        if not any(rowed):
+            raise
+        # Tensors around the step, such as masks of dropout, may have the rows of this call.
+        parts = [
+            [_of_rows(t, rows) if row else t for t, row in zip(tensors, rowed, strict=True)]
+            for rows in ROWS
+        ]
+        recording = record(flat, parts, xs, states, call.batched)
     for node in recording.nodes:
         for var in node.inputs:
             if var in recording.constants:
@@ -133,6 +147,10 @@ def _proven(step: Step, around: Surroundings, call: Call, title: str) -> Plan | 
         if reason is None:
             return plan
     return f"{reason}. Instead: report it, with the step"
+
+
+def _of_rows(tensor: Tensor, rows: int) -> Tensor:
+    return tensor[torch.arange(rows, device=tensor.device) % len(tensor)]
 
 
 def _labels(call: Call) -> list[str]:
@@ -187,7 +205,8 @@ def _compared(
     rows, own = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
     shapes = [(rows, *t.shape[1:]) if call.has_rows(t, 0) else tuple(t.shape) for t in call.state]
     tensors, inputs = [], []
-    for tensor in around.tensors():
+    for tensor, var in zip(around.tensors(), plan.recording.tensors, strict=True):
+        tensor = tensor if var.axis is None else tensor[:rows]
         tensor = tensor.detach().to(dtype if tensor.dtype is own else tensor.dtype, copy=True)
         tensors.append(tensor.requires_grad_(tensor.is_floating_point()))
     for x in call.xs:
@@ -216,7 +235,9 @@ def _compared(
                 with around.swapped(tensors):
                     expected = _results(stepwise(step, trial), leaves)
         # The derivative of torch's hardsigmoid has a sixth in float32.
-        rounded = any(node.packet is A.hardsigmoid for node in plan.recording.nodes)
+        rounded = own is not torch.float64 and any(
+            node.packet is A.hardsigmoid for node in plan.recording.nodes
+        )
         name = "float32" if rounded else str(dtype).removeprefix("torch.")
         reason = proof.difference(expected, mine, name, start)
         if reason is not None:

@@ -69,8 +69,9 @@ class Reader:
         graph = self.graph = Graph(Arrays(step.device), step.rows)
         self.values: dict[Var, Any] = {}
         states = []
-        for var, name in zip(step.states, names, strict=True):
+        for var, after, name in zip(step.states, step.after, names, strict=True):
             if var.kind == "S":
+                graph.where = "" if after.node is None else after.node.where
                 self._check(var)
                 axis = None if step.rows is None else 0
                 self.values[var] = graph.state(var.shape, axis, var.dtype is torch.bool, name)
@@ -259,11 +260,8 @@ class Reader:
         return [self.elementwise("log_sigmoid", value), None]
 
     def copy(self, node: Node, old: Any, new: Any, *_: Any) -> Any:
-        graph = self.graph
-        if not isinstance(old, Value):
-            graph.refuse("this copies a state into a tensor that is none", "torch.where, torch.cat")
         if not isinstance(new, Value):
-            new = graph.outside(new, old.shape, graph.view(old)[0])
+            new = self.graph.outside(new, old.shape, self.graph.view(old)[0])
         return Value(np.broadcast_to(new.ids, old.shape), new.boolean)
 
     def convert(self, node: Node, value: Any, **_: Any) -> Any:

@@ -198,9 +198,9 @@ class Recorder(TorchDispatchMode):
                 scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
                 return args[0] * (kept * scale), kept != 0
         recorded = [self._recorded(arg) for arg in args]
-        parts = decomposition_table.get(op) or (op._can_decompose() and op.decompose) or None
-        ruled = packet in TABLE or packet in _LIKE or parts is None
-        if not ruled and any(var.kind == "S" for var in _vars(recorded)):
+        parts = decomposition_table.get(op) or (op.decompose if op._can_decompose() else None)
+        ruled = packet in TABLE or packet in _LIKE
+        if parts is not None and not ruled and any(var.kind == "S" for var in _vars(recorded)):
             outer, self.whole = self.whole, self.whole or str(packet)
             try:
                 with self:
@@ -372,7 +372,7 @@ Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], tuple[list[Tensor], 
 
 def record(
     step: Step,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Sequence[Tensor]],
     xs: Sequence[Sequence[Tensor]],
     states: Sequence[Sequence[Tensor]],
     batched: bool,
@@ -381,13 +381,13 @@ def record(
 
     Args:
         step: (tensors, xs, states) -> (outputs, new states).
-        tensors: what is the same at all steps.
-        xs, states: the arguments of two calls, of ``ROWS`` rows each if ``batched``.
+        tensors: what is the same at all steps, in each of two calls.
+        xs, states: the arguments of the calls, of ``ROWS`` rows each if ``batched``.
 
     Raises:
         Refused: if the step does what no recording can show.
     """
-    one, other = (_record(step, tensors, *call) for call in zip(xs, states, strict=True))
+    one, other = (_record(step, *call) for call in zip(tensors, xs, states, strict=True))
     if len(one.nodes) != len(other.nodes):
         raise Refused("the step does something else for another batch or other numbers")
     known: dict[Var, Var] = {}
