@@ -26,10 +26,10 @@ from anycell.torch.arguments import TORCH
 from anycell.torch.around import Surroundings
 from anycell.torch.fused import autocast
 from anycell.torch.observers import compiled, observed
-from anycell.torch.planned import Plan
+from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of
 from anycell.torch.recurrent import Lengths
-from anycell.torch.stepwise import Call, Step, stepwise
+from anycell.torch.stepwise import Step, Steps, stepwise
 
 _LOCK = threading.RLock()  # a step is read with other tensors in place of its own
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
@@ -41,8 +41,8 @@ class Readings:
     """The readings of one step, by signatures."""
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[Any, Plan | str] = OrderedDict()
-        self.last: Plan | str = "no call has been made: a step is read at its first call"
+        self.plans: OrderedDict[Any, ReadStep | str] = OrderedDict()
+        self.last: ReadStep | str = "no call has been made: a step is read at its first call"
         self.tokens: OrderedDict[Any, Any] = OrderedDict()
         self.reads: Counter[Any] = Counter()
 
@@ -70,9 +70,9 @@ class Readings:
         sizes, text = reading.sizes, reading.text
         return Subject(about, plan.engine, reading.cell, reading.size, dtype, sizes, text)
 
-    def run(self, step: Step, around: Surroundings, key: Any, call: Call, title: str) -> Any:
+    def run(self, step: Step, around: Surroundings, key: Any, call: Steps, title: str) -> Any:
         """Runs a step over time; returns the output and the last state."""
-        plan: Plan | str
+        plan: ReadStep | str
         tensors = around.tensors()
         if observed():
             plan = "tensors of a trace, of torch.func, of a mode or of another type are no memory"
@@ -84,7 +84,7 @@ class Readings:
             signature = call.signature(tensors)
             known = self.plans.get((key, signature))
             plan = known or self._read(step, around, key, signature, call, title)
-            if isinstance(plan, Plan):
+            if isinstance(plan, ReadStep):
                 plan = plan.unfit(call) or plan
         self.last = plan
         if isinstance(plan, str):
@@ -92,11 +92,11 @@ class Readings:
         return plan.replay(call, tensors)
 
     def _read(
-        self, step: Step, around: Surroundings, key: Any, signature: Any, call: Call, title: str
-    ) -> Plan | str:
+        self, step: Step, around: Surroundings, key: Any, signature: Any, call: Steps, title: str
+    ) -> ReadStep | str:
         self.reads[signature] += 1
         if self.reads[signature] > _RESTLESS:
-            plan: Plan | str = (
+            plan: ReadStep | str = (
                 f"numbers around the step were others in each of {_RESTLESS} calls, and a reading "
                 "contains them. Instead: keep what changes in a tensor, such as a buffer."
             )
@@ -306,7 +306,7 @@ def _of_tuple(size: int) -> Any:
     return pytree.tree_structure((0,) * size)
 
 
-def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Call:
+def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
     leaves, state_tree = _flat(state)
     for name, values in (("x", xs), ("state", leaves)):
         wrong = [v for v in values if not isinstance(v, Tensor)]
@@ -327,10 +327,10 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Call:
             refuse("x", describe(x), expected, "Lay them out alike.")
     if lead[time] == 0:
         refuse("x", describe(whole), "one step or more", "Skip the call.")
-    return Call(xs, tree, leaves, state_tree, batched, lead[1 - time] if batched else 1)
+    return Steps(xs, tree, leaves, state_tree, batched, lead[1 - time] if batched else 1)
 
 
-def _restored(state: Any, call: Call) -> list[Tensor]:
+def _restored(state: Any, call: Steps) -> list[Tensor]:
     leaves = pytree.tree_leaves(state)
     if len(leaves) != len(call.state):
         expected = f"{len(call.state)} tensors, as the state has"

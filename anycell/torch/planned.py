@@ -21,14 +21,14 @@ from anycell.torch import ops
 from anycell.torch.functional import engine_of, fused_plan, layer
 from anycell.torch.read import Reader
 from anycell.torch.record import Recording, Run, Var
-from anycell.torch.stepwise import Call, stepwise, unmasked, wide
+from anycell.torch.stepwise import Steps, stepwise, unmasked, wide
 from anycell.torch.tape import Tape
 
 _MOST = 64  # tapes that a plan keeps
 States = tuple[dict[str, Tensor], dict[str, Tensor]]  # of all steps, and the last, by name
 
 
-class Plan:
+class ReadStep:
     """A step that was read, and all that its calls have in common.
 
     Args:
@@ -64,7 +64,7 @@ class Plan:
         self.tapes: OrderedDict[Any, Tape | bool] = OrderedDict()
         ops.register(self.reading.cell)
 
-    def unfit(self, call: Call) -> str | None:
+    def unfit(self, call: Steps) -> str | None:
         """Why the kernel cannot run a call of this step, if it cannot."""
         flags = self.reading.flags
         if call.resets is not None and flags is not None:
@@ -90,7 +90,7 @@ class Plan:
     # -- a call ----------------------------------------------------------------------------------
     def run(
         self,
-        call: Call,
+        call: Steps,
         tensors: Sequence[Tensor],
         engine: str | None = None,
         drawn: Mapping[Var, Tensor] | None = None,
@@ -105,7 +105,7 @@ class Plan:
         run.series |= drawn or {}
         return self._leave(call, run, self._recur(call, self._enter(call, run), engine))
 
-    def replay(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+    def replay(self, call: Steps, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Returns the same as ``run``. What it does around the kernel is recorded in the second
         call with tensors of the same shapes and strides, and replayed in all that follow.
         """
@@ -133,7 +133,7 @@ class Plan:
         return self._leave(call, run, states)
 
     def _tape(
-        self, call: Call, count: int, arrays: Sequence[Tensor], states: States
+        self, call: Steps, count: int, arrays: Sequence[Tensor], states: States
     ) -> Tape | bool:
         def enter(arrays: Sequence[Tensor]) -> tuple[Any, Any]:
             left = iter(arrays)
@@ -148,7 +148,7 @@ class Plan:
             run = self.values(this, tensors)
             return self._enter(this, run), (this, run)
 
-        def leave(arrays: Sequence[Tensor], states: States, memory: tuple[Call, Run]) -> Any:
+        def leave(arrays: Sequence[Tensor], states: States, memory: tuple[Steps, Run]) -> Any:
             return self._leave(*memory, states)
 
         try:
@@ -157,7 +157,7 @@ class Plan:
         except (Refused, RuntimeError):
             return False
 
-    def values(self, call: Call, tensors: Sequence[Tensor]) -> Run:
+    def values(self, call: Steps, tensors: Sequence[Tensor]) -> Run:
         """The values of a call that need no state of floats."""
         step, xs = self.recording, unmasked(call)
         run = Run(step, tensors, xs, call.state, call.rows, self.merged)
@@ -172,19 +172,18 @@ class Plan:
             first = [call.state[k] for k in step.counted]
             restored = call.restored and [call.restored[k] for k in step.counted]
             trees = (pytree.tree_structure([0] * len(group)) for group in (xs, first))
-            counting = Call(list(xs), next(trees), first, next(trees), *call[4:])
+            counting = Steps(list(xs), next(trees), first, next(trees), *call[4:])
             series, run.last = stepwise(count, counting._replace(restored=restored))
             run.series |= zip(before, series, strict=True)
         return run
 
-    def _enter(self, call: Call, run: Run) -> dict[str, Tensor]:
+    def _enter(self, call: Steps, run: Run) -> dict[str, Tensor]:
         """The arrays of the layer."""
         reading, mask = self.reading, call.mask
         named = reading.call(run, [call.state[k] for k in self.moving])
         gates, weights = named.pop("gates", None), named.pop("weights")
         named["x"] = named["x"] if gates is None else gates
         inner = named.pop("mask", None)  # the step's own
-        named.pop("masked_output", None)
         if mask is not None or inner is not None:
             both = [flags for flags in (mask, inner) if flags is not None]
             named["mask"] = both[0] if len(both) == 1 else both[0] & both[1]
@@ -197,15 +196,18 @@ class Plan:
             states = named.pop(kind, ())
             names = state_names(kind, reading.cell)
             named |= {n: s.unsqueeze(0) for n, s in zip(names, states, strict=bool(states))}
-        return named | weights
+        return {n: t for n, t in named.items() if isinstance(t, Tensor)} | weights
 
-    def _recur(self, call: Call, arrays: Mapping[str, Tensor], engine: str | None = None) -> States:
+    def _recur(
+        self, call: Steps, arrays: Mapping[str, Tensor], engine: str | None = None
+    ) -> States:
         """The states of all steps that outputs need, and the last states."""
         masked = "mask" in arrays and not self.direct
         key = masked, call.reverse, engine
         cell, others = self.reading.cell, besides_output(self.names, self.reading.cell)
         if key not in self.layers:
-            options = Options(reverse=(call.reverse,), masked_output="repeat" if masked else "zero")
+            options = Options(reverse=(call.reverse,))
+            options = options.unread() if masked else options  # what is held, not zeros
             size = self.reading.size
             self.layers[key] = Layer(cell, size, options, self._sizes, others, engine)
         output, last, series = layer(self.layers[key], arrays)
@@ -214,7 +216,7 @@ class Plan:
             states[cell.state_names[0]] = output
         return states, dict(zip(cell.state_names, last, strict=True))
 
-    def _leave(self, call: Call, run: Run, states: States) -> tuple[Any, Any]:
+    def _leave(self, call: Steps, run: Run, states: States) -> tuple[Any, Any]:
         """The user's output and last state."""
         series, last = states
         ends = {name: tensor.squeeze(0) for name, tensor in last.items()}
@@ -231,12 +233,12 @@ class Plan:
             pytree.tree_unflatten(final, self.state_tree),
         )
 
-    def _state(self, place: int, values: Mapping[str, Tensor], call: Call) -> Tensor:
+    def _state(self, place: int, values: Mapping[str, Tensor], call: Steps) -> Tensor:
         """A state of the user's, out of those of the cell."""
         tensor = self.reading.joined(place, values)
         return tensor > 0.5 if call.state[self.moving[place]].dtype is torch.bool else tensor
 
-    def _outputs(self, call: Call, run: Run, series: Mapping[str, Tensor]) -> list[Any]:
+    def _outputs(self, call: Steps, run: Run, series: Mapping[str, Tensor]) -> list[Any]:
         known, mask = run.series, None if self.direct else call.mask
         whole = {place: self._state(place, series, call) for place in self.after.values()}
         for var, place in self.before.items():
@@ -257,7 +259,7 @@ class Plan:
             outputs.append(tensor)
         return outputs
 
-    def _entering(self, call: Call, after: Tensor, k: int) -> Tensor:
+    def _entering(self, call: Steps, after: Tensor, k: int) -> Tensor:
         """The states before each step, from those after each step, which masked steps hold."""
         first = call.state[k].unsqueeze(0)
         before = torch.cat([after[1:], first] if call.reverse else [first, after[:-1]])

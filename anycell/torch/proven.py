@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from anycell.layer.checks import describe
 from anycell.read import Refused, proof
 from anycell.torch.around import Surroundings
-from anycell.torch.planned import Plan
+from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
 from anycell.torch.record import ROWS, A, raised, record
-from anycell.torch.stepwise import Call, Step, stepwise
+from anycell.torch.stepwise import Step, Steps, stepwise
 
 
-def plan_of(step: Step, around: Surroundings, call: Call, title: str) -> Plan | str:
+def plan_of(step: Step, around: Surroundings, call: Steps, title: str) -> ReadStep | str:
     """Reads a step, and tries the reading; a string says why the step runs step by step."""
     if not any(state.is_floating_point() for state in call.state):
         return "the state has no floating-point tensor"
@@ -83,7 +83,7 @@ def _alike(a: Any, b: Any) -> bool:
     return all(one is other for one, other in pairs) and (type(a) is list or [*a] == [*b])
 
 
-def _proven(step: Step, around: Surroundings, call: Call, title: str) -> Plan | str:
+def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadStep | str:
     tensors = [tensor.detach() for tensor in around.tensors()]
     trees: list[Any] = []
 
@@ -142,7 +142,7 @@ def _proven(step: Step, around: Surroundings, call: Call, title: str) -> Plan | 
     merged = call.batched and all(var.axis is not None for var in [*moving, *recording.xs])
     reason: str | None = None
     for way in (True, False) if merged else (False,):
-        plan = Plan(recording, reader, list(trees), way)
+        plan = ReadStep(recording, reader, list(trees), way)
         reason = _tried(step, around, plan, call)
         if reason is None:
             return plan
@@ -153,7 +153,7 @@ def _of_rows(tensor: Tensor, rows: int) -> Tensor:
     return tensor[torch.arange(rows, device=tensor.device) % len(tensor)]
 
 
-def _labels(call: Call) -> list[str]:
+def _labels(call: Steps) -> list[str]:
     """What the states are called in the cell: the keys of a dictionary, or h and c."""
     tree = pytree.tree_unflatten(call.state, call.state_tree)
     if isinstance(tree, dict) and len(tree) == len(call.state):
@@ -161,7 +161,7 @@ def _labels(call: Call) -> list[str]:
     return {1: ["h"], 2: ["h", "c"]}.get(len(call.state), [""] * len(call.state))
 
 
-def _sample(call: Call, rows: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+def _sample(call: Steps, rows: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
     """One step's input and states, of so many rows: random numbers, or if they are none, those of
     the call.
     """
@@ -186,7 +186,7 @@ def _sample(call: Call, rows: int, seed: int) -> tuple[list[Tensor], list[Tensor
 # -- the proof -------------------------------------------------------------------------------------
 
 
-def _tried(step: Step, around: Surroundings, plan: Plan, call: Call) -> str | None:
+def _tried(step: Step, around: Surroundings, plan: ReadStep, call: Steps) -> str | None:
     """Why the reading is not the step; None if both agree for a few steps in float64."""
     exact, own, default = torch.float64, plan.recording.dtype, torch.get_default_dtype()
     try:
@@ -200,7 +200,7 @@ def _tried(step: Step, around: Surroundings, plan: Plan, call: Call) -> str | No
 
 
 def _compared(
-    step: Step, around: Surroundings, plan: Plan, call: Call, dtype: torch.dtype
+    step: Step, around: Surroundings, plan: ReadStep, call: Steps, dtype: torch.dtype
 ) -> str | None:
     rows, own = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
     shapes = [(rows, *t.shape[1:]) if call.has_rows(t, 0) else tuple(t.shape) for t in call.state]
@@ -222,7 +222,7 @@ def _compared(
             _started(state, number, call, rows, dtype if state.dtype is own else state.dtype)
             for state, number in zip(call.state, values, strict=True)
         ]
-        trial = Call(inputs, call.x_tree, states, call.state_tree, call.batched, rows)
+        trial = Steps(inputs, call.x_tree, states, call.state_tree, call.batched, rows)
         named = [*zip(around.labels, tensors, strict=True)]
         named += [("x", x) for x in inputs] + [("the state", s) for s in states]
         leaves = [(f"the gradient of {name}", t) for name, t in named if t.requires_grad]
@@ -245,7 +245,7 @@ def _compared(
     return None
 
 
-def _started(like: Tensor, number: Any, call: Call, rows: int, dtype: torch.dtype) -> Tensor:
+def _started(like: Tensor, number: Any, call: Steps, rows: int, dtype: torch.dtype) -> Tensor:
     """A state to start a trial from: the number, or a part of the call's own state."""
     if like.is_floating_point() or like.dtype is torch.bool:
         state = torch.as_tensor(number, device=like.device).to(dtype)

@@ -15,7 +15,7 @@ from anycell.layer.restarts import restarts
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (x, state) -> (output, state)
 
 
-class Call(NamedTuple):
+class Steps(NamedTuple):
     """The tensors of a call, with time first.
 
     Attributes:
@@ -59,7 +59,7 @@ class Call(NamedTuple):
         return rows, tensor.shape[axis + rows :]
 
 
-def stepwise(step: Step, call: Call) -> tuple[Any, Any]:
+def stepwise(step: Step, call: Steps) -> tuple[Any, Any]:
     """Runs a step over time as a Python loop does."""
     state, steps = pytree.tree_unflatten(call.state, call.state_tree), len(call.xs[0])
     mask, xs = call.mask, unmasked(call)
@@ -89,7 +89,7 @@ def stepwise(step: Step, call: Call) -> tuple[Any, Any]:
     return pytree.tree_unflatten(series, tree), state
 
 
-def unmasked(call: Call) -> list[Tensor]:
+def unmasked(call: Steps) -> list[Tensor]:
     """The input with zeros under the mask, where a NaN would reach gradients."""
     if call.mask is None:
         return call.xs
@@ -101,13 +101,13 @@ def unmasked(call: Call) -> list[Tensor]:
     return clean
 
 
-def wide(flags: Tensor, like: Tensor, call: Call) -> Tensor:
+def wide(flags: Tensor, like: Tensor, call: Steps) -> Tensor:
     """Flags ``[T, B]`` or ``[B]`` in a shape that broadcasts against a tensor."""
     flags = flags if call.batched else flags.squeeze(-1)
     return flags.reshape(*flags.shape, *[1] * (like.dim() - flags.dim()))
 
 
-def _chosen(flags: Tensor, a: Sequence[Any], b: Sequence[Any], call: Call) -> list[Any]:
+def _chosen(flags: Tensor, a: Sequence[Any], b: Sequence[Any], call: Steps) -> list[Any]:
     """Leaves of ``a`` for the rows with flags, and of ``b`` for the others."""
     chosen = []
     for one, other in zip(a, b, strict=True):
