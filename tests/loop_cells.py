@@ -1,4 +1,4 @@
-"""Cells of PyTorch as people write them, for the tests of ``loop``, and the Python loop over them."""
+"""Cells of PyTorch as people write them, for the tests of ``loop``, and the loop over them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -444,7 +444,7 @@ _STRUCTURAL = (
     A.view, A.reshape, A._unsafe_view, A.slice, A.select, A.permute, A.t, A.transpose, A.unsqueeze,
     A.squeeze, A.expand, A.split, A.split_with_sizes, A.unsafe_split, A.unsafe_split_with_sizes,
     A.chunk, A.unsafe_chunk, A.unbind, A.flip, A.repeat, A.roll, A.unflatten, A.movedim,
-    A._reshape_alias, A.diagonal, A.repeat_interleave,
+    A._reshape_alias, A.diagonal, A.repeat_interleave, A.as_strided,
 )  # fmt: skip
 
 
