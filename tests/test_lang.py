@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processes import python
 from tolerances import assert_close, is_slope
 
 import anycell
@@ -40,6 +41,7 @@ from anycell.lang.declare import INPUT, RESERVED
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, const, listing, show, topological
 from anycell.lang.namespaces import namespace
 from anycell.lang.ops import TABLE
+from anycell.lang.text import from_text
 from anycell.lang.transform import with_projection, with_recurrent_mask
 from anycell.layer import names, shapes
 from anycell.plan import gradient_roots, passes, plan
@@ -817,6 +819,43 @@ def test_a_cell_that_no_module_holds_is_refused_when_it_is_pickled() -> None:
     with pytest.raises(pickle.PicklingError, match=r"no such cell at its top level") as error:
         pickle.dumps(traced(lambda x, r, s: x.a))
     assert "Instead: define the cell at the top level" in str(error.value)
+
+
+PRINTED = """
+@cell(gates="a", state="h")
+def Printed(x, r, s, *, rate: float = 0.5):
+    return rate * s.h + tanh(x.a + r.a)
+"""
+
+
+def test_a_cell_made_from_text_pickles_as_its_text() -> None:
+    made = from_text(PRINTED)
+    assert made is from_text(PRINTED) and made.text == PRINTED and Tuned.text is None
+    assert made(rate=0.25).text == PRINTED
+    assert pickle.loads(pickle.dumps(made)) is made
+    assert pickle.loads(pickle.dumps(made(rate=0.25))) is made(rate=0.25)
+    assert copy.deepcopy(made) is made
+    assert "h' = rate * s.h + a\n" in str(anycell.explain(made))
+
+
+def test_a_new_process_restores_a_cell_from_its_text() -> None:
+    data = pickle.dumps(from_text(PRINTED)(rate=0.25))
+    printed = python(f"import pickle; made = pickle.loads({data!r}); print(made, made.key)")
+    assert printed == f"Printed(rate=0.25) {from_text(PRINTED).key}\n"
+
+
+def test_errors_show_the_lines_of_a_text() -> None:
+    with pytest.raises(CellError, match=r"<cell \w+>:4: in cell Printed") as error:
+        from_text(PRINTED.replace("tanh(x.a", "tanh(x.b"))
+    assert "\n    return rate * s.h + tanh(x.b + r.a)\n" in str(error.value)
+
+
+def test_a_text_defines_one_cell() -> None:
+    imported = "from anycell.cells import LSTM\n"
+    assert from_text(imported + PRINTED).name == "Printed"
+    for text, count in (imported, 0), (PRINTED + PRINTED.replace("Printed", "Other"), 2):
+        with pytest.raises(CellError, match=f"a text that defines {count} cells; expected one"):
+            from_text(text)
 
 
 def test_copies_of_a_cell_are_the_cell() -> None:

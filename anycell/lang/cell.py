@@ -89,6 +89,7 @@ class Cell:
         learned: the public names of all arrays that one direction of a layer may learn.
         fused: gates whose input and recurrent projection are only ever added.
         sizes: the size symbol of each node of the graph except plain numbers.
+        text: what ``from_text`` made the cell from; None for other cells.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Cell:
     ) -> None:
         self.function, self.gates, self.states = function, gates, states
         self.params, self.static, self.bias = params, static, bias
-        self.name = function.__name__
+        self.name, self.text = function.__name__, function.__globals__.get("__text__")
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(self, name, getattr(function, name))
         self.given = given = {name: plain(value) for name, value in given.items()}
@@ -155,6 +156,8 @@ class Cell:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.text is not None:
+            return _restore_text, (self.text, self.given)
         where = self.function.__module__, self.function.__qualname__
         try:
             _find(*where)
@@ -227,7 +230,7 @@ class Cell:
             split += [(l.in_size, l.heads, l), (l.out_size, l.heads, l)]
         split += [(s, n.attrs[0], n) for n, s in self.sizes.items() if n.op in REDUCTIONS]
         self._split = split
-        self.key = _canonical(self)
+        self.key: str = _canonical(self)
 
     def _check_names(self) -> None:
         """Refuses reserved names, and a name for two learned arrays; see ``layer.signature``."""
@@ -546,6 +549,12 @@ def _find(module: str, qualname: str) -> Cell:
 
 def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
     return _find(module, qualname)(**given)
+
+
+def _restore_text(text: str, given: dict[str, Any]) -> Cell:
+    from anycell.lang.text import from_text
+
+    return from_text(text)(**given)
 
 
 def _declaration(function: Declaring) -> Declaring:
