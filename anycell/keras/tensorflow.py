@@ -477,7 +477,8 @@ class _Kernels:
         ends = len(results) - self.kept
         kept, results = results[ends:], results[:ends]
         outputs = results.pop(0) if self.separate else None
-        results += [self._sequence(name, tensors, kept) for name in self.call.sequences]
+        for name in self.call.sequences:
+            results.append(self._sequence(name, tensors, kept))
         if not self.call.outputs or self.separate:
             return outputs, results, kept
         # TensorFlow makes the view, so that it knows that memory is shared.
