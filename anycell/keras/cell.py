@@ -325,7 +325,7 @@ def serialize(cell: Cell) -> dict[str, Any]:
     """Returns the config of a cell: its name, and the hyperparameters that were given."""
     if isinstance(cell, LowRank):
         return {"low_rank": serialize(cell.full), "matmuls": cell.matmuls, "bias": cell.bias}
-    plain = Cell(cell.function, cell.gates, cell.states, cell.params, cell.static, cell.bias, {})
+    plain = Cell(cell.function, cell.declaration, {})
     for prefix, module in _BUILT_IN.items():
         namesake = getattr(module, cell.name, None)
         if isinstance(namesake, Cell) and namesake.function is cell.function:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anycell.lang.cell import Cell
-from anycell.lang.expr import Expr, apply, const, topological
+from anycell.lang.cell import ONE, Cell
+from anycell.lang.expr import REDUCTIONS, Expr, apply, const, topological
 from anycell.lang.ops import TABLE
 
 
@@ -37,12 +37,25 @@ def backward(cell: Cell) -> Gradients:
 
     The gradient of a matmul's operand is ``linear_t`` of its outputs' gradients, unless the operand
     is a plain state: then the engine adds this transposed matmul while it computes the step before.
+
+    In a cell that ``broadcasts``, the gradient of a narrow value is that of the row's one number: a
+    sum over the units that the value was combined with.
     """
     zero = const(0.0)
     order = topological(cell.next)
     gradient: dict[Expr, Expr] = {}
+
+    def accumulate(node: Expr, part: Expr, size: str | None) -> None:
+        """Adds what units of a ``size`` contribute; None for the row's one number."""
+        if cell.broadcasts and node.narrow and size is not None and node in cell.sizes:
+            if not part.narrow:
+                part = apply("sum", part, attrs=(1,))
+            elif size != ONE:
+                part = part * Expr("units", (), (size,))
+        gradient[node] = apply("add", gradient[node], part) if node in gradient else part
+
     for state, node in zip(cell.states, cell.next, strict=True):
-        _accumulate(gradient, node, upstream(state.name))
+        accumulate(node, upstream(state.name), state.size)
 
     linear: dict[str, dict[str, Expr]] = {
         l.name: dict.fromkeys(l.outputs, zero) for l in cell.linears
@@ -52,7 +65,8 @@ def backward(cell: Cell) -> Gradients:
         # All users of the node, and so all outputs of its matmuls, have been visited.
         for l in cell.linears:
             if l.operand is node and node.op != "state":
-                _accumulate(gradient, node, Expr("linear_t", linear[l.name].values(), (l.name,)))
+                part = Expr("linear_t", linear[l.name].values(), (l.name,))
+                accumulate(node, part, l.in_size)
         g = gradient.get(node)
         if g is None or (node.op not in TABLE and node.op not in ("x", "linear", "preact")):
             continue
@@ -64,10 +78,13 @@ def backward(cell: Cell) -> Gradients:
         elif node.op == "x":
             x[node.attrs[0]] = g
         else:
+            one = cell.broadcasts and node.narrow
             parts = TABLE[node.op].derivative(g, node, *node.args, *node.attrs)
+            if one and node.op in REDUCTIONS:
+                parts = (_of_each(cell, node, g),)
             for arg, part in zip(node.args, parts, strict=True):
                 if part is not None:
-                    _accumulate(gradient, arg, part)
+                    accumulate(arg, part, None if one else cell.sizes.get(node, "H"))
 
     def of(op: str, name: str) -> Expr:
         return gradient.get(Expr(op, (), (name,)), zero)
@@ -81,5 +98,12 @@ def backward(cell: Cell) -> Gradients:
     )
 
 
-def _accumulate(gradient: dict[Expr, Expr], node: Expr, part: Expr) -> None:
-    gradient[node] = apply("add", gradient[node], part) if node in gradient else part
+def _of_each(cell: Cell, reduction: Expr, g: Expr) -> Expr:
+    """The gradient of each unit that a reduction to one number combines."""
+    (arg,) = reduction.args
+    if reduction.op == "sum" or (size := cell.sizes.get(arg, "H")) == ONE:
+        return g
+    if reduction.op == "mean":
+        return g / Expr("units", (), (size,))
+    hit = apply("where", apply("eq", arg, reduction), 1.0, 0.0)  # ties share the gradient
+    return hit * (g / apply("sum", hit, attrs=(1,)))

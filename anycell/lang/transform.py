@@ -56,7 +56,7 @@ def with_recurrent_mask(cell: Cell, per_gate: bool) -> Cell:
     declared: dict[str, Declared] = {}
     for name, d in cell.declared.items():
         apart = per_gate and name == RECURRENT
-        declared |= dict.fromkeys([f"{name}.{g}" for g in cell.gates] if apart else [name], d)
+        declared |= dict.fromkeys([f"{name}.{g}" for g in d.outputs] if apart else [name], d)
     return rewritten(cell, rule, declared)
 
 
@@ -98,7 +98,8 @@ def with_feedback(cell: Cell) -> Cell:
         recurrent = declared[RECURRENT]
         declared[RECURRENT] = recurrent._replace(outputs=(*recurrent.outputs, FREE))
     declared[FEEDBACK] = Declared(cell.gates, 1, False, "H")
-    return rewritten(cell, rule, declared, gates=(*cell.gates, FREE))
+    gates = {"gates": (*cell.gates, FREE), "gate_sizes": {**cell.gate_sizes, FREE: "H"}}
+    return rewritten(cell, rule, declared, **gates)
 
 
 RANK = "rank"  # the size symbol between the two factors of a weight

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from anycell.lang.cell import Cell
+from anycell.lang.cell import ONE, Cell
 from anycell.lang.declare import RESERVED
 from anycell.plan import OF_CALL, OPTIONS
 from anycell.refusal import refuse as refuse
@@ -149,9 +149,10 @@ def check_cell(cell: Any, more: str = "") -> None:
 
 def declared_sizes(cell: Cell) -> list[str]:
     """The size symbols of a cell besides H."""
-    symbols = {state.size for state in cell.states}
+    symbols = {item.size for item in (*cell.states, *cell.params)}
+    symbols |= {*cell.gate_sizes.values(), cell.static_size}
     symbols |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
-    return sorted(symbols - {"H"})
+    return sorted(symbols - {"H", ONE})
 
 
 def check_names(cell: Cell, sizes: Mapping[str, Any]) -> None:
@@ -180,6 +181,7 @@ def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[
             expected = f"the size {name} that cell {cell.name} declares besides H"
             refuse(name, "nothing", expected, f"Pass {name}=... besides the size H.", TypeError)
     known = {"H": hidden_size, **{name: integer(name, size) for name, size in sizes.items()}}
+    known |= {ONE: 1} if cell.broadcasts else {}
     cell.check_sizes(known)
     return known
 

@@ -68,7 +68,7 @@ def projects(
     recurrent = cpu.compiled(plan).projecting
     if recurrent is None or (rows is not None and rows < WORTH_PACKING):
         return False
-    both = len(plan.cell.gates) * plan.hidden_size * (inputs + recurrent.inner)
+    both = plan.gates_width * (inputs + recurrent.inner)
     size = both * plan.types.operands.bytes
     if recurrent.geometry.tiled:
         return holes or (batch >= TILED_ROWS and size <= TILED_WEIGHTS)

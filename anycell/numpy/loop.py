@@ -12,7 +12,7 @@ from anycell.layer.checks import describe, refuse
 from anycell.layer.primitive import arguments
 from anycell.numpy import passes, threads
 from anycell.numpy.check import STRICT
-from anycell.numpy.read import Arrays, Read, Recording, Ref, Traced, read_step, start
+from anycell.numpy.read import Read, Recording, Ref, Traced, read_step, start
 from anycell.plan import Options, plan
 from anycell.plan.dtype import dtypes
 from anycell.read import Reading, Refused
@@ -22,7 +22,7 @@ Tree = Any  # an array, or a tuple, list or dict of trees
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
-class loop:  # noqa: N801 - it is used as a function
+class loop:
     """A step over a sequence: ``outputs, state = loop(step)(x, state)`` in place of ::
 
         for t in range(len(x)):
@@ -77,7 +77,7 @@ class loop:  # noqa: N801 - it is used as a function
         Raises:
             ValueError: if x has no array, or its arrays differ in their number of steps.
         """
-        xs, first = leaves(x), leaves(state)
+        xs = leaves(x)
         steps = {len(array) if np.ndim(array) else 0 for array in xs}
         if len(steps) != 1 or 0 in steps:
             shown = ", ".join(map(describe, xs)) or "no array"
@@ -167,7 +167,9 @@ class _Call:
                 raise Refused(f"x and states have {describe(array)}; only arrays are read")
         dtypes_ = {a.dtype for a in self.first}
         if not self.first or len(dtypes_) != 1 or dtypes_.pop().name not in dtypes("cpu"):
-            raise Refused(f"states have one dtype of {', '.join(dtypes('cpu'))} where they are read")
+            raise Refused(
+                f"states have one dtype of {', '.join(dtypes('cpu'))} where they are read"
+            )
         self.dtype = self.first[0].dtype
         self.recording, traced = start([array[0] for array in self.xs], self.first)
         count = len(self.xs)
@@ -177,6 +179,12 @@ class _Call:
         self.output_refs = [self._ref(leaf) for leaf in leaves(output)]
         if len(self.after_refs) != len(self.first):
             raise Refused("the step returns a state of another structure than it is given")
+        for leaf in leaves(after):
+            if leaf.dtype != self.dtype:
+                raise Refused(
+                    f"the step makes a {leaf.dtype} state of a {self.dtype} one. Instead: give x, "
+                    "states and weights one dtype"
+                )
         self.read = self._known()
 
     def _ref(self, leaf: Any) -> Ref:
@@ -208,11 +216,11 @@ class _Call:
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
                 mine = self._results(read, short, first, "reference")
-            named = [
+            expected, read_ = (
                 {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
                 for results in (step, mine)
-            ]
-            reason = difference(*named, self.dtype.name, name)
+            )
+            reason = difference(expected, read_, self.dtype.name, name)
             if reason is not None:
                 raise Refused(reason)
 
@@ -263,13 +271,22 @@ def _recurrence(
     static = call.get("static")
     state = tuple(np.ascontiguousarray(s) for s in call["state"])
     arrays, sizes = arguments(
-        STRICT, cell, series, learned, run.rows, series, state, call.get("reset_state"), static, None
+        STRICT,
+        cell,
+        series,
+        learned,
+        run.rows,
+        series,
+        state,
+        call.get("reset_state"),
+        static,
+        None,
     )
     names = tuple(n for k in sorted(wanted) for n in reading.names_of(k))
     others = tuple(dict.fromkeys(n for n in names if n != cell.state_names[0]))
     chosen = plan(cell, sizes["H"], run.dtype.name, engine, sizes)
     options = Options(threads=threads.current(), masked_output="repeat")
-    flags = {name: call[name] for name in ("mask", "resets") if name in call}
+    flags: dict[str, Any] = {name: call[name] for name in ("mask", "resets") if name in call}
     output, finals, more, _ = passes.run(
         chosen, {"x": series, **arrays, **learned, **flags}, options, others
     )

@@ -138,7 +138,7 @@ def _refs(argument: Any) -> Iterator[Ref]:
 class Traced(NDArrayOperatorsMixin):
     """An array of the step that is recorded; ``sample`` is what it is at the first step."""
 
-    def __init__(self, recording: Recording, number: int, sample: np.ndarray) -> None:
+    def __init__(self, recording: Recording, number: int, sample: Any) -> None:
         self.recording, self.number, self.sample = recording, number, sample
 
     shape = property(lambda self: self.sample.shape)
@@ -191,7 +191,7 @@ class Traced(NDArrayOperatorsMixin):
     def astype(self, dtype: Any, **options: Any) -> Any:
         if np.dtype(dtype) == self.dtype:
             return self
-        if self.dtype == bool and np.dtype(dtype).kind == "f":
+        if self.dtype.kind == "b" and np.dtype(dtype).kind == "f":
             return _record(np.where, (self, 1.0, 0.0), {})
         _refuse(f"a conversion from {self.dtype} to {np.dtype(dtype)}")
 
@@ -257,16 +257,10 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     number = _append(recording, samples)
     if isinstance(samples, (list, tuple)):
         return [
-            _record(operator.getitem, (Parts(recording, number, samples), i), {})
+            _record(operator.getitem, (Traced(recording, number, samples), i), {})
             for i in range(len(samples))
         ]
     return Traced(recording, number, samples)
-
-
-class Parts(Traced):
-    """Several results of one call."""
-
-    shape = property(lambda self: None)  # type: ignore[assignment]
 
 
 def _append(recording: Recording, sample: Any) -> int:
@@ -339,10 +333,10 @@ class _Reader:
         if not ref.fixed:
             return self.values[ref.number]
         array = self.recording.fixed[ref.number]
-        return Outer("F", array.shape, lambda run: run.fixed[ref.number], array.dtype == bool)
+        return Outer("F", array.shape, lambda run: run.fixed[ref.number], array.dtype.kind == "b")
 
     def _outer(self, kind: str, number: int, shape: tuple[int, ...], dtype: Any) -> Outer:
-        return Outer(kind, shape, lambda run: run.moving(number), dtype == bool)
+        return Outer(kind, shape, lambda run: run.moving(number), dtype.kind == "b")
 
     def _result(self, number: int, record: Record) -> Any:
         graph = self.graph
@@ -360,7 +354,13 @@ class _Reader:
         if known is None:  # several results
             parts = units if isinstance(units, list) else [None] * len(record.parts)
             return [
-                Outer("X", shape, lambda run, i=i: run.moving(number, i), dtype == bool, units=part)
+                Outer(
+                    "X",
+                    shape,
+                    lambda run, i=i: run.moving(number, i),
+                    dtype.kind == "b",
+                    units=part,
+                )
                 for i, ((shape, dtype), part) in enumerate(zip(record.parts, parts, strict=True))
             ]
         outer = self._outer("X", number, *known)

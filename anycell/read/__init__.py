@@ -4,7 +4,8 @@ Frontends trace the user's step and have a table of their framework's operations
 knows no framework.
 """
 
-from anycell.read.printer import Reading, read
+from anycell.read.printer import read
+from anycell.read.reading import Reading
 from anycell.read.units import Graph, Outer, Refused, Value
 
 __all__ = ["Graph", "Outer", "Reading", "Refused", "Value", "read"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from anycell.read.units import Graph, Run, Source, Units, once
+from anycell.read.units import Graph, Run, Source, Units, neighbours, once
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,12 +21,12 @@ class Matrix:
 
     Attributes:
         fetch: run -> the matrix. None stands for the identity.
-        rows: the first of its rows and the one after the last.
+        rows: its rows.
         columns: its columns, or for the identity the rows that the columns pick.
     """
 
     fetch: Callable[[Run], Any] | None
-    rows: tuple[int, int]
+    rows: np.ndarray
     columns: np.ndarray
     sign: int = 1
 
@@ -34,21 +34,21 @@ class Matrix:
         """Whether the next matrix continues this one, column by column."""
         return (
             self.fetch is not None
-            and (self.fetch, self.rows, self.sign) == (after.fetch, after.rows, after.sign)
+            and (self.fetch, self.sign) == (after.fetch, after.sign)
+            and np.array_equal(self.rows, after.rows)
             and bool(self.columns[-1] + 1 == after.columns[0])
         )
 
     def transposed(self, run: Run, arrays: Any) -> Any:
         """The matrix as an array ``[out, in]``."""
-        start, end = self.rows
         if self.fetch is None:
-            picks = np.zeros((len(self.columns), end - start))
+            picks = np.zeros((len(self.columns), len(self.rows)))
             picks[np.arange(len(self.columns)), self.columns] = self.sign
             return arrays.constant(picks, run.dtype)
         matrix = self.fetch(run)
-        if (start, end) != (0, matrix.shape[0]):
-            matrix = arrays.take(matrix, 0, start, end - start)
+        everything = len(self.rows) == matrix.shape[0] and neighbours(self.rows)
         matrix = arrays.move(arrays.index(matrix, self.columns), 0, 1)
+        matrix = matrix if everything else arrays.index(matrix, self.rows)
         return -matrix if self.sign < 0 else matrix
 
 
@@ -125,13 +125,13 @@ def affine(graph: Graph, units: Units) -> Affine | None:
     """The affine map that computes units of kind F or X; None if none does.
 
     Args:
-        units: of one source, neighbours or one unit that is repeated.
+        units: of one source, or one unit that is repeated.
     """
     if len(units) > 1 and (units == units[0]).all():
         units = units[:1]
     source, size = graph.owner(int(units[0])), len(units)
     at = units - source.start
-    if at.max() >= source.size or source.kind == "S":
+    if at.min() < 0 or at.max() >= source.size or source.kind == "S":
         return None
     if source.sort == "outer":
         return _outer(source, at)
@@ -153,7 +153,7 @@ def affine(graph: Graph, units: Units) -> Affine | None:
 
 def _outer(source: Source, at: Units) -> Affine:
     if source.kind == "X":
-        return Affine(len(at), ((source, Matrix(None, (0, source.size), at)),))
+        return Affine(len(at), ((source, Matrix(None, np.arange(source.size), at)),))
     fetch = source.fetch
     assert fetch is not None
     first = lambda run: fetch(run)[0]  # noqa: E731
@@ -167,6 +167,8 @@ def _kept(source: Source, name: str, fetch: Callable[[Run], Any]) -> Callable[[R
 
 
 def _product(graph: Graph, source: Source, at: Units) -> Affine | None:
+    if source.heads > 1:
+        return None
     weight, arrays = source.fetch, graph.arrays
     assert weight is not None
     terms: list[tuple[Source, Matrix]] = []
@@ -178,7 +180,7 @@ def _product(graph: Graph, source: Source, at: Units) -> Affine | None:
         end = row + len(units)
         for inputs, matrix in part.terms:
             if matrix.fetch is None and matrix.sign == 1 and len(units) == inputs.size:
-                terms.append((inputs, Matrix(weight, (row, end), at)))
+                terms.append((inputs, Matrix(weight, np.arange(row, end), at)))
                 continue
 
             def composed(run: Run, first: Matrix = matrix, row: int = row, end: int = end) -> Any:
@@ -186,7 +188,7 @@ def _product(graph: Graph, source: Source, at: Units) -> Affine | None:
                 return into @ arrays.take(weight(run), 0, row, end - row)
 
             fetch = _kept(source, f"{number} {inputs.start}", composed)
-            terms.append((inputs, Matrix(fetch, (0, inputs.size), at)))
+            terms.append((inputs, Matrix(fetch, np.arange(inputs.size), at)))
         if part.constants:
 
             def fixed(run: Run, part: Affine = part, row: int = row, end: int = end) -> Any:
@@ -220,7 +222,8 @@ def _operation(arrays: Any, op: str, size: int, parts: Sequence[Affine | float])
 
     every = np.arange(size)
     terms = tuple(
-        (source, Matrix(scaled(matrix), (0, source.size), every)) for source, matrix in value.terms
+        (source, Matrix(scaled(matrix), np.arange(source.size), every))
+        for source, matrix in value.terms
     )
     if not value.constants:
         return Affine(size, terms)

@@ -10,8 +10,8 @@ import keyword
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from anycell import lang
 from anycell.lang.cell import ARRAYS
 from anycell.lang.text import from_text
 from anycell.read.affine import Affine, Constant, Matrix, affine
-from anycell.read.units import Graph, Refused, Run, Source, Units, Value
+from anycell.read.reading import Flags, Piece, Reading
+from anycell.read.units import Graph, Refused, Source, Units, Value, neighbours, occurrences
 
 # How tightly the operators of Python bind; a call binds as a name does.
 COMPARISON, OR, AND, SUM, PRODUCT, SIGN, NAME = range(7)
@@ -101,228 +102,9 @@ class Product:
     name: str
     operand: Node
     size: int
+    heads: int
     blocks: list[Matrix] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Units ``start`` to ``end`` of the user's state ``state``: a state of the cell."""
-
-    state: int
-    start: int
-    end: int
-    name: str
-
-    @property
-    def size(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(frozen=True, eq=False)
-class Flags:
-    """A condition on x, for each row, that says at which steps states are held or start anew.
-
-    Attributes:
-        source, unit: where it comes from; it holds where the number is 1.
-        inverted: whether the flags are where it does not hold.
-        restored: for each state of the cell, what resets restore; None for a mask.
-    """
-
-    source: Source
-    unit: int
-    inverted: bool
-    restored: tuple[Affine, ...] | None = None
-
-    def array(self, run: Run, arrays: Any) -> Any:
-        """``[time, rows]``, boolean."""
-        assert self.source.fetch is not None
-        values = arrays.take(self.source.fetch(run), 2, self.unit, 1)
-        values = arrays.broadcast(values, (run.steps, run.rows, 1))
-        values = arrays.reshape(values, (run.steps, run.rows))
-        return values < 0.5 if self.inverted else values > 0.5
-
-
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """A step that was read: a cell, and how the arrays of its call follow from the user's.
-
-    Attributes:
-        text: the cell, as users would write it.
-        cell: the cell.
-        size: the hidden size.
-        gates, params, static: what the cell sees of x and of the weights, by the cell's names.
-        weights: the matrices of each output of each ``linear``.
-        pieces: the states of the cell.
-        flags: resets or a mask, if the step has such a condition on all of its states.
-        axis, shapes: of the user's states: the axis of the batch, and the shapes.
-    """
-
-    text: str
-    cell: lang.Cell
-    arrays: Any
-    size: int
-    gates: tuple[Affine, ...]
-    params: Mapping[str, Affine]
-    static: Affine | None
-    weights: Mapping[str, tuple[Matrix, ...]]
-    pieces: tuple[Piece, ...]
-    flags: Flags | None
-    axis: int | None
-    shapes: tuple[tuple[int, ...], ...]
-
-    # -- the arrays of a call --------------------------------------------------------------------
-    def call(self, run: Run, first: Sequence[Any]) -> dict[str, Any]:
-        """The arguments of ``recurrence`` besides the cell.
-
-        Args:
-            run: with ``dtype``, ``steps``, ``rows`` and ``memo``.
-            first: the user's states before the first step.
-        """
-        arrays = self.arrays
-        weights = {
-            f"weight_{name}": _joined(arrays, 0, [m.transposed(run, arrays) for m in matrices])
-            for name, matrices in self.weights.items()
-        }
-        for name, part in self.params.items():
-            weights[name] = arrays.reshape(part.constant(run, arrays), (part.size,))
-        call: dict[str, Any] = {"weights": weights, "state": tuple(self._start(run, first))}
-        if self.flags is not None:
-            call |= self._flags(self.flags, run)
-        if self.static is not None:
-            value = self.static.constant(run, arrays)
-            call["static"] = arrays.broadcast(value, (run.rows, self.static.size))
-        if self.projected:
-            return call | {"x": self._input(run, weights)}
-        return call | {"x": None, "gates": self._gates(run)}
-
-    def _flags(self, flags: Flags, run: Run) -> dict[str, Any]:
-        arrays, values = self.arrays, flags.array(run, self.arrays)
-        if flags.restored is None:  # a state that is held is also what the step returns
-            return {"mask": values, "masked_output": "repeat"}
-        restored = []
-        for part, piece in zip(flags.restored, self.pieces, strict=True):
-            state = part.constant(run, arrays)
-            size = self.size if piece.size == 1 else piece.size
-            restored.append(arrays.broadcast(state, (run.rows, size)))
-        return {"resets": values, "reset_state": tuple(restored)}
-
-    @functools.cached_property
-    def projected(self) -> bool:
-        """Whether the layer projects x: each gate is a matrix times what comes from outside."""
-        whole = not any(part.direct or part.per_row for part in self.gates)
-        return whole and bool(self._sources)
-
-    @functools.cached_property
-    def _sources(self) -> tuple[Source, ...]:
-        """What gates are affine in, in the order of its use."""
-        return tuple(dict.fromkeys(source for part in self.gates for source, _ in part.terms))
-
-    @functools.cached_property
-    def _merged(self) -> list[Affine]:
-        """The gates, with neighbours that are columns of the same matrices as one."""
-        merged: list[Affine] = []
-        for part in self.gates:
-            last = merged[-1] if merged else None
-            joined = last and _merge(last, part)
-            merged[len(merged) - bool(joined) :] = [joined or part]
-        return merged
-
-    def _input(self, run: Run, weights: dict[str, Any]) -> Any:
-        """The input of the layer; adds the weights of its projection to ``weights``."""
-        arrays, inputs, rows = self.arrays, [], []
-        for source in self._sources:
-            assert source.fetch is not None
-            array = source.fetch(run)
-            inputs.append(arrays.broadcast(array, (run.steps, run.rows, source.size)))
-        for part in self._merged:
-            blocks = []
-            for source in self._sources:
-                matrices = [m.transposed(run, arrays) for s, m in part.terms if s is source]
-                empty = arrays.zeros((part.size, source.size), run.dtype)
-                blocks.append(sum(matrices[1:], matrices[0]) if matrices else empty)
-            rows.append(_joined(arrays, 1, blocks))
-        weights["weight_ih"] = _joined(arrays, 0, rows)
-        if any(part.constants for part in self._merged):
-            biases = []
-            for part in self._merged:
-                bias = part.constant(run, arrays)
-                empty = arrays.zeros((part.size,), run.dtype)
-                biases.append(empty if bias is None else arrays.reshape(bias, (part.size,)))
-            weights["bias_ih"] = _joined(arrays, 0, biases)
-        return _joined(arrays, 2, inputs)
-
-    def _gates(self, run: Run) -> Any:
-        """All gates of all steps: ``[time, rows, sum of their sizes]``."""
-        arrays, shape = self.arrays, (run.steps, run.rows)
-        if not self.gates:
-            return arrays.zeros((*shape, 1), run.dtype)
-        parts = [part.value(run, arrays) for part in self._merged]
-        return _joined(
-            arrays, 2, [arrays.broadcast(part, (*shape, part.shape[-1])) for part in parts]
-        )
-
-    # -- states ----------------------------------------------------------------------------------
-    def _start(self, run: Run, first: Sequence[Any]) -> list[Any]:
-        arrays, start = self.arrays, []
-        for piece in self.pieces:
-            state = arrays.cast(first[piece.state], run.dtype)
-            if self.axis:
-                state = arrays.move(state, self.axis, 0)
-            state = arrays.reshape(state, (run.rows, -1))
-            if piece.size != state.shape[1]:
-                state = arrays.take(state, 1, piece.start, piece.size)
-            if piece.size == 1:  # a state of one unit is declared as H equal ones
-                state = arrays.broadcast(state, (run.rows, self.size))
-            start.append(state)
-        return start
-
-    def joined(self, state: int, values: Mapping[str, Any]) -> Any:
-        """The user's state, from the values of the cell's states by name, ``[..., rows, size]``."""
-        arrays, parts = self.arrays, []
-        for piece in self.pieces:
-            if piece.state == state:
-                value = values[piece.name]
-                narrow = piece.size == 1 and self.size > 1
-                parts.append(arrays.take(value, len(value.shape) - 1, 0, 1) if narrow else value)
-        whole = _joined(arrays, len(parts[0].shape) - 1, parts)
-        lead, rows = tuple(whole.shape[:-2]), whole.shape[-2]
-        units = tuple(n for i, n in enumerate(self.shapes[state]) if i != self.axis)
-        if self.axis is None:
-            return arrays.reshape(whole, (*lead, *units))
-        whole = arrays.reshape(whole, (*lead, rows, *units))
-        return arrays.move(whole, len(lead), len(lead) + self.axis) if self.axis else whole
-
-    def names_of(self, state: int) -> tuple[str, ...]:
-        """The names of the cell's states that the user's state consists of."""
-        return tuple(piece.name for piece in self.pieces if piece.state == state)
-
-
-def _joined(arrays: Any, axis: int, parts: Sequence[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else arrays.cat(list(parts), axis)
-
-
-def _merge(a: Affine, b: Affine) -> Affine | None:
-    """Two neighbours as columns of the same matrices; None if they are not."""
-    if (len(a.terms), len(a.constants)) != (len(b.terms), len(b.constants)):
-        return None
-    terms, constants = [], []
-    for (source, matrix), (other, after) in zip(a.terms, b.terms, strict=True):
-        if source is not other or not matrix.joins(after):
-            return None
-        columns = np.concatenate([matrix.columns, after.columns])
-        terms.append((source, Matrix(matrix.fetch, matrix.rows, columns, matrix.sign)))
-    for constant, next_one in zip(a.constants, b.constants, strict=True):
-        if isinstance(constant, Constant) and isinstance(next_one, Constant):
-            if not constant.joins(next_one):
-                return None
-            columns = np.concatenate([constant.columns, next_one.columns])
-            constants.append(Constant(constant.fetch, columns, constant.sign, constant.per_row))
-        elif constant == next_one:
-            constants.append(constant)
-        else:
-            return None
-    return Affine(a.size + b.size, tuple(terms), tuple(constants))
 
 
 def read(graph: Graph, states: Sequence[tuple[Value, Any]], name: str) -> Reading:
@@ -346,7 +128,7 @@ class _Printer:
         self.shapes = tuple(before.shape for before, _ in states)
         self.sources = [graph.owner(int(units[0])) for _, _, units in views]
         self.nodes: dict[bytes, Node] = {}
-        self.products: dict[tuple[Node, int, int], Product] = {}
+        self.products: dict[tuple[Node, int, int, int], Product] = {}
         self.gates: dict[str, tuple[Node, Affine]] = {}
         self.params: dict[str, tuple[Node, Affine]] = {}
         self.static: tuple[Node, Affine] | None = None
@@ -355,17 +137,16 @@ class _Printer:
             for (_, value), source, shape in zip(states, self.sources, self.shapes, strict=True)
         ]
         after, condition, restored = self._conditions(after)
-        graph.settle(list(zip(self.sources, after, strict=True)))
+        live = graph.live([*after, *(source.units for source in self.sources)])
+        graph.settle(list(zip(self.sources, after, strict=True)), live)
         self.pieces = self._pieces()
-        self.flags = condition and self._flags(*condition, restored)
-        self.index = {(p.state, p.start, p.end): p.name for p in self.pieces}
+        self.index = {(p.state, p.at.tobytes()): p.name for p in self.pieces}
+        self.flags = condition and self._flags(condition, restored)
         self.results = []
         for piece in self.pieces:
-            source = self.sources[piece.state]
-            node = self.of(after[piece.state][piece.start : piece.end])
-            if source.boolean:
-                node = self._node("number", node)
-            self.results.append(node)
+            node = self.of(after[piece.state][piece.at])
+            boolean = self.sources[piece.state].boolean
+            self.results.append(self._node("number", node) if boolean else node)
 
     def _after(self, value: Any, source: Source, shape: tuple[int, ...]) -> Units:
         """The units of a new state."""
@@ -390,10 +171,10 @@ class _Printer:
         masks = [
             self._where(units, source) for units, source in zip(after, self.sources, strict=True)
         ]
-        conditions = {mask and mask[0] for mask in masks}
-        if len(conditions) == 1 and masks[0] and all(isinstance(m[1], np.ndarray) for m in masks):
-            return [mask[1] for mask in masks], conditions.pop(), None
-        live = self._live(after)
+        held = [mask for mask in masks if mask is not None and isinstance(mask[1], np.ndarray)]
+        if len(held) == len(masks) and len({condition for condition, _ in held}) == 1:
+            return [value for _, value in held], held[0][0], None
+        live = self.graph.live(after)
         starts: list[dict[Any, Any]] = [{} for _ in self.sources]
         renamed: list[tuple[Source, Source]] = []
         for user in live:
@@ -405,7 +186,7 @@ class _Printer:
                     text = repr(value) if isinstance(value, float) else value.tobytes()
                     starts[number][condition, text] = value
                     renamed.append((user, source))
-                elif any(_touches(units, source) for units in _units(user)):
+                elif any(_touches(units, source) for units in user.operand_units):
                     return after, None, None
         if any(_touches(units, source) for units in after for source in self.sources):
             return after, None, None
@@ -435,19 +216,8 @@ class _Printer:
                 return (unit, bool(inverted)), value
         return None
 
-    def _live(self, after: Sequence[Units]) -> list[Source]:
-        """The sources that new states follow from."""
-        graph, live, todo = self.graph, {}, list(after)
-        while todo:
-            units = todo.pop()
-            for run in graph.runs(units):
-                source = graph.owner(int(run[0]))
-                if id(source) not in live:
-                    live[id(source)] = source
-                    todo += _units(source)
-        return list(live.values())
-
-    def _flags(self, unit: int, inverted: bool, restored: list[Any] | None) -> Flags | None:
+    def _flags(self, condition: tuple[int, bool], restored: list[Any] | None) -> Flags:
+        unit, inverted = condition
         source = self.graph.owner(unit)
         at = unit - source.start
         if restored is None:
@@ -458,7 +228,7 @@ class _Printer:
             if isinstance(value, float):
                 parts.append(Affine(piece.size, (), (value,)))
                 continue
-            part = affine(self.graph, value[piece.start : piece.end])
+            part = affine(self.graph, value[piece.at])
             if part is None:
                 raise Refused("this step resets states to a value that is computed in the step")
             parts.append(part)
@@ -468,14 +238,13 @@ class _Printer:
         taken: set[str] = set()
         pieces = []
         for state, source in enumerate(self.sources):
-            parts = self.graph.pieces(source)
-            for number, (start, end) in enumerate(parts):
+            for number, at in enumerate(source.pieces):
                 label = source.name or f"s{state}"
-                label = _identifier(label if len(parts) == 1 else f"{label}_{number}")
+                label = _identifier(label if len(source.pieces) == 1 else f"{label}_{number}")
                 if not label or label in taken or label in ARRAYS:
                     label = f"s{state}_{number}"
                 taken.add(label)
-                pieces.append(Piece(state, start, end, label))
+                pieces.append(Piece(state, at, label))
         return tuple(pieces)
 
     # -- expressions -----------------------------------------------------------------------------
@@ -495,7 +264,7 @@ class _Printer:
     def _of(self, units: Units) -> Node:
         graph, size = self.graph, len(units)
         spread = graph.spread(units) if size > 1 else None
-        if spread is not None:
+        if spread is not None and spread.sort == "reduction":
             operand = self.of(spread.operands[0].reshape(-1))
             return Node(f"{spread.op}({{0}}, groups={spread.size})", (operand,), NAME, size)
         source = graph.owner(int(units[0]))
@@ -539,11 +308,11 @@ class _Printer:
         return self._node("truth", node) if boolean else node
 
     def _state(self, source: Source, at: Units) -> Node:
-        place = self.sources.index(source), int(at[0]), int(at[-1]) + 1
-        if place not in self.index or (at != np.arange(place[1], place[2])).any():
+        place = self.sources.index(source), at.tobytes()
+        if place not in self.index:
             raise Refused(
-                "this step takes units of a state that are not neighbours, by a stride, a roll or "
-                "a permutation. Instead: multiply the state by a fixed matrix that picks them."
+                "this step takes the units of a state in another order, as by a roll or a "
+                "permutation. Instead: multiply the state by a fixed matrix that orders them."
             )
         node = Node(f"s.{self.index[place]}", size=len(at))
         return self._node("truth", node) if source.boolean else node
@@ -554,48 +323,72 @@ class _Printer:
                 f"this step uses the {source.op} of groups of units for other units than those of "
                 "its group. Instead: multiply by a matrix of zeros and ones."
             )
-        parts = []
-        for operand in self._split(source.operands[0][at[0]]):
-            whole = Node(f"{source.op}({{0}})", (operand[0],)) if operand[1] > 1 else operand[0]
-            parts.append(whole)
-        joins = "maximum" if source.op == "max" else "add"
-        return functools.reduce(lambda a, b: self._node(joins, a, b), parts)
+        units = source.operands[0][at[0]]
+        pieces = list(self._split(units))
+        op = "sum" if source.op == "mean" and len(pieces) > 1 else source.op
+        parts = [
+            Node(f"{op}({{0}})", (operand,)) if len(places) > 1 else operand
+            for operand, places in pieces
+        ]
+        joins = "maximum" if op == "max" else "add"
+        total = functools.reduce(lambda a, b: self._node(joins, a, b), parts)
+        whole = op == source.op
+        return total if whole else self._node("mul", total, _number(1.0 / len(units)))
 
-    def _split(self, units: Units) -> list[tuple[Node, int, int]]:
-        """The pieces of units: the expression, its size, and where it begins."""
-        pieces, begin = [], 0
-        for run in self.graph.runs(units):
-            if len(run) > 1 and run[0] == run[1]:  # one unit, repeated
-                pieces += [(self.of(run[:1]), 1, begin + i) for i in range(len(run))]
-                begin += len(run)
-                continue
-            source = self.graph.owner(int(run[0]))
-            start = int(run[0]) - source.start
-            for a, b in self.graph.pieces(source, start, start + len(run)):
-                pieces.append((self.of(source.start + np.arange(a, b)), b - a, begin + a - start))
-            begin += len(run)
-        return pieces
+    def _split(self, units: Units) -> Iterator[tuple[Node, np.ndarray]]:
+        """The pieces that units consist of, in any order, and the places of their units."""
+        turns = occurrences(units)
+        for turn in range(int(turns.max()) + 1):
+            chosen = np.flatnonzero(turns == turn)
+            for source, inside in self.graph.owners(units[chosen]):
+                places = chosen[inside]
+                at = units[places] - source.start
+                for piece in source.pieces:
+                    if (here := np.isin(at, piece)).any():
+                        order = np.argsort(at[here])
+                        yield self.of(source.start + piece), places[here][order]
 
     def _matmul(self, source: Source, at: Units) -> Node:
-        terms = []
         assert source.fetch is not None
-        for units, row in source.operands:
-            for operand, size, begin in self._split(units):
-                rows = row + begin, row + begin + size
-                terms.append(self._linear(operand, Matrix(source.fetch, rows, at)))
+        if source.heads > 1:
+            return self._heads(source, at)
+        terms = [
+            self._linear(operand, Matrix(source.fetch, row + places, at))
+            for units, row in source.operands
+            for operand, places in self._split(units)
+        ]
         return functools.reduce(lambda a, b: self._node("add", a, b), terms)
 
+    def _heads(self, source: Source, at: Units) -> Node:
+        """A block-diagonal product of all heads, which are used alike."""
+        heads, width = source.heads, source.size // source.heads
+        columns = at[: len(at) // heads]
+        alike = np.arange(heads)[:, None] * width + columns
+        (units, _), *_ = source.operands
+        (operand, places), *others = self._split(units)
+        if others or not neighbours(places) or not np.array_equal(at, alike.reshape(-1)):
+            raise Refused(
+                "this step multiplies parts of a state by matrices of their own, and uses the "
+                "products of the parts differently. Instead: write one product for each part."
+            )
+        rows = np.arange(len(units) // heads)
+        return self._output(operand, Matrix(source.fetch, rows, columns), len(at), heads)
+
+    def _output(self, operand: Node, matrix: Matrix, size: int, heads: int = 1) -> Node:
+        """An output of the ``linear`` of this operand and size."""
+        key = operand, len(matrix.rows), size, heads
+        if key not in self.products:
+            self.products[key] = Product(f"w{len(self.products)}", operand, size, heads)
+        product = self.products[key]
+        output = Node(f"{product.name}_{len(product.outputs)}", (), NAME, size)
+        product.blocks.append(matrix)
+        product.outputs.append(output)
+        return output
+
     def _linear(self, operand: Node, matrix: Matrix) -> Node:
-        rows, size = matrix.rows[1] - matrix.rows[0], len(matrix.columns)
+        rows, size = len(matrix.rows), len(matrix.columns)
         if rows > 1 and size > 1:
-            key = operand, rows, size
-            if key not in self.products:
-                self.products[key] = Product(f"w{len(self.products)}", operand, size)
-            product = self.products[key]
-            output = Node(f"{product.name}_{len(product.outputs)}", (), NAME, size)
-            product.blocks.append(matrix)
-            product.outputs.append(output)
-            return output
+            return self._output(operand, matrix, size)
         # One row or one column is no matmul: its numbers are parameters.
         arrays = self.graph.arrays
         if rows == 1:
@@ -609,16 +402,11 @@ class _Printer:
     # -- text ------------------------------------------------------------------------------------
     def reading(self) -> Reading:
         size, symbols = self._symbols()
-        for leaves in (self.gates, self.params):
-            for leaf, (node, part) in leaves.items():
-                if part.size == 1:
-                    leaves[leaf] = Node(node.form, size=size), _widened(part, size)
-                elif part.size != size:
-                    raise Refused("sizes of gates come later")
+        self._sort()
         if not self.gates:  # a cell has at least one
             self.gates["g0"] = Node("x.g0"), Affine(1, (), (0.0,))
         gates = " ".join(f"{n}{symbols[node.size]}" for n, (node, _) in self.gates.items())
-        state = " ".join(p.name + (symbols[p.size] if p.size > 1 else "") for p in self.pieces)
+        state = " ".join(f"{piece.name}{symbols[piece.size]}" for piece in self.pieces)
         declared = f'gates="{gates}", state="{state}"'
         arguments = "x, r, s"
         if self.params:
@@ -630,6 +418,9 @@ class _Printer:
             arguments += ", e"
         body = self._body(symbols)
         lines = [f"@cell({declared}, bias=False)", f"def {self.name}({arguments}):"]
+        if self.flags is not None:
+            option = "mask" if self.flags.restored is None else "resets"
+            lines.append(f"    # the step's condition on all states is {option}= of the call")
         lines += [f"    {line}" for line in body]
         used = {"cell", *re.findall(r"\b[a-z_]+(?=\()", "\n".join(body))}
         names = ", ".join(sorted(used & set(lang.__all__)))
@@ -638,14 +429,37 @@ class _Printer:
             cell = from_text(text)
         except (lang.CellError, ValueError) as error:
             raise Refused(f"the language has no such cell: {error}") from error
-        weights = {product.name: tuple(_blocks(product)) for product in self.products.values()}
+        weights = {p.name: (p.heads, tuple(_blocks(p))) for p in self.products.values()}
         return Reading(
             text, cell, self.graph.arrays, size,
+            {symbol[1:]: n for n, symbol in symbols.items() if symbol[1:].isalpha()},
             tuple(part for _, part in self.gates.values()),
             {name: part for name, (_, part) in self.params.items()},
             None if self.static is None else self.static[1],
             weights, self.pieces, self.flags, self.axis, self.shapes,
         )  # fmt: skip
+
+    def _sort(self) -> None:
+        """Puts gates and outputs in the order of the user's matrices, so that no weight is cut."""
+        seen: dict[Any, int] = {}
+
+        def place(matrix: Matrix) -> tuple[int, int]:
+            return seen.setdefault(matrix.fetch, len(seen)), int(matrix.columns[0])
+
+        def gate(entry: tuple[Node, Affine]) -> tuple[int, ...]:
+            terms = entry[1].terms
+            return (terms[0][0].start, *place(terms[0][1])) if terms else (-1,)
+
+        self.gates = {f"g{i}": e for i, e in enumerate(sorted(self.gates.values(), key=gate))}
+        for name, (node, _) in self.gates.items():
+            node.form = f"x.{name}"
+        for product in self.products.values():
+            pairs = zip(product.blocks, product.outputs, strict=True)
+            ordered = sorted(pairs, key=lambda pair: place(pair[0]))
+            product.blocks = [matrix for matrix, _ in ordered]
+            product.outputs = [output for _, output in ordered]
+            for number, output in enumerate(product.outputs):
+                output.form = f"{product.name}_{number}"
 
     def _symbols(self) -> tuple[int, dict[int, str]]:
         """The hidden size, and what a declaration says of each size."""
@@ -665,7 +479,14 @@ class _Printer:
 
     def _body(self, symbols: Mapping[int, str]) -> list[str]:
         """The lines of the function: values that are used twice have names."""
-        makers = {id(o): product for product in self.products.values() for o in product.outputs}
+        makers: dict[int, Product] = {}
+        for product in self.products.values():
+            for output in product.outputs:
+                makers[id(output)] = product
+            if len(product.outputs) == 1:
+                del makers[id(output)]
+                output.form = _call(product, symbols[product.size])
+                output.operands = (product.operand,)
         seen: set[int] = set()
         order: list[Node] = []
 
@@ -674,8 +495,8 @@ class _Printer:
             if id(node) in seen:
                 return
             seen.add(id(node))
-            product = makers.get(id(node))
-            operands = node.operands if product is None else (product.operand,)
+            maker = makers.get(id(node))
+            operands = node.operands if maker is None else (maker.operand,)
             for operand in operands:
                 visit(operand)
             order.append(node)
@@ -685,32 +506,18 @@ class _Printer:
         lines: list[str] = []
         written: set[str] = set()
         for node in order:
-            product = makers.get(id(node))
-            if product is not None:
-                if product.name not in written:
-                    written.add(product.name)
-                    lines.append(_call(product, symbols[product.size]))
+            maker = makers.get(id(node))
+            if maker is not None:
+                if maker.name not in written:
+                    written.add(maker.name)
+                    names = ", ".join(output.form for output in maker.outputs)
+                    call = _call(maker, symbols[maker.size])
+                    lines.append(f"{names} = {call.format(maker.operand)}")
             elif node.operands and (node.uses > 1 or _long(node)):
                 text = format(node)
                 node.name = f"t{sum(line.startswith('t') for line in lines)}"
                 lines.append(f"{node.name} = {text}")
         return [*lines, f"return {', '.join(map(format, self.results))}"]
-
-
-def _widened(part: Affine, size: int) -> Affine:
-    def wide(leaf: Any) -> Any:
-        if isinstance(leaf, float):
-            return leaf
-        return replace(leaf, columns=np.repeat(leaf.columns, size))
-
-    terms = tuple((source, wide(matrix)) for source, matrix in part.terms)
-    return Affine(size, terms, tuple(map(wide, part.constants)))
-
-
-def _units(source: Source) -> list[Units]:
-    """The units that a source is computed from."""
-    units = [o[0] if isinstance(o, tuple) else o for o in source.operands]
-    return [u.reshape(-1) for u in units if isinstance(u, np.ndarray)]
 
 
 def _touches(units: Units, source: Source) -> bool:
@@ -733,11 +540,12 @@ def _long(node: Node) -> bool:
 
 
 def _call(product: Product, symbol: str) -> str:
+    """The call of ``linear``, with a place for its operand."""
     names = [output.form for output in product.outputs]
-    size = f', size="{symbol[1:]}"' if symbol else ""
-    gates = f', gates="{" ".join(names)}"'
-    made = f'linear({product.operand:0}, "{product.name}"{gates}{size})'
-    return f"{', '.join(names)}{',' * (len(names) == 1)} = {made}"
+    options = f', gates="{" ".join(names)}"' if len(names) > 1 else ""
+    options += f", heads={product.heads}" if product.heads > 1 else ""
+    options += f', size="{symbol[1:]}"' if symbol else ""
+    return f'linear({{0}}, "{product.name}"{options})'
 
 
 def _blocks(product: Product) -> list[Matrix]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 STEPS = 3
-# The largest norm(read - step) / norm(step): far above rounding, far below what a misread step errs.
+# The largest norm(read - step) / norm(step): far above rounding, far below a misread step's.
 LIMITS = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 
 
@@ -35,8 +35,8 @@ def difference(
     """
     for name, expected in step.items():
         expected = np.asarray(expected, np.float64)
-        error = np.linalg.norm(np.asarray(reading[name], np.float64) - expected)
-        size = np.linalg.norm(expected)
+        error = float(np.linalg.norm(np.asarray(reading[name], np.float64) - expected))
+        size = float(np.linalg.norm(expected))
         if not error <= LIMITS[dtype] * max(size, 1e-3):  # NaN counts as different
             return (
                 f"the reading was tried against the step, from {start}: {name} differs by "

@@ -22,7 +22,6 @@ project x itself, however the projection is written.
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -89,8 +88,9 @@ class Source:
         operands: of an op, the units [size] or a number; of a product, pairs of units and the row
             of the matrix where they begin; of a reduction, the units of each result.
         fetch: of an outer value, run -> [time or 1, rows or 1, size]; of a product, run -> the
-            matrix [in, size].
-        cuts: where the printer cuts it into pieces.
+            matrix [in, size], or [heads, in, size / heads].
+        heads: of a product, its number of blocks.
+        pieces: groups of units that are always used together, as arrays of positions.
     """
 
     sort: str
@@ -103,12 +103,19 @@ class Source:
     per_row: bool = False
     boolean: bool = False
     name: str = ""
-    cuts: set[int] = field(default_factory=set)
+    heads: int = 1
+    pieces: list[np.ndarray] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)  # functions of a call, made once
 
     @property
     def units(self) -> Units:
         return np.arange(self.start, self.start + self.size, dtype=np.int64)
+
+    @property
+    def operand_units(self) -> list[Units]:
+        """All units that it is computed from, flat."""
+        units = [o[0] if isinstance(o, tuple) else o for o in self.operands]
+        return [u.reshape(-1) for u in units if isinstance(u, np.ndarray)]
 
 
 def once(run: Run, fetch: Callable[[Run], Any]) -> Any:
@@ -149,8 +156,7 @@ class Graph:
         self._starts.append(made.start)
         self._count += size
         if not kind:
-            units = [o[0] if isinstance(o, tuple) else o for o in made.operands]
-            made.kind = self.kind(*(u for u in units if isinstance(u, np.ndarray)))
+            made.kind = self.kind(*made.operand_units)
         return made
 
     def owner(self, unit: int) -> Source:
@@ -293,6 +299,8 @@ class Graph:
             op, maps = self._gather(op, *maps)
         if op in ("div", "reciprocal"):
             op, maps = self._logistic(op, maps)
+        if op in ("mul", "div") and (mean := self._mean(op, *maps)) is not None:
+            return self.value(mean, axis, units)
         return self.value(self._op(op, size, maps, boolean), axis, units)
 
     def _common(
@@ -322,20 +330,37 @@ class Graph:
             if inner_a is None or inner_b is not None:
                 return op, [a, b]
             outer_b = -b if isinstance(b, float) else self._op("neg", len(b), [b]).units
-        if outer_a is None and outer_b is None or inner_a is None and inner_b is None:
+        if (outer_a is None and outer_b is None) or (inner_a is None and inner_b is None):
             return op, [a, b]
         return "add", [self._sum(inner_a, inner_b), self._sum(outer_a, outer_b)]
 
     def _logistic(self, op: str, maps: list[Any]) -> tuple[str, list[Any]]:
         """Finds the sigmoid in ``1 / (1 + exp(-v))``."""
-        one = op == "reciprocal" or isinstance(maps[0], float) and maps[0] == 1.0
+        one = op == "reciprocal" or (isinstance(maps[0], float) and maps[0] == 1.0)
         if not one or isinstance(maps[-1], float):
             return op, maps
-        total = self.operands("add", maps[-1])
+        total = self.operands("add", maps[-1])  # has the number on its right
         one = bool(total) and isinstance(total[1], float) and total[1] == 1.0
         raised = one and self.operands("exp", total[0])
         negative = raised and self.operands("neg", raised[0])
         return ("sigmoid", negative) if negative else (op, maps)
+
+    def _mean(self, op: str, a: Any, b: Any) -> Source | None:
+        """A sum over units that is divided by their number, as one reduction."""
+        total, factor = (a, b) if isinstance(b, float) else (b, a)
+        if not isinstance(factor, float) or factor == 0.0 or (op == "div" and total is b):
+            return None
+        source = self.owner(int(total[0]))
+        if source.op != "sum" or source.sort != "reduction":
+            return None
+        at = total - source.start
+        if at.min() < 0 or at.max() >= source.size:
+            return None
+        rows = source.operands[0][at]
+        count = factor if op == "div" else 1.0 / factor
+        if abs(count / rows.shape[1] - 1.0) > 1e-6:
+            return None
+        return self.source("reduction", len(rows), op="mean", operands=[rows])
 
     def operands(self, op: str, units: Any) -> list[Any]:
         """The operands of the op that computes these units; none if another computes them."""
@@ -386,6 +411,41 @@ class Graph:
         shape = tuple(size for i, size in enumerate(lead) if i != axis)
         return self._with_rows(np.stack(parts).reshape(*shape, *out), axis)
 
+    def heads(
+        self, value: Value, head: int, axes: tuple[int, ...], out: tuple[int, ...], weight: Any
+    ) -> Value:
+        """Contracts ``axes`` of each part of a value along ``head`` with a matrix of its own.
+
+        Args:
+            weight: run -> [heads, in, out].
+
+        Returns:
+            the products, ``[heads, axes of the value that are left, *out]``.
+        """
+        count = value.shape[head]
+        free = [i for i in range(len(value.shape)) if i not in (head, *axes)]
+        moved = np.transpose(value.ids, (head, *free, *axes))
+        moved = moved.reshape(*moved.shape[: 1 + len(free)], -1)
+        axis, shape, units = self.view(Value(moved))
+        if axis == 0:
+            self.refuse("this multiplies each row of the batch by a matrix of its own")
+        fetch = lambda run: once(run, weight)  # noqa: E731
+        if len(shape) == 2 and self.kind(units) == "S" and count > 1:
+            one = self.source(
+                "product", count * math.prod(out), fetch=fetch, operands=[(units, 0)], heads=count
+            )
+            return self._with_rows(one.units.reshape(count, *out), axis)
+        arrays, parts = self.arrays, []
+        for number in range(count):
+
+            def matrix(run: Run, number: int = number) -> Any:
+                every = fetch(run)
+                return arrays.reshape(arrays.take(every, 0, number, 1), every.shape[1:])
+
+            part = Value(moved[number])
+            parts.append(self.product(part, (moved.ndim - 2,), out, matrix).ids)
+        return Value(np.stack(parts))
+
     def _product(self, units: Units, size: int, weight: Any) -> Units:
         """One row times the matrix; what needs no state is a product, and a term, of its own."""
         parts: dict[bool, list[tuple[Units, int]]] = {True: [], False: []}
@@ -393,15 +453,12 @@ class Graph:
         for run in self.runs(units):
             parts[self.kind(run) == "S"].append((run, at))
             at += len(run)
-        inner, outer = (
-            self.source("product", size, fetch=weight, operands=parts[which]).units
-            if parts[which]
-            else None
-            for which in (True, False)
-        )
-        if inner is None or outer is None:
-            return outer if inner is None else inner
-        return self._op("add", size, [inner, outer]).units
+        terms = [
+            self.source("product", size, fetch=weight, operands=parts[inner]).units
+            for inner in (True, False)
+            if parts[inner]
+        ]
+        return terms[0] if len(terms) == 1 else self._op("add", size, terms).units
 
     def reduce(self, op: str, value: Value, axes: Sequence[int], keep: bool) -> Value:
         """The sum or the maximum over axes of units."""
@@ -438,39 +495,62 @@ class Graph:
             start = end
 
     def spread(self, units: Units) -> Source | None:
-        """The reduction by groups whose results ``units`` repeats for each unit of its group."""
+        """The source of one number for each of several groups, which ``units`` repeats for all
+        units of its group: a reduction, or what an op makes of reductions.
+        """
         source = self.owner(int(units[0]))
-        if source.sort != "reduction" or source.size == 1 or len(units) % source.size:
+        if source.size == 1 or len(units) % source.size or len(units) == source.size:
             return None
-        rows = source.operands[0]
-        repeated = np.repeat(source.units, len(units) // source.size)
-        fits = rows.size == len(units) and (units == repeated).all()
-        return source if fits and neighbours(rows.reshape(-1)) else None
+        if not (units == np.repeat(source.units, len(units) // source.size)).all():
+            return None
+        if source.sort == "reduction":
+            rows = source.operands[0]
+            return source if rows.size == len(units) and neighbours(rows.reshape(-1)) else None
+        if source.sort != "op":
+            return None
+        operands = [o[units - source.start] for o in source.operands if isinstance(o, np.ndarray)]
+        parts = [self.spread(o) for o in operands if self.kind(o) == "S"]
+        return source if parts and all(parts) else None
 
-    def settle(self, states: Sequence[tuple[Source, Units]]) -> None:
-        """Finds where sources are cut into pieces, so that operands and results agree.
+    def settle(self, states: Sequence[tuple[Source, Units]], live: Sequence[Source]) -> None:
+        """Groups the units of sources into pieces, each of which is used as a whole.
 
         Args:
             states: the sources of the states, and the units of the new states.
+            live: the sources that the new states follow from.
         """
-        links: list[tuple[Source, int, Source, int, int]] = []
+        labels = {id(source): np.zeros(source.size, np.int64) for source in live}
+        links: list[tuple[Source, np.ndarray, Source, np.ndarray]] = []
 
-        def link(user: Source | None, units: Units) -> None:
-            if user is not None and self.spread(units) is not None:
+        def split(source: Source, at: np.ndarray, keys: Any = 1) -> None:
+            labels[id(source)] = _refined(labels[id(source)], at, keys)
+
+        def link(user: Source, units: Units) -> None:
+            if self.spread(units) is not None:
                 return
-            at = 0
-            for run in self.runs(units):
-                source = self.owner(int(run[0]))
-                start, size = int(run[0]) - source.start, len(run)
-                constant = size > 1 and run[0] == run[1]
-                source.cuts |= {start, start + (1 if constant else size)}
-                if user is not None:
-                    user.cuts |= {at, at + size}
-                    if not constant:
-                        links.append((user, at, source, start, size))
-                at += size
+            for source, places in self.owners(units):
+                at = units[places] - source.start
+                split(user, places)
+                split(source, at)
+                unit, count = np.unique(at, return_counts=True)
+                if len(unit) == len(at):
+                    links.append((user, places, source, at))
+                    continue
+                alike = bool((np.diff(at) == 0).any())
+                if len(unit) < count.max() or (len(unit) == count.max() and alike):
+                    split(user, places, at)  # each unit is broadcast to many
+                    split(source, unit, unit)
+                    continue
+                turn = occurrences(at)  # units are taken several times, as by ``tile``
+                split(user, places, turn)
+                for time in range(int(turn.max()) + 1):
+                    links.append((user, places[turn == time], source, at[turn == time]))
 
-        for source in self.sources:
+        def whole(units: Units) -> None:
+            for source, places in self.owners(units):
+                split(source, units[places] - source.start)
+
+        for source in live:
             if source.sort == "op":
                 for units in source.operands:
                     if isinstance(units, np.ndarray):
@@ -479,27 +559,56 @@ class Graph:
                 rows = source.operands[0]
                 groups = source.size > 1 and neighbours(rows.reshape(-1))
                 for units in [rows.reshape(-1)] if groups else rows:
-                    link(None, units)
+                    whole(units)
             elif source.sort == "product":
                 for units, _ in source.operands:
-                    link(None, units)
+                    whole(units)
         for state, units in states:
             link(state, units)
-        while True:
-            before = sum(len(source.cuts) for source in self.sources)
-            for user, at, source, start, size in links:
-                shift = start - at
-                source.cuts |= {c + shift for c in user.cuts if at <= c <= at + size}
-                user.cuts |= {c - shift for c in source.cuts if start <= c <= start + size}
-            if sum(len(source.cuts) for source in self.sources) == before:
-                return
+        counts: list[int] = []
+        while counts != (counts := [int(parts.max()) for parts in labels.values()]):
+            for user, places, source, at in links:
+                split(user, places, labels[id(source)][at])
+                split(source, at, labels[id(user)][places])
+        for source in live:
+            parts = labels[id(source)]
+            order = np.argsort(parts, kind="stable")
+            pieces = np.split(order, np.flatnonzero(np.diff(parts[order])) + 1)
+            source.pieces = sorted(pieces, key=lambda at: int(at[0]))
 
-    @staticmethod
-    def pieces(source: Source, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
-        """The pieces of a source, or of its units from ``start`` to ``end``."""
-        end = source.size if end is None else end
-        marks = sorted({start, end} | {cut for cut in source.cuts if start < cut < end})
-        return list(itertools.pairwise(marks))
+    def owners(self, units: Units) -> Iterator[tuple[Source, np.ndarray]]:
+        """The sources that units belong to, and their places in the array."""
+        numbers = np.searchsorted(self._starts, units, "right") - 1
+        for number in np.unique(numbers):
+            yield self.sources[number], np.flatnonzero(numbers == number)
+
+    def live(self, units: Sequence[Units]) -> list[Source]:
+        """The sources that units are computed from."""
+        live: dict[int, Source] = {}
+        todo = list(units)
+        while todo:
+            for source, _ in self.owners(todo.pop()):
+                if id(source) not in live:
+                    live[id(source)] = source
+                    todo += source.operand_units
+        return list(live.values())
+
+
+def _refined(labels: np.ndarray, at: np.ndarray, keys: Any) -> np.ndarray:
+    """Labels from 0 on that also tell apart the units ``at`` by their keys, and from all others."""
+    keys = np.broadcast_to(np.asarray(keys, np.int64), at.shape)
+    whole = labels * (int(keys.max()) + 2)
+    whole[at] += keys + 1
+    return np.unique(whole, return_inverse=True)[1].reshape(-1)
+
+
+def occurrences(at: np.ndarray) -> np.ndarray:
+    """How often each number has come before."""
+    order = np.argsort(at, kind="stable")
+    new = np.flatnonzero(np.diff(at[order], prepend=-1))
+    turn = np.empty(len(at), np.int64)
+    turn[order] = np.arange(len(at)) - np.repeat(new, np.diff(new, append=len(at)))
+    return turn
 
 
 def neighbours(units: Units) -> bool:

@@ -29,7 +29,7 @@ from anycell.engines.cpu.geometry import (
 from anycell.engines.cpu.ir import Builder, Target, Value
 from anycell.engines.cpu.table import Count, align, entries
 from anycell.lang.expr import Expr
-from anycell.plan import FREE, Plan, arrays, gradient_roots, passes, root_sizes
+from anycell.plan import Plan, arrays, gradient_roots, in_sequence, passes, root_sizes
 
 PANEL = 48  # rows whose matmul results are computed before the cell's work on them
 
@@ -85,7 +85,9 @@ class Layout:
             self.symbols = root_sizes(self.cell)
             kept = [state.name in plan.states for state in self.cell.states]
             self.new_states = {
-                n: i for i, n in enumerate(self.cell.next) if n.op not in FREE and kept[i]
+                n: i
+                for i, n in enumerate(self.cell.next)
+                if in_sequence(self.cell, n) and kept[i]
             }
             self.loaded = frozenset(self.saved) | frozenset(self.new_states)
         self.passes = passes(self.roots, self.loaded)
