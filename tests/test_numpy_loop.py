@@ -138,6 +138,12 @@ def rolled_before_a_product(x: Any, h: Any) -> Any:
 
 
 @step(X, draw(B, H))
+def rolled_and_flipped(x: Any, h: Any) -> Any:
+    h = np.tanh(x @ W[:, :H] + np.roll(h, 1, 1) * GAIN - h[:, ::-1] + h @ R)
+    return h, h
+
+
+@step(X, draw(B, H))
 def unit_of_a_state(x: Any, h: Any) -> Any:
     z = sigmoid(x[:, :1] + h[:, :1])
     h = z * h + (1 - z) * np.tanh(x @ W[:, :H] + h @ R)
@@ -258,7 +264,6 @@ def test_x_goes_in_as_it_is(name: str) -> None:
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "branch": (lambda x, h: (h, np.tanh(h) if h.sum() > 0 else h), "branch on a number"),
-    "rolled": (lambda x, h: (h, np.tanh(np.roll(h, 1, 1) + x @ W[:, :H])), "another order"),
     "over the batch": (lambda x, h: (h, np.tanh(h - h.mean(0))), "the rows of the batch"),
     "rows mixed": (lambda x, h: (h, h[::-1]), "the rows of the batch"),
     "own matrix": (lambda x, h: (h, np.tanh(h @ (h.T @ h))), "a matrix of weights"),

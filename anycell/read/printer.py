@@ -308,20 +308,27 @@ class _Printer:
         return self._node("truth", node) if boolean else node
 
     def _state(self, source: Source, at: Units) -> Node:
-        place = self.sources.index(source), at.tobytes()
+        number, order = self.sources.index(source), np.sort(at)
+        place = number, order.tobytes()
         if place not in self.index:
             raise Refused(
-                "this step takes the units of a state in another order, as by a roll or a "
-                "permutation. Instead: multiply the state by a fixed matrix that orders them."
+                "this step takes several units of a state together that it also takes apart. "
+                "Instead: give the state's parts names of their own, as states"
             )
-        node = Node(f"s.{self.index[place]}", size=len(at))
-        return self._node("truth", node) if source.boolean else node
+        if (at == order).all():
+            node = Node(f"s.{self.index[place]}", size=len(at))
+            return self._node("truth", node) if source.boolean else node
+        if source.boolean:
+            raise Refused("this step takes the units of a boolean state in another order")
+        # Another order, as by a roll, is a product with a matrix of zeros and ones.
+        picks = Matrix(None, np.arange(len(at)), np.searchsorted(order, at))
+        return self._output(self.of(source.start + order), picks, len(at))
 
     def _reduction(self, source: Source, at: Units) -> Node:
         if len(at) != 1:
             raise Refused(
                 f"this step uses the {source.op} of groups of units for other units than those of "
-                "its group. Instead: multiply by a matrix of zeros and ones."
+                "its group. Instead: multiply by a matrix of zeros and ones"
             )
         units = source.operands[0][at[0]]
         pieces = list(self._split(units))

@@ -335,15 +335,25 @@ class Graph:
         return "add", [self._sum(inner_a, inner_b), self._sum(outer_a, outer_b)]
 
     def _logistic(self, op: str, maps: list[Any]) -> tuple[str, list[Any]]:
-        """Finds the sigmoid in ``1 / (1 + exp(-v))``."""
-        one = op == "reciprocal" or (isinstance(maps[0], float) and maps[0] == 1.0)
-        if not one or isinstance(maps[-1], float):
-            return op, maps
+        """Finds the sigmoid in ``v / (1 + exp(-u))``."""
         total = self.operands("add", maps[-1])  # has the number on its right
         one = bool(total) and isinstance(total[1], float) and total[1] == 1.0
         raised = one and self.operands("exp", total[0])
-        negative = raised and self.operands("neg", raised[0])
-        return ("sigmoid", negative) if negative else (op, maps)
+        if not raised:
+            return op, maps
+        negative = self._negated(raised[0])
+        if op == "reciprocal" or (isinstance(maps[0], float) and maps[0] == 1.0):
+            return "sigmoid", [negative]
+        return "mul", [maps[0], self._op("sigmoid", len(negative), [negative]).units]
+
+    def _negated(self, units: Units) -> Units:
+        if negative := self.operands("neg", units):
+            return np.asarray(negative[0])
+        total = self.operands("add", units)
+        if total and isinstance(total[1], float):
+            op, maps = self._gather("add", self._negated(total[0]), -total[1])
+            return self._op(op, len(units), maps).units
+        return self._op("neg", len(units), [units]).units
 
     def _mean(self, op: str, a: Any, b: Any) -> Source | None:
         """A sum over units that is divided by their number, as one reduction."""
