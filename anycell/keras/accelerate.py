@@ -14,7 +14,7 @@ from keras.src.saving import object_registration  # the name of a class has no p
 from anycell.explanation import Found, log_swapped, often
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
-from anycell.keras.layers import CALLS, GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed
+from anycell.keras.layers import CALLS, GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed, read_of
 
 Model = TypeVar("Model", bound=keras.layers.Layer)
 _SWAPS: dict[type[keras.layers.RNN], type[Fused]] = {
@@ -247,7 +247,11 @@ def _refusal(layer: keras.layers.RNN) -> str | None:
     replaced = {n for n in ("call", "inner_loop") if n in vars(layer)}
     if replaced:
         return f"its {' and '.join(sorted(replaced))} has been replaced on the instance"
-    return changed(layer.cell)
+    why = changed(layer.cell)
+    if why is None or _base(kind) is not keras.layers.RNN:
+        return why
+    step = read_of(layer, False)
+    return step if isinstance(step, str) and layer.built else None
 
 
 def trace_anew(layer: keras.layers.Layer) -> None:

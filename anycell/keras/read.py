@@ -52,6 +52,9 @@ class Arrays:
 
     @staticmethod
     def reshape(array: Tensor, shape: Sequence[Any]) -> Tensor:
+        units = array.shape[1:]
+        if len(shape) == 2 and shape[1] == -1 and units.is_fully_defined():
+            shape = [-1, units.num_elements()]  # of [rows, ...], so that the graph knows the size
         unknown = [axis for axis, size in enumerate(shape) if size is None]
         if len(unknown) == 1:
             shape = [-1 if size is None else size for size in shape]
