@@ -220,6 +220,8 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     if function is np.var:
         centred = args[0] - np.mean(*args, **{**kwargs, "keepdims": True})
         return np.mean(centred * centred, *args[1:], **kwargs)
+    if function in (np.zeros_like, np.ones_like, np.full_like):
+        return function(args[0].sample, *args[1:], **kwargs)
     if function is np.dot:
         function = np.matmul
     recording = next(_traced((args, kwargs))).recording

@@ -178,8 +178,8 @@ def _product(graph: Graph, source: Source, at: Units) -> Affine | None:
         if part is None or part.size != len(units):
             return None
         end = row + len(units)
-        for inputs, matrix in part.terms:
-            if matrix.fetch is None and matrix.sign == 1 and len(units) == inputs.size:
+        for term, (inputs, matrix) in enumerate(part.terms):
+            if matrix.fetch is None and matrix.sign == 1 and _whole(matrix, inputs):
                 terms.append((inputs, Matrix(weight, np.arange(row, end), at)))
                 continue
 
@@ -187,7 +187,7 @@ def _product(graph: Graph, source: Source, at: Units) -> Affine | None:
                 into = arrays.move(first.transposed(run, arrays), 0, 1)
                 return into @ arrays.take(weight(run), 0, row, end - row)
 
-            fetch = _kept(source, f"{number} {inputs.start}", composed)
+            fetch = _kept(source, f"{number} {term}", composed)
             terms.append((inputs, Matrix(fetch, np.arange(inputs.size), at)))
         if part.constants:
 
@@ -196,6 +196,11 @@ def _product(graph: Graph, source: Source, at: Units) -> Affine | None:
 
             constants.append(Constant(_kept(source, f"{number}", fixed), at, 1, part.per_row))
     return Affine(len(at), tuple(terms), tuple(constants))
+
+
+def _whole(identity: Matrix, inputs: Source) -> bool:
+    """Whether an identity passes all units of its input on, in their order."""
+    return np.array_equal(identity.columns, np.arange(inputs.size))
 
 
 def _operation(arrays: Any, op: str, size: int, parts: Sequence[Affine | float]) -> Affine | None:

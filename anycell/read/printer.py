@@ -65,6 +65,10 @@ FORMS |= {
     "elu_alpha": (NAME, "elu({0}, {1})"),
     "gelu_tanh": (NAME, 'gelu({0}, approximate="tanh")'),
 }
+JOINED = (
+    "this step joins parts of several values in one operand, or in one state, of sizes that do not "
+    "match. Instead: give states and gates one size"
+)
 SYMBOLS = "PQRSUVWXYZKLMNJGEFDCA"  # of sizes other than the hidden size
 
 
@@ -144,7 +148,7 @@ class _Printer:
         self.flags = condition and self._flags(condition, restored)
         self.results = []
         for piece in self.pieces:
-            node = self.of(after[piece.state][piece.at])
+            node = self._wide(self.of(after[piece.state][piece.at]), piece.size)
             boolean = self.sources[piece.state].boolean
             self.results.append(self._node("number", node) if boolean else node)
 
@@ -248,9 +252,9 @@ class _Printer:
         return tuple(pieces)
 
     # -- expressions -----------------------------------------------------------------------------
-    def _node(self, op: str, *operands: Node, size: int = 0) -> Node:
+    def _node(self, op: str, *operands: Node) -> Node:
         level, form = FORMS[op]
-        return Node(form, operands, level, size or max(o.size for o in operands))
+        return Node(form, operands, level, max(operand.size for operand in operands))
 
     def of(self, units: Units) -> Node:
         """The expression of these units."""
@@ -270,10 +274,7 @@ class _Printer:
         source = graph.owner(int(units[0]))
         at = units - source.start
         if at.min() < 0 or at.max() >= source.size:
-            raise Refused(
-                "this step joins parts of several values in one operand, or in one state, of sizes "
-                "that do not match. Instead: give states and gates one size."
-            )
+            raise Refused(JOINED)
         if source.kind != "S":
             part = affine(graph, units)
             if part is not None:
@@ -287,7 +288,15 @@ class _Printer:
         operands = [
             self.of(o[at]) if isinstance(o, np.ndarray) else _number(o) for o in source.operands
         ]
-        return self._node(source.op, *operands, size=size)
+        return self._node(source.op, *operands)
+
+    def _wide(self, node: Node, size: int) -> Node:
+        """A value of one unit as ``size`` equal ones, where their number matters."""
+        if node.size == size:
+            return node
+        arrays = self.graph.arrays
+        ones = Constant(lambda run: arrays.constant(np.ones((1, size)), run.dtype), np.arange(size))
+        return self._node("mul", node, self._outside(Affine(size, (), (ones,)), False))
 
     def _outside(self, part: Affine, boolean: bool) -> Node:
         """A gate, a parameter or the static input."""
@@ -352,8 +361,11 @@ class _Printer:
                 at = units[places] - source.start
                 for piece in source.pieces:
                     if (here := np.isin(at, piece)).any():
+                        if here.sum() != len(piece):
+                            raise Refused(JOINED)
                         order = np.argsort(at[here])
-                        yield self.of(source.start + piece), places[here][order]
+                        node = self._wide(self.of(source.start + piece), len(piece))
+                        yield node, places[here][order]
 
     def _matmul(self, source: Source, at: Units) -> Node:
         assert source.fetch is not None

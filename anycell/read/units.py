@@ -144,6 +144,7 @@ class Graph:
         self._count = 0
         self._bases: dict[int, tuple[Outer, Value]] = {}
         self._leaves: dict[tuple[int, int | None], tuple[Outer, Source]] = {}
+        self._apart: set[int] = set()
 
     def refuse(self, problem: str, instead: str = "") -> NoReturn:
         place = f"{self.where}: " if self.where else ""
@@ -514,8 +515,8 @@ class Graph:
         if not (units == np.repeat(source.units, len(units) // source.size)).all():
             return None
         if source.sort == "reduction":
-            rows = source.operands[0]
-            return source if rows.size == len(units) and neighbours(rows.reshape(-1)) else None
+            fits = source.operands[0].size == len(units) and self._by_group(source)
+            return source if fits else None
         if source.sort != "op":
             return None
         operands = [o[units - source.start] for o in source.operands if isinstance(o, np.ndarray)]
@@ -531,9 +532,14 @@ class Graph:
         """
         labels = {id(source): np.zeros(source.size, np.int64) for source in live}
         links: list[tuple[Source, np.ndarray, Source, np.ndarray]] = []
+        self._apart = self._part(states, live)
 
         def split(source: Source, at: np.ndarray, keys: Any = 1) -> None:
             labels[id(source)] = _refined(labels[id(source)], at, keys)
+
+        def whole(units: Units) -> None:
+            for source, places in self.owners(units):
+                split(source, units[places] - source.start)
 
         def link(user: Source, units: Units) -> None:
             if self.spread(units) is not None:
@@ -556,10 +562,6 @@ class Graph:
                 for time in range(int(turn.max()) + 1):
                     links.append((user, places[turn == time], source, at[turn == time]))
 
-        def whole(units: Units) -> None:
-            for source, places in self.owners(units):
-                split(source, units[places] - source.start)
-
         for source in live:
             if source.sort == "op":
                 for units in source.operands:
@@ -567,9 +569,11 @@ class Graph:
                         link(source, units)
             elif source.sort == "reduction":
                 rows = source.operands[0]
-                groups = source.size > 1 and neighbours(rows.reshape(-1))
-                for units in [rows.reshape(-1)] if groups else rows:
+                together = source.size > 1 and self._by_group(source)
+                for units in [rows.reshape(-1)] if together else rows:
                     whole(units)
+                every = np.arange(source.size)  # each is of one unit
+                split(source, every, every)
             elif source.sort == "product":
                 for units, _ in source.operands:
                     whole(units)
@@ -585,6 +589,37 @@ class Graph:
             order = np.argsort(parts, kind="stable")
             pieces = np.split(order, np.flatnonzero(np.diff(parts[order])) + 1)
             source.pieces = sorted(pieces, key=lambda at: int(at[0]))
+
+    def _part(self, states: Sequence[tuple[Source, Units]], live: Sequence[Source]) -> set[int]:
+        """Reductions over groups of units whose results are not only given back to their group.
+
+        Each of these results is a value of its own.
+        """
+        roots: dict[int, list[Source]] = {}  # of sources of one number for each group
+        uses = [(s, units) for s in live if s.sort == "op" for units in s.operand_units]
+        for source in sorted(live, key=lambda source: source.start):
+            if source.sort == "reduction" and source.size > 1:
+                roots[id(source)] = [source]
+            elif source.sort == "op":
+                whole = [units for units in source.operand_units if self.kind(units) == "S"]
+                owners = [self.owner(int(units[0])) for units in whole]
+                if whole and all(
+                    id(owner) in roots and np.array_equal(units, owner.units)
+                    for units, owner in zip(whole, owners, strict=True)
+                ):
+                    roots[id(source)] = [r for owner in owners for r in roots[id(owner)]]
+        apart: set[int] = set()
+        products = [(s, units) for s in live if s.sort != "op" for units in s.operand_units]
+        for user, units in [*uses, *products, *states]:
+            if id(user) not in roots and not (user.sort == "op" and self.spread(units)):
+                for source, _ in self.owners(units):
+                    apart |= {id(reduction) for reduction in roots.get(id(source), ())}
+        return apart
+
+    def _by_group(self, reduction: Source) -> bool:
+        """Whether a reduction is one of neighbouring groups of units, given back to these."""
+        rows = reduction.operands[0].reshape(-1)
+        return id(reduction) not in self._apart and neighbours(rows)
 
     def owners(self, units: Units) -> Iterator[tuple[Source, np.ndarray]]:
         """The sources that units belong to, and their places in the array."""
