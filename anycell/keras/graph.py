@@ -95,8 +95,10 @@ class Traced:
             except Refused:
                 raise
             except Exception as error:
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                raise Refused(f"{_line(error)}tracing the step fails: {lines[0]}") from error
+                # Keras puts the message in bold, between lines of its own.
+                text = str(error).split("\x1b[1m")[-1].split("\x1b[0m")[0].strip()
+                problem = text.splitlines()[0] if text else type(error).__name__
+                raise Refused(f"{_line(error)}tracing the step fails: {problem}") from error
         self.x, *rest = (t.name for t in graph.inputs[: len(specs)])
         self.states, self.others = rest[: len(states)], rest[len(states) :]
         self.output, *self.after = (t.name for t in graph.outputs)
@@ -181,6 +183,8 @@ def _describe(node: Node, op: Any) -> None:
         # The functions call axes so, which operations call reduction_indices, dim or split_dim.
         name = argument.name if argument.name in known else "axis"
         count = op.get_attr(argument.number_attr) if argument.number_attr else None
+        if argument.type_list_attr:
+            count = len(op.get_attr(argument.type_list_attr))
         arguments.append((name, count))
     node.arguments = tuple(arguments)
     taken = {name for name, _ in arguments}

@@ -434,6 +434,9 @@ class _Reader:
     def _squareddifference(self, node: Node, a: Any, b: Any) -> Any:
         return self.graph.elementwise("square", self.graph.elementwise("sub", a, b))
 
+    def _identityn(self, node: Node, *values: Any) -> Any:
+        return list(values)
+
     def _addn(self, node: Node, *values: Any) -> Any:
         total = values[0]
         for value in values[1:]:

@@ -84,6 +84,8 @@ def _read(
         return read_step(traced, type(cell).__name__)
     except Refused as why:
         return f"the cell {type(cell).__name__} cannot be read: {str(why).rstrip('.')}"
+    except Exception as error:  # the user's loop runs whatever goes wrong here
+        return f"reading the cell {type(cell).__name__} fails: {type(error).__name__}: {error}"
     finally:
         for layer, count in losses:
             del layer._losses[count:]
