@@ -63,16 +63,16 @@ def Tied(x: Any, r: Any, s: Any) -> Any:
     return y
 
 
-@cell(gates="i g:P o:P", state="h:P c", params="w:P u", static="e:E")
+@cell(gates="i k g:P o:P", state="h:P c", params="w:P u", static="e:E")
 def Sized(x: Any, r: Any, s: Any, p: Any, e: Any) -> Any:
     """Gates, parameters, states and a static input of sizes of their own."""
-    c = sigmoid(x.i + r.i) * s.c + p.u * tanh(linear(e, "e") + x.i)
+    c = sigmoid(x.i + r.i) * s.c + p.u * tanh(linear(e, "e") + x.k + r.k)
     h = sigmoid(x.o + linear(s.h, "o", bias=True)) * tanh(x.g + linear(c, "down"))
     return h + p.w * s.h, c
 
 
 @cell(gates="i g:P done:1", state="h:P n:1=0.5 c", params="w:P k:1 u=0.5", static="e:1")
-def Rows(x: Any, r: Any, s: Any, p: Any, e: Any, *, bias: bool = False) -> Any:
+def Rows(x: Any, r: Any, s: Any, p: Any, e: Any, *, bias: bool = True) -> Any:
     """Values of one number per row meet values of every size, alone and in reductions."""
     keep = sigmoid(x.done + p.k * e)
     n = keep * s.n + (1 - keep) * anycell.mean(anycell.max(tanh(s.c)) * tanh(x.i)) + e
@@ -416,7 +416,8 @@ def _draw(
     if "return_states" in has:
         for s in cell.states:
             arrays[f"d sequence {s.name}"] = normal(steps, rows, len(reverse) * sizes[s.size])
-    problem = Problem(cell, sizes, arrays, reverse, layers, "repeat" in has)
+    named = {symbol: size for symbol, size in sizes.items() if symbol != "1"}
+    problem = Problem(cell, named, arrays, reverse, layers, "repeat" in has)
     if problem.valid is not None:
         arrays["x"][~problem.valid] = np.nan
     return problem

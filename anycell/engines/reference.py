@@ -256,13 +256,13 @@ class Recurrence:
                 return self._transposed(l, dict(zip(l.outputs, d, strict=True)))
             case "keep":
                 return self._keep(node, t, self.xp.stop_gradient(*args))
+        if not is_reduction(node):
+            return TABLE[node.op].meaning(self.xp, *args, *node.attrs)
         one = self.cell.broadcasts and node.narrow
-        if is_reduction(node):  # one number stands for a row of equal numbers
-            size = "H" if one else self.cell.sizes[node]
-            args = [a if a.shape else self._rows(a, size) for a in args]
-            if one:
-                return TABLE[node.op].meaning(self.xp, *args, *node.attrs)[:, :1]
-        return TABLE[node.op].meaning(self.xp, *args, *node.attrs)
+        if not args[0].shape:  # one number stands for a row of equal numbers
+            args = [self._rows(args[0], "H" if one else self.cell.sizes[node])]
+        reduced = TABLE[node.op].meaning(self.xp, *args, *node.attrs)
+        return reduced[:, :1] if one else reduced
 
     def _keep(self, node: Expr, t: int, rate: Array) -> Array:
         options = self.options

@@ -51,7 +51,8 @@ def check(call: Call, arrays: Arrays) -> None:
         given = arrays[f"state {state.name}"].shape
         expect(f"initial_state, {state.name}", given, (rows, size), "rows, size of state")
     if "static" in arrays:
-        expect("static", arrays["static"].shape, (rows, call.hidden_size), "rows, units")
+        width = call.size(call.cell.static_size)
+        expect("static", arrays["static"].shape, (rows, width), "rows, size of the static input")
     for name in ("mask", "resets"):
         if name in arrays:
             expect(name, arrays[name].shape[::-1], (rows, steps), "rows, steps")

@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from anycell.lang.declare import (
@@ -24,7 +23,6 @@ from anycell.lang.declare import (
     Linear,
     Param,
     State,
-    is_recurrent,
     number,
     sort_hyperparameters,
     words,
@@ -43,12 +41,12 @@ from anycell.lang.expr import (
     plain,
     rewrite,
     said_at,
-    shared_name,
     source_line,
     topological,
     tracing,
 )
 from anycell.lang.ops import TABLE, is_boolean
+from anycell.lang.sizes import sizes_of
 from anycell.lang.trace import Declared, Gates, Trace, current, keep, linear, of_row
 
 # The names that other modules import from here; `declare` and `trace` define some of them.
@@ -189,6 +187,12 @@ class Cell:
         """The random masks of the graph."""
         return tuple(node for node in topological(self.next) if node.op == "keep")
 
+    @functools.cached_property
+    def declared_sizes(self) -> set[str]:
+        """The size symbols of gates, states, parameters and the static input."""
+        sizes = {*self.gate_sizes.values(), self.static_size}
+        return sizes | {s.size for s in self.states} | {p.size for p in self.params}
+
     # -- the input projection ----------------------------------------------------------------------
     def places(self, sizes: Mapping[str, int]) -> dict[str, slice]:
         """The columns of each gate in the projected input: its rows in ``weight_ih``."""
@@ -266,13 +270,11 @@ class Cell:
     def _derive(self, graph: tuple[Expr, ...], declared: Mapping[str, Declared]) -> None:
         """Sets the graph, whose matmuls are ``declared``, and everything derived from it."""
         self.next, self.declared = graph, dict(declared)
-        leaves = *self.gate_sizes.values(), self.static_size
-        sized = *self.states, *self.params, *declared.values()
-        self.broadcasts = ONE in (*leaves, *[item.size for item in sized])
+        self.broadcasts = ONE in self.declared_sizes | {d.size for d in declared.values()}
         self.linears = _linears(graph, declared)
         self.fused = frozenset(n.attrs[1] for n in topological(graph) if n.op == "preact")
         self.learned = learned(self)
-        self._sizes()
+        self.sizes, self.linears = sizes_of(self)
         self.by_weight: dict[str, Linear] = {}
         for l in self.linears:
             self.by_weight.setdefault(l.weight, l)
@@ -421,78 +423,6 @@ class Cell:
                     f"because `{what}` splits the units into {count} equal parts. Choose {choice}, "
                     "or other heads or groups in the cell."
                 )
-
-    def _sizes(self) -> None:
-        """Finds the size of every value: element-wise ops keep sizes, matmuls change them."""
-        parent: dict[Any, Any] = {}
-
-        def find(item: Any) -> Any:
-            parent.setdefault(item, item)
-            while parent[item] is not item:
-                item = parent[item]
-            return item
-
-        def tie(a: Any, b: Any, where: Expr | str) -> None:
-            a, b = find(a), find(b)
-            if a is b:
-                return
-            if isinstance(a, str) and isinstance(b, str):
-                place = where if isinstance(where, str) else f"`{where}`"
-                fail(
-                    f"Cell {self.name}: the sizes do not match: {place} joins a value of size {a} "
-                    f"with one of size {b}.",
-                    'change the size with linear(value, "name"), '
-                    "or declare the state with the size it has.",
-                )
-            if isinstance(a, str):
-                a, b = b, a
-            parent[a] = b
-
-        sizes = {state.name: state.size for state in self.states}
-        named = {l.shared: l.out_size for l in self.linears if l.out_size}
-        order = topological(self.next)
-        fixed = {"preact": "H", "input": INPUT, "recurrent_mask": self.states[0].size}
-        of_leaf = {"x": self.gate_sizes, "static": {self.static: self.static_size}}
-        of_leaf |= {"state": sizes, "param": {p.name: p.size for p in self.params}}
-        numbers: set[Expr] = set()  # numbers, and results of numbers alone, which fit any size
-        for node in order:
-            by_unit = node.op in TABLE and node.op not in REDUCTIONS
-            if node.op in ("const", "hyper") or (by_unit and numbers.issuperset(node.args)):
-                numbers.add(node)
-            elif self.broadcasts and node.narrow:
-                tie(node, ONE, node)
-            elif node.op in of_leaf:
-                tie(node, of_leaf[node.op][node.attrs[0]], node)
-            elif node.op in fixed:
-                tie(node, fixed[node.op], node)
-                for operand in node.args:  # of the recurrent matmul
-                    tie(operand, ("operand", RECURRENT), node)
-            elif node.op == "linear":
-                # All products by a weight are of one size, and so are their operands.
-                name = shared_name(node.attrs[0])
-                tie(node, "H" if is_recurrent(node) else ("linear", name), node)
-                if name in named:
-                    tie(node, named[name], node)
-                if node.args[0] not in numbers:
-                    tie(node.args[0], ("operand", name), node)
-            else:
-                for arg in node.args:
-                    if arg not in numbers and not (self.broadcasts and arg.narrow):
-                        tie(node, arg, node)
-        for state, node in zip(self.states, self.next, strict=True):
-            if node not in numbers and not (self.broadcasts and node.narrow):
-                tie(node, state.size, f"the new state {state.name!r}")
-
-        def size(node: Any) -> str:
-            root = find(node)
-            return root if isinstance(root, str) else "H"
-
-        self.sizes = {node: size(node) for node in order if node not in numbers}
-        outputs = {n.attrs[0]: n for n in order if n.op in ("linear", "preact")}
-        self.linears = tuple(
-            replace(l, in_size=size(("operand", l.shared)), out_size=size(outputs[l.name]))
-            for l in self.linears
-        )
 
 
 def learned(cell: Cell) -> tuple[str, ...]:

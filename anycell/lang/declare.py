@@ -215,7 +215,7 @@ def words(text: str | Sequence[str], what: str) -> list[tuple[str, str | None, s
         if value and "value" not in form:
             fail(
                 f"{declared}: cannot read {word!r}; expected {form}.",
-                f"write {word.partition('=')[0]!r}. Only states, state=\"h c=1\", and "
+                f'write {word.partition("=")[0]!r}. Only states, state="h c=1", and '
                 'params="p=1" have initial values.',
             )
         if size:

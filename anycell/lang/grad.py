@@ -65,8 +65,8 @@ def backward(cell: Cell) -> Gradients:
         # All users of the node, and so all outputs of its matmuls, have been visited.
         for l in cell.linears:
             if l.operand is node and node.op != "state":
-                part = Expr("linear_t", linear[l.name].values(), (l.name,))
-                accumulate(node, part, l.in_size)
+                of_operand = Expr("linear_t", linear[l.name].values(), (l.name,))
+                accumulate(node, of_operand, l.in_size)
         g = gradient.get(node)
         if g is None or (node.op not in TABLE and node.op not in ("x", "linear", "preact")):
             continue

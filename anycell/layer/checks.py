@@ -149,10 +149,8 @@ def check_cell(cell: Any, more: str = "") -> None:
 
 def declared_sizes(cell: Cell) -> list[str]:
     """The size symbols of a cell besides H."""
-    symbols = {item.size for item in (*cell.states, *cell.params)}
-    symbols |= {*cell.gate_sizes.values(), cell.static_size}
-    symbols |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
-    return sorted(symbols - {"H", ONE})
+    of_matmuls = {size for l in cell.linears for size in (l.in_size, l.out_size)}
+    return sorted((cell.declared_sizes | of_matmuls) - {"H", ONE})
 
 
 def check_names(cell: Cell, sizes: Mapping[str, Any]) -> None:

@@ -180,9 +180,8 @@ def _sizes(
     once = {reference.STATIC: static if getattr(static, "shape", ()) else None}
     sizes = reference.sizes(cell, rows, {**learned, **once}, states)
     if rows != cell.width(sizes):
-        name, given, last = "weight_ih", weight, expected
-        if weight is None:
-            name, given, last = "gates", x, f"[time, batch, {cell.shown_width}]"
-        others = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items() if symbol != ONE)
-        refuse(name, describe(given), f"{last} with {others}", "Pass an array of that width.")
+        known = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items() if symbol != ONE)
+        name, array = ("gates", x) if weight is None else ("weight_ih", weight)
+        wide = f"[time, batch, {cell.shown_width}]" if weight is None else expected
+        refuse(name, describe(array), f"{wide}, with {known}", "Pass an array of that width.")
     return sizes

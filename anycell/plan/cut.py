@@ -12,9 +12,7 @@ from anycell.lang.ops import is_boolean, is_reduction
 
 # Known without saving: constants, learned values, counter-based masks whose rate is known, and the
 # state sequences, which the layer keeps anyway (the hidden states are its output).
-FREE = frozenset(
-    "const hyper units param static keep state input recurrent_mask".split()
-)
+FREE = frozenset("const hyper units param static keep state input recurrent_mask".split())
 # The values that a step begins with, which are never computed again.
 _GIVEN = frozenset({"x", "linear", "preact"})
 # Ops whose results jump when their arguments barely change.
@@ -39,7 +37,8 @@ def in_sequence(cell: Cell, new: Expr) -> bool:
 
 def root_sizes(cell: Cell) -> list[str]:
     """The size symbol of each of ``gradient_roots``."""
-    symbols = [*cell.gate_sizes.values(), *(item.size for item in (*cell.states, *cell.params))]
+    symbols = [*cell.gate_sizes.values(), *(s.size for s in cell.states)]
+    symbols += [p.size for p in cell.params]
     symbols += [l.out_size for l in cell.linears for _ in l.outputs]
     symbols += [] if cell.static is None else [cell.static_size]
     return symbols + [l.in_size for l in cell.linears if l.operand.op != "state"]

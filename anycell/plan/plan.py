@@ -216,6 +216,7 @@ def _plan(
     ]
     unknown = {symbol for symbol in cell.sizes.values() if symbol not in sizes}
     refusal = f"the size {min(unknown)} of this cell is unknown" if unknown else None
+    refusal = refusal or (no_kernel_on_gpu(cell) if engine == "gpu" else None)
     if engine in ("cpu", "gpu") and refusal:
         raise ValueError(f"engine={engine!r} cannot run cell {cell.name}: {refusal}.")
     matmuls = len(cell.linears)
@@ -233,6 +234,16 @@ def _plan(
         engine=engine or ("reference" if refusal else "cpu"),
         reason="asked for" if engine == "reference" else refusal or fused,
     )
+
+
+def no_kernel_on_gpu(cell: Cell) -> str | None:
+    """Says why the GPU engine has no kernel for a cell; None if it has."""
+    sizes = {*cell.gate_sizes.values(), cell.static_size, *(param.size for param in cell.params)}
+    others = (sizes | ({ONE} if cell.broadcasts else set())) - {"H"}
+    if others:
+        what = "gates, parameters or static inputs of other sizes than H, or values of size 1"
+        return f"no kernel on the GPU for {what}: {', '.join(sorted(others))}"
+    return None
 
 
 @functools.lru_cache(maxsize=256)

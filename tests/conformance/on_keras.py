@@ -21,7 +21,12 @@ def places(problem: Problem, weight: Any) -> list[str]:
     """The names of the problem's arrays that Keras stores in one weight."""
     name = weight.path.split("/")[-1]
     if name == "bias":
-        return [name for name in BOTH if name in problem.arrays]
+        cell, r = problem.cell, problem.cell.by_weight.get("weight_hh")
+        fewer = r is not None and r.declared != cell.gates
+        apart = fewer and not cell.fused.issuperset(r.declared)
+        return [name for name in BOTH[: 2 - apart] if name in problem.arrays]
+    if name == "recurrent_bias":
+        return BOTH[1:]
     if name in ("kernel", "recurrent_kernel"):
         return ["weight_ih_l0" if name == "kernel" else "weight_hh_l0"]
     for ending, kind in (("_kernel", "weight_"), ("_bias", "bias_")):
@@ -30,14 +35,28 @@ def places(problem: Problem, weight: Any) -> list[str]:
     return [f"{name}_l0"]
 
 
-def to_keras(names: list[str], arrays: Mapping[str, Array], axes: int) -> Array:
+def of_r(problem: Problem) -> Array:
+    """The columns of the gates that have a recurrent projection."""
+    cell, sizes = problem.cell, {**problem.sizes, "1": 1}
+    columns = np.arange(cell.width(sizes))
+    parts = [columns[p] for g, p in cell.places(sizes).items() if cell.gate_sizes[g] == "H"]
+    return np.concatenate([*parts, columns[:0]])
+
+
+def to_keras(problem: Problem, names: list[str], arrays: Mapping[str, Array], axes: int) -> Array:
     """Returns the value of one Keras weight, which may be the sum of both biases."""
+    if names == BOTH and axes == 1:
+        total = arrays[names[0]].copy()
+        total[of_r(problem)] += arrays[names[1]]
+        return total
     if names[0] in BOTH:
-        return np.stack([arrays[n] for n in names]) if axes == 2 else sum(arrays[n] for n in names)
+        return np.stack([arrays[n] for n in names]) if axes == 2 else arrays[names[0]]
     return arrays[names[0]].swapaxes(-1, -2) if axes > 1 else arrays[names[0]]
 
 
-def from_keras(names: list[str], value: Array) -> Arrays:
+def from_keras(problem: Problem, names: list[str], value: Array) -> Arrays:
+    if names == BOTH and value.ndim == 1:
+        return {names[0]: value, names[1]: value[of_r(problem)]}
     apart = names[0] in BOTH and value.ndim == 2
     value = value if apart or value.ndim == 1 else value.swapaxes(-1, -2)
     return {name: value[k] if apart else value for k, name in enumerate(names)}
@@ -55,7 +74,8 @@ def made(problem: Problem, drop_in: bool) -> Any:
     )  # fmt: skip
     layer.build((None, None, problem.inputs))
     for weight in layer.trainable_variables:
-        weight.assign(to_keras(places(problem, weight), problem.arrays, len(weight.shape)))
+        value = to_keras(problem, places(problem, weight), problem.arrays, len(weight.shape))
+        weight.assign(value)
     return layer
 
 
@@ -109,7 +129,8 @@ def run(layer: Any, problem: Problem, along: Arrays | None, ways: dict[str, bool
 
     def all_of(arrays: Arrays) -> list[Array]:
         ranks = [len(weight.shape) for weight in weights]
-        learned = [to_keras(n, arrays, rank) for n, rank in zip(inside, ranks, strict=True)]
+        pairs = zip(inside, ranks, strict=True)
+        learned = [to_keras(problem, names, arrays, rank) for names, rank in pairs]
         return [turn(name, arrays[name], reverse) for name in names] + learned
 
     given = [turn(name, problem.arrays[name], reverse) for name in names]
@@ -122,7 +143,7 @@ def run(layer: Any, problem: Problem, along: Arrays | None, ways: dict[str, bool
     }
     for place, grad in zip(inside, grads[len(names) :], strict=True):
         value = number(grad).astype(given[0].dtype, copy=False)  # float32, if variables are
-        solution |= {f"d {n}": value for n, value in from_keras(place, value).items()}
+        solution |= {f"d {n}": value for n, value in from_keras(problem, place, value).items()}
     return solution
 
 

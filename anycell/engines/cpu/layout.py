@@ -28,6 +28,7 @@ from anycell.engines.cpu.geometry import (
 )  # fmt: skip
 from anycell.engines.cpu.ir import Builder, Target, Value
 from anycell.engines.cpu.table import Count, align, entries
+from anycell.lang.declare import ONE
 from anycell.lang.expr import Expr
 from anycell.plan import Plan, arrays, gradient_roots, in_sequence, passes, root_sizes
 
@@ -85,9 +86,7 @@ class Layout:
             self.symbols = root_sizes(self.cell)
             kept = [state.name in plan.states for state in self.cell.states]
             self.new_states = {
-                n: i
-                for i, n in enumerate(self.cell.next)
-                if in_sequence(self.cell, n) and kept[i]
+                n: i for i, n in enumerate(self.cell.next) if in_sequence(self.cell, n) and kept[i]
             }
             self.loaded = frozenset(self.saved) | frozenset(self.new_states)
         self.passes = passes(self.roots, self.loaded)
@@ -111,7 +110,9 @@ class Layout:
         self.row_wise = len(self.passes) > 1 or not simple
         self.width = self.geometry.width
         if self.row_wise:
-            self.width = min(2, -(-min(sizes, default=plan.hidden_size) // self.lanes))
+            # Vectors of size 1 have one unit in any case.
+            several = {plan.sizes[symbol] for symbol in self.symbols if symbol != ONE}
+            self.width = min(2, -(-min(several, default=plan.hidden_size) // self.lanes))
         self.results = self._results()
         self.scratch, self.scratch_row = self._scratch()
         # Multiply-adds and staged bytes of a row, and packed bytes of a direction.
