@@ -497,7 +497,9 @@ def test_what_is_not_read_runs_in_keras_loop(why: str, rng: np.random.Generator)
 
 def test_a_refused_cell_has_keras_results(rng: np.random.Generator) -> None:
     x = tf.constant(data(rng, B, T, I), tf.float32)
-    ours, theirs = both(cell_of(REFUSED["this takes the sum over the rows of the batch"]), "float32")
+    ours, theirs = both(
+        cell_of(REFUSED["this takes the sum over the rows of the batch"]), "float32"
+    )
     assert np.array_equal(ours(x), theirs(x)) and ours.engine.name == "keras"
     with pytest.raises(ValueError, match=r"resets: given a tensor; expected None, because Keras's"):
         ours(x, resets=tf.zeros((B, T)))

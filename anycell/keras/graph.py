@@ -151,7 +151,7 @@ class Traced:
             inputs = {kinds[i] for i in node.inputs}
             shape = node.type in SHAPES
             kinds[name] = "F" if shape else "S" if "S" in inputs else "X" if "X" in inputs else "F"
-            if shape and inputs & {"S", "X"} or any(i in rowed for i in node.inputs):
+            if (shape and inputs & {"S", "X"}) or any(i in rowed for i in node.inputs):
                 rowed.add(name)
         self.kinds, self.rowed = kinds, rowed
 

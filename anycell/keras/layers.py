@@ -25,7 +25,7 @@ from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
 from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, real, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
-from anycell.keras.reading import Readings, loop, masks_of
+from anycell.keras.reading import Readings, elsewhere, loop, masks_of
 from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
@@ -468,6 +468,9 @@ def _readings(layer: Any) -> Readings:
 def read_of(layer: Any, training: bool) -> Any:
     """The step that was read of a layer's cell, for calls like the last one; or why it is not."""
     readings, cell = _readings(layer), layer.cell
+    why = elsewhere(cell)
+    if why is not None:
+        return why
     known = readings.last.get(training) or readings.last.get(not training)
     if known is None:
         shapes = getattr(layer, "_build_shapes_dict", None) or {}
@@ -501,7 +504,7 @@ class OfCell(DropIn, keras.layers.RNN):
         if isinstance(step, str):
             return Facts(None, 0, backend=backend, gpu=gpu, obstacle=step, traced=traced)
         sizes = {name: size for name, size in step.reading.sizes.items() if name != "H"}
-        dtype = getattr(self.cell, "compute_dtype", self.compute_dtype)
+        dtype: Any = self.cell.compute_dtype
         return Facts(
             step.reading.cell, step.reading.size, sizes, dtype, backend, gpu, drop_in=True,
             traced=traced,
@@ -516,7 +519,9 @@ class OfCell(DropIn, keras.layers.RNN):
             return super().inner_loop(sequences, initial_state, mask, training)
         masks = masks_of(self.cell) if training else []
         states = initial_state if tree.is_nested(initial_state) else [initial_state]
-        step = _readings(self).step(self.cell, training, sequences[:, 0], states, masks)
+        step = elsewhere(self.cell) or _readings(self).step(
+            self.cell, training, sequences[:, 0], states, masks
+        )
         facts = self._facts(training, on_gpu(sequences), refusal(sequences))
         if choose(facts).name != "cpu" or _further.get()[1] is not None:
             return super().inner_loop(sequences, initial_state, mask, training)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,12 +133,14 @@ class Step:
     Attributes:
         of_state: the number of the state that the output is, or None.
         reads: the states, before and after a step, that the output follows from if it is none.
+        graphs: what ``_call`` has made.
     """
 
     traced: Traced
     reading: Reading
     of_state: int | None = None
     reads: set[str] = field(default_factory=set)
+    graphs: dict[str, Any] = field(default_factory=dict)
 
     def run(
         self,
@@ -167,13 +170,13 @@ class Step:
             anything if it is no state; None if it is a state and not wanted.
         """
         traced, reading = self.traced, self.reading
-        run = Run(traced, x, dict(zip(traced.others, others, strict=True)), more)
-        arguments = reading.call(run, states)
+        x_and_others = x, list(others)
+        arguments = self._call("_arguments", more, *x_and_others, list(states))
         held = arguments.pop("mask", None)
-        arguments.pop("masked_output", None)
         mask = held if mask is None else mask if held is None else mask & held
+        before = {name: k for k, name in enumerate(traced.states)}
         after = {name: k for k, name in reversed(list(enumerate(traced.after)))}
-        wanted = {after[name] if name in after else traced.states.index(name) for name in self.reads}
+        wanted = {after.get(name, before.get(name, 0)) for name in self.reads}
         if self.of_state is not None:
             wanted = {self.of_state} if sequences else set()
         names = [name for k in sorted(wanted) for name in reading.names_of(k)]
@@ -195,7 +198,33 @@ class Step:
                 first, sequence = tf.cast(states[k], x.dtype)[None], every[k]
                 parts = [sequence[1:], first] if reverse else [first, sequence[:-1]]
                 known[name] = tf.concat(parts, 0)
-        return run.after(traced.output, known), ends
+        return self._call("_outputs", more, *x_and_others, known), ends
+
+    def _call(self, name: str, more: dict[str, Any], *tensors: Any) -> Any:
+        """Calls a method; in eager mode as a graph, whose many small operations are fast."""
+        if more or not tf.executing_eagerly():
+            return getattr(self, name)(*tensors, **more)
+        if name not in self.graphs:
+            method = functools.partial(getattr(self, name))
+            self.graphs[name] = tf.function(method, autograph=False, reduce_retracing=True)
+        return self.graphs[name](*tensors)
+
+    def _run(self, x: Tensor, others: Sequence[Tensor], more: dict[str, Any]) -> Run:
+        return Run(self.traced, x, dict(zip(self.traced.others, others, strict=True)), more)
+
+    def _arguments(
+        self, x: Tensor, others: Sequence[Tensor], states: Sequence[Tensor], **more: Any
+    ) -> dict[str, Any]:
+        """The arguments of ``recurrence``."""
+        arguments = self.reading.call(self._run(x, others, more), states)
+        arguments.pop("masked_output", None)
+        return arguments
+
+    def _outputs(
+        self, x: Tensor, others: Sequence[Tensor], known: Mapping[str, Tensor], **more: Any
+    ) -> Tensor:
+        """Outputs that are no state, from the states at every step."""
+        return self._run(x, others, more).after(self.traced.output, known)
 
 
 def read_step(traced: Traced, name: str) -> Step:
@@ -477,7 +506,9 @@ class _Reader:
         return self.graph.elementwise("pow", base, number)
 
     def _clipbyvalue(self, node: Node, value: Any, low: Any, high: Any) -> Any:
-        return self.graph.elementwise("minimum", self.graph.elementwise("maximum", value, low), high)
+        return self.graph.elementwise(
+            "minimum", self.graph.elementwise("maximum", value, low), high
+        )
 
     def _softmax(self, node: Node, value: Any) -> Any:
         graph, last = self.graph, [len(value.shape) - 1]
@@ -524,12 +555,11 @@ def _compared(step: Step) -> str | None:
         named |= {f"final state {k}": state for k, state in enumerate(final)}
         arriving = np.random.default_rng(1)
         weights = [tf.constant(arriving.normal(size=r.shape), kind) for r in named.values()]
-        grads = tape.gradient(
-            list(named.values()), watched, weights, unconnected_gradients="zero"
-        )
+        grads = tape.gradient(list(named.values()), watched, weights, unconnected_gradients="zero")
         named |= {f"the gradient of {name}": grad for name, grad in grads.items()}
         results.append({name: _numbers(value) for name, value in named.items()})
-    return difference(*results, "float64", "random states and states of zeros")
+    expected, found = results
+    return difference(expected, found, "float64", "random states and states of zeros")
 
 
 def _numbers(value: Any) -> np.ndarray:

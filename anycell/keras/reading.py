@@ -45,21 +45,24 @@ class Readings:
         return self.known[key]
 
 
+def elsewhere(cell: Any) -> str | None:
+    """Returns why cells are not read on Keras's backend, or None."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        return None
+    return (
+        f"the cell is of class {type(cell).__name__}, which is read on Keras's TensorFlow backend, "
+        f"not on {backend}: write its step as @anycell.cell, for anycell.keras.RNN"
+    )
+
+
 def _spec(tensor: Any) -> tuple[tuple[int | None, ...], str]:
     """The shape of a tensor without the batch, and its dtype."""
     sizes = tuple(tensor.shape)[1:]
     return (None, *sizes), keras.backend.standardize_dtype(tensor.dtype)
 
 
-def _read(
-    cell: Any, training: bool, structure: Any, specs: Sequence[_Key], masks: int
-) -> Any:
-    backend = keras.backend.backend()
-    if backend != "tensorflow":
-        return (
-            f"a cell of class {type(cell).__name__} is read on Keras's TensorFlow backend, as yet "
-            f"not on {backend}: there, write its step as @anycell.cell, for anycell.keras.RNN"
-        )
+def _read(cell: Any, training: bool, structure: Any, specs: Sequence[_Key], masks: int) -> Any:
     import tensorflow as tf
 
     from anycell.keras.graph import Traced
@@ -119,7 +122,7 @@ def _state_of(cell: Any) -> tuple[_Key, ...]:
 
     Numbers and words count by value, all else by identity.
     """
-    state = []
+    state: list[_Key] = []
     for layer in _layers(cell):
         kind = type(layer)
         state.append((kind.__name__, "call", id(kind.call)))

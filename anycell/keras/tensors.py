@@ -1,4 +1,4 @@
-"""``recurrence`` of Keras on TensorFlow: what users pass, checked, as one call of ``tensorflow``."""
+"""``recurrence`` of Keras on TensorFlow: what users pass, checked, as one run of a layer."""
 
 from __future__ import annotations
 

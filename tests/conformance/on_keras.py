@@ -187,8 +187,9 @@ def by_recurrence(**ways: Any) -> Callable[..., Arrays]:
                 [named[f"{kind} {n}"][0] for n in cell.state_names if f"{kind} {n}" in named]
                 for kind in ("state", "reset_state")
             )
+            learned = {n: named[n] for n in cell.learned if n in named}
             output, final, *others = ak.recurrence(
-                cell, swap(named["x"]), {n: named[n] for n in cell.learned if n in named}, state or None,
+                cell, swap(named["x"]), learned, state or None,
                 reverse=problem.reverse[0], engine=engine, reset_state=reset or None,
                 static=named.get("static"), recurrent_mask=mask, **options,
             )  # fmt: skip
