@@ -1,7 +1,7 @@
-"""Cells of Keras as users write them, run fused without being written again, on TensorFlow."""
+"""Cells of Keras as users write them, run fused without being written again."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,14 @@ import pytest
 
 keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("cells are read on Keras's TensorFlow backend", allow_module_level=True)
-
-from keras_layers import assert_right, copy_weights, random_mask, solve  # noqa: E402
+from keras_layers import BACKEND, assert_right, copy_weights, double, random_mask, solve  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 
+if BACKEND not in ("tensorflow", "jax"):
+    pytest.skip(f"cells are not read on {BACKEND}", allow_module_level=True)
+tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="about tensors of TensorFlow")
 layers, ops = keras.layers, keras.ops
 B, T, I, H = 4, 5, 3, 6
 
@@ -267,6 +267,12 @@ CELLS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    with double("float64"):
+        yield
+
+
 def both(make: Callable[[], Any], dtype: str = "float64", **options: Any) -> tuple[Any, Any]:
     """A layer of ours and one of Keras with the same weights."""
     with_dtype = keras.config.dtype_policy()
@@ -294,6 +300,8 @@ def assert_same(ours: Any, theirs: Any, x: np.ndarray, dtype: str = "float64", *
 @pytest.mark.sample(6)
 def test_a_cell_runs_fused(name: str, rng: np.random.Generator) -> None:
     """Results, and gradients of x and of all weights, as in Keras's loop."""
+    if name == "in TensorFlow" and BACKEND != "tensorflow":
+        pytest.skip("a cell of TensorFlow")
     ours, theirs = both(CELLS[name], return_sequences=True, return_state=True)
     assert_same(ours, theirs, data(rng, B, T, I))
 
@@ -335,7 +343,7 @@ def test_stateful(rng: np.random.Generator) -> None:
     )
     copy_weights(theirs, ours, (B, T, I))
     for _ in range(2):
-        x = tf.constant(data(rng, B, T, I), tf.float32)
+        x = ops.convert_to_tensor(data(rng, B, T, I), "float32")
         assert_close(ours(x), theirs(x), "float32", "forward")
     ours.reset_state(), theirs.reset_state()
     assert_close(ours(x), theirs(x), "float32", "forward")
@@ -345,7 +353,7 @@ def test_stateful(rng: np.random.Generator) -> None:
 def test_dropout_has_keras_masks(implementation: int, rng: np.random.Generator) -> None:
     """One mask for all steps, and the same ones for the same seed."""
     given = {"dropout": 0.4, "recurrent_dropout": 0.3, "implementation": implementation}
-    x = tf.constant(data(rng, B, T, I), tf.float32)
+    x = ops.convert_to_tensor(data(rng, B, T, I), "float32")
     ours, theirs = (
         kind(OfLSTM(H, seed=3, **given), return_sequences=True) for kind in (ak.RNN, layers.RNN)
     )
@@ -354,6 +362,7 @@ def test_dropout_has_keras_masks(implementation: int, rng: np.random.Generator) 
         assert_close(ours(x, training=True), theirs(x, training=True), "float32", "forward")
     assert ours.engine.name == "cpu" and ours.cell._dropout_mask is None
     assert_close(ours(x), theirs(x), "float32", "forward")
+    assert ours.engine.name == "cpu", ours.engine.reason
 
 
 def test_it_trains_as_keras_does(rng: np.random.Generator) -> None:
@@ -375,11 +384,12 @@ def test_it_trains_as_keras_does(rng: np.random.Generator) -> None:
         assert_close(ours, right, "float32", "gradient")
 
 
+@tensorflow
 def test_accelerate_takes_them_and_files_fit(tmp_path: Path, rng: np.random.Generator) -> None:
     model = keras.Sequential(
         [keras.Input((None, I)), layers.Bidirectional(layers.RNN(Concat(), name="memory"))]
     )
-    x = tf.constant(data(rng, B, T, I), tf.float32)
+    x = ops.convert_to_tensor(data(rng, B, T, I), "float32")
     before = model(x)
     [forwards, backwards] = ak.recurrent_layers(ak.accelerate(model))
     assert forwards.engine == backwards.engine == "cpu", forwards
@@ -395,9 +405,10 @@ def test_accelerate_takes_them_and_files_fit(tmp_path: Path, rng: np.random.Gene
     assert_close(model(x), before, "float32", "forward")
 
 
+@tensorflow
 def test_changes_of_a_cell_are_seen(rng: np.random.Generator) -> None:
     """A number, a function or a variable that is replaced after the first call."""
-    x = tf.constant(data(rng, B, T, I), tf.float32)
+    x = ops.convert_to_tensor(data(rng, B, T, I), "float32")
     ours, theirs = both(WithLayers, "float32")
     for change in (
         lambda cell: setattr(cell, "act", ops.tanh),
@@ -414,9 +425,9 @@ def test_changes_of_a_cell_are_seen(rng: np.random.Generator) -> None:
 
 
 def test_mixed_precision(rng: np.random.Generator) -> None:
-    x = tf.constant(data(rng, B, T, I), tf.float16)
+    x = ops.convert_to_tensor(data(rng, B, T, I), "float16")
     ours, theirs = both(Concat, "mixed_float16", return_sequences=True)
-    assert ours(x).dtype == tf.float16 and ours.engine.name == "cpu"
+    assert keras.backend.standardize_dtype(ours(x).dtype) == "float16" and ours.engine.name == "cpu"
     assert_close(ours(x), theirs(x), "float16", "forward")
 
 
@@ -424,6 +435,7 @@ def test_explain_shows_the_cell() -> None:
     layer = ak.RNN(OfLSTM(H))
     assert layer.engine.name == "keras" and "once the layer is built" in layer.engine.reason
     layer.build((None, None, I))
+    assert layer.text is not None and layer.text.startswith("from anycell import cell")
     shown = str(layer.explain())
     assert "OfLSTM" in shown and "tanh" in shown and "cpu" in shown
 
@@ -484,6 +496,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@tensorflow
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_is_not_read_runs_in_keras_loop(why: str, rng: np.random.Generator) -> None:
     make = cell_of(REFUSED[why])
@@ -495,8 +508,9 @@ def test_what_is_not_read_runs_in_keras_loop(why: str, rng: np.random.Generator)
     assert not layer.losses
 
 
+@tensorflow
 def test_a_refused_cell_has_keras_results(rng: np.random.Generator) -> None:
-    x = tf.constant(data(rng, B, T, I), tf.float32)
+    x = ops.convert_to_tensor(data(rng, B, T, I), "float32")
     ours, theirs = both(
         cell_of(REFUSED["this takes the sum over the rows of the batch"]), "float32"
     )
@@ -505,6 +519,7 @@ def test_a_refused_cell_has_keras_results(rng: np.random.Generator) -> None:
         ours(x, resets=tf.zeros((B, T)))
 
 
+@tensorflow
 def test_a_wrong_reading_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the table had an error, the proof would say so, and Keras's loop would run."""
     from anycell.keras import read
@@ -516,8 +531,9 @@ def test_a_wrong_reading_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert name == "keras" and "the reading was tried against the step" in reason
 
 
+@tensorflow
 def test_export_and_xla_run_keras_loop(rng: np.random.Generator) -> None:
-    x = tf.constant(data(rng, B, T, I), tf.float32)
+    x = ops.convert_to_tensor(data(rng, B, T, I), "float32")
     ours, theirs = both(Concat, "float32")
     with ak.step_by_step():
         assert ours.engine.name == "keras"

@@ -25,6 +25,7 @@ from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
 from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, real, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
+from anycell.keras.reading import Options as ReadOptions
 from anycell.keras.reading import Readings, elsewhere, loop, masks_of
 from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
@@ -530,12 +531,14 @@ class OfCell(DropIn, keras.layers.RNN):
             shape = (*ops.shape(mask), *[1] * (len(sequences.shape) - 2))
             present = ops.reshape(mask, shape)
             sequences = ops.where(present, sequences, ops.zeros_like(sequences))
-        options = {
-            "reverse": self.go_backwards,
-            "zero": self.zero_output_for_mask,
-            "sequences": self.return_sequences,
-        }
-        return loop(step, sequences, states, mask, masks, options)
+        how = ReadOptions(self.go_backwards, self.zero_output_for_mask, self.return_sequences)
+        return loop(step, self.cell, training, sequences, states, masks, mask, how)
+
+    @property
+    def text(self) -> str | None:
+        """The step of a user's cell as an ``@anycell.cell``, to keep; None if it is not read."""
+        step = None if changed(self.cell) is None else read_of(self, False)
+        return None if step is None or isinstance(step, str) else step.reading.text
 
 
 OfCell.__name__ = "RNN"  # Keras's files of weights use this name

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from keras import ops
 
 from anycell.keras.call import Tensor
 from anycell.keras.graph import ROWS, Node, Traced, World, eagerly
+from anycell.keras.reading import Options
 from anycell.keras.tensors import recurrence
 from anycell.read import Graph, Outer, Reading, Refused, Value, read
 from anycell.read.proof import STEPS, difference
@@ -227,14 +229,20 @@ class Step:
         return self._run(x, others, more).after(self.traced.output, known)
 
 
-def read_step(traced: Traced, name: str) -> Step:
-    """Reads a step, and proves the reading.
+def read_step(
+    call: Callable[..., Any], structure: Any, x: Any, states: Sequence[Any], others: Sequence[Any]
+) -> Step | str:
+    """Traces a step, reads it, and proves the reading; see ``keras.jax.read_step``.
 
     Raises:
         Refused: if it cannot be read, or does something else than the step.
     """
+    if tf.distribute.has_strategy():
+        return "cells are not read within a tf.distribute strategy"
+    x, *rest = [tf.TensorSpec(*spec) for spec in (x, *states, *others)]
+    traced = Traced(call, x, rest[: len(states)], rest[len(states) :])
     with tf.init_scope(), eagerly():
-        step = _Reader(traced, name).step
+        step = _Reader(traced, call.__name__).step
         problem = _compared(step)
     if problem is not None:
         raise Refused(f"{problem}.")
@@ -589,3 +597,60 @@ def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, more: An
 
 def _by_reading(step: Step, x: Tensor, states: list[Tensor], others: Any, more: Any) -> Any:
     return step.run(x, states, others, engine="reference", **more)
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
+def loop(
+    step: Step,
+    call: Any,
+    structure: Any,
+    sequences: Tensor,
+    states: Sequence[Tensor],
+    others: Sequence[Tensor],
+    mask: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, list[Tensor]]:
+    """Runs a step that was read over ``[B, T, ...]``, like Keras's loop; returns outputs in the
+    order of processing, or the last one, and final states.
+    """
+    x, reverse = ops.swapaxes(sequences, 0, 1), options.reverse
+    mask = None if mask is None else ops.swapaxes(mask, 0, 1)
+    outputs, final = step.run(
+        x, states, others, mask=mask, reverse=reverse, sequences=options.every
+    )
+    if outputs is None:  # the output is a state, which is held under a mask
+        assert step.of_state is not None
+        last = final[step.of_state]
+        if mask is not None:
+            end = 0 if reverse else -1
+            seen = mask[end] if options.zero else ops.any(mask, axis=0)
+            last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
+        return ops.expand_dims(last, 1), final
+    if reverse:
+        outputs = ops.flip(outputs, axis=0)
+        mask = None if mask is None else ops.flip(mask, axis=0)
+    if mask is not None:
+        outputs = _masked(outputs, mask, options.zero, step.of_state is not None)
+    return ops.swapaxes(outputs if options.every else outputs[-1:], 0, 1), final
+
+
+def _masked(outputs: Tensor, mask: Tensor, zero: bool, held: bool) -> Tensor:
+    """Outputs ``[T, B, ...]`` like those of Keras's loop at masked steps: zero, or the output of
+    the step before, and zero before a row's first step.
+
+    Args:
+        held: whether they are states, which are held already.
+    """
+    counts = ops.cumsum(ops.cast(mask, "int32"), axis=0)
+    shown = mask if zero else counts > 0
+    if not (zero or held):
+        # The k-th of a row's steps that are not masked is the k-th in this order.
+        time = ops.cumsum(ops.ones_like(counts), axis=0)
+        order = ops.argsort(ops.where(mask, time, time + ops.shape(mask)[0]), axis=0)
+        at = ops.take_along_axis(order, ops.maximum(counts - 1, 0), axis=0)
+        lead = tuple(range(2, len(outputs.shape)))
+        outputs = ops.take_along_axis(outputs, ops.expand_dims(at, lead), axis=0)
+    shown = ops.reshape(shown, (*ops.shape(shown), *[1] * (len(outputs.shape) - 2)))
+    return ops.where(shown, outputs, ops.zeros_like(outputs))

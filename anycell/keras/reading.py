@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import keras
-from keras import ops, tree
+from keras import tree
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers.RNN looks for it
 
 from anycell.keras.call import Tensor
+from anycell.read import Refused
 
 _MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a call
+_HOMES = {"tensorflow": "read", "jax": "jax"}
 _PLAIN = (int, float, bool, str, type(None))
 MOST = 16  # readings that a layer keeps
 _Key = tuple[Any, ...]
@@ -45,14 +48,33 @@ class Readings:
         return self.known[key]
 
 
+class Options(NamedTuple):
+    """The options of a layer on which its loop depends.
+
+    Attributes:
+        reverse: whether it goes backwards.
+        zero: whether outputs at masked steps are zero.
+        every: whether all outputs are wanted, not the last one alone.
+    """
+
+    reverse: bool
+    zero: bool
+    every: bool
+
+
+def _home() -> Any:
+    """What reads and runs steps on the backend."""
+    return import_module(f"anycell.keras.{_HOMES[keras.backend.backend()]}")
+
+
 def elsewhere(cell: Any) -> str | None:
     """Returns why cells are not read on Keras's backend, or None."""
     backend = keras.backend.backend()
-    if backend == "tensorflow":
+    if backend in _HOMES:
         return None
     return (
-        f"the cell is of class {type(cell).__name__}, which is read on Keras's TensorFlow backend, "
-        f"not on {backend}: write its step as @anycell.cell, for anycell.keras.RNN"
+        f"the cell is of class {type(cell).__name__}, which is not read on Keras's backend "
+        f"{backend}: write its step as @anycell.cell, for anycell.keras.RNN(cell, units)"
     )
 
 
@@ -63,28 +85,22 @@ def _spec(tensor: Any) -> tuple[tuple[int | None, ...], str]:
 
 
 def _read(cell: Any, training: bool, structure: Any, specs: Sequence[_Key], masks: int) -> Any:
-    import tensorflow as tf
-
-    from anycell.keras.graph import Traced
-    from anycell.keras.read import read_step
-    from anycell.read import Refused
-
-    if tf.distribute.has_strategy():
-        return "within a tf.distribute strategy cells are not read"
     for layer in _layers(cell):
         if isinstance(layer, keras.Layer) and not layer.built:
             return f"{type(layer).__name__} is read once it is built"
-    x, *rest = [tf.TensorSpec(shape, dtype) for shape, dtype in specs]
+    x, *rest = specs
     states, others = rest[: len(rest) - masks], rest[len(rest) - masks :]
     before, losses = _state_of(cell), _losses(cell)
     try:
-        traced = Traced(_step(cell, training, structure), x, states, others)
+        step = _home().read_step(step_of(cell, training, structure), structure, x, states, others)
         changed = _state_of(cell)
         if changed != before or _losses(cell) != losses:
             names = {a[:2] for a in {*changed} ^ {*before}}
             shown = ", ".join(sorted(f"{kind}.{name}" for kind, name in names)) or "add_loss"
             raise Refused(f"a call of the cell has an effect on {shown}.")
-        return read_step(traced, type(cell).__name__)
+        if isinstance(step, str):
+            raise Refused(step)
+        return step
     except Refused as why:
         return f"the cell {type(cell).__name__} cannot be read: {str(why).rstrip('.')}"
     except Exception as error:  # the user's loop runs whatever goes wrong here
@@ -94,7 +110,7 @@ def _read(cell: Any, training: bool, structure: Any, specs: Sequence[_Key], mask
             del layer._losses[count:]
 
 
-def _step(cell: Any, training: bool, structure: Any) -> Callable[..., Any]:
+def step_of(cell: Any, training: bool, structure: Any) -> Callable[..., Any]:
     """The cell's call as a function of flat tensors, with the masks of its dropout."""
     more = {}
     if isinstance(cell, keras.Layer) and cell._call_has_training_arg:
@@ -105,6 +121,7 @@ def _step(cell: Any, training: bool, structure: Any) -> Callable[..., Any]:
             output, new = cell(x, tree.pack_sequence_as(structure, states), **more)
         return output, tree.flatten(new)
 
+    step.__name__ = type(cell).__name__
     return step
 
 
@@ -157,7 +174,7 @@ def _places(cell: Any) -> Iterator[tuple[Any, str, Any]]:
 @contextmanager
 def _given(cell: Any, masks: Sequence[Tensor]) -> Iterator[None]:
     """Puts other masks in the place of those that were drawn."""
-    places, left = list(_places(cell)), iter(masks)
+    places, left = list(_places(cell) if masks else ()), iter(masks)
     try:
         for layer, name, drawn in places:
             setattr(layer, name, tree.map_structure(lambda _: next(left), drawn))
@@ -171,63 +188,26 @@ def _given(cell: Any, masks: Sequence[Tensor]) -> Iterator[None]:
 
 
 def loop(
-    step: Any,
+    read: Any,
+    cell: Any,
+    training: bool,
     sequences: Tensor,
     states: Any,
-    mask: Tensor | None,
     masks: Sequence[Tensor],
-    options: Mapping[str, bool],
+    mask: Tensor | None,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Any]:
     """Runs a step that was read over ``[B, T, ...]``, like Keras's loop.
 
     Args:
-        mask: bool ``[B, T]``.
         masks: of dropout.
-        options: reverse, zero (outputs at masked steps) and sequences (whether all are wanted).
+        mask: bool ``[B, T]``.
 
     Returns:
         the last output, all outputs in the order of processing, or the last one, and final states.
     """
-    x = ops.swapaxes(sequences, 0, 1)
-    reverse, wanted = options["reverse"], options["sequences"]
-    if mask is not None:
-        mask = ops.swapaxes(mask, 0, 1)
-    outputs, final = step.run(
-        x, tree.flatten(states), masks, mask=mask, reverse=reverse, sequences=wanted
-    )
-    end = 0 if reverse else -1
-    if outputs is None:  # the output is a state, which is held under a mask
-        last = final[step.of_state]
-        if mask is not None:
-            seen = mask[end] if options["zero"] else ops.any(mask, axis=0)
-            last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
-        outputs = last[None]
-    else:
-        if reverse:
-            outputs = ops.flip(outputs, axis=0)
-            mask = None if mask is None else ops.flip(mask, axis=0)
-        if mask is not None:
-            outputs = _masked(outputs, mask, options["zero"], step.of_state is not None)
-        last = outputs[-1]
-        outputs = outputs if wanted else last[None]
-    return last, ops.swapaxes(outputs, 0, 1), tree.pack_sequence_as(states, final)
-
-
-def _masked(outputs: Tensor, mask: Tensor, zero: bool, held: bool) -> Tensor:
-    """Outputs ``[T, B, ...]`` like those of Keras's loop at masked steps: zero, or the output of
-    the step before, and zero before a row's first step.
-
-    Args:
-        held: whether they are states, which are held already.
-    """
-    counts = ops.cumsum(ops.cast(mask, "int32"), axis=0)
-    shown = mask if zero else counts > 0
-    if not (zero or held):
-        # The k-th of a row's steps that are not masked is the k-th in this order.
-        time = ops.cumsum(ops.ones_like(counts), axis=0)
-        order = ops.argsort(ops.where(mask, time, time + ops.shape(mask)[0]), axis=0)
-        at = ops.take_along_axis(order, ops.maximum(counts - 1, 0), axis=0)
-        lead = tuple(range(2, len(outputs.shape)))
-        outputs = ops.take_along_axis(outputs, ops.expand_dims(at, lead), axis=0)
-    shown = ops.reshape(shown, (*ops.shape(shown), *[1] * (len(outputs.shape) - 2)))
-    return ops.where(shown, outputs, ops.zeros_like(outputs))
+    structure = tree.map_structure(lambda _: 0, states)
+    call, flat = step_of(cell, training, structure), tree.flatten(states)
+    run = _home().loop
+    outputs, final = run(read, call, structure, sequences, flat, masks, mask, options)
+    return outputs[:, -1], outputs, tree.pack_sequence_as(states, final)
