@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 jnp, nn, lax = jax.numpy, jax.nn, jax.lax
 
 import anycell.jax as aj  # noqa: E402
-from anycell.jax import fused, scanning  # noqa: E402
+from anycell.jax import scanning  # noqa: E402
 
 X64 = jax if hasattr(jax, "enable_x64") else jax.experimental
 T, B, I, H = 5, 3, 4, 6
@@ -368,16 +368,279 @@ CORNERS = {
 def test_derivatives_at_corners() -> None:
     """JAX gives half of the gradient to each of two equal numbers, all of it at abs(0), ..."""
 
-    def f(h: Any, _: Any) -> Any:
-        return sum((k + 1) * function(h) for k, function in enumerate(CORNERS.values())), None
+    def f(carry: Any, _: Any) -> Any:
+        return {name: function(carry[name]) for name, function in CORNERS.items()}, None
 
     start = jnp.array([[-1.0, 0.0, 1.0, 0.0, 1.0, -1.0], [0.0, 0.0, 1.0, 1.0, -1.0, -1.0]])
-    assert aj.explain_scan(f, start, length=1).startswith("A fused kernel")
+    init = dict.fromkeys(CORNERS, start)
+    told = aj.explain_scan(f, init, length=1)
+    assert told.startswith("A fused kernel"), told
 
-    def gradient(run: Any, function: Any) -> Any:
-        return jax.grad(lambda h: jnp.sum(run(lambda h, _: (function(h), None), h, length=1)[0]))
+    def total(run: Any, init: Any) -> Any:
+        return sum(map(jnp.sum, run(f, init, length=1)[0].values()))
 
-    for name, function in CORNERS.items():
-        theirs = gradient(lax.scan, function)(start)
-        mine = gradient(aj.scan, function)(start)
-        assert np.allclose(mine, theirs, rtol=1e-5, atol=1e-6), name
+    theirs, mine = (jax.grad(total, 1)(run, init) for run in (lax.scan, aj.scan))
+    for name in CORNERS:
+        assert np.allclose(mine[name], theirs[name], rtol=1e-5, atol=1e-6), name
+
+
+# ---- the semantics of lax.scan -------------------------------------------------------------------
+WEIGHTS = {"w": draw(I, H).astype("f"), "u": draw(H, H).astype("f")}
+XS, START = draw(T, B, I).astype("f"), draw(B, H).astype("f")
+
+
+def plain(weights: Any) -> Any:
+    def f(h: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ weights["w"] + h @ weights["u"])
+        return h, h
+
+    return f
+
+
+def fused_by(f: Any, *arguments: Any, **options: Any) -> bool:
+    return aj.explain_scan(f, *arguments, **options).startswith("A fused kernel")
+
+
+def agree(mine: Any, theirs: Any) -> None:
+    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        assert jax.typeof(a) == jax.typeof(b) if hasattr(jax, "typeof") else a.dtype == b.dtype
+        assert np.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("unroll", [1, 2, True])
+def test_reverse_and_unroll(reverse: bool, unroll: int) -> None:
+    options = {"reverse": reverse, "unroll": unroll}
+    agree(*(run(plain(WEIGHTS), START, XS, **options) for run in (aj.scan, lax.scan)))
+
+
+@pytest.mark.parametrize("name", ["episodes", "padding"])
+def test_conditions_in_reverse(name: str) -> None:
+    at = jax.tree.map(lambda a: a.astype("f") if a.dtype == float else a, CASES[name][1:])
+    f = CASES[name].make(at[0])
+    assert "resets=" in aj.explain_scan(f, *at[1:]) or "mask" in aj.explain_scan(f, *at[1:])
+    agree(*(run(f, *at[1:], reverse=True) for run in (aj.scan, lax.scan)))
+
+
+def test_without_xs_and_with_few_steps() -> None:
+    f = lambda carry, _: ((jnp.sin(carry[0] + 0.1), carry[1] + 1), carry)  # noqa: E731
+    for length in (4, 1, 0):
+        agree(*(run(f, (START, 0), None, length) for run in (aj.scan, lax.scan)))
+    agree(*(run(plain(WEIGHTS), START, XS[:0]) for run in (aj.scan, lax.scan)))
+    assert "no steps" in aj.explain_scan(plain(WEIGHTS), START, XS[:0])
+    with jax.disable_jit():
+        agree(*(run(plain(WEIGHTS), START, XS) for run in (aj.scan, lax.scan)))
+
+
+@pytest.mark.parametrize("init", [0, 0.5, True, np.int8(1), np.arange(3), np.float16(1)])
+def test_carries_that_no_cell_has(init: Any) -> None:
+    f = lambda c, x: (c | (x > 0) if init is True else c + c, c)  # noqa: E731
+    xs = np.arange(3.0, dtype="f")
+    agree(*(run(f, init, xs) for run in (aj.scan, lax.scan)))
+
+
+@pytest.mark.parametrize(
+    "f, init, xs, length",
+    [
+        (lambda c, x: (c.astype(jnp.int32), x), START, XS, None),
+        (lambda c, x: (c, c, x), START, XS, None),
+        (lambda c, x: ((c, c), x), START, XS, None),
+        (lambda c, x: (c, x), START, XS, 3),
+        (lambda c, x: (c, x), START, None, None),
+        (lambda c, x: (c @ c, x), START, XS, None),
+        (lambda c, x: 1 / 0, START, XS, None),
+        ("no function", START, XS, None),
+        (lambda c, x: (c, x), "no array", XS, None),
+        (lambda c, x: (c + 1, x) if c.sum() > 0 else (c, x), START, XS, None),
+    ],
+)
+def test_errors_are_those_of_lax_scan(f: Any, init: Any, xs: Any, length: Any) -> None:
+    with pytest.raises(Exception) as theirs:  # noqa: PT011, B017
+        lax.scan(f, init, xs, length)
+    with pytest.raises(theirs.type) as mine:
+        aj.scan(f, init, xs, length)
+    assert str(mine.value).splitlines()[0] == str(theirs.value).splitlines()[0]
+
+
+def test_f_is_traced_as_often_as_by_lax_scan() -> None:
+    """And read and tried once for the same f and shapes, with other arrays each time."""
+    calls: list[int] = []
+    counts = []
+
+    def f(h: Any, x: Any) -> Any:
+        calls.append(1)
+        return plain(WEIGHTS)(h, x)
+
+    for run in (lax.scan, aj.scan):
+        run(f, START, XS)
+        run(f, START + 1, XS)
+        run(f, START[:2], XS[:, :2])
+        counts.append(len(calls))
+        jax.clear_caches()
+    assert counts[1] == 2 * counts[0]
+    scanning.road_of.cache_clear()
+    loss = jax.jit(lambda w, x: aj.scan(plain(w), START, x)[0].sum())
+    loss(WEIGHTS, XS)
+    before = len(scanning._PROVED)
+    jax.jit(lambda w, x: aj.scan(plain(w), START, x)[0].max())(WEIGHTS, XS)
+    assert len(scanning._PROVED) == before and scanning.road_of.cache_info().misses == 2
+
+
+def loss(run: Any, weights: Any, start: Any, xs: Any) -> Any:
+    last, ys = run(plain(weights), start, xs)
+    return jnp.sum(last) + jnp.sum(ys**2)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda f, *a: jax.grad(f, (0, 1, 2))(*a),
+        lambda f, *a: jax.jvp(f, a, a),
+        lambda f, *a: jax.grad(lambda *b: jnp.sum(jax.grad(f, 2)(*b) ** 2), 1)(*a),
+        lambda f, *a: jax.jvp(lambda x: jax.grad(f, 2)(*a[:2], x), (a[2],), (a[2],)),
+        lambda f, *a: jax.linearize(lambda x: f(*a[:2], x), a[2])[1](a[2]),
+        lambda f, *a: jax.grad(jax.checkpoint(f), 0)(*a),
+        lambda f, *a: jax.vmap(f, (None, None, 0))(*a[:2], jnp.stack([a[2], -a[2]])),
+        lambda f, *a: jax.vmap(f, (0, None, None))(jax.tree.map(lambda w: w[None], a[0]), *a[1:]),
+        lambda f, *a: jax.vmap(jax.grad(f, 1), (None, 0, None))(a[0], jnp.stack([a[1], -a[1]]), a[2]),
+        lambda f, *a: jax.lax.map(lambda x: f(*a[:2], x), jnp.stack([a[2], -a[2]])),
+    ],
+    ids="grad jvp second forward-over-reverse linearize checkpoint inputs weights each map".split(),
+)
+@pytest.mark.sample(every=4)
+def test_transformations(derive: Any, jit: bool) -> None:
+    results = []
+    for run in (aj.scan, lax.scan):
+        of = lambda *a, run=run: derive(lambda *b: loss(run, *b), *a)  # noqa: E731
+        results.append((jax.jit(of) if jit else of)(WEIGHTS, jnp.asarray(START), jnp.asarray(XS)))
+    agree(*results)
+
+
+def test_scans_within_scans() -> None:
+    def outer(run: Any) -> Any:
+        def f(h: Any, x: Any) -> Any:
+            h, ys = run(plain(WEIGHTS), h, x)
+            return h, ys
+
+        return f
+
+    xs = jnp.stack([XS, -XS])
+    agree(lax.scan(outer(aj.scan), START, xs), lax.scan(outer(lax.scan), START, xs))
+    agree(aj.scan(outer(lax.scan), START, xs), lax.scan(outer(lax.scan), START, xs))
+    assert "the table has no scan" in aj.explain_scan(outer(lax.scan), START, xs)
+
+
+def test_bfloat16() -> None:
+    small = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (WEIGHTS, START, XS))
+    assert fused_by(plain(small[0]), *small[1:])
+    mine, theirs = (run(plain(small[0]), *small[1:]) for run in (aj.scan, lax.scan))
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, b, "bfloat16", "forward")
+
+
+def test_shard_map_takes_the_loop() -> None:
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((1,), ("rows",))
+    told = []
+
+    def run(h: Any, x: Any) -> Any:
+        told.append(aj.explain_scan(plain(WEIGHTS), h, x))
+        return aj.scan(plain(WEIGHTS), h, x)[0]
+
+    parts = {"mesh": mesh, "in_specs": (P("rows"), P(None, "rows")), "out_specs": P("rows")}
+    agree(jax.shard_map(run, **parts)(START, XS), lax.scan(plain(WEIGHTS), START, XS)[0])
+    assert "shard_map" in told[0]
+
+
+# ---- what is not read ----------------------------------------------------------------------------
+@jax.custom_vjp
+def spike(v: Any) -> Any:
+    return (v > 0).astype(v.dtype)
+
+
+spike.defvjp(lambda v: (spike(v), v), lambda v, d: (d / (1 + abs(v)),))
+
+
+@jax.custom_jvp
+def relu(v: Any) -> Any:
+    return jnp.maximum(v, 0)
+
+
+relu.defjvps(lambda d, y, v: 2 * d)
+REFUSED = {
+    "matrix of this product depends on a state": lambda h, x: h @ (h.T @ h),
+    "takes the sum over the rows of the batch": lambda h, x: (h - h.mean(0)) @ WEIGHTS["u"],
+    "table has no while": lambda h, x: lax.fori_loop(0, x[0, 0].astype(int), lambda i, a: a + 1, h),
+    "jnp.where": lambda h, x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, h),
+    "custom_vjp": lambda h, x: spike(h),
+    "relu has a derivative of its own": lambda h, x: relu(h),
+    "jax.nn.softplus(a - b)": lambda h, x: jnp.logaddexp(h, 2 * h),
+    "converted from float32 to bfloat16": lambda h, x: h.astype(jnp.bfloat16).astype(jnp.float32),
+    "numbers of int32 from a state": lambda h, x: (h * 3).astype(int).astype(jnp.float32),
+    "without sorting": lambda h, x: jnp.sort(h),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refusals_name_the_line_and_what_to_write(reason: str) -> None:
+    body = REFUSED[reason]
+    f = lambda h, x: (body(h, x), None)  # noqa: E731
+    told = aj.explain_scan(f, START, XS)
+    assert told.startswith("jax.lax.scan runs this body: test_jax_scan.py:"), told
+    assert reason in told, told
+    agree(aj.scan(f, START, XS), lax.scan(f, START, XS))
+
+
+def test_effects_stay_in_the_loop(capfd: pytest.CaptureFixture[str]) -> None:
+    def f(h: Any, x: Any) -> Any:
+        jax.debug.print("step {}", h[0, 0])
+        return jnp.sin(h), None
+
+    assert "side effects" in aj.explain_scan(f, START, XS)
+    aj.scan(f, START, XS)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("step") == T
+
+
+def test_a_reading_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anycell.jax import read
+
+    monkeypatch.setitem(read.ELEMENTWISE, "sin", "cos")
+    monkeypatch.setattr(scanning, "_PROVED", {})
+    f = lambda h, x: (jnp.sin(h) + x.sum(), None)  # noqa: E731
+    monkeypatch.setitem(__import__("anycell.jax.exact").jax.exact._RULES, "sin", lambda p, a: np.sin(a))
+    told = aj.explain_scan(f, START, XS)
+    assert "the reading was tried against the step, from random states" in told
+    agree(aj.scan(f, START, XS), lax.scan(f, START, XS))
+
+
+def test_a_fault_of_the_reader_means_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(scanning, "Body", fails)
+    scanning.road_of.cache_clear()
+    f = lambda h, x: (jnp.cos(h), None)  # noqa: E731
+    with pytest.raises(KeyError, match="a fault"):
+        aj.scan(f, START, XS)
+    monkeypatch.setattr(scanning, "STRICT", False)
+    assert "KeyError('a fault')" in aj.explain_scan(f, START, XS)
+    agree(aj.scan(f, START, XS), lax.scan(f, START, XS))
+
+
+def test_what_no_kernel_runs_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "default device is of the kind gpu" in aj.explain_scan(plain(WEIGHTS), START, XS)
+
+
+def test_outputs_ask_for_no_states_that_they_do_not_need() -> None:
+    """Only sequences of states that outputs read are computed."""
+    carry = (START, START + 1)
+    f = lambda c, x: ((jnp.sin(c[0]), jnp.tanh(c[1] + c[0])), c[1] * 2)  # noqa: E731
+    text = str(jax.make_jaxpr(lambda: aj.scan(f, carry, None, 4))())
+    assert text.count("anycell_layer") == 1
+    agree(aj.scan(f, carry, None, 4), lax.scan(f, carry, None, 4))

@@ -28,6 +28,7 @@ from anycell.plan import Plan
 from anycell.read import Graph, Outer, Reading, Refused, Value, read
 
 Array = Any
+PACKAGE = str(Path(jax.__file__).parent)
 
 
 class Arrays:
@@ -87,7 +88,7 @@ CALLS = {
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
     "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr",
 }  # fmt: skip
-MANY = 32  # parts of a cell without a batch
+MANY, UNITS = 32, 1024  # parts and units of cells whose states have two axes, but no batch
 # What to write in place of operations that people use in cells.
 INSTEAD = {
     "while": "operations without a loop within the step",
@@ -150,11 +151,16 @@ class Variable:
 
 @dataclass(eq=False)
 class Equation:
-    """An equation of a jaxpr, with variables of one list for all functions that are called."""
+    """An equation of a jaxpr, with variables of one list for all functions that are called.
+
+    Attributes:
+        caller: the equation that calls the function of JAX that this equation is in, if one does.
+    """
 
     eqn: Any
     operands: list[Variable]
     results: list[Variable]
+    caller: Any = None
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,7 +170,9 @@ class Equation:
 Values = dict[Variable, Array]
 
 
-def inlined(jaxpr: Any, variables: dict[Any, Variable], equations: list[Equation]) -> list[Any]:
+def inlined(
+    jaxpr: Any, variables: dict[Any, Variable], equations: list[Equation], caller: Any = None
+) -> list[Variable]:
     """Appends the equations of a jaxpr, and of the functions that it calls; returns its results."""
 
     def of(atom: Any) -> Variable:
@@ -181,10 +189,12 @@ def inlined(jaxpr: Any, variables: dict[Any, Variable], equations: list[Equation
             inside = dict(zip(inner.invars, operands, strict=True))
             for v, array in zip(inner.constvars, getattr(closed, "consts", ()), strict=True):
                 inside[v] = Variable(v.aval, constant=array)
-            results = inlined(inner, inside, equations)
+            # JAX traces its own functions once: their lines are those of some earlier caller.
+            own = origin(inner)[1].startswith(PACKAGE)
+            results = inlined(inner, inside, equations, caller or (eqn if own else None))
         else:
             results = [Variable(v.aval) for v in eqn.outvars]
-            equation = Equation(eqn, operands, results)
+            equation = Equation(eqn, operands, results, caller)
             for result in results:
                 result.equation = equation
                 result.number = _folded(equation)
@@ -356,7 +366,10 @@ class Body:
         axes: list[int | None] = [
             axis for axis in range(rank) if len({shape[axis] for shape in shapes}) == 1
         ]
-        return [None] if max(map(len, shapes)) < 2 else [*axes, None]
+        if max(map(len, shapes)) < 2:
+            return [None]
+        few = sum(map(math.prod, shapes)) <= UNITS
+        return [*axes, None] if few else axes or [None]
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -505,7 +518,12 @@ class _Reader:
 
     def _at(self, equation: Equation, operands: list[Any]) -> None:
         graph = self.graph
-        graph.where = place(equation.eqn)
+        graph.where = place(equation.caller or equation.eqn)
+        if equation.name not in TABLES:
+            graph.refuse(
+                f"the table has no {equation.name} of a value that depends on a state",
+                INSTEAD.get(equation.name, "operations that cells have, as docs/cells.md lists them"),
+            )
         for v in equation.results:
             if v.aval.dtype not in (self.body.dtype, np.dtype(bool)):
                 self._refuse_dtype(equation, v)
@@ -595,13 +613,7 @@ class _Reader:
             return graph.structural(functools.partial(STRUCTURAL[name], params), *operands)
         if name in REDUCED:
             return graph.reduce(REDUCED[name], operands[0], params["axes"], False)
-        rule = getattr(self, f"_{name}", None) if name in RULES else None
-        if rule is None:
-            graph.refuse(
-                f"the table has no {name} of a value that depends on a state",
-                INSTEAD.get(name, "operations that the guide 'Your own cell, as it stands' lists"),
-            )
-        return rule(equation, operands)
+        return getattr(self, f"_{name}")(equation, operands)
 
     def _max(self, equation: Equation, operands: list[Any], op: str = "maximum") -> Any:
         graph = self.graph
@@ -682,7 +694,7 @@ class _Reader:
         closed = params["call_jaxpr"]
         name, file = origin(closed.jaxpr)
         graph = self.graph
-        if file.startswith(str(Path(jax.__file__).parent)):
+        if file.startswith(PACKAGE):
             if name == "relu":
                 return graph.elementwise("relu", operands[0])
             if name == "relu6":  # no gradient at 6
@@ -746,3 +758,4 @@ RULES = frozenset(
     "abs max min clamp select_n integer_pow is_finite erfc convert_element_type optimization_barrier "
     "custom_jvp_call cumsum dot_general".split()
 )
+TABLES = frozenset({*ELEMENTWISE, *STRUCTURAL, *REDUCED, *RULES})
