@@ -251,6 +251,8 @@ class Graph:
         """An outer value as an operand of a result of ``shape``, whose batch is ``axis``."""
         if outer.units is not None:
             return Value(np.broadcast_to(outer.units.ids, shape), outer.boolean)
+        if axis is not None and shape[axis] != self.rows:
+            self.refuse("this joins a state with a value of another number of rows")
         at = -1 if axis is None else axis - (len(shape) - len(outer.shape))
         batch = at if at >= 0 and outer.shape[at] == self.rows else None
         units = tuple(size for i, size in enumerate(outer.shape) if i != batch)
@@ -422,7 +424,7 @@ class Graph:
         fetch = lambda run: once(run, weight)  # noqa: E731
         parts = [self._product(units, math.prod(out), fetch) for units in operands]
         shape = tuple(size for i, size in enumerate(lead) if i != axis)
-        return self._with_rows(np.stack(parts).reshape(*shape, *out), axis)
+        return self._with_rows(np.stack(parts).reshape((*shape, *out)), axis)
 
     def heads(
         self, value: Value, head: int, axes: tuple[int, ...], out: tuple[int, ...], weight: Any
