@@ -435,6 +435,14 @@ def test_explain_shows_the_cell() -> None:
     assert "OfLSTM" in shown and "tanh" in shown and "cpu" in shown
 
 
+def test_weights_are_the_cells_own(rng: np.random.Generator) -> None:
+    """So what needs them laid out as ours refuses the layer."""
+    layer = ak.RNN(OfLSTM(H))
+    layer.build((None, None, I))
+    with pytest.raises(ValueError, match=r"whose step is unknown \(the cell is of class OfLSTM, "):
+        layer.prepare()
+
+
 # -- what is not read ----------------------------------------------------------------------------
 def cell_of(step: Callable[[Any, Any, Any], Any]) -> Any:
     """A cell of one state with a kernel, whose step is a function of itself, x and h."""

@@ -70,7 +70,7 @@ def changed(cell: Any) -> str | None:
     """Returns why the step of ``cell`` is unknown; None for unchanged cells, Keras's or ours."""
     kind = type(cell)
     if kind not in CALLS:
-        return f"the cell is of class {kind.__name__}, whose step only Keras's loop can run"
+        return f"the cell is of class {kind.__name__}, whose step and weights are its own"
     replaced = {n for n in vars(cell) if callable(getattr(kind, n, None))} - _WRAPPED
     if kind.call is not CALLS[kind]:
         replaced.add("call")
@@ -491,12 +491,6 @@ class OfCell(DropIn, keras.layers.RNN):
     The step of a user's cell is read as it is written, and proved, for each sort of call; a call
     whose step cannot be read runs in Keras's loop, and ``engine`` says why.
     """
-
-    def _step(self) -> Cell | str:
-        if changed(self.cell) is None:
-            return super()._step()
-        step = read_of(self, False)
-        return step if isinstance(step, str) else step.reading.cell
 
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
         if changed(self.cell) is None:

@@ -579,8 +579,8 @@ def _sample(outer: Any, rng: np.random.Generator) -> Tensor:
     value = outer.read_value() if isinstance(outer, tf.Variable) else outer
     if not value.dtype.is_floating:
         return value
-    value = tf.cast(value, tf.float64)
-    return value + tf.constant(0.1 * rng.normal(size=value.shape))
+    value, noise = tf.cast(value, tf.float64), rng.normal(size=(2, *value.shape))
+    return value * (1.0 + 0.1 * noise[0]) + 0.02 * noise[1]
 
 
 def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, more: Any) -> Any:
