@@ -443,6 +443,90 @@ def test_weights_are_the_cells_own(rng: np.random.Generator) -> None:
         layer.prepare()
 
 
+# -- the table of operations ---------------------------------------------------------------------
+def noise(*shape: int) -> Any:
+    return tf.Variable(np.random.default_rng(sum(shape)).normal(size=shape) / 3, dtype=tf.float32)
+
+
+W, U, R, HEADS, TABLE = (noise(*s) for s in ((I, 8), (8, 8), (8, 32), (2, 4, 4), (9, 8)))
+X4 = noise(I, 32)
+
+
+def unstacked(x: Any, h: Any) -> Any:
+    a, b, c, d = tf.unstack(tf.reshape(x @ X4 + h @ R, (-1, 4, 8)), axis=1)
+    return tf.tanh(a) * tf.sigmoid(b) + h * tf.sigmoid(c) + d
+
+
+def interleaved(x: Any, h: Any) -> Any:
+    z = x @ X4 + h @ R
+    return tf.tanh(z[:, ::4]) * tf.sigmoid(z[:, 1::4]) + h * tf.sigmoid(z[:, 2::4]) + z[:, 3::4]
+
+
+def with_moments(x: Any, h: Any) -> Any:
+    z = x @ W + h @ U
+    mean, variance = tf.nn.moments(z, [1], keepdims=True)
+    return tf.nn.batch_normalization(z, mean, variance, None, U[0], 1e-3)
+
+
+def headed(x: Any, h: Any) -> Any:
+    return x @ W + tf.reshape(tf.einsum("bhi,hij->bhj", tf.reshape(h, (-1, 2, 4)), HEADS), (-1, 8))
+
+
+def embedded(x: Any, h: Any) -> Any:
+    return tf.tanh(tf.gather(TABLE, tf.cast(tf.abs(x[:, 0]), tf.int32) % 9) + h @ U)
+
+
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "unstack": unstacked,
+    "strides": interleaved,
+    "moments": with_moments,
+    "einsum": headed,
+    "gather of a variable": embedded,
+    "silu": lambda x, h: tf.nn.silu(x @ W + h @ U),
+    "log_softmax": lambda x, h: tf.nn.log_softmax(x @ W + h @ U),
+    "softmax": lambda x, h: tf.nn.softmax(x @ W + h @ U),
+    "logsumexp": lambda x, h: x @ W + h @ U - tf.reduce_logsumexp(h, -1, keepdims=True),
+    "gelu": lambda x, h: tf.nn.gelu(x @ W + h @ U),
+    "gelu by tanh": lambda x, h: tf.nn.gelu(x @ W + h @ U, approximate=True),
+    "selu": lambda x, h: tf.nn.selu(x @ W + h @ U),
+    "relu6": lambda x, h: tf.nn.relu6(3.0 * (x @ W + h @ U)),
+    "leaky_relu": lambda x, h: tf.nn.leaky_relu(x @ W + h @ U, 0.1),
+    "hard_sigmoid": lambda x, h: keras.activations.hard_sigmoid(x @ W + h @ U),
+    "power": lambda x, h: 0.1 * (x @ W + h @ U) ** 2 + tf.pow(tf.abs(h) + 1.0, 1.5),
+    "clip": lambda x, h: tf.clip_by_value(x @ W + h @ U, -0.5, 0.5),
+    "minimum of units": lambda x, h: tf.tanh(x @ W) + tf.reduce_min(h @ U, -1, keepdims=True),
+    "cumsum": lambda x, h: x @ W + tf.cumsum(h, axis=1, exclusive=True, reverse=True),
+    "divide_no_nan": lambda x, h: tf.math.divide_no_nan(x @ W, h),
+    "stop_gradient": lambda x, h: tf.tanh(x @ W + tf.stop_gradient(h @ U)),
+    "booleans": lambda x, h: tf.where((h > 0.0) & (x @ W > 0.0), h, 0.5 * h + x @ W),
+    "cast of a boolean": lambda x, h: h * tf.cast(h > 0.0, tf.float32) + x @ W,
+    "transposed weight": lambda x, h: tf.tanh(x @ W + tf.matmul(h, U, transpose_b=True)),
+    "batch last": lambda x, h: tf.transpose(tf.matmul(U, h, True, True)) + x @ W,
+    "permutation": lambda x, h: tf.tanh(x @ W + tf.gather(h, [1, 0, 3, 2, 5, 4, 7, 6], axis=1)),
+    "repeat": lambda x, h: tf.tanh(x @ W + tf.repeat(h[:, :2], 4, axis=1)),
+    "add_n": lambda x, h: tf.tanh(tf.add_n([x @ W, h @ U, h])),
+    "ones of the batch": lambda x, h: tf.tanh(
+        tf.concat([h, tf.ones((tf.shape(x)[0], 1))], 1) @ TABLE + x @ W
+    ),
+    "a weight of weights": lambda x, h: tf.tanh(x @ W + h @ (U / tf.norm(U))),
+}
+
+
+@tensorflow
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.sample(every=3)
+def test_an_operation_is_read(name: str) -> None:
+    """And proved, by the reader itself, against the operation."""
+    from anycell.keras.read import read_step
+
+    def step(x: Any, states: Any, others: Any) -> Any:
+        h = OPERATIONS[name](x, states[0])
+        return h, [h]
+
+    read = read_step(step, [0], ((None, I), "float32"), [((None, 8), "float32")], [])
+    assert not isinstance(read, str) and read.reading.cell.states
+
+
 # -- what is not read ----------------------------------------------------------------------------
 def cell_of(step: Callable[[Any, Any, Any], Any]) -> Any:
     """A cell of one state with a kernel, whose step is a function of itself, x and h."""

@@ -241,6 +241,9 @@ class World:
             made: Any = self.lifted(tf.constant(node.value, dtype))
         elif node.type == "ReadVariableOp":
             made = self.value(node.inputs[0])
+        elif node.type == "ResourceGather":  # rows of a variable
+            table, rows = map(self.value, node.inputs)
+            made = tf.gather(table, rows, batch_dims=node.options["batch_dims"])
         elif node.type in SHAPES:
             made = self._of_shape(node)
         else:

@@ -36,7 +36,7 @@ STRUCTURAL = frozenset(
     "BroadcastTo ConcatV2 ExpandDims GatherV2 Pack Reshape ReverseV2 Roll Slice Split SplitV "
     "Squeeze StridedSlice Tile Transpose Unpack".split()
 )
-REDUCED = {"Sum": "sum", "Mean": "sum", "Max": "max"}
+REDUCED = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "max"}
 AFFINE = frozenset("add sub neg mul div identity".split())
 _PRODUCTS = "MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"
 
@@ -376,6 +376,8 @@ class _Reader:
             return self._structural(node, operands)
         if kind in REDUCED:
             return self._reduce(node, *operands)
+        if kind == "Cumsum":
+            return self._cumsum(node, *operands)
         if kind == "Einsum":
             return self._einsum(node.options["equation"], *every())
         if kind in _PRODUCTS:
@@ -413,8 +415,21 @@ class _Reader:
 
         return graph.structural(run, *moved)
 
+    def _cumsum(self, node: Node, value: Any, axis: str) -> Any:
+        at = int(self._static(axis)) % len(value.shape)
+        size = value.shape[at]
+        sums = np.triu(np.ones((size, size)), int(node.options["exclusive"]))  # [in, out]
+        sums = sums.T if node.options["reverse"] else sums
+        weight = functools.partial(_constant, sums)
+        made = self.graph.product(value, (at,), (size,), weight)
+        return Value(np.moveaxis(made.ids, -1, at))
+
     def _reduce(self, node: Node, value: Any, axes: str) -> Any:
         at = np.atleast_1d(self._static(axes)).tolist()
+        if node.type == "Min":
+            most = self.graph.elementwise("neg", value)
+            most = self.graph.reduce("max", most, at, node.options["keep_dims"])
+            return self.graph.elementwise("neg", most)
         total = self.graph.reduce(REDUCED[node.type], value, at, node.options["keep_dims"])
         if node.type != "Mean":
             return total
@@ -518,11 +533,38 @@ class _Reader:
             "minimum", self.graph.elementwise("maximum", value, low), high
         )
 
-    def _softmax(self, node: Node, value: Any) -> Any:
+    def _divnonan(self, node: Node, value: Any, divisor: Any) -> Any:
+        graph = self.graph
+        zero = graph.elementwise("eq", divisor, 0.0, boolean=True)
+        quotient = graph.elementwise("div", value, graph.elementwise("where", zero, 1.0, divisor))
+        return graph.elementwise("where", zero, 0.0, quotient)
+
+    def _erfc(self, node: Node, value: Any) -> Any:
+        return self.graph.elementwise("sub", 1.0, self.graph.elementwise("erf", value))
+
+    def _isfinite(self, node: Node, value: Any) -> Any:
+        difference = self.graph.elementwise("sub", value, value)
+        return self.graph.elementwise("eq", difference, 0.0, boolean=True)
+
+    def _raised(self, value: Any) -> tuple[Any, Any, Any]:
+        """The value less its maximum over the last axis; the exponential of that; its sum."""
         graph, last = self.graph, [len(value.shape) - 1]
         most = graph.elementwise("stop_gradient", graph.reduce("max", value, last, True))
-        raised = graph.elementwise("exp", graph.elementwise("sub", value, most))
-        return graph.elementwise("div", raised, graph.reduce("sum", raised, last, True))
+        less = graph.elementwise("sub", value, most)
+        raised = graph.elementwise("exp", less)
+        return less, raised, graph.reduce("sum", raised, last, True)
+
+    def _softmax(self, node: Node, value: Any) -> Any:
+        _, raised, total = self._raised(value)
+        return self.graph.elementwise("div", raised, total)
+
+    def _logsoftmax(self, node: Node, value: Any) -> Any:
+        less, _, total = self._raised(value)
+        return self.graph.elementwise("sub", less, self.graph.elementwise("log", total))
+
+
+def _constant(array: np.ndarray, run: Any) -> Tensor:
+    return tf.constant(array, run.dtype)
 
 
 def _boolean(op: str, values: Sequence[Any]) -> bool:
