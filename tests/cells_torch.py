@@ -889,6 +889,21 @@ def dropout_asleep(n: Numbers) -> Any:
     return module.eval(), x, h
 
 
+@either
+def dropout_awake(n: Numbers) -> Any:
+    """Random numbers within a step, by the global generator, seeded before each loop."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.drop = nn.GRUCell(I, H), nn.Dropout(0.5)
+
+        def forward(self, x: Any, h: Any) -> Any:
+            return self.drop(self.cell(x, h))
+
+    return simple(n, Cell())
+
+
 @reads
 def zoneout(n: Numbers) -> Any:
     """Draws as inputs decide which units stay."""
@@ -1283,21 +1298,6 @@ def appends_to_a_list(n: Numbers) -> Any:
             return h
 
     return simple(n, Recorder())
-
-
-@refused()
-def dropout_awake(n: Numbers) -> Any:
-    """Random numbers within a step, by the global generator, seeded before each loop."""
-
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.drop = nn.GRUCell(I, H), nn.Dropout(0.5)
-
-        def forward(self, x: Any, h: Any) -> Any:
-            return self.drop(self.cell(x, h))
-
-    return simple(n, Cell())
 
 
 @refused()

@@ -5,12 +5,14 @@ them, without a look at what the readers of anycell know. What a test asks of a 
 results, whether it is read or not; and of most, that they are read, or refused with a reason.
 """
 
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from tolerances import assert_close
 
 BATCH, STEPS, INPUT, HIDDEN = 3, 4, 5, 6
 
@@ -74,3 +76,27 @@ class Corpus:
     @property
     def names(self) -> list[str]:
         return [entry.name for entry in self.entries]
+
+
+def check_results(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Asserts that a cell's results through a door are those of the plain loop, in float64."""
+    assert set(ours) == set(expected)
+    for name, ref in expected.items():
+        kind = "gradient" if name.startswith("gradient") else "forward"
+        assert ours[name].dtype == ref.dtype, f"{name}: {ours[name].dtype}, expected {ref.dtype}"
+        assert_close(ours[name], ref, ref.dtype, kind, name)
+
+
+def check_verdict(entry: Entry, reason: str | None) -> None:
+    """Asserts that a cell was read or refused as it should be, and why.
+
+    Args:
+        reason: why the plain loop ran; None if the cell was read.
+    """
+    if reason is None:
+        assert entry.reads is not False, f"{entry.name} was read"
+        return
+    assert not entry.reads, f"{entry.name} was refused: {reason}"
+    if entry.reads is False:
+        assert re.search(r"cells_\w+\.py:\d+", reason), f"no line of the cell in: {reason}"
+        assert re.search(entry.reason, reason), f"nothing of {entry.reason} in: {reason}"

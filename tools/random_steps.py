@@ -13,6 +13,7 @@ that are refused, by reason, and those that are wrong, whose seeds and sources a
 
 import argparse
 import collections
+import functools
 import linecache
 import os
 import re
@@ -524,27 +525,13 @@ def on_jax(step: Step, text: str, seed: int) -> tuple[Any, Any]:
         return {k: np.asarray(v) for k, v in out.items()}
 
     def explain(weights: Any, states: Any, inputs: Any) -> str | None:
-        def body(carry: Any, x: Any) -> Any:
-            return function(weights, carry, x)
-
-        weights, inputs = jax.tree.map(jnp.asarray, (weights, inputs))
-        return reason_of_jax(body, jax.tree.map(jnp.asarray, states), inputs)
+        weights, states, inputs = jax.tree.map(jnp.asarray, (weights, states, inputs))
+        return aj.explain_scan(functools.partial(function, weights), states, inputs).reason
 
     return (
         lambda *trees: run(lax.scan, *trees),
         lambda *trees: (run(aj.scan, *trees), explain(*trees)),
     )
-
-
-def reason_of_jax(body: Any, init: Any, xs: Any) -> str | None:
-    """Why ``anycell.jax.scan`` leaves a step to ``lax.scan``; None if it is read."""
-    import anycell.jax as aj
-
-    return refusal(aj.explain_scan(body, init, xs))
-
-
-def refusal(said: object) -> str | None:
-    raise NotImplementedError
 
 
 def on_torch(step: Step, text: str, seed: int) -> tuple[Any, Any]:
@@ -587,9 +574,9 @@ def on_torch(step: Step, text: str, seed: int) -> tuple[Any, Any]:
         ys, last = made(inputs, states)
         out = {f"output state {k}": v for k, v in last.items() if k != "t"}
         out |= {f"output {k}": v for k, v in enumerate(ys)}
+        values = [*out.values(), *states.values()]  # some of which has a gradient
         total = sum(
-            (v * torch.as_tensor(cotangent(tuple(v.shape), k))).sum()
-            for k, v in enumerate(out.values())
+            (v * torch.as_tensor(cotangent(tuple(v.shape), k))).sum() for k, v in enumerate(values)
         )
         slopes = torch.autograd.grad(total, list(asked.values()), allow_unused=True)
         results = {k: v.detach().numpy() for k, v in out.items()}
@@ -600,7 +587,8 @@ def on_torch(step: Step, text: str, seed: int) -> tuple[Any, Any]:
 
     def through_door(*trees: Any) -> Any:
         results, made = run(at.loop, *trees)
-        return results, refusal(made)
+        engine = made.engine
+        return results, engine.reason if engine.name == "torch" else None
 
     return lambda *trees: run(plain, *trees)[0], through_door
 
@@ -727,7 +715,7 @@ def check(framework: str, seed: int) -> Outcome:
 def kind(reason: str) -> str:
     """A refusal without its file, line and numbers."""
     reason = re.sub(r"<random step \d+>:\d+|\S+\.py:\d+", "", reason)
-    return re.sub(r"\d+", "N", reason)[:160]
+    return re.sub(r"\d+", "N", " ".join(reason.split()))[:200]
 
 
 def outcomes(framework: str, seed: int, count: int) -> Iterator[Outcome]:
@@ -746,19 +734,21 @@ def main() -> int:
         for seed in range(options.seed, options.seed + options.count):
             print(f"# seed {seed}\n{draw(options.framework, seed)[1]}")
         return 0
-    read, reasons, bad = 0, collections.Counter[str](), 0
+    read, bad = 0, 0
+    reasons: dict[str, list[int]] = collections.defaultdict(list)
     for outcome in outcomes(options.framework, options.seed, options.count):
         if outcome.wrong or outcome.error:
             bad += 1
             about = outcome.error or ", ".join(f"{k}: {v:.1e}" for k, v in outcome.wrong.items())
             print(f"WRONG, seed {outcome.seed}: {about}\n{outcome.source}", flush=True)
         elif outcome.refusal:
-            reasons[kind(outcome.refusal)] += 1
+            reasons[kind(outcome.refusal)].append(outcome.seed)
         else:
             read += 1
-    print(f"{options.framework}: {read} read, {reasons.total()} refused, {bad} wrong")
-    for reason, times in reasons.most_common():
-        print(f"  {times} {reason}")
+    refused = sum(map(len, reasons.values()))
+    print(f"{options.framework}: {read} read, {refused} refused, {bad} wrong")
+    for reason, seeds in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        print(f"  {len(seeds)} (seeds {', '.join(map(str, seeds[:3]))}): {reason}")
     return bool(bad)
 
 
