@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpus import Numbers
+from corpus import Entry, Numbers, check_results, check_verdict
 
 keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
@@ -17,7 +17,6 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("the cells are written for TensorFlow", allow_module_level=True)
 
 from cells_keras import corpus  # noqa: E402
-from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 
@@ -62,3 +61,19 @@ def results(made: Any, rnn: Any, graph: bool = False) -> dict[str, np.ndarray]:
     for name, slope in zip(names, slopes, strict=True):
         got[f"gradient of {name}"] = tf.convert_to_tensor(slope).numpy()
     return got
+
+
+@pytest.mark.sample(every=3)
+@pytest.mark.filterwarnings("ignore:`build")  # of cells that make their layers' weights in a call
+@pytest.mark.parametrize("entry", corpus.entries, ids=corpus.names)
+def test_cell(entry: Entry) -> None:
+    layers = []
+
+    def door(cell: Any, **options: Any) -> Any:
+        layers.append(ak.RNN(cell, **options))
+        return layers[-1]
+
+    expected = results(entry(), keras.layers.RNN)
+    check_results(results(entry(), door), expected)
+    (engine,) = (layer.engine for layer in layers)
+    check_verdict(entry, engine.reason if engine.name == "keras" else None)

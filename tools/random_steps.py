@@ -526,7 +526,9 @@ def on_jax(step: Step, text: str, seed: int) -> tuple[Any, Any]:
 
     def explain(weights: Any, states: Any, inputs: Any) -> str | None:
         weights, states, inputs = jax.tree.map(jnp.asarray, (weights, states, inputs))
-        return aj.explain_scan(functools.partial(function, weights), states, inputs).reason
+        said = aj.explain_scan(functools.partial(function, weights), states, inputs)
+        refused = "jax.lax.scan runs this body: "
+        return said.removeprefix(refused) if said.startswith(refused) else None
 
     return (
         lambda *trees: run(lax.scan, *trees),
