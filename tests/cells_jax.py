@@ -117,7 +117,9 @@ def lstm_peephole_coupled(n: Numbers) -> Any:
 
     def program(scan: Any, p: Any, init: Any, xs: Any) -> Any:
         def step(s: LSTMState, x: Any) -> Any:
-            pre = jnp.einsum("bi,igh->gbh", x, p["wx"]) + jnp.einsum("bk,kgh->gbh", s.hidden, p["wh"])
+            pre = jnp.einsum("bi,igh->gbh", x, p["wx"]) + jnp.einsum(
+                "bk,kgh->gbh", s.hidden, p["wh"]
+            )
             f = jax.nn.sigmoid(pre[0] + s.cell * p["peep"][0] + p["b"][0])
             z = jnp.tanh(pre[1] + p["b"][1])
             c = f * s.cell + (1.0 - f) * z

@@ -746,7 +746,10 @@ def turing_memory(n: Numbers) -> Any:
             self.state_size, self.output_size = [units, (4, 3)], units
 
         def build(self, input_shape: Any) -> None:
-            self.key, self.add = self.kernel("key", self.units, 3), self.kernel("add", self.units, 3)
+            self.key, self.add = (
+                self.kernel("key", self.units, 3),
+                self.kernel("add", self.units, 3),
+            )
             self.w = self.kernel("w", input_shape[-1] + 3 + self.units, self.units)
 
         def call(self, x: Any, states: Any) -> Any:

@@ -5,6 +5,7 @@ as ``module(x[t], state)``, and returns the new state, or a pair of the step's o
 state. ``x`` is a tree of arrays whose first axis is time.
 """
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -613,7 +614,9 @@ def liquid_closed_form(n: Numbers) -> Any:
     class CfC(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.backbone = nn.Sequential(nn.Linear(I + H, 7), nn.SiLU(), nn.Linear(7, 7), nn.SiLU())
+            self.backbone = nn.Sequential(
+                nn.Linear(I + H, 7), nn.SiLU(), nn.Linear(7, 7), nn.SiLU()
+            )
             self.ff1, self.ff2 = nn.Linear(7, H), nn.Linear(7, H)
             self.time_a, self.time_b = nn.Linear(7, H), nn.Linear(7, H)
 
@@ -916,7 +919,9 @@ def zoneout(n: Numbers) -> Any:
         def forward(self, inputs: Any, state: Any) -> Any:
             x, u = inputs
             new = self.cell(x, state)
-            return tuple(torch.where(u < 0.2, old, now) for old, now in zip(state, new, strict=True))
+            return tuple(
+                torch.where(u < 0.2, old, now) for old, now in zip(state, new, strict=True)
+            )
 
     module, x, state = paired(n, ZoneOut())
     return module, (x, tensor(n.random.random((T, B, H)))), state
@@ -980,7 +985,7 @@ def three_sizes(n: Numbers) -> Any:
         def __init__(self) -> None:
             super().__init__()
             sizes = [I, H, 4, 2]
-            self.up = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+            self.up = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
             self.own = nn.ParameterList(torch.empty(b, b) for b in sizes[1:])
             self.tau = nn.ParameterDict({f"a{k}": torch.empty(()) for k in range(3)})
 

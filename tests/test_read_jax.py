@@ -20,6 +20,7 @@ from cells_jax import corpus  # noqa: E402
 from jax import lax  # noqa: E402
 
 import anycell.jax as aj  # noqa: E402
+from tools import random_steps  # noqa: E402
 
 X64 = jax if hasattr(jax, "enable_x64") else jax.experimental
 REFUSED = "jax.lax.scan runs this body: "
@@ -74,3 +75,12 @@ def test_cell(entry: Entry) -> None:
     made = entry()
     check_results(results(made, door), results(made, lax.scan))
     check_verdict(entry, next(filter(None, refusals), None))
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("number", range(60))
+def test_random_step(number: int, seed: int) -> None:
+    outcome = random_steps.check("jax", seed + number)
+    assert not outcome.error and not outcome.wrong, (
+        f"{outcome.error}{outcome.wrong}\n{outcome.source}"
+    )

@@ -19,6 +19,7 @@ if keras.backend.backend() != "tensorflow":
 from cells_keras import corpus  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
+from tools import random_steps  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def results(made: Any, rnn: Any, graph: bool = False) -> dict[str, np.ndarray]:
 
     out, slopes = (tf.function(both) if graph else both)()
     names = [f"argument {k}" for k in range(len(watched))]
-    names += [weight.path for weight in layer.trainable_weights]
+    names += [f"{k}, {weight.name}" for k, weight in enumerate(layer.trainable_weights)]
     got = {f"output {k}": leaf.numpy() for k, leaf in enumerate(out)}
     for name, slope in zip(names, slopes, strict=True):
         got[f"gradient of {name}"] = tf.convert_to_tensor(slope).numpy()
@@ -77,3 +78,12 @@ def test_cell(entry: Entry) -> None:
     check_results(results(entry(), door), expected)
     (engine,) = (layer.engine for layer in layers)
     check_verdict(entry, engine.reason if engine.name == "keras" else None)
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("number", range(60))
+def test_random_step(number: int, seed: int) -> None:
+    outcome = random_steps.check("tensorflow", seed + number)
+    assert not outcome.error and not outcome.wrong, (
+        f"{outcome.error}{outcome.wrong}\n{outcome.source}"
+    )

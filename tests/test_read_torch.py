@@ -17,6 +17,7 @@ from cells_torch import corpus  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
+from tools import random_steps  # noqa: E402
 
 
 def plain_loop(module: Any) -> Any:
@@ -71,6 +72,15 @@ def test_cell(entry: Entry) -> None:
     check_results(results(made, door), results(made, plain_loop))
     (engine,) = (loop.engine for loop in loops)
     check_verdict(entry, engine.reason if engine.name == "torch" else None)
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("number", range(60))
+def test_random_step(number: int, seed: int) -> None:
+    outcome = random_steps.check("torch", seed + number)
+    assert not outcome.error and not outcome.wrong, (
+        f"{outcome.error}{outcome.wrong}\n{outcome.source}"
+    )
 
 
 # -- what may change between calls ----------------------------------------------------------------

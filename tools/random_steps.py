@@ -70,7 +70,7 @@ JAX = {
     "float": "{}.astype(jnp.float64)", "logical_and": "jnp.logical_and({}, {})",
     "logical_not": "jnp.logical_not({})", "broadcast": "jnp.broadcast_to({}, ({}.shape[0], {}))",
     "norm": "jnp.linalg.norm({})",
-}
+}  # fmt: skip
 TORCH = {
     "tanh": "torch.tanh({})", "sigmoid": "torch.sigmoid({})", "relu": "F.relu({})",
     "softplus": "F.softplus({})", "silu": "F.silu({})", "elu": "F.elu({})",
@@ -92,7 +92,7 @@ TORCH = {
     "float": "{}.double()", "logical_and": "torch.logical_and({}, {})",
     "logical_not": "torch.logical_not({})", "broadcast": "{}.expand({}.shape[0], {})",
     "norm": "torch.linalg.norm({})",
-}
+}  # fmt: skip
 TENSORFLOW = {
     "tanh": "tf.tanh({})", "sigmoid": "tf.sigmoid({})", "relu": "tf.nn.relu({})",
     "softplus": "tf.nn.softplus({})", "silu": "tf.nn.silu({})", "elu": "tf.nn.elu({})",
@@ -307,7 +307,9 @@ class Step:
             return self.let(self.spell("logsumexp", value.name), value.shape[:-1])
         if kind == 2:
             square = self.spell("mean", self.spell("square", value.name), -1, True)
-            return self.let(f"{value.name} * {self.spell('rsqrt', square + ' + 0.01')}", value.shape)
+            return self.let(
+                f"{value.name} * {self.spell('rsqrt', square + ' + 0.01')}", value.shape
+            )
         mean = self.let(self.spell("mean", value.name, -1, True), (*value.shape[:-1], 1))
         var = self.spell("var", value.name, -1, True)
         text = f"({value.name} - {mean.name}) / {self.spell('sqrt', var + ' + 0.01')}"
@@ -489,15 +491,15 @@ def cotangent(shape: Shape, number: int) -> np.ndarray:
 
 
 def on_jax(step: Step, text: str, seed: int) -> tuple[Any, Any]:
-    """The runs of a step by the plain loop and through the door, on arrays; why it is refused."""
+    """The runs of a step by the plain loop and through the door, which also says why it refuses."""
     import jax
     import jax.numpy as jnp
     from jax import lax
 
     import anycell.jax as aj
 
-    jax.config.update("jax_enable_x64", True)
     function = compiled(text, seed, {"jax": jax, "jnp": jnp, "lax": lax})
+    exact = jax if hasattr(jax, "enable_x64") else jax.experimental
 
     def run(scan: Any, weights: Any, states: Any, inputs: Any) -> Results:
         floats = {k: jnp.asarray(v) for k, v in inputs.items() if v.dtype != bool}
@@ -530,10 +532,15 @@ def on_jax(step: Step, text: str, seed: int) -> tuple[Any, Any]:
         refused = "jax.lax.scan runs this body: "
         return said.removeprefix(refused) if said.startswith(refused) else None
 
-    return (
-        lambda *trees: run(lax.scan, *trees),
-        lambda *trees: (run(aj.scan, *trees), explain(*trees)),
-    )
+    def plain(*trees: Any) -> Results:
+        with exact.enable_x64(True):
+            return run(lax.scan, *trees)
+
+    def through_door(*trees: Any) -> tuple[Results, str | None]:
+        with exact.enable_x64(True):
+            return run(aj.scan, *trees), explain(*trees)
+
+    return plain, through_door
 
 
 def on_torch(step: Step, text: str, seed: int) -> tuple[Any, Any]:
@@ -601,13 +608,13 @@ def on_tensorflow(step: Step, text: str, seed: int) -> tuple[Any, Any]:
 
     import anycell.keras as ak
 
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
     function = compiled(text, seed, {"tf": tf, "keras": keras})
     features = [int(np.prod(value.shape)) for value in step.inputs.values()]
 
     class Cell(keras.layers.Layer):
-        state_size = [shape[0] for shape in step.states.values()]
+        @property
+        def state_size(self) -> list[int]:
+            return [shape[0] for shape in step.states.values()]
 
         def build(self, _: Any) -> None:
             self.w = {k: self.add_weight(shape=v, name=k) for k, v in step.weights.items()}
@@ -623,7 +630,8 @@ def on_tensorflow(step: Step, text: str, seed: int) -> tuple[Any, Any]:
             return outputs[0], list(new.values())
 
     def run(rnn: Any, weights: Any, states: Any, inputs: Any) -> tuple[Results, Any]:
-        layer = rnn(Cell(), return_sequences=True, return_state=True)
+        options = {"return_sequences": True, "return_state": True, "dtype": "float64"}
+        layer = rnn(Cell(dtype="float64"), **options)
         x = np.concatenate(
             [inputs[k].astype(float).reshape(STEPS, BATCH, -1) for k in step.inputs], axis=-1
         )
@@ -652,7 +660,8 @@ def on_tensorflow(step: Step, text: str, seed: int) -> tuple[Any, Any]:
 
     def through_door(*trees: Any) -> Any:
         results, layer = run(ak.RNN, *trees)
-        return results, refusal(layer)
+        engine = layer.engine
+        return results, engine.reason if engine.name == "keras" else None
 
     return lambda *trees: run(keras.layers.RNN, *trees)[0], through_door
 
