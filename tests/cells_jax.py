@@ -1512,7 +1512,7 @@ def attention_over_history(n: Numbers) -> Any:
     return program, {"q": n(H, H), "w": n(I, H), "u": n(H, H)}, n(B, H), n(T, B, I)
 
 
-@refused("cond")
+@refused("cond|rows")
 def branch_on_data(n: Numbers) -> Any:
     def program(scan: Any, p: Any, init: Any, xs: Any) -> Any:
         def step(h: Any, x: Any) -> Any:
