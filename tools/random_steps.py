@@ -18,7 +18,8 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -729,25 +730,24 @@ def kind(reason: str) -> str:
     return re.sub(r"\d+", "N", " ".join(reason.split()))[:200]
 
 
-def outcomes(framework: str, seed: int, count: int) -> Iterator[Outcome]:
-    for number in range(seed, seed + count):
-        yield check(framework, number)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--framework", choices=FRAMEWORKS, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=np.inf, help="start no step after them")
     parser.add_argument("--source", action="store_true", help="print every step, and run none")
     options = parser.parse_args()
     if options.source:
         for seed in range(options.seed, options.seed + options.count):
             print(f"# seed {seed}\n{draw(options.framework, seed)[1]}")
         return 0
-    read, bad = 0, 0
+    read, bad, start = 0, 0, time.monotonic()
     reasons: dict[str, list[int]] = collections.defaultdict(list)
-    for outcome in outcomes(options.framework, options.seed, options.count):
+    for seed in range(options.seed, options.seed + options.count):
+        if time.monotonic() - start > options.seconds:
+            break
+        outcome = check(options.framework, seed)
         if outcome.wrong or outcome.error:
             bad += 1
             about = outcome.error or ", ".join(f"{k}: {v:.1e}" for k, v in outcome.wrong.items())
