@@ -263,6 +263,8 @@ class Graph:
             own = np.expand_dims(own, batch)
         ids = np.broadcast_to(own, shape)
         if axis is not None:
+            if shape[axis] != self.rows:  # joined with states along the axis of the batch
+                self.refuse("a value joined with a state has no axis of the batch")
             rows = np.arange(self.rows, dtype=np.int64) << ROW
             ids = ids + rows.reshape(-1, *[1] * (len(shape) - axis - 1))
         return Value(ids, outer.boolean)
@@ -478,7 +480,7 @@ class Graph:
         axes = tuple(axis % len(value.shape) for axis in axes)
         free = [i for i in range(len(value.shape)) if i not in axes]
         moved = np.transpose(value.ids, (*free, *axes))
-        moved = moved.reshape(*(value.shape[i] for i in free), -1)
+        moved = moved.reshape((*(value.shape[i] for i in free), -1))
         axis = self.view(Value(moved))[0]
         if axis == moved.ndim - 1:
             self.refuse(
