@@ -257,7 +257,7 @@ class Run:
 
 
 def _names(jaxpr: Any, consts: int, carries: int) -> list[str]:
-    """What the user calls the carries, "" where JAX does not tell."""
+    """The names of the carries in f, "" where JAX does not tell."""
     names = getattr(getattr(jaxpr, "debug_info", None), "arg_names", None) or ()
     if len(names) != len(jaxpr.invars):
         return [""] * carries

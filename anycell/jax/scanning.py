@@ -101,7 +101,7 @@ def explain_scan(
 
 @dataclass(frozen=True)
 class Road:
-    """How a body runs: as a cell, or, for a reason, by ``lax.scan``."""
+    """The way a body runs: as a cell, or, for a reason, by ``lax.scan``."""
 
     body: Body | None
     reason: str = ""
@@ -123,7 +123,7 @@ class Traced:
         self.tree = jax.tree.structure(shapes)
 
     def road(self) -> Road:
-        """How the body runs."""
+        """The road of the body."""
         scans = [eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "scan"]
         if len(scans) != 1:
             return Road(None, "JAX has traced it to something else than one loop")
@@ -166,7 +166,7 @@ def _varying(array: Array) -> bool:
 
 @functools.lru_cache(maxsize=512)  # lax.scan returns the same jaxpr for the same f and shapes
 def road_of(closed: Any, consts: int, carries: int) -> Road:
-    """How the body of a ``lax.scan`` runs, whose jaxpr this is."""
+    """The road of the body of a ``lax.scan``, whose jaxpr this is."""
     try:
         body = Body(closed, consts, carries)
         if body.plan.engine != "cpu":  # step by step, the loop itself is as fast

@@ -42,7 +42,7 @@ INSTEAD = {
 
 
 class Arrays:
-    """What a reading does with arrays."""
+    """The functions of arrays that a reading needs."""
 
     reshape, broadcast, move = jnp.reshape, jnp.broadcast_to, jnp.moveaxis
     zeros, constant = jnp.zeros, jnp.asarray
