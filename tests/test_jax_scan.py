@@ -6,6 +6,7 @@ One file, because tests of semantics and modules use what those of cells define.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -651,6 +652,13 @@ def test_a_fault_of_the_reader_means_the_loop(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_no_kernel_runs_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anycell.jax import read
+
+    slow = SimpleNamespace(engine="reference", reason="it has none")
+    monkeypatch.setattr(read, "planned", lambda *_: slow)
+    f = lambda h, x: (jnp.cos(h) + x.sum(), None)  # noqa: E731
+    assert "no kernel runs its cell: it has none" in aj.explain_scan(f, START, XS)
+    agree(aj.scan(f, START, XS), lax.scan(f, START, XS))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert "default device is of the kind gpu" in aj.explain_scan(plain(WEIGHTS), START, XS)
 

@@ -130,7 +130,8 @@ class Body:
             self._refuse("an array of the loop is empty", "a loop over more than nothing")
 
     def _refuse(self, problem: str, instead: str) -> NoReturn:
-        raise Refused(f"{self.where}: {problem}. Instead: {instead}.")
+        where = f"{self.where}: " if self.where else ""
+        raise Refused(f"{where}{problem}. Instead: {instead}.")
 
     def _axes(self) -> list[int | None]:
         """The axes that may be the batch's, the likeliest first; None for states without one."""
