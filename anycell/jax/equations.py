@@ -217,7 +217,7 @@ def at_all_steps(
     equations: Sequence[Equation], wanted: Sequence[Variable], moving: Values, fixed: Values,
     steps: int,
 ) -> list[Array]:  # fmt: skip
-    """What equations compute from values that move, and others that do not."""
+    """The values of ``wanted`` at all steps, from values that move and others that do not."""
 
     def one(*parts: Array) -> list[Array]:
         values = fixed | dict(zip(moving, parts, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def explain_scan(
 
 @dataclass(frozen=True)
 class Road:
-    """How a body runs: as a cell, or, for a reason, by ``lax.scan``."""
+    """The way a body runs: as a cell, or, for a reason, by ``lax.scan``."""
 
     body: Body | None
     reason: str = ""
@@ -123,7 +124,7 @@ class Traced:
         self.tree = jax.tree.structure(shapes)
 
     def road(self) -> Road:
-        """How the body runs."""
+        """The road of the body."""
         scans = [eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "scan"]
         if len(scans) != 1:
             return Road(None, "JAX has traced it to something else than one loop")
@@ -166,13 +167,13 @@ def _varying(array: Array) -> bool:
 
 @functools.lru_cache(maxsize=512)  # lax.scan returns the same jaxpr for the same f and shapes
 def road_of(closed: Any, consts: int, carries: int) -> Road:
-    """How the body of a ``lax.scan`` runs, whose jaxpr this is."""
+    """The road of the body of a ``lax.scan``, whose jaxpr this is."""
     try:
         body = Body(closed, consts, carries)
         if body.plan.engine != "cpu":  # step by step, the loop itself is as fast
             return Road(None, f"no kernel runs its cell: {body.plan.reason}")
         text = re.sub(r" at 0x[0-9a-f]+", "", str(closed))
-        key = text, consts, carries
+        key = hashlib.sha256(text.encode()).digest(), consts, carries
         if key not in _PROVED:
             _PROVED[key] = tried(body, closed)
         return Road(None, _PROVED[key]) if _PROVED[key] else Road(body)
@@ -184,7 +185,8 @@ def road_of(closed: Any, consts: int, carries: int) -> Road:
         return Road(None, f"reading it failed, by a fault of anycell: {error!r}")
 
 
-_PROVED: dict[tuple[str, int, int], str] = {}
+# By the text of a body: "" for a reading that agrees with it, else how they differ.
+_PROVED: dict[tuple[bytes, int, int], str] = {}
 
 
 # ---- proof ---------------------------------------------------------------------------------------

@@ -85,5 +85,5 @@ class Loop(nnx.RNN):
 
 
 def _split(cell: Any) -> Any:
-    """How the cell is made, its parameters, and all else that it holds."""
+    """The structure of a cell, its parameters, and all else that it holds."""
     return nnx.split(cell, nnx.Param, ...)
