@@ -143,7 +143,7 @@ class Plan:
             (arg,) = reduction.args
             sized = self.cell.sizes.__contains__
             ends = [n for n in topological([arg], sized) if sized(n) or not n.args]
-            number = all(end.op in ("const", "hyper") for end in ends)
+            number = arg.narrow and all(end.op in ("const", "hyper") for end in ends)
             return "H" if number else self.symbol(arg)
         return self.symbol(reduction)
 
