@@ -101,6 +101,19 @@ def test_sizes_of_gates_come_from_all_arrays(rng: np.random.Generator) -> None:
         anycell.recurrence(Alone, gates, {})
 
 
+def test_a_cell_without_gates_takes_no_columns() -> None:
+    @cell(gates="", state="h")
+    def Still(x, r, s):
+        return tanh(linear(s.h, "w"))
+
+    given = {"weights": {"weight_w": np.eye(H)}, "state": np.ones((B, H))}
+    outputs, (h,) = anycell.recurrence(Still, np.ones((T, B, 0)), **given)
+    assert_array_equal(outputs[-1], h)
+    assert_array_equal(outputs[0], np.tanh(np.ones((B, H))))
+    with pytest.raises(ValueError, match=r"float64 \[5, 3, 2\]; expected \[time, batch, 0\], with"):
+        anycell.recurrence(Still, np.ones((T, B, 2)), **given)
+
+
 def test_gates_of_another_width_are_refused(rng: np.random.Generator) -> None:
     problem = random_problem(Unequal, (T, B, H), rng)
     given = {**named(problem), "gates_x": np.ones((T, B, 13))}
