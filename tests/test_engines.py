@@ -451,22 +451,6 @@ def test_gates_of_several_sizes(
             assert_array_equal(some["d x"], alone["d x"][:, 1:3])
 
 
-def test_a_cell_without_gates(rng: np.random.Generator) -> None:
-    """Its projected input has no columns."""
-
-    @cell(gates="", state="h c:P", params="p")
-    def Still(x: Any, r: Any, s: Any, p: Any) -> Any:
-        c = tanh(linear(s.h, "down", bias=True))
-        return tanh(linear(c, "up") + p.p * s.h), c
-
-    for situation in ({}, {"masked": True, "resets": True, "reverse": True}):
-        problem = random_problem(Still, (4, 3, 6), rng, **situation)
-        assert problem.shape == (4, 3, 0)
-        alone = by_cpu(problem)
-        assert_solved(alone, problem)
-        assert_same(alone, by_recurrence(problem))
-
-
 def test_a_number_may_be_the_operand_of_a_wide_matmul(rng: np.random.Generator) -> None:
     """A row of scratch memory holds as many numbers as the weight has columns."""
 
