@@ -387,7 +387,7 @@ class _Page:
             rows.append(("a.k", "x.k + r.k: the matmul adds onto the input projection"))
         there = known.keys() >= {*cell.gate_sizes.values()}
         shape = f": [{cell.width(known)}, inputs]" if there else ""
-        rows.append(("W_ih", f"[{gates}, inputs]{shape}"))
+        rows += [("W_ih", f"[{gates}, inputs]{shape}")] * bool(cell.gates)
         for l in cell.by_weight.values():
             if l.name == RECURRENT:
                 width, count = known.get(l.in_size, l.in_size), len(l.declared)
@@ -497,7 +497,7 @@ class _Page:
             operand = show(l.operand, self.names, 5, False)
             bias = cell.bias if l.name == RECURRENT else l.bias
             sums.append((l.shared, self._gradient_of(l), operand, bias))
-        for name, gradient, operand, bias in sums:
+        for name, gradient, operand, bias in sums[not cell.gates :]:
             rows = f"    d_b_{name} += its rows" * bias
             yield from _indent(_wrap(f"d_W_{name} += {gradient}.T @ {operand}{rows}"))
         yield from _indent(_wrap(", ".join(f"d_p.{name}" for name in cell.param_names)))

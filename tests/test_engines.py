@@ -454,12 +454,12 @@ def test_gates_of_several_sizes(
 def test_a_number_may_be_the_operand_of_a_wide_matmul(rng: np.random.Generator) -> None:
     """A row of scratch memory holds as many numbers as the weight has columns."""
 
-    @cell(gates="a", state="h c:P")
+    @cell(gates="a k:1", state="h")
     def Wide(x: Any, r: Any, s: Any, *, half: float = 0.5) -> Any:
-        c = tanh(linear(s.h, "down"))
-        return tanh(x.a + linear(c, "up") + linear(half, "even", size="H")), c * s.c + c
+        even = linear(half, "even", size="H")
+        return tanh(x.a * x.k + even + linear(tanh(s.h), "w"))
 
-    problem = random_problem(Wide, (3, 3, 6), rng)
+    problem = random_problem(Wide, (3, 3, 33), rng)
     assert_right(by_cpu(problem), problem)
 
 

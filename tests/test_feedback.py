@@ -10,7 +10,7 @@ import numpy as np
 import problems
 import pytest
 from conformance.on_numpy import named, one
-from problems import Problem, by_cpu, random_problem
+from problems import Problem, Sized, by_cpu, random_problem
 from tolerances import assert_close
 
 import anycell.numpy as an
@@ -408,6 +408,7 @@ READOUT = an.Dense(4, 1, seed=0)
         (lambda: an.Feedback(LAYER, an.Dense(5, 1)), r"readout: given .* expected Dense\(4"),
         (lambda: an.Feedback(LAYER, an.Dense(4, 3)), "readout: given .* at most 2 outputs"),
         (lambda: an.Feedback(an.RNN(Reads, 2, 4), READOUT), "cell: given Reads"),
+        (lambda: an.Feedback(an.RNN(Sized, 2, 4, P=4, E=2), READOUT), r"2 \* P \+ 2 \* H units"),
         (lambda: run_numpy(forced=1.5), "forced: given 1.5"),
         (lambda: run_numpy(forced=np.ones((2, 3))), r"forced: given shape \[2, 3\]"),
         (lambda: an.Feedback(LAYER, READOUT).backward(0.0), "backward.. needs"),

@@ -555,7 +555,6 @@ def test_functions_of_other_libraries_are_refused() -> None:
         (lambda x, r: x.a, {}, "takes 2 positional arguments"),
         (lambda x, r, s: x.a, {"params": "p"}, "(x, r, s, p)"),
         (lambda x, r, s, p: x.a, {"params": "p", "static": "e"}, "(x, r, s, p, e)"),
-        (lambda x, r, s: x.a, {"gates": ""}, "at least one gate"),
         (lambda x, r, s: x.a, {"state": ""}, "at least one state"),
         (lambda x, r, s: x.a, {"gates": "a a"}, "a name appears twice"),
         (lambda x, r, s: x.a, {"state": "h h"}, "a name appears twice"),
@@ -674,6 +673,17 @@ def test_sizes_of_1_are_checked(function: Function, declaration: Any, message: s
     said = refused(function, **declaration)
     assert message in said
     assert "\nInstead: " in said
+
+
+def test_a_cell_may_have_no_gates() -> None:
+    still = cell(gates="", state="h")(lambda x, r, s: tanh(linear(s.h, "w")))
+    assert (still.gates, still.shown_width, still.width({"H": 3})) == ((), "0", 0)
+    assert "W_ih" not in str(anycell.explain(still, 6))
+    with pytest.raises(ValueError, match=r"cell: given <lambda>, which has no gates; expected"):
+        anycell.numpy.RNN(still, 3, 6)
+    assert "No gate is named 'a'; this cell declares: none." in refused(
+        lambda x, r, s: x.a + s.h, gates=""
+    )
 
 
 def test_the_page_shows_the_sizes() -> None:
@@ -864,7 +874,7 @@ def test_names_for_all_gates() -> None:
         (lambda: cells.LSTM(1, 2), "LSTM was called with 2 positional argument(s)"),
         (lambda: cell(lambda x, r, s: x.a), "in place of a declaration"),
         (lambda: cell("a b"), "was given 'a b' in place of a declaration"),
-        (lambda: cell(), "a cell needs at least one gate"),
+        (lambda: cell()(lambda x, r, s: x.a), "this cell declares: none"),
         (lambda: Tuned(rate=np.bool_(True)), "rate is the bool True; expected a number"),
         (lambda: Tuned(rate=np.str_("half")), "rate is the str 'half'; expected a number"),
         (lambda: Tuned(rate=math.nan), "rate is NaN; expected a number"),

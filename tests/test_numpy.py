@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from guarded import Everything
-from problems import NORMALISERS, Odd
+from problems import NORMALISERS, Odd, Rows
 from processes import calls_of_ours, python
 from tolerances import assert_close, is_slope
 
@@ -216,6 +216,17 @@ def test_initial_values_of_cells() -> None:
     assert np.array_equal(peephole.parameters["bias_ih_l0"], expected)
     given = an.GRU(3, 4, recurrent_initializer=lambda shape, rng: np.full(shape, 0.5))
     assert (given.parameters["weight_hh_l0"] == 0.5).all()
+
+
+def test_initial_values_of_gates_of_several_sizes() -> None:
+    """Each gate is drawn by itself, where its rows lie."""
+    layer = an.RNN(Rows, 9, 8, P=5, gate_bias={"i": 2.0}, initializer="orthogonal", seed=0)
+    weight, bias = layer.parameters["weight_ih_l0"], layer.parameters["bias_ih_l0"]
+    for rows in (slice(0, 1), slice(1, 9), slice(9, 14)):  # done, i, g
+        assert_close(weight[rows] @ weight[rows].T, np.eye(len(weight[rows])), "float32", "forward")
+    assert np.array_equal(bias, np.repeat([0.0, 2.0, 0.0], [1, 8, 5]))
+    assert layer.parameters["weight_hh_l0"].shape == (8, 5)
+    assert repr(layer) == "RNN(Rows(), 9, 8, P=5, dtype='float32')"
 
 
 @pytest.mark.parametrize("shape", [(7, 7), (3, 9), (9, 3), (1, 1)])

@@ -3,6 +3,7 @@
 How many, and from which seed: ``--random-cells N --seed S``.
 """
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from problems import (
 from random_cells import random_cell, source
 from tolerances import NO_WORSE_THAN, ONE_ULP, error, is_slope
 
+from anycell.engines import cpu
 from anycell.engines.cpu import isa
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import topological
@@ -89,10 +91,21 @@ def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             assert any(is_slope(*pair, "random cell") for pair in tries), f"{tries}, {told}"
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.sample(4)
-def test_random_cells_with_values_of_size_1(seed: int) -> None:
-    """Any leaf may have size 1; against the reference engine, and that against differences."""
+def test_random_cells_with_values_of_size_1(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any leaf may have size 1; against the reference engine, and that against differences. Scratch
+    memory is full of NaN: vectors of one unit lie next to numbers that nothing has written.
+    """
+    take = cpu.scratch.take
+
+    def unwritten(count: int) -> Any:
+        block = take(count)
+        numbers = (ctypes.c_double * (block.size // 8)).from_address(block.address)
+        np.ctypeslib.as_array(numbers)[:] = np.nan
+        return block
+
+    monkeypatch.setattr(cpu.scratch, "take", unwritten)
     rng = np.random.default_rng(seed)
     cell, options = random_cell(seed, 6, ones=True), {**situation(rng), "training": True}
     try:

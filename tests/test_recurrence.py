@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 from problems import Sized as Unequal
-from problems import random_problem
+from problems import assert_same, assert_solved, by_cpu, by_recurrence, random_problem
 
 import anycell
 from anycell import Cell, cell, cells, keep, linear, tanh
@@ -99,6 +99,22 @@ def test_sizes_of_gates_come_from_all_arrays(rng: np.random.Generator) -> None:
     assert (h.shape, c.shape) == ((B, H), (B, 3))
     with pytest.raises(ValueError, match=r"size H of state 'h' is unknown\. Pass an initial"):
         anycell.recurrence(Alone, gates, {})
+
+
+def test_a_cell_without_gates_takes_no_columns(rng: np.random.Generator) -> None:
+    @cell(gates="", state="h")
+    def Still(x, r, s):
+        return tanh(linear(s.h, "w"))
+
+    for situation in ({}, {"masked": True, "resets": True, "reverse": True}):
+        problem = random_problem(Still, (T, B, 6), rng, **situation)
+        assert problem.shape == (T, B, 0)
+        solution = by_cpu(problem)
+        assert_solved(solution, problem)
+        assert_same(solution, by_recurrence(problem))
+    given = {"weights": {"weight_w": np.eye(H)}, "state": np.ones((B, H))}
+    with pytest.raises(ValueError, match=r"float64 \[5, 3, 2\]; expected \[time, batch, 0\], with"):
+        anycell.recurrence(Still, np.ones((T, B, 2)), **given)
 
 
 def test_gates_of_another_width_are_refused(rng: np.random.Generator) -> None:

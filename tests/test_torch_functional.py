@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Adding
+from problems import Adding, Rows, Sized
 from tolerances import assert_close
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch_layers import of_torchscript, tensors_of, weighted, whole_graphs
 
 import anycell
 import anycell.torch as at
-from anycell import cells
+from anycell import cell, cells, linear, tanh
 from anycell.layer import shapes
-from anycell.torch import functional
+from anycell.plan import plan
+from anycell.torch import functional, fused
 
 STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
 
@@ -64,6 +65,31 @@ def test_projected_input_has_two_names() -> None:
         ),
     ):
         assert_same(tensors_of(found), tensors_of(right), "forward")
+
+
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
+def test_a_cell_without_gates_has_gradients(engine: str) -> None:
+    @cell(gates="", state="h")
+    def Still(x: Any, r: Any, s: Any) -> Any:
+        return tanh(linear(s.h, "w"))
+
+    weight = torch.randn(SIZE, SIZE, dtype=torch.float64, requires_grad=True)
+    state = torch.randn(ROWS, SIZE, dtype=torch.float64)
+    gates = torch.zeros(2, ROWS, 0, dtype=torch.float64)
+    output, _ = at.recurrence(Still, None, {"weight_w": weight}, state, gates=gates, engine=engine)
+    right = torch.tanh(torch.tanh(state @ weight.T) @ weight.T)
+    pair = [torch.autograd.grad(end.sum(), weight)[0] for end in (output[1], right)]
+    assert_same([output[1], pair[0]], [right, pair[1]])
+
+
+def test_a_gpu_takes_the_next_road_for_cells_with_sizes() -> None:
+    for sized in (Sized, Rows):
+        why = fused.plan_of(sized, 6, torch.float32, (("E", 4), ("P", 4)), "gpu")
+        assert isinstance(why, str) and why.startswith("no kernel on the GPU for gates, param")
+        with pytest.raises(ValueError, match="engine='gpu' cannot run cell "):
+            plan(sized, 6, "float32", "gpu", {"E": 4, "P": 4})
+    plain = fused.plan_of(cells.LSTMP, 6, torch.float32, (("P", 4),), "gpu")
+    assert not isinstance(plain, str) and plain.engine == "gpu"
 
 
 def test_gates_of_16_bits_whose_rows_lie_in_each_other() -> None:

@@ -183,7 +183,7 @@ class Recurrence:
                 return self._guard(t, self._rows(values[node], size))
 
             parts = [of(derived.x[g], size) for g, size in cell.gate_sizes.items()]
-            d_gates[t] = self.xp.concatenate(parts, axis=-1)
+            d_gates[t] = self.xp.concatenate(parts, axis=-1) if parts else self.gates[t]
             d_params = {p: d + of(derived.param[p], of_param[p]) for p, d in d_params.items()}
             d_static = {e: d + of(static[e], cell.static_size) for e, d in d_static.items()}
             d_old = {s.name: of(derived.state[s.name], s.size) for s in cell.states}

@@ -214,7 +214,7 @@ class Cell:
         """The columns of the projected input in symbols: "4 * H", or "2 * H + P + 1"."""
         counts = Counter(self.gate_sizes.values())
         terms = [f"{n} * {s}" if n > 1 or len(counts) == 1 else s for s, n in counts.items()]
-        return " + ".join(terms)
+        return " + ".join(terms) or "0"
 
     # -- tracing ---------------------------------------------------------------------------------
     def _trace(self) -> None:
@@ -582,7 +582,8 @@ def cell(
 
     Args:
         gates: names of the gates, ``name[:size]``, in the order of the weights; ``x`` and ``r``
-            unpack in this order. Gates, states and parameters may also be lists of names.
+            unpack in this order. Gates, states and parameters may also be lists of names. A cell
+            without gates has no input: it runs in ``recurrence``, on gates ``[T, B, 0]``.
         state: names of the states, ``name[:size][=initial]``; the first is the output.
         params: names of per-unit parameters, ``name[:size][=initial]``; without any the function
             has no ``p``.
@@ -614,9 +615,6 @@ def cell(
     parameters = tuple(
         Param(n, number(v, "params"), z or "H") for n, z, v in words(params, "params")
     )
-    if not named:
-        problem = "@cell(gates=''): a cell needs at least one gate, or the input never enters it."
-        fail(problem, 'name one: gates="a".')
     if not states:
         problem = "@cell(state=''): a cell needs at least one state; the first is its output."
         fail(problem, 'name one: state="h".')

@@ -174,6 +174,10 @@ def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[
             divisible by the heads or groups of the cell.
     """
     check_names(cell, sizes)
+    if not cell.gates:
+        expected = "a cell with a gate, by which the input enters it"
+        hint = "recurrence(cell, ...) runs it, on gates [T, B, 0]."
+        refuse("cell", f"{cell.name}, which has no gates", expected, hint)
     for name in declared_sizes(cell):
         if name not in sizes:
             expected = f"the size {name} that cell {cell.name} declares besides H"

@@ -70,7 +70,7 @@ def check_input(
     if not isinstance(x, frontend.kind):
         refuse(name, describe(x), f"{expected}, a {frontend.kind.__name__}", hint, TypeError)
     count = x.shape[-1] if len(x.shape) == 3 - packed else 0
-    if count == 0 or (projected and _unfit(cell, count)):
+    if (count == 0 and cell.gates) or (projected and _unfit(cell, count)):
         refuse(name, describe(x), expected, hint)
 
 

@@ -143,7 +143,7 @@ class Plan:
             (arg,) = reduction.args
             sized = self.cell.sizes.__contains__
             ends = [n for n in topological([arg], sized) if sized(n) or not n.args]
-            number = all(end.op in ("const", "hyper") for end in ends)
+            number = arg.narrow and all(end.op in ("const", "hyper") for end in ends)
             return "H" if number else self.symbol(arg)
         return self.symbol(reduction)
 
@@ -241,6 +241,8 @@ def _plan(
 
 def no_kernel_on_gpu(cell: Cell) -> str | None:
     """Says why the GPU engine has no kernel for a cell; None if it has."""
+    if not cell.gates:
+        return "no kernel on the GPU for a cell without gates"
     sizes = {*cell.gate_sizes.values(), cell.static_size, *(param.size for param in cell.params)}
     others = (sizes | ({ONE} if cell.broadcasts else set())) - {"H"}
     if others:
