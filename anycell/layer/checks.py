@@ -41,11 +41,17 @@ def describe(value: Any) -> str:
         return f"{kind} ({', '.join(map(describe, value))})"
     if is_array(value):
         device = str(getattr(value, "device", "cpu"))
-        where = "" if device.startswith("cpu") else f" on {device}"
+        where = "" if "cpu" in device.lower() or not device else f" on {device}"
         what = f"{kind} " if type(value).__module__ == "numpy" else ""
-        return f"{what}{value.dtype} {list(value.shape)}{where}"
+        return f"{what}{dtype_of(value)} {list(value.shape)}{where}"
     shown = " ".join(repr(value).split())
     return f"{kind} {shown if len(shown) < 60 else shown[:56] + ' ...'}"
+
+
+def dtype_of(array: Any) -> str:
+    """The dtype of an array of any framework, as errors show it."""
+    of_tensorflow = hasattr(array.dtype, "as_datatype_enum")
+    return str(array.dtype.name if of_tensorflow else array.dtype)
 
 
 def is_array(value: Any) -> bool:

@@ -13,6 +13,7 @@ from anycell.layer.checks import (
     check_recurrent_mask,
     check_static,
     describe,
+    dtype_of,
     per_state,
     refuse,
 )
@@ -114,7 +115,7 @@ def arguments(
         if name in learned:
             frontend.fit(name, learned[name], shape, what, like)
         elif name not in ("weight_ih", "bias_ih", "bias_hh"):
-            expected = f"{like.dtype} {list(shape)}, {what}"
+            expected = f"{dtype_of(like)} {list(shape)}, {what}"
             refuse(name, "nothing", expected, "Pass it among the weights.")
     arrays: dict[str, Any] = {}
     for kind, values in states.items():

@@ -9,6 +9,7 @@ import numpy as np
 STEPS = 3
 # The largest norm(read - step) / norm(step): far above rounding, far below a misread step's.
 LIMITS = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
+LIMITS["float64 of float32 constants"] = 1e-5
 
 
 def starts(

@@ -263,6 +263,8 @@ class Graph:
             own = np.expand_dims(own, batch)
         ids = np.broadcast_to(own, shape)
         if axis is not None:
+            if shape[axis] != self.rows:  # joined with states along the axis of the batch
+                self.refuse("a value joined with a state has no axis of the batch")
             rows = np.arange(self.rows, dtype=np.int64) << ROW
             ids = ids + rows.reshape(-1, *[1] * (len(shape) - axis - 1))
         return Value(ids, outer.boolean)

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras_layers import BACKEND, derive, double, number
-from problems import Array, Arrays, Problem
+from problems import LEARNED, Array, Arrays, Problem
 
 import anycell.keras as ak
 from anycell.keras.cells import GRU, LSTM, SimpleRNN
@@ -164,6 +164,70 @@ def step_by_step(problem: Problem, along: Arrays | None = None) -> Arrays:
         return by_layer()(problem, along)
 
 
+def by_recurrence(**ways: Any) -> Callable[..., Arrays]:
+    """The primitive; with ``engine``, on that one, and with ``graph`` in a graph."""
+    engine = ways.pop("engine", None)
+
+    def solve(problem: Problem, along: Arrays | None = None) -> Arrays:
+        cell = problem.cell
+        names = sorted([name.removeprefix("d ") for name in problem.right if name[:2] == "d "])
+        names.insert(0, names.pop(names.index("x")))
+        results = ["output", *[f"final {name}" for name in cell.state_names]]
+        results += [n for n in problem.right if n.startswith("sequence ")]
+        apart = {"static", "recurrent_mask", "reset_state"}
+        options = {n: a for n, a in problem.options.items() if n not in apart}
+        mask = problem.arrays.get("recurrent_mask")
+
+        def call(tensors: Any) -> list[Any]:
+            for name, tensor in zip(names, tensors, strict=True):
+                if LEARNED.search(name):  # whose sizes a graph must know
+                    tensor.set_shape(problem.arrays[name].shape)
+            named = dict(zip((n.removesuffix("_l0") for n in names), tensors, strict=True))
+            state, reset = (
+                [named[f"{kind} {n}"][0] for n in cell.state_names if f"{kind} {n}" in named]
+                for kind in ("state", "reset_state")
+            )
+            learned = {n: named[n] for n in cell.learned if n in named}
+            output, final, *others = ak.recurrence(
+                cell, swap(named["x"]), learned, state or None,
+                reverse=problem.reverse[0], engine=engine, reset_state=reset or None,
+                static=named.get("static"), recurrent_mask=mask, **options,
+            )  # fmt: skip
+            wanted = [name.removeprefix("sequence ") for name in results[1 + len(final) :]]
+            sequences = [output, *(others[0][name] for name in wanted)]
+            output, *others = map(swap, sequences)
+            return [output, *final, *others]
+
+        def loss(values: list[Any]) -> Any:
+            pairs = zip(values, results, strict=True)
+            return sum(keras.ops.sum(v * arriving(name)) for v, name in pairs)
+
+        def arriving(name: str) -> Any:
+            return keras.ops.convert_to_tensor(turned(name, problem.arrays[f"d {name}"]))
+
+        def turned(name: str, array: Array, back: bool = False) -> Array:
+            """Converts to what ``derive`` takes, batch first, or back."""
+            if name.startswith("final"):
+                return array[None] if back else array[0]
+            sequence = name == "x" or name.startswith(("output", "sequence "))
+            return array.swapaxes(0, 1) if sequence else array
+
+        def swap(tensor: Any) -> Any:
+            return keras.ops.swapaxes(tensor, 0, 1)
+
+        given = [turned(name, problem.arrays[name]) for name in names]
+        second = None if along is None else [turned(name, along[name]) for name in names]
+        with double(problem.dtype):
+            none = keras.layers.Identity()  # has no weights
+            values, grads = derive(none, call, loss, given, along=second, **ways)
+        pairs = zip(results, values, strict=True) if along is None else ()
+        solution = {name: turned(name, number(value), back=True) for name, value in pairs}
+        pairs = zip(names, grads, strict=True)
+        return solution | {f"d {n}": turned(n, number(g), back=True) for n, g in pairs}
+
+    return solve
+
+
 LACKS = {
     "lengths": "Keras says them by a mask",
     "reset_state": "resets restore what the cell declares",
@@ -187,5 +251,14 @@ FRONTENDS = [
     Frontend(f"keras.RNN on {BACKEND}", by_layer(), LACKS),
     Frontend(f"keras drop-ins on {BACKEND}", by_layer(True), AS_KERAS, tuple(DROP_INS)),
 ]  # fmt: skip
+PRIMITIVE = dict.fromkeys(("layers", "bidirectional"), "it is one direction of one layer")
 if BACKEND == "tensorflow":
-    FRONTENDS += [Frontend("keras.RNN in a graph", by_layer(graph=True), LACKS, variant=True)]
+    FRONTENDS += [
+        Frontend("keras.RNN in a graph", by_layer(graph=True), LACKS, variant=True),
+        Frontend("keras.recurrence", by_recurrence(), PRIMITIVE),
+        Frontend("keras.recurrence in a graph", by_recurrence(graph=True), PRIMITIVE, variant=True),
+        Frontend(
+            "keras.recurrence step by step", by_recurrence(engine="reference"),
+            PRIMITIVE | {"no steps": LACKS["no steps"]}, variant=True, fused=False,
+        ),
+    ]  # fmt: skip
