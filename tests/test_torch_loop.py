@@ -660,3 +660,107 @@ def test_explain_shows_the_cell() -> None:
     kept = anycell.lang.text.from_text(text)
     weights = layer.module.cell
     assert len(kept.states) == 1 and expected.shape == (T, B, weights.hidden_size)
+
+
+# -- what else a step may have ---------------------------------------------------------------------
+
+
+class Counting(OfTorchGRU):
+    """A counter of whole numbers, and a flag that a state turns off."""
+
+    def start(self, rows: int) -> Any:
+        ones = torch.ones(rows, dtype=torch.bool)
+        return torch.zeros(rows, dtype=torch.long), ones, torch.randn(rows, H)
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        n, alive, h = state
+        new = self.cell(x * (1 + 0.1 * n.unsqueeze(-1)), h)
+        h = torch.where((alive & (n % 3 != 1)).unsqueeze(-1), new, h)
+        return h + n.unsqueeze(-1), (n + 1, alive & (new[:, 0] < 0.6), h)
+
+
+class ClockOfAll(OfTorchGRU):
+    """A counter without rows."""
+
+    def start(self, rows: int) -> Any:
+        return torch.tensor(0), torch.randn(rows, H)
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        n, h = state
+        h = torch.where(n % 2 == 0, self.cell(x, h), h)
+        return h, (n + 1, h)
+
+
+class Locked(OfTorchGRU):
+    """A mask of dropout for all steps, kept by the module."""
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        h = self.cell(x, h * self.locked)
+        return h, h
+
+
+class Picked(OfTorchGRU):
+    """Units in another order, by numbers and by a buffer; sums so far; a queue that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.tensor([1, 0, 2, 4, 3, 5]))
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        h = 0.3 * h[:, [5, 0, 1, 2, 3, 4]] + h[:, self.order].tanh() + 0.1 * h.cumsum(-1)
+        h = self.cell(x, h.roll(1, -1) + h.logsumexp(-1, keepdim=True))
+        h[:, -1] = x.sum(-1)
+        return h, h
+
+
+@pytest.mark.parametrize("kind", [Counting, ClockOfAll, Locked, Picked])
+def test_further_steps(kind: Any) -> None:
+    module = kind()
+    module.locked = (torch.rand(B, H) > 0.3).double()
+    layer = loop(module)
+    x, state = inputs_of(module)
+    for _ in range(3):
+        alike(results(layer, module, x, state), results(by_hand(module), module, x, state))
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
+def test_counters_are_held_under_a_mask() -> None:
+    module = Counting()
+    layer = loop(module)
+    x, state = inputs_of(module)
+    _, (n, alive, h) = layer(x, state, lengths=LENGTHS)
+    assert n.tolist() == LENGTHS.tolist()
+    for k, length in enumerate(LENGTHS.tolist()):
+        one = pytree.tree_map(lambda t: t[k : k + 1], state)  # noqa: B023
+        last = by_hand(module)(x[:length, k : k + 1], one)[1] if length else one
+        torch.testing.assert_close((alive[k : k + 1], h[k : k + 1]), last[1:])
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
+def test_one_hot_ids_and_numbers_of_a_step() -> None:
+    """x may have a number for each step, beside those of rows."""
+
+    class Forced(One):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.out = nn.GRUCell(7, H), nn.Linear(H, 7)
+
+        def forward(self, x: Any, h: Tensor) -> Any:
+            ids, forced = x
+            seen = torch.where(forced, F.one_hot(ids, 7).to(h), self.out(h).softmax(-1))
+            h = self.cell(seen, h)
+            return self.out(h), h
+
+    module = Forced()
+    layer = loop(module)
+    ids, forced = torch.randint(0, 7, (T, B)), torch.rand(T) < 0.5
+    h = torch.randn(B, H)
+    expected, last = [], h
+    for t in range(T):
+        y, last = module((ids[t], forced[t]), last)
+        expected.append(y)
+    for _ in range(3):
+        torch.testing.assert_close(layer((ids, forced), h), (torch.stack(expected), last))
+    assert layer.engine.name == "cpu", layer.engine.reason
+    masked, _ = layer((ids, forced), h, lengths=LENGTHS)
+    torch.testing.assert_close(masked[:, 0], torch.stack(expected)[:, 0])
