@@ -37,6 +37,7 @@ from torch.func import functional_call
 
 import anycell.torch
 from anycell.torch import loop, scan
+from anycell.torch.tape import Tape
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,8 @@ def test_cells_are_read(name: str) -> None:
         x, state = inputs_of(module, rows=rows)
         alike(results(fused, module, x, state), results(by_hand(module), module, x, state))
         assert fused.engine.name == "cpu", fused.engine.reason
+    tapes = [tape for plan in fused._readings.plans.values() for tape in plan.tapes.values()]
+    assert [type(tape) for tape in tapes] == [Tape, bool]  # of one row there was one call
 
 
 # -- what a call takes -----------------------------------------------------------------------------

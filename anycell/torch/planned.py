@@ -16,7 +16,6 @@ from anycell.layer.sequences import besides_output
 from anycell.layer.signature import state_names
 from anycell.plan import Call as Layer
 from anycell.plan import Engine, Options
-from anycell.read import Refused
 from anycell.torch import ops
 from anycell.torch.functional import engine_of, fused_plan, layer
 from anycell.torch.read import Reader
@@ -154,7 +153,7 @@ class ReadStep:
         try:
             with torch.random.fork_rng([], enabled=bool(self.recording.random)), torch.no_grad():
                 return Tape(arrays, enter, states, leave)
-        except (Refused, RuntimeError):
+        except Exception:  # then calls stay as they are
             return False
 
     def values(self, call: Steps, tensors: Sequence[Tensor]) -> Run:
