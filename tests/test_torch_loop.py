@@ -458,6 +458,7 @@ STEPS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "size of the batch": (lambda m, x, h: h / len(h), "the size of the batch"),
     "elsewhere": (lambda m, x, h: h * m.held.there, "no parameter, buffer or attribute"),
     "shape of values": (lambda m, x, h: h + h[h > 0].sum(), "shape depends on values"),
+    "rounded sixth": (lambda m, x, h: F.hardsigmoid(h), "relu6"),
     "autocast inside": (lambda m, x, h: autocast_inside(m, h), "converts a value|differs by"),
     "no gradient": (lambda m, x, h: no_gradient(h), "the gradient of"),
 }
@@ -767,3 +768,13 @@ def test_one_hot_ids_and_numbers_of_a_step() -> None:
     assert layer.engine.name == "cpu", layer.engine.reason
     masked, _ = layer((ids, forced), h, lengths=LENGTHS)
     torch.testing.assert_close(masked[:, 0], torch.stack(expected)[:, 0])
+
+
+def test_hardsigmoid_in_float32() -> None:
+    module = Refusing(STEPS["rounded sixth"][0]).eval().float()
+    layer = loop(module)
+    x, h = (t.float() for t in inputs_of(module))
+    output, _ = layer(x, h)
+    expected, _ = by_hand(copy.deepcopy(module).double())(x.double(), h.double())
+    assert error(output.detach(), expected.detach()) <= LIMITS["float32", "forward"]
+    assert layer.engine.name == "cpu", layer.engine.reason
