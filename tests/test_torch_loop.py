@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -303,15 +304,16 @@ def test_a_variable_of_the_file_that_changes(monkeypatch: pytest.MonkeyPatch) ->
         assert layer.engine.name == "cpu", layer.engine.reason
 
 
-def test_a_number_that_changes_in_each_call() -> None:
+def test_a_number_that_changes_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not read again and again."""
+    monkeypatch.setattr(sys.modules["anycell.torch.loop"], "_RESTLESS", 3)
     module = Switched().eval()
     layer = loop(module)
     x, h = inputs_of(module, 2)
-    for k in range(20):
+    for k in range(5):
         module.gain = 1.0 + k
         torch.testing.assert_close(layer(x, h), by_hand(module)(x, h))
-    assert "register_buffer" in layer.engine.reason or "such as a buffer" in layer.engine.reason
+    assert "such as a buffer" in layer.engine.reason
 
 
 def test_dtype_and_device_move() -> None:
@@ -590,7 +592,7 @@ def test_transformations_run_the_loop() -> None:
 
 def test_second_derivatives() -> None:
     layer = loop(Leaky())
-    x, h = torch.randn(3, 2, I, requires_grad=True), torch.randn(2, H, requires_grad=True)
+    x, h = torch.randn(2, 1, I, requires_grad=True), torch.randn(1, H, requires_grad=True)
     layer(x, h)
     assert layer.engine.name == "cpu", layer.engine.reason
     assert torch.autograd.gradgradcheck(lambda x, h: layer(x, h), (x, h))
