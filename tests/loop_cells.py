@@ -378,7 +378,7 @@ def results(run: Run, module: nn.Module, x: Tensor, state: Any) -> dict[str, lis
     outputs = [t for t in pytree.tree_leaves(made) if t is not None]
     total = torch.zeros(())
     for k, t in enumerate(outputs):
-        weights = 1 + torch.arange(t.numel(), dtype=t.dtype).reshape(t.shape) % 7
+        weights = 1 + torch.arange(t.numel()).reshape(t.shape) % 7
         total = total + (torch.sin(t + 0.1 * k) * weights).sum()
     learned = [t for t in (*module.parameters(), *inputs) if t.requires_grad]
     gradients = torch.autograd.grad(total, learned, allow_unused=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -16,7 +18,7 @@ from anycell.layer.sequences import besides_output
 from anycell.layer.signature import state_names
 from anycell.plan import Call as Layer
 from anycell.plan import Engine, Options
-from anycell.read import Refused
+from anycell.read import Refused, Value
 from anycell.torch import ops
 from anycell.torch.functional import engine_of, fused_plan, layer
 from anycell.torch.read import Reader
@@ -47,19 +49,24 @@ class ReadStep:
         self.moving = [states.index(var) for var in reader.states]  # states that change
         results = {after[k]: place for place, k in enumerate(self.moving)}
         known = frozenset([*results, *reader.states])
-        # Outputs that are no state are computed after the loop, from states before or after a step.
-        later = [v for v in recording.outputs if v.kind == "S" and v not in known]
+        # Outputs that are no part of a state are computed after the loop, from all states.
+        others = [v for v in recording.outputs if v.kind == "S" and v not in known]
+        found = {var: _part(reader, var, [after[k] for k in self.moving]) for var in others}
+        self.parts = {var: part for var, part in found.items() if part is not None}
+        later = [var for var in others if var not in self.parts]
         self.later = list(dict.fromkeys(later))
         used = {v for node in recording.plan(self.later, known) for v in node.inputs}
         used.update(recording.outputs)
         self.after = {var: place for var, place in results.items() if var in used}
         self.before = {var: place for place, var in enumerate(reader.states) if var in used}
         wanted = {*self.after.values(), *self.before.values()}
+        wanted |= {place for place, _ in self.parts.values()}
         names = [self.reading.names_of(place) for place in sorted(wanted)]
         self.names = tuple(dict.fromkeys(chain.from_iterable(names)))
         # Whether the kernel itself can write the zeros of outputs under a mask.
         direct = not self.later and not self.before and self.reading.flags is None
-        self.direct = direct and all(var in self.after for var in recording.outputs)
+        states_only = {*self.after, *self.parts}
+        self.direct = direct and all(var in states_only for var in recording.outputs)
         self.layers: dict[Any, Layer] = {}
         self.tapes: OrderedDict[Any, Tape | bool] = OrderedDict()
         ops.register(self.reading.cell)
@@ -154,7 +161,7 @@ class ReadStep:
         try:
             with torch.random.fork_rng([], enabled=bool(self.recording.random)), torch.no_grad():
                 return Tape(arrays, enter, states, leave)
-        except (Refused, RuntimeError):
+        except Exception:  # then calls stay as they are
             return False
 
     def values(self, call: Steps, tensors: Sequence[Tensor]) -> Run:
@@ -240,7 +247,13 @@ class ReadStep:
 
     def _outputs(self, call: Steps, run: Run, series: Mapping[str, Tensor]) -> list[Any]:
         known, mask = run.series, None if self.direct else call.mask
-        whole = {place: self._state(place, series, call) for place in self.after.values()}
+        places = {*self.after.values(), *[place for place, _ in self.parts.values()]}
+        whole = {place: self._state(place, series, call) for place in places}
+        for var, (place, start) in self.parts.items():
+            lead = whole[place].shape[: 1 + call.batched]
+            shape = var.shape[call.batched :]
+            flat = whole[place].reshape(*lead, -1).narrow(-1, start, math.prod(shape))
+            known[var] = flat.reshape(*lead, *shape)
         for var, place in self.before.items():
             after = whole[place] if place in whole else self._state(place, series, call)
             known[var] = self._entering(call, after, self.moving[place])
@@ -268,3 +281,22 @@ class ReadStep:
         starts = restarts(call.resets, call.mask, call.reverse)
         restored = torch.zeros_like(first[0]) if call.restored is None else call.restored[k]
         return torch.where(wide(starts, before, call), restored, before)
+
+
+def _part(reader: Reader, var: Var, after: Sequence[Var]) -> tuple[int, int] | None:
+    """Which new state an output is a part of, and where the part begins; None if it is of none."""
+    value = reader.values.get(var)
+    if not isinstance(value, Value) or not value.ids.size:
+        return None
+    try:
+        axis, _, units = reader.graph.view(value)
+    except Refused:  # it has no axis of the batch, and no state is like that
+        return None
+    for place, state in enumerate(after):
+        whole = reader.values.get(state)
+        if isinstance(whole, Value) and whole.boolean == value.boolean:
+            at, _, every = reader.graph.view(whole)
+            start = int((every == units[0]).argmax())
+            if at == axis and not axis and np.array_equal(every[start:][: len(units)], units):
+                return place, start
+    return None

@@ -234,10 +234,8 @@ def _compared(
             else:
                 with around.swapped(tensors):
                     expected = _results(stepwise(step, trial), leaves)
-        # The derivative of torch's hardsigmoid has a sixth in float32.
-        rounded = own is not torch.float64 and any(
-            node.packet is A.hardsigmoid for node in plan.recording.nodes
-        )
+        # The derivative of torch's hardsigmoid is rounded to float32.
+        rounded = any(node.packet is A.hardsigmoid for node in plan.recording.nodes)
         name = "float32" if rounded else str(dtype).removeprefix("torch.")
         reason = proof.difference(expected, mine, name, start)
         if reason is not None:

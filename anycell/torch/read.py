@@ -256,6 +256,14 @@ class Reader:
     def leaky_relu(self, node: Node, value: Any, slope: float = 0.01) -> Value:
         return self.elementwise("leaky_relu", value, slope)
 
+    def hard_sigmoid(self, node: Node, value: Any) -> Value:
+        if self.step.dtype is torch.float64:
+            self.graph.refuse(
+                "the derivative of torch's hardsigmoid is a sixth that is rounded to float32",
+                "F.relu6(x + 3) / 6",
+            )
+        return self.elementwise("hard_sigmoid", value)
+
     def log_sigmoid(self, node: Node, value: Any) -> list[Any]:
         return [self.elementwise("log_sigmoid", value), None]
 
@@ -428,7 +436,7 @@ _UNARY = {
     A.sigmoid: "sigmoid", A.tanh: "tanh", A.relu: "relu", A.exp: "exp", A.log: "log",
     A.log1p: "log1p", A.expm1: "expm1", A.sqrt: "sqrt", A.rsqrt: "rsqrt", A.abs: "abs",
     A.neg: "neg", A.sign: "sign", A.sgn: "sign", A.reciprocal: "reciprocal", A.silu: "silu",
-    A.hardsigmoid: "hard_sigmoid", A.logical_not: "logical_not", A.bitwise_not: "logical_not",
+    A.logical_not: "logical_not", A.bitwise_not: "logical_not",
     A.detach: "stop_gradient", A.sin: "sin", A.cos: "cos", A.erf: "erf",
 }  # fmt: skip
 _BINARY = {
@@ -475,7 +483,8 @@ TABLE |= dict.fromkeys((A.mm, A.bmm, A.mv, A.dot), Reader.matmul)
 TABLE |= {
     A.where: Reader.where, A.masked_fill: Reader.masked_fill, A.lerp: Reader.lerp,
     A.pow: Reader.power, A.elu: Reader.elu, A.gelu: Reader.gelu, A.softplus: Reader.softplus,
-    A.leaky_relu: Reader.leaky_relu, A.log_sigmoid_forward: Reader.log_sigmoid,
+    A.leaky_relu: Reader.leaky_relu,
+    A.hardsigmoid: Reader.hard_sigmoid, A.log_sigmoid_forward: Reader.log_sigmoid,
     A.copy: Reader.copy, A._to_copy: Reader.convert, A.native_layer_norm: Reader.layer_norm,
     A._softmax: Reader.softmax, A.addmm: Reader.addmm, A.cumsum: Reader.cumsum,
     A.logsumexp: Reader.logsumexp,

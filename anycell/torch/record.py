@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[tuple[str, Tensor]]) -> None:
         super().__init__()
         self.vars: dict[int, Var] = {}
-        self.held: list[Tensor] = []  # so that no two tensors have one id
+        self.tensors: dict[Var, Tensor] = {}  # held, so that no two have one id
         self.nodes: list[Node] = []
         self.stale: set[Var] = set()
         self.whole = ""  # the operation that is being decomposed
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
         return False  # torch would import Dynamo, for seconds, to skip it here
 
     def _var(self, tensor: Tensor, var: Var) -> Var:
-        self.held.append(tensor)
+        self.tensors[var] = tensor
         self.vars[id(tensor)] = var
         return var
 
@@ -248,7 +248,7 @@ class Recorder(TorchDispatchMode):
         recorded = [self._recorded(arg) for arg in args]
         named = {k: self._recorded(v) for k, v in kwargs.items()}
         places = _places(target)
-        for other in self.held:
+        for other in [*self.tensors.values()]:
             same = other is not target and _storage(other) == _storage(target)
             if same and np.intersect1d(places, _places(other)).size:
                 self.stale.add(self.vars[id(other)])

@@ -45,14 +45,13 @@ class Tape:
         made: dict[str, Tensor] = {}
         between = _detached(between, "b", made)
         recorder = self._recorder = Recorder([("F", t) for t in (*inputs, *made.values())])
-        self._tensors = {recorder.vars[id(tensor)]: tensor for tensor in recorder.held}
+        self._tensors, self._device = recorder.tensors, inputs[0].device
         names = [f"a[{k}]" for k in range(len(inputs))]
         self._names.update(zip(recorder.inputs, [*names, *made], strict=True))
         with recorder:
             entered, memory = enter(inputs)
             split = len(recorder.nodes)
             left = leave(inputs, between, memory)
-        self._tensors |= {recorder.vars[id(t)]: t for t in recorder.held if id(t) in recorder.vars}
         self._alias: dict[Var, Var] = {}
         self.enter, self.leave = self._print(self._vars(entered), self._vars(left), split)
         del self._recorder, self._names, self._space, self._tensors, self._alias
@@ -110,16 +109,19 @@ class Tape:
             return
         if len(node.made) != 1 or node.packet in (A.detach, A.lift_fresh):
             return
-        made, before = node.made[0], inputs[0]
+        made, before = self._tensors[node.made[0]], inputs[0]
         while True:
-            if _same(self._tensors[made], self._tensors[before]):
-                self._alias[made] = self._real(before)
+            tensor = self._tensors[before]
+            if tensor is made or _storage(tensor) != _storage(made):  # an edit in place, no view
+                return
+            if _same(made, tensor):
+                self._alias[node.made[0]] = self._real(before)
                 return
             source = before.node
             if source is None or source.packet is A.detach or not source.inputs:
                 return
             before = source.inputs[0]
-            if _storage(self._tensors[before]) != _storage(self._tensors[made]):
+            if self._tensors[before] is tensor:
                 return
 
     def _real(self, var: Var) -> Var:
@@ -150,7 +152,7 @@ class Tape:
         if isinstance(value, list):
             return f"[{', '.join(map(self._text, value))}]"
         if isinstance(value, Like):
-            like = torch.empty((), dtype=value.dtype, device=self._recorder.held[0].device)
+            like = torch.empty((), dtype=value.dtype, device=self._device)
             return self._constant(like.expand(value.shape))
         if value is None or type(value) in (int, bool, str):
             return repr(value)

@@ -1,0 +1,82 @@
+"""``anycell.torch.scan``: that of torch, and fused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from loop_cells import B, H, I, T, lstm
+from torch import Tensor, nn
+
+from anycell.torch import scan
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(old)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, in Dynamo
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, -2])
+def test_scan_is_that_of_torch(dim: int, reverse: bool) -> None:
+    from torch._higher_order_ops.scan import scan as of_torch
+
+    weight = torch.randn(I + H, 4 * H, requires_grad=True)
+    x = torch.randn(3, 3, I).requires_grad_()
+    state = {name: torch.randn(3, H, requires_grad=True) for name in "hc"}
+
+    def step(carry: Any, x: Any) -> Any:
+        h, c = lstm((torch.cat([x["x"], carry["h"]], -1) @ weight).chunk(4, -1), carry["c"])
+        return {"h": h, "c": c}, (h.clone(), x["x"].sum(-1) * c[:, 0])
+
+    def ours() -> Any:
+        return scan(step, state, {"x": x}, dim=dim, reverse=reverse)
+
+    def gradients(made: Any) -> Any:
+        total = sum((t.sin() * (k + 1)).sum() for k, t in enumerate(pytree.tree_leaves(made)))
+        return torch.autograd.grad(total, [weight, x, state["h"]])
+
+    expected = of_torch(step, state, {"x": x}, dim=dim, reverse=reverse)
+    for _ in range(3):
+        made = ours()
+        assert pytree.tree_structure(made) == pytree.tree_structure(expected)
+        torch.testing.assert_close(made, expected)
+        torch.testing.assert_close(gradients(made), gradients(expected))
+
+
+def test_scan_sees_new_variables() -> None:
+    """A function that is made again in each call is read once."""
+    x, h = torch.randn(T, B, H), torch.zeros(B, H)
+
+    def run(gain: float, weight: Tensor, module: nn.Module) -> Tensor:
+        def step(h: Tensor, x: Tensor) -> Any:
+            h = torch.tanh(module(h) + x @ weight) * gain
+            return h, h
+
+        expected = h
+        for t in range(T):
+            expected, _ = step(expected, x[t])
+        last, output = scan(step, h, x)
+        torch.testing.assert_close(last, expected)
+        torch.testing.assert_close(output[-1], expected)
+        return last
+
+    module = nn.Linear(H, H)
+    for gain in (1.0, 0.5):
+        for _ in range(4):
+            weight = torch.randn(H, H, requires_grad=True)
+            (gradient,) = torch.autograd.grad(run(gain, weight, module).sum(), weight)
+            assert gradient.abs().sum() > 0
+    run(1.0, weight, nn.Linear(H, H))
+
+
+def test_scan_of_nothing() -> None:
+    h = torch.zeros(B, H)
+    assert scan(lambda c, x: (c, x), h, []) == (h, [])
