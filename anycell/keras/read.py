@@ -14,7 +14,9 @@ from keras import ops
 from anycell.keras.call import Tensor
 from anycell.keras.graph import ROWS, Node, Traced, World, eagerly
 from anycell.keras.reading import Options
+from anycell.keras.rule import planned
 from anycell.keras.tensors import recurrence
+from anycell.plan import Engine
 from anycell.read import Graph, Outer, Reading, Refused, Value, read
 from anycell.read.proof import STEPS, difference
 
@@ -143,6 +145,15 @@ class Step:
     of_state: int | None = None
     reads: set[str] = field(default_factory=set)
     graphs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs the cell that was read, and why."""
+        reading, dtype = self.reading, self.traced.dtypes[self.traced.states[0]].name
+        chosen = planned(reading.cell, reading.size, dtype, reading.sizes)
+        if isinstance(chosen, str):
+            return Engine("composite", chosen)
+        return Engine("cpu", f"read as it is written; {chosen.reason}")
 
     def run(
         self,
@@ -617,7 +628,15 @@ def _numbers(value: Any) -> np.ndarray:
 
 
 def _sample(outer: Any, rng: np.random.Generator) -> Tensor:
-    """A variable of the user's, moved off its initial value."""
+    """A variable of the user's, moved off its initial value; in a graph of TensorFlow 1, where it
+    has none yet, random numbers.
+    """
+    source = getattr(outer, "handle", None) if isinstance(outer, tf.Variable) else outer
+    if not hasattr(source, "numpy"):
+        if not outer.dtype.is_floating:
+            raise Refused("the step reads integers from a graph of TensorFlow 1")
+        shape = outer.shape.as_list()
+        return tf.constant(rng.normal(size=shape) / np.sqrt(max([1, *shape])))
     value = outer.read_value() if isinstance(outer, tf.Variable) else outer
     if not value.dtype.is_floating:
         return value
