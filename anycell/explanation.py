@@ -102,6 +102,7 @@ class Subject(NamedTuple):
         engine: what runs it, and why.
         cell: the cell of the step; None if no cell describes it.
         hidden_size, dtype, sizes: as ``anycell.plan.plan`` takes them.
+        text: the cell as users would write it, if it was read from other code.
     """
 
     about: str
@@ -110,6 +111,7 @@ class Subject(NamedTuple):
     hidden_size: int
     dtype: str
     sizes: Mapping[str, int]
+    text: str = ""
 
 
 class Explained:
@@ -140,8 +142,10 @@ def about_layer(
     subject: Subject, batch: int | None = None, backward: bool = True, **asked: bool
 ) -> Explanation:
     """The page about a layer."""
-    about, engine, cell, hidden, dtype, sizes = subject
+    about, engine, cell, hidden, dtype, sizes, text = subject
     about = f"{about} runs on {engine.name} ({engine.reason})"
+    if text:
+        about += f"\n\nread as\n\n{text.rstrip()}"
     if cell is None:
         return Explanation(None, batch, backward, about, engine, **asked)
     kind = engine.name if engine.name in ("cpu", "gpu") else "reference"

@@ -63,7 +63,7 @@ def Tied(x: Any, r: Any, s: Any) -> Any:
     return y
 
 
-@cell(gates="i k g:P o:P", state="h:P c", params="w:P u", static="e:E")
+@cell(gates="g:P i o:P k", state="h:P c", params="w:P u", static="e:E")
 def Sized(x: Any, r: Any, s: Any, p: Any, e: Any) -> Any:
     """Gates, parameters, states and a static input of sizes of their own."""
     c = sigmoid(x.i + r.i) * s.c + p.u * tanh(linear(e, "e") + x.k + r.k)
@@ -71,7 +71,7 @@ def Sized(x: Any, r: Any, s: Any, p: Any, e: Any) -> Any:
     return h + p.w * s.h, c
 
 
-@cell(gates="i g:P done:1", state="h:P n:1=0.5 c", params="w:P k:1 u=0.5", static="e:1")
+@cell(gates="done:1 i g:P", state="h:P n:1=0.5 c", params="k:1 w:P u=0.5", static="e:1")
 def Rows(x: Any, r: Any, s: Any, p: Any, e: Any, *, bias: bool = True) -> Any:
     """Values of one number per row meet values of every size, alone and in reductions."""
     keep = sigmoid(x.done + p.k * e)
@@ -370,7 +370,7 @@ def _draw(
     steps, rows, inputs, hidden = size
     layers = 2 if "layers" in has else 1
     reverse = (False, True) if "bidirectional" in has else ("reverse" in has,)
-    symbols = {*declared_sizes(cell), *cell.sizes.values()} - {"H"}
+    symbols = {*declared_sizes(cell), *cell.sizes.values(), "1"} - {"H"}
     sizes = {s: width(s, hidden) for s in ("H", *sorted(symbols))}
     first = sizes[cell.states[0].size]
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from problems import Rows, Sized
 from processes import python
 from tolerances import assert_close, is_slope
 
@@ -594,6 +595,93 @@ def test_declarations_are_checked(function: Function, declaration: Any, message:
     said = refused(function, **declaration)
     assert message in said
     assert "\nInstead: " in said
+
+
+# -- sizes of gates, parameters and static inputs --------------------------------------------------
+def test_gates_have_places_in_the_projected_input() -> None:
+    sizes = {"H": 6, "P": 4, "1": 1}
+    assert Rows.gate_sizes == {"done": "1", "i": "H", "g": "P"}
+    assert [(p.name, p.size) for p in Rows.params] == [("k", "1"), ("w", "P"), ("u", "H")]
+    assert (Rows.static, Rows.static_size) == ("e", "1")
+    assert Rows.places(sizes) == {"done": slice(0, 1), "i": slice(1, 7), "g": slice(7, 11)}
+    assert (Rows.width(sizes), Rows.shown_width) == (11, "1 + H + P")
+    assert (Sized.shown_width, cells.LSTM.shown_width) == ("2 * P + 2 * H", "4 * H")
+    assert plan(Rows, 6, sizes={"P": 4}).places == Rows.places(sizes)
+    alike = shapes(Rows, sizes, 3, True)
+    assert (alike["weight_ih"], alike["bias_ih"]) == ((11, 3), (11,))
+    assert (alike["weight_hh"], alike["bias_hh"]) == ((6, 4), (6,))
+    assert [alike[name] for name in Rows.param_names] == [(1,), (4,), (6,)]
+
+
+def test_sizes_are_part_of_the_computation() -> None:
+    def step(x, r, s, p):
+        return tanh(x.a + r.a) * p.b
+
+    plain = cell(gates="a b", params="b")(step)
+    assert "sizes" not in plain.key
+    for declaration in ({"gates": "a b:P"}, {"gates": "a b:1"}, {"gates": "a", "params": "b:1"}):
+        assert cell(**{"gates": "a b", "params": "b", **declaration})(step).key != plain.key
+
+
+def test_only_gates_of_size_h_have_a_recurrent_projection() -> None:
+    said = refused(lambda x, r, s: (x + r).a, gates="a b:P")
+    assert "The gate 'b' has the size P, and `r` only gates of size H." in said
+    assert 'size="P"); add the others one by one: x.a + r.a.' in said
+    assert "has the size 1" in refused(lambda x, r, s: r.b, gates="b:1")
+    only = traced(lambda x, r, s: tanh((r + x).a) * x.b, gates="a b:1")
+    (hh,) = only.linears
+    assert hh.declared == ("a",)
+
+
+def test_a_value_of_size_1_meets_every_size() -> None:
+    @cell(gates="a k:1", state="h:P c")
+    def Both(x, r, s):
+        k = sigmoid(x.k)
+        return k * tanh(linear(s.c, "w")), k * s.c + x.a
+
+    assert Both.broadcasts and not traced(lambda x, r, s: x.a).broadcasts
+    k = next(node for node in topological(Both.next) if node.op == "sigmoid")
+    assert k.narrow and Both.sizes[k] == "1"
+    assert [Both.sizes[node] for node in Both.next] == ["P", "H"]
+
+
+def test_reductions_are_of_size_1_where_a_size_of_1_is_declared() -> None:
+    def step(x, r, s):
+        return x.a + r.a, anycell.mean(s.h) + x.k
+
+    one = cell(gates="a k:1", state="h n:1")(step)
+    assert one.sizes[one.next[1]] == "1"
+    plain = cell(gates="a k", state="h n")(step)
+    assert plain.sizes[plain.next[1]] == "H"
+    # Without any size of 1 they have the size of what they reduce.
+    function = lambda x, r, s: (x.a + r.a, anycell.mean(s.h) * s.c)  # noqa: E731
+    assert "the sizes do not match" in refused(function, state="h c:P")
+    fitting = cell(gates="a k:1", state="h c:P")(function)
+    assert fitting.sizes[fitting.next[1]] == "P"
+
+
+@pytest.mark.parametrize(
+    ("function", "declaration", "message"),
+    [
+        (lambda x, r, s: (x.a, s.h), {"state": "h n:1"}, "joins a value of size 1 with one"),
+        (lambda x, r, s: s.h + anycell.sum(x.k, groups=2), {"gates": "k:1"}, "into 2 groups"),
+        (lambda x, r, s: s.h + linear(x.k, "w", heads=2), {"gates": "k:1"}, "into 2 heads"),
+        (lambda x, r, s: s.h + linear(s.h, "w", heads=3, size="1"), {}, "into 3 heads"),
+        (lambda x, r, s: s.h + linear(s.h, "w", size="2"), {}, "expected a symbol, or 1."),
+    ],
+)
+def test_sizes_of_1_are_checked(function: Function, declaration: Any, message: str) -> None:
+    said = refused(function, **declaration)
+    assert message in said
+    assert "\nInstead: " in said
+
+
+def test_the_page_shows_the_sizes() -> None:
+    page = str(anycell.explain(Rows, 8, P=5))
+    assert "W_ih     [1 + H + P, inputs]: [14, inputs]" in page
+    assert "W_hh     [1 H, P]: [8, 5]" in page
+    assert "d_W_ih += (d_x.done, d_x.i, d_x.g).T @ input" in page
+    assert "W_ih     [2 P + 2 H, inputs]\n" in str(anycell.explain(Sized))
 
 
 def test_names_may_be_a_list() -> None:

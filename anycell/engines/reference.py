@@ -255,7 +255,9 @@ class Recurrence:
                 d = [self._guard(t, self._rows(arg, l.out_size)) for arg in args]
                 return self._transposed(l, dict(zip(l.outputs, d, strict=True)))
             case "keep":
-                return self._keep(node, t, self.xp.stop_gradient(*args))
+                mask = self._keep(node, t, self.xp.stop_gradient(*args))
+                # In evaluation it may be one number, which a sum must count for each unit.
+                return self._rows(mask, self.cell.sizes[node]) if self.cell.broadcasts else mask
         if not is_reduction(node):
             return TABLE[node.op].meaning(self.xp, *args, *node.attrs)
         one = self.cell.broadcasts and node.narrow

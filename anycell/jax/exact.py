@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from anycell.jax.read import CALLS, ELEMENTWISE, STRUCTURAL, evaluated
+from anycell.jax.equations import CALLS, ELEMENTWISE, STRUCTURAL, evaluated
 from anycell.lang.namespaces import namespace
 from anycell.lang.ops import TABLE
 from anycell.read import Refused
@@ -132,7 +132,8 @@ def evaluate(jaxpr: Any, consts: Sequence[Array], *arguments: Array) -> list[Arr
 
     def of(atom: Any) -> Array:
         if isinstance(atom, Literal):  # a number of Python may have more digits than its dtype
-            return _wide(np.asarray(atom.val, atom.aval.dtype))
+            aval: Any = atom.aval
+            return _wide(np.asarray(atom.val, aval.dtype))
         return values[atom]
 
     with np.errstate(all="ignore"):
@@ -190,8 +191,7 @@ def _by_jax(eqn: Any, operands: list[Array]) -> list[Array]:
     if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in (*eqn.invars, *eqn.outvars)):
         raise Refused(f"{eqn.primitive.name} of random keys cannot be compared")
     arrays = [
-        np.asarray(a).astype(atom.aval.dtype)
-        for a, atom in zip(operands, eqn.invars, strict=True)
+        np.asarray(a).astype(atom.aval.dtype) for a, atom in zip(operands, eqn.invars, strict=True)
     ]
     with jax.ensure_compile_time_eval():
         return list(map(_wide, evaluated(eqn, arrays)))

@@ -11,15 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from anycell.explanation import explain
 from anycell.jax import exact, fused
-from anycell.jax.read import Body, evaluated
+from anycell.jax.equations import evaluated
+from anycell.jax.read import Body
 from anycell.read import Refused
 from anycell.read.proof import STEPS, difference
 
 Array = Any
-Literal = jax.extend.core.Literal
 
 # Tests set it: an unexpected exception of the reader is raised, where users get ``lax.scan``.
 STRICT = False
@@ -64,7 +65,8 @@ def scan(
     loop = functools.partial(
         jax.lax.scan, f, init, xs, length, reverse, unroll, _split_transpose=_split_transpose
     )
-    if jax.config.jax_disable_jit:  # then f may compute with numbers
+    config: Any = jax.config
+    if config.jax_disable_jit:  # then f may compute with numbers
         return loop()
     traced = Traced(loop)
     return traced.run(traced.road().body)
@@ -127,7 +129,9 @@ class Traced:
             return Road(None, "JAX has traced it to something else than one loop")
         params = scans[0].params
         if any(_varying(array) for array in self.consts):
-            return Road(None, "it runs within shard_map, which follows arrays from device to device")
+            return Road(
+                None, "it runs within shard_map, which follows arrays from device to device"
+            )
         if not params["length"] or not isinstance(params["length"], int):
             return Road(None, "it has no steps, or the number of steps is not known")
         platform = jax.default_backend()
@@ -213,7 +217,7 @@ def tried(body: Body, closed: Any) -> str:
     random = [_draw(rng, shape, i < consts) for i, shape in enumerate(shapes)]
     directions = [_draw(rng, shape, False) for shape in shapes]
     zeros = [
-        a if i < consts and len(shape.shape) > 1 or not _floating(shape) else np.zeros(shape.shape)
+        np.zeros(shape.shape) if _floating(shape) and (i >= consts or len(shape.shape) < 2) else a
         for i, (a, shape) in enumerate(zip(random, shapes, strict=True))
     ]
     dtype = "float64" if body.dtype == np.float64 else "float64 of float32 constants"

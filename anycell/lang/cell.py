@@ -284,7 +284,10 @@ class Cell:
         for l in self.linears:
             split += [(l.in_size, l.heads, l), (l.out_size, l.heads, l)]
         split += [(s, n.attrs[0], n) for n, s in self.sizes.items() if n.op in REDUCTIONS]
-        split = [(size, count, what) for size, count, what in split if size != ONE or count > 1]
+        for size, count, what in split:
+            if size == ONE and count > 1:
+                problem = f"Cell {self.name}: `{what}` splits a value of size 1 into {count} heads."
+                fail(problem, "leave out heads=.")
         self._split = split
         self.key: str = _canonical(self)
 

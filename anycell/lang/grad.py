@@ -80,7 +80,7 @@ def backward(cell: Cell) -> Gradients:
         else:
             one = cell.broadcasts and node.narrow
             parts = TABLE[node.op].derivative(g, node, *node.args, *node.attrs)
-            if one and node.op in REDUCTIONS:
+            if cell.broadcasts and g.narrow and node.op in REDUCTIONS:
                 parts = (_of_each(cell, node, g),)
             for arg, part in zip(node.args, parts, strict=True):
                 if part is not None:
@@ -99,11 +99,16 @@ def backward(cell: Cell) -> Gradients:
 
 
 def _of_each(cell: Cell, reduction: Expr, g: Expr) -> Expr:
-    """The gradient of each unit that a reduction to one number combines."""
-    (arg,) = reduction.args
-    if reduction.op == "sum" or (size := cell.sizes.get(arg, "H")) == ONE:
-        return g
+    """The gradient of each unit that a reduction combines, from a narrow ``g``: the gradient of the
+    row's one number, or that of each unit to which groups return their results.
+    """
+    (arg,), (groups,) = reduction.args, reduction.attrs
+    size = cell.sizes.get(arg, "H")
+    units = const(1.0) if size == ONE else Expr("units", (), (size,))
     if reduction.op == "mean":
-        return g / Expr("units", (), (size,))
+        return g / units if reduction.narrow else g
+    total = g if reduction.narrow else g * (units / groups)  # of a group
+    if reduction.op == "sum":
+        return total
     hit = apply("where", apply("eq", arg, reduction), 1.0, 0.0)  # ties share the gradient
-    return hit * (g / apply("sum", hit, attrs=(1,)))
+    return hit * (total / apply("sum", hit, attrs=(groups,)))

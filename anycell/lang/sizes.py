@@ -48,11 +48,13 @@ def sizes_of(cell: Cell) -> tuple[dict[Expr, str], tuple[Linear, ...]]:
         "param": {param.name: param.size for param in cell.params},
     }  # fmt: skip
     numbers: set[Expr] = set()  # numbers, and results of numbers alone, which fit any size
+    ones: set[Expr] = set()  # values of one number per row
     for node in order:
         by_unit = node.op in TABLE and node.op not in REDUCTIONS
         if node.op in ("const", "hyper") or (by_unit and numbers.issuperset(node.args)):
             numbers.add(node)
         elif cell.broadcasts and node.narrow:
+            ones.add(node)
             tie(node, ONE, node)
         elif node.op in of_leaf:
             tie(node, of_leaf[node.op][node.attrs[0]], node)
@@ -69,6 +71,12 @@ def sizes_of(cell: Cell) -> tuple[dict[Expr, str], tuple[Linear, ...]]:
             if node.args[0] not in numbers:
                 tie(node.args[0], ("operand", name), node)
         else:
+            if node.op in REDUCTIONS and cell.broadcasts and node.args[0] in ones:
+                fail(
+                    f"Cell {cell.name}: `{node}` splits a value of size 1 into {node.attrs[0]} "
+                    "groups.",
+                    "leave out groups=, or reduce a value of several units.",
+                )
             for arg in node.args:
                 if arg not in numbers and not (cell.broadcasts and arg.narrow):
                     tie(node, arg, node)

@@ -141,7 +141,10 @@ class Plan:
         """The size symbol of the units that a reduction combines."""
         if self.cell.broadcasts and reduction.narrow:
             (arg,) = reduction.args
-            return "H" if arg.op in ("const", "hyper") else self.symbol(arg)
+            sized = self.cell.sizes.__contains__
+            ends = [n for n in topological([arg], sized) if sized(n) or not n.args]
+            number = all(end.op in ("const", "hyper") for end in ends)
+            return "H" if number else self.symbol(arg)
         return self.symbol(reduction)
 
     def width(self, node: Expr) -> int:

@@ -480,7 +480,7 @@ class Graph:
         axes = tuple(axis % len(value.shape) for axis in axes)
         free = [i for i in range(len(value.shape)) if i not in axes]
         moved = np.transpose(value.ids, (*free, *axes))
-        moved = moved.reshape(*(value.shape[i] for i in free), -1)
+        moved = moved.reshape((*(value.shape[i] for i in free), -1))
         axis = self.view(Value(moved))[0]
         if axis == moved.ndim - 1:
             self.refuse(

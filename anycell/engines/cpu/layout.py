@@ -152,6 +152,9 @@ class Layout:
         stored = [n for part in self.passes for n in part.stores]
         inside = [] if self.backward else [m for m in self.matmuls if m.state is None]
         operands = [m.linear.operand for m in inside]
+        inner = {m.linear.operand: 0 for m in inside}  # a number may be the operand of several
+        for m in inside:
+            inner[m.linear.operand] = max(inner[m.linear.operand], m.inner)
         uses: Sequence[tuple[str, list[Expr]]] = (
             ("kept", [*stored, *grouped]), ("argument", grouped), ("operand", operands)
         )  # fmt: skip
@@ -159,7 +162,8 @@ class Layout:
         for use, nodes in uses:
             for node in dict.fromkeys(nodes):
                 places[use, node] = at
-                at += whole(self.plan.width(node), step)
+                width = inner[node] if use == "operand" else self.plan.width(node)
+                at += whole(width, step)
         if len(self.stages) > 1:
             places |= {("narrow", node): at + i for i, node in enumerate(reductions)}
             at += len(reductions)
