@@ -97,6 +97,7 @@ _RULES: dict[str, Callable[..., Array]] = {
     "max": lambda p, a, b: np.maximum(a, b),
     "min": lambda p, a, b: np.minimum(a, b),
     "reduce_max": lambda p, a: a.max(tuple(p["axes"])),
+    "reduce_min": lambda p, a: a.min(tuple(p["axes"])),
     "reduce_sum": lambda p, a: a.sum(tuple(p["axes"])),
     "rsqrt": lambda p, a: 1.0 / np.sqrt(a),
     "square": lambda p, a: a * a,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from anycell.jax.equations import (
     inlined,
     needed,
     origin,
+    place,
     value,
 )  # fmt: skip
 from anycell.jax.primitive import planned, recurrence
@@ -51,10 +53,13 @@ class Body:
 
     def __init__(self, closed: Any, consts: int, carries: int) -> None:
         jaxpr = closed.jaxpr
+        name, file = origin(jaxpr)
+        self.where = Path(file).name
         if jaxpr.effects:
-            raise Refused(
-                f"the body has side effects: {', '.join(map(str, jaxpr.effects))}. Instead: return "
-                "what is to be printed as an output, and print it after the loop."
+            self.where = next((place(eqn) for eqn in jaxpr.eqns if eqn.effects), self.where)
+            self._refuse(
+                "this step has side effects",
+                "return what is to be printed, and print it afterwards",
             )
         arguments = [Variable(v.aval) for v in jaxpr.invars]
         self.consts, self.carry = arguments[:consts], arguments[consts:][:carries]
@@ -70,7 +75,7 @@ class Body:
         self._classify()
         self._check()
         self.dtype = self.carry[self.states[0]].aval.dtype
-        self.reading = self._read(*origin(jaxpr)[:1], _names(jaxpr, consts, carries))
+        self.reading = self._read(name, _names(jaxpr, consts, carries))
         self.jitted = jax.jit(self.run, static_argnames=("steps", "reverse", "engine"))
 
     # -- kinds of values -------------------------------------------------------------------------
@@ -105,21 +110,27 @@ class Body:
         carries = [self.carry[k] for k in self.states]
         reals = {v.aval.dtype for v in carries if v.floating}
         if not reals:
-            raise Refused("no floating point numbers are carried from step to step")
+            self._refuse(
+                "no real floating point numbers are carried from step to step",
+                "carry them as float32, complex numbers as two such arrays",
+            )
         others = {v.aval.dtype for v in carries} - reals - {BOOL}
         if others or len(reals) > 1:
             names = ", ".join(sorted(map(str, reals | others)))
-            raise Refused(
-                f"carries that depend on states have the dtypes {names}. Instead: carry floating "
-                "point numbers of one dtype, and booleans."
+            self._refuse(
+                f"carries that depend on states have the dtypes {names}",
+                "carry floating point numbers of one dtype, and booleans",
             )
         if any(getattr(v.aval, "weak_type", False) for v in carries):
-            raise Refused(
-                "a carry is weakly typed, as Python's numbers are. Instead: start from an array "
-                "with a dtype, such as jnp.zeros(shape, jnp.float32)."
+            self._refuse(
+                "a carry is weakly typed, as Python's numbers are",
+                "start from an array with a dtype, such as jnp.zeros(shape, jnp.float32)",
             )
         if any(0 in v.shape for v in (*self.carry, *self.x)):
-            raise Refused("an array of the loop is empty")
+            self._refuse("an array of the loop is empty", "a loop over more than nothing")
+
+    def _refuse(self, problem: str, instead: str) -> NoReturn:
+        raise Refused(f"{self.where}: {problem}. Instead: {instead}.")
 
     def _axes(self) -> list[int | None]:
         """The axes that may be the batch's, the likeliest first; None for states without one."""

@@ -223,6 +223,12 @@ class Reader:
     def _min(self, equation: Equation, operands: list[Any]) -> Any:
         return self._max(equation, operands, "minimum")
 
+    def _reduce_min(self, equation: Equation, operands: list[Any]) -> Any:
+        graph, axes = self.graph, equation.eqn.params["axes"]
+        return graph.elementwise(
+            "neg", graph.reduce("max", graph.elementwise("neg", *operands), axes, False)
+        )
+
     def _clamp(self, equation: Equation, operands: list[Any]) -> Any:
         low, v, high = operands  # no gradient at the bounds: to equal numbers the first has it
         if any(isinstance(bound, Value) for bound in (low, high)):
@@ -336,7 +342,7 @@ class Reader:
 
 
 RULES = frozenset(
-    "abs max min clamp select_n integer_pow is_finite erfc convert_element_type cumsum dot_general "
-    "optimization_barrier custom_jvp_call".split()
+    "abs max min reduce_min clamp select_n integer_pow is_finite erfc convert_element_type cumsum "
+    "dot_general optimization_barrier custom_jvp_call".split()
 )
 TABLES = frozenset({*ELEMENTWISE, *STRUCTURAL, *REDUCED, *RULES})
