@@ -25,8 +25,7 @@ from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
 from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, real, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
-from anycell.keras.reading import Options as ReadOptions
-from anycell.keras.reading import Readings, elsewhere, loop, masks_of
+from anycell.keras.reading import LoopOptions, Readings, elsewhere, loop, masks_of
 from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
@@ -525,7 +524,7 @@ class OfCell(DropIn, keras.layers.RNN):
             shape = (*ops.shape(mask), *[1] * (len(sequences.shape) - 2))
             present = ops.reshape(mask, shape)
             sequences = ops.where(present, sequences, ops.zeros_like(sequences))
-        how = ReadOptions(self.go_backwards, self.zero_output_for_mask, self.return_sequences)
+        how = LoopOptions(self.go_backwards, self.zero_output_for_mask, self.return_sequences)
         return loop(step, self.cell, training, sequences, states, masks, mask, how)
 
     @property
@@ -581,13 +580,14 @@ class RNN(Fused, keras.layers.RNN):
     _drop_in = False
     _cell_class = RNNCell
 
-    def __new__(cls, cell: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns a layer of Keras's arguments for a cell of Keras, or one written for it."""
-        cells = isinstance(cell, (list, tuple))
-        of_keras = cells or hasattr(cell, "state_size")
-        if cls is RNN and of_keras and not isinstance(cell, (Cell, RNNCell)):
-            return OfCell(cell, *args, **kwargs)
-        return super().__new__(cls, cell, *args, **kwargs)
+    if not TYPE_CHECKING:  # which would not check the arguments any more
+
+        def __new__(cls, cell: Any, *args: Any, **kwargs: Any) -> Any:
+            """Returns a layer of Keras's arguments for a cell of Keras, or one written for it."""
+            of_keras = isinstance(cell, (list, tuple)) or hasattr(cell, "state_size")
+            if cls is RNN and of_keras and not isinstance(cell, (Cell, RNNCell)):
+                return OfCell(cell, *args, **kwargs)
+            return super().__new__(cls, cell, *args, **kwargs)
 
     def __init__(self, cell: Cell, units: int, **kwargs: Unpack[RNNArguments]) -> None:
         # A config is JSON, which cannot store NumPy's integers.

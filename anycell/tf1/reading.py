@@ -7,7 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from anycell.keras.call import Tensor
-from anycell.keras.read import Step, read_step
+from anycell.keras.read import read_step
+from anycell.keras.steps import Step
 from anycell.keras.tensorflow import refusal
 from anycell.read import Refused
 
