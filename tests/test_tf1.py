@@ -526,6 +526,42 @@ def test_engines(rng: np.random.Generator) -> None:
         assert fused.engine.name == "composite"
 
 
+def test_cells_of_users_are_read_in_graphs_of_version_1(rng: np.random.Generator) -> None:
+    """Without a loop in the graph; what cannot be read keeps TensorFlow's loop."""
+
+    class Leaky(t1.RNNCell):
+        state_size = output_size = UNITS
+
+        def call(self, inputs: Any, state: Any) -> Any:
+            w = tf.compat.v1.get_variable("w", (UNITS, UNITS), inputs.dtype)
+            state = 0.9 * state + tf.sin(inputs @ w)
+            return state * state, state
+
+    class Centred(Leaky):
+        def call(self, inputs: Any, state: Any) -> Any:
+            state = tf.tanh(inputs + state - tf.reduce_mean(state, 0))
+            return state, state
+
+    array = rng.normal(size=(ROWS, STEPS, UNITS)).astype("float32")
+    for kind, name in ((Leaky, "cpu"), (Centred, "composite")):
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            cell, x = kind(), tf.compat.v1.placeholder(tf.float32, (None, None, UNITS))
+            assert cell.engine.name == "composite"
+            outputs, state = t1.dynamic_rnn(cell, x, [6, 2, 0, 5])
+            gradient = tf.gradients(tf.reduce_sum(outputs), x)[0]
+            theirs, last = tf.compat.v1.nn.dynamic_rnn(
+                cell, x, [6, 2, 0, 5], dtype=tf.float32, scope="rnn"
+            )
+            expected = theirs, last, tf.gradients(tf.reduce_sum(theirs), x)[0]
+            session.run(tf.compat.v1.global_variables_initializer())
+            assert len(tf.compat.v1.global_variables()) == (kind is Leaky)
+            assert cell.engine.name == name, cell.engine.reason
+            found, right = session.run([(outputs, state, gradient), expected], {x: array})
+            for a, b in zip(found, right, strict=True):
+                assert_close(a, b, "float32", "forward")
+    assert "over the rows of the batch" in cell.engine.reason
+
+
 def keras_step_by_step() -> Any:
     from anycell.keras import step_by_step
 

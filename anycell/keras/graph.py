@@ -75,7 +75,8 @@ class Traced:
         x, states, others: shape and dtype of each argument; the batch is None.
 
     Attributes:
-        nodes: by the names of the tensors that they make, in the order of the step.
+        nodes: those that the results follow from, by the names of the tensors that they make, in
+            the order of the step.
         shapes, dtypes: of each tensor; None stands for the batch.
         kinds: F, X or S of each tensor: what it depends on.
         rowed: the tensors of kind F that depend on the number of rows.
@@ -119,6 +120,13 @@ class Traced:
         self._classify()
         self.output = self.source(self.output)
         self.after = [self.source(name) for name in self.after]
+        needed, todo = set[str](), [self.output, *self.after]
+        while todo:
+            name = todo.pop()
+            if name in self.nodes and name not in needed:
+                needed |= {*self.nodes[name].outputs}
+                todo += self.nodes[name].inputs
+        self.nodes = {name: node for name, node in self.nodes.items() if name in needed}
 
     def _add(self, op: Any) -> None:
         where = _place(op.traceback)

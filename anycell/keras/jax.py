@@ -74,7 +74,7 @@ def _words(drawn: Tensor) -> Tensor:
 def read_step(
     step: Step, structure: Any, x: Any, states: Sequence[Any], others: Sequence[Any]
 ) -> Any:
-    """What is read of a user's step, an object with a ``reading``; or why it is not read.
+    """Reads a user's step; returns an object with a ``reading``, or why it is not read.
 
     Args:
         step: from x, the states and further tensors, to the output and the new states.

@@ -580,13 +580,14 @@ class RNN(Fused, keras.layers.RNN):
     _drop_in = False
     _cell_class = RNNCell
 
-    def __new__(cls, cell: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns a layer of Keras's arguments for a cell of Keras, or one written for it."""
-        cells = isinstance(cell, (list, tuple))
-        of_keras = cells or hasattr(cell, "state_size")
-        if cls is RNN and of_keras and not isinstance(cell, (Cell, RNNCell)):
-            return OfCell(cell, *args, **kwargs)
-        return super().__new__(cls, cell, *args, **kwargs)
+    if not TYPE_CHECKING:  # which would not check the arguments any more
+
+        def __new__(cls, cell: Any, *args: Any, **kwargs: Any) -> Any:
+            """Returns a layer of Keras's arguments for a cell of Keras, or one written for it."""
+            of_keras = isinstance(cell, (list, tuple)) or hasattr(cell, "state_size")
+            if cls is RNN and of_keras and not isinstance(cell, (Cell, RNNCell)):
+                return OfCell(cell, *args, **kwargs)
+            return super().__new__(cls, cell, *args, **kwargs)
 
     def __init__(self, cell: Cell, units: int, **kwargs: Unpack[RNNArguments]) -> None:
         # A config is JSON, which cannot store NumPy's integers.

@@ -1,4 +1,4 @@
-"""Layers of cells as users write them: what was read of a cell, and its run over a sequence."""
+"""Layers of cells as users write them: the steps that were read, and their runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Key = tuple[Any, ...]
 
 
 class Readings:
-    """What was read of the cell of a layer, for each sort of call. Copies begin without."""
+    """The steps that were read of a layer's cell, for each sort of call. Copies begin without."""
 
     def __init__(self) -> None:
         self.known: dict[_Key, Any] = {}
@@ -63,7 +63,7 @@ class LoopOptions(NamedTuple):
 
 
 def _home() -> Any:
-    """What reads and runs steps on the backend."""
+    """Returns the module that reads and runs steps on the backend."""
     return import_module(f"anycell.keras.{_HOMES[keras.backend.backend()]}")
 
 
@@ -130,12 +130,12 @@ def _layers(cell: Any) -> list[Any]:
 
 
 def _losses(cell: Any) -> list[tuple[Any, int]]:
-    """How many losses each layer has added."""
+    """Counts the losses that each layer has added."""
     return [(c, len(c._losses)) for c in _layers(cell) if isinstance(c, keras.Layer)]
 
 
 def _state_of(cell: Any) -> tuple[_Key, ...]:
-    """What a trace of the cell depends on, and a call must not change: its attributes.
+    """Returns the attributes of the cell, on which a trace depends and which no call may change.
 
     Numbers and words count by value, all else by identity.
     """

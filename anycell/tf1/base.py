@@ -11,6 +11,7 @@ import tensorflow as tf
 from anycell.keras.call import Tensor
 from anycell.layer.checks import refuse
 from anycell.plan import Engine
+from anycell.tf1 import reading
 
 v1 = tf.compat.v1
 Result = tuple[Tensor, Any]  # outputs, and the state after them
@@ -203,6 +204,12 @@ def run(
 def sequence(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
     """Returns the results of ``run``: all steps at once if possible, else step by step."""
     if obstacle(cell) is not None:
+        if _of_users(cell) is not None:
+            one = cell._begin() if isinstance(cell, RNNCell) else cell
+            step = vars(cell)["_step"] = reading.read(one, x, state)
+            if not isinstance(step, str):
+                known = None if lengths is None else mask(x, lengths)
+                return reading.run(step, masked(x, lengths), state, known, reverse)
         return _step_by_step(cell, x, state, lengths, reverse)
     with cell._scoped():
         return cell._begin()._sequence(x, state, lengths, reverse)
@@ -232,18 +239,28 @@ def step(cell: Any, inputs: Tensor, state: Any, scope: Any = None) -> Result:
 def engine(cell: Any) -> Engine:
     """Returns the engine that runs any cell, and why."""
     reason = obstacle(cell)
-    return cell._engine() if reason is None else Engine("composite", reason)
+    if reason is None:
+        return cell._engine()
+    step = vars(cell).get("_step")  # as it was read in the last run
+    if step is None or isinstance(step, str):
+        return Engine("composite", f"{reason}; {step}" if step else reason)
+    return step.engine
 
 
 def obstacle(cell: Any) -> str | None:
     """Returns why a cell runs step by step, or None."""
+    return _of_users(cell) or cell._obstacle()
+
+
+def _of_users(cell: Any) -> str | None:
+    """Returns what of a cell is the user's own, or None."""
     kind = type(cell).__name__
     if not isinstance(cell, RNNCell):
         return f"{kind} is no cell of anycell.tf1"
     for name in ("__call__", "call"):
         if not str(getattr(getattr(cell, name), "__module__", "")).startswith(__package__ + "."):
             return f"{kind}.{name} is not anycell's"
-    return cell._obstacle()
+    return None
 
 
 # -- what is given ---------------------------------------------------------------------------------
