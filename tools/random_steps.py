@@ -79,7 +79,7 @@ TORCH = {
     "log_sigmoid": "F.logsigmoid({})", "exp": "torch.exp({})", "log1p": "torch.log1p({})",
     "abs": "{}.abs()", "sqrt": "torch.sqrt({})", "rsqrt": "torch.rsqrt({})",
     "sin": "torch.sin({})", "cos": "torch.cos({})", "sign": "torch.sign({})",
-    "square": "{}.square()", "clip": "{}.clamp(-0.5, 0.5)", "hard_sigmoid": "F.hardsigmoid({})",
+    "square": "{}.square()", "clip": "{}.clamp(-0.5, 0.5)", "hard_sigmoid": "({} / 6 + 0.5).clamp(0, 1)",
     "stop": "{}.detach()", "power": "{}.pow(3)", "maximum": "torch.maximum({}, {})",
     "minimum": "torch.minimum({}, {})", "where": "torch.where({}, {}, {})",
     "zeros": "torch.zeros_like({})", "sum": "{}.sum(dim={}, keepdim={})",
