@@ -102,6 +102,7 @@ class Subject(NamedTuple):
         engine: what runs it, and why.
         cell: the cell of the step; None if no cell describes it.
         hidden_size, dtype, sizes: as ``anycell.plan.plan`` takes them.
+        text: the cell as users would write it, if it was read from other code.
     """
 
     about: str
@@ -110,6 +111,7 @@ class Subject(NamedTuple):
     hidden_size: int
     dtype: str
     sizes: Mapping[str, int]
+    text: str = ""
 
 
 class Explained:
@@ -140,8 +142,10 @@ def about_layer(
     subject: Subject, batch: int | None = None, backward: bool = True, **asked: bool
 ) -> Explanation:
     """The page about a layer."""
-    about, engine, cell, hidden, dtype, sizes = subject
+    about, engine, cell, hidden, dtype, sizes, text = subject
     about = f"{about} runs on {engine.name} ({engine.reason})"
+    if text:
+        about += f"\n\nread as\n\n{text.rstrip()}"
     if cell is None:
         return Explanation(None, batch, backward, about, engine, **asked)
     kind = engine.name if engine.name in ("cpu", "gpu") else "reference"
@@ -374,18 +378,20 @@ class _Page:
         for node in topological(cell.next):
             ops.setdefault("r" if label(node) and node.op == "linear" else node.op, node)
         first, b = cell.state_names[0], " + b_{}" if cell.bias else ""
-        rows, known, gates = [], self.plan.sizes, len(cell.gates)
+        rows, known, gates = [], self.plan.sizes, cell.shown_width.replace(" * ", " ")
         if "x" in ops or "preact" in ops:
             rows.append(("x.k", f"gate k's part of input @ W_ih.T{b.format('ih')}"))
         if "r" in ops or "preact" in ops:
             rows.append(("r.k", f"gate k's part of s.{first} @ W_hh.T{b.format('hh')}"))
         if "preact" in ops:
             rows.append(("a.k", "x.k + r.k: the matmul adds onto the input projection"))
-        rows.append(("W_ih", f"[{gates} H, inputs]: [{gates * known['H']}, inputs]"))
+        there = known.keys() >= {*cell.gate_sizes.values()}
+        shape = f": [{cell.width(known)}, inputs]" if there else ""
+        rows.append(("W_ih", f"[{gates}, inputs]{shape}"))
         for l in cell.by_weight.values():
             if l.name == RECURRENT:
-                width = known.get(l.in_size, l.in_size)
-                rows.append(("W_hh", f"[{gates} H, {l.in_size}]: [{gates * known['H']}, {width}]"))
+                width, count = known.get(l.in_size, l.in_size), len(l.declared)
+                rows.append(("W_hh", f"[{count} H, {l.in_size}]: [{count * known['H']}, {width}]"))
             else:
                 rows.append((f"W_{l.shared}", self._weight(l)))
         rows.append(("s.k, k'", f"state k before and after the step{self._initial()}"))

@@ -7,7 +7,7 @@ from collections.abc import Container
 from typing import Any, TypeVar
 
 from anycell import cells
-from anycell.lang.cell import Cell
+from anycell.lang.cell import ONE, Cell
 from anycell.layer.checks import declared_sizes
 
 Layer = TypeVar("Layer", bound=type)
@@ -83,4 +83,5 @@ def shown(layer: Any) -> list[str]:
         if value != default:
             arguments.append(f"{name}={value!r}")
     given = {**(cell.given if named else {}), **layer.sizes}
-    return arguments + [f"{name}={value!r}" for name, value in given.items() if name != "H"]
+    hidden = "H", ONE
+    return arguments + [f"{name}={value!r}" for name, value in given.items() if name not in hidden]

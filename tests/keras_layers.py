@@ -44,7 +44,7 @@ def solve(
         if mask is not None:
             kwargs["mask"] = keras.ops.convert_to_tensor(mask)
         found = layer(tensors[0], **kwargs)
-        return list(found) if isinstance(found, (list, tuple)) else [found]
+        return list(keras.tree.flatten(found))
 
     def loss(results: list[Any]) -> Any:
         draw = np.random.default_rng(3)

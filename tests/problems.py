@@ -22,6 +22,7 @@ import anycell
 from anycell import Cell, cell, layer, linear, sigmoid, tanh
 from anycell.engines import cpu, reference
 from anycell.layer import ENDS, shapes
+from anycell.layer.checks import declared_sizes
 from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
 from anycell.plan import DTYPES, plan
 
@@ -60,6 +61,25 @@ def Tied(x: Any, r: Any, s: Any) -> Any:
         t = sigmoid(t)
         y = t * new + (1 - t) ** (1 + t) * y
     return y
+
+
+@cell(gates="g:P i o:P k", state="h:P c", params="w:P u", static="e:E")
+def Sized(x: Any, r: Any, s: Any, p: Any, e: Any) -> Any:
+    """Gates, parameters, states and a static input of sizes of their own."""
+    c = sigmoid(x.i + r.i) * s.c + p.u * tanh(linear(e, "e") + x.k + r.k)
+    h = sigmoid(x.o + linear(s.h, "o", bias=True)) * tanh(x.g + linear(c, "down"))
+    return h + p.w * s.h, c
+
+
+@cell(gates="done:1 i g:P", state="h:P n:1=0.5 c", params="k:1 w:P u=0.5", static="e:1")
+def Rows(x: Any, r: Any, s: Any, p: Any, e: Any, *, bias: bool = True) -> Any:
+    """Values of one number per row meet values of every size, alone and in reductions."""
+    keep = sigmoid(x.done + p.k * e)
+    n = keep * s.n + (1 - keep) * anycell.mean(anycell.max(tanh(s.c)) * tanh(x.i)) + e
+    c = keep * s.c + sigmoid(n) * tanh(x.i + r.i + p.u * n)
+    gate = sigmoid(linear(c, "gate", size="1", bias=bias) + anycell.sum(s.h) / 9)
+    new = tanh(x.g + linear(c, "down")) * p.w + linear(n, "up")
+    return gate * s.h + (1 - gate) * new, n, c + n
 
 
 def forget_passes() -> None:
@@ -224,7 +244,7 @@ ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-23, "floa
 
 def width(size: str, hidden: int) -> int:
     """The value of a cell's size symbol in a random problem."""
-    return hidden if size == "H" else hidden - hidden // 3
+    return {"H": hidden, "1": 1}.get(size, hidden - hidden // 3)
 
 
 @cache
@@ -350,7 +370,8 @@ def _draw(
     steps, rows, inputs, hidden = size
     layers = 2 if "layers" in has else 1
     reverse = (False, True) if "bidirectional" in has else ("reverse" in has,)
-    sizes = {s: width(s, hidden) for s in ("H", *sorted(set(cell.sizes.values()) - {"H"}))}
+    symbols = {*declared_sizes(cell), *cell.sizes.values(), "1"} - {"H"}
+    sizes = {s: width(s, hidden) for s in ("H", *sorted(symbols))}
     first = sizes[cell.states[0].size]
 
     def normal(*shape: int) -> Array:
@@ -362,7 +383,7 @@ def _draw(
         positive = NORMALISERS if kind != "d final" else set()
         return {f"{kind} {n}": 0.5 + abs(a) if n in positive else a for n, a in drawn.items()}
 
-    arrays: Arrays = {"x": normal(steps, rows, inputs or len(cell.gates) * hidden)}
+    arrays: Arrays = {"x": normal(steps, rows, inputs or cell.width(sizes))}
     for kind in ("state", "reset_state"):
         if kind in has:
             arrays |= per_state(kind)
@@ -376,7 +397,7 @@ def _draw(
     if "resets" in has:
         arrays["resets"] = rng.random((steps, rows)) < 0.3
     if cell.static is not None:
-        arrays["static"] = normal(rows, hidden)
+        arrays["static"] = normal(rows, sizes[cell.static_size])
     for name, lead in (("recurrent_mask", ()), ("recurrent_mask per gate", (len(cell.gates),))):
         if name in has:
             factor = rng.random((*lead, rows, first))
@@ -395,7 +416,8 @@ def _draw(
     if "return_states" in has:
         for s in cell.states:
             arrays[f"d sequence {s.name}"] = normal(steps, rows, len(reverse) * sizes[s.size])
-    problem = Problem(cell, sizes, arrays, reverse, layers, "repeat" in has)
+    named = {symbol: size for symbol, size in sizes.items() if symbol != "1"}
+    problem = Problem(cell, named, arrays, reverse, layers, "repeat" in has)
     if problem.valid is not None:
         arrays["x"][~problem.valid] = np.nan
     return problem

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from anycell import Cell, cell, clip, keep, layer_norm, linear, sigmoid, tanh, where
+from anycell import Cell, cell, clip, keep, layer_norm, linear, mean, sigmoid, tanh, where
 from anycell.lang.cell import Gates
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing
 from anycell.lang.namespaces import namespace
@@ -32,22 +32,35 @@ class Value(NamedTuple):
     range: Interval
 
 
-def random_cell(seed: int, hidden: int) -> Cell:
+def random_cell(seed: int, hidden: int, ones: bool = False) -> Cell:
     """Returns the random cell number ``seed``, for ``hidden`` units.
 
     It has 1 to 4 gates, 1 to 3 states, 0 to 3 parameters, up to 3 matmuls besides the recurrent
-    one, a static input or none, and the hyperparameters ``rate`` and ``bound``.
+    one, a static input or none, and the hyperparameters ``rate`` and ``bound``. With ``ones`` each
+    of these may have size 1.
     """
     rng = np.random.default_rng([seed, hidden])
     gates = ["a", "b", "c", "d"][: rng.integers(1, 5)]
     states = ["h", "c", "n=0.5"][: rng.integers(1, 4)]
     params = ["p=1", "q", "w"][: rng.integers(4)]
     static = "e" if rng.random() < 0.3 else None
+    names = list(gates)
+    if ones:
+
+        def sized(word: str) -> str:
+            name, *value = word.split("=")
+            return "=".join([name + ":1" * bool(rng.random() < 0.4), *value])
+
+        gates, states, params = ([*map(sized, words)] for words in (gates, states, params))
+        static = static and sized(static)
 
     def step(x: Gates, r: Gates, s: Gates, *more: Any, rate: Expr, bound: Expr) -> Any:
-        garden = Garden(np.random.default_rng([seed, hidden, 1]), hidden, rate, bound)
-        for name in gates:
-            garden.plant_gate(getattr(x, name), getattr(r, name))
+        garden = Garden(np.random.default_rng([seed, hidden, 1]), hidden, rate, bound, ones)
+        for name, gate in zip(names, gates, strict=True):
+            if gate == name:
+                garden.plant_gate(getattr(x, name), getattr(r, name))
+            else:
+                garden.plant([getattr(x, name)], (-2.5, 2.5))
         garden.plant(s, (-1.5, 1.5))
         for leaves in more:
             garden.plant(leaves if isinstance(leaves, Gates) else [leaves], (-2.0, 2.0))
@@ -92,8 +105,10 @@ def level(node: Expr, groups: int) -> bool:
 class Garden:
     """The values of a cell that grows."""
 
-    def __init__(self, rng: np.random.Generator, hidden: int, rate: Expr, bound: Expr) -> None:
-        self.rng, self.hidden, self.rate, self.bound = rng, hidden, rate, bound
+    def __init__(
+        self, rng: np.random.Generator, hidden: int, rate: Expr, bound: Expr, ones: bool
+    ) -> None:
+        self.rng, self.hidden, self.rate, self.bound, self.ones = rng, hidden, rate, bound, ones
         self.groups = [k for k in (1, 2, 3) if hidden % k == 0]
         self.values = [Value(rate, (0.0, 1.0)), Value(bound, (0.5, 2.0))]
         self.picked: set[int] = set()
@@ -133,9 +148,13 @@ class Garden:
         for _ in range(self.rng.integers(4)):
             new = new + self.fit(self.pick(), (-1.0, 1.0)).node
         new = tanh(new)
+        if self.ones and old.narrow:
+            new = new if new.narrow else mean(new)
         if self.rng.random() < 0.5:
             return new
         gate = self.fit(self.pick(), (0.1, 0.9)).node
+        if self.ones and old.narrow and not gate.narrow:
+            gate = mean(gate)
         return gate * old + (1.0 - gate) * new
 
     # -- turns -----------------------------------------------------------------------------------
@@ -150,6 +169,8 @@ class Garden:
         if name in REDUCTIONS and args[0].node in self.norms:
             return  # the mean of normed values is 0, its derivative nothing but rounding errors
         attrs = (int(self.rng.choice(self.groups)),) if name in REDUCTIONS else ()
+        if attrs and self.ones and args[0].node.narrow:
+            attrs = (1,)
         samples = [self.rng.uniform(*arg.range, (100, self.hidden)) for arg in args]
         found = op.meaning(namespace(samples[0]), *samples, *attrs)
         node = apply(name, *(arg.node for arg in args), attrs=attrs)
@@ -185,7 +206,12 @@ class Garden:
         heads, bias = int(self.rng.choice(self.groups)), bool(self.rng.random() < 0.5)
         gates = "k l" if self.rng.random() < 0.3 else None
         matmul: tuple[str, dict[str, Any]] = name, {"heads": heads, "bias": bias, "gates": gates}
-        if self.matmuls and self.rng.random() < 0.4:
+        if self.ones:
+            size = "1" if self.rng.random() < 0.4 else None
+            alone = operand.narrow or size == "1"
+            name = f"{name}_{operand.narrow}"  # operands of one weight have one size
+            matmul = name, {**matmul[1], "heads": 1 if alone else heads, "size": size}
+        elif self.matmuls and self.rng.random() < 0.4:
             matmul = self.matmuls[-1]
         self.matmuls.append(matmul)
         found = linear(operand, matmul[0], **matmul[1])

@@ -32,6 +32,14 @@ def Blocks(x: Any, r: Any, s: Any) -> Any:
     return linear(sigmoid(o) * tanh(c), "hr", heads=4), c
 
 
+@cell(gates="i done:1 f g:P", state="h:P c n:1", params="w:P k:1")
+def Unequal(x: Any, r: Any, s: Any, p: Any) -> Any:
+    """A cell whose gates and parameters have several sizes."""
+    n = sigmoid(x.done + p.k) * s.n
+    c = sigmoid(x.f + r.f) * s.c + sigmoid(x.i + r.i) * (1 - n)
+    return tanh(x.g + linear(c, "down") + linear(n, "up")) * p.w, c, n
+
+
 @cell(gates="f g", state="h", params="p")
 def Grouped(x: Any, r: Any, s: Any, p: Any) -> Any:
     a = x.f + r.f
@@ -47,6 +55,7 @@ TORCH: dict[str, Callable[[], Any]] = {
     "sLSTM": lambda: at.RNN(cells.sLSTM(heads=2), 3, COUNT),
     "MultiplicativeLSTM": lambda: at.RNN(cells.MultiplicativeLSTM, 3, COUNT, 2),
     "Blocks": lambda: at.RNN(Blocks, 3, COUNT, 2, P=8),
+    "Unequal": lambda: at.RNN(Unequal, 3, COUNT, 2, P=8),
 }
 
 
@@ -68,7 +77,7 @@ def silence(layer: Any, readouts: list[Any], size: str, kept: np.ndarray) -> Non
 
 
 def sizes(name: str) -> list[str]:
-    return list(compress._Model(TORCH[name](), [], "H").sizes)
+    return [size for size in compress._Model(TORCH[name](), [], "H").sizes if size != "1"]
 
 
 def some(layer: Any, size: str, rng: np.random.Generator) -> np.ndarray:
@@ -137,7 +146,7 @@ def test_a_shrunk_layer_is_one_of_that_size(name: str) -> None:
     again = copy.deepcopy(layer)
     text = repr(layer)
     fresh = type(layer).__new__(type(layer))
-    sized = {k: v for k, v in getattr(layer, "sizes", {}).items() if k != "H"}
+    sized = {k: v for k, v in getattr(layer, "sizes", {}).items() if k not in "H1"}
     if isinstance(layer, nn.RNNBase):
         sized = {"proj_size": layer.proj_size} if layer.proj_size else {}
         first: tuple[Any, ...] = ()
@@ -279,14 +288,15 @@ def test_norms_of_heads(name: str) -> None:
         counted = model.axes[label]
         if counted.heads == 1 or counted.columns is None:
             continue
-        n, inside = model.sizes[counted.rows], model.sizes[counted.columns]
-        whole = torch.zeros(counted.blocks, n, inside, dtype=weight.dtype)
-        parts = weight.reshape(counted.heads, counted.blocks, n // counted.heads, -1)
+        of_rows, count = counted.blocks[0], len(counted.blocks)
+        n, inside = model.sizes[of_rows], model.sizes[counted.columns]
+        whole = torch.zeros(count, n, inside, dtype=weight.dtype)
+        parts = weight.reshape(counted.heads, count, n // counted.heads, -1)
         for head, part in enumerate(parts):
             rows = slice(head * part.shape[1], (head + 1) * part.shape[1])
             whole[:, rows, head * part.shape[2] : (head + 1) * part.shape[2]] = part
-        plain = units.Axes(counted.rows, counted.blocks, counted.columns)
-        for size in {counted.rows, counted.columns}:
+        plain = units.Axes(counted.blocks, counted.columns)
+        for size in {of_rows, counted.columns}:
             found, right = (
                 sum(units.sums(c, model.sizes, w * w, size))
                 for c, w in ((counted, weight), (plain, whole.reshape(-1, inside)))

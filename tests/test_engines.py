@@ -13,6 +13,8 @@ from problems import (
     AWKWARD,
     Arrays,
     Problem,
+    Rows,
+    Sized,
     assert_right,
     assert_same,
     assert_solved,
@@ -429,6 +431,38 @@ def test_several_matmuls_in_a_step(cell: Cell, rng: np.random.Generator) -> None
             assert_same(by_cpu(problem, threads=2), alone)
 
 
+@pytest.mark.parametrize("cell", [Sized, Rows, Rows(bias=False)], ids=repr)
+@pytest.mark.sample(2)
+def test_gates_of_several_sizes(
+    cell: Cell, rng: np.random.Generator, set_layer: Callable[..., None]
+) -> None:
+    """Gates, parameters and the static input have sizes of their own; 1, 2 and 3 threads."""
+    set_layer(WORTH_A_THREAD=0)
+    for rows in (3, 53):  # also more rows than a panel has
+        for situation in ({}, {"masked": True, "resets": True, "reverse": True}):
+            problem = random_problem(cell, (4, rows, 6), rng, **situation)
+            alone = by_cpu(problem)
+            assert_solved(alone, problem)
+            assert_same(alone, by_recurrence(problem))
+            for threads in (2, 3):
+                assert_same(by_cpu(problem, threads=threads), alone)
+            some = by_cpu(problem.rows(slice(1, 3)))
+            assert_array_equal(some["output"], alone["output"][:, 1:3])
+            assert_array_equal(some["d x"], alone["d x"][:, 1:3])
+
+
+def test_a_number_may_be_the_operand_of_a_wide_matmul(rng: np.random.Generator) -> None:
+    """A row of scratch memory holds as many numbers as the weight has columns."""
+
+    @cell(gates="a", state="h c:P")
+    def Wide(x: Any, r: Any, s: Any, *, half: float = 0.5) -> Any:
+        c = tanh(linear(s.h, "down"))
+        return tanh(x.a + linear(c, "up") + linear(half, "even", size="H")), c * s.c + c
+
+    problem = random_problem(Wide, (3, 3, 6), rng)
+    assert_right(by_cpu(problem), problem)
+
+
 MASKED = [
     (cells.LSTM, "float32"),
     (cells.LSTM, "float64"),
@@ -438,6 +472,8 @@ MASKED = [
     (Sampler, "float64"),
     (cells.LSTMP, "float32"),
     (cells.GRU(reset_after=False), "float64"),
+    (Sized, "float64"),
+    (Rows, "float64"),
 ]
 
 

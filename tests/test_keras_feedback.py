@@ -82,7 +82,8 @@ def by_keras(problem: Problem, graph: bool) -> Arrays:
     for weight, grad in zip(feedback.trainable_variables, grads[len(given) :], strict=True):
         inside = any(weight is own for own in layer.trainable_variables)
         of_readout = ["bias" if weight is readout.bias else "weight"]
-        learned = from_keras(places(problem, weight) if inside else of_readout, number(grad))
+        names = places(problem, weight) if inside else of_readout
+        learned = from_keras(problem, names, number(grad))
         solution |= {f"d {n}": g for n, g in learned.items()}
     return solution
 

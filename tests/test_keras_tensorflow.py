@@ -300,9 +300,9 @@ def test_no_gradient_that_nobody_watches(
     layer(x)
     backward = tensorflow.layer.backward
 
-    def spy(*args: Any, wanted: set[str]) -> Any:
+    def spy(*args: Any, wanted: set[str], **more: Any) -> Any:
         asked.append(wanted)
-        return backward(*args, wanted=wanted)
+        return backward(*args, wanted=wanted, **more)
 
     monkeypatch.setattr(tensorflow.layer, "backward", spy)
     for watched in (True, False):

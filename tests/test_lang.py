@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from problems import Rows, Sized
+from processes import python
 from tolerances import assert_close, is_slope
 
 import anycell
@@ -40,6 +42,7 @@ from anycell.lang.declare import INPUT, RESERVED
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, const, listing, show, topological
 from anycell.lang.namespaces import namespace
 from anycell.lang.ops import TABLE
+from anycell.lang.text import from_text
 from anycell.lang.transform import with_projection, with_recurrent_mask
 from anycell.layer import names, shapes
 from anycell.plan import gradient_roots, passes, plan
@@ -558,12 +561,12 @@ def test_functions_of_other_libraries_are_refused() -> None:
         (lambda x, r, s: x.a, {"state": "h h"}, "a name appears twice"),
         (lambda x, r, s, p: x.a, {"params": "p p"}, "a name appears twice"),
         (lambda x, r, s: x.a, {"gates": "a 2b"}, "cannot read '2b'"),
-        (lambda x, r, s: x.a, {"gates": "a=3 b"}, "cannot read 'a=3'; expected name."),
-        (lambda x, r, s: x.a, {"gates": "a b:Q"}, "cannot read 'b:Q'; expected name."),
-        (lambda x, r, s: x.a, {"gates": "a b:Q"}, "Instead: write 'b': it has H units."),
+        (lambda x, r, s: x.a, {"gates": "a=3 b"}, "'a=3'; expected name or name:size."),
+        (lambda x, r, s: x.a, {"gates": "a b:2"}, "cannot read 'b:2'; expected name or name:size"),
+        (lambda x, r, s: x.a, {"gates": "a b:Q=1"}, "Instead: write 'b:Q'. Only states"),
         (lambda x, r, s: x.a, {"gates": "a b=1"}, "Instead: write 'b'. Only states"),
-        (lambda x, r, s, p: x.a, {"params": "w:P"}, "'w:P'; expected name or name=value."),
-        (lambda x, r, s, p: x.a, {"params": "w:P"}, "Instead: write 'w': it has H units."),
+        (lambda x, r, s, p: x.a, {"params": "w:units"}, "named 'units': layers take sizes"),
+        (lambda x, r, s, e: x.a, {"static": "e=1"}, "'e=1'; expected name or name:size."),
         (lambda x, r, s, e: x.a, {"static": "e f"}, "static='e f'): expected one name"),
         (lambda x, r, s, e: x.a, {"static": "e f"}, 'Instead: name one, static="e"'),
         (lambda x, r, s: x.a, {"bias": "no"}, "bias='no'): expected True or False"),
@@ -592,6 +595,93 @@ def test_declarations_are_checked(function: Function, declaration: Any, message:
     said = refused(function, **declaration)
     assert message in said
     assert "\nInstead: " in said
+
+
+# -- sizes of gates, parameters and static inputs --------------------------------------------------
+def test_gates_have_places_in_the_projected_input() -> None:
+    sizes = {"H": 6, "P": 4, "1": 1}
+    assert Rows.gate_sizes == {"done": "1", "i": "H", "g": "P"}
+    assert [(p.name, p.size) for p in Rows.params] == [("k", "1"), ("w", "P"), ("u", "H")]
+    assert (Rows.static, Rows.static_size) == ("e", "1")
+    assert Rows.places(sizes) == {"done": slice(0, 1), "i": slice(1, 7), "g": slice(7, 11)}
+    assert (Rows.width(sizes), Rows.shown_width) == (11, "1 + H + P")
+    assert (Sized.shown_width, cells.LSTM.shown_width) == ("2 * P + 2 * H", "4 * H")
+    assert plan(Rows, 6, sizes={"P": 4}).places == Rows.places(sizes)
+    alike = shapes(Rows, sizes, 3, True)
+    assert (alike["weight_ih"], alike["bias_ih"]) == ((11, 3), (11,))
+    assert (alike["weight_hh"], alike["bias_hh"]) == ((6, 4), (6,))
+    assert [alike[name] for name in Rows.param_names] == [(1,), (4,), (6,)]
+
+
+def test_sizes_are_part_of_the_computation() -> None:
+    def step(x, r, s, p):
+        return tanh(x.a + r.a) * p.b
+
+    plain = cell(gates="a b", params="b")(step)
+    assert "sizes" not in plain.key
+    for declaration in ({"gates": "a b:P"}, {"gates": "a b:1"}, {"gates": "a", "params": "b:1"}):
+        assert cell(**{"gates": "a b", "params": "b", **declaration})(step).key != plain.key
+
+
+def test_only_gates_of_size_h_have_a_recurrent_projection() -> None:
+    said = refused(lambda x, r, s: (x + r).a, gates="a b:P")
+    assert "The gate 'b' has the size P, and `r` only gates of size H." in said
+    assert 'size="P"); add the others one by one: x.a + r.a.' in said
+    assert "has the size 1" in refused(lambda x, r, s: r.b, gates="b:1")
+    only = traced(lambda x, r, s: tanh((r + x).a) * x.b, gates="a b:1")
+    (hh,) = only.linears
+    assert hh.declared == ("a",)
+
+
+def test_a_value_of_size_1_meets_every_size() -> None:
+    @cell(gates="a k:1", state="h:P c")
+    def Both(x, r, s):
+        k = sigmoid(x.k)
+        return k * tanh(linear(s.c, "w")), k * s.c + x.a
+
+    assert Both.broadcasts and not traced(lambda x, r, s: x.a).broadcasts
+    k = next(node for node in topological(Both.next) if node.op == "sigmoid")
+    assert k.narrow and Both.sizes[k] == "1"
+    assert [Both.sizes[node] for node in Both.next] == ["P", "H"]
+
+
+def test_reductions_are_of_size_1_where_a_size_of_1_is_declared() -> None:
+    def step(x, r, s):
+        return x.a + r.a, anycell.mean(s.h) + x.k
+
+    one = cell(gates="a k:1", state="h n:1")(step)
+    assert one.sizes[one.next[1]] == "1"
+    plain = cell(gates="a k", state="h n")(step)
+    assert plain.sizes[plain.next[1]] == "H"
+    # Without any size of 1 they have the size of what they reduce.
+    function = lambda x, r, s: (x.a + r.a, anycell.mean(s.h) * s.c)  # noqa: E731
+    assert "the sizes do not match" in refused(function, state="h c:P")
+    fitting = cell(gates="a k:1", state="h c:P")(function)
+    assert fitting.sizes[fitting.next[1]] == "P"
+
+
+@pytest.mark.parametrize(
+    ("function", "declaration", "message"),
+    [
+        (lambda x, r, s: (x.a, s.h), {"state": "h n:1"}, "joins a value of size 1 with one"),
+        (lambda x, r, s: s.h + anycell.sum(x.k, groups=2), {"gates": "k:1"}, "into 2 groups"),
+        (lambda x, r, s: s.h + linear(x.k, "w", heads=2), {"gates": "k:1"}, "into 2 heads"),
+        (lambda x, r, s: s.h + linear(s.h, "w", heads=3, size="1"), {}, "into 3 heads"),
+        (lambda x, r, s: s.h + linear(s.h, "w", size="2"), {}, "expected a symbol, or 1."),
+    ],
+)
+def test_sizes_of_1_are_checked(function: Function, declaration: Any, message: str) -> None:
+    said = refused(function, **declaration)
+    assert message in said
+    assert "\nInstead: " in said
+
+
+def test_the_page_shows_the_sizes() -> None:
+    page = str(anycell.explain(Rows, 8, P=5))
+    assert "W_ih     [1 + H + P, inputs]: [14, inputs]" in page
+    assert "W_hh     [1 H, P]: [8, 5]" in page
+    assert "d_W_ih += (d_x.done, d_x.i, d_x.g).T @ input" in page
+    assert "W_ih     [2 P + 2 H, inputs]\n" in str(anycell.explain(Sized))
 
 
 def test_names_may_be_a_list() -> None:
@@ -817,6 +907,43 @@ def test_a_cell_that_no_module_holds_is_refused_when_it_is_pickled() -> None:
     with pytest.raises(pickle.PicklingError, match=r"no such cell at its top level") as error:
         pickle.dumps(traced(lambda x, r, s: x.a))
     assert "Instead: define the cell at the top level" in str(error.value)
+
+
+PRINTED = """
+@cell(gates="a", state="h")
+def Printed(x, r, s, *, rate: float = 0.5):
+    return rate * s.h + tanh(x.a + r.a)
+"""
+
+
+def test_a_cell_made_from_text_pickles_as_its_text() -> None:
+    made = from_text(PRINTED)
+    assert made is from_text(PRINTED) and made.text == PRINTED and Tuned.text is None
+    assert made(rate=0.25).text == PRINTED
+    assert pickle.loads(pickle.dumps(made)) is made
+    assert pickle.loads(pickle.dumps(made(rate=0.25))) is made(rate=0.25)
+    assert copy.deepcopy(made) is made
+    assert "h' = rate * s.h + a\n" in str(anycell.explain(made))
+
+
+def test_a_new_process_restores_a_cell_from_its_text() -> None:
+    data = pickle.dumps(from_text(PRINTED)(rate=0.25))
+    printed = python(f"import pickle; made = pickle.loads({data!r}); print(made, made.key)")
+    assert printed == f"Printed(rate=0.25) {from_text(PRINTED).key}\n"
+
+
+def test_errors_show_the_lines_of_a_text() -> None:
+    with pytest.raises(CellError, match=r"<cell \w+>:4: in cell Printed") as error:
+        from_text(PRINTED.replace("tanh(x.a", "tanh(x.b"))
+    assert "\n    return rate * s.h + tanh(x.b + r.a)\n" in str(error.value)
+
+
+def test_a_text_defines_one_cell() -> None:
+    imported = "from anycell.cells import LSTM\n"
+    assert from_text(imported + PRINTED).name == "Printed"
+    for text, count in (imported, 0), (PRINTED + PRINTED.replace("Printed", "Other"), 2):
+        with pytest.raises(CellError, match=f"a text that defines {count} cells; expected one"):
+            from_text(text)
 
 
 def test_copies_of_a_cell_are_the_cell() -> None:

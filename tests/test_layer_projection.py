@@ -13,6 +13,7 @@ from problems import assert_solved, draw  # noqa: E402
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell import layer as layers  # noqa: E402
+from anycell.engines import cpu  # noqa: E402
 from anycell.engines.cpu.isa import current  # noqa: E402
 from anycell.engines.cpu.layout import Layout  # noqa: E402
 from anycell.plan import plan  # noqa: E402
@@ -86,9 +87,20 @@ def test_same_bits(by: Any) -> None:
 def test_who_projects() -> None:
     """The kernel, if both weights stay in a core's own cache and there is work for packing one."""
     chosen = plan(cells.LSTM, 128)
-    assert layers.choices.projects(chosen, 96 * 128, 128)
-    assert layers.choices.projects(chosen, None, 128)
-    assert not layers.choices.projects(chosen, 96 * 128, 1024)
-    assert layers.choices.projects(chosen, 96 * 128, 1024, holes=True)
-    assert not layers.choices.projects(chosen, 20, 128, holes=True)
-    assert not layers.choices.projects(plan(cells.GRU, 128), 96 * 128, 128, holes=True)
+    recurrent = cpu.compiled(chosen).projecting
+    assert layers.choices.projects(chosen, recurrent, 96 * 128, 128)
+    assert not layers.choices.projects(chosen, recurrent, 96 * 128, 1024)
+    assert layers.choices.projects(chosen, recurrent, 96 * 128, 1024, holes=True)
+    assert not layers.choices.projects(chosen, recurrent, 20, 128, holes=True)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "LayerNormLSTM", "MGU", "IndRNN", "sLSTM"])
+def test_no_choice_makes_a_kernel_project_that_cannot(
+    name: str, set_layer: Callable[..., None], runs: list[layers.run.Run]
+) -> None:
+    """Neither forward, nor backward, whose kernels read gradients."""
+    set_layer(projects=lambda *_: True)
+    problem = draw(getattr(cells, name), (5, 3, 7, 33), ("mask", "bidirectional"))
+    assert_solved(by_rnn(problem), problem)
+    inside = {run.backward: run.inputs for run in runs}
+    assert inside == {False: 7 if name in NAMES else 0, True: 0}

@@ -89,6 +89,22 @@ def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             assert any(is_slope(*pair, "random cell") for pair in tries), f"{tries}, {told}"
 
 
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.sample(4)
+def test_random_cells_with_values_of_size_1(seed: int) -> None:
+    """Any leaf may have size 1; against the reference engine, and that against differences."""
+    rng = np.random.default_rng(seed)
+    cell, options = random_cell(seed, 6, ones=True), {**situation(rng), "training": True}
+    try:
+        problem = random_problem(cell, (2, 3, 6), rng, nearby=3, **options)
+    except Unsolvable:
+        return
+    told = f"{options}, {source(cell)}"
+    assert_right(by_cpu(problem), problem, told)
+    tries = [slope(problem, step, rng) for step in (1e-5, 1e-6, 1e-7)]
+    assert any(is_slope(*pair, "random cell") for pair in tries), f"{tries}, {told}"
+
+
 SLOW = pytest.mark.slow
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from guarded import BUILT_IN, Everything, GuardedHost, guarded, scratch
 from integers import by_integers, by_rounding, dequantized, quantized, round_rows
-from problems import forget_passes, random_problem
+from problems import Rows, Sized, forget_passes, random_problem
 from processes import python
 from roads import ROADS
 from test_cpu_matmul import Padded
@@ -36,7 +36,7 @@ from anycell.plan import plan
 from anycell.plan.dtype import Dtype
 
 Array = npt.NDArray[Any]
-FEW = [cells.LSTM, cells.GRU, cells.sLSTM, Everything]
+FEW = [cells.LSTM, cells.GRU, cells.sLSTM, Everything, Sized, Rows]
 *_NARROWER, _WIDEST = isa.available()
 widest = pytest.mark.parametrize(
     "name", [*[pytest.param(name, marks=pytest.mark.slow) for name in _NARROWER], _WIDEST]

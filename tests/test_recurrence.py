@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
+from problems import Sized as Unequal
 from problems import random_problem
 
 import anycell
@@ -20,6 +21,12 @@ def Sized(x, r, s, p, e, *, rate: float = 0.5):
     """Two sizes, a matmul with heads and a bias, a parameter, a static input, a random mask."""
     c = tanh(x.a + r.a) * p.p + s.c * keep(rate) + linear(e, "mix", heads=2)
     return linear(c, "down", bias=True), c
+
+
+@cell(gates="a b:P", state="h c:P")
+def Alone(x, r, s):
+    """No weight tells its sizes."""
+    return tanh(x.a) * s.h, x.b + s.c
 
 
 def arguments(cell: Cell = cells.LSTM, dtype: str = "float64") -> dict[str, Any]:
@@ -75,6 +82,34 @@ def test_each_state_may_be_absent(engine: str) -> None:
 def test_sizes_come_from_weights_or_state() -> None:
     outputs, (h, c) = anycell.recurrence(**sized())
     assert outputs.shape == (T, B, 6) and h.shape == (B, 6) and c.shape == (B, H)
+
+
+def named(problem: Any) -> Any:
+    """The arguments of a call for a random problem of ``Unequal``."""
+    return {"cell": Unequal, **problem.arguments()}
+
+
+def test_sizes_of_gates_come_from_all_arrays(rng: np.random.Generator) -> None:
+    problem = random_problem(Unequal, (T, B, H), rng)
+    given = {**named(problem), "state": None}
+    assert anycell.recurrence(**given)[0].shape == (T, B, 3)
+    one = random_problem(Alone, (T, B, H), rng)
+    gates = one.arguments()["gates_x"]
+    _, (h, c) = anycell.recurrence(Alone, gates, {}, [None, np.ones((B, 3))])
+    assert (h.shape, c.shape) == ((B, H), (B, 3))
+    with pytest.raises(ValueError, match=r"size H of state 'h' is unknown\. Pass an initial"):
+        anycell.recurrence(Alone, gates, {})
+
+
+def test_gates_of_another_width_are_refused(rng: np.random.Generator) -> None:
+    problem = random_problem(Unequal, (T, B, H), rng)
+    given = {**named(problem), "gates_x": np.ones((T, B, 13))}
+    with pytest.raises(ValueError) as error:
+        anycell.recurrence(**given)
+    expected = "[time, batch, 2 * P + 2 * H], with P = 3, H = 4, E = 3"
+    assert f"gates: given ndarray float64 [5, 3, 13]; expected {expected}." in str(error.value)
+    with pytest.raises(ValueError, match=r"expected \[time, batch, 2 \* P \+ 2 \* H\]"):
+        anycell.recurrence(**{**given, "gates_x": np.ones((T, B, 3))})
 
 
 # -- refusals: argument, what was given, what was expected ---------------------------------------

@@ -29,7 +29,7 @@ FLOORS = """
     engines.cpu engines.reference
     engines.gpu
     layer
-    explanation named
+    explanation named read
     numpy torch
     jax
     compress keras

@@ -558,3 +558,42 @@ def test_distributed_data_parallel() -> None:
         os._exit(0)  # the destructor of gloo's group may wait for a thread that waits for Python
     """)
     assert said.endswith("right\n")
+
+
+class _Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 8)
+
+    def forward(self, x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.cell(x, h)
+        return h, h
+
+
+class _ByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.once = _Step(), _Step()
+        self.fused = at.loop(_Step())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.new_zeros(2, 8)
+        y, h = self.once(x[0], h)
+        for t in range(len(x)):
+            y, h = self.step(x[t], h)
+        return self.fused(x, h)[0] + y
+
+
+def test_loops_over_time_are_found() -> None:
+    """A call of the model shows which modules are steps; a ``loop`` is anycell's already."""
+    model = at.accelerate(_ByHand())
+    before = {layer.name: layer for layer in at.recurrent_layers(model)}
+    assert before.keys() == {"step.cell", "once.cell", "fused"}
+    assert before["fused"].kind == "loop(_Step) of anycell"
+    assert "anycell.torch.loop(module)" in before["step.cell"].reason
+    layers = {layer.name: layer for layer in at.recurrent_layers(model, torch.zeros(5, 2, 3))}
+    assert layers["step"].calls == 5
+    assert "call anycell.torch.loop(module) once" in layers["step"].reason
+    assert "once" not in layers  # called once, which is no loop
+    assert (layers["fused"].calls, layers["fused"].engine) == (1, "cpu")
+    assert "step.cell" in layers and "fused.module.cell" not in layers

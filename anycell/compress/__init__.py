@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from anycell.compress import units
 from anycell.compress.units import Indices
-from anycell.lang.cell import INPUT
+from anycell.lang.cell import INPUT, ONE
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import RANK, low_rank
 from anycell.layer import view as views
@@ -293,8 +293,9 @@ class _Model:
         self.view = view = self.adapter.view_of(layer)
         self.cell, self.sizes, self.axes = view.cell, view.sizes, units.axes(view.cell)
         self.layers, self.directions = view.num_layers, 1 + view.bidirectional
-        if size not in self.sizes:
-            refuse("size", repr(size), f"one of {', '.join(self.sizes)}", "Pass one of them.")
+        known = [symbol for symbol in self.sizes if symbol != ONE]
+        if size not in known:
+            refuse("size", repr(size), f"one of {', '.join(known)}", "Pass one of them.")
         if not several:
             hint = "Put them in one."
             refuse("readouts", type(readouts).__name__, "a list of layers", hint, TypeError)

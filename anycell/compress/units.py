@@ -24,33 +24,30 @@ Indices = npt.NDArray[np.int64]
 class Axes(NamedTuple):
     """The units that the axes of an array count.
 
-    A matrix is ``[blocks * rows, columns]``, or ``[heads, blocks * rows / heads, columns / heads]``
-    if heads split both; a vector is ``[blocks * rows]``.
+    A matrix is ``[rows, columns]``, or ``[heads, rows / heads, columns / heads]`` if heads split
+    both; a vector is ``[rows]``.
 
     Attributes:
-        rows: the size symbol of the units along the rows.
-        blocks: how many times the rows contain all units: once per gate, or output of a matmul.
+        blocks: the size symbol of the units in each block of rows, one per gate, or output of a
+            matmul.
         columns: the size symbol along the columns; None for a vector.
         heads: the number of diagonal blocks.
     """
 
-    rows: str
-    blocks: int = 1
+    blocks: tuple[str, ...]
     columns: str | None = None
     heads: int = 1
 
 
 def axes(cell: Cell) -> dict[str, Axes]:
     """The axes of each array that one direction of a layer may learn, by its name."""
-    counted = {
-        "weight_ih": Axes("H", len(cell.gates), INPUT),
-        "bias_ih": Axes("H", len(cell.gates)),
-    }
+    gates = tuple(cell.gate_sizes.values())
+    counted = {"weight_ih": Axes(gates, INPUT), "bias_ih": Axes(gates)}
     for l in cell.linears:
-        outputs = len(l.declared)
-        counted[l.weight] = Axes(l.out_size, outputs, l.in_size, l.heads)
-        counted[l.bias_name] = Axes(l.out_size, outputs)
-    counted |= dict.fromkeys(cell.param_names, Axes("H"))
+        outputs = (l.out_size,) * len(l.declared)
+        counted[l.weight] = Axes(outputs, l.in_size, l.heads)
+        counted[l.bias_name] = Axes(outputs)
+    counted |= {param.name: Axes((param.size,)) for param in cell.params}
     return {name: counted[name] for name in cell.learned}
 
 
@@ -72,17 +69,20 @@ def taken(counted: Axes, sizes: Mapping[str, int], kept: Mapping[str, Indices]) 
         kept: the units that stay, ascending, for each size that loses some.
     """
 
-    def places(size: str, blocks: int) -> Indices:
-        """The rows or columns that stay, by place in their head: ``[heads, blocks * kept]``."""
-        stays = np.zeros(sizes[size], bool)
-        stays[kept.get(size, slice(None))] = True
-        rows = np.tile(stays.reshape(counted.heads, -1), blocks)
+    def places(*blocks: str) -> Indices:
+        """The rows or columns that stay, by place in their head: ``[heads, kept]``."""
+        parts = []
+        for size in blocks:
+            stays = np.zeros(sizes[size], bool)
+            stays[kept.get(size, slice(None))] = True
+            parts.append(stays.reshape(counted.heads, -1))
+        rows = np.concatenate(parts, 1)
         return np.stack([np.flatnonzero(row) for row in rows])  # all heads keep equally many
 
-    rows = places(counted.rows, counted.blocks)
+    rows = places(*counted.blocks)
     if counted.columns is None:
         return (rows[0],)
-    columns = places(counted.columns, 1)
+    columns = places(counted.columns)
     if counted.heads == 1:
         return rows[0][:, None], columns[0]
     return np.arange(counted.heads)[:, None, None], rows[:, :, None], columns[:, None, :]
@@ -93,14 +93,17 @@ def sums(counted: Axes, sizes: Mapping[str, int], square: Array, size: str) -> l
     columns, and minus the squares in both; no sums if no axis counts such units.
     """
     assert counted.columns is not None
-    xp, heads, totals = namespace(square), counted.heads, []
-    square = xp.reshape(square, (heads, counted.blocks, -1, sizes[counted.columns] // heads))
-    if counted.rows == size:
-        totals.append(xp.sum(xp.sum(square, 3), 1))
+    xp, heads, totals, at = namespace(square), counted.heads, [], 0
+    square = xp.reshape(square, (heads, -1, sizes[counted.columns] // heads))
     if counted.columns == size:
-        totals.append(xp.sum(xp.sum(square, 2), 1))
-    if len(totals) > 1:  # weights in both a row and a column of the unit
-        totals.append(-xp.sum(xp.diagonal(square, 0, 2, 3), 1))
+        totals.append(xp.sum(square, 1))
+    for block in counted.blocks:
+        rows = square[:, at : at + sizes[block] // heads]
+        at += sizes[block] // heads
+        if block == size:
+            totals.append(xp.sum(rows, 2))
+            if counted.columns == size:  # weights in both a row and a column of the unit
+                totals.append(-xp.diagonal(rows, 0, 1, 2))
     return [xp.reshape(total, (sizes[size],)) for total in totals]
 
 

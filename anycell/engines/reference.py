@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 from anycell.lang import grad, philox
-from anycell.lang.cell import Cell, Linear
+from anycell.lang.cell import ONE, Cell, Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.namespaces import Array, namespace
 from anycell.lang.ops import TABLE, is_reduction
@@ -51,13 +52,14 @@ class Recurrence:
 
     Attributes:
         cell: a cell of G gates and hidden size H.
-        gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order.
-        weights: by name. ``weight_hh`` is ``[G*H, H]``, for all declared gates; any other
+        gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order: the sum
+            of the gates' sizes, where they declare some.
+        weights: by name. ``weight_hh`` is ``[G*H, H]``, for all gates of size H; any other
             ``weight_<name>`` is ``[out, in]`` or ``[heads, out/heads, in/heads]``, where out counts
             all of its outputs in turn. Biases: ``bias_hh`` ``[G*H]``, ``bias_<name>``.
         state: ``[B, size]`` per state; None starts from the declared initial value.
-        params: the cell's per-unit parameters, ``[H]``.
-        static: the cell's input per sequence, ``[B, H]``.
+        params: the cell's per-unit parameters, ``[size]``.
+        static: the cell's input per sequence, ``[B, size]``.
         mask: ``[T, B]``, False where the step does not exist.
         resets: ``[T, B]``, True where an episode starts.
         reset_state: ``[size]`` or ``[B, size]`` per state; None restores the declared initials.
@@ -84,7 +86,9 @@ class Recurrence:
     def __post_init__(self) -> None:
         self.xp = namespace(self.gates_x)
         self.steps, self.rows, width = self.gates_x.shape
-        self.size = sizes(self.cell, width // len(self.cell.gates), self.weights, self.state)
+        others = {**self.params, STATIC: self.static}
+        self.size = sizes(self.cell, width, {**self.weights, **others}, self.state)
+        self.places = self.cell.places(self.size)
         self.order = topological(self.cell.next)
         self.gates = self.xp.steps(self.gates_x)
         self.blocks: dict[tuple[str, str], Array] = {}
@@ -161,8 +165,9 @@ class Recurrence:
         d_states = self._full(self.zero if d is None else d for d in d_final)
         d_restored = nothing
         d_gates: dict[int, Array] = {}
-        d_params = dict.fromkeys(cell.param_names, self._rows(self.zero, "H"))
-        d_static = dict.fromkeys(static, self._rows(self.zero, "H"))
+        of_param = {param.name: param.size for param in cell.params}
+        d_params = {name: self._rows(self.zero, size) for name, size in of_param.items()}
+        d_static = dict.fromkeys(static, self._rows(self.zero, cell.static_size))
         tape: dict[tuple[str, str], list[tuple[Array, Array]]] = {}
 
         for t in reversed(self.times):
@@ -174,12 +179,13 @@ class Recurrence:
                 values[grad.upstream(state.name)] = self._guard(t, arriving)
             self._evaluate(order, t, values)
 
-            def of(node: Expr, size: str = "H", t: int = t, values: Values = values) -> Array:
+            def of(node: Expr, size: str, t: int = t, values: Values = values) -> Array:
                 return self._guard(t, self._rows(values[node], size))
 
-            d_gates[t] = self.xp.concatenate([of(derived.x[g]) for g in cell.gates], axis=-1)
-            d_params = {p: d + of(derived.param[p]) for p, d in d_params.items()}
-            d_static = {e: d + of(static[e]) for e, d in d_static.items()}
+            parts = [of(derived.x[g], size) for g, size in cell.gate_sizes.items()]
+            d_gates[t] = self.xp.concatenate(parts, axis=-1)
+            d_params = {p: d + of(derived.param[p], of_param[p]) for p, d in d_params.items()}
+            d_static = {e: d + of(static[e], cell.static_size) for e, d in d_static.items()}
             d_old = {s.name: of(derived.state[s.name], s.size) for s in cell.states}
             for l in cell.linears:
                 d = {output: of(g, l.out_size) for output, g in derived.linear[l.name].items()}
@@ -197,7 +203,7 @@ class Recurrence:
             d_states = _add(d_states, self._choose(self._valid(t), nothing, d_held))
 
         return Gradients(
-            gates_x=self._stack(d_gates, self.size["H"] * len(cell.gates)),
+            gates_x=self._stack(d_gates, cell.width(self.size)),
             weights=self._weight_gradients(tape),
             state=d_states,
             params={p: self._like(self.params[p], d) for p, d in d_params.items()},
@@ -230,10 +236,13 @@ class Recurrence:
                 return self._number(node.attrs[0])
             case "hyper":
                 return self._number(self.cell.hyper[node.attrs[0]])
+            case "units":
+                return self._number(self.size[node.attrs[0]])
             case "param":
-                return self._guard(t, self._rows(self.params[node.attrs[0]], "H"))
+                size = self.cell.sizes[node]
+                return self._guard(t, self._rows(self.params[node.attrs[0]], size))
             case "static":
-                return self._guard(t, self._rows(self.static, "H"))
+                return self._guard(t, self._rows(self.static, self.cell.static_size))
             case "x":
                 return self._guard(t, self._gate(t, node.attrs[0]))
             case "linear":
@@ -246,10 +255,16 @@ class Recurrence:
                 d = [self._guard(t, self._rows(arg, l.out_size)) for arg in args]
                 return self._transposed(l, dict(zip(l.outputs, d, strict=True)))
             case "keep":
-                return self._keep(node, t, self.xp.stop_gradient(*args))
-        if is_reduction(node):  # one number stands for a row of equal numbers
-            args = [a if a.shape else self._rows(a, self.cell.sizes[node]) for a in args]
-        return TABLE[node.op].meaning(self.xp, *args, *node.attrs)
+                mask = self._keep(node, t, self.xp.stop_gradient(*args))
+                # In evaluation it may be one number, which a sum must count for each unit.
+                return self._rows(mask, self.cell.sizes[node]) if self.cell.broadcasts else mask
+        if not is_reduction(node):
+            return TABLE[node.op].meaning(self.xp, *args, *node.attrs)
+        one = self.cell.broadcasts and node.narrow
+        if not args[0].shape:  # one number stands for a row of equal numbers
+            args = [self._rows(args[0], "H" if one else self.cell.sizes[node])]
+        reduced = TABLE[node.op].meaning(self.xp, *args, *node.attrs)
+        return reduced[:, :1] if one else reduced
 
     def _keep(self, node: Expr, t: int, rate: Array) -> Array:
         options = self.options
@@ -268,8 +283,7 @@ class Recurrence:
         return next(l for l in self.cell.linears if l.name == name)
 
     def _gate(self, t: int, gate: str) -> Array:
-        k, size = self.cell.gates.index(gate), self.size["H"]
-        return self.gates[t][:, k * size : (k + 1) * size]
+        return self.gates[t][:, self.places[gate]]
 
     def _linear(self, node: Expr, t: int, values: Values) -> Array:
         name, output = node.attrs
@@ -410,29 +424,51 @@ class Recurrence:
         return self.xp.stack([steps[t] for t in range(self.steps)], axis=0)
 
 
+STATIC = "static"  # the name of the static input among the arrays of ``sizes``
+
+
 def sizes(
-    cell: Cell, hidden: int, weights: Mapping[str, Array], state: States | None
+    cell: Cell, width: int, arrays: Mapping[str, Array], state: States | None
 ) -> dict[str, int]:
-    """Finds the size symbols of a cell from the shapes of states and weights.
+    """Finds the size symbols of a cell from the shapes of its arrays.
+
+    Args:
+        width: of the projected input.
+        arrays: weights, parameters and the static input, by name.
 
     Raises:
-        ValueError: if a state's size is unknown, or heads or groups of the cell do not divide one.
+        ValueError: if a size is unknown, or heads or groups of the cell do not divide one.
     """
-    size = {"H": hidden}
+    size = {ONE: 1} if cell.broadcasts else {}
+    alike = set(cell.gate_sizes.values())
+    if len(alike) == 1:  # all gates have this size
+        size |= dict.fromkeys(alike - {ONE}, width // len(cell.gates))
     known = zip(cell.states, state, strict=True) if state else ()
     for declared, value in known:
         if value is not None:
             size.setdefault(declared.size, value.shape[-1])
     for l in cell.linears:
-        *_, outer, inner = weights[l.weight].shape
+        *_, outer, inner = arrays[l.weight].shape
         size.setdefault(l.in_size, inner * l.heads)
         size.setdefault(l.out_size, outer * l.heads // len(l.declared))
-    for declared in cell.states:
-        if declared.size not in size:
+    vectors = {param.name: param.size for param in cell.params} | {STATIC: cell.static_size}
+    for name, symbol in vectors.items():
+        if arrays.get(name) is not None:
+            size.setdefault(symbol, arrays[name].shape[-1])
+    rest = Counter(symbol for symbol in cell.gate_sizes.values() if symbol not in size)
+    if len(rest) == 1:  # what the other gates leave is for the gates of one size
+        ((symbol, count),) = rest.items()
+        others = sum(size.get(symbol, 0) for symbol in cell.gate_sizes.values())
+        size[symbol] = max(width - others, 0) // count
+    named = [("state", state.name, state.size) for state in cell.states]
+    named += [("gate", *gate) for gate in cell.gate_sizes.items()]
+    for kind, name, symbol in named:
+        if symbol not in size:
             raise ValueError(
-                f"cell {cell.name}: the size {declared.size} of state {declared.name!r} is "
-                "unknown. Pass an initial state."
+                f"cell {cell.name}: the size {symbol} of {kind} {name!r} is unknown. Pass an "
+                "initial state."
             )
+    size.setdefault("H", 1)  # nothing has this size
     cell.check_sizes(size)
     return size
 

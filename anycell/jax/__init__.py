@@ -1,6 +1,7 @@
 """JAX frontend: any cell as a differentiable function of JAX arrays.
 
 - ``recurrence(cell, x, weights, ...)`` is one direction of one layer, on arrays of your own.
+- ``scan(f, init, xs)`` is ``jax.lax.scan``, fused where f is a cell.
 - ``RNN(cell, ...)`` is layers as a function of their parameters; the cells of ``anycell.cells``
   have layers of their own names: ``PeepholeLSTM(3, 8, cell_clip=3.0)``.
 - ``anycell.jax.nnx.RNN`` and ``anycell.jax.equinox.RNN`` are modules of Flax and Equinox.
@@ -20,9 +21,10 @@ from anycell.jax import named
 from anycell.jax.layers import RNN
 from anycell.jax.named import *  # noqa: F403
 from anycell.jax.primitive import recurrence
+from anycell.jax.scanning import explain_scan, scan
 from anycell.refusal import missing
 
-__all__ = ["RNN", "recurrence"]
+__all__ = ["RNN", "explain_scan", "recurrence", "scan"]
 __all__ += named.__all__
 
 

@@ -12,7 +12,7 @@ needs it, derivatives of these four, and what other platforms than the CPU run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -66,9 +66,7 @@ def _check_shards(arrays: Arrays) -> None:
     their gradients would not be added up.
     """
     for name, array in arrays.items():
-        kind = jax.typeof(array) if hasattr(jax, "typeof") else None  # since JAX 0.6
-        varying = getattr(getattr(kind, "manual_axis_type", None), "varying", ())
-        if axes := varying or getattr(kind, "vma", ()):  # the older name
+        if axes := varying(array):
             given = f"an array that varies over the mesh axes {', '.join(sorted(axes))}"
             expected = "arrays of a jax.shard_map(..., check_vma=False)"
             refuse(
@@ -77,6 +75,13 @@ def _check_shards(arrays: Arrays) -> None:
                 expected,
                 "Pass check_vma=False; or use jit and NamedSharding, which shard the rows too.",
             )
+
+
+def varying(array: Array) -> Iterable[str]:
+    """The mesh axes along which ``shard_map`` knows an array to differ from device to device."""
+    kind = jax.typeof(array) if hasattr(jax, "typeof") else None  # since JAX 0.6
+    axes = getattr(getattr(kind, "manual_axis_type", None), "varying", ())
+    return axes or getattr(kind, "vma", ())  # the older name
 
 
 class Pass(NamedTuple):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -94,8 +95,9 @@ class JaxHost:
     def strides(self, array: Array) -> tuple[int, ...]:
         return dense(array.shape)
 
-    def rows(self, array: Array) -> list[Array]:
-        return list(array)
+    def split(self, array: Array, sizes: Sequence[int]) -> list[Array]:
+        ends = itertools.accumulate(sizes)
+        return [array[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     # ---- the arrays that a pass makes ------------------------------------------------------------
     def zeros(self, shape: tuple[int, ...]) -> Buffer:

@@ -258,7 +258,8 @@ class RNN(Explained):
         first = (rows,) if batched else ()
         shared: dict[str, Any] = {"mask": layout.valid(mask, lengths)}
         shared["resets"] = None if resets is None else layout.flags("resets", resets)
-        static = check_static(JAX, cell, static, (*first, self.hidden_size), x)
+        shape = (*first, self.sizes[cell.static_size])
+        static = check_static(JAX, cell, static, shape, x)
         if recurrent_mask is not None:
             check_recurrent_mask(JAX, cell, recurrent_mask, self.sizes, first, x)
         for name, array in (("static", static), ("recurrent_mask", recurrent_mask)):

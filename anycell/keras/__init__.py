@@ -6,6 +6,7 @@
   ``anycell.cells`` also have layers of their own names: ``PeepholeLSTM(units, cell_clip=3.0)``.
 - ``Quantized`` layers have weights of 8 bits; ``anycell.compress.quantize`` makes them.
 - ``Feedback(layer, readout)`` feeds a readout back to its layer: scheduled sampling, forecasts.
+- ``recurrence(cell, x, weights)`` is one direction of one layer, on tensors of your own.
 - ``accelerate(model)`` turns Keras's layers inside a model into these; ``recurrent_layers(model)``
   says what runs each of its layers, and ``restore(model)`` puts Keras's own back.
 
@@ -25,13 +26,14 @@ from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import GRU, LSTM, RNN, GRUCell, LSTMCell, SimpleRNN, SimpleRNNCell
 from anycell.keras.named import *  # noqa: F403
+from anycell.keras.primitive import recurrence
 from anycell.keras.quantized import Quantized
 from anycell.keras.rule import step_by_step
 from anycell.refusal import missing
 
 __all__ = [
     "GRU", "LSTM", "RNN", "Feedback", "GRUCell", "LSTMCell", "Quantized", "RNNCell", "SimpleRNN",
-    "SimpleRNNCell", "accelerate", "recurrent_layers", "restore", "step_by_step",
+    "SimpleRNNCell", "accelerate", "recurrence", "recurrent_layers", "restore", "step_by_step",
 ]  # fmt: skip
 __all__ += named.__all__
 

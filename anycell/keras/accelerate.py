@@ -14,7 +14,8 @@ from keras.src.saving import object_registration  # the name of a class has no p
 from anycell.explanation import Found, log_swapped, often
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
-from anycell.keras.layers import CALLS, GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed
+from anycell.keras.layers import CALLS, GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed, read_of
+from anycell.keras.reading import elsewhere
 
 Model = TypeVar("Model", bound=keras.layers.Layer)
 _SWAPS: dict[type[keras.layers.RNN], type[Fused]] = {
@@ -34,15 +35,16 @@ logger = logging.getLogger("anycell")
 def accelerate(model: Model) -> Model:
     """Turns the recurrent layers of Keras inside ``model`` into anycell's, in place.
 
-    These are every ``LSTM``, ``GRU`` and ``SimpleRNN``, and every ``RNN`` of one of their cells or
-    of an ``RNNCell``, also within ``Bidirectional``, ``TimeDistributed`` and nested models. The
-    layers stay the same objects and change only their class. So weights, states, the optimizer,
-    ``trainable``, dtype policies and all references to them stay, and files of weights fit as
-    before. A compiled model stays compiled, and traces its steps again; your own ``tf.function``
-    that has called the model keeps its graph. XLA is turned off if it was to compile the steps,
-    because it cannot call kernels. A layer of a subclass gets a class that derives from the
-    subclass and from anycell's layer, and is saved as a layer of the subclass. Subclasses with
-    their own ``call`` or other methods, and layers of changed cells, are left alone.
+    These are every ``LSTM``, ``GRU`` and ``SimpleRNN``, and every ``RNN`` of one of their cells, of
+    an ``RNNCell``, or of a cell of your own whose step can be read as it is written, also within
+    ``Bidirectional``, ``TimeDistributed`` and nested models. The layers stay the same objects and
+    change only their class. So weights, states, the optimizer, ``trainable``, dtype policies and
+    all references to them stay, and files of weights fit as before. A compiled model stays
+    compiled, and traces its steps again; your own ``tf.function`` that has called the model keeps
+    its graph. XLA is turned off if it was to compile the steps, because it cannot call kernels. A
+    layer of a subclass gets a class that derives from the subclass and from anycell's layer, and is
+    saved as a layer of the subclass. Subclasses with their own ``call`` or other methods, and
+    layers of cells that cannot be read, are left alone.
 
     Each layer is logged under "anycell" at level INFO, and a warning if no layer is anycell's;
     ``recurrent_layers`` returns the same list.
@@ -247,7 +249,11 @@ def _refusal(layer: keras.layers.RNN) -> str | None:
     replaced = {n for n in ("call", "inner_loop") if n in vars(layer)}
     if replaced:
         return f"its {' and '.join(sorted(replaced))} has been replaced on the instance"
-    return changed(layer.cell)
+    why = changed(layer.cell)
+    if why is None or _base(kind) is not keras.layers.RNN:
+        return why
+    step, later = read_of(layer, False), elsewhere(layer.cell) is None and not layer.built
+    return step if isinstance(step, str) and not later else None
 
 
 def trace_anew(layer: keras.layers.Layer) -> None:

@@ -20,14 +20,16 @@ Tensor = Any  # of the backend
 #
 #     x                  [T, B, I], or the projected gates [T, B, G*H] where there is no kernel
 #     kernel             [I, G*H], and recurrent_kernel [H, G*H]: as Keras lays them out
-#     all others         as ``anycell.layer.signature`` names and shapes them, for one direction;
-#                        but states are [B, size], mask and resets are bool; weights of 8 bits
-#                        are int8, and their scales float32
+#     all others         as ``anycell.layer.signature`` names and shapes them, for one direction,
+#                        also weight_ih and weight_hh in place of Keras's kernels; but states and
+#                        what resets restore are [B, size], mask and resets are bool; weights of 8
+#                        bits are int8, and their scales float32
 #     seed               [2] integers, as ``keras.random.SeedGenerator`` draws them
 Arrays = Mapping[str, Tensor]
 INTEGERS = "mask", "resets", "seed"  # which have dtypes of their own
 # The weights that Keras stores transposed, and their names below the frontends.
 KERNELS = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
+OF_STATES = "state ", "reset_state "  # how the names begin that have an axis of directions below
 
 
 def check(call: Call, arrays: Arrays) -> None:
@@ -49,7 +51,8 @@ def check(call: Call, arrays: Arrays) -> None:
         given = arrays[f"state {state.name}"].shape
         expect(f"initial_state, {state.name}", given, (rows, size), "rows, size of state")
     if "static" in arrays:
-        expect("static", arrays["static"].shape, (rows, call.hidden_size), "rows, units")
+        width = call.size(call.cell.static_size)
+        expect("static", arrays["static"].shape, (rows, width), "rows, size of the static input")
     for name in ("mask", "resets"):
         if name in arrays:
             expect(name, arrays[name].shape[::-1], (rows, steps), "rows, steps")
@@ -149,12 +152,14 @@ def lowered(call: Call, arrays: Arrays) -> tuple[Call, dict[str, Tensor]]:
     for theirs, ours in KERNELS.items():
         if theirs in below:
             below[ours] = below.pop(theirs).T
-    for name in call.cell.state_names:
-        below[f"state {name}"] = below[f"state {name}"][None]
+    for name in below:
+        if name.startswith(OF_STATES):
+            below[name] = below[name][None]
     if "seed" in below:  # two numbers in Keras
         low, high = (int(part) for part in below.pop("seed"))
         call = call._replace(options=call.options._replace(seed=low + high * 2**31))
     return call, below
 
 
-Result = tuple[Tensor, tuple[Tensor, ...]]  # outputs ``[T, B, H]`` or None, and the final states
+# Outputs ``[T, B, H]`` or None; the final states, and after them the ``sequences`` of the call.
+Result = tuple[Tensor, tuple[Tensor, ...]]

@@ -13,7 +13,7 @@ from anycell import cells
 from anycell.keras import cells as of_keras
 from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.composite import composite
-from anycell.lang.cell import Cell
+from anycell.lang.cell import ONE, RECURRENT, Cell
 from anycell.lang.transform import LowRank, low_rank
 from anycell.layer.checks import (
     boolean,
@@ -72,7 +72,9 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     ``[size of s, gates * H]``, ``bias`` ``[gates * H]``, or ``[2, gates * H]`` (of x and of r) for
     a cell that uses the two apart, as GRU does; for each further matmul ``{name}_kernel``
     ``[in, out]``, or ``[heads, in/heads, out/heads]``, and ``{name}_bias``; each parameter ``[H]``
-    by its name.
+    by its name. Where gates have sizes of their own, ``kernel`` and ``bias`` have their sum in
+    place of gates * H, ``recurrent_kernel`` has columns for the gates of size H, and a bias of r
+    is a weight of its own, ``recurrent_bias``.
     """
 
     def __init__(
@@ -123,18 +125,21 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 
     def build(self, input_shape: Sequence[int | None]) -> None:
         """Creates the weights for inputs ``[B, input_shape[-1]]``."""
-        cell, gates = self.cell, len(self.cell.gates) * self.units
-        recurrent = any(l.recurrent for l in cell.linears)
+        cell, gates = self.cell, self.cell.width(self._all)
+        recurrent = cell.by_weight.get(f"weight_{RECURRENT}")
         self.kernel = self._weight("kernel", (input_shape[-1], gates), "kernel")
         self.recurrent_kernel = self.bias = None
+        self._further: dict[str, Any] = {}  # what else is learned, by the names of ``Arrays``
         if recurrent:
-            shape = (self._all[cell.states[0].size], gates)
+            shape = recurrent.shape(self._all)[::-1]
             self.recurrent_kernel = self._weight("recurrent_kernel", shape, "recurrent")
         if self.use_bias:
-            apart = recurrent and any(gate not in cell.fused for gate in cell.gates)
-            bias = (2, gates) if apart else (gates,)
+            of_r = recurrent.shape(self._all)[:1] if recurrent else ()
+            apart = recurrent and not cell.fused.issuperset(recurrent.declared)
+            bias = (2, gates) if apart and of_r == (gates,) else (gates,)
             self.bias = self._weight("bias", bias, "bias", self._bias_initializer())
-        self._further: dict[str, Any] = {}  # what else is learned, by the names of ``Arrays``
+            if apart and of_r != (gates,):  # for the gates of size H only
+                self._further["bias_hh"] = self._weight("recurrent_bias", of_r, "bias")
         for l in cell.by_weight.values():
             if l.recurrent:
                 continue
@@ -147,7 +152,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
                 self._further[l.bias_name] = self._weight(f"{l.shared}_bias", rows, "bias")
         for p in cell.params:
             first = None if p.initial is None else initializers.Constant(p.initial)
-            self._further[p.name] = self._weight(p.name, (self.units,), "param", first)
+            self._further[p.name] = self._weight(p.name, (self._all[p.size],), "param", first)
         self.built = True
 
     def _weight(self, name: str, shape: Any, role: str, initializer: Any = None) -> Any:
@@ -168,14 +173,17 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 
     def _bias_initializer(self) -> Any:
         """Returns an initializer with ones for the forget gate of cells like an LSTM, else None."""
-        cell, units, usual = self.cell, self.units, self.bias_initializer
+        cell, usual = self.cell, self.bias_initializer
         if not (self.unit_forget_bias and "f" in cell.gates and "c" in cell.state_names):
             return None
 
         def initial(shape: Any, dtype: Any = None, **_: Any) -> Tensor:
             ones = initializers.get("ones")
-            rules = [ones if gate == "f" else usual for gate in cell.gates]
-            row = ops.concatenate([rule((units,), dtype=dtype) for rule in rules])
+            rows = [
+                (ones if gate == "f" else usual)((self._all[size],), dtype=dtype)
+                for gate, size in cell.gate_sizes.items()
+            ]
+            row = ops.concatenate(rows)
             return row if len(shape) == 1 else ops.stack([row, usual(shape[1:], dtype=dtype)])
 
         return initial
@@ -183,7 +191,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     @property
     def all_sizes(self) -> tuple[tuple[str, int], ...]:
         """The numbers that the size symbols besides H stand for."""
-        return tuple(sorted(self.sizes.items()))
+        return tuple(sorted((name, size) for name, size in self._all.items() if name != "H"))
 
     def resize(self, symbol: str, count: int) -> None:
         """Sets the number that a size symbol stands for; the caller replaces the weights."""
@@ -194,7 +202,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         self._resized()
 
     def _resized(self) -> None:
-        self._all = {"H": self.units, **self.sizes}
+        self._all = {"H": self.units, **self.sizes, **({ONE: 1} if self.cell.broadcasts else {})}
         states = [self._all[s.size] for s in self.cell.states]
         self.state_size = states if len(states) > 1 else states[0]
         self.output_size = states[0]
@@ -325,7 +333,7 @@ def serialize(cell: Cell) -> dict[str, Any]:
     """Returns the config of a cell: its name, and the hyperparameters that were given."""
     if isinstance(cell, LowRank):
         return {"low_rank": serialize(cell.full), "matmuls": cell.matmuls, "bias": cell.bias}
-    plain = Cell(cell.function, cell.gates, cell.states, cell.params, cell.static, cell.bias, {})
+    plain = Cell(cell.function, cell.declaration, {})
     for prefix, module in _BUILT_IN.items():
         namesake = getattr(module, cell.name, None)
         if isinstance(namesake, Cell) and namesake.function is cell.function:

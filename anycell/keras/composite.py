@@ -6,7 +6,7 @@ loop is ``tf.while_loop`` on TensorFlow, ``lax.scan`` on JAX, and a Python loop 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ from keras import ops
 from keras.src import backend  # the loop of keras.layers.RNN has no public name
 
 from anycell.engines import reference
-from anycell.keras.call import INTEGERS, Arrays, Result, Tensor, dequantized
+from anycell.keras.call import INTEGERS, KERNELS, Arrays, Result, Tensor, dequantized
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr
 from anycell.layer.rounding import quantized
@@ -27,6 +27,10 @@ def composite(call: Call, arrays: Arrays) -> Result:
     """
     if quantized(arrays):
         arrays = dequantized(arrays)
+    arrays = dict(arrays)
+    for theirs, ours in KERNELS.items():
+        if ours in arrays:
+            arrays[theirs] = ops.transpose(arrays.pop(ours))
     narrow = backend.standardize_dtype(arrays["x"].dtype)
     if DTYPES.get(narrow, DTYPES["float32"]).mixed:
         wide = DTYPES[narrow].math.name
@@ -45,10 +49,12 @@ def composite(call: Call, arrays: Arrays) -> Result:
     parts = [x if within else project(x, kernel, bias)]
     width = parts[0].shape[-1]
     zeroed, (reverse,) = call.options.apart(True), call.options.reverse
-    if resets_ is not None:
-        parts.append(ops.expand_dims(ops.cast(resets_, x.dtype), -1))
-        if reverse:  # a step is reset by the flag of the step that ran last, which is a state here
-            initial.append(ops.zeros_like(parts[-1][0]))
+    for flags in (mask, resets_):
+        if flags is not None:
+            parts.append(ops.expand_dims(ops.cast(flags, x.dtype), -1))
+    if resets_ is not None and reverse:
+        # A step is reset by the flag of the step that ran last, which is a state here.
+        initial.append(ops.zeros_like(parts[-1][0]))
     drawn = call.options.training and bool(cell.keeps)
     once: dict[int, Tensor] = {}
     if drawn:
@@ -61,6 +67,8 @@ def composite(call: Call, arrays: Arrays) -> Result:
                 parts.append(keras.random.uniform((steps, *shape), dtype=x.dtype, seed=seed))
             else:
                 once[index] = keras.random.uniform(shape, dtype=x.dtype, seed=seed)
+    restored = [get(f"reset_state {name}") for name in cell.state_names]
+    after = [cell.state_names.index(name) for name in (cell.state_names[0], *call.sequences)]
     weights = {n: get(n) for l in cell.linears for n in (l.weight, l.bias_name)}
     turned = {l.name: w for l in cell.linears if (w := get(l.weight)) is not None and l.heads == 1}
     kernels = {name: ops.swapaxes(w, -1, -2) for name, w in turned.items()}
@@ -71,7 +79,10 @@ def composite(call: Call, arrays: Arrays) -> Result:
 
     def step(t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
         at, resets, uniform = width, None, dict(once)
+        before, present = list(states), None
         states, last = states[: len(cell.states)], list(states[len(cell.states) :])
+        if mask is not None:  # Keras's loop would begin the outputs with zeros, not with the state
+            present, at = t[:, at : at + 1] > 0.5, at + 1
         if resets_ is not None:
             flag, at = t[:, at : at + 1], at + 1
             resets = ops.transpose((last[0] if reverse else flag) > 0.5)
@@ -91,39 +102,47 @@ def composite(call: Call, arrays: Arrays) -> Result:
             {name: arrays[name] for name in cell.param_names},
             static=get("static"),
             resets=resets,
+            reset_state=restored,
             recurrent_mask=get("recurrent_mask"),
             options=Options(training=drawn),
         )
         one.uniform, one.kernels, one.products = uniform, kernels, {}
         _, final = one.forward()
-        return final[0], [*final, *last]
+        new = [*final, *last]
+        if present is not None:
+            pairs = zip(new, before, strict=True)
+            new = [ops.where(present, value, held) for value, held in pairs]
+        outputs = [new[k] for k in after]
+        if present is not None and zeroed:
+            outputs = [ops.where(present, value, ops.zeros_like(value)) for value in outputs]
+        return outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=-1), new
 
     sequence = parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1)
     if x.shape[0] == 1:  # no loop
         output, final = step(sequence[0], initial)
-        if mask is not None:
-            present = ops.expand_dims(mask[0], -1)
-            pairs = zip(final, initial, strict=True)
-            final = [ops.where(present, new, old) for new, old in pairs]
-            output = ops.where(present, output, ops.zeros_like(output)) if zeroed else final[0]
-        output = ops.expand_dims(output, 0) if call.outputs else None
-        return output, tuple(final[: len(cell.states)])
+        output = ops.expand_dims(output, 0)
+        return _ends(call, output, final)
     # Batch first: with time-major input, Keras 3 mistakes the batch for the number of steps.
     _, outputs, final = backend.rnn(
         step,
         ops.swapaxes(sequence, 0, 1),
         list(initial),
         go_backwards=reverse,
-        mask=None if mask is None else ops.transpose(mask),
         unroll=call.unroll,
-        zero_output_for_mask=zeroed,
-        return_all_outputs=call.outputs,
+        return_all_outputs=call.outputs or bool(call.sequences),
     )
-    states = tuple(final[: len(cell.states)])
-    if not call.outputs:
-        return None, states
     outputs = ops.swapaxes(outputs, 0, 1)
-    return ops.flip(outputs, axis=0) if reverse else outputs, states
+    return _ends(call, ops.flip(outputs, axis=0) if reverse else outputs, final)
+
+
+def _ends(call: Call, outputs: Tensor, final: Sequence[Tensor]) -> Result:
+    """The results of a run whose steps return their states, the wanted ones side by side."""
+    sizes, parts, at = {s.name: call.size(s.size) for s in call.cell.states}, [], 0
+    for name in (call.cell.state_names[0], *call.sequences):
+        parts.append(outputs[..., at : at + sizes[name]] if call.sequences else outputs)
+        at += sizes[name]
+    first, *others = parts
+    return first if call.outputs else None, (*final[: len(sizes)], *others)
 
 
 def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from anycell.keras.accelerate import trace_anew
 from anycell.keras.call import Tensor
 from anycell.keras.cell import RNNCell
 from anycell.keras.layers import RNN, Fused
-from anycell.lang.cell import Cell
+from anycell.lang.cell import ONE, Cell
 from anycell.lang.namespaces import namespace
 from anycell.layer.checks import refuse
 from anycell.layer.signature import ENDS, place
@@ -238,7 +238,8 @@ def input_shape(part: Any) -> tuple[int | None, ...]:
 
 def told(part: Any, cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Returns the arguments for an ``RNN`` of another cell that is otherwise like the layer."""
-    of_cell: dict[str, Any] = {"units" if n == "H" else n: size for n, size in sizes.items()}
+    named = {name: size for name, size in sizes.items() if name != ONE}
+    of_cell: dict[str, Any] = {"units" if n == "H" else n: size for n, size in named.items()}
     known = RNN(cell, **of_cell).get_config().keys() - {"cell"} | {"activity_regularizer"}
     config = part.cell.get_config() | part.get_config()  # RNN(LSTMCell(4)) lacks the cell's
     return {n: v for n, v in config.items() if n in known} | of_cell

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
+from keras import tree
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 
+import anycell.jax
 from anycell.engines import cpu
 from anycell.jax import fused
 from anycell.jax.primitive import planned
+from anycell.jax.scanning import Traced
 from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
 from anycell.keras.composite import composite
+from anycell.keras.reading import Options
 from anycell.keras.rule import asked
 from anycell.layer.rounding import quantized
 from anycell.plan import Call
+
+Step = Callable[[Tensor, list[Tensor], list[Tensor]], tuple[Tensor, list[Tensor]]]
 
 
 def refusal(x: Tensor | None = None) -> str | None:
@@ -58,6 +69,71 @@ def _words(drawn: Tensor) -> Tensor:
     first, second = drawn.astype(jnp.uint32)
     low = first + (second << 31)
     return jnp.stack([low, (second >> 1) + (low < first)])
+
+
+def read_step(
+    step: Step, structure: Any, x: Any, states: Sequence[Any], others: Sequence[Any]
+) -> Any:
+    """What is read of a user's step, an object with a ``reading``; or why it is not read.
+
+    Args:
+        step: from x, the states and further tensors, to the output and the new states.
+        structure: of the states.
+        x, states, others: shapes, with None for the batch, and dtypes.
+    """
+
+    def zeros(spec: Any, *lead: int) -> Tensor:
+        shape, dtype = spec
+        return jnp.zeros((*lead, *(2 if size is None else size for size in shape)), dtype)
+
+    first, masks = list(map(zeros, states)), list(map(zeros, others))
+    body = _body(step, structure, masks, False)
+    with keras.StatelessScope():
+        looped = functools.partial(jax.lax.scan, body, first, (zeros(x, 2), None))
+        read, reason = Traced(looped).road()
+    return reason if read is None else read
+
+
+def loop(
+    read: Any,
+    step: Step,
+    structure: Any,
+    sequences: Tensor,
+    states: Sequence[Tensor],
+    others: Sequence[Tensor],
+    mask: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, list[Tensor]]:
+    """Runs a user's step over ``[B, T, ...]`` like Keras's loop, by ``anycell.jax.scan``, which
+    reads it again; returns outputs in the order of processing, and final states.
+    """
+    x = jnp.swapaxes(sequences, 0, 1)
+    present = None if mask is None else jnp.swapaxes(mask, 0, 1)[..., None]
+    scope = contextlib.nullcontext() if in_stateless_scope() else keras.StatelessScope()
+    with scope:  # a step that is traced must update no variable
+        body = _body(step, structure, others, options.zero)
+        final, outputs = anycell.jax.scan(body, list(states), (x, present), reverse=options.reverse)
+    outputs = jnp.swapaxes(jnp.flip(outputs, 0) if options.reverse else outputs, 0, 1)
+    return outputs if options.every else outputs[:, -1:], final
+
+
+def _body(step: Step, structure: Any, others: Sequence[Tensor], zero: bool) -> Any:
+    """A step as ``scan`` takes it, which does at masked steps what Keras's loop does on JAX."""
+    parts = structure if isinstance(structure, (list, tuple)) else [structure]
+    count, ends = len(tree.flatten(structure)), len(tree.flatten(parts[-1]))
+    first = count - ends if tree.is_nested(parts[0]) else 0  # the state that it repeats
+
+    def body(states: list[Tensor], now: Any) -> tuple[list[Tensor], Tensor]:
+        x, present = now
+        output, new = step(x, states, list(others))
+        if present is None:
+            return new, output
+        held = jnp.zeros_like(output) if zero else states[first]
+        output = jnp.where(present, output, held)
+        return [jnp.where(present, n, s) for n, s in zip(new, states, strict=True)], output
+
+    body.__name__ = step.__name__
+    return body
 
 
 def scan(call: Call, arrays: Arrays) -> Result:

@@ -25,6 +25,8 @@ from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
 from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, real, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
+from anycell.keras.reading import Options as ReadOptions
+from anycell.keras.reading import Readings, elsewhere, loop, masks_of
 from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
@@ -68,7 +70,7 @@ def changed(cell: Any) -> str | None:
     """Returns why the step of ``cell`` is unknown; None for unchanged cells, Keras's or ours."""
     kind = type(cell)
     if kind not in CALLS:
-        return f"the cell is of class {kind.__name__}, whose step only Keras's loop can run"
+        return f"the cell is of class {kind.__name__}, whose step and weights are its own"
     replaced = {n for n in vars(cell) if callable(getattr(kind, n, None))} - _WRAPPED
     if kind.call is not CALLS[kind]:
         replaced.add("call")
@@ -459,9 +461,78 @@ for _ours in (LSTMCell, GRUCell, SimpleRNNCell):
 _PLAIN = (keras.layers.SimpleRNNCell, SimpleRNNCell)
 
 
+def _readings(layer: Any) -> Readings:
+    readings: Readings = vars(layer).setdefault("_readings", Readings())
+    return readings
+
+
+def read_of(layer: Any, training: bool) -> Any:
+    """The step that was read of a layer's cell, for calls like the last one; or why it is not."""
+    readings, cell = _readings(layer), layer.cell
+    why = elsewhere(cell)
+    if why is not None:
+        return why
+    known = readings.last.get(training) or readings.last.get(not training)
+    if known is None:
+        shapes = getattr(layer, "_build_shapes_dict", None) or {}
+        features = tuple(next(iter(shapes.values()), ()) or ())[2:]
+        if not features or None in features:
+            return f"the cell {type(cell).__name__} is read once the layer is built"
+        x = keras.KerasTensor((None, *features), layer.compute_dtype)
+        known = x, layer.get_initial_state(1), masks_of(cell)
+    x, states, masks = known
+    return readings.step(cell, training, x, states, masks if training else ())
+
+
 @keras.saving.register_keras_serializable("anycell", "RNN of a cell of Keras")
 class OfCell(DropIn, keras.layers.RNN):
-    """``keras.layers.RNN(LSTMCell(units))`` after ``accelerate``."""
+    """``keras.layers.RNN(cell)`` of a cell of Keras's, or of one that users wrote for it.
+
+    The step of a user's cell is read as it is written, and proved, for each sort of call; a call
+    whose step cannot be read runs in Keras's loop, and ``engine`` says why.
+    """
+
+    def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
+        if changed(self.cell) is None:
+            return super()._facts(training, gpu, traced)
+        step, backend = read_of(self, training), keras.backend.backend()
+        if isinstance(step, str):
+            return Facts(None, 0, backend=backend, gpu=gpu, obstacle=step, traced=traced)
+        sizes = {name: size for name, size in step.reading.sizes.items() if name != "H"}
+        dtype: Any = self.cell.compute_dtype
+        return Facts(
+            step.reading.cell, step.reading.size, sizes, dtype, backend, gpu, drop_in=True,
+            traced=traced,
+        )  # fmt: skip
+
+    def inner_loop(
+        self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Keras's hook; see ``Fused``."""
+        training = bool(training)
+        if changed(self.cell) is None or "complex" in str(sequences.dtype):
+            return super().inner_loop(sequences, initial_state, mask, training)
+        masks = masks_of(self.cell) if training else []
+        states = initial_state if tree.is_nested(initial_state) else [initial_state]
+        step = elsewhere(self.cell) or _readings(self).step(
+            self.cell, training, sequences[:, 0], states, masks
+        )
+        facts = self._facts(training, on_gpu(sequences), refusal(sequences))
+        if choose(facts).name != "cpu" or _further.get()[1] is not None:
+            return super().inner_loop(sequences, initial_state, mask, training)
+        if mask is not None:
+            mask = for_all(_as_tensor(mask, sequences), sequences)
+            shape = (*ops.shape(mask), *[1] * (len(sequences.shape) - 2))
+            present = ops.reshape(mask, shape)
+            sequences = ops.where(present, sequences, ops.zeros_like(sequences))
+        how = ReadOptions(self.go_backwards, self.zero_output_for_mask, self.return_sequences)
+        return loop(step, self.cell, training, sequences, states, masks, mask, how)
+
+    @property
+    def text(self) -> str | None:
+        """The step of a user's cell as an ``@anycell.cell``, to keep; None if it is not read."""
+        step = None if changed(self.cell) is None else read_of(self, False)
+        return None if step is None or isinstance(step, str) else step.reading.text
 
 
 OfCell.__name__ = "RNN"  # Keras's files of weights use this name
@@ -483,7 +554,10 @@ class RNN(Fused, keras.layers.RNN):
     """Runs any cell over a sequence, as a layer of Keras, on a fused kernel.
 
     Args:
-        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``.
+        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``. A cell of Keras,
+            or one that you wrote for ``keras.layers.RNN``, a layer with ``state_size`` and
+            ``call(inputs, states)``, or a list of such cells, is read as it is written; then there
+            are no ``units``, and the other arguments are those of ``keras.layers.RNN``.
         units: H.
         return_sequences, return_state, go_backwards, stateful, unroll, zero_output_for_mask,
             activity_regularizer: as in ``keras.layers.RNN``.
@@ -506,6 +580,14 @@ class RNN(Fused, keras.layers.RNN):
 
     _drop_in = False
     _cell_class = RNNCell
+
+    def __new__(cls, cell: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns a layer of Keras's arguments for a cell of Keras, or one written for it."""
+        cells = isinstance(cell, (list, tuple))
+        of_keras = cells or hasattr(cell, "state_size")
+        if cls is RNN and of_keras and not isinstance(cell, (Cell, RNNCell)):
+            return OfCell(cell, *args, **kwargs)
+        return super().__new__(cls, cell, *args, **kwargs)
 
     def __init__(self, cell: Cell, units: int, **kwargs: Unpack[RNNArguments]) -> None:
         # A config is JSON, which cannot store NumPy's integers.

@@ -180,11 +180,11 @@ class Steps:
 
         if (static is None) is not (stream.static is None):
             given = "None" if static is None else f"shape {tuple(tensor(static).shape)}"
-            expected = f"[B, {stream.hidden}]" if stream.static else "None"
+            expected = f"[B, {stream.static_width}]" if stream.static else "None"
             refuse("static", given, expected, "Only cells that declare a static input take one.")
         pairs = zip(states, stream.shape, strict=True)
         before = [read("states", state, width)[None] for state, (_, width) in pairs]
-        static = None if static is None else read("static", static, stream.hidden)
+        static = None if static is None else read("static", static, stream.static_width)
         arrays = read("x", x, stream.width), before, static
         output, new = stream.step(rows, *arrays, threads.current())
         return ops.convert_to_tensor(output), [ops.convert_to_tensor(s[0]) for s in new]

@@ -33,7 +33,16 @@ from tensorflow.python.saved_model import save_context
 
 from anycell import layer
 from anycell.engines import cpu
-from anycell.keras.call import KERNELS, Arrays, Result, Tensor, check, dequantized, lowered
+from anycell.keras.call import (
+    KERNELS,
+    OF_STATES,
+    Arrays,
+    Result,
+    Tensor,
+    check,
+    dequantized,
+    lowered,
+)
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, host_of
 from anycell.keras.rule import asked, planned
@@ -41,6 +50,7 @@ from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import quantized, with_integers
+from anycell.layer.sequences import keeping
 from anycell.plan import Call, Options, Plan, plan
 
 Array = npt.NDArray[Any]
@@ -85,7 +95,12 @@ def recur(call: Call, arrays: Arrays) -> Result:
     """Runs a layer on the kernels where they can be called, else step by step."""
     cell, dtype = call.cell, arrays["x"].dtype.name
     chosen = planned(cell, call.hidden_size, dtype, dict(call.sizes))
-    elsewhere = isinstance(chosen, str) or on_gpu(arrays["x"]) or refusal() is not None
+    why = chosen if isinstance(chosen, str) else refusal()
+    if why is None and on_gpu(arrays["x"]):
+        why = "TensorFlow gives kernels of others no stream on a GPU"
+    if call.engine == "cpu" and why is not None:
+        refuse("engine", f"'cpu', but {why}", "None or 'reference'", "Leave it out.")
+    elsewhere = call.engine == "reference" or why is not None
     # Variables are read here, outside the gradient.
     arrays = {name: tf.convert_to_tensor(array) for name, array in arrays.items()}
     check(call, arrays)
@@ -99,7 +114,9 @@ def run(call: Call, arrays: Arrays) -> Result:
     # It is unknown whether a gradient will be wanted. Without a tape, and outside of training, that
     # is unlikely: nothing is kept, and a backward pass would run the forward pass again.
     taped = record.could_possibly_record()
-    keep = call.options.training or taped
+    keep = call.options.training or taped or bool(call.sequences)
+    if call.sequences:  # what the kernels keep for the backward pass has them
+        call = call._replace(options=call.options._replace(checkpoint=None))
     if integers and keep:
         arrays, integers = dequantized(arrays), False
     if integers:
@@ -424,19 +441,23 @@ class _Kernels:
 
     @property
     def ends(self) -> int:
-        """Counts the results that have a gradient: outputs, where they are wanted, and states."""
-        return len(self.call.cell.states) + self.call.outputs
+        """Counts the results that have a gradient: outputs, where they are wanted, states, and
+        their sequences."""
+        return len(self.call.cell.states) + self.call.outputs + len(self.call.sequences)
 
     @functools.cached_property
     def separate(self) -> bool:
         """Whether the outputs are an array apart from those that are kept."""
-        call = self.call
-        return call.outputs and (not self.keep or call.options.apart("mask" in self.flags))
+        call, options = self.call, self.call.options
+        whole = self.keep and options.checkpoint is None
+        return call.outputs and (not whole or options.apart("mask" in self.flags))
 
     @functools.cached_property
     def others(self) -> list[str]:
-        """The states besides the first whose sequences the backward pass reads."""
-        return [name for name in self.call.cell.state_names[1:] if name in self.plan.states]
+        """The states besides the first that are kept: sequences, or what checkpoints need."""
+        names = self.call.cell.state_names[1:]
+        checkpointed = self.call.options.checkpoint is not None
+        return [name for name in names if checkpointed or name in self.plan.states]
 
     @functools.cached_property
     def kept(self) -> int:
@@ -455,15 +476,27 @@ class _Kernels:
         results = _run(self._forward, tensors, self._described)
         ends = len(results) - self.kept
         kept, results = results[ends:], results[:ends]
-        if not self.call.outputs:
-            return None, results, kept
-        if self.separate:
-            return results[0], results[1:], kept
+        outputs = results.pop(0) if self.separate else None
+        for name in self.call.sequences:
+            results.append(self._sequence(name, tensors, kept))
+        if not self.call.outputs or self.separate:
+            return outputs, results, kept
         # TensorFlow makes the view, so that it knows that memory is shared.
         outputs = kept[0][1:-1] if self.call.options.reverse[0] else kept[0][1:]
         if not tf.executing_eagerly():
             outputs.set_shape([*tensors[0].shape[:2], outputs.shape[2]])
         return outputs, results, kept
+
+    def _sequence(self, name: str, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+        """Returns one of ``call.sequences``, from what the forward pass has kept."""
+        x, options = tensors[0], self.call.options
+        slots = kept[2 + self.others.index(name)]
+        whole = tf.cast(slots[:-1] if options.reverse[0] else slots[1:], x.dtype)
+        if options.apart("mask" in self.flags):
+            mask = tensors[len(self.parts) + self.flags.index("mask")]
+            whole = tf.where(mask[..., None], whole, tf.zeros((), x.dtype))
+        sizes = {state.name: self.call.size(state.size) for state in self.call.cell.states}
+        return tf.ensure_shape(whole, [*x.shape[:2], sizes[name]])
 
     def _described(self, x: Tensor, *_: Tensor) -> list[tuple[str, Any]]:
         """Returns the dtypes of the forward pass's results in a graph, and the known shapes."""
@@ -510,10 +543,11 @@ class _Kernels:
         arriving = list(tensors[first:last])
         kept = layer.Kept.of(tensors[last:], [n in others for n in names], 1)
         d_output = arriving.pop(0) if self.call.outputs else None
+        inside = dict(zip(self.call.sequences, arriving[len(names) :], strict=True))
         wanted = {KERNELS.get(name, name) for name in self.wanted}
         grads = layer.backward(
-            host, self.plan, arrays, options, kept, d_output, [d[None] for d in arriving],
-            wanted=wanted,
+            host, self.plan, arrays, options, kept, d_output,
+            [d[None] for d in arriving[: len(names)]], d_states=inside, wanted=wanted,
         )  # fmt: skip
         return [self._as_given(name, grads) for name in self.wanted]
 
@@ -521,7 +555,7 @@ class _Kernels:
         """Returns a gradient laid out like Keras's tensor, see ``Arrays``."""
         if name in KERNELS:
             return gradients[KERNELS[name]].T
-        return gradients[name][0] if name.startswith("state ") else gradients[name]
+        return gradients[name][0] if name.startswith(OF_STATES) else gradients[name]
 
     def _arguments(self, tensors: Sequence[Array]) -> tuple[Options, dict[str, Array]]:
         """Returns the arguments of ``anycell.layer``."""
@@ -532,7 +566,8 @@ class _Kernels:
 @functools.lru_cache(maxsize=512)
 def _kernels(call: Call, cell: Cell, dtype: str, *more: Any) -> _Kernels:
     """Returns the kernels of a call whose step is ``cell``."""
-    return _Kernels(call, plan(cell, call.hidden_size, dtype, "cpu", dict(call.sizes)), *more)
+    chosen = plan(cell, call.hidden_size, dtype, "cpu", dict(call.sizes))
+    return _Kernels(call, keeping(chosen, call.sequences), *more)
 
 
 def _run(

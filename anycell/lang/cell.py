@@ -9,18 +9,20 @@ import inspect
 import pickle
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from anycell.lang.declare import (
     INPUT,
+    ONE,
     PROJECTION,
     RECURRENT,
+    Declaration,
+    Gate,
     Linear,
     Param,
     State,
-    is_recurrent,
     number,
     sort_hyperparameters,
     words,
@@ -39,17 +41,18 @@ from anycell.lang.expr import (
     plain,
     rewrite,
     said_at,
-    shared_name,
     source_line,
     topological,
     tracing,
 )
 from anycell.lang.ops import TABLE, is_boolean
-from anycell.lang.trace import Declared, Gates, Trace, current, keep, linear
+from anycell.lang.sizes import sizes_of
+from anycell.lang.trace import Declared, Gates, Trace, current, keep, linear, of_row
 
 # The names that other modules import from here; `declare` and `trace` define some of them.
 __all__ = [
-    "INPUT", "RECURRENT", "Cell", "Gates", "Linear", "Param", "State", "cell", "keep", "linear",
+    "INPUT", "ONE", "RECURRENT", "Cell", "Gates", "Linear", "Param", "State", "cell", "keep",
+    "linear",
 ]  # fmt: skip
 
 # Names of the arrays of each call, as in ``anycell.plan.arrays``: no parameter may take one.
@@ -78,7 +81,11 @@ class Cell:
 
     Attributes:
         name: the name of the function.
-        gates, states, params, static: as declared.
+        gates, states, params, static: as declared, gates and the static input by name.
+        gate_sizes, static_size: their size symbols.
+        broadcasts: whether a size of 1 is declared. Then a value of one number per row (``narrow``)
+            has the size 1, and combines with values of any size; in other cells it has the size of
+            the values that it was computed from.
         hyper: run-time hyperparameters (floats), by name; a new value compiles nothing.
         structure: the other keyword arguments, which select the graph.
         bias: whether the projections of the layer carry biases.
@@ -89,21 +96,22 @@ class Cell:
         learned: the public names of all arrays that one direction of a layer may learn.
         fused: gates whose input and recurrent projection are only ever added.
         sizes: the size symbol of each node of the graph except plain numbers.
+        text: what ``from_text`` made the cell from; None for other cells.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        gates: tuple[str, ...],
-        states: tuple[State, ...],
-        params: tuple[Param, ...],
-        static: str | None,
-        bias: bool,
+        declaration: Declaration,
         given: dict[str, Any],
     ) -> None:
-        self.function, self.gates, self.states = function, gates, states
-        self.params, self.static, self.bias = params, static, bias
-        self.name = function.__name__
+        self.function, self.declaration = function, declaration
+        gates, self.states, self.params, static, self.bias = declaration
+        self.gates = tuple(gate.name for gate in gates)
+        self.gate_sizes = {gate.name: gate.size for gate in gates}
+        self.static = None if static is None else static.name
+        self.static_size = "H" if static is None else static.size
+        self.name, self.text = function.__name__, function.__globals__.get("__text__")
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(self, name, getattr(function, name))
         self.given = given = {name: plain(value) for name, value in given.items()}
@@ -129,8 +137,7 @@ class Cell:
         key = _exactly(given)
         if key in self._variants:
             return self._variants[key]
-        declared = self.function, self.gates, self.states, self.params, self.static, self.bias
-        new = Cell(*declared, given)
+        new = Cell(self.function, self.declaration, given)
         if key is not None:
             if len(self._variants) >= VARIANTS:
                 self._variants.clear()
@@ -155,6 +162,8 @@ class Cell:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.text is not None:
+            return _restore_text, (self.text, self.given)
         where = self.function.__module__, self.function.__qualname__
         try:
             _find(*where)
@@ -178,27 +187,66 @@ class Cell:
         """The random masks of the graph."""
         return tuple(node for node in topological(self.next) if node.op == "keep")
 
+    @functools.cached_property
+    def declared_sizes(self) -> set[str]:
+        """The size symbols of gates, states, parameters and the static input."""
+        sizes = {*self.gate_sizes.values(), self.static_size}
+        return sizes | {s.size for s in self.states} | {p.size for p in self.params}
+
+    # -- the input projection ----------------------------------------------------------------------
+    def places(self, sizes: Mapping[str, int]) -> dict[str, slice]:
+        """The columns of each gate in the projected input: its rows in ``weight_ih``."""
+        places, at = dict[str, slice](), 0
+        for gate, size in self.gate_sizes.items():
+            places[gate] = slice(at, at + sizes[size])
+            at += sizes[size]
+        return places
+
+    def width(self, sizes: Mapping[str, int]) -> int:
+        """The columns of the projected input: those of all gates."""
+        total = 0
+        for size in self.gate_sizes.values():
+            total += sizes[size]
+        return total
+
+    @functools.cached_property
+    def shown_width(self) -> str:
+        """The columns of the projected input in symbols: "4 * H", or "2 * H + P + 1"."""
+        counts = Counter(self.gate_sizes.values())
+        terms = [f"{n} * {s}" if n > 1 or len(counts) == 1 else s for s, n in counts.items()]
+        return " + ".join(terms)
+
     # -- tracing ---------------------------------------------------------------------------------
     def _trace(self) -> None:
         def leaves(op: str, names: Iterable[str]) -> dict[str, Expr]:
             return {name: Expr(op, (), (name,)) for name in names}
 
+        gates, declared, params, static, _ = self.declaration
         x, states = leaves("x", self.gates), leaves("state", self.state_names)
         first = states[self.state_names[0]]
-        r = {g: Expr("linear", (first,), (RECURRENT, g)) for g in self.gates}
-        params, hyper = leaves("param", self.param_names), leaves("hyper", self.hyper)
-        static = leaves("static", () if self.static is None else (self.static,))
-        args: list[Any] = [Gates("gate", x), Gates("gate", r), Gates("state", states)]
-        args += [Gates("parameter", params)] * bool(params)
-        args += static.values()
-        kinds = x, r, states, params, static, hyper
+        of_h = tuple(gate.name for gate in gates if gate.size == "H")
+        r = {g: Expr("linear", (first,), (RECURRENT, g)) for g in of_h}
+        parameters, hyper = leaves("param", self.param_names), leaves("hyper", self.hyper)
+        once = leaves("static", () if self.static is None else (self.static,))
+        kinds = x, r, states, parameters, once, hyper
         trace = Trace({leaf for named in kinds for leaf in named.values()})
+
+        def seen(named: Mapping[str, Expr], sizes: Iterable[Gate | State | Param]) -> Any:
+            return {item.name: of_row(named[item.name], item.size) for item in sizes}
+
+        args: list[Any] = [
+            Gates("gate", seen(x, gates)),
+            Gates("gate", r, {g.name: self._without_r(g) for g in gates if g.name not in r}),
+            Gates("state", seen(states, declared)),
+        ]
+        args += [Gates("parameter", seen(parameters, params))] * bool(params)
+        args += seen(once, (static,)).values() if static else ()
         code, outer = tracing.set(self.function.__code__), current.set(trace)
         try:
             result = self.function(*args, **self.structure, **hyper)
             graph = _fuse(self._check_result(result, trace.given))
             matmuls = (n.attrs[0] for n in topological(graph) if n.op in ("linear", "preact"))
-            recurrent = Declared(self.gates, 1, True, None)
+            recurrent = Declared(of_h, 1, True, None)
             self._derive(graph, {name: trace.linears.get(name, recurrent) for name in matmuls})
             self._check_names()
             self._check_numbers()
@@ -210,13 +258,23 @@ class Cell:
             tracing.reset(code)
             current.reset(outer)
 
+    def _without_r(self, gate: Gate) -> tuple[str, str]:
+        """The error about ``r`` of a gate that has no recurrent projection."""
+        of_h = ", ".join(f"x.{name} + r.{name}" for name, s in self.gate_sizes.items() if s == "H")
+        return (
+            f"The gate {gate.name!r} has the size {gate.size}, and `r` only gates of size H.",
+            f'use x.{gate.name} alone, or with linear(s.{self.states[0].name}, "name", '
+            f'size="{gate.size}"); add the others one by one{of_h and ": "}{of_h}.',
+        )
+
     def _derive(self, graph: tuple[Expr, ...], declared: Mapping[str, Declared]) -> None:
         """Sets the graph, whose matmuls are ``declared``, and everything derived from it."""
         self.next, self.declared = graph, dict(declared)
+        self.broadcasts = ONE in self.declared_sizes | {d.size for d in declared.values()}
         self.linears = _linears(graph, declared)
         self.fused = frozenset(n.attrs[1] for n in topological(graph) if n.op == "preact")
         self.learned = learned(self)
-        self._sizes()
+        self.sizes, self.linears = sizes_of(self)
         self.by_weight: dict[str, Linear] = {}
         for l in self.linears:
             self.by_weight.setdefault(l.weight, l)
@@ -226,8 +284,12 @@ class Cell:
         for l in self.linears:
             split += [(l.in_size, l.heads, l), (l.out_size, l.heads, l)]
         split += [(s, n.attrs[0], n) for n, s in self.sizes.items() if n.op in REDUCTIONS]
+        for size, count, what in split:
+            if size == ONE and count > 1:
+                problem = f"Cell {self.name}: `{what}` splits a value of size 1 into {count} heads."
+                fail(problem, "leave out heads=.")
         self._split = split
-        self.key = _canonical(self)
+        self.key: str = _canonical(self)
 
     def _check_names(self) -> None:
         """Refuses reserved names, and a name for two learned arrays; see ``layer.signature``."""
@@ -365,75 +427,6 @@ class Cell:
                     "or other heads or groups in the cell."
                 )
 
-    def _sizes(self) -> None:
-        """Finds the size of every value: element-wise ops keep sizes, matmuls change them."""
-        parent: dict[Any, Any] = {}
-
-        def find(item: Any) -> Any:
-            parent.setdefault(item, item)
-            while parent[item] is not item:
-                item = parent[item]
-            return item
-
-        def tie(a: Any, b: Any, where: Expr | str) -> None:
-            a, b = find(a), find(b)
-            if a is b:
-                return
-            if isinstance(a, str) and isinstance(b, str):
-                place = where if isinstance(where, str) else f"`{where}`"
-                fail(
-                    f"Cell {self.name}: the sizes do not match: {place} joins a value of size {a} "
-                    f"with one of size {b}.",
-                    'change the size with linear(value, "name"), '
-                    "or declare the state with the size it has.",
-                )
-            if isinstance(a, str):
-                a, b = b, a
-            parent[a] = b
-
-        sizes = {state.name: state.size for state in self.states}
-        named = {l.shared: l.out_size for l in self.linears if l.out_size}
-        order = topological(self.next)
-        fixed = dict.fromkeys(("x", "param", "static", "preact"), "H")
-        fixed |= {"input": INPUT, "recurrent_mask": self.states[0].size}
-        numbers: set[Expr] = set()  # numbers, and results of numbers alone, which fit any size
-        for node in order:
-            by_unit = node.op in TABLE and node.op not in REDUCTIONS
-            if node.op in ("const", "hyper") or (by_unit and numbers.issuperset(node.args)):
-                numbers.add(node)
-            elif node.op in fixed:
-                tie(node, fixed[node.op], node)
-                for operand in node.args:  # of the recurrent matmul
-                    tie(operand, ("operand", RECURRENT), node)
-            elif node.op == "linear":
-                # All products by a weight are of one size, and so are their operands.
-                name = shared_name(node.attrs[0])
-                tie(node, "H" if is_recurrent(node) else ("linear", name), node)
-                if name in named:
-                    tie(node, named[name], node)
-                if node.args[0] not in numbers:
-                    tie(node.args[0], ("operand", name), node)
-            elif node.op == "state":
-                tie(node, sizes[node.attrs[0]], node)
-            else:
-                for arg in node.args:
-                    if arg not in numbers:
-                        tie(node, arg, node)
-        for state, node in zip(self.states, self.next, strict=True):
-            if node not in numbers:
-                tie(node, state.size, f"the new state {state.name!r}")
-
-        def size(node: Any) -> str:
-            root = find(node)
-            return root if isinstance(root, str) else "H"
-
-        self.sizes = {node: size(node) for node in order if node not in numbers}
-        outputs = {n.attrs[0]: n for n in order if n.op in ("linear", "preact")}
-        self.linears = tuple(
-            replace(l, in_size=size(("operand", l.shared)), out_size=size(outputs[l.name]))
-            for l in self.linears
-        )
-
 
 def learned(cell: Cell) -> tuple[str, ...]:
     """Returns the public names of all arrays that one direction of a layer may learn."""
@@ -526,6 +519,8 @@ def _canonical(cell: Cell) -> str:
     lines = [f"{i} {n.op} {n.attrs!r} {[index[a] for a in n.args]}" for i, n in enumerate(order)]
     lines.append(f"next {[index[n] for n in cell.next]}")
     lines.append(f"{cell.gates} {cell.states} {cell.param_names} {cell.static} {cell.bias}")
+    sizes = [*cell.gate_sizes.values(), *[p.size for p in cell.params], cell.static_size]
+    lines += [f"sizes {sizes}"] * (set(sizes) != {"H"})
     for l in cell.linears:
         lines.append(f"{(l.name, l.declared, l.outputs, l.heads, l.bias, l.in_size, l.out_size)}")
     return "\n".join(lines)
@@ -546,6 +541,12 @@ def _find(module: str, qualname: str) -> Cell:
 
 def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
     return _find(module, qualname)(**given)
+
+
+def _restore_text(text: str, given: dict[str, Any]) -> Cell:
+    from anycell.lang.text import from_text
+
+    return from_text(text)(**given)
 
 
 def _declaration(function: Declaring) -> Declaring:
@@ -580,13 +581,18 @@ def cell(
     """Makes a recurrent cell out of a function ``f(x, r, s[, p][, e])`` of one time step.
 
     Args:
-        gates: names of the gates, in the order of the weights; ``x`` and ``r`` unpack in this
-            order. Gates, states and parameters may also be lists of names.
+        gates: names of the gates, ``name[:size]``, in the order of the weights; ``x`` and ``r``
+            unpack in this order. Gates, states and parameters may also be lists of names.
         state: names of the states, ``name[:size][=initial]``; the first is the output.
-        params: names of per-unit parameters, ``name[=initial]``; without any the function has no
-            ``p``.
-        static: name of an input given once per sequence, ``[B, H]``; the function's last argument.
+        params: names of per-unit parameters, ``name[:size][=initial]``; without any the function
+            has no ``p``.
+        static: name of an input given once per sequence, ``name[:size]``; the function's last
+            argument.
         bias: whether the layer's projections carry biases; False for a cell that adds its own.
+
+    A size is a symbol, which layers take by keyword, or 1; without one it is H, the hidden size. A
+    value of size 1 is one number of each row, and combines with values of any size. Only gates of
+    size H have a recurrent projection: ``r`` has no others.
 
     Raises:
         CellError: for what a cell cannot express; it names the line and what to write instead.
@@ -601,24 +607,28 @@ def cell(
     if function is not None:
         problem = f"@cell was given {function!r} in place of a declaration."
         fail(problem, '@cell(gates="i f g o", state="h c") above the function.')
-    gate_names = tuple(name for name, _, _ in words(gates, "gates"))
+    named = tuple(Gate(n, z or "H") for n, z, _ in words(gates, "gates"))
     states = tuple(
         State(n, z or "H", number(v, "state") or 0.0) for n, z, v in words(state, "state")
     )
-    parameters = tuple(Param(n, number(v, "params")) for n, _, v in words(params, "params"))
-    if not gate_names:
+    parameters = tuple(
+        Param(n, number(v, "params"), z or "H") for n, z, v in words(params, "params")
+    )
+    if not named:
         problem = "@cell(gates=''): a cell needs at least one gate, or the input never enters it."
         fail(problem, 'name one: gates="a".')
     if not states:
         problem = "@cell(state=''): a cell needs at least one state; the first is its output."
         fail(problem, 'name one: state="h".')
-    if static is not None and len(words(static, "static")) != 1:
+    once = () if static is None else tuple(Gate(n, z or "H") for n, z, _ in words(static, "static"))
+    if static is not None and len(once) != 1:
         fail(
             f"@cell(static={static!r}): expected one name, or None.",
             'name one, static="e", [B, H]; if you need several values, compute them from it with '
             'linear(e, "name", gates="i f").',
         )
     bias = boolean(bias, f"@cell(bias={brief(bias)})")
+    declaration = Declaration(named, states, parameters, once[0] if once else None, bias)
     expected = ["x", "r", "s"] + ["p"] * bool(parameters) + ["e"] * (static is not None)
 
     def decorate(function: Callable[..., Any]) -> Cell:
@@ -627,7 +637,7 @@ def cell(
             fail(problem, "decorate a function, written with def or lambda.")
         with said_at(line_of(function.__code__, _line_of_def(function.__code__))):
             check(function)
-            return Cell(function, gate_names, states, parameters, static, bias, {})
+            return Cell(function, declaration, {})
 
     def check(function: Callable[..., Any]) -> None:
         kinds = inspect.Parameter

@@ -8,12 +8,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from anycell.lang.expr import Expr, brief, fail, plain, shared_name
 
 RECURRENT = "hh"  # the matmul behind `r`
 PROJECTION = "ih"  # the matmul behind `x`, if the step computes it; see `with_projection`
+ONE = "1"  # a size: one unit; such values combine with values of any size
 INPUT = "(input)"  # the size of that matmul's operand: a symbol that no cell can declare
 
 # The sizes that type checkers let layers take by keyword: single capital letters.
@@ -41,6 +42,14 @@ RESERVED = frozenset(
 
 
 @dataclass(frozen=True)
+class Gate:
+    """A gate, or the static input: ``size`` is a symbol, as for states."""
+
+    name: str
+    size: str = "H"
+
+
+@dataclass(frozen=True)
 class State:
     """A state: ``size`` is a symbol ("H" is the hidden size), ``initial`` the value that it starts
     from and resets to.
@@ -53,13 +62,24 @@ class State:
 
 @dataclass(frozen=True)
 class Param:
-    """A per-unit parameter ``[H]``.
+    """A per-unit parameter ``[size]``.
 
     If ``initial`` is None, the framework's convention sets the initial value.
     """
 
     name: str
     initial: float | None = None
+    size: str = "H"
+
+
+class Declaration(NamedTuple):
+    """The arguments of ``@cell``."""
+
+    gates: tuple[Gate, ...]
+    states: tuple[State, ...]
+    params: tuple[Param, ...]
+    static: Gate | None
+    bias: bool
 
 
 @dataclass(frozen=True)
@@ -167,18 +187,13 @@ def sort_hyperparameters(
 
 # The forms that a word of a declaration may have, and an example.
 _FORMS = {
-    "gates": ("name", "i f g o"),
+    "gates": ("name or name:size", "i f g:P done:1"),
     "state": ("name, name:size or name=value", "h:P c m=-inf"),
-    "params": ("name or name=value", "p_i gain=1"),
-    "static": ("name", "e"),
-}
-# How the error goes on about a part that a word may not have.
-_ELSEWHERE = {
-    "size": ': it has H units. Only states, state="h:P c", and results of linear(value, "name", '
-    'size="P") can have another size.',
-    "value": '. Only states, state="h c=1", and params="p=1" have initial values.',
+    "params": ("name, name:size or name=value", "p_i b:P gain=1"),
+    "static": ("name or name:size", "e:E"),
 }
 SYMBOL = re.compile(r"[A-Za-z]\w*")
+SIZE = re.compile(rf"{SYMBOL.pattern}|{ONE}")
 
 
 def words(text: str | Sequence[str], what: str) -> list[tuple[str, str | None, str | None]]:
@@ -193,14 +208,16 @@ def words(text: str | Sequence[str], what: str) -> list[tuple[str, str | None, s
         fail(f"{declared}: expected one string.", f"write {example}, with blanks between.")
     out: list[tuple[str, str | None, str | None]] = []
     for word in text.split():
-        match = re.fullmatch(rf"({SYMBOL.pattern})(?::({SYMBOL.pattern}))?(?:=(\S+))?", word)
+        match = re.fullmatch(rf"({SYMBOL.pattern})(?::({SIZE.pattern}))?(?:=(\S+))?", word)
         if match is None:
             fail(f"{declared}: cannot read {word!r}; expected {form}.", f"write {example}.")
         name, size, value = match.groups()
-        for part, given in (("size", size), ("value", value)):
-            if given and part not in form:
-                problem = f"{declared}: cannot read {word!r}; expected {form}."
-                fail(problem, f"write {name!r}{_ELSEWHERE[part]}")
+        if value and "value" not in form:
+            fail(
+                f"{declared}: cannot read {word!r}; expected {form}.",
+                f'write {word.partition("=")[0]!r}. Only states, state="h c=1", and '
+                'params="p=1" have initial values.',
+            )
         if size:
             check_symbol(size, declared)
         out.append((name, size, value))

@@ -205,7 +205,7 @@ class Expr(Traced):
     ``attrs`` hold what is not an expression.
 
     It is ``narrow`` if all units of a row share the value: a number, a reduction over one group, or
-    an element-wise function of narrow nodes.
+    an element-wise function of narrow nodes. The leaf ``units`` is the number of units of a size.
     """
 
     __slots__ = ("__weakref__", "args", "attrs", "narrow", "op")
@@ -229,7 +229,7 @@ class Expr(Traced):
             elif args:
                 node.narrow = op not in _PER_UNIT and all(arg.narrow for arg in args)
             else:
-                node.narrow = op in ("const", "hyper")
+                node.narrow = op in ("const", "hyper", "units")
             node = cls._interned.setdefault(key, node)
         return node
 
@@ -520,6 +520,8 @@ def label(node: Expr) -> str | None:
         return str(int(value)) if whole else repr(value)
     if node.op == "linear":
         return f"r.{node.attrs[1]}" if node.attrs[0] == "hh" else None
+    if node.op == "units":
+        return f"units({node.attrs[0]})"
     return f"{_LEAVES[node.op]}{node.attrs[-1]}" if node.op in _LEAVES else None
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anycell.lang.cell import Cell
-from anycell.lang.expr import Expr, apply, const, topological
+from anycell.lang.cell import ONE, Cell
+from anycell.lang.expr import REDUCTIONS, Expr, apply, const, topological
 from anycell.lang.ops import TABLE
 
 
@@ -37,12 +37,25 @@ def backward(cell: Cell) -> Gradients:
 
     The gradient of a matmul's operand is ``linear_t`` of its outputs' gradients, unless the operand
     is a plain state: then the engine adds this transposed matmul while it computes the step before.
+
+    In a cell that ``broadcasts``, the gradient of a narrow value is that of the row's one number: a
+    sum over the units that the value was combined with.
     """
     zero = const(0.0)
     order = topological(cell.next)
     gradient: dict[Expr, Expr] = {}
+
+    def accumulate(node: Expr, part: Expr, size: str | None) -> None:
+        """Adds what units of a ``size`` contribute; None for the row's one number."""
+        if cell.broadcasts and node.narrow and size is not None and node in cell.sizes:
+            if not part.narrow:
+                part = apply("sum", part, attrs=(1,))
+            elif size != ONE:
+                part = part * Expr("units", (), (size,))
+        gradient[node] = apply("add", gradient[node], part) if node in gradient else part
+
     for state, node in zip(cell.states, cell.next, strict=True):
-        _accumulate(gradient, node, upstream(state.name))
+        accumulate(node, upstream(state.name), state.size)
 
     linear: dict[str, dict[str, Expr]] = {
         l.name: dict.fromkeys(l.outputs, zero) for l in cell.linears
@@ -52,7 +65,8 @@ def backward(cell: Cell) -> Gradients:
         # All users of the node, and so all outputs of its matmuls, have been visited.
         for l in cell.linears:
             if l.operand is node and node.op != "state":
-                _accumulate(gradient, node, Expr("linear_t", linear[l.name].values(), (l.name,)))
+                of_operand = Expr("linear_t", linear[l.name].values(), (l.name,))
+                accumulate(node, of_operand, l.in_size)
         g = gradient.get(node)
         if g is None or (node.op not in TABLE and node.op not in ("x", "linear", "preact")):
             continue
@@ -64,10 +78,13 @@ def backward(cell: Cell) -> Gradients:
         elif node.op == "x":
             x[node.attrs[0]] = g
         else:
+            one = cell.broadcasts and node.narrow
             parts = TABLE[node.op].derivative(g, node, *node.args, *node.attrs)
+            if cell.broadcasts and g.narrow and node.op in REDUCTIONS:
+                parts = (_of_each(cell, node, g),)
             for arg, part in zip(node.args, parts, strict=True):
                 if part is not None:
-                    _accumulate(gradient, arg, part)
+                    accumulate(arg, part, None if one else cell.sizes.get(node, "H"))
 
     def of(op: str, name: str) -> Expr:
         return gradient.get(Expr(op, (), (name,)), zero)
@@ -81,5 +98,17 @@ def backward(cell: Cell) -> Gradients:
     )
 
 
-def _accumulate(gradient: dict[Expr, Expr], node: Expr, part: Expr) -> None:
-    gradient[node] = apply("add", gradient[node], part) if node in gradient else part
+def _of_each(cell: Cell, reduction: Expr, g: Expr) -> Expr:
+    """The gradient of each unit that a reduction combines, from a narrow ``g``: the gradient of the
+    row's one number, or that of each unit to which groups return their results.
+    """
+    (arg,), (groups,) = reduction.args, reduction.attrs
+    size = cell.sizes.get(arg, "H")
+    units = const(1.0) if size == ONE else Expr("units", (), (size,))
+    if reduction.op == "mean":
+        return g / units if reduction.narrow else g
+    total = g if reduction.narrow else g * (units / groups)  # of a group
+    if reduction.op == "sum":
+        return total
+    hit = apply("where", apply("eq", arg, reduction), 1.0, 0.0)  # ties share the gradient
+    return hit * (total / apply("sum", hit, attrs=(groups,)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, overload
 
-from anycell.lang.declare import PROJECTION, RECURRENT, SYMBOL, check_symbol
+from anycell.lang.declare import ONE, PROJECTION, RECURRENT, SIZE, check_symbol
 from anycell.lang.expr import (
     ALL_AT_ONCE,
     Expr,
@@ -35,13 +36,22 @@ def _operators(op: str) -> tuple[Callable[[Gates, Any], Gates], ...]:
 class Gates(Traced):
     """The values of all gates: they unpack in the declared order, are attributes by name, and add,
     subtract and multiply gate by gate.
+
+    Args:
+        missing: why values of these names do not exist, and what to write instead.
     """
 
     _what: str
     _values: dict[str, Expr]
+    _missing: Mapping[str, tuple[str, str]]
 
-    def __init__(self, what: str, values: dict[str, Expr]) -> None:
-        self.__dict__.update(_what=what, _values=values)
+    def __init__(
+        self,
+        what: str,
+        values: dict[str, Expr],
+        missing: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    ) -> None:
+        self.__dict__.update(_what=what, _values=values, _missing=missing)
 
     def __iter__(self) -> Iterator[Expr]:
         return iter(self._values.values())
@@ -55,6 +65,8 @@ class Gates(Traced):
         try:
             return self._values[name]
         except KeyError:
+            if name in self._missing:
+                fail(*self._missing[name])
             given = " ".join(self._values) or "none"
             problem = f"No {self._what} is named {name!r}; this cell declares: {given}."
             fail(problem, f"declare it, or use one of: {given}.")
@@ -158,7 +170,8 @@ def linear(
         bias: whether the matmul has a learned bias.
         size: a symbol for the size of the result (of each output), which layers then take by
             keyword. ``linear(tanh(linear(s.h, "down", size="R")), "up")`` is a bottleneck of R
-            units: ``RNN(cell, 12, 100, R=8)``.
+            units: ``RNN(cell, 12, 100, R=8)``. The size "1" makes one number of each row, which
+            combines with values of any size.
 
     Without ``size`` the result is as wide as the values it is combined with: H units, the hidden
     size, or a state's declared size. So ``linear(tanh(linear(s.h, "down")), "up")`` has two weights
@@ -193,9 +206,9 @@ def linear(
         problem = f"linear(..., {name!r}, gates={gates!r})."
         fail(problem, 'name each output once, with blanks between: gates="r z".')
     if size is not None:
-        if not isinstance(size, str) or not SYMBOL.fullmatch(size):
+        if not isinstance(size, str) or not SIZE.fullmatch(size):
             fail(
-                f"linear(..., {name!r}, size={brief(size)}): expected a symbol.",
+                f"linear(..., {name!r}, size={brief(size)}): expected a symbol, or 1.",
                 'size="R", and the number where a layer is made: RNN(cell, 12, 100, R=8).',
             )
         check_symbol(size, f"linear(..., {name!r}, size={size!r})")
@@ -212,7 +225,15 @@ def linear(
     trace.linears[matmul] = declared
     nodes = {output: Expr("linear", (node,), (matmul, output)) for output in outputs}
     trace.given.update(nodes.values())
+    nodes = {output: of_row(node, size) for output, node in nodes.items()}
     return nodes[name] if gates is None else Gates("output", nodes)
+
+
+def of_row(value: Expr, size: str | None) -> Expr:
+    """A value as the cell's function sees it: of size 1, the row's one number, for units of any
+    size.
+    """
+    return apply("sum", value, attrs=(1,)) if size == ONE else value
 
 
 def _arguments(name: str, declared: Declared) -> str:

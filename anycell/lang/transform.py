@@ -56,7 +56,7 @@ def with_recurrent_mask(cell: Cell, per_gate: bool) -> Cell:
     declared: dict[str, Declared] = {}
     for name, d in cell.declared.items():
         apart = per_gate and name == RECURRENT
-        declared |= dict.fromkeys([f"{name}.{g}" for g in cell.gates] if apart else [name], d)
+        declared |= dict.fromkeys([f"{name}.{g}" for g in d.outputs] if apart else [name], d)
     return rewritten(cell, rule, declared)
 
 
@@ -78,6 +78,9 @@ def with_feedback(cell: Cell) -> Cell:
     Raises:
         ValueError: if the cell has a matmul named ``READOUT`` or ``FEEDBACK``.
     """
+    if set(cell.gate_sizes.values()) != {"H"}:
+        given = f"{cell.name}, with gates of {cell.shown_width} units together"
+        refuse("cell", given, "a cell whose gates all have the hidden size H")
     taken = {l.name for l in cell.linears} & {READOUT, FEEDBACK}
     if taken:
         given = f"{cell.name}, which has a linear(..., {min(taken)!r})"
@@ -98,7 +101,8 @@ def with_feedback(cell: Cell) -> Cell:
         recurrent = declared[RECURRENT]
         declared[RECURRENT] = recurrent._replace(outputs=(*recurrent.outputs, FREE))
     declared[FEEDBACK] = Declared(cell.gates, 1, False, "H")
-    return rewritten(cell, rule, declared, gates=(*cell.gates, FREE))
+    gates, sizes = (*cell.gates, FREE), {**cell.gate_sizes, FREE: "H"}
+    return rewritten(cell, rule, declared, gates=gates, gate_sizes=sizes)
 
 
 RANK = "rank"  # the size symbol between the two factors of a weight

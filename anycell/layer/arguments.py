@@ -84,8 +84,8 @@ class Host(Arrays, Protocol):
         """
         ...
 
-    def rows(self, array: Array) -> Sequence[Array]:
-        """The parts of an array along its first axis."""
+    def split(self, array: Array, sizes: Sequence[int]) -> Sequence[Array]:
+        """The parts of an array of one axis, of these sizes."""
         ...
 
     def misaligned(self, arrays: Iterable[Array]) -> bool:

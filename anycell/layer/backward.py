@@ -75,8 +75,8 @@ def backward(
             if name.startswith("reset_state "):
                 named[name] = named[name][d]
         if params is not None:
-            total = params.sum(0).reshape(len(plan.cell.params), plan.hidden_size)
-            named.update(zip(plan.cell.param_names, host.rows(total), strict=True))
+            parts_ = host.split(params.sum(0), plan.param_sizes)
+            named.update(zip(plan.cell.param_names, parts_, strict=True))
         learned.append(named | finished(plan, biases, {}, vectors, wide.empty, wide.zeros))
     gradients |= leaving(wide.empty, known.directions, None, learned)
     if plan.types.mixed:
@@ -177,7 +177,7 @@ def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
         the gradients of states, and all others per direction.
     """
     recipe, plan, batch, count = run.recipe, run.plan, run.batch, len(run.directions)
-    cell, h = plan.cell, plan.hidden_size
+    cell = plan.cell
     of_states, whole, others = {}, {}, {}
     for name, size in states(plan):
         shape = count, batch, size
@@ -193,10 +193,10 @@ def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
         named = dict(others)
         if cell.params:
             groups = -(-batch // row_group(batch))
-            named["d_params"] = recipe.new((groups, len(cell.params) * h), wide=True)
+            named["d_params"] = recipe.new((groups, sum(plan.param_sizes)), wide=True)
             run.place_of(d, {"d_params": named["d_params"]})
         if "static" in run.directions[d]:
-            named["static"] = recipe.new((batch, h), wide=True)
+            named["static"] = recipe.new((batch, plan.static_width), wide=True)
             run.place_of(d, {"d_static": named["static"]})
         totals.append(named)
     return of_states, totals
@@ -256,7 +256,7 @@ class _Direction:
         self.run, self.d, self.need, self.dx = run, d, need, dx
         self.sums = _Sums(run, d, need)
         if run.projects:
-            self.gates = run.rows(len(cell.gates) * plan.hidden_size)
+            self.gates = run.rows(plan.gates_width)
             run.place_rows(d, "d_gates", self.gates)
         else:
             assert dx is not None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from anycell.lang.cell import Cell
+from anycell.lang.cell import ONE, Cell
 from anycell.lang.declare import RESERVED
 from anycell.plan import OF_CALL, OPTIONS
 from anycell.refusal import refuse as refuse
@@ -41,11 +41,17 @@ def describe(value: Any) -> str:
         return f"{kind} ({', '.join(map(describe, value))})"
     if is_array(value):
         device = str(getattr(value, "device", "cpu"))
-        where = "" if device.startswith("cpu") else f" on {device}"
+        where = "" if "cpu" in device.lower() or not device else f" on {device}"
         what = f"{kind} " if type(value).__module__ == "numpy" else ""
-        return f"{what}{value.dtype} {list(value.shape)}{where}"
+        return f"{what}{dtype_of(value)} {list(value.shape)}{where}"
     shown = " ".join(repr(value).split())
     return f"{kind} {shown if len(shown) < 60 else shown[:56] + ' ...'}"
+
+
+def dtype_of(array: Any) -> str:
+    """The dtype of an array of any framework, as errors show it."""
+    of_tensorflow = hasattr(array.dtype, "as_datatype_enum")
+    return str(array.dtype.name if of_tensorflow else array.dtype)
 
 
 def is_array(value: Any) -> bool:
@@ -143,9 +149,8 @@ def check_cell(cell: Any, more: str = "") -> None:
 
 def declared_sizes(cell: Cell) -> list[str]:
     """The size symbols of a cell besides H."""
-    symbols = {state.size for state in cell.states}
-    symbols |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
-    return sorted(symbols - {"H"})
+    of_matmuls = {size for l in cell.linears for size in (l.in_size, l.out_size)}
+    return sorted((cell.declared_sizes | of_matmuls) - {"H", ONE})
 
 
 def check_names(cell: Cell, sizes: Mapping[str, Any]) -> None:
@@ -174,6 +179,7 @@ def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[
             expected = f"the size {name} that cell {cell.name} declares besides H"
             refuse(name, "nothing", expected, f"Pass {name}=... besides the size H.", TypeError)
     known = {"H": hidden_size, **{name: integer(name, size) for name, size in sizes.items()}}
+    known |= {ONE: 1} if cell.broadcasts else {}
     cell.check_sizes(known)
     return known
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from anycell.engines import cpu
 from anycell.engines.cpu.door import NEAR_CACHE
+from anycell.engines.cpu.geometry import Matmul
 from anycell.engines.cpu.idioms import in_pairs
 from anycell.lang.cell import RECURRENT
 from anycell.layer.arguments import Array
@@ -50,9 +51,14 @@ def recurrent_alone(plan: Plan) -> bool:
 
 
 def projects(
-    plan: Plan, rows: int | None, inputs: int, holes: bool = False, batch: int = TILED_ROWS
+    plan: Plan,
+    recurrent: Matmul,
+    rows: int,
+    inputs: int,
+    holes: bool = False,
+    batch: int = TILED_ROWS,
 ) -> bool:
-    """Whether the kernel should compute the input projection.
+    """Whether the kernel should compute the input projection, if it can.
 
     The projection of all steps at once reads its weight once, but writes the gates to memory, where
     the kernel reads them again. The kernel is faster if both weights fit a core's own cache and
@@ -60,15 +66,15 @@ def projects(
     masks, because it skips masked rows.
 
     Args:
-        rows: of all steps together; None if they are not known yet.
+        recurrent: the matmul to whose sums the kernel would add the input projection.
+        rows: of all steps together.
         inputs: the width of x.
         holes: whether the mask is sparse.
         batch: rows of a step.
     """
-    recurrent = cpu.compiled(plan).projecting
-    if recurrent is None or (rows is not None and rows < WORTH_PACKING):
+    if rows < WORTH_PACKING:
         return False
-    both = len(plan.cell.gates) * plan.hidden_size * (inputs + recurrent.inner)
+    both = plan.gates_width * (inputs + recurrent.inner)
     size = both * plan.types.operands.bytes
     if recurrent.geometry.tiled:
         return holes or (batch >= TILED_ROWS and size <= TILED_WEIGHTS)

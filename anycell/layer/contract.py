@@ -92,7 +92,7 @@ def _fitted(
 ) -> dict[str, Array]:
     """Makes all given arrays except flags fit for a kernel."""
     cell, ends = plan.cell, ENDS[:directions]
-    x, gates = arrays["x"], len(cell.gates) * plan.hidden_size
+    x, gates = arrays["x"], plan.gates_width
     shape, projects = x.shape, arrays.get("weight_ih") is not None
     if len(shape) != 3 or not (projects or shape[2] == gates):
         last = "input size" if projects else f"{gates} projected gates"
@@ -104,7 +104,7 @@ def _fitted(
         fitted |= {name + end: array for name, array in learns.items()}
     static, mask, masks = arrays.get("static"), arrays.get("recurrent_mask"), recurrent_masks(plan)
     if cell.static is not None or static is not None:
-        once: Shape = () if cell.static is None else (batch, plan.hidden_size)
+        once: Shape = () if cell.static is None else (batch, plan.static_width)
         fitted["static"] = _fit(host, "static", static, once, DENSE)
     if mask is not None or masks:
         rows = batch, states(plan)[0][1]

@@ -143,7 +143,7 @@ def project(run: Run) -> None:
     if run.inputs:
         run.place("input", x)
         return
-    width = len(plan.cell.gates) * plan.hidden_size
+    width = plan.gates_width
     for d, w in enumerate(run.directions):
         if not run.projects:
             run.place_of(d, {"gates": x})

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from anycell.engines import reference
-from anycell.lang.cell import Cell
+from anycell.lang.cell import ONE, Cell
 from anycell.layer.checks import (
     Frontend,
     check_options,
     check_recurrent_mask,
     check_static,
     describe,
+    dtype_of,
     per_state,
     refuse,
 )
@@ -60,17 +61,23 @@ def check_input(
     frontend: Frontend, cell: Cell, name: str, x: Any, projected: bool, packed: bool = False
 ) -> None:
     """Refuses an x that is not ``[time, batch, input size]``, or ``[..., gates]`` if projected."""
-    count = len(cell.gates)
-    last = f"{count} * H" if projected else "input size"
+    width = cell.shown_width
+    last = width if projected else "input size"
     expected = f"[steps of all rows, {last}]" if packed else f"[time, batch, {last}]"
     hint = "RNN(cell, ...) takes other layouts."
     if projected:
         hint = f"Without weight_ih pass the input projected onto the gates {' '.join(cell.gates)}."
     if not isinstance(x, frontend.kind):
         refuse(name, describe(x), f"{expected}, a {frontend.kind.__name__}", hint, TypeError)
-    width = x.shape[-1] if len(x.shape) == 3 - packed else 0
-    if width == 0 or (projected and width % count):
+    count = x.shape[-1] if len(x.shape) == 3 - packed else 0
+    if count == 0 or (projected and _unfit(cell, count)):
         refuse(name, describe(x), expected, hint)
+
+
+def _unfit(cell: Cell, width: int) -> bool:
+    """Whether no size of its gates could make the projected input of a cell so wide."""
+    alike = set(cell.gate_sizes.values())
+    return bool(width % len(cell.gates)) if len(alike) == 1 else width < len(cell.gates)
 
 
 def arguments(
@@ -102,13 +109,13 @@ def arguments(
         kind: _states(frontend, kind, given, cell)
         for kind, given in (("state", state), ("reset_state", reset_state))
     }
-    sizes = _sizes(cell, x, learned, states["state"])
+    sizes = _sizes(cell, x, learned, static, states["state"])
     for name, shape in shapes(cell, sizes, x.shape[-1], True).items():
         what = f"which cell {cell.name} learns with H = {sizes['H']}"
         if name in learned:
             frontend.fit(name, learned[name], shape, what, like)
         elif name not in ("weight_ih", "bias_ih", "bias_hh"):
-            expected = f"{like.dtype} {list(shape)}, {what}"
+            expected = f"{dtype_of(like)} {list(shape)}, {what}"
             refuse(name, "nothing", expected, "Pass it among the weights.")
     arrays: dict[str, Any] = {}
     for kind, values in states.items():
@@ -119,7 +126,8 @@ def arguments(
                 value = frontend.fit(kind, value, shape, f"the state {declared.name!r}", like)
                 arrays[f"{kind} {declared.name}"] = value[None]
     if static is not None or cell.static is not None:
-        arrays["static"] = check_static(frontend, cell, static, (rows, sizes["H"]), like)
+        shape = rows, sizes[cell.static_size]
+        arrays["static"] = check_static(frontend, cell, static, shape, like)
     if recurrent_mask is not None:
         mask = check_recurrent_mask(frontend, cell, recurrent_mask, sizes, (rows,), like)
         arrays["recurrent_mask"] = mask
@@ -152,19 +160,28 @@ def _states(frontend: Frontend, kind: str, given: Any, cell: Cell) -> tuple[Any,
     return values
 
 
-def _sizes(cell: Cell, x: Any, learned: Mapping[str, Any], states: Sequence[Any]) -> dict[str, int]:
+def _sizes(
+    cell: Cell, x: Any, learned: Mapping[str, Any], static: Any, states: Sequence[Any]
+) -> dict[str, int]:
     """Sizes of all symbols, from the shapes of the arrays."""
-    gates, weight = len(cell.gates), learned.get("weight_ih")
+    weight = learned.get("weight_ih")
     for l in cell.linears:
         axes, layout = (2, "[out, in]") if l.heads == 1 else (3, "[heads, out/heads, in/heads]")
         array = learned.get(l.weight)
         if array is None or len(array.shape) != axes:
             given = "nothing" if array is None else describe(array)
             refuse(l.weight, given, f"{layout}, as {l} multiplies", "Pass it among the weights.")
+    expected = f"[{cell.shown_width}, input size], with rows for the gates {' '.join(cell.gates)}"
     if weight is not None and (
-        len(weight.shape) != 2 or weight.shape[0] % gates or not weight.shape[0]
+        len(weight.shape) != 2 or not weight.shape[0] or _unfit(cell, weight.shape[0])
     ):
-        expected = f"[{gates} * H, input size], with rows for the gates {' '.join(cell.gates)}"
         refuse("weight_ih", describe(weight), expected, "Pass a weight with these rows.")
     rows = x.shape[-1] if weight is None else weight.shape[0]
-    return reference.sizes(cell, rows // gates, learned, states)
+    once = {reference.STATIC: static if getattr(static, "shape", ()) else None}
+    sizes = reference.sizes(cell, rows, {**learned, **once}, states)
+    if rows != cell.width(sizes):
+        known = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items() if symbol != ONE)
+        name, array = ("gates", x) if weight is None else ("weight_ih", weight)
+        wide = f"[time, batch, {cell.shown_width}]" if weight is None else expected
+        refuse(name, describe(array), f"{wide}, with {known}", "Pass an array of that width.")
+    return sizes

@@ -70,10 +70,11 @@ class Run:
             self.chunk = choices.chunk_of(plan, self.steps, self.batch * len(self.directions))
             alone = dense and self.resets is None and choices.recurrent_alone(plan)
             self.single = self.steps == 1 and alone
-            if not (backward or self.single):
-                rows = self.steps * self.batch
-                able = choices.projects(plan, rows, width, holes, self.batch)
-                self.inputs = width if able else 0
+            # A kernel that cannot multiply the input would ignore it, whatever ``choices`` prefer.
+            able, rows = self.kernel.projecting, self.steps * self.batch
+            if able is not None and not self.single:
+                chosen = choices.projects(plan, able, rows, width, holes, self.batch)
+                self.inputs = width if chosen else 0
         self.before: list[Row] = []
         self.after: list[Row] = []
         self.moves: list[Row] = []

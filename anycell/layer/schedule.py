@@ -9,7 +9,7 @@ from anycell.plan import Plan
 
 def chunk_steps(plan: Plan, steps: int, rows: int, limit: int) -> int:
     """Steps per chunk of the projection, whose gates take about ``limit`` bytes at most."""
-    width = len(plan.cell.gates) * plan.hidden_size * plan.itemsize
+    width = plan.gates_width * plan.itemsize
     count = max(1, -(-steps * rows * width // limit))
     return max(1, -(-steps // count))
 

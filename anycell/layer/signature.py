@@ -4,7 +4,7 @@ One vocabulary serves every frontend. The arrays of a call go in one dict, by th
 
     x                            [T, B, I], or projected gates [T, B, G*H] without weight_ih
     mask, resets                 [T, B]
-    static                       [B, H]
+    static                       [B, size]
     recurrent_mask               [B, size], or [G, B, size] for one per gate
     state <name>                 [D, B, size], before the first step
     reset_state <name>           [D, B, size] or [D, size], what resets restore
@@ -12,6 +12,9 @@ One vocabulary serves every frontend. The arrays of a call go in one dict, by th
     weight_<name>                of a further matmul, see ``Linear.shape``
     bias_ih, bias_hh, bias_<name>, and each parameter of the cell by its own name
     scales weight_<name>         of an integer weight: one for each of its outputs
+
+For a cell whose gates have sizes of their own, the input's G*H is the sum of these sizes; weight_hh
+and bias_hh have rows for the gates of size H.
 
 Names of what the second direction learns end in ``_reverse``. A gradient has the name of its array.
 Within a pass each direction has a dict of its own, a ``Direction``.
@@ -24,7 +27,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from anycell.lang.cell import Cell
+from anycell.lang.cell import RECURRENT, Cell
 from anycell.lang.transform import with_recurrent_mask
 from anycell.plan import Plan, scales_of
 
@@ -62,21 +65,20 @@ def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[st
         ValueError: for sizes that heads or groups of the cell do not divide.
     """
     cell.check_sizes(sizes)
-    gates = len(cell.gates) * sizes["H"]
-    recurrent = any(l.recurrent for l in cell.linears)
+    gates, recurrent = cell.width(sizes), cell.by_weight.get(f"weight_{RECURRENT}")
     named: dict[str, Shape] = {"weight_ih": (gates, width)}
     if recurrent:
-        named["weight_hh"] = (gates, sizes[cell.states[0].size])
+        named["weight_hh"] = recurrent.shape(sizes)
     if bias:
         named["bias_ih"] = (gates,)
         if recurrent:
-            named["bias_hh"] = (gates,)
+            named["bias_hh"] = named["weight_hh"][:1]
     for l in cell.linears:
         if not l.recurrent:
             named[l.weight] = l.shape(sizes)
             if l.bias:
                 named[l.bias_name] = (len(l.declared) * sizes[l.out_size],)
-    return named | dict.fromkeys(cell.param_names, (sizes["H"],))
+    return named | {param.name: (sizes[param.size],) for param in cell.params}
 
 
 def parameters(

@@ -61,7 +61,11 @@ class _Layer:
 
 
 def projecting(whole: Plan, inputs: int) -> Plan:
-    """The plan of a step: the kernel also multiplies the input, of this width."""
+    """The plan of a step: the kernel also multiplies the input, of this width, unless gates have
+    sizes of their own.
+    """
+    if set(whole.cell.gate_sizes.values()) != {"H"}:
+        return whole
     sizes = {**whole.sizes, INPUT: inputs}
     return plan(with_projection(whole.cell), sizes["H"], whole.dtype, sizes=sizes)
 
@@ -100,7 +104,8 @@ class Stream:
         self.target = cpu.isa.current()
         whole = plan(cell, sizes["H"], dtype, sizes=sizes)
         self.layers = [_Layer(host, whole, w, threads) for w in weights]
-        self.hidden, self.width = sizes["H"], weights[0]["weight_ih"].shape[1]
+        self.static_width = sizes[cell.static_size]
+        self.width = weights[0]["weight_ih"].shape[1]
         self.shape = [(len(weights), sizes[state.size]) for state in cell.states]
         self.before, self.restored = (state_names(k, cell) for k in ("state", "reset_state"))
         self._steps: dict[tuple[Any, ...], _Step] = {}

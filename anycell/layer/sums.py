@@ -196,7 +196,7 @@ def _whole(plan: Plan) -> dict[str, bool]:
 @functools.lru_cache(maxsize=256)
 def _biases(plan: Plan) -> dict[str, dict[str, int]]:
     """The gradients whose rows each bias's gradient sums, with their widths."""
-    cell, gates = plan.cell, len(plan.cell.gates) * plan.hidden_size
+    cell, gates = plan.cell, plan.gates_width
     biases: dict[str, dict[str, int]] = {"bias_ih": {GATES: gates}}
     for l in cell.linears:
         gradient = _gradient(plan, l)

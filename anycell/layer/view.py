@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from anycell.lang.cell import Cell
+from anycell.lang.cell import ONE, Cell
 from anycell.lang.namespaces import Array, namespace
 from anycell.layer.checks import refuse
 
@@ -46,7 +46,8 @@ def view_of(layer: Any, sizes: Mapping[str, int], weights: list[dict[str, Any]])
 
 def told(layer: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
     """The arguments of such a layer besides its cell, for a layer of other sizes."""
-    counts = {"hidden_size" if name == "H" else name: size for name, size in sizes.items()}
+    named = {name: size for name, size in sizes.items() if name != ONE}
+    counts = {"hidden_size" if name == "H" else name: size for name, size in named.items()}
     return {name: getattr(layer, name) for name in TOLD} | counts
 
 

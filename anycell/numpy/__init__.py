@@ -14,7 +14,8 @@
         optimizer.step()
 
 Any cell runs like this: ``RNN(cell, input_size, hidden_size)``. Each cell of ``anycell.cells`` also
-has a layer of its name, ``PeepholeLSTM(1, 64, cell_clip=3.0)``.
+has a layer of its name, ``PeepholeLSTM(1, 64, cell_clip=3.0)``. ``loop(step)`` runs a step that is
+written in NumPy.
 """
 
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from anycell.numpy.dense import Dense, cross_entropy, mse
 from anycell.numpy.feedback import Feedback
 from anycell.numpy.gradients import check_gradients
 from anycell.numpy.layers import LSTM, RNN
+from anycell.numpy.loop import loop
 from anycell.numpy.named import *  # noqa: F403
 from anycell.numpy.normalise import BatchNorm, Standardise
 from anycell.numpy.optim import Adam, Trainable, clip_by_global_norm, clip_by_value
@@ -35,8 +37,8 @@ from anycell.refusal import missing
 __all__ = [
     "LSTM", "RNN", "Adam", "BatchNorm", "Dense", "EarlyStopping", "Feedback", "Layer",
     "Plateau", "Quantized", "Standardise", "Trainable", "check_gradients", "clip_by_global_norm",
-    "clip_by_value", "cosine", "cross_entropy", "initializers", "inverse_sigmoid", "mse",
-    "one_cycle",
+    "clip_by_value", "cosine", "cross_entropy", "initializers", "inverse_sigmoid", "loop",
+    "mse", "one_cycle",
 ]  # fmt: skip
 __all__ += named.__all__
 

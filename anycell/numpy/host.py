@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,9 @@ class NumpyHost:
     def like(self, array: Array) -> Array:
         return np.empty_like(array)
 
-    def rows(self, array: Array) -> list[Array]:
-        return list(array)
+    def split(self, array: Array, sizes: Sequence[int]) -> list[Array]:
+        ends = itertools.accumulate(sizes)
+        return [array[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
         flags = array.flags

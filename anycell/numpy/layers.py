@@ -154,6 +154,7 @@ class RNN(Explained, Layer):
         gate_bias: Mapping[str, float],
     ) -> dict[str, Array]:
         cell, h, rng = self.cell, self.hidden_size, self._generator
+        places = cell.places(self.sizes)
         if isinstance(initializer, str) and initializer == "torch":
             other = enter = recur = initializers.uniform(h**-0.5)
         else:
@@ -169,15 +170,17 @@ class RNN(Explained, Layer):
             if len(shape) == 1:
                 value = other(shape, rng)
                 for gate, start in gate_bias.items() if name == "bias_ih" else ():
-                    k = cell.gates.index(gate)
-                    value[k * h : (k + 1) * h] = start
+                    value[places[gate]] = start
                 return value.astype(self.dtype)
             # Each gate and head is drawn as a matrix of its own: a rule would see stacked ones as
             # one tall matrix.
-            blocks = outputs.get(name, len(cell.gates))
-            rule = enter if name == "weight_ih" else recur
-            size = (shape[-2] // blocks, shape[-1])
-            drawn = [rule(size, rng) for _ in range(blocks * math.prod(shape[:-2]))]
+            if name == "weight_ih":
+                rows = [place.stop - place.start for place in places.values()]
+                drawn = [enter((count, shape[-1]), rng) for count in rows]
+            else:
+                blocks = outputs[name]
+                size = (shape[-2] // blocks, shape[-1])
+                drawn = [recur(size, rng) for _ in range(blocks * math.prod(shape[:-2]))]
             return np.concatenate(drawn).reshape(shape).astype(self.dtype)
 
         whole = self.input_size, self.bias, self.num_layers, 1 + self.bidirectional
@@ -451,7 +454,8 @@ class RNN(Explained, Layer):
         return arriving
 
     def _static(self, static: npt.ArrayLike | None, rows: int) -> Array | None:
-        return check_static(check.NUMPY, self.cell, static, (rows, self.hidden_size), self)
+        shape = rows, self.sizes[self.cell.static_size]
+        return check_static(check.NUMPY, self.cell, static, shape, self)
 
     def _directions(self, k: int) -> slice:
         """The slice of a layer's directions among the directions of all layers."""

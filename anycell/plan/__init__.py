@@ -16,14 +16,14 @@ from anycell.plan.call import (
     Sizes,
     takes,
 )
-from anycell.plan.cut import FREE, gradient_roots, root_sizes
+from anycell.plan.cut import FREE, gradient_roots, in_sequence, root_sizes
 from anycell.plan.dtype import DTYPES, Dtype, scales_of
 from anycell.plan.passes import HEAVY, MATMULS, passes
-from anycell.plan.plan import LINE, Plan, padded, plan
+from anycell.plan.plan import LINE, Plan, no_kernel_on_gpu, padded, plan
 
 __all__ = [
     "CODES", "DTYPES", "FREE", "HEAVY", "LINE", "MATMULS", "OF_CALL", "OPTIONS", "Array", "Call",
     "CallOptions", "Dtype", "Engine", "FunctionOptions", "Options", "Plan", "Sizes", "arrays",
-    "gradient_roots", "multiplies_input", "padded", "passes", "plan", "recurrent_masks",
-    "root_sizes", "scales_of", "takes",
+    "gradient_roots", "in_sequence", "multiplies_input", "no_kernel_on_gpu", "padded", "passes",
+    "plan", "recurrent_masks", "root_sizes", "scales_of", "takes",
 ]  # fmt: skip

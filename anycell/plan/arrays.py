@@ -61,13 +61,13 @@ def arrays(plan: Plan, backward: bool) -> dict[str, Array]:
     gradients that accumulate and all states but the first keep the wider type. The first state is
     what matmuls multiply and the caller reads. Projected gates are sums, and have the type of sums.
     """
-    cell, types, h = plan.cell, plan.types, plan.hidden_size
-    numbers, sums, gates = types.storage, types.accumulate, len(cell.gates) * h
+    cell, types = plan.cell, plan.types
+    numbers, sums, gates = types.storage, types.accumulate, plan.gates_width
     (first, size), *others = states = [(s.name, plan.sizes[s.size]) for s in cell.states]
     table = {
         "mask": Array("T B", 1, FLAG, "call", whole=True),
         "resets": Array("T B", 1, FLAG, "call"),
-        "static": Array("B", h, numbers),
+        "static": Array("B", plan.static_width, numbers),
         # One mask, or one for each gate: [B, size] or [G, B, size].
         "recurrent_mask": Array("B", max(1, recurrent_masks(plan)) * size, numbers),
         "bias_ih": Array("", gates, numbers),
@@ -78,8 +78,11 @@ def arrays(plan: Plan, backward: bool) -> dict[str, Array]:
     for name, width in others:
         table[f"sequence {name}"] = Array("T B", width, types.math, "states")
         table[f"reset_state {name}"] = Array("B", width, types.math)
-    table |= {l.bias_name: Array("", gates, numbers) for l in cell.linears if l.name == RECURRENT}
-    table |= {f"param {name}": Array("", h, numbers) for name in cell.param_names}
+    for l in cell.linears:
+        if l.name == RECURRENT:
+            rows = len(l.declared) * plan.sizes[l.out_size]
+            table[l.bias_name] = Array("", rows, numbers)
+    table |= {f"param {p.name}": Array("", plan.sizes[p.size], numbers) for p in cell.params}
     if not backward:
         entering = Array("T B", gates, sums, "chunk", strided=True)
         if multiplies_input(plan):
@@ -100,6 +103,6 @@ def arrays(plan: Plan, backward: bool) -> dict[str, Array]:
         table[f"operand {l.name}"] = leaving._replace(width=plan.sizes[l.in_size])
     for name, width in states:
         table |= {f"d_{what} {name}": Array("B", width, sums) for what in ("state", "reset")}
-    table["d_params"] = Array("R", len(cell.params) * h, sums)
-    table["d_static"] = Array("B", h, sums)
+    table["d_params"] = Array("R", sum(plan.param_sizes), sums)
+    table["d_static"] = Array("B", plan.static_width, sums)
     return table

@@ -12,7 +12,7 @@ from anycell.lang.ops import is_boolean, is_reduction
 
 # Known without saving: constants, learned values, counter-based masks whose rate is known, and the
 # state sequences, which the layer keeps anyway (the hidden states are its output).
-FREE = frozenset({"const", "hyper", "param", "static", "keep", "state", "input", "recurrent_mask"})
+FREE = frozenset("const hyper units param static keep state input recurrent_mask".split())
 # The values that a step begins with, which are never computed again.
 _GIVEN = frozenset({"x", "linear", "preact"})
 # Ops whose results jump when their arguments barely change.
@@ -28,11 +28,19 @@ def gradient_roots(cell: Cell, gradients: Gradients) -> list[Expr]:
     return roots + [l.operand for l in cell.linears if l.operand.op != "state"]
 
 
+def in_sequence(cell: Cell, new: Expr) -> bool:
+    """Whether the backward pass reads the value of a new state from the state's sequence, if the
+    layer keeps it. It does not read one number per row, which other units may need as well.
+    """
+    return new.op not in FREE and not (cell.broadcasts and new.narrow)
+
+
 def root_sizes(cell: Cell) -> list[str]:
     """The size symbol of each of ``gradient_roots``."""
-    symbols = ["H"] * len(cell.gates) + [s.size for s in cell.states] + ["H"] * len(cell.params)
+    symbols = [*cell.gate_sizes.values(), *(s.size for s in cell.states)]
+    symbols += [p.size for p in cell.params]
     symbols += [l.out_size for l in cell.linears for _ in l.outputs]
-    symbols += [] if cell.static is None else ["H"]
+    symbols += [] if cell.static is None else [cell.static_size]
     return symbols + [l.in_size for l in cell.linears if l.operand.op != "state"]
 
 
@@ -54,7 +62,7 @@ def least_memory(
     decided = _decisions(cell, gradients) if rounded else {}
     forward = topological([*cell.next, *decided])
     inside = set(forward)
-    sequences = {node for node in cell.next if node.op not in FREE}
+    sequences = {node for node in cell.next if in_sequence(cell, node)}
     free, hanging = set(sequences), set[Expr]()  # hanging: depends on what a step begins with
     for node in forward:
         if node.op in FREE and node not in decided and hanging.isdisjoint(node.args):

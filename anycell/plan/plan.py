@@ -5,13 +5,14 @@ which engine runs, and why.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from anycell.lang.cell import RECURRENT, Cell, Linear
+from anycell.lang.cell import ONE, RECURRENT, Cell, Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.grad import Gradients, backward
-from anycell.plan.cut import FREE, gradient_roots, least_memory
+from anycell.plan.cut import gradient_roots, in_sequence, least_memory
 from anycell.plan.dtype import DTYPES, Dtype, dtypes
 from anycell.refusal import refuse
 
@@ -92,8 +93,38 @@ class Plan:
         states = sum(self.sizes[s.size] for s in self.cell.states if s.name in self.states)
         return states * self.itemsize + self.saved_width * self.types.saved.bytes
 
+    @functools.cached_property
+    def places(self) -> dict[str, slice]:
+        """The columns of each gate in the projected input."""
+        return self.cell.places(self.sizes)
+
+    @functools.cached_property
+    def gates_width(self) -> int:
+        """The columns of the projected input."""
+        return self.cell.width(self.sizes)
+
+    @functools.cached_property
+    def param_places(self) -> dict[str, slice]:
+        """The places of the parameters, side by side in a row."""
+        ends = itertools.accumulate(self.param_sizes)
+        pairs = zip(ends, self.cell.params, strict=True)
+        return {p.name: slice(end - self.sizes[p.size], end) for end, p in pairs}
+
+    @functools.cached_property
+    def param_sizes(self) -> list[int]:
+        """The size of each parameter."""
+        return [self.sizes[param.size] for param in self.cell.params]
+
+    @property
+    def static_width(self) -> int:
+        """Numbers of the static input in a row."""
+        return self.sizes[self.cell.static_size]
+
     def symbol(self, node: Expr) -> str:
         """The size symbol of a node of the cell or of its gradients; "H" for a number."""
+        fits = self.cell.broadcasts
+        if fits and node.narrow:
+            return ONE
         stack = [node]
         while stack:  # an elementwise node has the size of its arguments
             top = stack.pop()
@@ -103,8 +134,18 @@ class Plan:
                 return next(s.size for s in self.cell.states if s.name == top.attrs[0])
             if top.op == "linear_t":
                 return next(l.in_size for l in self.cell.linears if l.name == top.attrs[0])
-            stack += top.args
+            stack += [arg for arg in top.args if not (fits and arg.narrow)]
         return "H"
+
+    def reduced(self, reduction: Expr) -> str:
+        """The size symbol of the units that a reduction combines."""
+        if self.cell.broadcasts and reduction.narrow:
+            (arg,) = reduction.args
+            sized = self.cell.sizes.__contains__
+            ends = [n for n in topological([arg], sized) if sized(n) or not n.args]
+            number = all(end.op in ("const", "hyper") for end in ends)
+            return "H" if number else self.symbol(arg)
+        return self.symbol(reduction)
 
     def width(self, node: Expr) -> int:
         """The number of units of a node."""
@@ -149,7 +190,7 @@ def plan(
     known_dtypes = dtypes("gpu" if engine == "gpu" else "cpu", quantized=True)
     if dtype not in known_dtypes:
         refuse("dtype", repr(dtype), f"one of {', '.join(known_dtypes)}")
-    known = {**(sizes or {}), "H": hidden_size}
+    known = {**(sizes or {}), "H": hidden_size, **({ONE: 1} if cell.broadcasts else {})}
     return _plan(cell, cell.key, hidden_size, dtype, engine, tuple(sorted(known.items())))
 
 
@@ -174,10 +215,11 @@ def _plan(
         for i, (state, new) in enumerate(zip(cell.states, cell.next, strict=True))
         if i == 0
         or Expr("state", (), (state.name,)) in read
-        or (new in read and new.op not in FREE)
+        or (new in read and in_sequence(cell, new))
     ]
     unknown = {symbol for symbol in cell.sizes.values() if symbol not in sizes}
     refusal = f"the size {min(unknown)} of this cell is unknown" if unknown else None
+    refusal = refusal or (no_kernel_on_gpu(cell) if engine == "gpu" else None)
     if engine in ("cpu", "gpu") and refusal:
         raise ValueError(f"engine={engine!r} cannot run cell {cell.name}: {refusal}.")
     matmuls = len(cell.linears)
@@ -195,6 +237,16 @@ def _plan(
         engine=engine or ("reference" if refusal else "cpu"),
         reason="asked for" if engine == "reference" else refusal or fused,
     )
+
+
+def no_kernel_on_gpu(cell: Cell) -> str | None:
+    """Says why the GPU engine has no kernel for a cell; None if it has."""
+    sizes = {*cell.gate_sizes.values(), cell.static_size, *(param.size for param in cell.params)}
+    others = (sizes | ({ONE} if cell.broadcasts else set())) - {"H"}
+    if others:
+        what = "gates, parameters or static inputs of other sizes than H, or values of size 1"
+        return f"no kernel on the GPU for {what}: {', '.join(sorted(others))}"
+    return None
 
 
 @functools.lru_cache(maxsize=256)

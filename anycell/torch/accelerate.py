@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.explanation import Found, log_swapped, often
@@ -16,11 +17,12 @@ from anycell.layer.checks import describe
 from anycell.torch import swap
 from anycell.torch.dropin import DropIn
 from anycell.torch.feedback import Feedback
+from anycell.torch.loop import loop
 from anycell.torch.rnn import RNN
 from anycell.torch.step import GRUCell, LSTMCell, RNNCell
 
 Model = TypeVar("Model", bound=nn.Module)
-_OURS = DropIn, RNN, LSTMCell, GRUCell, RNNCell
+_OURS = DropIn, RNN, LSTMCell, GRUCell, RNNCell, loop
 _STEPS = nn.RNNCellBase, RNNCell
 _NAMES = "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell", "RNNBase", "RNNCellBase"
 _PUBLIC = "anycell.torch.", "torch."
@@ -29,6 +31,10 @@ _IN_PLACE_OF_A_LOOP = {
     nn.GRUCell: "anycell.torch.GRU",
     nn.RNNCell: "anycell.torch.RNN with anycell.cells.RNN",
 }
+_STEP = (
+    "one step of the model's own loop; called {} times: in place of the loop call "
+    "anycell.torch.loop(module) once, with all steps"
+)
 logger = logging.getLogger("anycell")
 
 
@@ -107,6 +113,8 @@ def recurrent_layers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Found]
     The list of a model's modules does not show which of them its code calls in a loop. If further
     arguments are given, ``model(*args, **kwargs)`` is called once, without gradients and in the
     model's current mode. Each entry then says how often its module was called, with how many steps.
+    Modules of your own that such a call runs as the steps of a loop, ``y, state = module(x,
+    state)``, are listed too.
 
     Args:
         model: any module.
@@ -123,17 +131,33 @@ def recurrent_layers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Found]
         1
     """
     _check(model)
-    modules = {name: module for name, module in model.named_modules() if _recurrent(module)}
-    calls = _watch(model, modules, args, kwargs) if args or kwargs else {}
+    inside = {
+        id(part) for m in model.modules() if isinstance(m, loop) for part in m.module.modules()
+    }
+    named = {name: m for name, m in model.named_modules() if id(m) not in inside}
+    modules = {name: module for name, module in named.items() if _recurrent(module)}
+    calls: dict[str, list[int]] = {}
+    steps: dict[str, list[int]] = {}
+    if args or kwargs:
+        others = {name: module for name, module in named.items() if name not in modules}
+        calls, steps = _watch(model, modules, others, args, kwargs)
     layers = []
-    for name, module in modules.items():
-        engine, reason = _engine(module)
-        steps = calls.get(name)
-        if steps is not None:
-            reason += often(steps, isinstance(module, _STEPS), "anycell.torch.RNN")
-        count = None if steps is None else len(steps)
-        layers.append(Found(name, _kind(module), engine, reason, count))
+    for name, module in named.items():
+        if name in modules:
+            engine, reason = _engine(module)
+            if name in calls:
+                reason += often(calls[name], isinstance(module, _STEPS), "anycell.torch.RNN")
+            count = len(calls[name]) if name in calls else None
+            layers.append(Found(name, _kind(module), engine, reason, count))
+        elif len(steps.get(name, ())) > 1 and not any(_below(name, other) for other in steps):
+            count = len(steps[name])
+            layers.append(Found(name, type(module).__name__, "torch", _STEP.format(count), count))
     return layers
+
+
+def _below(name: str, other: str) -> bool:
+    """Whether a module is a part of another."""
+    return name != other and (not other or name.startswith(f"{other}."))
 
 
 def _check(model: object, asked: str = "accelerate") -> None:
@@ -161,6 +185,8 @@ def _quantized(module: nn.Module) -> bool:
 
 def _kind(module: nn.Module) -> str:
     """Names a module's class and its owner; of a subclass also the class that it derives from."""
+    if isinstance(module, loop):
+        return f"loop({type(module.module).__name__}) of anycell"
     if isinstance(module, torch.jit.ScriptModule):
         return f"{module.original_name} of TorchScript"
     kind = type(module)
@@ -185,7 +211,7 @@ def _engine(module: Any) -> tuple[str, str]:
     call = f"call {one[0]} once, or " if one else ""
     return "torch", (
         "one step, called by the model's own code and as fast as ours; in place of a loop over "
-        f"time {call}write the loop's body as a cell for anycell.torch.RNN"
+        f"time {call}let anycell.torch.loop(module) run the module that is the loop's body"
     )
 
 
@@ -193,29 +219,57 @@ def _engine(module: Any) -> tuple[str, str]:
 
 
 def _watch(
-    model: nn.Module, modules: Mapping[str, nn.Module], args: Any, kwargs: Any
-) -> dict[str, list[int]]:
-    """Calls the model once; returns the number of steps of each call of each module."""
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    others: Mapping[str, nn.Module],
+    args: Any,
+    kwargs: Any,
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Calls the model once; returns the number of steps of each call of each module, and likewise
+    of those among ``others`` that are called as steps are.
+    """
     calls: dict[str, list[int]] = {}
+    steps: dict[str, list[int]] = {}
     hooks = []
     for name, module in modules.items():
         if not _compiled(module):
             calls[name] = []
             note = functools.partial(_note, calls[name])
             hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+    for name, module in others.items():
+        if not isinstance(module, torch.jit.ScriptModule):
+            look = functools.partial(_look, steps, name)
+            hooks.append(module.register_forward_hook(look, with_kwargs=True))
     try:
         with torch.no_grad():
             model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
-    return calls
+    return calls, steps
+
+
+def _look(
+    steps: dict[str, list[int]], name: str, _: Any, args: Any, kwargs: Any, made: Any
+) -> None:
+    """Notes a call that takes an input and a state, and returns an output and such a state."""
+    values = [*args, *kwargs.values()]
+    if len(values) == 2 and isinstance(made, (tuple, list)) and len(made) == 2:
+        before, after = (
+            [t.shape for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+            for tree in (values[1], made[1])
+        )
+        if before and before == after:
+            steps.setdefault(name, []).append(1)
 
 
 def _note(calls: list[int], module: Any, args: Any, kwargs: Any) -> None:
     x = args[0] if args else kwargs.get("input", kwargs.get("x"))
     if isinstance(module, _STEPS):
         calls.append(1)
+    elif isinstance(module, loop):
+        x = pytree.tree_leaves(x)[0]
+        calls.append(x.shape[1 if x.dim() > 2 and module.batch_first else 0])
     elif isinstance(x, PackedSequence):
         calls.append(len(x.batch_sizes))
     else:

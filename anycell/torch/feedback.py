@@ -131,7 +131,7 @@ class Feedback(Fed, Explained, nn.Module):
         rows = layer._rows(x)
         arrays = {} if state is None else layer._named("state", state, rows, like)
         if static is not None or layer.cell.static is not None:
-            shape = (*rows, layer.hidden_size)
+            shape = (*rows, layer.sizes[layer.cell.static_size])
             arrays["static"] = check_static(layer.cell, static, shape, like)
         output, final, _ = sequence(
             layer._call(self._made[1], {})._replace(sizes=self._sizes),

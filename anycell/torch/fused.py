@@ -16,7 +16,7 @@ from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
 from anycell.layer import gpu
 from anycell.layer.sequences import keeping, sequences
-from anycell.plan import Call, Options, Plan, Sizes, plan
+from anycell.plan import Call, Options, Plan, Sizes, no_kernel_on_gpu, plan
 from anycell.plan.dtype import dtypes
 from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.device import DeviceHost, Returned, host_of
@@ -58,6 +58,8 @@ def plan_of(
     chosen = plan(cell, hidden_size, name if engine == "cpu" else "float32", sizes=dict(sizes))
     if chosen.engine == "reference" or engine == "cpu":
         return chosen if chosen.engine == engine else chosen.reason
+    if why := no_kernel_on_gpu(cell):
+        return why
     return plan(cell, hidden_size, name, engine, dict(sizes))
 
 

@@ -161,7 +161,7 @@ class TorchHost:
         return any(map(self._beyond, map(Tensor.data_ptr, arrays)))
 
     like = staticmethod(torch.empty_like)
-    rows = staticmethod(Tensor.unbind)
+    split = staticmethod(Tensor.split)
     pointer, pointers = staticmethod(Tensor.data_ptr), functools.partial(map, Tensor.data_ptr)
     strides = staticmethod(Tensor.stride)
 

@@ -189,7 +189,7 @@ class Spec(NamedTuple):
     def plan_of(self, tensors: Sequence[Tensor], hyper: Sequence[float]) -> Plan:
         """Returns the plan for these tensors; the text says how many there must be."""
         _expect("tensors", len(tensors), len(self.arrays))
-        x = tensors[self.arrays.index("x")]
+        x = self.x(tensors)
         _expect("x, axes", x.dim(), 3)
         return self.plan(tuple(hyper), x.device.type)
 
@@ -208,6 +208,14 @@ class Spec(NamedTuple):
             _expect("seed", (seed.dtype, seed.dim()), (torch.int64, 0))
             options = options._replace(seed=int(seed))
         return Call(plan.cell, self.hidden_size, options, self.sizes), arrays
+
+    def x(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Returns the input among the tensors of the call."""
+        return tensors[self.arrays.index("x")]
+
+    def wanted(self, needs: Sequence[bool]) -> set[str]:
+        """Returns the names of the tensors that need a gradient."""
+        return {name for name, need in zip(self.arrays, needs, strict=True) if need}
 
     @property
     def apart(self) -> bool:
@@ -292,7 +300,7 @@ def _run_fake(
 
 def _expect_one_device(form: Spec, tensors: Sequence[Tensor]) -> Tensor:
     """Returns x; refuses tensors on other devices: with one on "meta", results are mere shapes."""
-    x = tensors[form.arrays.index("x")]
+    x = form.x(tensors)
     for name, tensor in zip(form.arrays, tensors, strict=True):
         if name != "seed":  # the seed is always on the CPU
             _expect("device of a tensor", str(tensor.device), str(x.device))
@@ -325,8 +333,7 @@ def _backward(
     before = layer.Kept.of(kept, states, directions)
     present = iter(arriving)
     gradients = [next(present) if one else None for one in given]
-    wanted = {name for name, need in zip(form.arrays, needs, strict=True) if need}
-    run = fused.run_backward
+    wanted, run = form.wanted(needs), fused.run_backward
     named = enter(call.cell, "backward", run, call, plan, arrays, before, gradients, wanted)
     return [
         _alone(named[name], plan) if name in named else t.new_zeros(t.shape)
@@ -363,7 +370,7 @@ class _Operators(torch.autograd.Function):
         if keep:
             states = len(_CELLS[form.cell].states)
             final, kept = results[:states], results[states:]
-            x = tensors[form.arrays.index("x")]
+            x = form.x(tensors)
             output = kept.pop() if form.apart else kept[0][1 : 1 + x.shape[0]].detach()
             if type(x) in ORDINARY and not form.apart:
                 # allow_mutation_on_saved_tensors, a mode, finds what an edit changes by its address
@@ -381,7 +388,7 @@ class _Operators(torch.autograd.Function):
         if stepwise(arriving, saved, (*ORDINARY, *TRACERS)):
             form = Spec.read(ctx.text)
             call, arrays = form.unpack(tensors, form.plan_of(tensors, ctx.hyper))
-            wanted = {name for name, need in zip(form.arrays, needs, strict=True) if need}
+            wanted = form.wanted(needs)
             run: Any = fused.differentiable
             named = enter(call.cell, "backward", run, call, arrays, wanted, arriving)
             return None, None, *[named.get(name) for name in form.arrays]
@@ -421,7 +428,7 @@ def _matmuls(tensors: Sequence[Tensor], text: str) -> dict[str, int]:
 
 
 def _flops(tensors: Sequence[Tensor], text: str, *_: Any, out_val: Any = None) -> int:
-    steps = tensors[Spec.read(text).arrays.index("x")].shape[0]
+    steps = Spec.read(text).x(tensors).shape[0]
     return steps * sum(_matmuls(tensors, text).values())
 
 
@@ -436,9 +443,8 @@ def _backward_flops(
     out_val: Any = None,
 ) -> int:
     """Counts the products for the gradients of each weight, and of what it multiplies."""
-    names = Spec.read(text).arrays
-    wanted = {name for name, need in zip(names, needs, strict=True) if need}
-    steps = tensors[names.index("x")].shape[0]
+    form = Spec.read(text)
+    wanted, steps = form.wanted(needs), form.x(tensors).shape[0]
     count = 0 if kept else _flops(tensors, text)
     for name, flops in _matmuls(tensors, text).items():
         count += steps * flops * (name in wanted)

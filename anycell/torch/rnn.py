@@ -229,7 +229,7 @@ class RNN(Recurrent, OfCell):
         like = parts(x)[0] if isinstance(x, PackedSequence) else x
         arrays = {} if state is None else self._named("state", state, self._rows(x), like)
         if static is not None or self.cell.static is not None:
-            shape = (*self._rows(x), self.hidden_size)
+            shape = (*self._rows(x), self.sizes[self.cell.static_size])
             arrays["static"] = check_static(self.cell, static, shape, like)
         return self._run_cell(self.cell, x, arrays, **further)
 

@@ -151,7 +151,8 @@ class RNNCell(OfCell):
         states: States = ()
         if state is not None:
             states = check_states("state", state, self.cell, self.sizes, rows, x)
-        static = check_static(self.cell, static, (*rows, self.hidden_size), x)
+        shape = (*rows, self.sizes[self.cell.static_size])
+        static = check_static(self.cell, static, shape, x)
         tensors = [x, static, *states]
         if not rows:
             tensors = [t if t is None else t.unsqueeze(0) for t in tensors]

@@ -120,7 +120,7 @@ class Prepared:
         shapes: list[tuple[int, ...]] = [(rows, stream.width)]
         if static is not None:
             arrays.append(static)
-            shapes.append((rows, stream.hidden))
+            shapes.append((rows, stream.static_width))
         before, restored = _together(state), _together(reset_state)
         for states in (before, restored):
             if states is not None:

@@ -177,8 +177,7 @@ def _weights(kernel: Kernel, call: Mapping[str, int], each: Mapping[str, int]) -
     """Yields the bytes that packing reads."""
     shapes = dict(kernel.weights)
     if call.get("inputs"):
-        gates = len(kernel.plan.cell.gates) * kernel.plan.hidden_size
-        shapes["weight_ih"] = 1, gates, call["inputs"]
+        shapes["weight_ih"] = 1, kernel.plan.gates_width, call["inputs"]
     for name, shape in shapes.items():
         if call["packed"]:
             strides = (each[f"{name} {axis}"] for axis in ("heads", "rows", "columns"))

@@ -89,7 +89,7 @@ class Door:
         self.names = names(self.plan, self.backward)
         self.arrays, self.index = layout.arrays, layout.entries
         self.sequences, self.projecting = layout.sequences, layout.projecting
-        self.gates = len(self.cell.gates) * self.plan.hidden_size
+        self.gates = self.plan.gates_width
         # Scratch memory begins with the number of directions and the addresses of their tables.
         # Then come the kernel's tables, each with a count of the pieces that are done, on a cache
         # line of its own, and then the tables of packing.

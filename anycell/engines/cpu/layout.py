@@ -28,8 +28,9 @@ from anycell.engines.cpu.geometry import (
 )  # fmt: skip
 from anycell.engines.cpu.ir import Builder, Target, Value
 from anycell.engines.cpu.table import Count, align, entries
+from anycell.lang.declare import ONE
 from anycell.lang.expr import Expr
-from anycell.plan import FREE, Plan, arrays, gradient_roots, passes, root_sizes
+from anycell.plan import Plan, arrays, gradient_roots, in_sequence, passes, root_sizes
 
 PANEL = 48  # rows whose matmul results are computed before the cell's work on them
 
@@ -85,7 +86,7 @@ class Layout:
             self.symbols = root_sizes(self.cell)
             kept = [state.name in plan.states for state in self.cell.states]
             self.new_states = {
-                n: i for i, n in enumerate(self.cell.next) if n.op not in FREE and kept[i]
+                n: i for i, n in enumerate(self.cell.next) if in_sequence(self.cell, n) and kept[i]
             }
             self.loaded = frozenset(self.saved) | frozenset(self.new_states)
         self.passes = passes(self.roots, self.loaded)
@@ -109,7 +110,9 @@ class Layout:
         self.row_wise = len(self.passes) > 1 or not simple
         self.width = self.geometry.width
         if self.row_wise:
-            self.width = min(2, -(-min(sizes, default=plan.hidden_size) // self.lanes))
+            # Vectors of size 1 have one unit in any case.
+            several = {plan.sizes[symbol] for symbol in self.symbols if symbol != ONE}
+            self.width = min(2, -(-min(several, default=plan.hidden_size) // self.lanes))
         self.results = self._results()
         self.scratch, self.scratch_row = self._scratch()
         # Multiply-adds and staged bytes of a row, and packed bytes of a direction.
@@ -149,6 +152,9 @@ class Layout:
         stored = [n for part in self.passes for n in part.stores]
         inside = [] if self.backward else [m for m in self.matmuls if m.state is None]
         operands = [m.linear.operand for m in inside]
+        inner = {m.linear.operand: 0 for m in inside}  # a number may be the operand of several
+        for m in inside:
+            inner[m.linear.operand] = max(inner[m.linear.operand], m.inner)
         uses: Sequence[tuple[str, list[Expr]]] = (
             ("kept", [*stored, *grouped]), ("argument", grouped), ("operand", operands)
         )  # fmt: skip
@@ -156,7 +162,8 @@ class Layout:
         for use, nodes in uses:
             for node in dict.fromkeys(nodes):
                 places[use, node] = at
-                at += whole(self.plan.width(node), step)
+                width = inner[node] if use == "operand" else self.plan.width(node)
+                at += whole(width, step)
         if len(self.stages) > 1:
             places |= {("narrow", node): at + i for i, node in enumerate(reductions)}
             at += len(reductions)

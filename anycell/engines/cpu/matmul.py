@@ -379,11 +379,12 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
                 column, width = place(n * g.unroll + v)
                 row = l.declared.index(output)
                 bias_sum.value = constant(0.0, b.vec)
-                at_bias = head * g.units + unit + row * m.units
-                both = l.recurrent and output in layout.cell.fused
-                for added in (input_bias, bias) if both else (bias,):
+                at_bias = [(bias, head * g.units + unit + row * m.units)]
+                if l.recurrent and output in layout.cell.fused:
+                    at_bias.insert(0, (input_bias, unit + layout.plan.places[output].start))
+                for added, at_unit in at_bias:
                     with b.when(added.ne(0)):
-                        at_number = b.gep(added, at_bias, of_biases)
+                        at_number = b.gep(added, at_unit, of_biases)
                         numbers = masked_numbers(b, at_number, mask, of_biases)
                         bias_sum.value += numbers
                 b.store(bias_sum.value, column)

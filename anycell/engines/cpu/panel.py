@@ -202,5 +202,6 @@ class Panel:
                     value = rows.load(brought, lanes, at)
                     value = rows.biased(value, m.linear.bias_name, lanes, at)
                     if output in layout.cell.fused:
+                        at = layout.plan.places[output].start
                         value = rows.biased(value, "bias_ih", lanes, at)
                 b.store(value, b.gep(results, into + n * layout.results.strides[m.linear.name]))

@@ -247,10 +247,11 @@ class Rows:
                     into = self.of(f"d_state {name}", at.row)
                     arrived = self.load(self.at(arriving, at), lanes)
                     self.add(arrived, into, lanes)
-        h = self.plan.hidden_size
-        with self.vectors(task.span, h) as lanes:
-            for gate in range(len(self.cell.gates)):
-                self.store(zero, self.at("d_gates", at), lanes, gate * h)
+        for size in dict.fromkeys(self.cell.gate_sizes.values()):
+            with self.vectors(task.span, self.plan.sizes[size]) as lanes:
+                for gate, place in self.plan.places.items():
+                    if self.cell.gate_sizes[gate] == size:
+                        self.store(zero, self.at("d_gates", at), lanes, place.start)
         for m in self.layout.matmuls:
             if not self.plan.shares_gradient(m.linear):
                 units = m.inner // m.parts

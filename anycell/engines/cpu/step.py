@@ -59,7 +59,7 @@ class Step:
         arguments = [node.args[0] for node in part.reductions]
         roots = [*(layout.roots if last else ()), *arguments, *(node for _, node, _ in operands)]
         # The sizes of the arrays that the values are written to; a number fits every size.
-        sizes = [*(layout.symbols if last else ()), *map(layout.plan.symbol, part.reductions)]
+        sizes = [*(layout.symbols if last else ()), *map(layout.plan.reduced, part.reductions)]
         sizes += [layout.operand_symbol(m) for m, _, _ in operands]
         # Values that all units share are computed once, before the loop.
         zero = b.value(0)
@@ -73,7 +73,7 @@ class Step:
             with rows.vectors(task.span, self.plan.sizes[size]) as lanes:
                 values = Values(self, task, lanes, known, shared.known)
                 for node in part.reductions:
-                    if layout.plan.symbol(node) == size:
+                    if layout.plan.reduced(node) == size:
                         value = values.get(node.args[0])
                         if node in sums:
                             self._fold(node, value, lanes, sums[node])
@@ -143,7 +143,7 @@ class Step:
     def _reduced(self, node: Expr, sums: Value, task: Task) -> Value:
         """The reduction of a row, in every lane; also stores it if later stages may need it."""
         b, scratch = self.b, self.layout.scratch
-        whole = self._whole(node, sums, self.plan.width(node))
+        whole = self._whole(node, sums, self.plan.sizes[self.plan.reduced(node)])
         if ("narrow", node) in scratch:
             b.store(whole, b.gep(task.scratch, scratch["narrow", node]))
         return b.splat(whole)
@@ -202,10 +202,10 @@ class Step:
     def _gradients(self, size: str, values: Values) -> None:
         """Writes a step's gradients of one size, for the vector of units at hand."""
         rows, layout, plan, get = self.rows, self.layout, self.plan, values.get
-        h, lanes, task, at = plan.hidden_size, values.lanes, values.task, values.task.at
+        lanes, task, at = values.lanes, values.task, values.task.at
         # All values are computed first: writing state gradients overwrites inputs of the others.
-        gradients, of_h = plan.gradients, size == "H"
-        d_gates = [get(g) for g in gradients.x.values()] if of_h else []
+        gradients, cell = plan.gradients, self.cell
+        d_gates = {n: get(g) for n, g in gradients.x.items() if cell.gate_sizes[n] == size}
         d_outputs = {
             m: [get(g) for g in gradients.linear[m.linear.name].values()]
             for m in layout.matmuls
@@ -214,15 +214,16 @@ class Step:
         d_states = {
             s.name: get(gradients.state[s.name]) for s in self.cell.states if s.size == size
         }
-        d_params = [get(g) for g in gradients.param.values()] if of_h else []
-        d_static = get(gradients.static) if of_h and gradients.static is not None else None
+        d_params = {p.name: get(gradients.param[p.name]) for p in cell.params if p.size == size}
+        once = gradients.static if cell.static_size == size else None
+        d_static = None if once is None else get(once)
         for m in layout.matmuls:
             if m.linear.in_size == size:
                 # Computed outside the branch of `keep_operand`: other matmuls may share its values.
                 operand = get(m.linear.operand) if m.state is None else None
                 rows.keep_operand(m, task, lanes, operand)
-        for gate, value in enumerate(d_gates):
-            rows.store(value, rows.at("d_gates", at), lanes, gate * h)
+        for gate, value in d_gates.items():
+            rows.store(value, rows.at("d_gates", at), lanes, plan.places[gate].start)
         for m, parts in d_outputs.items():
             if not plan.shares_gradient(m.linear):
                 for n, value in enumerate(parts):
@@ -230,10 +231,11 @@ class Step:
                     rows.store(value, row, lanes, n * plan.sizes[size])
         for name, value in d_states.items():
             rows.store(value, rows.of(f"d_state {name}", at.row), lanes)
-        for i, value in enumerate(d_params):
+        for name, value in d_params.items():
             # Each group of rows has its own sum. One thread computes it, so the order of additions
             # does not depend on the number of threads.
-            rows.add(value, rows.of("d_params", task.group), lanes, i * h)
+            place = plan.param_places[name].start
+            rows.add(value, rows.of("d_params", task.group), lanes, place)
         if d_static is not None:
             rows.add(d_static, rows.of("d_static", at.row), lanes)
 
@@ -287,6 +289,8 @@ class Values:
             return b.value(node.attrs[0], b.vec)
         if node.op == "hyper":
             return self.step.hyper[node.attrs[0]]
+        if node.op == "units":
+            return b.value(float(layout.plan.sizes[node.attrs[0]]), b.vec)
         if node in layout.saved and layout.backward:
             value = self._saved(node)
             return value.ne(0.0) if is_boolean(node) else value
@@ -331,7 +335,7 @@ class Values:
         """The input's part of a gate; ``biased`` if no matmul's sum begins with the gate's bias."""
         b, layout, rows = self.b, self.layout, self.rows
         n = layout.cell.gates.index(gate)
-        place, m = n * layout.plan.hidden_size, layout.projecting
+        place, m = layout.plan.places[gate].start, layout.projecting
 
         def projected() -> Value:
             value = rows.stream("gates", self.task.at, self.lanes, place)

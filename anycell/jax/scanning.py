@@ -1,0 +1,287 @@
+"""``scan``: ``jax.lax.scan``, fused where its body can be read as a cell."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from anycell.explanation import explain
+from anycell.jax import exact, fused
+from anycell.jax.equations import evaluated
+from anycell.jax.read import Body
+from anycell.read import Refused
+from anycell.read.proof import STEPS, difference
+
+Array = Any
+
+# Tests set it: an unexpected exception of the reader is raised, where users get ``lax.scan``.
+STRICT = False
+
+
+def scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+) -> tuple[Any, Any]:
+    """``jax.lax.scan``, with its signature, semantics and errors, and faster where f is a cell.
+
+    A body that can be read as a cell runs in a fused kernel, forward and backward, if JAX's default
+    device is the CPU; ``explain_scan`` shows that cell, or says why ``jax.lax.scan`` itself runs
+    the body. Before a reading is used, it is compared with f for a few steps.
+
+    Args:
+        f: ``carry, x -> carry, y``: one step.
+        init: the first carry, a pytree of arrays.
+        xs: a pytree of arrays, whose first axis is time; or None.
+        length: the number of steps, needed if ``xs`` is None.
+        reverse: whether to run from the last step to the first.
+        unroll: of ``jax.lax.scan``; a fused kernel has nothing to unroll.
+
+    Returns:
+        the last carry, and the stacked outputs.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> w = jnp.ones((8, 8))
+        >>> def step(h, x):
+        ...     h = jnp.tanh(x + h @ w)
+        ...     return h, h
+        >>> h, outputs = scan(step, jnp.zeros((2, 8)), jnp.ones((5, 2, 8)))
+        >>> outputs.shape
+        (5, 2, 8)
+    """
+    loop = functools.partial(
+        jax.lax.scan, f, init, xs, length, reverse, unroll, _split_transpose=_split_transpose
+    )
+    config: Any = jax.config
+    if config.jax_disable_jit:  # then f may compute with numbers
+        return loop()
+    traced = Traced(loop)
+    return traced.run(traced.road().body)
+
+
+def explain_scan(
+    f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None,
+    length: int | None = None, reverse: bool = False, unroll: int | bool = 1,
+) -> str:  # fmt: skip
+    """Says what ``scan`` does with these arguments, and why.
+
+    Returns:
+        which road f takes; and if it was read, the text of its cell, for those who want to keep it,
+        and what ``anycell.explain`` says of the cell.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> step = lambda h, x: (jnp.tanh(x + 0.5 * h), h)
+        >>> print(explain_scan(step, jnp.zeros((2, 8)), jnp.ones((5, 2, 8))).partition("\\n")[0])
+        A fused kernel runs this body.
+    """
+    traced = Traced(lambda: jax.lax.scan(f, init, xs, length, reverse, unroll))
+    body, reason = traced.road()
+    if body is None:
+        return f"jax.lax.scan runs this body: {reason}"
+    reading = body.reading
+    return (
+        f"A fused kernel runs this body.\n\nThe cell that was read:\n\n{reading.text}\n"
+        f"{explain(reading.cell, hidden_size=reading.size)}"
+    )
+
+
+@dataclass(frozen=True)
+class Road:
+    """How a body runs: as a cell, or, for a reason, by ``lax.scan``."""
+
+    body: Body | None
+    reason: str = ""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.body, self.reason))
+
+
+class Traced:
+    """A call of ``lax.scan`` as a program: that function has checked it and traced f.
+
+    Args:
+        loop: calls ``lax.scan``. Arrays that it closes over may be those of an outer program.
+    """
+
+    def __init__(self, loop: Callable[[], Any]) -> None:
+        closed, shapes = jax.make_jaxpr(loop, return_shape=True)()
+        self.jaxpr, self.consts = closed.jaxpr, closed.consts
+        self.tree = jax.tree.structure(shapes)
+
+    def road(self) -> Road:
+        """How the body runs."""
+        scans = [eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "scan"]
+        if len(scans) != 1:
+            return Road(None, "JAX has traced it to something else than one loop")
+        params = scans[0].params
+        if any(_varying(array) for array in self.consts):
+            return Road(
+                None, "it runs within shard_map, which follows arrays from device to device"
+            )
+        if not params["length"] or not isinstance(params["length"], int):
+            return Road(None, "it has no steps, or the number of steps is not known")
+        platform = jax.default_backend()
+        if platform != "cpu":
+            return Road(None, f"JAX's default device is of the kind {platform}, not cpu")
+        return road_of(params["jaxpr"], params["num_consts"], params["num_carry"])
+
+    def run(self, body: Body | None) -> Any:
+        """The results of the program, with a body that was read in place of the loop."""
+        values = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+
+        def of(atom: Any) -> Array:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for eqn in self.jaxpr.eqns:
+            operands, params = list(map(of, eqn.invars)), eqn.params
+            if body is not None and eqn.primitive.name == "scan":
+                split = params["num_consts"], params["num_consts"] + params["num_carry"]
+                results = body.jitted(
+                    operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :],
+                    steps=params["length"], reverse=params["reverse"],
+                )  # fmt: skip
+            else:
+                results = evaluated(eqn, operands)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return jax.tree.unflatten(self.tree, map(of, self.jaxpr.outvars))
+
+
+def _varying(array: Array) -> bool:
+    return bool(fused.varying(array)) if isinstance(array, jax.core.Tracer) else False
+
+
+@functools.lru_cache(maxsize=512)  # lax.scan returns the same jaxpr for the same f and shapes
+def road_of(closed: Any, consts: int, carries: int) -> Road:
+    """How the body of a ``lax.scan`` runs, whose jaxpr this is."""
+    try:
+        body = Body(closed, consts, carries)
+        if body.plan.engine != "cpu":  # step by step, the loop itself is as fast
+            return Road(None, f"no kernel runs its cell: {body.plan.reason}")
+        text = re.sub(r" at 0x[0-9a-f]+", "", str(closed))
+        key = text, consts, carries
+        if key not in _PROVED:
+            _PROVED[key] = tried(body, closed)
+        return Road(None, _PROVED[key]) if _PROVED[key] else Road(body)
+    except Refused as refusal:
+        return Road(None, str(refusal))
+    except Exception as error:
+        if STRICT:
+            raise
+        return Road(None, f"reading it failed, by a fault of anycell: {error!r}")
+
+
+_PROVED: dict[tuple[str, int, int], str] = {}
+
+
+# ---- proof ---------------------------------------------------------------------------------------
+def tried(body: Body, closed: Any) -> str:
+    """Compares a reading with the body for a few steps; "" if they agree, else how they differ.
+
+    Results, and their derivatives in a random direction of all arrays at once, are computed in
+    float64. An outer program that is being traced does not notice.
+    """
+    consts, carries = len(body.consts), len(body.carry)
+
+    def loop(*flat: Array) -> list[Array]:
+        def step(carry: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
+            results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *flat[:consts], *carry, *x)
+            return results[:carries], results[carries:]
+
+        carry, xs = list(flat[consts : consts + carries]), list(flat[consts + carries :])
+        last, ys = jax.lax.scan(step, carry, xs, STEPS)
+        return [*last, *ys]
+
+    def read(*flat: Array) -> list[Array]:
+        parts = flat[:consts], flat[consts : consts + carries], flat[consts + carries :]
+        return body.run(*parts, steps=STEPS, reverse=False, engine="reference")
+
+    shapes = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in (*body.consts, *body.carry)]
+    shapes += [jax.ShapeDtypeStruct((STEPS, *v.shape), v.aval.dtype) for v in body.x]
+    derived = "custom_vjp" not in str(closed)  # which have no such derivative
+    both = [Program(function, shapes, derived) for function in (loop, read)]
+    rng = np.random.default_rng(0)
+    random = [_draw(rng, shape, i < consts) for i, shape in enumerate(shapes)]
+    directions = [_draw(rng, shape, False) for shape in shapes]
+    zeros = [
+        np.zeros(shape.shape) if _floating(shape) and (i >= consts or len(shape.shape) < 2) else a
+        for i, (a, shape) in enumerate(zip(random, shapes, strict=True))
+    ]
+    dtype = "float64" if body.dtype == np.float64 else "float64 of float32 constants"
+    for start, arrays in (("random states", random), ("states of zeros", zeros)):
+        theirs, mine = (program(arrays, directions) for program in both)
+        for name, array in theirs.items():  # where the loop has no number, any will do
+            mine[name] = np.where(np.isfinite(array), mine[name], 0.0)
+            theirs[name] = np.where(np.isfinite(array), array, 0.0)
+        problem = difference(theirs, mine, dtype, start)
+        if problem:
+            return problem
+    return ""
+
+
+class Program:
+    """A function of arrays, traced with its derivative in one direction.
+
+    Args:
+        derived: whether it has a derivative; without, values alone are computed.
+    """
+
+    def __init__(self, function: Callable[..., list[Array]], shapes: Any, derived: bool) -> None:
+        self.moved = [i for i, shape in enumerate(shapes) if _floating(shape)] if derived else []
+
+        def both(flat: list[Array], along: list[Array]) -> Any:
+            def of_moved(*moved: Array) -> list[Array]:
+                arrays = list(flat)
+                for i, array in zip(self.moved, moved, strict=True):
+                    arrays[i] = array
+                return function(*arrays)
+
+            if not self.moved:
+                return function(*flat), []
+            results, derivative = jax.jvp(of_moved, [flat[i] for i in self.moved], along)
+            return results, [d for d in derivative if d.dtype != jax.dtypes.float0]
+
+        self.closed, kinds = jax.make_jaxpr(both, return_shape=True)(
+            shapes, [shapes[i] for i in self.moved]
+        )
+        self.count = len(kinds[0])
+
+    def __call__(self, arrays: Sequence[Array], along: Sequence[Array]) -> dict[str, np.ndarray]:
+        """Results and their derivatives, by what they are."""
+        along = [along[i] for i in self.moved]
+        flat = exact.evaluate(self.closed.jaxpr, self.closed.consts, *arrays, *along)
+        named = {}
+        for i, array in enumerate(flat):
+            derivative = f"the derivative {i - self.count}"
+            named[derivative if i >= self.count else f"result {i}"] = np.asarray(array)
+        return named
+
+
+def _floating(shape: Any) -> bool:
+    return bool(jnp.issubdtype(shape.dtype, jnp.floating))
+
+
+def _draw(rng: np.random.Generator, shape: Any, weight: bool) -> Array:
+    """Random numbers of a shape and dtype; weights are small enough that sums of products are."""
+    size, dtype = shape.shape, shape.dtype
+    if _floating(shape):
+        wide = max(size) if weight and len(size) > 1 else 1
+        return rng.normal(size=size) / np.sqrt(wide)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # keys, as ``exact`` has them
+        return rng.integers(0, 2**64, size, np.uint64)
+    if dtype == np.uint32:  # a key of the older sort
+        return rng.integers(0, 2**32, size, np.uint32)
+    return rng.integers(0, 2, size).astype(dtype)

@@ -1,0 +1,105 @@
+"""``recurrence``: one direction of one layer of any cell, on tensors that the user owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from anycell.keras.call import Tensor
+from anycell.keras.rule import FUSED
+from anycell.lang.cell import Cell
+from anycell.layer.checks import refuse
+from anycell.plan import OPTIONS, FunctionOptions, takes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_HOMES = {"tensorflow": "anycell.keras.tensors", "torch": "anycell.torch", "jax": "anycell.jax"}
+
+
+@takes(OPTIONS)
+def recurrence(
+    cell: Cell,
+    x: Tensor | None,
+    weights: Mapping[str, Tensor | None],
+    state: Tensor | Sequence[Tensor | None] | None = None,
+    params: Mapping[str, Tensor | None] | None = None,
+    *,
+    gates: Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
+    resets: Tensor | None = None,
+    reset_state: Tensor | Sequence[Tensor | None] | None = None,
+    recurrent_mask: Tensor | None = None,
+    static: Tensor | None = None,
+    return_states: bool | str | Sequence[str] | None = None,
+    engine: str | None = None,
+    **options: Unpack[FunctionOptions],
+) -> tuple[Any, ...]:
+    """Runs ``cell`` over a sequence: one direction of one layer, whose tensors are the user's.
+
+    It takes tensors and variables of Keras's backend. On TensorFlow it works in eager mode and in
+    graphs, and is differentiable, also twice, in every float tensor that it is given but a
+    ``recurrent_mask``. On torch and JAX it is ``anycell.torch.recurrence`` and
+    ``anycell.jax.recurrence``.
+
+    Args:
+        cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the tensors.
+        x: ``[T, B, I]``. If ``weights`` have no ``weight_ih``, x must be projected already, like
+            ``gates``.
+        weights: what the layer learns, by public names (``cell.learned``), not as Keras lays it
+            out: ``weight_ih`` ``[G*H, I]`` and ``weight_hh`` ``[G*H, size of the first state]``,
+            with rows in the cell's order of gates; optionally ``bias_ih`` and ``bias_hh``
+            ``[G*H]``; ``weight_<name>`` and ``bias_<name>`` of each further matmul, ``[out, in]``
+            or ``[heads, out/heads, in/heads]``; each parameter of the cell, ``[H]``. A value of
+            None means that the weight is absent.
+        state: ``[B, size]`` per state, or the tensor itself for one state; None, for all states or
+            one of them, is the declared value. ``reset_state`` may also be ``[size]``.
+        params: the cell's parameters, if they are kept apart from the weights.
+        gates: ``[T, B, G*H]``, the input's projection onto each gate, in place of x:
+            ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, if given.
+        engine: "cpu" (the fused kernel) or "reference" (step by step, in operations of the
+            backend); None takes the kernel where it can be called.
+        {mask lengths resets reset_state static recurrent_mask return_states options}
+
+    Returns:
+        the output ``[T, B, size of the first state]``, and a tuple of the final states
+        ``[B, size]``. With ``return_states`` a third result: a dictionary of ``[T, B, size]`` by
+        names of states; at masked steps see ``masked_output``.
+
+    In TensorFlow, in training without a ``seed``, ``tf.random`` draws one for each run. XLA, an
+    export, ``step_by_step``, forward mode and second derivatives run step by step; a loop over the
+    steps draws other random masks for a seed than the kernel.
+
+    Raises:
+        TypeError, ValueError: with the argument, what was given, what is expected, and what to do.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> import anycell
+        >>> weights = {"weight_ih": tf.zeros((32, 3)), "weight_hh": tf.zeros((32, 8))}
+        >>> output, (h, c) = recurrence(anycell.cells.LSTM, tf.zeros((5, 2, 3)), weights)
+        >>> tuple(output.shape), tuple(c.shape)
+        ((5, 2, 8), (2, 8))
+    """
+    name = keras.backend.backend()
+    if name not in FUSED:
+        expected, hint = " or ".join(FUSED), "Choose one by KERAS_BACKEND."
+        refuse("recurrence", f"Keras's backend {name!r}", expected, hint, NotImplementedError)
+    given = keras.tree.map_structure(_value, [x, weights, state, params])
+    named = {"gates": gates, "reset_state": reset_state, "recurrent_mask": recurrent_mask}
+    named = keras.tree.map_structure(_value, {**named, "static": static})
+    run = import_module(_HOMES[name]).recurrence
+    results: tuple[Any, ...] = run(
+        cell, *given, mask=mask, lengths=lengths, resets=resets, return_states=return_states,
+        engine=engine, **named, **options,
+    )  # fmt: skip
+    return results
+
+
+def _value(leaf: Any) -> Any:
+    """The tensor behind a variable of Keras; anything else as it is."""
+    return leaf.value if isinstance(leaf, keras.Variable) else leaf

@@ -1,0 +1,213 @@
+"""Layers of cells as users write them: what was read of a cell, and its run over a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import keras
+from keras import tree
+from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers.RNN looks for it
+
+from anycell.keras.call import Tensor
+from anycell.read import Refused
+
+_MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a call
+_HOMES = {"tensorflow": "read", "jax": "jax"}
+_PLAIN = (int, float, bool, str, type(None))
+MOST = 16  # readings that a layer keeps
+_Key = tuple[Any, ...]
+
+
+class Readings:
+    """What was read of the cell of a layer, for each sort of call. Copies begin without."""
+
+    def __init__(self) -> None:
+        self.known: dict[_Key, Any] = {}
+        self.last: dict[bool, tuple[Any, ...]] = {}  # by training: what the last call was like
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Readings, ()
+
+    def step(self, cell: Any, training: bool, x: Any, states: Any, masks: Sequence[Any]) -> Any:
+        """The step that was read, or why it is not.
+
+        Args:
+            x, states, masks: tensors, or specs of them; only shapes and dtypes matter.
+        """
+        specs = [_spec(t) for t in (x, *tree.flatten(states), *masks)]
+        structure = tree.map_structure(lambda _: 0, states)
+        key = training, _state_of(cell), repr(structure), *specs
+        if key not in self.known:
+            if len(self.known) >= MOST:
+                self.known.clear()
+            self.known[key] = _read(cell, training, structure, specs, len(masks))
+        self.last[training] = x, states, masks
+        return self.known[key]
+
+
+class Options(NamedTuple):
+    """The options of a layer on which its loop depends.
+
+    Attributes:
+        reverse: whether it goes backwards.
+        zero: whether outputs at masked steps are zero.
+        every: whether all outputs are wanted, not the last one alone.
+    """
+
+    reverse: bool
+    zero: bool
+    every: bool
+
+
+def _home() -> Any:
+    """What reads and runs steps on the backend."""
+    return import_module(f"anycell.keras.{_HOMES[keras.backend.backend()]}")
+
+
+def elsewhere(cell: Any) -> str | None:
+    """Returns why cells are not read on Keras's backend, or None."""
+    backend = keras.backend.backend()
+    if backend in _HOMES:
+        return None
+    return (
+        f"the cell is of class {type(cell).__name__}, which is not read on Keras's backend "
+        f"{backend}: write its step as @anycell.cell, for anycell.keras.RNN(cell, units)"
+    )
+
+
+def _spec(tensor: Any) -> tuple[tuple[int | None, ...], str]:
+    """The shape of a tensor without the batch, and its dtype."""
+    sizes = tuple(tensor.shape)[1:]
+    return (None, *sizes), keras.backend.standardize_dtype(tensor.dtype)
+
+
+def _read(cell: Any, training: bool, structure: Any, specs: Sequence[_Key], masks: int) -> Any:
+    for layer in _layers(cell):
+        if isinstance(layer, keras.Layer) and not layer.built:
+            return f"{type(layer).__name__} is read once it is built"
+    x, *rest = specs
+    states, others = rest[: len(rest) - masks], rest[len(rest) - masks :]
+    before, losses = _state_of(cell), _losses(cell)
+    try:
+        step = _home().read_step(step_of(cell, training, structure), structure, x, states, others)
+        changed = _state_of(cell)
+        if changed != before or _losses(cell) != losses:
+            names = {a[:2] for a in {*changed} ^ {*before}}
+            shown = ", ".join(sorted(f"{kind}.{name}" for kind, name in names)) or "add_loss"
+            raise Refused(f"a call of the cell has an effect on {shown}.")
+        if isinstance(step, str):
+            raise Refused(step)
+        return step
+    except Refused as why:
+        return f"the cell {type(cell).__name__} cannot be read: {str(why).rstrip('.')}"
+    except Exception as error:  # the user's loop runs whatever goes wrong here
+        return f"reading the cell {type(cell).__name__} fails: {type(error).__name__}: {error}"
+    finally:
+        for layer, count in losses:
+            del layer._losses[count:]
+
+
+def step_of(cell: Any, training: bool, structure: Any) -> Callable[..., Any]:
+    """The cell's call as a function of flat tensors, with the masks of its dropout."""
+    more = {}
+    if isinstance(cell, keras.Layer) and cell._call_has_training_arg:
+        more["training"] = training
+
+    def step(x: Tensor, states: list[Tensor], others: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        with _given(cell, others):
+            output, new = cell(x, tree.pack_sequence_as(structure, states), **more)
+        return output, tree.flatten(new)
+
+    step.__name__ = type(cell).__name__
+    return step
+
+
+def _layers(cell: Any) -> list[Any]:
+    return list(cell._flatten_layers()) if isinstance(cell, keras.Layer) else [cell]
+
+
+def _losses(cell: Any) -> list[tuple[Any, int]]:
+    """How many losses each layer has added."""
+    return [(c, len(c._losses)) for c in _layers(cell) if isinstance(c, keras.Layer)]
+
+
+def _state_of(cell: Any) -> tuple[_Key, ...]:
+    """What a trace of the cell depends on, and a call must not change: its attributes.
+
+    Numbers and words count by value, all else by identity.
+    """
+    state: list[_Key] = []
+    for layer in _layers(cell):
+        kind = type(layer)
+        state.append((kind.__name__, "call", id(kind.call)))
+        for name, value in vars(layer).items():
+            if name not in _MASKS and name not in _OF_KERAS:
+                plain = value if isinstance(value, _PLAIN) else id(value)
+                length = len(value) if isinstance(value, (list, tuple, dict)) else 0
+                state.append((kind.__name__, name, plain, length))
+    return tuple(state)
+
+
+# Attributes that Keras itself sets while it calls a layer.
+_OF_KERAS = {"_losses", "_loss_ids", "built", "_called", "_lock"}
+
+
+# -- dropout ---------------------------------------------------------------------------------------
+
+
+def masks_of(cell: Any) -> list[Tensor]:
+    """The masks of dropout that Keras has drawn for this call, in a fixed order."""
+    return [mask for _, _, masks in _places(cell) for mask in tree.flatten(masks)]
+
+
+def _places(cell: Any) -> Iterator[tuple[Any, str, Any]]:
+    for layer in _layers(cell):
+        for name in _MASKS if isinstance(layer, DropoutRNNCell) else ():
+            masks = getattr(layer, name, None)
+            if masks is not None:
+                yield layer, name, masks
+
+
+@contextmanager
+def _given(cell: Any, masks: Sequence[Tensor]) -> Iterator[None]:
+    """Puts other masks in the place of those that were drawn."""
+    places, left = list(_places(cell) if masks else ()), iter(masks)
+    try:
+        for layer, name, drawn in places:
+            setattr(layer, name, tree.map_structure(lambda _: next(left), drawn))
+        yield
+    finally:
+        for layer, name, drawn in places:
+            setattr(layer, name, drawn)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def loop(
+    read: Any,
+    cell: Any,
+    training: bool,
+    sequences: Tensor,
+    states: Any,
+    masks: Sequence[Tensor],
+    mask: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Any]:
+    """Runs a step that was read over ``[B, T, ...]``, like Keras's loop.
+
+    Args:
+        masks: of dropout.
+        mask: bool ``[B, T]``.
+
+    Returns:
+        the last output, all outputs in the order of processing, or the last one, and final states.
+    """
+    structure = tree.map_structure(lambda _: 0, states)
+    call, flat = step_of(cell, training, structure), tree.flatten(states)
+    run = _home().loop
+    outputs, final = run(read, call, structure, sequences, flat, masks, mask, options)
+    return outputs[:, -1], outputs, tree.pack_sequence_as(states, final)

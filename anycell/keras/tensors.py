@@ -1,0 +1,176 @@
+"""``recurrence`` of Keras on TensorFlow: what users pass, checked, as one run of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from anycell.keras.call import OF_STATES, Tensor, flags
+from anycell.keras.tensorflow import recur
+from anycell.lang.cell import Cell
+from anycell.layer.checks import (
+    Frontend,
+    Layout,
+    Shape,
+    check_cell,
+    choice,
+    describe,
+    dtype_of,
+    refuse,
+)
+from anycell.layer.primitive import (
+    arguments,
+    check_input,
+    input_of,
+    learned_by_name,
+    options_and_seed,
+)
+from anycell.layer.sequences import besides_output, by_name, check_return_states
+from anycell.plan import OPTIONS, Call, FunctionOptions, takes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@takes(OPTIONS)
+def recurrence(
+    cell: Cell,
+    x: Tensor | None,
+    weights: Mapping[str, Tensor | None],
+    state: Tensor | Sequence[Tensor | None] | None = None,
+    params: Mapping[str, Tensor | None] | None = None,
+    *,
+    gates: Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
+    resets: Tensor | None = None,
+    reset_state: Tensor | Sequence[Tensor | None] | None = None,
+    recurrent_mask: Tensor | None = None,
+    static: Tensor | None = None,
+    return_states: bool | str | Sequence[str] | None = None,
+    engine: str | None = None,
+    **options: Unpack[FunctionOptions],
+) -> tuple[Any, ...]:
+    """``anycell.keras.recurrence`` on tensors of TensorFlow."""
+    check_cell(cell)
+    weights, params = _tensors(weights), _tensors({} if params is None else params)
+    named = learned_by_name(TENSORFLOW, cell, cell.learned, weights=weights, params=params)
+    name, series = _tensors(input_of(x, gates, named))
+    if isinstance(series, tf.Tensor) and (series.shape.rank is None or series.shape[-1] is None):
+        expected = "[time, batch, features], of which the features are known in a graph"
+        refuse(name, f"shape {series.shape}", expected, f"Set them with {name}.set_shape.")
+    check_input(TENSORFLOW, cell, name, series, "weight_ih" not in named)
+    like = named.get("weight_hh", [*named.values(), series][0])
+    state, reset_state, static, recurrent_mask = _tensors(
+        (state, reset_state, static, recurrent_mask)
+    )
+    steps, rows, _ = series.shape
+    arrays, sizes = arguments(
+        TENSORFLOW, cell, series, named, rows, like, state, reset_state, static, recurrent_mask
+    )
+    _fit(name, series, series.shape, "as the weights", like)
+    choice("engine", engine, None, "cpu", "reference")
+    how, seed = options_and_seed(options, recurrence)
+    wanted = check_return_states(cell, return_states)
+    if lengths is not None and (None in (steps, rows) or not _visible(lengths)):
+        lengths = tf.convert_to_tensor(lengths)
+        within = _within(tf.shape(series)[0], lengths)
+        lengths, mask = None, within if mask is None else within & flags("mask", mask)
+    layout = Layout(TENSORFLOW, series, steps, rows)
+    arrays |= {"x": series, **named, "mask": layout.valid(mask, lengths)}
+    arrays["resets"] = None if resets is None else layout.flags("resets", resets)
+    if how.training and cell.keeps:
+        arrays["seed"] = _seed(seed)
+    arrays = {n: a[0] if n.startswith(OF_STATES) else a for n, a in arrays.items() if a is not None}
+    for declared in cell.states:
+        shape = tf.shape(series)[1], sizes[declared.size]
+        if f"state {declared.name}" not in arrays:
+            value = tf.constant(declared.initial, series.dtype)
+            arrays[f"state {declared.name}"] = tf.fill(shape, value)
+    others = tuple([(symbol, size) for symbol, size in sizes.items() if symbol != "H"])
+    call = Call(cell, sizes["H"], how, others, besides_output(wanted, cell), engine)
+    output, values = recur(call, arrays)
+    final, sequences = values[: len(cell.states)], values[len(cell.states) :]
+    return (output, final, by_name(wanted, cell, output, sequences)) if wanted else (output, final)
+
+
+def _tensors(values: Any) -> Any:
+    """Variables and NumPy's arrays in a structure as tensors."""
+
+    def tensor(leaf: Any) -> Any:
+        readable = isinstance(leaf, (tf.Variable, np.ndarray)) and not isinstance(leaf, tf.Tensor)
+        return tf.convert_to_tensor(leaf) if readable else leaf
+
+    return tf.nest.map_structure(tensor, values)
+
+
+def _visible(values: Any) -> bool:
+    """Whether the values can be read now, outside of a graph."""
+    return not tf.is_tensor(values) or hasattr(values, "numpy")
+
+
+def _fit(name: str, value: Any, shape: Sequence[int | None], axes: str, like: Tensor) -> Tensor:
+    """Returns ``value``; refuses all but tensors of this shape, as far as it is known, and of
+    ``like``'s dtype.
+    """
+    expected = f"{dtype_of(like)} {list(shape)}, {axes}"
+    if not isinstance(value, tf.Tensor):
+        hint = f"Pass tf.convert_to_tensor({name})."
+        refuse(name, describe(value), f"a tensor, {expected}", hint, TypeError)
+    if not value.shape.is_compatible_with(shape):
+        refuse(name, describe(value), expected, "Reshape it, or broadcast it.")
+    if value.dtype != like.dtype:
+        hint = f"Convert it: tf.cast({name}, tf.{dtype_of(like)})."
+        refuse(name, describe(value), expected, hint)
+    return value
+
+
+def _flags(name: str, value: Any, shape: Shape, axes: str, like: Tensor) -> Tensor:
+    """Converts flags of this shape to bool; outside of graphs, their values must be 0 or 1."""
+    given = tf.convert_to_tensor(value)
+    if not given.shape.is_compatible_with(shape):
+        turned = given.shape.rank == 2 and given.shape[::-1].is_compatible_with(shape)
+        hint = f"Transpose it: tf.transpose({name})." if turned else "Pass one per step and row."
+        refuse(name, describe(given), f"bool {list(shape)}, {axes}", hint)
+    return flags(name, given)
+
+
+def _counts(name: str, value: Any, expected: str) -> tuple[Any, bool]:
+    try:
+        counts = np.asarray(value)
+    except (TypeError, ValueError):
+        refuse(name, describe(value), expected, "Pass a list of int, or a tensor.", TypeError)
+    if counts.size and counts.dtype.kind not in "iu":
+        refuse(name, describe(counts), expected, "Cast them to tf.int32.", TypeError)
+    return counts.astype(np.int64), True
+
+
+def _within(steps: Any, lengths: Tensor) -> Tensor:
+    """Marks the steps within lengths that only the graph knows, ``[T, B]``."""
+    if not lengths.dtype.is_integer or not lengths.shape.is_compatible_with((None,)):
+        expected = "integers [B], the number of steps of each row"
+        refuse("lengths", describe(lengths), expected, "Pass one length per row of the input.")
+    return tf.range(tf.cast(steps, lengths.dtype))[:, None] < lengths[None]
+
+
+TENSORFLOW = Frontend(
+    tf.Tensor,
+    _fit,
+    _flags,
+    _counts,
+    lambda flags: flags,
+    lambda steps, counts, like: _within(tf.shape(like)[0], tf.constant(counts[0])),
+)
+
+
+def _seed(given: int | None) -> Tensor:
+    """The seed of random masks as two words; see ``lowered``. Each run draws one if None is given.
+
+    The kernel draws the same masks for a number as in every other frontend.
+    """
+    if given is None:
+        return tf.random.uniform([2], maxval=2**31 - 1, dtype=tf.int64)
+    return tf.constant([given % 2**31, given >> 31], tf.int64)

@@ -1,0 +1,96 @@
+"""The sizes of all values of a cell: element-wise ops keep sizes, matmuls change them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from anycell.lang.declare import INPUT, ONE, RECURRENT, Linear, is_recurrent
+from anycell.lang.expr import REDUCTIONS, Expr, fail, shared_name, topological
+from anycell.lang.ops import TABLE
+
+if TYPE_CHECKING:
+    from anycell.lang.cell import Cell
+
+
+def sizes_of(cell: Cell) -> tuple[dict[Expr, str], tuple[Linear, ...]]:
+    """Finds the size of every value of a cell's graph that is not a number, and of its matmuls."""
+    parent: dict[Any, Any] = {}
+
+    def find(item: Any) -> Any:
+        parent.setdefault(item, item)
+        while parent[item] is not item:
+            item = parent[item]
+        return item
+
+    def tie(a: Any, b: Any, where: Expr | str) -> None:
+        a, b = find(a), find(b)
+        if a is b:
+            return
+        if isinstance(a, str) and isinstance(b, str):
+            place = where if isinstance(where, str) else f"`{where}`"
+            fail(
+                f"Cell {cell.name}: the sizes do not match: {place} joins a value of size {a} "
+                f"with one of size {b}.",
+                'change the size with linear(value, "name"), '
+                "or declare the state with the size it has.",
+            )
+        if isinstance(a, str):
+            a, b = b, a
+        parent[a] = b
+
+    named = {l.shared: l.out_size for l in cell.linears if l.out_size}
+    order = topological(cell.next)
+    fixed = {"preact": "H", "input": INPUT, "recurrent_mask": cell.states[0].size}
+    of_leaf: dict[str, dict[Any, str]] = {
+        "x": cell.gate_sizes, "static": {cell.static: cell.static_size},
+        "state": {state.name: state.size for state in cell.states},
+        "param": {param.name: param.size for param in cell.params},
+    }  # fmt: skip
+    numbers: set[Expr] = set()  # numbers, and results of numbers alone, which fit any size
+    ones: set[Expr] = set()  # values of one number per row
+    for node in order:
+        by_unit = node.op in TABLE and node.op not in REDUCTIONS
+        if node.op in ("const", "hyper") or (by_unit and numbers.issuperset(node.args)):
+            numbers.add(node)
+        elif cell.broadcasts and node.narrow:
+            ones.add(node)
+            tie(node, ONE, node)
+        elif node.op in of_leaf:
+            tie(node, of_leaf[node.op][node.attrs[0]], node)
+        elif node.op in fixed:
+            tie(node, fixed[node.op], node)
+            for operand in node.args:  # of the recurrent matmul
+                tie(operand, ("operand", RECURRENT), node)
+        elif node.op == "linear":
+            # All products by a weight are of one size, and so are their operands.
+            name = shared_name(node.attrs[0])
+            tie(node, "H" if is_recurrent(node) else ("linear", name), node)
+            if name in named:
+                tie(node, named[name], node)
+            if node.args[0] not in numbers:
+                tie(node.args[0], ("operand", name), node)
+        else:
+            if node.op in REDUCTIONS and cell.broadcasts and node.args[0] in ones:
+                fail(
+                    f"Cell {cell.name}: `{node}` splits a value of size 1 into {node.attrs[0]} "
+                    "groups.",
+                    "leave out groups=, or reduce a value of several units.",
+                )
+            for arg in node.args:
+                if arg not in numbers and not (cell.broadcasts and arg.narrow):
+                    tie(node, arg, node)
+    for state, node in zip(cell.states, cell.next, strict=True):
+        if node not in numbers and not (cell.broadcasts and node.narrow):
+            tie(node, state.size, f"the new state {state.name!r}")
+
+    def size(node: Any) -> str:
+        root = find(node)
+        return root if isinstance(root, str) else "H"
+
+    of_nodes = {node: size(node) for node in order if node not in numbers}
+    outputs = {n.attrs[0]: n for n in order if n.op in ("linear", "preact")}
+    return of_nodes, tuple(
+        replace(l, in_size=size(("operand", l.shared)), out_size=size(outputs[l.name]))
+        for l in cell.linears
+    )

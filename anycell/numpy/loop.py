@@ -1,0 +1,297 @@
+"""``loop``: a step written in NumPy, run over a sequence by a compiled kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from anycell.layer.checks import describe, refuse
+from anycell.layer.primitive import arguments
+from anycell.numpy import passes, threads
+from anycell.numpy.check import STRICT
+from anycell.numpy.read import Read, Recording, Ref, Traced, read_step, start
+from anycell.plan import Options, plan
+from anycell.plan.dtype import dtypes
+from anycell.read import Reading, Refused
+from anycell.read.proof import STEPS, difference, starts
+
+Tree = Any  # an array, or a tuple, list or dict of trees
+Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
+
+
+class loop:
+    """A step over a sequence: ``outputs, state = loop(step)(x, state)`` in place of ::
+
+        for t in range(len(x)):
+            output, state = step(x[t], state)
+            outputs.append(output)
+
+    ``step`` is a function, or an object that can be called, in NumPy; x, states and outputs are
+    arrays, or tuples, lists and dicts of them. It is called once, with arrays that record what it
+    does, and the record is read as a cell. The cell is tried against ``step`` for three steps, from
+    random states and from zeros; then a compiled kernel runs it. A step that cannot be read, or
+    that has other effects than its results, runs as the loop above, and ``reason`` says why.
+
+    The weights are the arrays that the step uses, with the numbers that they have in each call.
+    There is no backward pass: NumPy has none. ``RNN(cell, ...)`` learns.
+
+    Args:
+        step: ``step(x[t], state) -> output, state``.
+
+    Attributes:
+        text: the ``@cell`` that the step was read as in the last call; None if it was not read.
+        reason: why the last call ran step by step; None if it did not.
+
+    Example:
+        >>> weight = np.ones((3 + 4, 4)) / 8
+        >>> def step(x, h):
+        ...     h = np.tanh(np.concatenate([x, h], axis=-1) @ weight)
+        ...     return h, h
+        >>> outputs, h = loop(step)(np.zeros((10, 2, 3)), np.ones((2, 4)))
+        >>> outputs.shape
+        (10, 2, 4)
+    """
+
+    def __init__(self, step: Step) -> None:
+        if not callable(step):
+            hint = "Pass step(x, state) -> output, state."
+            refuse("step", describe(step), "a function", hint, TypeError)
+        self.step = step
+        self.text: str | None = None
+        self.reason: str | None = None
+        self._read: dict[str, Read | str] = {}
+
+    def __call__(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Runs the step over all of ``x[0], x[1], ...``.
+
+        Args:
+            x: arrays ``[T, ...]``, mostly ``[T, B, I]``.
+            state: the state before the first step, mostly ``[B, H]``.
+
+        Returns:
+            the outputs ``[T, ...]`` of all steps, and the state after the last one.
+
+        Raises:
+            ValueError: if x has no array, or its arrays differ in their number of steps.
+        """
+        xs = leaves(x)
+        steps = {len(array) if np.ndim(array) else 0 for array in xs}
+        if len(steps) != 1 or 0 in steps:
+            shown = ", ".join(map(describe, xs)) or "no array"
+            refuse("x", shown, "arrays [T, ...] of one T, at least 1", "Pass all steps.")
+        self.text = self.reason = None
+        try:
+            call = _Call(self, x, state)
+            result = call.run()
+        except Refused as error:
+            self.reason = str(error)
+            return self._loop(x, state)
+        self.text = call.read.reading.text
+        return result
+
+    def _loop(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
+        outputs = []
+        for t in range(len(leaves(x)[0])):
+            output, state = self.step(mapped(lambda array: array[t], x), state)  # noqa: B023
+            outputs.append(output)
+        stacked = [np.stack(arrays) for arrays in zip(*map(leaves, outputs), strict=True)]
+        return filled(outputs[0], stacked), state
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """The arrays of a tree; dicts in the order of their keys."""
+    if isinstance(tree, dict):
+        return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
+    if isinstance(tree, (tuple, list)):
+        return [leaf for part in tree for leaf in leaves(part)]
+    return [] if tree is None else [tree]
+
+
+def filled(tree: Tree, values: Sequence[Any]) -> Tree:
+    """The tree with other leaves."""
+    left = iter(values)
+
+    def fill(part: Tree) -> Tree:
+        if isinstance(part, dict):
+            by_key = {key: fill(part[key]) for key in sorted(part)}
+            return type(part)((key, by_key[key]) for key in part)
+        if isinstance(part, tuple) and hasattr(part, "_fields"):
+            return type(part)(*map(fill, part))
+        if isinstance(part, (tuple, list)):
+            return type(part)([fill(leaf) for leaf in part])
+        return None if part is None else next(left)
+
+    return fill(tree)
+
+
+def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    return filled(tree, [function(leaf) for leaf in leaves(tree)])
+
+
+@dataclass
+class _Run:
+    """The arrays of a call, for the reading."""
+
+    recording: Recording
+    xs: Sequence[np.ndarray]
+    dtype: np.dtype[Any]
+    rows: int
+
+    def __post_init__(self) -> None:
+        self.memo: dict[Any, Any] = {}
+        self.steps = len(self.xs[0])
+        self.fixed = [np.asarray(a, self.dtype) for a in self.recording.fixed]
+        self.known: list[dict[int, Any]] = [
+            {number: array[t] for number, array in enumerate(self.xs)} for t in range(self.steps)
+        ]
+
+    def moving(self, number: int, part: int | None = None) -> np.ndarray:
+        """A result that depends on no state, at all steps."""
+        if number < len(self.xs):
+            return self.xs[number]
+        results = [self.recording.evaluate(known, [Ref(number)])[0] for known in self.known]
+        return np.stack([r if part is None else r[part] for r in results])
+
+
+class _Call:
+    """One call, whose step is recorded and read."""
+
+    def __init__(self, owner: loop, x: Tree, state: Tree) -> None:
+        self.owner, self.x, self.state = owner, x, state
+        self.xs, self.first = leaves(x), leaves(state)
+        for array in (*self.xs, *self.first):
+            if not isinstance(array, np.ndarray):
+                raise Refused(f"x and states have {describe(array)}; only arrays are read")
+        dtypes_ = {a.dtype for a in self.first}
+        if not self.first or len(dtypes_) != 1 or dtypes_.pop().name not in dtypes("cpu"):
+            raise Refused(
+                f"states have one dtype of {', '.join(dtypes('cpu'))} where they are read"
+            )
+        self.dtype = self.first[0].dtype
+        self.recording, traced = start([array[0] for array in self.xs], self.first)
+        count = len(self.xs)
+        output, after = owner.step(filled(x, traced[:count]), filled(state, traced[count:]))
+        self.output, self.after = output, after
+        self.after_refs = [self._ref(leaf) for leaf in leaves(after)]
+        self.output_refs = [self._ref(leaf) for leaf in leaves(output)]
+        if len(self.after_refs) != len(self.first):
+            raise Refused("the step returns a state of another structure than it is given")
+        for leaf in leaves(after):
+            if leaf.dtype != self.dtype:
+                raise Refused(
+                    f"the step makes a {leaf.dtype} state of a {self.dtype} one. Instead: give x, "
+                    "states and weights one dtype"
+                )
+        self.read = self._known()
+
+    def _ref(self, leaf: Any) -> Ref:
+        if isinstance(leaf, Traced):
+            return Ref(leaf.number)
+        raise Refused("a result of the step depends neither on x nor on a state")
+
+    def _known(self) -> Read:
+        """The reading of the step, from an earlier call or proven now."""
+        name = getattr(self.owner.step, "__name__", type(self.owner.step).__name__)
+        key = f"{self.dtype} {self.recording.key([*self.after_refs, *self.output_refs])}"
+        if key not in self.owner._read:
+            try:
+                read = read_step(self.recording, self.after_refs, name)
+                self._prove(read)
+                self.owner._read[key] = read
+            except Refused as error:
+                self.owner._read[key] = str(error)
+        known = self.owner._read[key]
+        if isinstance(known, str):
+            raise Refused(known)
+        return known
+
+    def _prove(self, read: Read) -> None:
+        short = [array[:STEPS] for array in self.xs]
+        x = filled(self.x, short)
+        for name, states in starts([array.shape for array in self.first]):
+            first = [state.astype(self.dtype) for state in states]
+            with np.errstate(all="ignore"):
+                step = self.owner._loop(x, filled(self.state, first))
+                mine = self._results(read, short, first, "reference")
+            expected, read_ = (
+                {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
+                for results in (step, mine)
+            )
+            reason = difference(expected, read_, self.dtype.name, name)
+            if reason is not None:
+                raise Refused(reason)
+
+    def run(self) -> tuple[Tree, Tree]:
+        return self._results(self.read, self.xs, self.first, None)
+
+    def _results(
+        self, read: Read, xs: Sequence[Any], first: Sequence[Any], engine: str | None
+    ) -> tuple[Tree, Tree]:
+        rows = first[0].shape[0] if read.reading.axis == 0 else 1
+        run = _Run(self.recording, xs, self.dtype, rows)
+        states = range(len(first))
+        # Sequences are wanted of states that outputs need: as they are, or to compute others.
+        after = {ref.number: k for k, ref in enumerate(self.after_refs)}
+        plain = all(ref.number in after for ref in self.output_refs)
+        wanted = {after[ref.number] for ref in self.output_refs} if plain else set(states)
+        sequences, finals = _recurrence(read.reading, run, first, wanted, engine)
+        whole = {k: read.reading.joined(k, sequences) for k in wanted}
+        last = [read.reading.joined(k, finals) for k in states]
+        if plain:
+            outputs = [whole[after[ref.number]] for ref in self.output_refs]
+        else:
+            outputs = self._outputs(run, first, whole)
+        return filled(self.output, outputs), filled(self.after, last)
+
+    def _outputs(
+        self, run: _Run, first: Sequence[Any], whole: Mapping[int, np.ndarray]
+    ) -> list[np.ndarray]:
+        """Outputs that are no states, from the states of all steps."""
+        count, steps = len(self.xs), []
+        for t, known in enumerate(run.known):
+            for k, ref in enumerate(self.after_refs):
+                known[count + k] = first[k] if t == 0 else whole[k][t - 1]
+                known[ref.number] = whole[k][t]
+            steps.append(run.recording.evaluate(known, self.output_refs))
+        return [np.stack(parts) for parts in zip(*steps, strict=True)]
+
+
+def _recurrence(
+    reading: Reading, run: _Run, first: Sequence[Any], wanted: set[int], engine: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sequences of the wanted states, and all final states, by the cell's names."""
+    cell, call = reading.cell, reading.call(run, first)
+    learned = call["weights"]
+    series = call["gates"] if call["x"] is None else call["x"]
+    series = np.ascontiguousarray(series, run.dtype)
+    learned = {name: np.ascontiguousarray(a, run.dtype) for name, a in learned.items()}
+    static = call.get("static")
+    state = tuple(np.ascontiguousarray(s) for s in call["state"])
+    arrays, sizes = arguments(
+        STRICT,
+        cell,
+        series,
+        learned,
+        run.rows,
+        series,
+        state,
+        call.get("reset_state"),
+        static,
+        None,
+    )
+    names = tuple(n for k in sorted(wanted) for n in reading.names_of(k))
+    others = tuple(dict.fromkeys(n for n in names if n != cell.state_names[0]))
+    chosen = plan(cell, sizes["H"], run.dtype.name, engine, sizes)
+    options = Options(threads=threads.current(), masked_output="repeat")
+    flags: dict[str, Any] = {name: call[name] for name in ("mask", "resets") if name in call}
+    output, finals, more, _ = passes.run(
+        chosen, {"x": series, **arrays, **learned, **flags}, options, others
+    )
+    sequences = {cell.state_names[0]: output, **dict(zip(others, more, strict=True))}
+    return sequences, dict(zip(cell.state_names, [f[0] for f in finals], strict=True))
+
+
+__all__ = ["loop"]

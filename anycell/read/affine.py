@@ -1,0 +1,246 @@
+"""Values outside of the loop as affine maps of the step's input: ``x @ W + b``, however written.
+
+A layer that is given x itself projects it in its own matmul, with ``weight_ih`` and ``bias_ih``;
+an array of projections ``[T, B, gates]`` costs half as much again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from anycell.read.units import Graph, Run, Source, Units, neighbours, once
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """Rows and columns of a matrix ``[in, out]`` that the framework computes, times a sign.
+
+    Attributes:
+        fetch: run -> the matrix. None stands for the identity.
+        rows: its rows.
+        columns: its columns, or for the identity the rows that the columns pick.
+    """
+
+    fetch: Callable[[Run], Any] | None
+    rows: np.ndarray
+    columns: np.ndarray
+    sign: int = 1
+
+    def joins(self, after: Matrix) -> bool:
+        """Whether the next matrix continues this one, column by column."""
+        return (
+            self.fetch is not None
+            and (self.fetch, self.sign) == (after.fetch, after.sign)
+            and np.array_equal(self.rows, after.rows)
+            and bool(self.columns[-1] + 1 == after.columns[0])
+        )
+
+    def transposed(self, run: Run, arrays: Any) -> Any:
+        """The matrix as an array ``[out, in]``."""
+        if self.fetch is None:
+            picks = np.zeros((len(self.columns), len(self.rows)))
+            picks[np.arange(len(self.columns)), self.columns] = self.sign
+            return arrays.constant(picks, run.dtype)
+        matrix = self.fetch(run)
+        everything = len(self.rows) == matrix.shape[0] and neighbours(self.rows)
+        matrix = arrays.move(arrays.index(matrix, self.columns), 0, 1)
+        matrix = matrix if everything else arrays.index(matrix, self.rows)
+        return -matrix if self.sign < 0 else matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """Numbers ``[n]`` that no input enters: ``fetch(run) -> [rows or 1, all of them]``."""
+
+    fetch: Callable[[Run], Any]
+    columns: np.ndarray
+    sign: int = 1
+    per_row: bool = False
+
+    def joins(self, after: Constant) -> bool:
+        return (self.fetch, self.sign) == (after.fetch, after.sign) and bool(
+            self.columns[-1] + 1 == after.columns[0]
+        )
+
+    def array(self, run: Run, arrays: Any) -> Any:
+        """``[rows or 1, n]``."""
+        array = arrays.index(self.fetch(run), self.columns)
+        return -array if self.sign < 0 else array
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``sum(inputs @ matrix) + sum(constants)`` for some units.
+
+    Attributes:
+        terms: pairs of a source of kind X and the matrix that multiplies all of its units.
+        constants: numbers among them are Python floats.
+    """
+
+    size: int
+    terms: tuple[tuple[Source, Matrix], ...] = ()
+    constants: tuple[Constant | float, ...] = ()
+
+    @property
+    def direct(self) -> bool:
+        """Whether units of the input are passed on as they are, so that a matmul would waste."""
+        return self.size > 1 and any(matrix.fetch is None for _, matrix in self.terms)
+
+    @property
+    def per_row(self) -> bool:
+        """Whether a constant differs from row to row, as no bias can."""
+        return any(isinstance(c, Constant) and c.per_row for c in self.constants)
+
+    def value(self, run: Run, arrays: Any) -> Any:
+        """``[time or 1, rows or 1, size]``."""
+        total = self.constant(run, arrays)
+        for source, matrix in self.terms:
+            assert source.fetch is not None
+            inputs = source.fetch(run)
+            if matrix.fetch is None:
+                part = arrays.index(inputs, matrix.columns)
+                part = -part if matrix.sign < 0 else part
+            else:
+                part = inputs @ arrays.move(matrix.transposed(run, arrays), 0, 1)
+            total = part if total is None else total + part
+        return total
+
+    def constant(self, run: Run, arrays: Any) -> Any:
+        """The constants' sum, ``[rows or 1, size]``; None without any."""
+        total: Any = None
+        for constant in self.constants:
+            if isinstance(constant, float):
+                part = arrays.constant(np.full((1, self.size), constant), run.dtype)
+            else:
+                part = constant.array(run, arrays)
+            total = part if total is None else total + part
+        return total
+
+
+def affine(graph: Graph, units: Units) -> Affine | None:
+    """The affine map that computes units of kind F or X; None if none does.
+
+    Args:
+        units: of one source, or one unit that is repeated.
+    """
+    if len(units) > 1 and (units == units[0]).all():
+        units = units[:1]
+    source, size = graph.owner(int(units[0])), len(units)
+    at = units - source.start
+    if at.min() < 0 or at.max() >= source.size or source.kind == "S":
+        return None
+    if source.sort == "outer":
+        return _outer(source, at)
+    if source.sort == "product":
+        return _product(graph, source, at)
+    if source.sort != "op" or source.op not in ("add", "sub", "neg", "mul", "div", "identity"):
+        return None
+    parts: list[Affine | float] = []
+    for operand in source.operands:
+        if isinstance(operand, float):
+            parts.append(operand)
+            continue
+        part = affine(graph, operand[at])
+        if part is None or part.size != size:
+            return None
+        parts.append(part)
+    return _operation(graph.arrays, source.op, size, parts)
+
+
+def _outer(source: Source, at: Units) -> Affine:
+    if source.kind == "X":
+        return Affine(len(at), ((source, Matrix(None, np.arange(source.size), at)),))
+    fetch = source.fetch
+    assert fetch is not None
+    first = lambda run: fetch(run)[0]  # noqa: E731
+    constant = Constant(_kept(source, "first", first), at, 1, source.per_row)
+    return Affine(len(at), (), (constant,))
+
+
+def _kept(source: Source, name: str, fetch: Callable[[Run], Any]) -> Callable[[Run], Any]:
+    """``fetch``, computed once a call, and the same function for all columns of a source."""
+    return source.kept.setdefault(name, lambda run: once(run, fetch))
+
+
+def _product(graph: Graph, source: Source, at: Units) -> Affine | None:
+    if source.heads > 1:
+        return None
+    weight, arrays = source.fetch, graph.arrays
+    assert weight is not None
+    terms: list[tuple[Source, Matrix]] = []
+    constants: list[Constant | float] = []
+    for number, (units, row) in enumerate(source.operands):
+        part = affine(graph, units)
+        if part is None or part.size != len(units):
+            return None
+        end = row + len(units)
+        for term, (inputs, matrix) in enumerate(part.terms):
+            if matrix.fetch is None and matrix.sign == 1 and _whole(matrix, inputs):
+                terms.append((inputs, Matrix(weight, np.arange(row, end), at)))
+                continue
+
+            def composed(run: Run, first: Matrix = matrix, row: int = row, end: int = end) -> Any:
+                into = arrays.move(first.transposed(run, arrays), 0, 1)
+                return into @ arrays.take(weight(run), 0, row, end - row)
+
+            fetch = _kept(source, f"{number} {term}", composed)
+            terms.append((inputs, Matrix(fetch, np.arange(inputs.size), at)))
+        if part.constants:
+
+            def fixed(run: Run, part: Affine = part, row: int = row, end: int = end) -> Any:
+                return part.constant(run, arrays) @ arrays.take(weight(run), 0, row, end - row)
+
+            constants.append(Constant(_kept(source, f"{number}", fixed), at, 1, part.per_row))
+    return Affine(len(at), tuple(terms), tuple(constants))
+
+
+def _whole(identity: Matrix, inputs: Source) -> bool:
+    """Whether an identity passes all units of its input on, in their order."""
+    return np.array_equal(identity.columns, np.arange(inputs.size))
+
+
+def _operation(arrays: Any, op: str, size: int, parts: Sequence[Affine | float]) -> Affine | None:
+    whole = [Affine(size, (), (p,)) if isinstance(p, float) else p for p in parts]
+    if op == "identity":
+        return whole[0]
+    if op == "neg":
+        return _negative(whole[0])
+    if op in ("add", "sub"):
+        a, b = whole[0], whole[1] if op == "add" else _negative(whole[1])
+        return Affine(size, a.terms + b.terms, a.constants + b.constants)
+    if op == "mul" and not whole[0].terms:
+        whole.reverse()
+    value, factor = whole
+    if factor.terms or factor.per_row:
+        return None
+
+    def scale(array: Any, run: Run) -> Any:
+        numbers = factor.constant(run, arrays)
+        return array * numbers if op == "mul" else array / numbers
+
+    def scaled(matrix: Matrix) -> Callable[[Run], Any]:
+        return lambda run: scale(arrays.move(matrix.transposed(run, arrays), 0, 1), run)
+
+    every = np.arange(size)
+    terms = tuple(
+        (source, Matrix(scaled(matrix), np.arange(source.size), every))
+        for source, matrix in value.terms
+    )
+    if not value.constants:
+        return Affine(size, terms)
+    constant = Constant(
+        lambda run: scale(value.constant(run, arrays), run), every, 1, value.per_row
+    )
+    return Affine(size, terms, (constant,))
+
+
+def _negative(part: Affine) -> Affine:
+    return Affine(
+        part.size,
+        tuple((source, replace(matrix, sign=-matrix.sign)) for source, matrix in part.terms),
+        tuple(-c if isinstance(c, float) else replace(c, sign=-c.sign) for c in part.constants),
+    )

@@ -1,0 +1,593 @@
+"""A graph of units, printed as the text of an ``@cell``, and the arrays of its call.
+
+Users can keep the text: it is the cell that runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import keyword
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from anycell import lang
+from anycell.lang.cell import ARRAYS
+from anycell.lang.text import from_text
+from anycell.read.affine import Affine, Constant, Matrix, affine
+from anycell.read.reading import Flags, Piece, Reading
+from anycell.read.units import Graph, Refused, Source, Units, Value, neighbours, occurrences
+
+# How tightly the operators of Python bind; a call binds as a name does.
+COMPARISON, OR, AND, SUM, PRODUCT, SIGN, NAME = range(7)
+
+# What each op is in the language: how tightly it binds, and its text. "{0:4}" is the first operand,
+# in parentheses unless it binds as tightly as that.
+FORMS: dict[str, tuple[int, str]] = {
+    "add": (SUM, "{0:3} + {1:4}"),
+    "sub": (SUM, "{0:3} - {1:4}"),
+    "mul": (PRODUCT, "{0:4} * {1:5}"),
+    "div": (PRODUCT, "{0:4} / {1:5}"),
+    "neg": (SIGN, "-{0:5}"),
+    "identity": (NAME, "{0:6}"),
+    "square": (PRODUCT, "{0!s} * {0!s}"),
+    "reciprocal": (PRODUCT, "1 / {0:5}"),
+    "rsqrt": (PRODUCT, "1 / sqrt({0})"),
+    "log1p": (NAME, "log(1 + {0:4})"),
+    "expm1": (SUM, "exp({0}) - 1"),
+    "number": (NAME, "where({0}, 1.0, 0.0)"),
+    "truth": (COMPARISON, "{0:3} != 0"),
+    "sign": (NAME, "where({0:3} > 0, 1.0, where({0:3} < 0, -1.0, 0.0))"),
+    "logical_and": (AND, "{0:3} & {1:3}"),
+    "logical_or": (OR, "{0:3} | {1:3}"),
+    "logical_not": (SIGN, "~{0:6}"),
+    "logical_xor": (OR, "{0:6} & ~{1:6} | ~{0:6} & {1:6}"),
+}
+FORMS |= {
+    op: (COMPARISON, f"{{0:3}} {sign} {{1:3}}")
+    for op, sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items()
+}
+FORMS |= {
+    op: (NAME, f"{op}({{0}})")
+    for op in (
+        "exp log sqrt abs sigmoid tanh relu softplus log_sigmoid hard_sigmoid stop_gradient sin "
+        "cos erf silu elu softsign gelu"
+    ).split()
+}
+FORMS |= {op: (NAME, f"{op}({{0}}, {{1}})") for op in "minimum maximum pow leaky_relu".split()}
+FORMS |= {
+    "where": (NAME, "where({0}, {1}, {2})"),
+    "elu_alpha": (NAME, "elu({0}, {1})"),
+    "gelu_tanh": (NAME, 'gelu({0}, approximate="tanh")'),
+}
+JOINED = (
+    "this step joins parts of several values in one operand, or in one state, of sizes that do not "
+    "match. Instead: give states and gates one size"
+)
+SYMBOLS = "PQRSUVWXYZKLMNJGEFDCA"  # of sizes other than the hidden size
+
+
+@dataclass(eq=False)
+class Node:
+    """An expression of the printed cell.
+
+    Attributes:
+        form: its text, with a place for each operand.
+        size: the number of its units.
+        name: the variable that holds it.
+    """
+
+    form: str
+    operands: tuple[Node, ...] = ()
+    level: int = NAME
+    size: int = 1
+    uses: int = 0
+    name: str = ""
+
+    def __format__(self, least: str) -> str:
+        if self.name:
+            return self.name
+        text = self.form.format(*self.operands) if self.operands else self.form
+        return f"({text})" if self.level < int(least or 0) else text
+
+    def __str__(self) -> str:  # where an operand stands twice
+        return format(self, str(NAME))
+
+
+@dataclass(eq=False)
+class Product:
+    """A call of ``linear``: its operand, and the rows and columns of the matrix of each output."""
+
+    name: str
+    operand: Node
+    size: int
+    heads: int
+    blocks: list[Matrix] = field(default_factory=list)
+    outputs: list[Node] = field(default_factory=list)
+
+
+def read(graph: Graph, states: Sequence[tuple[Value, Any]], name: str) -> Reading:
+    """Prints the step as a cell.
+
+    Args:
+        states: for each state its value before the step, as ``graph.state`` returned it, and after.
+        name: the name of the cell.
+
+    Raises:
+        Refused: if no cell of the language does the same.
+    """
+    return _Printer(graph, states, name).reading()
+
+
+class _Printer:
+    def __init__(self, graph: Graph, states: Sequence[tuple[Value, Any]], name: str) -> None:
+        self.graph, self.name = graph, _identifier(name) or "Step"
+        views = [graph.view(before) for before, _ in states]
+        self.axis = views[0][0]
+        self.shapes = tuple(before.shape for before, _ in states)
+        self.sources = [graph.owner(int(units[0])) for _, _, units in views]
+        self.nodes: dict[bytes, Node] = {}
+        self.products: dict[tuple[Node, int, int, int], Product] = {}
+        self.gates: dict[str, tuple[Node, Affine]] = {}
+        self.params: dict[str, tuple[Node, Affine]] = {}
+        self.static: tuple[Node, Affine] | None = None
+        after = [
+            self._after(value, source, shape)
+            for (_, value), source, shape in zip(states, self.sources, self.shapes, strict=True)
+        ]
+        after, condition, restored = self._conditions(after)
+        live = graph.live([*after, *(source.units for source in self.sources)])
+        graph.settle(list(zip(self.sources, after, strict=True)), live)
+        self.pieces = self._pieces()
+        self.index = {(p.state, p.at.tobytes()): p.name for p in self.pieces}
+        self.flags = condition and self._flags(condition, restored)
+        self.results = []
+        for piece in self.pieces:
+            node = self._wide(self.of(after[piece.state][piece.at]), piece.size)
+            boolean = self.sources[piece.state].boolean
+            self.results.append(self._node("number", node) if boolean else node)
+
+    def _after(self, value: Any, source: Source, shape: tuple[int, ...]) -> Units:
+        """The units of a new state."""
+        graph = self.graph
+        if not isinstance(value, Value):
+            value = graph.elementwise(
+                "identity", graph.outside(value, shape, self.axis), boolean=source.boolean
+            )
+        axis, _, units = graph.view(value)
+        if axis != self.axis or value.shape != shape:
+            graph.refuse("a new state has another layout than the state")
+        return units
+
+    # -- masks and resets ------------------------------------------------------------------------
+    def _conditions(self, after: list[Units]) -> tuple[list[Units], Any, list[Any] | None]:
+        """Takes one ``where`` on all states, by a condition on x, out of the step.
+
+        Returns:
+            the new states without it; the unit of the condition and whether it is inverted, or
+            None; for resets what is restored for each state.
+        """
+        masks = [
+            self._where(units, source) for units, source in zip(after, self.sources, strict=True)
+        ]
+        held = [mask for mask in masks if mask is not None and isinstance(mask[1], np.ndarray)]
+        if len(held) == len(masks) and len({condition for condition, _ in held}) == 1:
+            return [value for _, value in held], held[0][0], None
+        live = self.graph.live(after)
+        starts: list[dict[Any, Any]] = [{} for _ in self.sources]
+        renamed: list[tuple[Source, Source]] = []
+        for user in live:
+            for number, source in enumerate(self.sources):
+                if user.sort == "op" and (start := self._where(user.units, source)):
+                    condition, value = start
+                    if not isinstance(value, float) and self.graph.kind(value) != "F":
+                        return after, None, None
+                    text = repr(value) if isinstance(value, float) else value.tobytes()
+                    starts[number][condition, text] = value
+                    renamed.append((user, source))
+                elif any(_touches(units, source) for units in user.operand_units):
+                    return after, None, None
+        if any(_touches(units, source) for units in after for source in self.sources):
+            return after, None, None
+        if any(len(start) != 1 for start in starts):
+            return after, None, None
+        found = {condition for start in starts for condition, _ in start}
+        if len(found) != 1:
+            return after, None, None
+        for user in live:
+            user.operands = [_renamed(operand, renamed) for operand in user.operands]
+        values = [next(iter(start.values())) for start in starts]
+        return [_renamed(units, renamed) for units in after], found.pop(), values
+
+    def _where(self, units: Units, state: Source) -> tuple[tuple[int, bool], Any] | None:
+        """If units are ``where(condition on x, value, state)``: the condition's unit and whether it
+        holds where the value is not taken, and the value.
+        """
+        operands = self.graph.operands("where", units)
+        if not operands or isinstance(operands[0], float) or (operands[0] != operands[0][0]).any():
+            return None
+        unit = int(operands[0][0])
+        condition = self.graph.owner(unit)
+        if condition.sort != "outer" or condition.kind != "X" or not condition.boolean:
+            return None
+        for inverted, (value, other) in enumerate((operands[1:], operands[:0:-1])):
+            if isinstance(other, np.ndarray) and np.array_equal(other, state.units):
+                return (unit, bool(inverted)), value
+        return None
+
+    def _flags(self, condition: tuple[int, bool], restored: list[Any] | None) -> Flags:
+        unit, inverted = condition
+        source = self.graph.owner(unit)
+        at = unit - source.start
+        if restored is None:
+            return Flags(source, at, inverted)
+        parts = []
+        for piece in self.pieces:
+            value = restored[piece.state]
+            if isinstance(value, float):
+                parts.append(Affine(piece.size, (), (value,)))
+                continue
+            part = affine(self.graph, value[piece.at])
+            if part is None:
+                raise Refused("this step resets states to a value that is computed in the step")
+            parts.append(part)
+        return Flags(source, at, inverted, tuple(parts))
+
+    def _pieces(self) -> tuple[Piece, ...]:
+        taken: set[str] = set()
+        pieces = []
+        for state, source in enumerate(self.sources):
+            for number, at in enumerate(source.pieces):
+                label = source.name or f"s{state}"
+                label = _identifier(label if len(source.pieces) == 1 else f"{label}_{number}")
+                if not label or label in taken or label in ARRAYS:
+                    label = f"s{state}_{number}"
+                taken.add(label)
+                pieces.append(Piece(state, at, label))
+        return tuple(pieces)
+
+    # -- expressions -----------------------------------------------------------------------------
+    def _node(self, op: str, *operands: Node) -> Node:
+        level, form = FORMS[op]
+        return Node(form, operands, level, max(operand.size for operand in operands))
+
+    def of(self, units: Units) -> Node:
+        """The expression of these units."""
+        if len(units) > 1 and (units == units[0]).all():
+            units = units[:1]
+        key = units.tobytes()
+        if key not in self.nodes:
+            self.nodes[key] = self._of(units)
+        return self.nodes[key]
+
+    def _of(self, units: Units) -> Node:
+        graph, size = self.graph, len(units)
+        spread = graph.spread(units) if size > 1 else None
+        if spread is not None and spread.sort == "reduction":
+            operand = self.of(spread.operands[0].reshape(-1))
+            return Node(f"{spread.op}({{0}}, groups={spread.size})", (operand,), NAME, size)
+        source = graph.owner(int(units[0]))
+        at = units - source.start
+        if at.min() < 0 or at.max() >= source.size:
+            raise Refused(JOINED)
+        if source.kind != "S":
+            part = affine(graph, units)
+            if part is not None:
+                return self._outside(part, source.boolean)
+        if source.sort == "state":
+            return self._state(source, at)
+        if source.sort == "product":
+            return self._matmul(source, at)
+        if source.sort == "reduction":
+            return self._reduction(source, at)
+        operands = [
+            self.of(o[at]) if isinstance(o, np.ndarray) else _number(o) for o in source.operands
+        ]
+        return self._node(source.op, *operands)
+
+    def _wide(self, node: Node, size: int) -> Node:
+        """A value of one unit as ``size`` equal ones, where their number matters."""
+        if node.size == size:
+            return node
+        arrays = self.graph.arrays
+        ones = Constant(lambda run: arrays.constant(np.ones((1, size)), run.dtype), np.arange(size))
+        return self._node("mul", node, self._outside(Affine(size, (), (ones,)), False))
+
+    def _outside(self, part: Affine, boolean: bool) -> Node:
+        """A gate, a parameter or the static input."""
+        moving = bool(part.terms)
+        if not moving and all(isinstance(c, float) for c in part.constants):
+            return _number(sum(c for c in part.constants if isinstance(c, float)))
+        if not moving and part.per_row and self.static is None:
+            node = Node("e", size=part.size)
+            self.static = node, part
+        elif not moving and not part.per_row:
+            name = f"b{len(self.params)}"
+            node = Node(f"p.{name}", size=part.size)
+            self.params[name] = node, part
+        else:
+            name = f"g{len(self.gates)}"
+            node = Node(f"x.{name}", size=part.size)
+            self.gates[name] = node, part
+        return self._node("truth", node) if boolean else node
+
+    def _state(self, source: Source, at: Units) -> Node:
+        number, order = self.sources.index(source), np.sort(at)
+        place = number, order.tobytes()
+        if place not in self.index:
+            raise Refused(
+                "this step takes several units of a state together that it also takes apart. "
+                "Instead: give the state's parts names of their own, as states"
+            )
+        if (at == order).all():
+            node = Node(f"s.{self.index[place]}", size=len(at))
+            return self._node("truth", node) if source.boolean else node
+        if source.boolean:
+            raise Refused("this step takes the units of a boolean state in another order")
+        # Another order, as by a roll, is a product with a matrix of zeros and ones.
+        picks = Matrix(None, np.arange(len(at)), np.searchsorted(order, at))
+        return self._output(self.of(source.start + order), picks, len(at))
+
+    def _reduction(self, source: Source, at: Units) -> Node:
+        if len(at) != 1:
+            raise Refused(
+                f"this step uses the {source.op} of groups of units for other units than those of "
+                "its group. Instead: multiply by a matrix of zeros and ones"
+            )
+        units = source.operands[0][at[0]]
+        pieces = list(self._split(units))
+        op = "sum" if source.op == "mean" and len(pieces) > 1 else source.op
+        parts = [
+            Node(f"{op}({{0}})", (operand,)) if len(places) > 1 else operand
+            for operand, places in pieces
+        ]
+        joins = "maximum" if op == "max" else "add"
+        total = functools.reduce(lambda a, b: self._node(joins, a, b), parts)
+        whole = op == source.op
+        return total if whole else self._node("mul", total, _number(1.0 / len(units)))
+
+    def _split(self, units: Units) -> Iterator[tuple[Node, np.ndarray]]:
+        """The pieces that units consist of, in any order, and the places of their units."""
+        turns = occurrences(units)
+        for turn in range(int(turns.max()) + 1):
+            chosen = np.flatnonzero(turns == turn)
+            for source, inside in self.graph.owners(units[chosen]):
+                places = chosen[inside]
+                at = units[places] - source.start
+                for piece in source.pieces:
+                    if (here := np.isin(at, piece)).any():
+                        if here.sum() != len(piece):
+                            raise Refused(JOINED)
+                        order = np.argsort(at[here])
+                        node = self._wide(self.of(source.start + piece), len(piece))
+                        yield node, places[here][order]
+
+    def _matmul(self, source: Source, at: Units) -> Node:
+        assert source.fetch is not None
+        if source.heads > 1:
+            return self._heads(source, at)
+        terms = [
+            self._linear(operand, Matrix(source.fetch, row + places, at))
+            for units, row in source.operands
+            for operand, places in self._split(units)
+        ]
+        return functools.reduce(lambda a, b: self._node("add", a, b), terms)
+
+    def _heads(self, source: Source, at: Units) -> Node:
+        """A block-diagonal product of all heads, which are used alike."""
+        heads, width = source.heads, source.size // source.heads
+        columns = at[: len(at) // heads]
+        alike = np.arange(heads)[:, None] * width + columns
+        (units, _), *_ = source.operands
+        (operand, places), *others = self._split(units)
+        if others or not neighbours(places) or not np.array_equal(at, alike.reshape(-1)):
+            raise Refused(
+                "this step multiplies parts of a state by matrices of their own, and uses the "
+                "products of the parts differently. Instead: write one product for each part."
+            )
+        rows = np.arange(len(units) // heads)
+        return self._output(operand, Matrix(source.fetch, rows, columns), len(at), heads)
+
+    def _output(self, operand: Node, matrix: Matrix, size: int, heads: int = 1) -> Node:
+        """An output of the ``linear`` of this operand and size."""
+        key = operand, len(matrix.rows), size, heads
+        if key not in self.products:
+            self.products[key] = Product(f"w{len(self.products)}", operand, size, heads)
+        product = self.products[key]
+        output = Node(f"{product.name}_{len(product.outputs)}", (), NAME, size)
+        product.blocks.append(matrix)
+        product.outputs.append(output)
+        return output
+
+    def _linear(self, operand: Node, matrix: Matrix) -> Node:
+        rows, size = len(matrix.rows), len(matrix.columns)
+        if rows > 1 and size > 1:
+            return self._output(operand, matrix, size)
+        # One row or one column is no matmul: its numbers are parameters.
+        arrays = self.graph.arrays
+        if rows == 1:
+            row = lambda run: arrays.move(matrix.transposed(run, arrays), 0, 1)  # noqa: E731
+            constant = Constant(row, np.arange(size))
+            return self._node("mul", operand, self._outside(Affine(size, (), (constant,)), False))
+        constant = Constant(lambda run: matrix.transposed(run, arrays), np.arange(rows))
+        weights = self._outside(Affine(rows, (), (constant,)), False)
+        return Node("sum({0:4} * {1:5})", (operand, weights), NAME, 1)
+
+    # -- text ------------------------------------------------------------------------------------
+    def reading(self) -> Reading:
+        size, symbols = self._symbols()
+        self._sort()
+        if not self.gates:  # a cell has at least one
+            self.gates["g0"] = Node("x.g0"), Affine(1, (), (0.0,))
+        gates = " ".join(f"{n}{symbols[node.size]}" for n, (node, _) in self.gates.items())
+        state = " ".join(f"{piece.name}{symbols[piece.size]}" for piece in self.pieces)
+        declared = f'gates="{gates}", state="{state}"'
+        arguments = "x, r, s"
+        if self.params:
+            params = " ".join(f"{n}{symbols[node.size]}" for n, (node, _) in self.params.items())
+            declared += f', params="{params}"'
+            arguments += ", p"
+        if self.static is not None:
+            declared += f', static="e{symbols[self.static[0].size]}"'
+            arguments += ", e"
+        body = self._body(symbols)
+        lines = [f"@cell({declared}, bias=False)", f"def {self.name}({arguments}):"]
+        if self.flags is not None:
+            option = "mask" if self.flags.restored is None else "resets"
+            lines.append(f"    # the step's condition on all states is {option}= of the call")
+        lines += [f"    {line}" for line in body]
+        used = {"cell", *re.findall(r"\b[a-z_]+(?=\()", "\n".join(body))}
+        names = ", ".join(sorted(used & set(lang.__all__)))
+        text = f"from anycell import {names}\n\n\n" + "\n".join(lines) + "\n"
+        try:
+            cell = from_text(text)
+        except (lang.CellError, ValueError) as error:
+            raise Refused(f"the language has no such cell: {error}") from error
+        weights = {p.name: (p.heads, tuple(_blocks(p))) for p in self.products.values()}
+        return Reading(
+            text, cell, self.graph.arrays, size,
+            {symbol[1:]: n for n, symbol in symbols.items() if symbol[1:].isalpha()},
+            tuple(part for _, part in self.gates.values()),
+            {name: part for name, (_, part) in self.params.items()},
+            None if self.static is None else self.static[1],
+            weights, self.pieces, self.flags, self.axis, self.shapes,
+        )  # fmt: skip
+
+    def _sort(self) -> None:
+        """Puts gates and outputs in the order of the user's matrices, so that no weight is cut."""
+        seen: dict[Any, int] = {}
+
+        def place(matrix: Matrix) -> tuple[int, int]:
+            return seen.setdefault(matrix.fetch, len(seen)), int(matrix.columns[0])
+
+        def gate(entry: tuple[Node, Affine]) -> tuple[int, ...]:
+            terms = entry[1].terms
+            return (terms[0][0].start, *place(terms[0][1])) if terms else (-1,)
+
+        self.gates = {f"g{i}": e for i, e in enumerate(sorted(self.gates.values(), key=gate))}
+        for name, (node, _) in self.gates.items():
+            node.form = f"x.{name}"
+        for product in self.products.values():
+            pairs = zip(product.blocks, product.outputs, strict=True)
+            ordered = sorted(pairs, key=lambda pair: place(pair[0]))
+            product.blocks = [matrix for matrix, _ in ordered]
+            product.outputs = [output for _, output in ordered]
+            for number, output in enumerate(product.outputs):
+                output.form = f"{product.name}_{number}"
+
+    def _symbols(self) -> tuple[int, dict[int, str]]:
+        """The hidden size, and what a declaration says of each size."""
+        leaves = [node.size for node, _ in [*self.gates.values(), *self.params.values()]]
+        pieces = [piece.size for piece in self.pieces]
+        products = [product.size for product in self.products.values()]
+        counts = Counter(size for size in [*leaves, *pieces] if size > 1)
+        size = max(counts, key=lambda n: (counts[n], n)) if counts else 1
+        symbols = {1: ":1", size: ""}
+        static = [] if self.static is None else [self.static[0].size]
+        for other in [*leaves, *pieces, *products, *static]:
+            if other not in symbols:
+                if len(symbols) - 2 == len(SYMBOLS):
+                    raise Refused("this step has values of more sizes than cells can have")
+                symbols[other] = f":{SYMBOLS[len(symbols) - 2]}"
+        return size, symbols
+
+    def _body(self, symbols: Mapping[int, str]) -> list[str]:
+        """The lines of the function: values that are used twice have names."""
+        makers: dict[int, Product] = {}
+        for product in self.products.values():
+            for output in product.outputs:
+                makers[id(output)] = product
+            if len(product.outputs) == 1:
+                del makers[id(output)]
+                output.form = _call(product, symbols[product.size])
+                output.operands = (product.operand,)
+        seen: set[int] = set()
+        order: list[Node] = []
+
+        def visit(node: Node) -> None:
+            node.uses += 1
+            if id(node) in seen:
+                return
+            seen.add(id(node))
+            maker = makers.get(id(node))
+            operands = node.operands if maker is None else (maker.operand,)
+            for operand in operands:
+                visit(operand)
+            order.append(node)
+
+        for node in self.results:
+            visit(node)
+        lines: list[str] = []
+        written: set[str] = set()
+        for node in order:
+            maker = makers.get(id(node))
+            if maker is not None:
+                if maker.name not in written:
+                    written.add(maker.name)
+                    names = ", ".join(output.form for output in maker.outputs)
+                    call = _call(maker, symbols[maker.size])
+                    lines.append(f"{names} = {call.format(maker.operand)}")
+            elif node.operands and (node.uses > 1 or _long(node)):
+                text = format(node)
+                node.name = f"t{sum(line.startswith('t') for line in lines)}"
+                lines.append(f"{node.name} = {text}")
+        return [*lines, f"return {', '.join(map(format, self.results))}"]
+
+
+def _touches(units: Units, source: Source) -> bool:
+    return bool(((units >= source.start) & (units < source.start + source.size)).any())
+
+
+def _renamed(operand: Any, renamed: Sequence[tuple[Source, Source]]) -> Any:
+    """The operand with the units of a source replaced by those of another."""
+    if isinstance(operand, tuple):
+        return (_renamed(operand[0], renamed), operand[1])
+    if isinstance(operand, np.ndarray):
+        for old, new in renamed:
+            inside = (operand >= old.start) & (operand < old.start + old.size)
+            operand = np.where(inside, operand - old.start + new.start, operand)
+    return operand
+
+
+def _long(node: Node) -> bool:
+    return len(format(node)) > 60
+
+
+def _call(product: Product, symbol: str) -> str:
+    """The call of ``linear``, with a place for its operand."""
+    names = [output.form for output in product.outputs]
+    options = f', gates="{" ".join(names)}"' if len(names) > 1 else ""
+    options += f", heads={product.heads}" if product.heads > 1 else ""
+    options += f', size="{symbol[1:]}"' if symbol else ""
+    return f'linear({{0}}, "{product.name}"{options})'
+
+
+def _blocks(product: Product) -> list[Matrix]:
+    """The matrices of the outputs, with neighbouring columns of one matrix as one."""
+    blocks: list[Matrix] = []
+    for matrix in product.blocks:
+        if blocks and blocks[-1].joins(matrix):
+            last = blocks.pop()
+            columns = np.concatenate([last.columns, matrix.columns])
+            matrix = Matrix(last.fetch, last.rows, columns, last.sign)
+        blocks.append(matrix)
+    return blocks
+
+
+def _number(value: float) -> Node:
+    if not math.isfinite(value):
+        if math.isnan(value):
+            raise Refused("this step computes with NaN")
+        return Node(f"{'-' * (value < 0)}1e999", level=SIGN if value < 0 else NAME)
+    return Node(repr(float(value)), level=SIGN if value < 0 else NAME)
+
+
+def _identifier(text: str) -> str:
+    """The text as a name in Python, "" if it cannot be one."""
+    name = re.sub(r"\W+", "_", text).strip("_")
+    return name if name.isidentifier() and not keyword.iskeyword(name) else ""

@@ -1,0 +1,246 @@
+"""A step that was read: its cell, and how the arrays of a call follow from the user's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from anycell import lang
+from anycell.read.affine import Affine, Constant, Matrix
+from anycell.read.units import Run, Source, neighbours
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Units of the user's state ``state``, at these positions: a state of the cell."""
+
+    state: int
+    at: np.ndarray
+    name: str
+
+    @property
+    def size(self) -> int:
+        return len(self.at)
+
+
+@dataclass(frozen=True, eq=False)
+class Flags:
+    """A condition on x, for each row, that says at which steps states are held or start anew.
+
+    Attributes:
+        source, unit: where it comes from; it holds where the number is 1.
+        inverted: whether the flags are where it does not hold.
+        restored: for each state of the cell, what resets restore; None for a mask.
+    """
+
+    source: Source
+    unit: int
+    inverted: bool
+    restored: tuple[Affine, ...] | None = None
+
+    def array(self, run: Run, arrays: Any) -> Any:
+        """``[time, rows]``, boolean."""
+        assert self.source.fetch is not None
+        values = arrays.take(self.source.fetch(run), 2, self.unit, 1)
+        values = arrays.broadcast(values, (run.steps, run.rows, 1))
+        values = arrays.reshape(values, (run.steps, run.rows))
+        return values < 0.5 if self.inverted else values > 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A step that was read: a cell, and how the arrays of its call follow from the user's.
+
+    Attributes:
+        text: the cell, as users would write it.
+        cell: the cell.
+        size: the hidden size.
+        sizes: the other sizes, by their symbols.
+        gates, params, static: what the cell sees of x and of the weights, by the cell's names.
+        weights: heads of each ``linear``, and the matrices of its outputs.
+        pieces: the states of the cell.
+        flags: resets or a mask, if the step has such a condition on all of its states.
+        axis, shapes: of the user's states: the axis of the batch, and the shapes.
+    """
+
+    text: str
+    cell: lang.Cell
+    arrays: Any
+    size: int
+    sizes: Mapping[str, int]
+    gates: tuple[Affine, ...]
+    params: Mapping[str, Affine]
+    static: Affine | None
+    weights: Mapping[str, tuple[int, tuple[Matrix, ...]]]
+    pieces: tuple[Piece, ...]
+    flags: Flags | None
+    axis: int | None
+    shapes: tuple[tuple[int, ...], ...]
+
+    # -- the arrays of a call --------------------------------------------------------------------
+    def call(self, run: Run, first: Sequence[Any]) -> dict[str, Any]:
+        """The arguments of ``recurrence`` besides the cell.
+
+        Args:
+            run: with ``dtype``, ``steps``, ``rows`` and ``memo``.
+            first: the user's states before the first step.
+        """
+        arrays = self.arrays
+        weights = {
+            f"weight_{name}": _weight(arrays, run, heads, matrices)
+            for name, (heads, matrices) in self.weights.items()
+        }
+        for name, part in self.params.items():
+            weights[name] = arrays.reshape(part.constant(run, arrays), (part.size,))
+        call: dict[str, Any] = {"weights": weights, "state": tuple(self.start(run, first))}
+        if self.flags is not None:
+            call |= self._flags(self.flags, run)
+        if self.static is not None:
+            value = self.static.constant(run, arrays)
+            call["static"] = arrays.broadcast(value, (run.rows, self.static.size))
+        if self.projected:
+            return call | {"x": self._input(run, weights)}
+        return call | {"x": None, "gates": self._gates(run)}
+
+    def _flags(self, flags: Flags, run: Run) -> dict[str, Any]:
+        arrays, values = self.arrays, flags.array(run, self.arrays)
+        if flags.restored is None:  # a state that is held is also what the step returns
+            return {"mask": values, "masked_output": "repeat"}
+        restored = []
+        for part, piece in zip(flags.restored, self.pieces, strict=True):
+            state = part.constant(run, arrays)
+            restored.append(arrays.broadcast(state, (run.rows, piece.size)))
+        return {"resets": values, "reset_state": tuple(restored)}
+
+    @functools.cached_property
+    def projected(self) -> bool:
+        """Whether the layer projects x: each gate is a matrix times what comes from outside."""
+        whole = not any(part.direct or part.per_row for part in self.gates)
+        return whole and bool(self._sources)
+
+    @functools.cached_property
+    def _sources(self) -> tuple[Source, ...]:
+        """What gates are affine in, in the order of its use."""
+        return tuple(dict.fromkeys(source for part in self.gates for source, _ in part.terms))
+
+    @functools.cached_property
+    def _merged(self) -> list[Affine]:
+        """The gates, with neighbours that are columns of the same matrices as one."""
+        merged: list[Affine] = []
+        for part in self.gates:
+            last = merged[-1] if merged else None
+            joined = last and _merge(last, part)
+            merged[len(merged) - bool(joined) :] = [joined or part]
+        return merged
+
+    def _input(self, run: Run, weights: dict[str, Any]) -> Any:
+        """The input of the layer; adds the weights of its projection to ``weights``."""
+        arrays, inputs, rows = self.arrays, [], []
+        for source in self._sources:
+            assert source.fetch is not None
+            array = source.fetch(run)
+            inputs.append(arrays.broadcast(array, (run.steps, run.rows, source.size)))
+        for part in self._merged:
+            blocks = []
+            for source in self._sources:
+                matrices = [m.transposed(run, arrays) for s, m in part.terms if s is source]
+                empty = arrays.zeros((part.size, source.size), run.dtype)
+                blocks.append(sum(matrices[1:], matrices[0]) if matrices else empty)
+            rows.append(_joined(arrays, 1, blocks))
+        weights["weight_ih"] = _joined(arrays, 0, rows)
+        if any(part.constants for part in self._merged):
+            biases = []
+            for part in self._merged:
+                bias = part.constant(run, arrays)
+                empty = arrays.zeros((part.size,), run.dtype)
+                biases.append(empty if bias is None else arrays.reshape(bias, (part.size,)))
+            weights["bias_ih"] = _joined(arrays, 0, biases)
+        return _joined(arrays, 2, inputs)
+
+    def _gates(self, run: Run) -> Any:
+        """All gates of all steps: ``[time, rows, sum of their sizes]``."""
+        arrays, shape = self.arrays, (run.steps, run.rows)
+        if not self.gates:
+            return arrays.zeros((*shape, 1), run.dtype)
+        parts = [part.value(run, arrays) for part in self._merged]
+        return _joined(
+            arrays, 2, [arrays.broadcast(part, (*shape, part.shape[-1])) for part in parts]
+        )
+
+    # -- states ----------------------------------------------------------------------------------
+    def start(self, run: Run, first: Sequence[Any]) -> list[Any]:
+        """The states of the cell, from the user's."""
+        arrays, start = self.arrays, []
+        for piece in self.pieces:
+            state = arrays.cast(first[piece.state], run.dtype)
+            if self.axis:
+                state = arrays.move(state, self.axis, 0)
+            state = arrays.reshape(state, (run.rows, -1))
+            if piece.size != state.shape[1]:
+                state = arrays.index(state, piece.at)
+            start.append(state)
+        return start
+
+    def joined(self, state: int, values: Mapping[str, Any]) -> Any:
+        """The user's state, from the values of the cell's states by name, ``[..., rows, size]``."""
+        arrays, parts, order = self.arrays, [], []
+        for piece in self.pieces:
+            if piece.state == state:
+                order.append(piece.at)
+                parts.append(values[piece.name])
+        whole = _joined(arrays, len(parts[0].shape) - 1, parts)
+        if not neighbours(at := np.concatenate(order)):
+            whole = arrays.index(whole, np.argsort(at))
+        lead, rows = tuple(whole.shape[:-2]), whole.shape[-2]
+        units = tuple(n for i, n in enumerate(self.shapes[state]) if i != self.axis)
+        if self.axis is None:
+            return arrays.reshape(whole, (*lead, *units))
+        whole = arrays.reshape(whole, (*lead, rows, *units))
+        return arrays.move(whole, len(lead), len(lead) + self.axis) if self.axis else whole
+
+    def names_of(self, state: int) -> tuple[str, ...]:
+        """The names of the cell's states that the user's state consists of."""
+        return tuple(piece.name for piece in self.pieces if piece.state == state)
+
+
+def _joined(arrays: Any, axis: int, parts: Sequence[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else arrays.cat(list(parts), axis)
+
+
+def _weight(arrays: Any, run: Run, heads: int, matrices: Sequence[Matrix]) -> Any:
+    """The weight of a ``linear``: ``[out, in]``, or ``[heads, out, in]`` for one head."""
+    if heads == 1:
+        return _joined(arrays, 0, [matrix.transposed(run, arrays) for matrix in matrices])
+    blocks = []
+    for matrix in matrices:
+        assert matrix.fetch is not None
+        blocks.append(arrays.move(arrays.index(matrix.fetch(run), matrix.columns), 1, 2))
+    return _joined(arrays, 1, blocks)
+
+
+def _merge(a: Affine, b: Affine) -> Affine | None:
+    """Two neighbours as columns of the same matrices; None if they are not."""
+    if (len(a.terms), len(a.constants)) != (len(b.terms), len(b.constants)):
+        return None
+    terms: list[tuple[Source, Matrix]] = []
+    constants: list[Constant | float] = []
+    for (source, matrix), (other, after) in zip(a.terms, b.terms, strict=True):
+        if source is not other or not matrix.joins(after):
+            return None
+        columns = np.concatenate([matrix.columns, after.columns])
+        terms.append((source, Matrix(matrix.fetch, matrix.rows, columns, matrix.sign)))
+    for constant, next_one in zip(a.constants, b.constants, strict=True):
+        if isinstance(constant, Constant) and isinstance(next_one, Constant):
+            if not constant.joins(next_one):
+                return None
+            columns = np.concatenate([constant.columns, next_one.columns])
+            constants.append(Constant(constant.fetch, columns, constant.sign, constant.per_row))
+        elif constant == next_one:
+            constants.append(constant)
+        else:
+            return None
+    return Affine(a.size + b.size, tuple(terms), tuple(constants))

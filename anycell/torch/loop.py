@@ -1,0 +1,415 @@
+"""``loop(module)`` and ``scan(step, init, xs)``: steps as they are written, over all of time.
+
+A step is read at the first call of its kind (``anycell.torch.read``), tried against the user's own
+step in float64, and then runs on a fused kernel. What cannot be read runs step by step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import threading
+import types
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from anycell.explanation import Explained, Explanation, Subject
+from anycell.layer.checks import Layout, boolean, describe, integer, refuse
+from anycell.plan import Engine
+from anycell.torch.arguments import TORCH
+from anycell.torch.around import Surroundings
+from anycell.torch.fused import autocast
+from anycell.torch.observers import compiled, observed
+from anycell.torch.planned import ReadStep
+from anycell.torch.proven import plan_of
+from anycell.torch.recurrent import Lengths
+from anycell.torch.stepwise import Step, Steps, stepwise
+
+_LOCK = threading.RLock()  # a step is read with other tensors in place of its own
+_MOST = 64  # readings that one step keeps, and steps of ``scan``
+_RESTLESS = 16  # readings for tensors of the same shapes
+_NUMBERS = itertools.count()
+
+
+class Readings:
+    """The readings of one step, by signatures."""
+
+    def __init__(self) -> None:
+        self.plans: OrderedDict[Any, ReadStep | str] = OrderedDict()
+        self.last: ReadStep | str = "no call has been made: a step is read at its first call"
+        self.tokens: OrderedDict[Any, Any] = OrderedDict()
+        self.reads: Counter[Any] = Counter()
+
+    def token(self, guards: Any, held: Any) -> Any:
+        """What stands for guards in the signatures of plans."""
+        known = self.tokens.get(guards)
+        if known is None:
+            known = self.tokens[guards] = next(_NUMBERS), held
+            if len(self.tokens) > _MOST:
+                self.tokens.popitem(last=False)
+        return known[0]
+
+    @property
+    def engine(self) -> Engine:
+        plan = self.last
+        return Engine("torch", plan) if isinstance(plan, str) else plan.engine
+
+    def subject(self, about: str) -> Subject:
+        """The latest call, for ``explain``."""
+        plan = self.last
+        if isinstance(plan, str):
+            return Subject(about, self.engine, None, 0, "", {})
+        dtype = str(plan.recording.dtype).removeprefix("torch.")
+        reading = plan.reading
+        sizes, text = reading.sizes, reading.text
+        return Subject(about, plan.engine, reading.cell, reading.size, dtype, sizes, text)
+
+    def run(self, step: Step, around: Surroundings, key: Any, call: Steps, title: str) -> Any:
+        """Runs a step over time; returns the output and the last state."""
+        plan: ReadStep | str
+        tensors = around.tensors()
+        if observed():
+            plan = "tensors of a trace, of torch.func, of a mode or of another type are no memory"
+        elif autocast():
+            plan = "autocast chooses a dtype for each operation of the step"
+        elif (hooked := around.hooked()) is not None:
+            plan = hooked
+        else:
+            signature = call.signature(tensors)
+            known = self.plans.get((key, signature))
+            plan = known or self._read(step, around, key, signature, call, title)
+            if isinstance(plan, ReadStep):
+                plan = plan.unfit(call) or plan
+        self.last = plan
+        if isinstance(plan, str):
+            return stepwise(step, call)
+        return plan.replay(call, tensors)
+
+    def _read(
+        self, step: Step, around: Surroundings, key: Any, signature: Any, call: Steps, title: str
+    ) -> ReadStep | str:
+        self.reads[signature] += 1
+        if self.reads[signature] > _RESTLESS:
+            plan: ReadStep | str = (
+                f"numbers around the step were others in each of {_RESTLESS} calls, and a reading "
+                "contains them. Instead: keep what changes in a tensor, such as a buffer."
+            )
+        else:
+            with _LOCK:
+                plan = plan_of(step, around, call, title)
+        self.plans[key, signature] = plan
+        if len(self.plans) > _MOST:
+            self.plans.popitem(last=False)
+        return plan
+
+
+# -- doors -----------------------------------------------------------------------------------------
+
+
+class loop(Explained, nn.Module):
+    """Runs a module that computes one step over time, on a fused kernel if the step can be read.
+
+        for x_t in x:                           output, state = loop(module)(x, state)
+            y, state = module(x_t, state)
+
+    Weights stay the module's own. The module is read at the first call with arguments of new shapes
+    or dtypes, and again when it has changed: its attributes, ``train()`` or ``eval()``, its
+    parameters' dtype. ``engine`` says what runs, and why; ``explain()`` shows the ``@cell`` that
+    was read, which you can keep instead.
+
+    Args:
+        module: returns (output, new state) for the input and the state of one step. A module that
+            returns the new state alone, as ``torch.nn.LSTMCell`` does, has its first tensor as
+            output.
+        batch_first: whether the tensors of x and the output are ``[B, T, ...]``.
+
+    ``forward`` takes (pass all but the first two by name), and returns (output, final state):
+        x: a tensor ``[T, B, ...]``, or tensors in tuples, lists and dictionaries; without a batch
+            ``[T, ...]``.
+        state: the module's state before the first step, ``[B, ...]``, nested as it likes.
+        mask, lengths: as in ``anycell.torch.RNN``: a masked step holds the state, and its output is
+            zero.
+        resets: ``[T, B]``, laid out as x, True where an episode starts.
+        reset_state: the state that resets restore; zeros by default.
+        reverse: whether the loop runs from the last step to the first.
+        output: what the module returns at each step, ``[T, B, ...]``.
+
+    Random numbers, as of dropout, are drawn for all steps at once: of the same distribution, but
+    not the numbers that a loop would draw. Modules with hooks, calls under autocast, in traces and
+    in ``torch.func``, and all that cannot be read run step by step.
+
+    Raises:
+        TypeError, ValueError: with the argument, what was given, what is expected.
+
+    Example:
+        >>> layer = loop(nn.GRUCell(3, 8))
+        >>> output, h = layer(torch.zeros(5, 2, 3), torch.zeros(2, 8), lengths=[5, 3])
+        >>> output.shape, layer.engine.name
+        (torch.Size([5, 2, 8]), 'cpu')
+    """
+
+    def __init__(self, module: nn.Module, batch_first: bool = False) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            hint = "Use anycell.torch.scan(step, init, xs) for a function."
+            refuse("module", describe(module), "a torch.nn.Module of one step", hint, TypeError)
+        self.module = module
+        self.batch_first = boolean("batch_first", batch_first)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was read: the next call reads the module anew. Needed only after a change of
+        what is not watched: attributes of objects other than modules, and variables of other files.
+        """
+        self._readings = Readings()
+        self._around: tuple[list[Any], Surroundings, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = "_readings", "_around"
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.forget()
+
+    def extra_repr(self) -> str:
+        return "batch_first=True" if self.batch_first else ""
+
+    def forward(
+        self,
+        x: Any,
+        state: Any,
+        *,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        resets: Tensor | None = None,
+        reset_state: Any = None,
+        reverse: bool = False,
+    ) -> tuple[Any, Any]:
+        """Returns the output and the final state; see the class."""
+        arguments = x, state, mask, lengths, resets, reset_state, reverse
+        if compiled():  # the graph breaks here
+            return torch.compiler.disable(self._forward)(*arguments)
+        return self._forward(*arguments)
+
+    def _forward(
+        self, x: Any, state: Any, mask: Any, lengths: Any, resets: Any, restored: Any, reverse: Any
+    ) -> tuple[Any, Any]:
+        first = self.batch_first
+        call = _call(*_flat(x), state, first)
+        turned = call.batched and first
+        if turned:
+            call = call._replace(xs=[t.transpose(0, 1) if t.dim() > 1 else t for t in call.xs])
+        if mask is not None or lengths is not None or resets is not None:
+            like = call.xs[0]
+            layout = Layout(TORCH, like, len(like), call.rows, first, call.batched)
+            flags = None if resets is None else layout.flags("resets", resets)
+            call = call._replace(mask=layout.valid(mask, lengths), resets=flags)
+        if restored is not None:
+            call = call._replace(restored=_restored(restored, call))
+        if reverse is not False:
+            call = call._replace(reverse=boolean("reverse", reverse))
+        around, key = self._surroundings()
+        title = type(self.module).__name__
+        output, state = self._readings.run(self._step, around, key, call, title)
+        if turned:
+            rows = call.rows
+            output = pytree.tree_map_only(Tensor, lambda t: _swapped(t, rows), output)
+        return output, state
+
+    def _step(self, x: Any, state: Any) -> tuple[Any, Any]:
+        result = self.module(x, state)
+        count = len(pytree.tree_leaves(state))
+        pair = isinstance(result, (tuple, list)) and len(result) == 2
+        if pair and len(pytree.tree_leaves(result[1])) == count:
+            return result[0], result[1]
+        leaves = pytree.tree_leaves(result)
+        if len(leaves) != count:
+            refuse(
+                "module", f"one that returns {describe(result)}",
+                f"(output, new state), with the {count} tensors of the state",
+                "Return y, state.", TypeError,
+            )  # fmt: skip
+        return leaves[0], result
+
+    def _surroundings(self) -> tuple[Surroundings, Any]:
+        """What the module reads, walked again only if an attribute has changed."""
+        if self._around is not None:
+            old, around, key = self._around
+            new = _attributes(around.modules)
+            if len(old) == len(new) and all(map(operator.is_, old, new)) and around.fresh:
+                return around, key
+        around = Surroundings.of(self.module)
+        key = self._readings.token(tuple(around.guards), around.held)
+        self._around = _attributes(around.modules), around, key
+        return around, key
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that ran the latest call, and why."""
+        return self._readings.engine
+
+    @property
+    def text(self) -> str | None:
+        """The ``@cell`` that ran the latest call; None if the loop ran step by step."""
+        plan = self._readings.last
+        return None if isinstance(plan, str) else plan.reading.text
+
+    def _subject(self) -> Subject:
+        about = f"loop({type(self.module).__name__})"
+        return self._readings.subject(about)
+
+    def explain(self, **options: Any) -> Explanation:
+        """Describes the latest call: the engine that ran it, and why; then the ``@cell`` that was
+        read. The arguments are as in ``anycell.explain``.
+        """
+        return super().explain(**options)
+
+
+def _swapped(tensor: Tensor, rows: int) -> Tensor:
+    """``[T, B, ...]`` as ``[B, T, ...]``; what has no rows stays as it is."""
+    both = tensor.dim() > 1 and tensor.shape[1] == rows
+    return tensor.transpose(0, 1) if both else tensor
+
+
+def _attributes(watched: Sequence[nn.Module]) -> list[Any]:
+    """What says that modules are as they were: their attributes and children."""
+    made: list[Any] = []
+    for module in watched:
+        made += module.__dict__.values()
+        made += module._modules.values()
+        for tensors in (module._parameters, module._buffers):
+            made += [name for name, tensor in tensors.items() if tensor is not None]
+    return made
+
+
+_LEAF = pytree.tree_structure(0)
+
+
+def _flat(tree: Any) -> tuple[list[Any], Any]:
+    """``pytree.tree_flatten``, at once for a tensor and a tuple of tensors."""
+    if type(tree) is Tensor:
+        return [tree], _LEAF
+    if type(tree) is tuple and all(type(part) is Tensor for part in tree):
+        return list(tree), _of_tuple(len(tree))
+    return pytree.tree_flatten(tree)
+
+
+@functools.cache
+def _of_tuple(size: int) -> Any:
+    return pytree.tree_structure((0,) * size)
+
+
+def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
+    leaves, state_tree = _flat(state)
+    for name, values in (("x", xs), ("state", leaves)):
+        wrong = [v for v in values if not isinstance(v, Tensor)]
+        if wrong or not values:
+            given = describe(wrong[0]) if wrong else "no tensors"
+            refuse(name, given, "tensors, or tuples, lists and dictionaries of them", "", TypeError)
+    batched = max(t.dim() for t in leaves) > 1 or max(t.dim() for t in xs) > 2
+    time = int(batched and batch_first)
+    whole = max(xs, key=lambda t: t.dim())
+    axes = ("[batch, time, ...]" if batch_first else "[time, batch, ...]") if batched else "[time]"
+    lead = whole.shape[: 1 + batched]
+    for x in xs:
+        alone = batched and x.dim() == 1  # a number for each step
+        if len(lead) < 1 + batched or x.shape[: 1 + batched] != (
+            lead[time : time + 1] if alone else lead
+        ):
+            expected = f"{axes}, the same of all tensors of x"
+            refuse("x", describe(x), expected, "Lay them out alike.")
+    if lead[time] == 0:
+        refuse("x", describe(whole), "one step or more", "Skip the call.")
+    return Steps(xs, tree, leaves, state_tree, batched, lead[1 - time] if batched else 1)
+
+
+def _restored(state: Any, call: Steps) -> list[Tensor]:
+    leaves = pytree.tree_leaves(state)
+    if len(leaves) != len(call.state):
+        expected = f"{len(call.state)} tensors, as the state has"
+        refuse("reset_state", describe(state), expected, "Pass one for each.", TypeError)
+    return [
+        TORCH.fit("reset_state", a.expand_as(b), b.shape, "a state", b)
+        for a, b in zip(leaves, call.state, strict=True)
+    ]
+
+
+_SCANS: OrderedDict[Any, tuple[Readings, Any]] = OrderedDict()
+
+
+def scan(
+    step: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, dim: int = 0,
+    reverse: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Runs ``carry, y = step(carry, x)`` over slices of ``xs``, on a fused kernel if the step can
+    be read; the signature is that of ``torch._higher_order_ops.scan``.
+
+    Args:
+        step: a function, which may read tensors and modules around it. Its outputs may be views and
+            the carry itself.
+        init: the first carry: a tensor, or tensors in tuples, lists and dictionaries.
+        xs: what is sliced, nested likewise.
+        dim: the axis of ``xs`` that is time.
+        reverse: whether the last slice comes first.
+
+    Returns:
+        the last carry, and the outputs with an axis of time at ``dim``.
+
+    Raises:
+        TypeError, ValueError: with the argument, what was given, what is expected.
+
+    Example:
+        >>> def step(h, x):
+        ...     h = torch.tanh(x + 0.5 * h)
+        ...     return h, h
+        >>> last, output = scan(step, torch.zeros(2, 8), torch.zeros(5, 2, 8))
+        >>> output.shape
+        torch.Size([5, 2, 8])
+    """
+    if compiled():
+        return torch.compiler.disable(_scan)(step, init, xs, dim, reverse)
+    return _scan(step, init, xs, dim, reverse)
+
+
+def _scan(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> tuple[Any, Any]:
+    if not callable(step):
+        refuse("step", describe(step), "a function (carry, x) -> (carry, y)", "", TypeError)
+    leaves, tree = _flat(xs)
+    if not leaves:
+        return init, []
+    dim = integer("dim", dim, -leaves[0].dim(), leaves[0].dim() - 1) % leaves[0].dim()
+    call = _call([x.movedim(dim, 0) for x in leaves] if dim else leaves, tree, init, False)
+    call = call._replace(reverse=boolean("reverse", reverse))
+    around = Surroundings.of(step)
+    readings, key = _readings_of(around)
+
+    def turned(x: Any, state: Any) -> tuple[Any, Any]:
+        carry, y = step(state, x)
+        return y, carry
+
+    title = getattr(step, "__name__", type(step).__name__)
+    output, carry = readings.run(turned, around, key, call, title)
+    if dim:
+        output = pytree.tree_map_only(
+            Tensor, lambda t: t.movedim(0, dim) if dim < t.dim() else t, output
+        )
+    return carry, output
+
+
+def _readings_of(around: Surroundings) -> tuple[Readings, Any]:
+    """The readings of steps of the same code."""
+    codes = [guard for guard in around.guards if isinstance(guard, types.CodeType)]
+    code: Any = codes[0] if codes else tuple(map(id, around.held[:1]))
+    if code not in _SCANS:
+        _SCANS[code] = Readings(), around.held[:1]
+        if len(_SCANS) > _MOST:
+            _SCANS.popitem(last=False)
+    readings = _SCANS[code][0]
+    return readings, readings.token(tuple(around.guards), around.held)

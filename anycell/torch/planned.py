@@ -1,0 +1,270 @@
+"""A step that was read, and all that its calls have in common."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from anycell.layer.restarts import restarts
+from anycell.layer.sequences import besides_output
+from anycell.layer.signature import state_names
+from anycell.plan import Call as Layer
+from anycell.plan import Engine, Options
+from anycell.read import Refused
+from anycell.torch import ops
+from anycell.torch.functional import engine_of, fused_plan, layer
+from anycell.torch.read import Reader
+from anycell.torch.record import Recording, Run, Var
+from anycell.torch.stepwise import Steps, stepwise, unmasked, wide
+from anycell.torch.tape import Tape
+
+_MOST = 64  # tapes that a plan keeps
+States = tuple[dict[str, Tensor], dict[str, Tensor]]  # of all steps, and the last, by name
+
+
+class ReadStep:
+    """A step that was read, and all that its calls have in common.
+
+    Args:
+        recording, reader: of the step.
+        trees: the structure of the output and of the state after a step, and the leaves of the
+            output that are no tensors, with their places.
+        merged: see ``Run``.
+    """
+
+    def __init__(
+        self, recording: Recording, reader: Reader, trees: Sequence[Any], merged: bool
+    ) -> None:
+        self.recording, self.reading, self.merged = recording, reader.reading, merged
+        self.output_tree, self.state_tree, self.others = trees
+        states, after = recording.states, recording.after
+        self.moving = [states.index(var) for var in reader.states]  # states that change
+        results = {after[k]: place for place, k in enumerate(self.moving)}
+        known = frozenset([*results, *reader.states])
+        # Outputs that are no state are computed after the loop, from states before or after a step.
+        later = [v for v in recording.outputs if v.kind == "S" and v not in known]
+        self.later = list(dict.fromkeys(later))
+        used = {v for node in recording.plan(self.later, known) for v in node.inputs}
+        used.update(recording.outputs)
+        self.after = {var: place for var, place in results.items() if var in used}
+        self.before = {var: place for place, var in enumerate(reader.states) if var in used}
+        wanted = {*self.after.values(), *self.before.values()}
+        names = [self.reading.names_of(place) for place in sorted(wanted)]
+        self.names = tuple(dict.fromkeys(chain.from_iterable(names)))
+        # Whether the kernel itself can write the zeros of outputs under a mask.
+        direct = not self.later and not self.before and self.reading.flags is None
+        self.direct = direct and all(var in self.after for var in recording.outputs)
+        self.layers: dict[Any, Layer] = {}
+        self.tapes: OrderedDict[Any, Tape | bool] = OrderedDict()
+        ops.register(self.reading.cell)
+
+    def unfit(self, call: Steps) -> str | None:
+        """Why the kernel cannot run a call of this step, if it cannot."""
+        flags = self.reading.flags
+        if call.resets is not None and flags is not None:
+            return "resets= for a step that holds or resets its own state"
+        changing = len(self.moving) + len(self.recording.counted)
+        if call.resets is not None and changing < len(call.state):
+            return "resets= with a state that the step never changes"
+        if call.reverse and flags is not None and flags.restored is not None:
+            return "reverse= for a step that resets its own state"
+        return None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs it, and why."""
+        step, reading = self.recording, self.reading
+        like = torch.empty(0, dtype=step.dtype, device=step.device)
+        return engine_of(fused_plan(reading.cell, reading.size, like, self._sizes))
+
+    @property
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        return tuple(self.reading.sizes.items())
+
+    # -- a call ----------------------------------------------------------------------------------
+    def run(
+        self,
+        call: Steps,
+        tensors: Sequence[Tensor],
+        engine: str | None = None,
+        drawn: Mapping[Var, Tensor] | None = None,
+    ) -> tuple[Any, Any]:
+        """Returns the output and the last state.
+
+        Args:
+            tensors: those of the step's surroundings.
+            drawn: random numbers of all steps that are drawn already.
+        """
+        run = self.values(call, tensors)
+        run.series |= drawn or {}
+        return self._leave(call, run, self._recur(call, self._enter(call, run), engine))
+
+    def replay(self, call: Steps, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Returns the same as ``run``. What it does around the kernel is recorded in the second
+        call with tensors of the same shapes and strides, and replayed in all that follow.
+        """
+        arrays = [*tensors, *call.xs, *call.state]
+        for flags in (call.mask, call.resets):
+            if flags is not None:
+                arrays.append(flags)
+        arrays += call.restored or ()
+        key = (
+            tuple([(t.shape, t.stride()) for t in arrays]),
+            call.mask is None, call.resets is None, call.restored is None, call.reverse,
+        )  # fmt: skip
+        tape = self.tapes.get(key)
+        if isinstance(tape, Tape):
+            named, memory = tape.enter(arrays)
+            return tape.leave(arrays, self._recur(call, named), memory)
+        run = self.values(call, tensors)
+        states = self._recur(call, self._enter(call, run))
+        if tape is None:  # many calls come once, with a number of steps of their own
+            self.tapes[key] = True
+        elif tape:
+            self.tapes[key] = self._tape(call, len(tensors), arrays, states)
+        if len(self.tapes) > _MOST:
+            self.tapes.popitem(last=False)
+        return self._leave(call, run, states)
+
+    def _tape(
+        self, call: Steps, count: int, arrays: Sequence[Tensor], states: States
+    ) -> Tape | bool:
+        def enter(arrays: Sequence[Tensor]) -> tuple[Any, Any]:
+            left = iter(arrays)
+            tensors = [next(left) for _ in range(count)]
+            this = call._replace(
+                xs=[next(left) for _ in call.xs],
+                state=[next(left) for _ in call.state],
+                mask=None if call.mask is None else next(left),
+                resets=None if call.resets is None else next(left),
+                restored=None if call.restored is None else [next(left) for _ in call.restored],
+            )
+            run = self.values(this, tensors)
+            return self._enter(this, run), (this, run)
+
+        def leave(arrays: Sequence[Tensor], states: States, memory: tuple[Steps, Run]) -> Any:
+            return self._leave(*memory, states)
+
+        try:
+            with torch.random.fork_rng([], enabled=bool(self.recording.random)), torch.no_grad():
+                return Tape(arrays, enter, states, leave)
+        except (Refused, RuntimeError):
+            return False
+
+    def values(self, call: Steps, tensors: Sequence[Tensor]) -> Run:
+        """The values of a call that need no state of floats."""
+        step, xs = self.recording, unmasked(call)
+        run = Run(step, tensors, xs, call.state, call.rows, self.merged)
+        if step.counted:
+            before, after = (
+                [group[k] for k in step.counted] for group in (step.states, step.after)
+            )
+
+            def count(x: list[Tensor], state: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+                return state, run.one(x, dict(zip(before, state, strict=True)), after)
+
+            first = [call.state[k] for k in step.counted]
+            restored = call.restored and [call.restored[k] for k in step.counted]
+            trees = (pytree.tree_structure([0] * len(group)) for group in (xs, first))
+            counting = Steps(list(xs), next(trees), first, next(trees), *call[4:])
+            series, run.last = stepwise(count, counting._replace(restored=restored))
+            run.series |= zip(before, series, strict=True)
+        return run
+
+    def _enter(self, call: Steps, run: Run) -> dict[str, Tensor]:
+        """The arrays of the layer."""
+        reading, mask = self.reading, call.mask
+        named = reading.call(run, [call.state[k] for k in self.moving])
+        gates, weights = named.pop("gates", None), named.pop("weights")
+        named["x"] = named["x"] if gates is None else gates
+        inner = named.pop("mask", None)  # the step's own
+        if mask is not None or inner is not None:
+            both = [flags for flags in (mask, inner) if flags is not None]
+            named["mask"] = both[0] if len(both) == 1 else both[0] & both[1]
+        if call.resets is not None:
+            named["resets"] = call.resets
+            if call.restored is not None:
+                restored = [call.restored[k] for k in self.moving]
+                named["reset_state"] = tuple(reading.start(run, restored))
+        for kind in ("state", "reset_state"):
+            states = named.pop(kind, ())
+            names = state_names(kind, reading.cell)
+            named |= {n: s.unsqueeze(0) for n, s in zip(names, states, strict=bool(states))}
+        return {n: t for n, t in named.items() if isinstance(t, Tensor)} | weights
+
+    def _recur(
+        self, call: Steps, arrays: Mapping[str, Tensor], engine: str | None = None
+    ) -> States:
+        """The states of all steps that outputs need, and the last states."""
+        masked = "mask" in arrays and not self.direct
+        key = masked, call.reverse, engine
+        cell, others = self.reading.cell, besides_output(self.names, self.reading.cell)
+        if key not in self.layers:
+            options = Options(reverse=(call.reverse,))
+            options = options.unread() if masked else options  # what is held, not zeros
+            size = self.reading.size
+            self.layers[key] = Layer(cell, size, options, self._sizes, others, engine)
+        output, last, series = layer(self.layers[key], arrays)
+        states = dict(zip(others, series, strict=True))
+        if cell.state_names[0] in self.names:
+            states[cell.state_names[0]] = output
+        return states, dict(zip(cell.state_names, last, strict=True))
+
+    def _leave(self, call: Steps, run: Run, states: States) -> tuple[Any, Any]:
+        """The user's output and last state."""
+        series, last = states
+        ends = {name: tensor.squeeze(0) for name, tensor in last.items()}
+        final = list(call.state)
+        for place, k in enumerate(self.moving):
+            final[k] = self._state(place, ends, call)
+        for place, k in enumerate(self.recording.counted):
+            final[k] = run.last[place]
+        outputs = self._outputs(call, run, series)
+        for place, value in self.others:
+            outputs.insert(place, value)
+        return (
+            pytree.tree_unflatten(outputs, self.output_tree),
+            pytree.tree_unflatten(final, self.state_tree),
+        )
+
+    def _state(self, place: int, values: Mapping[str, Tensor], call: Steps) -> Tensor:
+        """A state of the user's, out of those of the cell."""
+        tensor = self.reading.joined(place, values)
+        return tensor > 0.5 if call.state[self.moving[place]].dtype is torch.bool else tensor
+
+    def _outputs(self, call: Steps, run: Run, series: Mapping[str, Tensor]) -> list[Any]:
+        known, mask = run.series, None if self.direct else call.mask
+        whole = {place: self._state(place, series, call) for place in self.after.values()}
+        for var, place in self.before.items():
+            after = whole[place] if place in whole else self._state(place, series, call)
+            known[var] = self._entering(call, after, self.moving[place])
+        known |= {var: whole[place] for var, place in self.after.items()}
+        if self.later:
+            run.compute(self.later)
+        outputs: list[Any] = []
+        for var in self.recording.outputs:
+            if var.kind == "F":
+                tensor = run.fixed(var)
+                tensor = tensor.expand(run.steps, *tensor.shape)
+            else:
+                tensor = run.moving(var)
+            if mask is not None:
+                tensor = torch.where(wide(mask, tensor, call), tensor, torch.zeros_like(tensor))
+            outputs.append(tensor)
+        return outputs
+
+    def _entering(self, call: Steps, after: Tensor, k: int) -> Tensor:
+        """The states before each step, from those after each step, which masked steps hold."""
+        first = call.state[k].unsqueeze(0)
+        before = torch.cat([after[1:], first] if call.reverse else [first, after[:-1]])
+        if call.resets is None:
+            return before
+        starts = restarts(call.resets, call.mask, call.reverse)
+        restored = torch.zeros_like(first[0]) if call.restored is None else call.restored[k]
+        return torch.where(wide(starts, before, call), restored, before)

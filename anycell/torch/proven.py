@@ -1,0 +1,276 @@
+"""Reads a step, and tries the reading against the user's own step before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from anycell.layer.checks import describe
+from anycell.read import Refused, proof
+from anycell.torch.around import Surroundings
+from anycell.torch.planned import ReadStep
+from anycell.torch.read import Reader
+from anycell.torch.record import ROWS, A, raised, record
+from anycell.torch.stepwise import Step, Steps, stepwise
+
+
+def plan_of(step: Step, around: Surroundings, call: Steps, title: str) -> ReadStep | str:
+    """Reads a step, and tries the reading; a string says why the step runs step by step."""
+    if not any(state.is_floating_point() for state in call.state):
+        return "the state has no floating-point tensor"
+    device = call.xs[0].device
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with (
+            torch.random.fork_rng(devices), torch.inference_mode(False), _unchanged(around),
+        ):  # fmt: skip
+            return _proven(step, around, call, title)
+    except Refused as refusal:
+        return str(refusal)
+    except Exception as error:  # whatever a step does under a recording that it does not do alone
+        where = raised(error)
+        if "autograd.Function" in str(error) or "custom_function_call" in str(error):
+            return (
+                f"{where}this calls a torch.autograd.Function, whose derivative only it knows. "
+                "Instead: write the step in operations of torch"
+            )
+        first = (str(error).strip().splitlines() or [""])[0]
+        return f"{where}this cannot be recorded. {type(error).__name__}: {first}"
+
+
+@contextmanager
+def _unchanged(around: Surroundings) -> Iterator[None]:
+    """Refuses a step that changes attributes of modules, lists or dictionaries around it, and
+    restores them.
+    """
+    old = [(module, dict(module.__dict__)) for module in around.modules]
+    changed: list[str] = []
+    try:
+        yield
+    finally:
+        for module, attributes in old:
+            now = module.__dict__
+            names = [n for n in {**now, **attributes} if now.get(n) is not attributes.get(n)]
+            if names:
+                now.clear()
+                now.update(attributes)
+                changed.append(f"{_place(module)}the step changes {names[0]}")
+        for container, copy in around.containers:
+            if not _alike(container, copy):
+                container.clear()
+                container.extend(copy) if type(container) is list else container.update(copy)
+                changed.append(f"the step changes a {type(container).__name__} around it")
+    if changed:
+        raise Refused(f"{changed[0]}. Instead: return what changes as a part of the state.")
+
+
+def _place(module: nn.Module) -> str:
+    code = getattr(type(module).forward, "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}: " if code else ""
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two containers have the same things in them."""
+    if len(a) != len(b) or type(a) is set:
+        return bool(len(a) == len(b) and a == b)
+    pairs = zip(a.values(), b.values(), strict=True) if type(a) is dict else zip(a, b, strict=True)
+    return all(one is other for one, other in pairs) and (type(a) is list or [*a] == [*b])
+
+
+def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadStep | str:
+    tensors = [tensor.detach() for tensor in around.tensors()]
+    trees: list[Any] = []
+
+    def flat(tensors: list[Tensor], xs: list[Tensor], states: list[Tensor]) -> Any:
+        with around.swapped(tensors):
+            output, state = step(
+                pytree.tree_unflatten(xs, call.x_tree),
+                pytree.tree_unflatten(states, call.state_tree),
+            )
+            pairs = zip(around.tensors(), tensors, around.labels, strict=True)
+            changed = [label for now, before, label in pairs if now is not before]
+        if changed:
+            raise Refused(
+                f"the step assigns a new tensor to {changed[0]}. "
+                "Instead: return what changes as a part of the state."
+            )
+        parts, output_tree = pytree.tree_flatten(output)
+        after, state_tree = pytree.tree_flatten(state)
+        fixed = [(k, part) for k, part in enumerate(parts) if not isinstance(part, Tensor)]
+        trees[:] = output_tree, state_tree, fixed
+        return [part for part in parts if isinstance(part, Tensor)], after
+
+    samples = [_sample(call, rows, seed) for seed, rows in enumerate(ROWS)]
+    xs, states = zip(*samples, strict=True)
+    rowed = [
+        call.batched and not isinstance(t, nn.Parameter) and t.shape[:1] == (call.rows,)
+        for t in around.tensors()
+    ]
+    try:
+        recording = record(flat, (tensors, tensors), xs, states, call.batched)
+    except (RuntimeError, ValueError):
+        if not any(rowed):
+            raise
+        # Tensors around the step, such as masks of dropout, may have the rows of this call.
+        parts = [
+            [_of_rows(t, rows) if row else t for t, row in zip(tensors, rowed, strict=True)]
+            for rows in ROWS
+        ]
+        recording = record(flat, parts, xs, states, call.batched)
+    for node in recording.nodes:
+        for var in node.inputs:
+            if var in recording.constants:
+                raise Refused(
+                    f"{node.where}: this uses a tensor ({describe(var.data)}) that is no "
+                    "parameter, buffer or attribute of a module, and no variable around the step. "
+                    "Instead: register it as a buffer."
+                )
+    for old, new in zip(recording.states, recording.after, strict=True):
+        if (old.shape, old.dtype, old.axis) != (new.shape, new.dtype, new.axis):
+            raise Refused(
+                f"a state of {old.dtype} {list(old.shape)} becomes {new.dtype} {list(new.shape)} "
+                "(for 3 rows). Instead: return states as they were passed"
+            )
+    reader = Reader(recording, _labels(call), title)
+    moving = [v for node in recording.nodes for v in node.made if v is not None and v.kind == "X"]
+    merged = call.batched and all(var.axis is not None for var in [*moving, *recording.xs])
+    reason: str | None = None
+    for way in (True, False) if merged else (False,):
+        plan = ReadStep(recording, reader, list(trees), way)
+        reason = _tried(step, around, plan, call)
+        if reason is None:
+            return plan
+    return f"{reason}. Instead: report it, with the step"
+
+
+def _of_rows(tensor: Tensor, rows: int) -> Tensor:
+    return tensor[torch.arange(rows, device=tensor.device) % len(tensor)]
+
+
+def _labels(call: Steps) -> list[str]:
+    """What the states are called in the cell: the keys of a dictionary, or h and c."""
+    tree = pytree.tree_unflatten(call.state, call.state_tree)
+    if isinstance(tree, dict) and len(tree) == len(call.state):
+        return [str(name) for name in tree]
+    return {1: ["h"], 2: ["h", "c"]}.get(len(call.state), [""] * len(call.state))
+
+
+def _sample(call: Steps, rows: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """One step's input and states, of so many rows: random numbers, or if they are none, those of
+    the call.
+    """
+    device = call.xs[0].device
+    generator = torch.Generator().manual_seed(seed)
+
+    def like(tensor: Tensor, batched: bool) -> Tensor:
+        shape = (rows, *tensor.shape[1:]) if batched else tuple(tensor.shape)
+        if tensor.is_floating_point():
+            numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return numbers.to(device, tensor.dtype)
+        tensor = tensor.detach()
+        return (
+            tensor[torch.arange(rows, device=device) % len(tensor)] if batched else tensor.clone()
+        )
+
+    # A state without rows keeps its shape: the step must return it as it was.
+    states = [like(t, call.has_rows(t, 0)) for t in call.state]
+    return [like(x[0], call.has_rows(x, 1)) for x in call.xs], states
+
+
+# -- the proof -------------------------------------------------------------------------------------
+
+
+def _tried(step: Step, around: Surroundings, plan: ReadStep, call: Steps) -> str | None:
+    """Why the reading is not the step; None if both agree for a few steps in float64."""
+    exact, own, default = torch.float64, plan.recording.dtype, torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(exact)  # of numbers and new tensors in the step
+        return _compared(step, around, plan, call, exact)
+    except (RuntimeError, TypeError):  # a step that knows its dtype
+        torch.set_default_dtype(default)
+        return _compared(step, around, plan, call, own)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _compared(
+    step: Step, around: Surroundings, plan: ReadStep, call: Steps, dtype: torch.dtype
+) -> str | None:
+    rows, own = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
+    shapes = [(rows, *t.shape[1:]) if call.has_rows(t, 0) else tuple(t.shape) for t in call.state]
+    tensors, inputs = [], []
+    for tensor, var in zip(around.tensors(), plan.recording.tensors, strict=True):
+        tensor = tensor if var.axis is None else tensor[:rows]
+        tensor = tensor.detach().to(dtype if tensor.dtype is own else tensor.dtype, copy=True)
+        tensors.append(tensor.requires_grad_(tensor.is_floating_point()))
+    for x in call.xs:
+        x = x.detach()[torch.arange(proof.STEPS, device=x.device) % len(x)]
+        x = x[:, :rows] if call.has_rows(x, 1) else x
+        if x.is_floating_point():
+            generator = torch.Generator().manual_seed(7)
+            numbers = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            x = numbers.to(x.device, dtype if x.dtype is own else x.dtype).requires_grad_()
+        inputs.append(x)
+    for start, values in proof.starts(shapes):
+        states = [
+            _started(state, number, call, rows, dtype if state.dtype is own else state.dtype)
+            for state, number in zip(call.state, values, strict=True)
+        ]
+        trial = Steps(inputs, call.x_tree, states, call.state_tree, call.batched, rows)
+        named = [*zip(around.labels, tensors, strict=True)]
+        named += [("x", x) for x in inputs] + [("the state", s) for s in states]
+        leaves = [(f"the gradient of {name}", t) for name, t in named if t.requires_grad]
+        with torch.enable_grad():
+            drawn = plan.values(trial, tensors).drawn()
+            mine = _results(plan.run(trial, tensors, "reference", drawn), leaves)
+            if drawn:  # the step draws other numbers
+                expected = _results(plan.values(trial, tensors).replay(drawn, states), leaves)
+            else:
+                with around.swapped(tensors):
+                    expected = _results(stepwise(step, trial), leaves)
+        # The derivative of torch's hardsigmoid has a sixth in float32.
+        rounded = own is not torch.float64 and any(
+            node.packet is A.hardsigmoid for node in plan.recording.nodes
+        )
+        name = "float32" if rounded else str(dtype).removeprefix("torch.")
+        reason = proof.difference(expected, mine, name, start)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _started(like: Tensor, number: Any, call: Steps, rows: int, dtype: torch.dtype) -> Tensor:
+    """A state to start a trial from: the number, or a part of the call's own state."""
+    if like.is_floating_point() or like.dtype is torch.bool:
+        state = torch.as_tensor(number, device=like.device).to(dtype)
+        return state.requires_grad_(state.is_floating_point())
+    return (
+        like.detach()[: rows if call.has_rows(like, 0) else None].clone()
+        if like.dim()
+        else like.detach().clone()
+    )
+
+
+def _results(results: Any, leaves: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Outputs, last states and gradients, by what they are."""
+    outputs = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
+    named = {f"result {k}": t.detach().double().cpu().numpy() for k, t in enumerate(outputs)}
+    total: Any = 0.0
+    for k, t in enumerate(outputs):
+        if t.is_floating_point() and t.requires_grad:
+            weights = torch.linspace(1, 2, t.numel(), dtype=t.dtype, device=t.device)
+            total = total + (torch.sin(t + 0.1 * k) * weights.reshape(t.shape)).sum()
+    tensors = [tensor for _, tensor in leaves]
+    gradients: Sequence[Tensor | None] = [None] * len(leaves)
+    if isinstance(total, Tensor) and tensors:
+        gradients = torch.autograd.grad(total, tensors, allow_unused=True)
+    for k, ((name, leaf), gradient) in enumerate(zip(leaves, gradients, strict=True)):
+        gradient = torch.zeros_like(leaf) if gradient is None else gradient
+        named[f"{name} ({k})"] = gradient.double().cpu().numpy()
+    return named

@@ -1,0 +1,123 @@
+"""A call of a step over time, and the Python loop that runs it step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from anycell.layer.checks import describe, refuse
+from anycell.layer.restarts import restarts
+
+Step = Callable[[Any, Any], tuple[Any, Any]]  # (x, state) -> (output, state)
+
+
+class Steps(NamedTuple):
+    """The tensors of a call, with time first.
+
+    Attributes:
+        xs, x_tree: the leaves of x, ``[T, B, ...]`` or ``[T, ...]``, and their structure.
+        state, state_tree: the leaves of the state before the first step, and their structure.
+        rows: the size of the batch, 1 without an axis of rows.
+        batched: whether there is such an axis; x may have tensors ``[T]`` without it.
+        mask: bool ``[T, B]``, or None; B is 1 without an axis of rows.
+        resets: bool ``[T, B]``, or None: where episodes start.
+        restored: the leaves of the state that resets restore; None for zeros.
+        reverse: whether the loop runs from the last step to the first.
+    """
+
+    xs: list[Tensor]
+    x_tree: Any
+    state: list[Tensor]
+    state_tree: Any
+    batched: bool
+    rows: int
+    mask: Tensor | None = None
+    resets: Tensor | None = None
+    restored: list[Tensor] | None = None
+    reverse: bool = False
+
+    def signature(self, tensors: Sequence[Tensor]) -> Any:
+        """What a reading depends on."""
+        shape = self.shape_of_row
+        return (
+            self.x_tree, self.state_tree, self.batched, self.batched and self.rows == 1,
+            tuple([(shape(t, 1), t.dtype, t.device) for t in self.xs]),
+            tuple([(shape(t, 0), t.dtype) for t in self.state]),
+            tuple([(t.shape, t.dtype) for t in tensors]),
+        )  # fmt: skip
+
+    def has_rows(self, tensor: Tensor, axis: int) -> bool:
+        """Whether a tensor of x or of the state has the batch as an axis."""
+        return self.batched and tensor.dim() > axis and tensor.shape[axis] == self.rows
+
+    def shape_of_row(self, tensor: Tensor, axis: int) -> tuple[Any, ...]:
+        rows = self.has_rows(tensor, axis)
+        return rows, tensor.shape[axis + rows :]
+
+
+def stepwise(step: Step, call: Steps) -> tuple[Any, Any]:
+    """Runs a step over time as a Python loop does."""
+    state, steps = pytree.tree_unflatten(call.state, call.state_tree), len(call.xs[0])
+    mask, xs = call.mask, unmasked(call)
+    starts = None if call.resets is None else restarts(call.resets, mask, call.reverse)
+    outputs: list[list[Any]] = []
+    tree: Any = None
+    for t in reversed(range(steps)) if call.reverse else range(steps):
+        leaves, structure = pytree.tree_flatten(state)
+        if starts is not None:
+            restored = call.restored or [torch.zeros_like(leaf) for leaf in leaves]
+            leaves = _chosen(starts[t], restored, leaves, call)
+        before = pytree.tree_unflatten(leaves, structure)
+        output, state = step(pytree.tree_unflatten([x[t] for x in xs], call.x_tree), before)
+        parts, tree = pytree.tree_flatten(output)
+        if mask is not None:
+            after, structure = pytree.tree_flatten(state)
+            state = pytree.tree_unflatten(_chosen(mask[t], after, leaves, call), structure)
+            nothing = [torch.zeros_like(p) if isinstance(p, Tensor) else p for p in parts]
+            parts = _chosen(mask[t], parts, nothing, call)
+        outputs.append(parts)
+    if call.reverse:
+        outputs.reverse()
+    series = [
+        torch.stack(parts) if isinstance(parts[0], Tensor) else parts[-1]
+        for parts in map(list, zip(*outputs, strict=True))
+    ]
+    return pytree.tree_unflatten(series, tree), state
+
+
+def unmasked(call: Steps) -> list[Tensor]:
+    """The input with zeros under the mask, where a NaN would reach gradients."""
+    if call.mask is None:
+        return call.xs
+    clean = []
+    for x in call.xs:
+        if call.has_rows(x, 1) or not call.batched:
+            x = torch.where(wide(call.mask, x, call), x, torch.zeros_like(x[:1, ...]))
+        clean.append(x)
+    return clean
+
+
+def wide(flags: Tensor, like: Tensor, call: Steps) -> Tensor:
+    """Flags ``[T, B]`` or ``[B]`` in a shape that broadcasts against a tensor."""
+    flags = flags if call.batched else flags.squeeze(-1)
+    return flags.reshape(*flags.shape, *[1] * (like.dim() - flags.dim()))
+
+
+def _chosen(flags: Tensor, a: Sequence[Any], b: Sequence[Any], call: Steps) -> list[Any]:
+    """Leaves of ``a`` for the rows with flags, and of ``b`` for the others."""
+    chosen = []
+    for one, other in zip(a, b, strict=True):
+        if one is other or not isinstance(one, Tensor):
+            chosen.append(one)
+            continue
+        if call.batched and not call.has_rows(other, 0):
+            refuse(
+                "mask, lengths, resets", f"with a state or an output {describe(other)}",
+                f"tensors whose first axis is the batch of {call.rows}", "Expand it to all rows.",
+            )  # fmt: skip
+        chosen.append(torch.where(wide(flags, other, call), one, other))
+    return chosen

@@ -1,0 +1,197 @@
+"""What a call does around its kernel, recorded once and printed as two flat Python functions.
+
+A fused call of a step that was read makes some ten small operations: slices of weights, their
+joined parts, the user's states out of the cell's. Looking up again which they are takes longer than
+they do. For tensors of the same shapes and strides they are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anycell.read import Refused
+from anycell.torch.record import A, Like, Node, Recorder, Var
+
+Tree = Any  # tensors and other values in tuples, lists and dictionaries
+
+
+class Tape:
+    """What comes before a kernel and after it, as ``enter`` and ``leave`` print it.
+
+    Args:
+        arrays: the tensors of a call.
+        enter: arrays -> (results, memory).
+        between: what the kernel makes, a tree of tensors.
+        leave: (arrays, between, memory) -> results.
+
+    Raises:
+        Refused: for operations or results that cannot be printed.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Tensor],
+        enter: Callable[[list[Tensor]], tuple[Tree, Any]],
+        between: Tree,
+        leave: Callable[[list[Tensor], Tree, Any], Tree],
+    ) -> None:
+        self._names: dict[Var, str] = {}
+        self._space: dict[str, Any] = {}
+        inputs = [tensor.detach() for tensor in arrays]
+        made: dict[str, Tensor] = {}
+        between = _detached(between, "b", made)
+        recorder = self._recorder = Recorder([("F", t) for t in (*inputs, *made.values())])
+        self._tensors = {recorder.vars[id(tensor)]: tensor for tensor in recorder.held}
+        names = [f"a[{k}]" for k in range(len(inputs))]
+        self._names.update(zip(recorder.inputs, [*names, *made], strict=True))
+        with recorder:
+            entered, memory = enter(inputs)
+            split = len(recorder.nodes)
+            left = leave(inputs, between, memory)
+        self._tensors |= {recorder.vars[id(t)]: t for t in recorder.held if id(t) in recorder.vars}
+        self._alias: dict[Var, Var] = {}
+        self.enter, self.leave = self._print(self._vars(entered), self._vars(left), split)
+        del self._recorder, self._names, self._space, self._tensors, self._alias
+
+    def _vars(self, tree: Tree) -> Tree:
+        if isinstance(tree, Tensor):
+            return self._recorder.var(tree)
+        if type(tree) is dict:
+            return {name: self._vars(value) for name, value in tree.items()}
+        if isinstance(tree, (tuple, list)):
+            parts = [self._vars(value) for value in tree]
+            return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+        if tree is None or isinstance(tree, (bool, int, float, str)):
+            return tree
+        raise Refused(f"a {type(tree).__name__} cannot be printed")
+
+    def _print(self, entered: Tree, left: Tree, split: int) -> tuple[Any, Any]:
+        nodes = self._recorder.nodes
+        results = set(_leaves(left))
+        for node in nodes:
+            self._fold(node, results)
+        needed = {self._real(var) for var in (*_leaves(entered), *results)}
+        used = []
+        for place in reversed(range(len(nodes))):
+            if any(var in needed for var in nodes[place].made):
+                used.append(place)
+                needed.update(map(self._real, nodes[place].inputs))
+        lines: tuple[list[str], list[str]] = [], []
+        early: set[Var] = set()
+        for place in reversed(used):
+            lines[place >= split].append(self._line(nodes[place], needed))
+            if place < split:
+                early.update(var for var in nodes[place].made if var in needed)
+        late = {self._real(v) for p in used if p >= split for v in nodes[p].inputs}
+        late |= {self._real(var) for var in results}
+        kept = [var for var in self._names if var in early and var in late]
+        memory = self._text(tuple(kept))
+        text = ["def enter(a):", *lines[0], f"return {self._text(entered)}, {memory}"]
+        after = [f"{memory} = k"] if kept else []
+        more = ["def leave(a, b, k):", *after, *lines[1], f"return {self._text(left)}"]
+        whole = "\n\n".join("\n    ".join(part) for part in (text, more))
+        exec(compile(whole + "\n", "<tape>", "exec"), self._space)
+        return self._space["enter"], self._space["leave"]
+
+    def _fold(self, node: Node, results: set[Var]) -> None:
+        """Finds what is an earlier tensor, and what is the same in all calls."""
+        inputs = node.inputs
+        if torch.Tag.nondeterministic_seeded in node.op.tags:
+            return
+        if all(self._real(var).data is not None for var in inputs):
+            if not any(var in results for var in node.made):
+                for var in node.made:
+                    if var is not None:
+                        var.data = self._tensors[var]
+            return
+        if len(node.made) != 1 or node.packet in (A.detach, A.lift_fresh):
+            return
+        made, before = node.made[0], inputs[0]
+        while True:
+            if _same(self._tensors[made], self._tensors[before]):
+                self._alias[made] = self._real(before)
+                return
+            source = before.node
+            if source is None or source.packet is A.detach or not source.inputs:
+                return
+            before = source.inputs[0]
+            if _storage(self._tensors[before]) != _storage(self._tensors[made]):
+                return
+
+    def _real(self, var: Var) -> Var:
+        return self._alias.get(var, var)
+
+    def _line(self, node: Node, needed: set[Var]) -> str:
+        targets = []
+        for var in node.made:
+            if var in needed:
+                self._names[var] = f"v{len(self._names)}"
+            targets.append(self._names[var] if var in needed else "_")
+        arguments = [self._text(value) for value in node.args]
+        arguments += [f"{name}={self._text(value)}" for name, value in node.kwargs.items()]
+        returns = node.op._schema.returns
+        one = len(returns) == 1 and returns[0].type.kind() == "TensorType"
+        left = targets[0] if one else f"[{', '.join(targets)}]"
+        return f"{left} = {self._constant(node.op)}({', '.join(arguments)})"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Var):
+            value = self._real(value)
+            return self._names[value] if value.data is None else self._constant(value.data)
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{k!r}: {self._text(v)}' for k, v in value.items())}}}"
+        if isinstance(value, tuple):
+            inside = "".join(f"{self._text(v)}, " for v in value)
+            return f"{self._constant(type(value)) if hasattr(value, '_fields') else ''}({inside})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._text, value))}]"
+        if isinstance(value, Like):
+            like = torch.empty((), dtype=value.dtype, device=self._recorder.held[0].device)
+            return self._constant(like.expand(value.shape))
+        if value is None or type(value) in (int, bool, str):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self._space)}"
+        self._space[name] = value
+        return name
+
+
+def _detached(tree: Tree, name: str, made: dict[str, Tensor]) -> Tree:
+    """The tree with detached tensors, which are noted by the expressions that find them."""
+    if isinstance(tree, Tensor):
+        made[name] = tree.detach()
+        return made[name]
+    if isinstance(tree, dict):
+        return {key: _detached(value, f"{name}[{key!r}]", made) for key, value in tree.items()}
+    return tuple(_detached(value, f"{name}[{k}]", made) for k, value in enumerate(tree))
+
+
+def _leaves(tree: Tree) -> list[Var]:
+    if isinstance(tree, Var):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree
+    return (
+        [v for part in parts for v in _leaves(part)]
+        if isinstance(tree, (dict, tuple, list))
+        else []
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same memory."""
+    return (a.shape, a.stride(), a.dtype, a.data_ptr()) == (
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.data_ptr(),
+    ) and _storage(a) == _storage(b)

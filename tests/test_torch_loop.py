@@ -1,0 +1,725 @@
+"""Modules of one step in PyTorch, read as cells: the numbers of a Python loop, or a reason."""
+
+import copy
+import io
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from loop_cells import (
+    CELLS,
+    B,
+    Concatenated,
+    H,
+    I,
+    Leaky,
+    Normalized,
+    OfTorchGRU,
+    One,
+    ReadOut,
+    Run,
+    T,
+    alike,
+    by_hand,
+    inputs_of,
+    lstm,
+    param,
+    results,
+)
+from tolerances import LIMITS, error
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import anycell.torch
+from anycell.torch import loop, scan
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(old)
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_are_read(name: str) -> None:
+    """Called three times: read, recorded, replayed."""
+    module = CELLS[name]()
+    fused = loop(module)
+    for rows in (B, B, B, 1):
+        x, state = inputs_of(module, rows=rows)
+        alike(results(fused, module, x, state), results(by_hand(module), module, x, state))
+        assert fused.engine.name == "cpu", fused.engine.reason
+
+
+# -- what a call takes -----------------------------------------------------------------------------
+
+
+def masked_by_hand(
+    module: Any, mask: Tensor, resets: Tensor | None = None, reverse: bool = False
+) -> Run:
+    """The Python loop with a mask; resets restore zeros."""
+
+    def run(x: Tensor, state: Any) -> tuple[Any, Any]:
+        outputs: list[Any] = [None] * len(x)
+        starts = resets
+        pending = torch.zeros(x.shape[1], dtype=torch.bool)
+        for t in reversed(range(len(x))) if reverse else range(len(x)):
+            valid = mask[t].unsqueeze(-1)
+            if starts is not None:
+                enters = (pending if reverse else starts[t]) & mask[t]
+                state = tuple(torch.where(enters.unsqueeze(-1), 0.0, s) for s in state)
+                pending = torch.where(mask[t], starts[t], pending)
+            clean = torch.where(valid, x[t], 0.0)
+            y, new = module(clean, state)
+            state = tuple(torch.where(valid, a, b) for a, b in zip(new, state, strict=True))
+            outputs[t] = torch.where(valid, y, 0.0)
+        return torch.stack(outputs), state
+
+    return run
+
+
+class BeforeAndAfter(Concatenated):
+    """An output of the states before and after a step."""
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        y, new = super().forward(x, state)
+        return y * state[1] + x.sum(-1, keepdim=True), new
+
+
+LENGTHS = torch.tensor([6, 0, 3, 5])
+MASK = torch.arange(T).unsqueeze(1) < LENGTHS
+HOLES = MASK & (torch.arange(T * B).reshape(T, B) % 3 != 1)
+RESETS = torch.arange(T * B).reshape(T, B) % 4 == 2
+HOOKED = "has hooks"
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kind", [Concatenated, BeforeAndAfter])
+def test_masks_resets_and_direction(kind: type[nn.Module], reverse: bool, fused: bool) -> None:
+    """Both roads; what lies under a mask has no influence, not even NaN."""
+    module = kind()
+    layer = loop(module)
+    if not fused:
+        module.register_forward_hook(lambda *_: None)
+    x, state = inputs_of(module)
+    dirty = torch.where(HOLES.unsqueeze(-1), x, torch.nan)
+    for flags, mask in (
+        ({}, torch.ones(T, B, dtype=torch.bool)),
+        ({"lengths": LENGTHS}, MASK),
+        ({"mask": HOLES, "resets": RESETS}, HOLES),
+        ({"mask": HOLES, "lengths": LENGTHS}, HOLES),
+    ):
+        values = dirty if mask is HOLES else x
+        resets = RESETS if "resets" in flags else None
+        hand = masked_by_hand(module, mask, resets, reverse)
+        expected = results(hand, module, torch.where(mask.unsqueeze(-1), x, 0.0), state)
+        for _ in range(3):
+            run = lambda x, s: layer(x, s, reverse=reverse, **flags)  # noqa: B023,E731
+            alike(results(run, module, values, state), expected)
+        assert layer.engine.name == ("cpu" if fused else "torch"), layer.engine.reason
+        assert fused or HOOKED in layer.engine.reason
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_state_of_your_own_is_restored(fused: bool) -> None:
+    module = Concatenated()
+    layer = loop(module)
+    if not fused:
+        module.register_forward_hook(lambda *_: None)
+    x, state = inputs_of(module)
+    ones = tuple(torch.ones(H) * k for k in (1, 2))
+    resets = torch.zeros(T, B, dtype=torch.bool)
+    resets[2] = True
+    for _ in range(3):
+        output, last = layer(x, state, resets=resets, reset_state=ones)
+        tail, end = by_hand(module)(x[2:], tuple(t.expand(B, H) for t in ones))
+        torch.testing.assert_close((output[2:], last), (tail, end))
+
+
+def test_batch_first() -> None:
+    module = ReadOut()
+    layer = loop(module, batch_first=True)
+    x, h = inputs_of(module)
+    expected, last = by_hand(module)(x, h)
+    output, end = layer(x.transpose(0, 1), h)
+    for name in ("p", "e", "x"):
+        torch.testing.assert_close(output[name], expected[name].transpose(0, 1))
+    torch.testing.assert_close(end, last)
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
+@pytest.mark.parametrize("kind", [OfTorchGRU, Concatenated])
+def test_without_a_batch(kind: Any) -> None:
+    module = kind()
+    if kind is Concatenated:
+
+        def forward(x: Tensor, state: Any) -> Any:
+            h, c = state
+            h, c = lstm(module.lin(torch.cat([h, x], -1)).chunk(4, -1), c)
+            return h, (h, c)
+
+        module.forward = forward
+    layer = loop(module)
+    x, state = inputs_of(module)
+    x, state = x[:, 0], pytree.tree_map(lambda t: t[0], state)
+    for _ in range(3):
+        alike(results(layer, module, x, state), results(by_hand(module), module, x, state))
+    assert layer.engine.name == "cpu", layer.engine.reason
+    with_mask = layer(x, state, mask=torch.tensor([True] * 4 + [False] * 2))
+    torch.testing.assert_close(with_mask[1], layer(x[:4], state)[1])
+
+
+@pytest.mark.parametrize("module", [nn.GRUCell(I, H), nn.LSTMCell(I, H), nn.RNNCell(I, H)])
+def test_cells_of_torch_themselves(module: nn.Module) -> None:
+    module = module.double()
+    layer = loop(module)
+    start = torch.randn(B, H)
+    state: Any = (start, start * 0.5) if isinstance(module, nn.LSTMCell) else start
+
+    def pair(x: Tensor, state: Any) -> Any:
+        new = module(x, state)
+        return pytree.tree_leaves(new)[0], new
+
+    x = torch.randn(T, B, I)
+    alike(results(layer, module, x, state), results(by_hand(pair), module, x, state))
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
+def test_wrong_arguments() -> None:
+    layer = loop(OfTorchGRU())
+    x, h = torch.zeros(T, B, I), torch.zeros(B, H)
+    for call, says in (
+        (lambda: loop(lambda x, s: (x, s)), "module: given function"),
+        (lambda: layer(x, None), "state: given None; expected tensors"),
+        (lambda: layer(x[:0], h), "x: given torch.float64.*one step or more"),
+        (lambda: layer((x, x[1:]), h), "the same of all tensors of x"),
+        (lambda: layer(x, h, lengths=[7, 1, 1, 1]), "lengths: given a length of 7"),
+        (lambda: layer(x, h, mask=torch.ones(B, T, dtype=torch.bool)), "mask: given torch.bool"),
+        (lambda: layer(x, h, reset_state=(h, h)), "reset_state: given"),
+        (lambda: loop(nn.Linear(I, H))(x, h), "takes 2 positional arguments"),
+        (lambda: loop(nn.Bilinear(I, H, 3))(x, (h, h)), "must be Tensor|expected"),
+        (lambda: scan(1, h, x), "step: given int 1"),
+        (lambda: scan(lambda c, x: (c, x), h, x, dim=3), "dim: given 3"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=says):
+            call()
+
+
+def test_a_module_that_returns_something_else() -> None:
+    class Odd(One):
+        def forward(self, x: Tensor, h: Tensor) -> Any:
+            return h, h, h
+
+    with pytest.raises(TypeError, match="module: given one that returns tuple"):
+        loop(Odd())(torch.zeros(T, B, I), torch.zeros(B, H))
+
+
+# -- what is read again ----------------------------------------------------------------------------
+
+
+class Switched(One):
+    """With things that a program may change between calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.drop = nn.Linear(I + H, H), nn.Dropout(0.5)
+        self.gain, self.rates = 1.0, [1.0, 2.0]
+        self.plain = torch.ones(H)
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        new = torch.tanh(self.lin(torch.cat([x, h], -1))) * self.plain * self.rates[0]
+        h = self.gain * self.drop(new) + 0.5 * h
+        return h, h
+
+
+def test_a_module_that_changes() -> None:
+    """Attributes, lists in place, train and eval, weights of every kind of change."""
+    module = Switched().eval()
+    layer = loop(module)
+    x, h = inputs_of(module)
+
+    def check() -> None:
+        for _ in range(3):
+            alike(results(layer, module, x, h), results(by_hand(module), module, x, h))
+        assert layer.engine.name == "cpu", layer.engine.reason
+
+    check()
+    module.gain = 0.7
+    check()
+    module.rates[0] = 0.3
+    check()
+    module.plain = torch.rand(H)
+    check()
+    with torch.no_grad():
+        module.lin.weight.mul_(0.5)
+    check()
+    module.lin.weight = param(H, I + H)
+    check()
+    module.lin.bias = None
+    check()
+    module.lin = nn.Linear(I + H, H)
+    check()
+    module.lin.weight.requires_grad_(False)
+    check()
+    nn.utils.parametrizations.weight_norm(module.lin)
+    check()
+    module.train()
+    output, _ = layer(x, h)
+    assert not torch.equal(output, layer(x, h)[0])  # drops
+    module.eval()
+    check()
+
+
+GAIN = 1.0
+
+
+def test_a_variable_of_the_file_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Global(OfTorchGRU):
+        def forward(self, x: Tensor, h: Tensor) -> Any:
+            h = self.cell(x, h) * GAIN
+            return h, h
+
+    module = Global()
+    layer = loop(module)
+    x, h = inputs_of(module)
+    for gain in (1.0, 0.5):
+        monkeypatch.setitem(globals(), "GAIN", gain)
+        for _ in range(3):
+            torch.testing.assert_close(layer(x, h), by_hand(module)(x, h))
+        assert layer.engine.name == "cpu", layer.engine.reason
+
+
+def test_a_number_that_changes_in_each_call() -> None:
+    """It is not read again and again."""
+    module = Switched().eval()
+    layer = loop(module)
+    x, h = inputs_of(module, 2)
+    for k in range(20):
+        module.gain = 1.0 + k
+        torch.testing.assert_close(layer(x, h), by_hand(module)(x, h))
+    assert "register_buffer" in layer.engine.reason or "such as a buffer" in layer.engine.reason
+
+
+def test_dtype_and_device_move() -> None:
+    module = Concatenated()
+    layer = loop(module)
+    x, state = inputs_of(module)
+    layer(x, state)
+    layer.to(torch.float32)
+    x, state = x.float(), pytree.tree_map(Tensor.float, state)
+    for _ in range(3):
+        output, _ = layer(x, state)
+        expected, _ = by_hand(copy.deepcopy(module).double())(
+            x.double(), pytree.tree_map(Tensor.double, state)
+        )
+        assert output.dtype is torch.float32
+        assert error(output.detach(), expected.detach()) <= LIMITS["float32", "forward"]
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
+def test_other_weights_for_a_call() -> None:
+    """``torch.func.functional_call`` puts them in, with gradients."""
+    module = Concatenated()
+    layer = loop(module)
+    x, state = inputs_of(module)
+    layer(x, state)
+    weights = {n: torch.randn_like(p).requires_grad_() for n, p in layer.named_parameters()}
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for name, p in other.named_parameters():
+            p.copy_(weights[f"module.{name}"])
+    for _ in range(3):
+        output, _ = functional_call(layer, weights, (x, state))
+        gradients = torch.autograd.grad(output.sin().sum(), list(weights.values()))
+    expected, _ = by_hand(other)(x, state)
+    known = torch.autograd.grad(expected.sin().sum(), list(other.parameters()))
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(gradients, known)
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
+def test_copies_pickles_and_state_dicts() -> None:
+    module = Concatenated()
+    layer = loop(module)
+    x, state = inputs_of(module)
+    expected = layer(x, state)
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    stream = io.BytesIO()
+    torch.save(layer.state_dict(), stream)
+    stream.seek(0)
+    fresh = loop(Concatenated())
+    fresh.load_state_dict(torch.load(stream))
+    for other in (*copies, fresh):
+        torch.testing.assert_close(other(x, state), expected)
+        assert other.engine.name == "cpu", other.engine.reason
+    assert {name.removeprefix("module.") for name in layer.state_dict()} == {*module.state_dict()}
+
+
+# -- random numbers --------------------------------------------------------------------------------
+
+
+class Dropped(Concatenated):
+    """Dropout of x, of h and of the candidate; zoneout of c."""
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        h, c = state
+        joined = torch.cat([F.dropout(x, 0.2, self.training), F.dropout(h, 0.3, self.training)], 1)
+        new, after = lstm(self.lin(joined).chunk(4, 1), c)
+        if self.training:
+            after = torch.where(torch.rand_like(c) < 0.25, c, after)
+        return new, (new, after)
+
+
+def test_dropout_is_exact_in_evaluation_and_seeded_in_training() -> None:
+    module = Dropped()
+    layer = loop(module)
+    x, state = inputs_of(module)
+    torch.manual_seed(1)
+    one = layer(x, state)
+    assert layer.engine.name == "cpu", layer.engine.reason
+    for _ in range(2):
+        torch.manual_seed(1)
+        again = layer(x, state)
+        torch.testing.assert_close(again, one)
+    assert not torch.equal(layer(x, state)[0], one[0])
+    module.eval()
+    alike(results(layer, module, x, state), results(by_hand(module), module, x, state))
+
+
+def test_masks_of_dropout_have_their_distribution() -> None:
+    """Each step, row and unit has its own, and as many as said."""
+
+    class Mean(One):
+        def forward(self, x: Tensor, h: Tensor) -> Any:
+            kept = F.dropout(torch.ones_like(h), 0.25, self.training)
+            return kept, 0.5 * h + kept
+
+    layer = loop(Mean())
+    for _ in range(3):
+        kept, _ = layer(torch.zeros(50, 40, 1), torch.zeros(40, H))
+        assert layer.engine.name == "cpu", layer.engine.reason
+        assert {*kept.unique().tolist()} == {0.0, 1 / 0.75}
+        rates = [(kept > 0).double().mean(axis) for axis in ((1, 2), (0, 2), (0, 1))]
+        for rate in rates:
+            assert (rate - 0.75).abs().max() < 0.15
+            assert rate.std() > 0
+
+
+# -- what cannot be read ---------------------------------------------------------------------------
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+HERE = []
+STEPS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
+    "branch": (lambda m, x, h: h * 2 if h.mean() > 0 else h, "Python reads the value"),
+    "number": (lambda m, x, h: h * h.sum().item(), "Python reads the value"),
+    "statistics": (lambda m, x, h: h - h.mean(0), "the sum over the rows of the batch"),
+    "batch norm": (lambda m, x, h: m.norm(h), "batch normalization in training"),
+    "buffer": (lambda m, x, h: h + m.count.add_(1), "edits a tensor in place"),
+    "new buffer": (
+        lambda m, x, h: (setattr(m, "count", m.count + 1), h)[1],
+        "assigns a new tensor",
+    ),
+    "argument": (lambda m, x, h: h + x.mul_(2).sum(-1, True), "edits a tensor in place"),
+    "attribute": (lambda m, x, h: (setattr(m, "seen", h), h)[1], "the step changes seen"),
+    "list": (lambda m, x, h: (HERE.append(h), h)[1], "the step changes a list"),
+    "function": (lambda m, x, h: Doubled.apply(h), "calls a torch.autograd.Function"),
+    "fewer bits": (lambda m, x, h: h.float().double(), "from torch.float64 to torch.float32"),
+    "matrix of x": (
+        lambda m, x, h: torch.einsum("bi,bij->bj", h, x[:, :1, None] * m.u),
+        "a matrix",
+    ),
+    "attention": (lambda m, x, h: (h @ h.T).softmax(-1) @ h, "two axes|mixes the rows"),
+    "no rule": (lambda m, x, h: torch.special.bessel_j0(h), "special_bessel_j0"),
+    "sorted": (lambda m, x, h: h.sort(-1).values, "aten.sort"),
+    "size of the batch": (lambda m, x, h: h / len(h), "the size of the batch"),
+    "elsewhere": (lambda m, x, h: h * m.held.there, "no parameter, buffer or attribute"),
+    "shape of values": (lambda m, x, h: h + h[h > 0].sum(), "shape depends on values"),
+    "autocast inside": (lambda m, x, h: autocast_inside(m, h), "converts a value|differs by"),
+    "no gradient": (lambda m, x, h: no_gradient(h), "the gradient of"),
+}
+
+
+def autocast_inside(m: Any, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (h.float() @ m.u.float()).double()
+
+
+def no_gradient(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return h * 2
+
+
+class Holder:
+    there = torch.ones(())
+
+
+class Refusing(One):
+    def __init__(self, step: Any) -> None:
+        super().__init__()
+        self.lin, self.norm, self.u = nn.Linear(I + H, H), nn.BatchNorm1d(H), param(H, H)
+        self.register_buffer("count", torch.zeros(()))
+        self.step, self.held = step, Holder
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        h = self.step(self, x, torch.tanh(self.lin(torch.cat([x, h], -1))))
+        return h, h
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_refusals_say_why_and_run_the_loop(name: str) -> None:
+    step, says = STEPS[name]
+    one = Refusing(step)
+    two = copy.deepcopy(one)
+    x, h = inputs_of(one)
+    layer = loop(one)
+    HERE.clear()
+    made = layer(x.clone(), h)
+    assert layer.engine.name == "torch"
+    assert re.search(says, layer.engine.reason), layer.engine.reason
+    assert " Instead: " in layer.engine.reason
+    assert len(HERE) == (T if name == "list" else 0)
+    torch.testing.assert_close(made, by_hand(two)(x.clone(), h))
+    for (label, a), b in zip(one.named_buffers(), two.buffers(), strict=True):
+        assert torch.equal(a, b), label  # edited as often as by the loop
+    assert says in str(layer.explain()) or "|" in says
+
+
+LINES = {
+    "branch",
+    "number",
+    "buffer",
+    "argument",
+    "batch norm",
+    "statistics",
+    "function",
+    "no rule",
+}
+
+
+@pytest.mark.parametrize("name", sorted(LINES))
+def test_refusals_name_the_line(name: str) -> None:
+    step, _ = STEPS[name]
+    layer = loop(Refusing(step))
+    layer(*inputs_of(layer.module))
+    place = f"test_torch_loop.py:{step.__code__.co_firstlineno}: "
+    assert layer.engine.reason.startswith(place), layer.engine.reason
+
+
+@pytest.mark.parametrize(
+    "hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_hooks_are_called_at_every_step(hook: str) -> None:
+    module = OfTorchGRU()
+    layer = loop(module)
+    x, h = inputs_of(module)
+    layer(x, h)
+    assert layer.engine.name == "cpu", layer.engine.reason
+    calls = []
+    handle = getattr(module.cell, hook)(lambda *_: calls.append(1))
+    layer(x.requires_grad_(), h)[0].sum().backward()
+    assert len(calls) == T
+    assert HOOKED in layer.engine.reason
+    handle.remove()
+    layer(x, h)
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
+def test_a_reading_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a table with an error."""
+    from anycell.torch import read
+
+    monkeypatch.setitem(read.TABLE, torch.ops.aten.tanh, read.TABLE[torch.ops.aten.sigmoid])
+    module = OfTorchGRU()
+    layer = loop(module)
+    x, h = inputs_of(module)
+    torch.testing.assert_close(layer(x, h), by_hand(module)(x, h))
+    assert "was tried against the step" in layer.engine.reason
+
+
+# -- torch around it -------------------------------------------------------------------------------
+
+
+def test_autocast_runs_the_loop() -> None:
+    module = Concatenated().float()
+    layer = loop(module)
+    x, state = inputs_of(module)
+    x, state = x.float(), pytree.tree_map(Tensor.float, state)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = layer(x, state)
+        expected, _ = by_hand(module)(x, state)
+    assert torch.equal(output, expected)
+    assert "autocast" in layer.engine.reason
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_transformations_run_the_loop() -> None:
+    module = Leaky()
+    layer = loop(module)
+    x, h = inputs_of(module)
+    _, tangent = torch.func.jvp(lambda x: layer(x, h)[0], (x,), (torch.ones_like(x),))
+    assert "torch.func" in layer.engine.reason
+    mapped = torch.vmap(lambda row: layer(row.unsqueeze(1), h[:1])[0], 1)(x)
+    assert tangent.shape == (T, B, H)
+    assert mapped.shape == (B, T, 1, H)
+
+
+def test_second_derivatives() -> None:
+    layer = loop(Leaky())
+    x, h = torch.randn(3, 2, I, requires_grad=True), torch.randn(2, H, requires_grad=True)
+    layer(x, h)
+    assert layer.engine.name == "cpu", layer.engine.reason
+    assert torch.autograd.gradgradcheck(lambda x, h: layer(x, h), (x, h))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_models_call_it() -> None:
+    module = OfTorchGRU()
+    layer = loop(module)
+    x, h = inputs_of(module)
+    compiled = torch.compile(lambda x, h: layer(x * 2, h)[0] + 1, backend="eager")
+    torch.testing.assert_close(compiled(x, h), by_hand(module)(x * 2, h)[0] + 1)
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Any) -> None:
+    module = Concatenated()
+    layer = loop(module)
+    x, state = inputs_of(module)
+    expected = by_hand(module)(x, state)
+    with mode():
+        for _ in range(3):
+            output, last = layer(x, state)
+            assert not output.requires_grad
+    torch.testing.assert_close((output, last), expected)
+    torch.testing.assert_close(layer(x, state), expected)
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
+def test_training_learns_what_the_loop_learns() -> None:
+    one = Normalized()
+    two, layer = copy.deepcopy(one), loop(one)
+    optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (one, two)]
+    x, state = inputs_of(one)
+    for _ in range(5):
+        losses = []
+        for run, optimizer in zip((layer, by_hand(two)), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = (run(x, state)[0] - 0.3).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert abs(losses[0] - losses[1]) <= LIMITS["float64", "training"] * losses[1]
+
+
+def test_reading_does_not_draw() -> None:
+    """Torch's generator is where it was."""
+    module = Dropped().eval()
+    x, state = inputs_of(module)
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    layer = loop(module)
+    for _ in range(3):
+        layer(x, state)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_explain_shows_the_cell() -> None:
+    """Which runs by itself, with the same numbers."""
+    layer = loop(OfTorchGRU())
+    assert "has been made" in str(layer.explain())
+    x, h = inputs_of(layer.module)
+    expected, _ = layer(x, h)
+    page = str(layer.explain())
+    assert "loop(OfTorchGRU) runs on cpu" in page
+    text = layer.text
+    assert text is not None
+    assert all(line in page for line in text.split("\n"))
+    kept = anycell.lang.text.from_text(text)
+    weights = layer.module.cell
+    assert len(kept.states) == 1 and expected.shape == (T, B, weights.hidden_size)
+
+
+# -- scan ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, in Dynamo
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, -2])
+def test_scan_is_that_of_torch(dim: int, reverse: bool) -> None:
+    from torch._higher_order_ops.scan import scan as of_torch
+
+    weight = torch.randn(I + H, 4 * H, requires_grad=True)
+    x = torch.randn(3, 3, I).requires_grad_()
+    state = {name: torch.randn(3, H, requires_grad=True) for name in "hc"}
+
+    def step(carry: Any, x: Any) -> Any:
+        h, c = lstm((torch.cat([x["x"], carry["h"]], -1) @ weight).chunk(4, -1), carry["c"])
+        return {"h": h, "c": c}, (h.clone(), x["x"].sum(-1) * c[:, 0])
+
+    def ours() -> Any:
+        return scan(step, state, {"x": x}, dim=dim, reverse=reverse)
+
+    def gradients(made: Any) -> Any:
+        total = sum((t.sin() * (k + 1)).sum() for k, t in enumerate(pytree.tree_leaves(made)))
+        return torch.autograd.grad(total, [weight, x, state["h"]])
+
+    expected = of_torch(step, state, {"x": x}, dim=dim, reverse=reverse)
+    for _ in range(3):
+        made = ours()
+        assert pytree.tree_structure(made) == pytree.tree_structure(expected)
+        torch.testing.assert_close(made, expected)
+        torch.testing.assert_close(gradients(made), gradients(expected))
+
+
+def test_scan_sees_new_variables() -> None:
+    """A function that is made again in each call is read once."""
+    x, h = torch.randn(T, B, H), torch.zeros(B, H)
+
+    def run(gain: float, weight: Tensor, module: nn.Module) -> Tensor:
+        def step(h: Tensor, x: Tensor) -> Any:
+            h = torch.tanh(module(h) + x @ weight) * gain
+            return h, h
+
+        expected = h
+        for t in range(T):
+            expected, _ = step(expected, x[t])
+        last, output = scan(step, h, x)
+        torch.testing.assert_close(last, expected)
+        torch.testing.assert_close(output[-1], expected)
+        return last
+
+    module = nn.Linear(H, H)
+    for gain in (1.0, 0.5):
+        for _ in range(4):
+            weight = torch.randn(H, H, requires_grad=True)
+            (gradient,) = torch.autograd.grad(run(gain, weight, module).sum(), weight)
+            assert gradient.abs().sum() > 0
+    run(1.0, weight, nn.Linear(H, H))
+
+
+def test_scan_of_nothing() -> None:
+    h = torch.zeros(B, H)
+    assert scan(lambda c, x: (c, x), h, []) == (h, [])
