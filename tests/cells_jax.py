@@ -3,6 +3,8 @@
 Each function draws the numbers of a program and returns ``(program, weights, init, xs)``, where
 ``program(scan, weights, init, xs)`` returns a tree of results. What is not in the three trees is
 constant.
+
+One file, because it is a list of cells, each of which is read by itself.
 """
 
 import dataclasses

@@ -3,6 +3,8 @@
 Each function draws the numbers of a cell and returns ``(cell, x, state)``: the cell as
 ``keras.layers.RNN`` takes it, its input [B, T, features], and its initial state, one array or a
 list. The weights are drawn when they are built.
+
+One file, because it is a list of cells, each of which is read by itself.
 """
 
 from typing import Any

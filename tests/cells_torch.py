@@ -3,6 +3,8 @@
 Each function draws the numbers of a module and returns ``(module, x, state)``. The module is called
 as ``module(x[t], state)``, and returns the new state, or a pair of the step's output and the new
 state. ``x`` is a tree of arrays whose first axis is time.
+
+One file, because it is a list of cells, each of which is read by itself.
 """
 
 from itertools import pairwise

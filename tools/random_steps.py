@@ -9,6 +9,8 @@ It is printed as source code of the framework, run, read through the framework's
 (``anycell.jax.scan``, ``anycell.torch.loop``, ``anycell.keras.RNN``), and compared with the plain
 loop in float64: outputs, last states, and all gradients. Counted are the steps that are read, those
 that are refused, by reason, and those that are wrong, whose seeds and sources are printed.
+
+One file, because the steps, their spelling in each framework and the comparison follow each other.
 """
 
 import argparse

@@ -20,7 +20,7 @@ from anycell.jax.primitive import planned
 from anycell.jax.scanning import Traced
 from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
 from anycell.keras.composite import composite
-from anycell.keras.reading import Options
+from anycell.keras.reading import LoopOptions
 from anycell.keras.rule import asked
 from anycell.layer.rounding import quantized
 from anycell.plan import Call
@@ -102,7 +102,7 @@ def loop(
     states: Sequence[Tensor],
     others: Sequence[Tensor],
     mask: Tensor | None,
-    options: Options,
+    options: LoopOptions,
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs a user's step over ``[B, T, ...]`` like Keras's loop, by ``anycell.jax.scan``, which
     reads it again; returns outputs in the order of processing, and final states.

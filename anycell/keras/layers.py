@@ -25,8 +25,7 @@ from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
 from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, real, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
-from anycell.keras.reading import Options as ReadOptions
-from anycell.keras.reading import Readings, elsewhere, loop, masks_of
+from anycell.keras.reading import LoopOptions, Readings, elsewhere, loop, masks_of
 from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
@@ -525,7 +524,7 @@ class OfCell(DropIn, keras.layers.RNN):
             shape = (*ops.shape(mask), *[1] * (len(sequences.shape) - 2))
             present = ops.reshape(mask, shape)
             sequences = ops.where(present, sequences, ops.zeros_like(sequences))
-        how = ReadOptions(self.go_backwards, self.zero_output_for_mask, self.return_sequences)
+        how = LoopOptions(self.go_backwards, self.zero_output_for_mask, self.return_sequences)
         return loop(step, self.cell, training, sequences, states, masks, mask, how)
 
     @property

@@ -13,8 +13,9 @@ from keras import ops
 
 from anycell.keras.call import Tensor
 from anycell.keras.graph import ROWS, Node, Traced, World, eagerly
-from anycell.keras.reading import Options
+from anycell.keras.reading import LoopOptions
 from anycell.keras.tensors import recurrence
+from anycell.plan.call import HELD
 from anycell.read import Graph, Outer, Reading, Refused, Value, read
 from anycell.read.proof import STEPS, difference
 
@@ -183,7 +184,7 @@ class Step:
             wanted = {self.of_state} if sequences else set()
         names = [name for k in sorted(wanted) for name in reading.names_of(k)]
         _, final, *values = recurrence(
-            reading.cell, mask=mask, masked_output="repeat", reverse=reverse, engine=engine,
+            reading.cell, mask=mask, **HELD, reverse=reverse, engine=engine,
             return_states=names, **arguments,
         )  # fmt: skip
         named = dict(zip(reading.cell.state_names, final, strict=True))
@@ -219,8 +220,7 @@ class Step:
     ) -> dict[str, Any]:
         """The arguments of ``recurrence``."""
         arguments = self.reading.call(self._run(x, others, more), states)
-        arguments.pop("masked_output", None)
-        return arguments
+        return {name: a for name, a in arguments.items() if name not in HELD}
 
     def _outputs(
         self, x: Tensor, others: Sequence[Tensor], known: Mapping[str, Tensor], **more: Any
@@ -652,7 +652,7 @@ def loop(
     states: Sequence[Tensor],
     others: Sequence[Tensor],
     mask: Tensor | None,
-    options: Options,
+    options: LoopOptions,
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs a step that was read over ``[B, T, ...]``, like Keras's loop; returns outputs in the
     order of processing, or the last one, and final states.

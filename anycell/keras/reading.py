@@ -48,7 +48,7 @@ class Readings:
         return self.known[key]
 
 
-class Options(NamedTuple):
+class LoopOptions(NamedTuple):
     """The options of a layer on which its loop depends.
 
     Attributes:
@@ -195,7 +195,7 @@ def loop(
     states: Any,
     masks: Sequence[Tensor],
     mask: Tensor | None,
-    options: Options,
+    options: LoopOptions,
 ) -> tuple[Tensor, Tensor, Any]:
     """Runs a step that was read over ``[B, T, ...]``, like Keras's loop.
 

@@ -285,7 +285,7 @@ def _recurrence(
     names = tuple(n for k in sorted(wanted) for n in reading.names_of(k))
     others = tuple(dict.fromkeys(n for n in names if n != cell.state_names[0]))
     chosen = plan(cell, sizes["H"], run.dtype.name, engine, sizes)
-    options = Options(threads=threads.current(), masked_output="repeat")
+    options = Options(threads=threads.current()).unread()
     flags: dict[str, Any] = {name: call[name] for name in ("mask", "resets") if name in call}
     output, finals, more, _ = passes.run(
         chosen, {"x": series, **arrays, **learned, **flags}, options, others

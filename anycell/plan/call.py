@@ -90,7 +90,7 @@ class Options(NamedTuple):
         """The options of a call whose outputs at masked steps are never read. They repeat the held
         states, so that the outputs need no memory of their own.
         """
-        return self._replace(masked_output="repeat")
+        return self._replace(**HELD)
 
     def printed(self, masked: bool) -> Options:
         """The options that GPU kernels depend on; the others are set to their defaults."""
@@ -101,6 +101,10 @@ class Options(NamedTuple):
     def apart(self, masked: bool) -> bool:
         """Whether outputs need an array of their own, not the hidden states: a mask zeroes them."""
         return masked and self.masked_output == "zero"
+
+
+# The option of a call whose outputs at masked steps are the states that it holds.
+HELD: dict[str, Any] = {"masked_output": "repeat"}
 
 
 class CallOptions(TypedDict, total=False):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from anycell import lang
+from anycell.plan.call import HELD
 from anycell.read.affine import Affine, Constant, Matrix
 from anycell.read.units import Run, Source, neighbours
 
@@ -109,7 +110,7 @@ class Reading:
     def _flags(self, flags: Flags, run: Run) -> dict[str, Any]:
         arrays, values = self.arrays, flags.array(run, self.arrays)
         if flags.restored is None:  # a state that is held is also what the step returns
-            return {"mask": values, "masked_output": "repeat"}
+            return {"mask": values, **HELD}
         restored = []
         for part, piece in zip(flags.restored, self.pieces, strict=True):
             state = part.constant(run, arrays)
