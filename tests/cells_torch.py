@@ -510,7 +510,7 @@ def minimal_gated(n: Numbers) -> Any:
             self.act = nn.Hardtanh()
 
         def forward(self, x: Any, h: Any) -> Any:
-            f = F.hardsigmoid(self.gate(torch.cat([x, h], 1)))
+            f = torch.clamp(0.2 * self.gate(torch.cat([x, h], 1)) + 0.5, 0, 1)
             g = self.act(self.cand(torch.cat([x, f * h], 1)))
             return h + f * (g - h)
 

@@ -71,6 +71,8 @@ FIXED_ISA = {
     # They test the code around a kernel; the kernel is the same on both sides.
     *("test_bench.py", "test_demo.py", "test_docs.py", "test_gallery.py", "test_keras_examples.py"),
     *("test_torch_compile.py", "test_torch_distributed.py", "test_torch_modes.py", "test_types.py"),
+    # They test how cells are read; other tests run such cells under each instruction set.
+    *("test_read_jax.py", "test_read_keras.py", "test_read_torch.py"),
 }
 
 

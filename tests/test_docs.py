@@ -25,6 +25,7 @@ EXAMPLES = [
     "docs/training.md", "docs/your-own-cell.md", "docs/start/pytorch.md", "docs/start/keras.md",
     "docs/start/numpy.md", "docs/start/jax.md", "docs/guides/forecasting.md",
     "docs/guides/streaming.md", "docs/guides/existing-models.md", "docs/guides/deploying.md",
+    "docs/guides/literature.md",
 ]  # fmt: skip
 
 
@@ -44,8 +45,10 @@ def run(script: Path, *paths: Path) -> str:
 def test_the_examples_run(document: str, tmp_path: Path) -> None:
     """And print what the document says that they print."""
     pytest.importorskip("torch")
-    if document == "docs/start/jax.md":
+    if document in ("docs/start/jax.md", "docs/guides/literature.md"):
         pytest.importorskip("jax")
+    if document == "docs/guides/literature.md":
+        pytest.importorskip("tensorflow")
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks(document)), encoding="utf-8")
     printed = run(script, ROOT)

@@ -62,7 +62,7 @@ def results(made: Any, scan: Any) -> dict[str, np.ndarray]:
     return got | {f"gradient{name}": np.asarray(slope) for name, slope in slopes.items()}
 
 
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize("entry", corpus.entries, ids=corpus.names)
 def test_cell(entry: Entry) -> None:
     refusals = []
@@ -77,7 +77,7 @@ def test_cell(entry: Entry) -> None:
     check_verdict(entry, next(filter(None, refusals), None))
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("number", range(60))
 def test_random_step(number: int, seed: int) -> None:
     outcome = random_steps.check("jax", seed + number)
@@ -172,14 +172,12 @@ def test_bodies_that_differ_in_constants() -> None:
         for array in arrays
         for number, flag, act in ((0.5, True, jnp.tanh), (0.7, False, jnp.sin))
     ]
-    for step in bodies:
-        for reverse in (False, True):
-            ours, expected = (scan(step, h, xs, reverse=reverse) for scan in (aj.scan, lax.scan))
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14),
-                ours,
-                expected,
-            )
+    for number, step in enumerate(bodies):
+        reverse = number % 3 == 0
+        ours, expected = (scan(step, h, xs, reverse=reverse) for scan in (aj.scan, lax.scan))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), ours, expected
+        )
 
 
 @pytest.mark.parametrize("steps", [9, 1])

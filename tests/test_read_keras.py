@@ -17,6 +17,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("the cells are written for TensorFlow", allow_module_level=True)
 
 from cells_keras import corpus  # noqa: E402
+from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 from tools import random_steps  # noqa: E402
@@ -87,3 +88,72 @@ def test_random_step(number: int, seed: int) -> None:
     assert not outcome.error and not outcome.wrong, (
         f"{outcome.error}{outcome.wrong}\n{outcome.source}"
     )
+
+
+# -- the options of the layer, and what may change between calls ----------------------------------
+class Mutable(keras.layers.Layer):
+    """A leaky cell with a number, a flag, a weight that is not trained and a start of its own."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.state_size, self.leak, self.signed = [6, 2], 0.3, True
+
+    def build(self, input_shape: Any) -> None:
+        self.w = self.add_weight(shape=(input_shape[-1] + 8, 6), name="w")
+        self.v = self.add_weight(shape=(6, 2), name="v", trainable=False)
+
+    def get_initial_state(self, batch_size: Any = None) -> Any:
+        return [keras.ops.ones((batch_size, 6)) * 0.5, keras.ops.zeros((batch_size, 2))]
+
+    def call(self, x: Any, states: Any, training: bool = False) -> Any:
+        h, y = states
+        new = tf.tanh(tf.concat([x, h, y], -1) @ self.w)
+        h = (1 - self.leak) * h + self.leak * new
+        y = tf.sigmoid(h @ self.v) if self.signed else h @ self.v
+        return (2 * h if training else h), [h, y]
+
+
+def _assigned(layer: Any) -> None:
+    layer.cell.v.assign(-layer.cell.v)
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
+    # options of the layer, of its calls, and what is done between two of them
+    "the last output": ({"return_sequences": False, "return_state": False}, {}, None),
+    "backwards": ({"go_backwards": True}, {}, None),
+    "unrolled": ({"unroll": True}, {}, None),
+    "stateful": ({"stateful": True}, {}, None),
+    "stateful, reset": ({"stateful": True}, {}, lambda layer: layer.reset_state()),
+    "a mask": ({}, {"mask": True}, None),
+    "a mask, zeros": ({"zero_output_for_mask": True}, {"mask": True}, None),
+    "a mask, backwards": ({"go_backwards": True}, {"mask": True}, None),
+    "training": ({}, {"training": True}, None),
+    "a weight is assigned": ({}, {}, _assigned),
+    "a number is set": ({}, {}, lambda layer: setattr(layer.cell, "leak", 0.7)),
+    "a flag is set": ({}, {}, lambda layer: setattr(layer.cell, "signed", False)),
+    "in 32 bits": ({"dtype": "float32"}, {}, None),
+}
+
+
+@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
+def test_calls_of_a_layer(case: Any) -> None:
+    options, call, change = case
+    options = {"return_sequences": True, "return_state": True, "dtype": "float64"} | options
+    n = Numbers("calls")
+    x = n(3, 4, 5).astype(options["dtype"])
+    call = dict(call)
+    if "mask" in call:
+        call["mask"] = np.array([[1, 1, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0]], bool)
+    layers = [rnn(Mutable(dtype=options["dtype"]), **options) for rnn in (keras.layers.RNN, ak.RNN)]
+    for layer in layers:
+        layer.build(x.shape)
+        layer.set_weights([Numbers(w.name)(*w.shape) for w in layer.cell.weights])
+    for turn in range(3):
+        expected, ours = (tf.nest.flatten(layer(x, **call)) for layer in layers)
+        assert len(ours) == len(expected)
+        for a, b in zip(ours, expected, strict=True):
+            assert_close(a.numpy(), b.numpy(), options["dtype"], "forward")
+        if change is not None and turn == 0:
+            for layer in layers:
+                change(layer)
+    assert layers[1].engine.name != "keras", layers[1].engine.reason
