@@ -136,6 +136,7 @@ class _Printer:
         self.gates: dict[str, tuple[Node, Affine]] = {}
         self.params: dict[str, tuple[Node, Affine]] = {}
         self.static: tuple[Node, Affine] | None = None
+        self.reduces = False
         after = [
             self._after(value, source, shape)
             for (_, value), source, shape in zip(states, self.sources, self.shapes, strict=True)
@@ -339,6 +340,7 @@ class _Printer:
                 f"this step uses the {source.op} of groups of units for other units than those of "
                 "its group. Instead: multiply by a matrix of zeros and ones"
             )
+        self.reduces = True
         units = source.operands[0][at[0]]
         pieces = list(self._split(units))
         op = "sum" if source.op == "mean" and len(pieces) > 1 else source.op
@@ -424,6 +426,10 @@ class _Printer:
         self._sort()
         if not self.gates:  # a cell has at least one
             self.gates["g0"] = Node("x.g0"), Affine(1, (), (0.0,))
+        leaves = [node.size for node, _ in [*self.gates.values(), *self.params.values()]]
+        if self.reduces and len(symbols) > 2 and 1 not in {*leaves, *(p.size for p in self.pieces)}:
+            # A cell that declares a size 1 takes a reduction as one number, which fits any size.
+            self.params["one"] = Node("p.one"), Affine(1, (), (1.0,))
         gates = " ".join(f"{n}{symbols[node.size]}" for n, (node, _) in self.gates.items())
         state = " ".join(f"{piece.name}{symbols[piece.size]}" for piece in self.pieces)
         declared = f'gates="{gates}", state="{state}"'
