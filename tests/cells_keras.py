@@ -574,7 +574,7 @@ def independent_units(n: Numbers) -> Any:
     return one(n, IndRNNCell(H))
 
 
-@reads
+@either
 def clockwork(n: Numbers) -> Any:
     """A float for each row counts the steps."""
 

@@ -1036,7 +1036,7 @@ def rms_norm_residual(n: Numbers) -> Any:
     return simple(n, Cell())
 
 
-@reads
+@either
 def batch_second(n: Numbers) -> Any:
     """A state [layers, B, H] as PyTorch's own layers keep it."""
 
