@@ -517,6 +517,8 @@ class OfCell(DropIn, keras.layers.RNN):
             self.cell, training, sequences[:, 0], states, masks
         )
         facts = self._facts(training, on_gpu(sequences), refusal(sequences))
+        if isinstance(step, str):
+            return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         if choose(facts).name != "cpu" or _further.get()[1] is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
         if mask is not None:

@@ -152,7 +152,7 @@ def _state_of(cell: Any) -> tuple[_Key, ...]:
 
 
 # Attributes that Keras itself sets while it calls a layer.
-_OF_KERAS = {"_losses", "_loss_ids", "built", "_called", "_lock"}
+_OF_KERAS = {"_losses", "_loss_ids", "_parent_path", "built", "_called", "_lock"}
 
 
 # -- dropout ---------------------------------------------------------------------------------------
