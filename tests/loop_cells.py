@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from tolerances import LIMITS, error
+from tolerances import LIMITS, assert_close, error
 from torch import Tensor, nn
 
 T, B, I, H = 6, 4, 5, 6
@@ -398,3 +398,15 @@ def inputs_of(module: Any, steps: int = T, rows: int = B) -> tuple[Tensor, Any]:
     return torch.randint(0, 7, (steps, rows)) if "Embedded" in str(module) else x, module.start(
         rows
     )
+
+
+def check_trees(ours: Any, expected: Any) -> None:
+    """Compares tensors in trees, by the dtype of each."""
+    pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(expected), strict=True)
+    for one, ref in pairs:
+        assert one.dtype == ref.dtype and one.shape == ref.shape
+        if one.is_floating_point():
+            dtype = str(one.dtype).removeprefix("torch.")
+            assert_close(*(t.detach().double().numpy() for t in (one, ref)), dtype, "gradient")
+        else:
+            assert torch.equal(one, ref)

@@ -268,6 +268,10 @@ THRESHOLDS = {
     "layer/feedback.py": {"LEAST": None},  # of a switch that is never 0: test_quantize
     "layer/contract.py": {"_MOST": None},  # of layouts that are known, see test_recipe
     "layer/checks.py": {"MOST": None},  # a size beyond which it is a mistake
+    "keras/graph.py": {"ROWS": None},  # of a batch to read a step with
+    "keras/reading.py": {"MOST": None},  # of readings that are known
+    "torch/loop.py": {"_MOST": None, "_RESTLESS": None},  # of readings; both sides: test_torch_loop
+    "torch/planned.py": {"_MOST": None},  # of tapes
 }
 
 

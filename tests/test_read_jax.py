@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from corpus import Entry, Numbers, check_results, check_verdict
+from tolerances import assert_close
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
@@ -142,6 +143,12 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
+def check_trees(ours: Any, expected: Any, kind: str) -> None:
+    jax.tree.map(
+        lambda a, b: assert_close(np.asarray(a), np.asarray(b), "float64", kind), ours, expected
+    )
+
+
 @pytest.mark.sample(every=2)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transformations(transform: Scanned) -> None:
@@ -149,9 +156,7 @@ def test_transformations(transform: Scanned) -> None:
     w = {"x": n(5, 18), "h": n(6, 18), "b": n(18)}
     arguments = jax.tree.map(jnp.asarray, (w, n(3, 6), n(4, 3, 5)))
     ours, expected = (transform(scan, *arguments) for scan in (aj.scan, lax.scan))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), ours, expected
-    )
+    check_trees(ours, expected, "gradient")
 
 
 def test_bodies_that_differ_in_constants() -> None:
@@ -175,9 +180,7 @@ def test_bodies_that_differ_in_constants() -> None:
     for number, step in enumerate(bodies):
         reverse = number % 3 == 0
         ours, expected = (scan(step, h, xs, reverse=reverse) for scan in (aj.scan, lax.scan))
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), ours, expected
-        )
+        check_trees(ours, expected, "forward")
 
 
 @pytest.mark.parametrize("steps", [9, 1])
@@ -195,6 +198,4 @@ def test_clocks_and_thresholds_after_the_proof(steps: int) -> None:
 
     init = jnp.int32(0), jnp.asarray(n(3, 6))
     ours, expected = (scan(step, init, xs) for scan in (aj.scan, lax.scan))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), ours, expected
-    )
+    check_trees(ours, expected, "forward")

@@ -1,4 +1,7 @@
-"""Modules of one step in PyTorch, read as cells: the numbers of a Python loop, or a reason."""
+"""Modules of one step in PyTorch, read as cells: the numbers of a Python loop, or a reason.
+
+One file, because its parts try the same cells in the same way.
+"""
 
 import copy
 import io
@@ -27,6 +30,7 @@ from loop_cells import (
     T,
     alike,
     by_hand,
+    check_trees,
     inputs_of,
     lstm,
     param,
@@ -148,7 +152,7 @@ def test_a_state_of_your_own_is_restored(fused: bool) -> None:
     for _ in range(3):
         output, last = layer(x, state, resets=resets, reset_state=ones)
         tail, end = by_hand(module)(x[2:], tuple(t.expand(B, H) for t in ones))
-        torch.testing.assert_close((output[2:], last), (tail, end))
+        check_trees((output[2:], last), (tail, end))
 
 
 def test_batch_first() -> None:
@@ -158,8 +162,8 @@ def test_batch_first() -> None:
     expected, last = by_hand(module)(x, h)
     output, end = layer(x.transpose(0, 1), h)
     for name in ("p", "e", "x"):
-        torch.testing.assert_close(output[name], expected[name].transpose(0, 1))
-    torch.testing.assert_close(end, last)
+        check_trees(output[name], expected[name].transpose(0, 1))
+    check_trees(end, last)
     assert layer.engine.name == "cpu", layer.engine.reason
 
 
@@ -181,7 +185,7 @@ def test_without_a_batch(kind: Any) -> None:
         alike(results(layer, module, x, state), results(by_hand(module), module, x, state))
     assert layer.engine.name == "cpu", layer.engine.reason
     with_mask = layer(x, state, mask=torch.tensor([True] * 4 + [False] * 2))
-    torch.testing.assert_close(with_mask[1], layer(x[:4], state)[1])
+    check_trees(with_mask[1], layer(x[:4], state)[1])
 
 
 @pytest.mark.parametrize("module", [nn.GRUCell(I, H), nn.LSTMCell(I, H), nn.RNNCell(I, H)])
@@ -300,7 +304,7 @@ def test_a_variable_of_the_file_that_changes(monkeypatch: pytest.MonkeyPatch) ->
     for gain in (1.0, 0.5):
         monkeypatch.setitem(globals(), "GAIN", gain)
         for _ in range(3):
-            torch.testing.assert_close(layer(x, h), by_hand(module)(x, h))
+            check_trees(layer(x, h), by_hand(module)(x, h))
         assert layer.engine.name == "cpu", layer.engine.reason
 
 
@@ -312,7 +316,7 @@ def test_a_number_that_changes_in_each_call(monkeypatch: pytest.MonkeyPatch) -> 
     x, h = inputs_of(module, 2)
     for k in range(5):
         module.gain = 1.0 + k
-        torch.testing.assert_close(layer(x, h), by_hand(module)(x, h))
+        check_trees(layer(x, h), by_hand(module)(x, h))
     assert "such as a buffer" in layer.engine.reason
 
 
@@ -349,8 +353,8 @@ def test_other_weights_for_a_call() -> None:
         gradients = torch.autograd.grad(output.sin().sum(), list(weights.values()))
     expected, _ = by_hand(other)(x, state)
     known = torch.autograd.grad(expected.sin().sum(), list(other.parameters()))
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(gradients, known)
+    check_trees(output, expected)
+    check_trees(gradients, known)
     assert layer.engine.name == "cpu", layer.engine.reason
 
 
@@ -366,7 +370,7 @@ def test_copies_pickles_and_state_dicts() -> None:
     fresh = loop(Concatenated())
     fresh.load_state_dict(torch.load(stream))
     for other in (*copies, fresh):
-        torch.testing.assert_close(other(x, state), expected)
+        check_trees(other(x, state), expected)
         assert other.engine.name == "cpu", other.engine.reason
     assert {name.removeprefix("module.") for name in layer.state_dict()} == {*module.state_dict()}
 
@@ -396,7 +400,7 @@ def test_dropout_is_exact_in_evaluation_and_seeded_in_training() -> None:
     for _ in range(2):
         torch.manual_seed(1)
         again = layer(x, state)
-        torch.testing.assert_close(again, one)
+        check_trees(again, one)
     assert not torch.equal(layer(x, state)[0], one[0])
     module.eval()
     alike(results(layer, module, x, state), results(by_hand(module), module, x, state))
@@ -505,7 +509,7 @@ def test_refusals_say_why_and_run_the_loop(name: str) -> None:
     assert re.search(says, layer.engine.reason), layer.engine.reason
     assert " Instead: " in layer.engine.reason
     assert len(HERE) == (T if name == "list" else 0)
-    torch.testing.assert_close(made, by_hand(two)(x.clone(), h))
+    check_trees(made, by_hand(two)(x.clone(), h))
     for (label, a), b in zip(one.named_buffers(), two.buffers(), strict=True):
         assert torch.equal(a, b), label  # edited as often as by the loop
     assert says in str(layer.explain()) or "|" in says
@@ -559,7 +563,7 @@ def test_a_reading_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     module = OfTorchGRU()
     layer = loop(module)
     x, h = inputs_of(module)
-    torch.testing.assert_close(layer(x, h), by_hand(module)(x, h))
+    check_trees(layer(x, h), by_hand(module)(x, h))
     assert "was tried against the step" in layer.engine.reason
 
 
@@ -604,7 +608,7 @@ def test_compiled_models_call_it() -> None:
     layer = loop(module)
     x, h = inputs_of(module)
     compiled = torch.compile(lambda x, h: layer(x * 2, h)[0] + 1, backend="eager")
-    torch.testing.assert_close(compiled(x, h), by_hand(module)(x * 2, h)[0] + 1)
+    check_trees(compiled(x, h), by_hand(module)(x * 2, h)[0] + 1)
     assert layer.engine.name == "cpu", layer.engine.reason
 
 
@@ -618,8 +622,8 @@ def test_without_gradients(mode: Any) -> None:
         for _ in range(3):
             output, last = layer(x, state)
             assert not output.requires_grad
-    torch.testing.assert_close((output, last), expected)
-    torch.testing.assert_close(layer(x, state), expected)
+    check_trees((output, last), expected)
+    check_trees(layer(x, state), expected)
     assert layer.engine.name == "cpu", layer.engine.reason
 
 
@@ -739,7 +743,7 @@ def test_counters_are_held_under_a_mask() -> None:
     for k, length in enumerate(LENGTHS.tolist()):
         one = pytree.tree_map(lambda t: t[k : k + 1], state)  # noqa: B023
         last = by_hand(module)(x[:length, k : k + 1], one)[1] if length else one
-        torch.testing.assert_close((alive[k : k + 1], h[k : k + 1]), last[1:])
+        check_trees((alive[k : k + 1], h[k : k + 1]), last[1:])
     assert layer.engine.name == "cpu", layer.engine.reason
 
 
@@ -766,10 +770,10 @@ def test_one_hot_ids_and_numbers_of_a_step() -> None:
         y, last = module((ids[t], forced[t]), last)
         expected.append(y)
     for _ in range(3):
-        torch.testing.assert_close(layer((ids, forced), h), (torch.stack(expected), last))
+        check_trees(layer((ids, forced), h), (torch.stack(expected), last))
     assert layer.engine.name == "cpu", layer.engine.reason
     masked, _ = layer((ids, forced), h, lengths=LENGTHS)
-    torch.testing.assert_close(masked[:, 0], torch.stack(expected)[:, 0])
+    check_trees(masked[:, 0], torch.stack(expected)[:, 0])
 
 
 def test_hardsigmoid_in_float32() -> None:

@@ -453,7 +453,7 @@ def sizes(
         size.setdefault(l.out_size, outer * l.heads // len(l.declared))
     vectors = {param.name: param.size for param in cell.params} | {STATIC: cell.static_size}
     for name, symbol in vectors.items():
-        if arrays.get(name) is not None:
+        if getattr(arrays.get(name), "shape", ()):
             size.setdefault(symbol, arrays[name].shape[-1])
     rest = Counter(symbol for symbol in cell.gate_sizes.values() if symbol not in size)
     if len(rest) == 1:  # what the other gates leave is for the gates of one size

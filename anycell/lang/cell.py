@@ -199,14 +199,14 @@ class Cell:
         places, at = dict[str, slice](), 0
         for gate, size in self.gate_sizes.items():
             places[gate] = slice(at, at + sizes[size])
-            at += sizes[size]
+            at = at + sizes[size]  # not in place: in traces sizes are tensors
         return places
 
     def width(self, sizes: Mapping[str, int]) -> int:
         """The columns of the projected input: those of all gates."""
         total = 0
         for size in self.gate_sizes.values():
-            total += sizes[size]
+            total = total + sizes[size]
         return total
 
     @functools.cached_property

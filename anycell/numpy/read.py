@@ -18,7 +18,7 @@ PACKAGE = str(Path(__file__).parent.parent)
 
 
 class Arrays:
-    """What a reading does with arrays."""
+    """The functions that a reading calls on arrays."""
 
     reshape, broadcast, move = np.reshape, np.broadcast_to, np.moveaxis
     zeros, constant, cat = np.zeros, np.asarray, np.concatenate

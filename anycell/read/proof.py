@@ -1,4 +1,4 @@
-"""What a reading is held against before it is used: the user's own step, for a few steps."""
+"""The proof of a reading before it is used, against the user's own step, for a few steps."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Reading:
 
     @functools.cached_property
     def _sources(self) -> tuple[Source, ...]:
-        """What gates are affine in, in the order of its use."""
+        """The inputs that gates are affine in, in the order of their use."""
         return tuple(dict.fromkeys(source for part in self.gates for source, _ in part.terms))
 
     @functools.cached_property

@@ -119,7 +119,7 @@ class Source:
 
 
 def once(run: Run, fetch: Callable[[Run], Any]) -> Any:
-    """What ``fetch`` returns, computed once in a call."""
+    """Returns what ``fetch`` returns, computed once in a call."""
     if fetch not in run.memo:
         run.memo[fetch] = fetch(run)
     return run.memo[fetch]
@@ -652,7 +652,7 @@ def _refined(labels: np.ndarray, at: np.ndarray, keys: Any) -> np.ndarray:
 
 
 def occurrences(at: np.ndarray) -> np.ndarray:
-    """How often each number has come before."""
+    """Counts how often each number has come before."""
     order = np.argsort(at, kind="stable")
     new = np.flatnonzero(np.diff(at[order], prepend=-1))
     turn = np.empty(len(at), np.int64)

@@ -1,4 +1,4 @@
-"""What a step takes from elsewhere: tensors, modules, and all else that decides what it does."""
+"""Things that a step takes from elsewhere: tensors, modules, all else that decides what it does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass
 class Surroundings:
-    """What a step reads besides its arguments.
+    """Things that a step reads besides its arguments.
 
     Attributes:
         step: the module or the function.

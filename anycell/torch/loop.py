@@ -47,7 +47,7 @@ class Readings:
         self.reads: Counter[Any] = Counter()
 
     def token(self, guards: Any, held: Any) -> Any:
-        """What stands for guards in the signatures of plans."""
+        """Numbers that stand for guards in the signatures of plans."""
         known = self.tokens.get(guards)
         if known is None:
             known = self.tokens[guards] = next(_NUMBERS), held
@@ -239,7 +239,7 @@ class loop(Explained, nn.Module):
         return leaves[0], result
 
     def _surroundings(self) -> tuple[Surroundings, Any]:
-        """What the module reads, walked again only if an attribute has changed."""
+        """Returns what the module reads, walked again only if an attribute has changed."""
         if self._around is not None:
             old, around, key = self._around
             new = _attributes(around.modules)
@@ -279,7 +279,7 @@ def _swapped(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _attributes(watched: Sequence[nn.Module]) -> list[Any]:
-    """What says that modules are as they were: their attributes and children."""
+    """Returns what says that modules are as they were: their attributes and children."""
     made: list[Any] = []
     for module in watched:
         made += module.__dict__.values()

@@ -284,7 +284,7 @@ class ReadStep:
 
 
 def _part(reader: Reader, var: Var, after: Sequence[Var]) -> tuple[int, int] | None:
-    """Which new state an output is a part of, and where the part begins; None if it is of none."""
+    """Finds the new state that an output is a part of, and where the part begins; None for none."""
     value = reader.values.get(var)
     if not isinstance(value, Value) or not value.ids.size:
         return None

@@ -154,7 +154,7 @@ def _of_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _labels(call: Steps) -> list[str]:
-    """What the states are called in the cell: the keys of a dictionary, or h and c."""
+    """Names the states in the cell: by the keys of a dictionary, or h and c."""
     tree = pytree.tree_unflatten(call.state, call.state_tree)
     if isinstance(tree, dict) and len(tree) == len(call.state):
         return [str(name) for name in tree]

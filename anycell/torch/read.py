@@ -18,7 +18,7 @@ from anycell.torch.record import ROWS, TABLE, A, Node, Recording, Rows, Run, Var
 
 
 class Arrays:
-    """What a reading does with tensors."""
+    """The functions that a reading calls on tensors."""
 
     reshape, broadcast = staticmethod(torch.reshape), staticmethod(torch.broadcast_to)
     cat, take = staticmethod(torch.cat), staticmethod(torch.narrow)

@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
         return var
 
     def var(self, tensor: Tensor) -> Var:
-        """What a tensor is; one that the step took from elsewhere is a constant."""
+        """Returns what a tensor is; one that the step took from elsewhere is a constant."""
         made = self.vars.get(id(tensor))
         return self._var(tensor, Var("F", *_meta(tensor), data=tensor)) if made is None else made
 
@@ -271,7 +271,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _places(tensor: Tensor) -> np.ndarray:
-    """Where the numbers of a tensor lie in its storage."""
+    """Returns where the numbers of a tensor lie in its storage."""
     places = np.full((), tensor.storage_offset())
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = places[..., None] + np.arange(size) * stride

@@ -41,7 +41,7 @@ class Steps(NamedTuple):
     reverse: bool = False
 
     def signature(self, tensors: Sequence[Tensor]) -> Any:
-        """What a reading depends on."""
+        """Returns what a reading depends on."""
         shape = self.shape_of_row
         return (
             self.x_tree, self.state_tree, self.batched, self.batched and self.rows == 1,

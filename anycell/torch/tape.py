@@ -1,4 +1,4 @@
-"""What a call does around its kernel, recorded once and printed as two flat Python functions.
+"""The work of a call around its kernel, recorded once and printed as two flat functions.
 
 A fused call of a step that was read makes some ten small operations: slices of weights, their
 joined parts, the user's states out of the cell's. Looking up again which they are takes longer than
@@ -20,7 +20,7 @@ Tree = Any  # tensors and other values in tuples, lists and dictionaries
 
 
 class Tape:
-    """What comes before a kernel and after it, as ``enter`` and ``leave`` print it.
+    """The work before a kernel and after it, as ``enter`` and ``leave`` print it.
 
     Args:
         arrays: the tensors of a call.
