@@ -751,7 +751,7 @@ def test_forget_bias_and_declared_values() -> None:
 
 def test_refusals() -> None:
     with pytest.raises(TypeError, match=r"cell: given .*; expected a cell"):
-        ak.RNN(keras.layers.LSTMCell(3), 4)
+        ak.RNN(keras.layers.Dense(3), 4)
     with pytest.raises(ValueError, match="units"):
         ak.RNN(cells.LSTM, -1)
     with pytest.raises(TypeError, match=r"P: given nothing; expected the size P that cell"):
@@ -760,6 +760,30 @@ def test_refusals() -> None:
         ak.RNN(cells.LSTM, 4, P=3)
     with pytest.raises(ValueError, match=r"static: given None; expected \[B, 4\]"):
         ak.RNN(cells.EALSTM, 4)(np.zeros((2, 3, 1), "float32"))
+
+
+@pytest.mark.parametrize("in_list", [False, True], ids=["one", "list"])
+def test_cells_of_keras_have_units_of_their_own(in_list: bool) -> None:
+    cell: Any = keras.layers.LSTMCell(3)
+    cell = [cell] if in_list else cell
+    for arguments, named in (
+        ((cell, 4), {}),
+        ((cell,), {"units": 4}),
+        ((), {"cell": cell, "units": 4}),
+    ):
+        with pytest.raises(TypeError, match=r"units: given 4; expected None .*Leave it out"):
+            ak.RNN(*arguments, **named)
+    x = np.zeros((2, 5, 1), "float32")
+    assert ak.RNN(cell=cell)(x).shape == (2, 3)
+    assert ak.RNN(cell, True)(x).shape == (2, 5, 3)  # ``return_sequences``, as in Keras
+
+
+def test_subclasses_have_arguments_of_their_own() -> None:
+    class OfUnits(ak.RNN):  # type: ignore[misc]
+        def __init__(self, *, units: int) -> None:
+            super().__init__(cells.JANET, units)
+
+    assert OfUnits(units=4).units == ak.JANET(units=4).units == 4
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from tolerances import LIMITS, error
 from anycell.lang.text import from_text
 from anycell.numpy import loop
 from anycell.numpy.loop import leaves
+from tools import random_steps
 
 T, B, I, H = 6, 3, 5, 8
 DRAWS = np.random.default_rng(0)
@@ -368,6 +369,14 @@ def test_more_rows_and_steps_are_read_again_or_not_at_all() -> None:
 def test_x_has_steps(x: Any) -> None:
     with pytest.raises(ValueError, match=r"x: given .*expected arrays \[T, ...\] of one T"):
         loop(STEPS["concatenated"][0])(x, (draw(B, H), draw(B, H)))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("seed", range(40))
+def test_random_step(seed: int) -> None:
+    outcome = random_steps.check("numpy", seed)
+    assert not outcome.wrong and not outcome.error, outcome.source
+    assert outcome.refusal is None, outcome.refusal
 
 
 def test_a_step_is_a_function() -> None:

@@ -32,7 +32,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-FRAMEWORKS = ("jax", "torch", "tensorflow")
+FRAMEWORKS = ("jax", "torch", "tensorflow", "numpy")
 BATCH, STEPS, INPUT = 3, 5, 5
 # The largest norm(out - ref) / norm(ref), and how far a result may move when all numbers of the
 # plain loop are off by a rounding each: what is ill-conditioned may err by so many times as much.
@@ -122,7 +122,17 @@ TENSORFLOW = {
     "logical_and": "tf.logical_and({}, {})", "logical_not": "tf.logical_not({})",
     "broadcast": "tf.broadcast_to({}, [tf.shape({})[0], {}])", "norm": "tf.norm({})",
 }  # fmt: skip
-SPELLINGS = {"jax": JAX, "torch": TORCH, "tensorflow": TENSORFLOW}
+# NumPy has no activations: those that it lacks are others, as it is the step that must be random.
+NUMPY = {word: text.replace("jnp.", "np.") for word, text in JAX.items()} | {
+    "sigmoid": "(1 / (1 + np.exp(-({}))))", "relu": "np.maximum({}, 0)",
+    "softplus": "np.log1p(np.exp({}))", "silu": "np.tanh({})",
+    "leaky_relu": "np.maximum({}, -0.1)", "gelu": "np.sin({})", "stop": "np.tanh({})",
+    "log_sigmoid": "-np.log1p(np.exp(-({})))", "rsqrt": "(1 / np.sqrt({}))",
+    "softmax": "np.cos({})", "logsumexp": "np.sum({}, axis=-1)", "einsum": "np.matmul({1}, {2})",
+    "min": "(-np.max(-({}), axis={}, keepdims={}))", "norm": "np.sqrt(np.sum({0} * {0}))",
+    "elu": "np.expm1(np.minimum({}, 0))",
+}  # fmt: skip
+SPELLINGS = {"jax": JAX, "torch": TORCH, "tensorflow": TENSORFLOW, "numpy": NUMPY}
 
 SMOOTH = "tanh sigmoid softplus silu gelu log_sigmoid sin cos square".split()
 KINKED = "relu elu leaky_relu abs clip hard_sigmoid sign power stop".split()
@@ -181,7 +191,8 @@ class Step:
         (n,) = value.shape
         if self.chance(0.2):
             weight = self.weight(out, n)
-            text = self.spell("einsum", "'bi,oi->bo'", value.name, weight)
+            turned = weight + ".T" * (self.framework == "numpy")
+            text = self.spell("einsum", "'bi,oi->bo'", value.name, turned)
         elif self.chance(0.2) and self.framework != "tensorflow":
             text = self.spell("matmul", value.name, f"{self.weight(out, n)}.T")
         else:
@@ -206,6 +217,8 @@ class Step:
         return name
 
     def heads(self) -> Value:
+        if self.framework == "numpy":  # its products are of two axes
+            return self.product()
         value = self.any(lambda v: len(v.shape) == 2) or self.folded()
         k, n = value.shape
         out = self.pick(2, 3)
@@ -410,7 +423,7 @@ def draw(framework: str, seed: int) -> tuple[Step, str]:
             else:
                 text = f"{name} * (1 - {step.spell('float', flag)})"
             step.lines.append(f"{name} = {text}")
-    step.counts = framework != "tensorflow" and step.chance(0.15)
+    step.counts = framework in ("jax", "torch") and step.chance(0.15)
     for _ in range(step.random.integers(4, 18)):
         step.grow()
     new = {}
@@ -670,10 +683,30 @@ def on_tensorflow(step: Step, text: str, seed: int) -> tuple[Any, Any]:
     return lambda *trees: run(keras.layers.RNN, *trees)[0], through_door
 
 
+def on_numpy(step: Step, text: str, seed: int) -> tuple[Any, Any]:
+    from anycell.numpy import loop
+
+    function = compiled(text, seed, {"np": np})
+
+    def run(fused: bool, weights: Any, states: Any, inputs: Any) -> tuple[Results, Any]:
+        def one(x: Any, state: Any) -> Any:
+            new, outputs = function(weights, state, x)
+            return outputs, new
+
+        door = loop(one)
+        with np.errstate(all="ignore"):
+            ys, last = door(inputs, states) if fused else door._loop(inputs, states)
+        results = {f"output state {k}": v for k, v in last.items()}
+        return results | {f"output {k}": v for k, v in enumerate(ys)}, door.reason
+
+    return lambda *trees: run(False, *trees)[0], lambda *trees: run(True, *trees)
+
+
 ON: dict[str, Callable[[Step, str, int], tuple[Any, Any]]] = {
     "jax": on_jax,
     "torch": on_torch,
     "tensorflow": on_tensorflow,
+    "numpy": on_numpy,
 }
 
 

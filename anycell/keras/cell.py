@@ -191,7 +191,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     @property
     def all_sizes(self) -> tuple[tuple[str, int], ...]:
         """The numbers that the size symbols besides H stand for."""
-        return tuple(sorted((name, size) for name, size in self._all.items() if name != "H"))
+        return tuple(sorted(self._all.items() - {("H", self.units)}))
 
     def resize(self, symbol: str, count: int) -> None:
         """Sets the number that a size symbol stands for; the caller replaces the weights."""

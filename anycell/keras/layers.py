@@ -203,7 +203,7 @@ class Fused(Steps, Keywords, Explained):
                 "zero" if self.zero_output_for_mask else "repeat",  # type: ignore[attr-defined]
                 training,
             ),
-            self._sizes(),
+            tuple(facts.sizes.items()),
             outputs=self.return_sequences,  # type: ignore[attr-defined]
             unroll=self.unroll,  # type: ignore[attr-defined]
         )
@@ -584,12 +584,18 @@ class RNN(Fused, keras.layers.RNN):
 
     if not TYPE_CHECKING:  # which would not check the arguments any more
 
-        def __new__(cls, cell: Any, *args: Any, **kwargs: Any) -> Any:
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             """Returns a layer of Keras's arguments for a cell of Keras, or one written for it."""
+            # Subclasses have other arguments, and copies are made without any.
+            cell = args[0] if args else kwargs.get("cell")
             of_keras = isinstance(cell, (list, tuple)) or hasattr(cell, "state_size")
-            if cls is RNN and of_keras and not isinstance(cell, (Cell, RNNCell)):
-                return OfCell(cell, *args, **kwargs)
-            return super().__new__(cls, cell, *args, **kwargs)
+            if cls is not RNN or not of_keras or isinstance(cell, (Cell, RNNCell)):
+                return super().__new__(cls, *args, **kwargs)
+            units = kwargs.get("units", args[1] if len(args) > 1 else None)
+            if units is not None and not isinstance(units, bool):  # which is `return_sequences`
+                hint = "Leave it out: cells of Keras, and cells in a list, have units of their own."
+                refuse("units", repr(units), f"None with {type(cell).__name__}", hint, TypeError)
+            return OfCell(*args, **kwargs)
 
     def __init__(self, cell: Cell, units: int, **kwargs: Unpack[RNNArguments]) -> None:
         # A config is JSON, which cannot store NumPy's integers.
