@@ -75,7 +75,7 @@ def test_cell(entry: Entry) -> None:
     check_verdict(entry, engine.reason if engine.name == "torch" else None)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("number", range(60))
 def test_random_step(number: int, seed: int) -> None:
     outcome = random_steps.check("torch", seed + number)

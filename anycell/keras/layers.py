@@ -517,10 +517,10 @@ class OfCell(DropIn, keras.layers.RNN):
             self.cell, training, sequences[:, 0], states, masks
         )
         facts = self._facts(training, on_gpu(sequences), refusal(sequences))
-        if isinstance(step, str):
-            return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         if choose(facts).name != "cpu" or _further.get()[1] is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
+        if isinstance(step, str):  # it was not read when it was called first
+            return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         if mask is not None:
             mask = for_all(_as_tensor(mask, sequences), sequences)
             shape = (*ops.shape(mask), *[1] * (len(sequences.shape) - 2))
