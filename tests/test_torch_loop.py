@@ -784,3 +784,19 @@ def test_hardsigmoid_in_float32() -> None:
     expected, _ = by_hand(copy.deepcopy(module).double())(x.double(), h.double())
     assert error(output.detach(), expected.detach()) <= LIMITS["float32", "forward"]
     assert layer.engine.name == "cpu", layer.engine.reason
+
+
+@pytest.mark.parametrize(("file", "place"), [("<stdin>", "<stdin>:1: "), ("<string>", "")])
+def test_a_step_that_was_typed(file: str, place: str) -> None:
+    """Typed in a console it has a line; made from text it has none, and the reason no colon."""
+    names: dict[str, Any] = {}
+    code = compile("step = lambda x, h: (h, h * 2 if h.sum() > 0 else h)", file, "exec")
+    exec(code, names)
+
+    class Typed(nn.Module):
+        forward = staticmethod(names["step"])
+
+    layer = loop(Typed())
+    layer(torch.ones(3, 2, 4), torch.ones(2, 4))
+    said = re.sub(r"\S*test_torch_loop.py:\d+: ", "", layer.engine.reason)
+    assert said.startswith(f"{place}Python reads the value of a tensor")

@@ -299,12 +299,13 @@ def raised(error: BaseException) -> str:
 
 
 def _of_user(file: str) -> bool:
-    return not file.startswith((*_SKIPPED, "<"))
+    return not file.startswith((*_SKIPPED, "<")) or file == "<stdin>"
 
 
 def _refuse(problem: str, instead: str = "", where: str | None = None) -> Any:
     where = line() if where is None else where
-    raise Refused(f"{where}: {problem}." + (f" Instead: {instead}." if instead else ""))
+    place = f"{where}: " if where else ""
+    raise Refused(f"{place}{problem}." + (f" Instead: {instead}." if instead else ""))
 
 
 @dataclass(eq=False)
