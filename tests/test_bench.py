@@ -980,6 +980,7 @@ def test_the_bound_is_shown_as_a_part_of_our_time() -> None:
         assert [line[headers.index("of bound")] for line in body] == [shown, shown, ""]
 
 
+@pytest.mark.slow
 def test_bench_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -690,8 +690,9 @@ def test_everything_that_changes_the_code_is_in_the_key(monkeypatch: pytest.Monk
     keys += [jit.name("text ", ["f"], generic), jit.name("text", ["f", "g"], generic)]
     keys += [jit.name("text", ["f"], generic, recipe) for recipe in ("", "text", "recipe")]
     assert jit.name("other text", ["f"], generic, "recipe") == keys[-1]
-    monkeypatch.setattr(jit, "FORMAT", -1)
-    keys += [jit.name("text", ["f"], generic)]
+    for number in ("FORMAT", "LEVEL"):
+        monkeypatch.setattr(jit, number, -1)
+        keys += [jit.name("text", ["f"], generic)]
     monkeypatch.setattr(jit, "_toolchain", lambda: "another LLVM")
     keys += [jit.name("text", ["f"], generic)]
     assert len(set(keys)) == len(keys)

@@ -82,7 +82,12 @@ def start_of(kind: str) -> str:
 
 
 each_kind = pytest.mark.parametrize(
-    "kind", ["numpy", "torch.LSTM", pytest.param("torch.RNN", marks=pytest.mark.slow)]
+    "kind",
+    [
+        "numpy",
+        pytest.param("torch.LSTM", marks=pytest.mark.more),
+        pytest.param("torch.RNN", marks=pytest.mark.slow),
+    ],
 )
 
 PROMISES = {
@@ -220,6 +225,7 @@ finally:
 
 @pytest.mark.skipif(os.name != "posix", reason="needs fork")
 @pytest.mark.parametrize("ends", [True, False], ids=["the runtime ends its threads", "it cannot"])
+@pytest.mark.sample(1)
 def test_threads_of_a_forked_child(ends: bool) -> None:
     """A child keeps torch's number of threads, even if the parent has used them, and layers follow
     torch's setting. Where GNU's runtime cannot end its threads before a fork, torch gets one.
