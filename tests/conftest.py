@@ -258,6 +258,7 @@ def pytest_collection() -> Iterator[object]:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fails a run whose tests were all skipped, as pytest fails a run without tests."""
+    gc.unfreeze()  # else extensions report what is never deleted as leaks
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if exitstatus or reporter is None or session.config.option.collectonly:
         return

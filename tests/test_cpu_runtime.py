@@ -404,6 +404,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("ANYCELL_CACHE", raising=False)
     monkeypatch.setattr(jit, "_warned", set())
+    monkeypatch.setattr(jit, "LEVEL", 3)  # other processes find what this one compiles
     return tmp_path / "cache"
 
 
@@ -1383,6 +1384,7 @@ def test_fork_while_a_thread_takes_memory() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")
+@pytest.mark.slow
 def test_fork_after_torch_was_used() -> None:
     """torch's runtime hangs in the child. The child may import the engine after the fork, and then
     does not know that torch was used; or the parent imported the engine before.

@@ -486,6 +486,7 @@ def test_graphs_that_are_not_used_go(
 
 
 @pytest.mark.parametrize("first", ["inference", "training"])
+@pytest.mark.sample(1)
 def test_graphs_under_inference_mode(first: str, rng: np.random.Generator) -> None:
     """The memory of graphs serves calls in any mode, whichever mode comes first."""
     graphs = Graphs()

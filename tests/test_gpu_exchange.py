@@ -128,7 +128,7 @@ def test_a_barrier_stands_between_flags_and_what_they_are_for(
     assert not arriving & code.without(poll, "STS")
 
 
-@pytest.mark.parametrize("kernel", KERNELS[:2], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.slow
 def test_what_a_flag_costs(kernel: Kernel, codes: dict[Kernel, Code]) -> None:
     """A flag costs a fence and an atomic exchange; h and gradients are stored normally."""

@@ -361,6 +361,7 @@ def test_dropout_has_keras_masks(implementation: int, rng: np.random.Generator) 
     assert ours.engine.name == "cpu", ours.engine.reason
 
 
+@pytest.mark.slow
 def test_it_trains_as_keras_does(rng: np.random.Generator) -> None:
     """In ``fit``: regularizers, constraints and the optimizer see the user's own variables."""
     x, y = data(rng, 8, T, I).astype("float32"), data(rng, 8, 1).astype("float32")

@@ -274,6 +274,7 @@ for used in (False, True):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")
+@pytest.mark.slow
 def test_torch_has_one_thread_where_it_was_imported_after_a_fork() -> None:
     """Whether the parent has used OpenMP cannot be found out."""
     pytest.importorskip("torch")
@@ -292,6 +293,7 @@ def test_torch_has_one_thread_where_it_was_imported_after_a_fork() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+@pytest.mark.slow
 def test_workers_of_a_data_loader_take_the_threads_that_they_are_told() -> None:
     """The recipe of docs/faq.md, for layers of NumPy; those of torch follow torch by themselves."""
     pytest.importorskip("torch")

@@ -136,6 +136,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
+@pytest.mark.sample(every=2)
 def test_calls_of_a_layer(case: Any) -> None:
     options, call, change = case
     options = {"return_sequences": True, "return_state": True, "dtype": "float64"} | options

@@ -251,7 +251,7 @@ CHECKPOINTED: list[Any] = [
     CHECKPOINTED,
     ids=["half", "projected", "resident", "shared"],
 )
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_checkpoints(
     tier: int,
     cell: Any,
