@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import cards
@@ -37,6 +37,7 @@ OPTIONS = {
     "days": (1, "spread slow cases, and those of grids, over N days (1: run all now)"),
     "day": (datetime.date.today().toordinal(), "which day's share of them"),
     "mutations": (100, "how many damaged files of a kind; 10 times as many where slow tests run"),
+    "level": (3, "of LLVM's code generator, in tests; at 0, it takes a sixth of the time"),
 }
 
 
@@ -223,6 +224,14 @@ def patient() -> None:
     cpu.pool.LOSS = 1 << 62
 
 
+@pytest.fixture(scope="session", autouse=True)
+def level(request: pytest.FixtureRequest) -> None:
+    """Compiles kernels at ``--level``. The processes that tests start compile as users do."""
+    from anycell.engines.cpu import jit
+
+    jit.LEVEL = request.config.getoption("level")
+
+
 # -- guards --------------------------------------------------------------------------------------
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
@@ -236,15 +245,20 @@ def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_finish() -> None:
-    """Freezes what is imported so far: searching it for garbage takes an eighth of all time."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Freezes what is imported: searching it for garbage takes an eighth of all time."""
+    gc.disable()
+    collected = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return collected
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fails a run whose tests were all skipped, as pytest fails a run without tests."""
-    gc.unfreeze()
+    gc.unfreeze()  # else extensions report what is never deleted as leaks
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if exitstatus or reporter is None or session.config.option.collectonly:
         return

@@ -943,6 +943,7 @@ def test_without_a_package_bench_says_what_to_install(package: str, arguments: l
     assert f"{package}, which is not installed: {install('bench')}" in said
 
 
+@pytest.mark.slow
 def test_bench_needs_only_torch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     arguments = "bench --cells GRU --shapes T2B1I8H8 --mode inference --seconds 0.01 --threads 1"
@@ -980,6 +981,7 @@ def test_the_bound_is_shown_as_a_part_of_our_time() -> None:
         assert [line[headers.index("of bound")] for line in body] == [shown, shown, ""]
 
 
+@pytest.mark.slow
 def test_bench_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,7 +191,7 @@ def between_pages(name: str, seed: int, every: int) -> None:
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in WAYS))
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_it_stays_within_its_arrays(name: str, seed: int) -> None:
     code = f"from test_cpu_matmul import *; between_pages({name!r}, {seed}, 7)"
     assert int(python(code, ANYCELL_ISA=name).split()[-1]) > 200

@@ -404,6 +404,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("ANYCELL_CACHE", raising=False)
     monkeypatch.setattr(jit, "_warned", set())
+    monkeypatch.setattr(jit, "LEVEL", 3)  # other processes find what this one compiles
     return tmp_path / "cache"
 
 
@@ -690,8 +691,9 @@ def test_everything_that_changes_the_code_is_in_the_key(monkeypatch: pytest.Monk
     keys += [jit.name("text ", ["f"], generic), jit.name("text", ["f", "g"], generic)]
     keys += [jit.name("text", ["f"], generic, recipe) for recipe in ("", "text", "recipe")]
     assert jit.name("other text", ["f"], generic, "recipe") == keys[-1]
-    monkeypatch.setattr(jit, "FORMAT", -1)
-    keys += [jit.name("text", ["f"], generic)]
+    for number in ("FORMAT", "LEVEL"):
+        monkeypatch.setattr(jit, number, -1)
+        keys += [jit.name("text", ["f"], generic)]
     monkeypatch.setattr(jit, "_toolchain", lambda: "another LLVM")
     keys += [jit.name("text", ["f"], generic)]
     assert len(set(keys)) == len(keys)
@@ -1382,6 +1384,7 @@ def test_fork_while_a_thread_takes_memory() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")
+@pytest.mark.slow
 def test_fork_after_torch_was_used() -> None:
     """torch's runtime hangs in the child. The child may import the engine after the fork, and then
     does not know that torch was used; or the parent imported the engine before.

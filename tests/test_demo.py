@@ -77,6 +77,7 @@ def test_in_pytorch(tmp_path: Path) -> None:
     assert str(tmp_path / "demo.png") in text.replace(" ", "")
 
 
+@pytest.mark.slow
 def test_without_pytorch(tmp_path: Path) -> None:
     text = run(tmp_path, first=WITHOUT_TORCH)
     assert "torch." not in text

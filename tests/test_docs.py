@@ -359,6 +359,7 @@ print("refused")
 """
 
 
+@pytest.mark.slow
 def test_adding_an_option(copy: Path, tmp_path: Path) -> None:
     """Every entrance takes it, checks it and documents it."""
     pytest.importorskip("torch")

@@ -497,6 +497,7 @@ def run_torch(x: Any = None, **options: Any) -> Any:
 # -- the engines -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("engine", ["cpu", "gpu"])
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.LayerNormLSTM], ids=str)
+@pytest.mark.sample(every=5)  # each engine
 def test_engines(cell: Cell, engine: str, rng: np.random.Generator) -> None:
     """The cell with its readout is one like any other; on a GPU's engine by its interpreter."""
     if engine == "gpu":

@@ -163,7 +163,7 @@ def test_every_cell(cell: Cell, tier: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.ZoneoutGRU, cells.sLSTM(heads=3)], ids=repr)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_shared(cell: Cell, rng: np.random.Generator) -> None:
     """Tier 2, one step per launch: programs of two groups, each with a part of the units."""
     problem = problem_of(cell, (3, 17, 18), rng, 1)
@@ -486,6 +486,7 @@ def test_graphs_that_are_not_used_go(
 
 
 @pytest.mark.parametrize("first", ["inference", "training"])
+@pytest.mark.sample(1)
 def test_graphs_under_inference_mode(first: str, rng: np.random.Generator) -> None:
     """The memory of graphs serves calls in any mode, whichever mode comes first."""
     graphs = Graphs()

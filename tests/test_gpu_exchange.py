@@ -128,9 +128,8 @@ def test_a_barrier_stands_between_flags_and_what_they_are_for(
     assert not arriving & code.without(poll, "STS")
 
 
-@pytest.mark.parametrize(
-    "kernel", [KERNELS[0], pytest.param(KERNELS[1], marks=pytest.mark.more)], ids=str
-)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.slow
 def test_what_a_flag_costs(kernel: Kernel, codes: dict[Kernel, Code]) -> None:
     """A flag costs a fence and an atomic exchange; h and gradients are stored normally."""
     code = codes[kernel]

@@ -487,6 +487,7 @@ def test_a_line_that_nobody_expected(check: Any) -> None:
 
 
 @without_a_card
+@pytest.mark.slow
 def test_no_card_ends_the_check(check: Any, tmp_path: Path) -> None:
     script = [str(ROOT / "tools/gpu_check.sh"), str(tmp_path)]
     said = subprocess.run(["sh", *script], capture_output=True, text=True,

@@ -333,6 +333,7 @@ def test_a_layer_may_be_static(layer: aj.RNN, params: Arrays, x: Any) -> None:
     assert layer.hidden_size == H
 
 
+@pytest.mark.slow
 def test_shard_map(params: Arrays) -> None:
     """It is right or refused: on two devices, in a process of its own."""
     code = """

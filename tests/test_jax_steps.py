@@ -60,7 +60,7 @@ def stepped(layer: aj.RNN, params: Any, state: Any, *series: Any, **further: Any
     [(cells.LSTM, {}), (cells.GRU, {}), (cells.LSTMP, {"P": 4}), (cells.sLSTM, {})],
     ids=["LSTM", "GRU", "LSTMP", "sLSTM"],
 )
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 def test_the_initial_state(cell: Any, sizes: Any, dtype: str, x: Any) -> None:
     """It has the form of a call's, and is what a call without one starts from."""
     layer = aj.RNN(cell, I, H, 2, bidirectional=True, **sizes)
@@ -86,7 +86,7 @@ def test_the_initial_state(cell: Any, sizes: Any, dtype: str, x: Any) -> None:
     ],
     ids=lambda c: c.name if hasattr(c, "name") else "",
 )  # fmt: skip
-@pytest.mark.sample(3)
+@pytest.mark.sample(every=4)
 def test_steps_are_the_call(cell: Any, sizes: Any, x: Any, resets: Any) -> None:
     """On prepared weights and on parameters, with resets; of two layers."""
     layer = aj.RNN(cell, I, H, 2, **sizes)

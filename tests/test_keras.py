@@ -366,7 +366,7 @@ def test_encoder_decoder_states_in_the_functional_api(rng: np.random.Generator) 
 
 @pytest.mark.parametrize("name", KERAS)
 @pytest.mark.parametrize("kind", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(1)
 def test_mixed_precision(name: str, kind: str, rng: np.random.Generator) -> None:
     theirs, ours = pair(name, 8, return_sequences=True, dtype=kind)
     exact = getattr(keras.layers, name)(8, return_sequences=True)

@@ -117,7 +117,8 @@ def data(name: str) -> tuple[np.ndarray, np.ndarray]:
 SLOW = {name: pytest.mark.slow for name in MODELS if name != "subclassed"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_an_accelerated_model_is_the_same_model(name: str, tmp_path: Any) -> None:
     """In what it predicts, how it goes on training, and in its files."""
     if BACKEND == "torch" and name == "functional":

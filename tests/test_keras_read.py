@@ -345,6 +345,7 @@ def test_stateful(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("implementation", [1, 2])
+@pytest.mark.sample(1)
 def test_dropout_has_keras_masks(implementation: int, rng: np.random.Generator) -> None:
     """One mask for all steps, and the same ones for the same seed."""
     given = {"dropout": 0.4, "recurrent_dropout": 0.3, "implementation": implementation}
@@ -360,6 +361,7 @@ def test_dropout_has_keras_masks(implementation: int, rng: np.random.Generator) 
     assert ours.engine.name == "cpu", ours.engine.reason
 
 
+@pytest.mark.slow
 def test_it_trains_as_keras_does(rng: np.random.Generator) -> None:
     """In ``fit``: regularizers, constraints and the optimizer see the user's own variables."""
     x, y = data(rng, 8, T, I).astype("float32"), data(rng, 8, 1).astype("float32")

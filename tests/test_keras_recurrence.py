@@ -1,5 +1,6 @@
 """``anycell.keras.recurrence``: what is special to it; the conformance tests have all else."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,26 @@ def test_in_a_graph(known: bool) -> None:
     _, eager = derived(tf.constant(inputs()), lengths)
     for name, grad in eager.items():
         assert_close(grads[name], grad, "float32", "gradient", name)
+
+
+@tensorflow
+def test_autograph_leaves_it_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewriting our Python would take seconds, and add nothing to the graph."""
+    import tensorflow as tf
+
+    from anycell.keras import primitive, tensors
+
+    callers, run = [], tensors.recurrence
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        callers.append(sys._getframe(1).f_code.co_filename)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(tensors, "recurrence", spy)
+    x, weights = tf.constant(inputs()), arrays()
+    graph = tf.function(lambda: ak.recurrence(cells.LSTM, x, weights)[0])
+    assert_close(number(graph()), right()[0], "float32", "forward")
+    assert callers == [primitive.__file__]
 
 
 @tensorflow

@@ -443,9 +443,8 @@ def test_a_loop_that_is_vectorized(loop: Any, rng: np.random.Generator) -> None:
             tf.vectorized_map(lambda part: loop(layer, part), x)
 
 
-@pytest.mark.parametrize(
-    "graph", [pytest.param(False, marks=pytest.mark.more), True], ids=["eager", "graph"]
-)
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.more
 def test_the_gradient_of_a_jacobian(graph: bool, rng: np.random.Generator) -> None:
     """A penalty on a Jacobian has the same gradient in TensorFlow's vectorized loop as without."""
     layer, x = ak.GRU(3, dtype="float64"), tf.constant(rng.normal(size=(2, 4, 3)))

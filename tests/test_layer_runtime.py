@@ -82,7 +82,12 @@ def start_of(kind: str) -> str:
 
 
 each_kind = pytest.mark.parametrize(
-    "kind", ["numpy", "torch.LSTM", pytest.param("torch.RNN", marks=pytest.mark.slow)]
+    "kind",
+    [
+        "numpy",
+        pytest.param("torch.LSTM", marks=pytest.mark.more),
+        pytest.param("torch.RNN", marks=pytest.mark.slow),
+    ],
 )
 
 PROMISES = {
@@ -220,6 +225,7 @@ finally:
 
 @pytest.mark.skipif(os.name != "posix", reason="needs fork")
 @pytest.mark.parametrize("ends", [True, False], ids=["the runtime ends its threads", "it cannot"])
+@pytest.mark.sample(1)
 def test_threads_of_a_forked_child(ends: bool) -> None:
     """A child keeps torch's number of threads, even if the parent has used them, and layers follow
     torch's setting. Where GNU's runtime cannot end its threads before a fork, torch gets one.
@@ -268,6 +274,7 @@ for used in (False, True):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")
+@pytest.mark.slow
 def test_torch_has_one_thread_where_it_was_imported_after_a_fork() -> None:
     """Whether the parent has used OpenMP cannot be found out."""
     pytest.importorskip("torch")
@@ -286,6 +293,7 @@ def test_torch_has_one_thread_where_it_was_imported_after_a_fork() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+@pytest.mark.slow
 def test_workers_of_a_data_loader_take_the_threads_that_they_are_told() -> None:
     """The recipe of docs/faq.md, for layers of NumPy; those of torch follow torch by themselves."""
     pytest.importorskip("torch")

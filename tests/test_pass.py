@@ -225,6 +225,7 @@ def shared(code: bytes, library: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample(3)
 def test_a_c_program(rng: np.random.Generator, tmp_path: Path, program: Path, case: str) -> None:
     types = DTYPES[CASES[case][1]]
     both = passes(rng, CASES[case])

@@ -218,7 +218,8 @@ def between_pages(seed: int, every: int) -> None:
 
 
 @widest
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, 1])
+@pytest.mark.slow
 def test_it_stays_within_its_arrays(name: str, every: int, seed: int) -> None:
     python(f"from test_quantize import *; between_pages({seed}, {every})", ANYCELL_ISA=name)
 

@@ -65,7 +65,7 @@ def results(made: Any, rnn: Any, graph: bool = False) -> dict[str, np.ndarray]:
     return got
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.filterwarnings("ignore:`build")  # of cells that make their layers' weights in a call
 @pytest.mark.parametrize("entry", corpus.entries, ids=corpus.names)
 def test_cell(entry: Entry) -> None:
@@ -136,6 +136,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
+@pytest.mark.sample(every=2)
 def test_calls_of_a_layer(case: Any) -> None:
     options, call, change = case
     options = {"return_sequences": True, "return_state": True, "dtype": "float64"} | options

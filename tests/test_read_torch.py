@@ -60,7 +60,7 @@ def results(made: Any, loop: Any) -> dict[str, np.ndarray]:
     return got
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("entry", corpus.entries, ids=corpus.names)
 def test_cell(entry: Entry) -> None:
     loops = []
@@ -147,6 +147,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.sample(every=2)
 def test_a_change_between_calls_is_seen(change: Any) -> None:
     module, x = Mutable(), torch.randn(4, 3, 5, dtype=torch.float64)
     loop, h = at.loop(module), torch.randn(3, 6, dtype=torch.float64)

@@ -471,7 +471,7 @@ def test_refuses_what_does_not_fit(kind: Any) -> None:
 def test_refuses_in_a_graph_what_does_not_fit() -> None:
     cell = t1.LSTMCell(4)
 
-    @tf.function(input_signature=[tf.TensorSpec(None)])
+    @tf.function(input_signature=[tf.TensorSpec(None)], autograph=False)
     def unknown(x: Any) -> Any:
         return t1.dynamic_rnn(cell, x)[0]
 
@@ -480,7 +480,9 @@ def test_refuses_in_a_graph_what_does_not_fit() -> None:
     ):
         unknown(tf.zeros((2, 5, 3)))
 
-    @tf.function(input_signature=[tf.TensorSpec((None, None, 3)), tf.TensorSpec(None, tf.int32)])
+    some = [tf.TensorSpec((None, None, 3)), tf.TensorSpec(None, tf.int32)]
+
+    @tf.function(input_signature=some, autograph=False)
     def run(x: Any, lengths: Any) -> Any:
         return t1.dynamic_rnn(cell, x, lengths)[0]
 
@@ -518,7 +520,7 @@ def test_engines(rng: np.random.Generator) -> None:
         assert cell.engine.name == name
         assert reason in cell.engine.reason
         inputs = tf.cast(x, cell.dtype or tf.float32)
-        traced = tf.function(lambda x, cell=cell: t1.dynamic_rnn(cell, x)[0])
+        traced = tf.function(lambda x, cell=cell: t1.dynamic_rnn(cell, x)[0], autograph=False)
         graph = traced.get_concrete_function(inputs).graph.as_graph_def()
         kinds = {node.op for node in graph.node}
         assert any("While" in kind for kind in kinds) is (name == "composite")

@@ -219,7 +219,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-FAST = {"deep relu", "translator"}
+FAST = {"deep relu"}
 
 
 @pytest.fixture(autouse=True)

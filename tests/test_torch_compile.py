@@ -98,6 +98,7 @@ def test_no_compilation_for_other_lengths_and_batches(training: bool, dynamic: b
 
 
 @whole_graphs
+@pytest.mark.slow
 def test_in_a_model() -> None:
     """Among other layers, which the compiler changes; unbatched; under autocast."""
     layer = at.RNN(cells.GRU, 8, 5, dropout=0.5, num_layers=2).eval()

@@ -322,7 +322,7 @@ def test_engines() -> None:
 @whole_graphs
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cell", [Adding, cells.LSTM], ids=repr)
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_compiled(cell: Any) -> None:
     """One operator, but with ``return_states``; a cell is known from its first call."""
     arguments = given_by(cell)

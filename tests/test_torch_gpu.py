@@ -251,7 +251,7 @@ CHECKPOINTED: list[Any] = [
     CHECKPOINTED,
     ids=["half", "projected", "resident", "shared"],
 )
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_checkpoints(
     tier: int,
     cell: Any,
@@ -305,7 +305,7 @@ def test_no_rows(cell: Any, ran: list[str]) -> None:
 @pytest.mark.parametrize("tier", [3, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("per_gate", [False, True], ids=["one", "per gate"])
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU(reset_after=False), cells.LSTMP], ids=repr)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_recurrent_mask(
     cell: Any, per_gate: bool, tier: int, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

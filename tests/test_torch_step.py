@@ -262,6 +262,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_first_that_runs_is_compiled() -> None:
     """As one graph: a compiler does not see the facts of a cell that are still to be found."""
     python("""

@@ -218,6 +218,7 @@ def test_statistics_are_saved_and_not_learned(tmp_path: Path) -> None:
 
 
 # -- all of it, on a series ------------------------------------------------------------------------
+@pytest.mark.slow
 def test_the_example_looks_a_year_ahead() -> None:
     pytest.importorskip("statsmodels")
     teacher, sampling, repeat = load("examples/free_run.py").main(["--quick"])

@@ -210,6 +210,7 @@ def test_another_triton(package: str | None, expected: str, tmp_path: Path) -> N
     assert expected in said and "\n" not in said
 
 
+@pytest.mark.slow
 def test_triton_is_imported_when_a_layer_on_a_card_asks() -> None:
     """And this one is usable, which a kernel shows."""
     code = """
@@ -394,6 +395,7 @@ def test_a_kernel_that_fails_is_reported(gpu_compile: Any, monkeypatch: pytest.M
     assert table.count("| does not fit |") == 2
 
 
+@pytest.mark.slow
 def test_a_kernel_under_this_triton() -> None:
     """For real, in a process of its own."""
     arguments = ["--cells", "RNN", "--tiers", "3", "--dtypes", "float32", "--capabilities", "80"]

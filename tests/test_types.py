@@ -48,7 +48,8 @@ def run(checker: str, *options: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("checker", [pyright, pytest.param(mypy, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checker", [pyright, mypy])
+@pytest.mark.slow
 def test_users_lines(checker, tmp_path: Path) -> None:
     """Each line that is wrong has an error, and no other line."""
     pytest.importorskip("torch")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from anycell.keras.backends import as_written
 from anycell.keras.call import Tensor
 from anycell.keras.rule import FUSED
 from anycell.lang.cell import Cell
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {"tensorflow": "anycell.keras.tensors", "torch": "anycell.torch", "jax": "anycell.jax"}
 
 
+@as_written
 @takes(OPTIONS)
 def recurrence(
     cell: Cell,

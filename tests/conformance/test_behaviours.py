@@ -368,8 +368,11 @@ EPISODES: dict[str, tuple[str, ...]] = {
 
 
 def needs_no_variant(frontend: Frontend, cell: Cell, case: str) -> bool:
-    """Whether only the longer suite runs a case: other ways through a layer run holes alone."""
-    return (frontend.variant or frontend.alike) and "holes" not in case
+    """Whether only the longer suite runs a case: other ways through a layer run holes alone, those
+    step by step none.
+    """
+    several = "holes" in case and frontend.fused
+    return (frontend.variant or frontend.alike) and not several
 
 
 @ask(
