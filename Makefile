@@ -47,10 +47,10 @@ test test-all test-oldest: export TF_NUM_INTRAOP_THREADS ?= 1
 # Some hundred processes import a framework: it is compiled once, whatever the caller has set.
 test test-all test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
-# Half of the time would go into compilers that are not ours: they optimise in test-all alone.
+# XLA optimises in test-all alone: here it would take as long as the tests.
 test: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 test: $(VENV)/keras.stamp ## the fast tests, and a list of the 40 slowest
-	$(PYTEST) $(FAST) --level 0 --durations=40
+	$(PYTEST) $(FAST) --durations=40
 
 # Its runs share one cache, which is empty at first: a kernel is compiled once.
 test-all: export ANYCELL_CACHE_DIR := $(CURDIR)/out/test-kernels

@@ -37,7 +37,6 @@ OPTIONS = {
     "days": (1, "spread slow cases, and those of grids, over N days (1: run all now)"),
     "day": (datetime.date.today().toordinal(), "which day's share of them"),
     "mutations": (100, "how many damaged files of a kind; 10 times as many where slow tests run"),
-    "level": (3, "of LLVM's code generator, in tests; at 0, it takes a sixth of the time"),
 }
 
 
@@ -222,14 +221,6 @@ def patient() -> None:
     from anycell.engines import cpu
 
     cpu.pool.LOSS = 1 << 62
-
-
-@pytest.fixture(scope="session", autouse=True)
-def level(request: pytest.FixtureRequest) -> None:
-    """Compiles kernels at ``--level``. The processes that tests start compile as users do."""
-    from anycell.engines.cpu import jit
-
-    jit.LEVEL = request.config.getoption("level")
 
 
 # -- guards --------------------------------------------------------------------------------------

@@ -404,7 +404,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("ANYCELL_CACHE", raising=False)
     monkeypatch.setattr(jit, "_warned", set())
-    monkeypatch.setattr(jit, "LEVEL", 3)  # other processes find what this one compiles
     return tmp_path / "cache"
 
 
@@ -691,9 +690,8 @@ def test_everything_that_changes_the_code_is_in_the_key(monkeypatch: pytest.Monk
     keys += [jit.name("text ", ["f"], generic), jit.name("text", ["f", "g"], generic)]
     keys += [jit.name("text", ["f"], generic, recipe) for recipe in ("", "text", "recipe")]
     assert jit.name("other text", ["f"], generic, "recipe") == keys[-1]
-    for number in ("FORMAT", "LEVEL"):
-        monkeypatch.setattr(jit, number, -1)
-        keys += [jit.name("text", ["f"], generic)]
+    monkeypatch.setattr(jit, "FORMAT", -1)
+    keys += [jit.name("text", ["f"], generic)]
     monkeypatch.setattr(jit, "_toolchain", lambda: "another LLVM")
     keys += [jit.name("text", ["f"], generic)]
     assert len(set(keys)) == len(keys)

@@ -49,7 +49,6 @@ FORMAT = 2  # raise it when the way from text to machine code changes, so that n
 # shorter forms of instructions. Optimising at level 2 takes twice as long, and the code is no
 # faster.
 PASSES = ("sroa", "simplify_cfg", "new_gvn", "instruction_combine")
-LEVEL = 3  # of LLVM's code generator
 LIMIT = 256 << 20  # total bytes of entries above which the oldest are deleted
 ABANDONED = 3600  # seconds after which a draft's process has died: writing takes a moment
 PATIENCE = 30.0  # seconds that a process waits for a kernel that another process compiles
@@ -223,7 +222,7 @@ def _machine(target: Target) -> Any:
     # The small code model reads constants relative to the program counter; the JIT's default would
     # first load each address into a register.
     return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
-        cpu=cpu, features=features, opt=LEVEL, reloc="pic", codemodel="small"
+        cpu=cpu, features=features, opt=3, reloc="pic", codemodel="small"
     )
 
 
@@ -294,7 +293,7 @@ def _toolchain() -> str:
 def name(text: Text, symbols: Sequence[str], target: Target, recipe: str | None = None) -> str:
     """The name of the entry: a hash of everything that changes the code or its functions."""
     cpu, features, _ = isa.machine(target)
-    parts = [str(FORMAT), str(LEVEL), _toolchain(), cpu, features, " ".join(symbols)]
+    parts = [str(FORMAT), _toolchain(), cpu, features, " ".join(symbols)]
     parts += ["text", _printed(text)] if recipe is None else ["recipe", recipe]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
