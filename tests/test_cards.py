@@ -57,7 +57,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(folder)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths, **environment},
+        env={**os.environ, "PYTHONPATH": paths, "PYTEST_ADDOPTS": "", **environment},
         capture_output=True,
         text=True,
     )

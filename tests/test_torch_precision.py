@@ -108,6 +108,7 @@ def test_threads_and_rows_beside_change_no_bit() -> None:
 
 
 def test_compiled_layers_heed_it_in_each_call() -> None:
+    torch._dynamo.reset()  # the limit of recompilations counts other tests' layers too
     layer, x = at.RNN(cells.LSTM, 24, 40).eval(), torch.randn(9, 18, 24)
     compiled = torch.compile(layer, backend="eager")
     with isa.force(KINDS[-1]), torch.no_grad():
