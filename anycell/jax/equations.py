@@ -53,6 +53,7 @@ def origin(jaxpr: Any) -> tuple[str, str]:
 
 
 def variable(aval: Any, **more: Any) -> Variable:
+    """A variable of the shape and dtype of JAX's."""
     return Variable(tuple(aval.shape), str(aval.dtype), **more)
 
 

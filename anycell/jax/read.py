@@ -156,7 +156,7 @@ class Body(read.Body):
             return [*results[:carries], *(jnp.flip(y, 0) for y in results[carries:])]
         run = Run(self, consts, first, xs, steps, reverse)
         every = reading.cell.state_names
-        seen = self._seen
+        seen = self.seen()
         wanted = [n for n in every[1:] if any(n in reading.names_of(k) for k in seen)]
         output, final, *more = recurrence(
             reading.cell, **reading.call(run, [first[k] for k in self.moving]),
@@ -180,16 +180,6 @@ class Body(read.Body):
     def _user(self, k: int, values: dict[str, Array]) -> Array:
         state = self.reading.joined(k, values)
         return state > 0.5 if self.states[self.moving[k]].boolean else state
-
-    @functools.cached_property
-    def _seen(self) -> list[int]:
-        """The states that moved whose sequences outputs need."""
-        ends = {v for v in (*self.states, *self.after) if v.kind == "S"}
-        used = self.sources(self.outputs, ends)
-        return [
-            k for k, number in enumerate(self.moving)
-            if self.states[number] in used or self.after[number] in used
-        ]  # fmt: skip
 
 
 class Run:

@@ -28,32 +28,8 @@ INSTEAD = {
 class Arrays(read.Arrays):
     """The functions of arrays that a reading needs."""
 
-    reshape, broadcast, transpose = map(staticmethod, (jnp.reshape, jnp.broadcast_to, jnp.transpose))
-    zeros, constant, cast = map(staticmethod, (jnp.zeros, jnp.asarray, jnp.asarray))
-    cat = staticmethod(jnp.concatenate)
-
-
-class Reader(read.Reader):
-    """Reads the equations of a body from states to states."""
-
-    instead = INSTEAD
-
-    def __init__(self, body: Any, axis: int | None) -> None:
-        self.table = TABLE
-        super().__init__(body, Arrays(), axis, body.dtype)
-
-    def per_row(self, v: Variable) -> bool:
-        axis, equation = self.axis, v.equation
-        if axis is None or axis >= len(v.shape) or v.number is not None:
-            return False
-        if equation is None or v.shape[axis] == 1:
-            return v.shape[axis] > 1
-        if equation.name == "broadcast_in_dim":
-            dimensions, inner = equation.options["broadcast_dimensions"], equation.operands[0]
-            return axis in dimensions and inner.shape[dimensions.index(axis)] > 1
-        if equation.name in POINTWISE:
-            return any(self.per_row(operand) for operand in equation.operands)
-        return True
+    reshape, broadcast, transpose = jnp.reshape, jnp.broadcast_to, jnp.transpose
+    zeros, constant, cat, cast = jnp.zeros, jnp.asarray, jnp.concatenate, jnp.asarray
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -61,9 +37,7 @@ class Reader(read.Reader):
 
 def _select_n(reader: Reader, condition: Any, *cases: Any, **_: Any) -> Any:
     if len(cases) != 2 or not condition.boolean:
-        reader.graph.refuse(
-            "this selects among more than two values", "jnp.where, once or nested"
-        )
+        reader.graph.refuse("this selects among more than two values", "jnp.where, once or nested")
     return reader.where(condition, cases[1], cases[0])
 
 
@@ -118,7 +92,9 @@ STRUCTURAL: dict[str, Any] = {
     ],
     "split": lambda p, a: np.split(a, np.cumsum(p["sizes"])[:-1], p["axis"]),
     "broadcast_in_dim": lambda p, a: np.broadcast_to(
-        np.expand_dims(a, [i for i in range(len(p["shape"])) if i not in p["broadcast_dimensions"]]),
+        np.expand_dims(
+            a, [i for i in range(len(p["shape"])) if i not in p["broadcast_dimensions"]]
+        ),
         p["shape"],
     ),
     "concatenate": lambda p, *a: np.concatenate(a, p["dimension"]),
@@ -147,3 +123,25 @@ TABLE: dict[str, read.Rule] = {
     "reduce_sum": lambda reader, v, axes, **_: reader.sum(v, axes),
     "select_n": _select_n,
 }
+
+
+class Reader(read.Reader):
+    """Reads the equations of a body from states to states."""
+
+    table, instead = TABLE, INSTEAD
+
+    def __init__(self, body: Any, axis: int | None) -> None:
+        super().__init__(body, Arrays, axis, body.dtype)
+
+    def differs(self, v: Variable) -> bool:
+        axis, equation = self.axis, v.equation
+        if axis is None or axis >= len(v.shape) or v.number is not None:
+            return False
+        if equation is None or v.shape[axis] == 1:
+            return v.shape[axis] > 1
+        if equation.name == "broadcast_in_dim":
+            dimensions, inner = equation.options["broadcast_dimensions"], equation.operands[0]
+            return axis in dimensions and inner.shape[dimensions.index(axis)] > 1
+        if equation.name in POINTWISE:
+            return any(self.per_row(operand) for operand in equation.operands)
+        return True

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from anycell.read.arrays import neighbours
 from anycell.read.units import Graph, Run, Source, Units, once
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,39 +12,44 @@ class Arrays:
     ``transpose``, ``zeros``, ``constant``, ``cat`` and ``cast``.
     """
 
-    reshape: Callable[..., Any]
-    broadcast: Callable[..., Any]
-    transpose: Callable[..., Any]
-    zeros: Callable[..., Any]
-    constant: Callable[..., Any]
-    cat: Callable[..., Any]
-    cast: Callable[..., Any]
+    reshape: Any
+    broadcast: Any
+    transpose: Any
+    zeros: Any
+    constant: Any
+    cat: Any
+    cast: Any
 
-    def take(self, array: Any, axis: int, start: int, size: int) -> Any:
+    @staticmethod
+    def take(array: Any, axis: int, start: int, size: int) -> Any:
         """Neighbouring places of an axis."""
         return array[(slice(None),) * axis + (slice(start, start + size),)]
 
-    def gather(self, array: Any, at: np.ndarray) -> Any:
+    @staticmethod
+    def gather(array: Any, at: np.ndarray) -> Any:
         """Any places of the last axis."""
         return array[..., at]
 
-    def index(self, array: Any, at: np.ndarray) -> Any:
+    @classmethod
+    def index(cls, array: Any, at: np.ndarray) -> Any:
         """The places ``at`` of the last axis."""
         if not neighbours(at):
-            return self.gather(array, at)
+            return cls.gather(array, at)
         if len(at) == array.shape[-1]:
             return array
-        return self.take(array, len(array.shape) - 1, int(at[0]), len(at))
+        return cls.take(array, len(array.shape) - 1, int(at[0]), len(at))
 
-    def ordered(self, array: Any, order: list[int]) -> Any:
+    @classmethod
+    def ordered(cls, array: Any, order: list[int]) -> Any:
         """The array with its axes in another order."""
-        return array if order == sorted(order) else self.transpose(array, order)
+        return array if order == sorted(order) else cls.transpose(array, order)
 
-    def move(self, array: Any, axis: int, to: int) -> Any:
+    @classmethod
+    def move(cls, array: Any, axis: int, to: int) -> Any:
         """The array with one axis in another place."""
         order = list(range(len(array.shape)))
         order.insert(to, order.pop(axis))
-        return self.ordered(array, order)
+        return cls.ordered(array, order)
 
 
 def neighbours(at: np.ndarray) -> bool:

@@ -159,6 +159,15 @@ class Body:
         used = {v for equation in self.needed(wanted, known) for v in equation.operands}
         return {v for v in (*used, *wanted) if v in known}
 
+    def seen(self) -> list[int]:
+        """The places in ``moving`` of the states that outputs are computed from."""
+        ends = {v for v in (*self.states, *self.after) if v.kind == "S"}
+        used = self.sources(self.outputs, ends)
+        return [
+            place for place, k in enumerate(self.moving)
+            if self.states[k] in used or self.after[k] in used
+        ]  # fmt: skip
+
 
 class Values(dict[Variable, Array]):
     """The values of variables; those that are missing are computed when they are asked for.
@@ -220,10 +229,13 @@ class Reader(Functions):
     instead: Mapping[Any, str] = {}
 
     def __init__(self, body: Body, arrays: Any, axis: int | None, dtype: str) -> None:
+        if not body.moving:
+            raise Refused("the step returns its state as it was, and so needs no loop")
         self.body, self.axis, self.dtype = body, axis, dtype
         rows = None if axis is None else body.states[body.moving[0]].shape[axis]
         self.graph = Graph(arrays, rows)
         self.values: dict[Variable, Any] = {}
+        self._rowed: dict[Variable, bool] = {}
         self.equation = Equation(None, (), {}, [])
 
     def read(self, names: Sequence[str], title: str) -> Reading:
@@ -237,11 +249,14 @@ class Reader(Functions):
         before = [body.states[k] for k in body.moving]
         after = [body.after[k] for k in body.moving]
         for k, v in zip(body.moving, before, strict=True):
+            made = body.after[k].equation
+            graph.where = made.where if made else ""
             self._check(v)
             self.values[v] = graph.state(v.shape, self.axis, v.boolean, names[k])
         for equation in body.needed(after, before):
             if equation.results[0].kind == "S":
                 self.keep(equation)
+        graph.where = ""
         pairs = [
             (self.values[old], self.operand(new)) for old, new in zip(before, after, strict=True)
         ]
@@ -253,7 +268,6 @@ class Reader(Functions):
             if value is not None:
                 self._check(v)
                 self.values[v] = value
-        self.graph.where = ""
 
     def apply(self, equation: Equation, operand: Callable[[Variable], Any]) -> list[Any]:
         """The results of an equation, by its row of the table."""
@@ -317,6 +331,12 @@ class Reader(Functions):
 
     def per_row(self, v: Variable) -> bool:
         """Whether a value may differ from row to row of the batch."""
+        if v not in self._rowed:
+            self._rowed[v] = self.differs(v)
+        return self._rowed[v]
+
+    def differs(self, v: Variable) -> bool:
+        """What ``per_row`` returns; it asks ``per_row`` itself of other values."""
         return True
 
     def axis_of(self, v: Variable) -> int | None:
@@ -392,7 +412,7 @@ def _affine(graph: Graph, source: Any) -> bool:
               if not isinstance(o, float) and graph.kind(o) == "X"]  # fmt: skip
     if source.sort != "op" or source.op not in _AFFINE:
         return False
-    return not (source.op == "mul" and len(moving) > 1 or source.op == "div" and 1 in moving)
+    return not (len(moving) > 1 if source.op == "mul" else source.op == "div" and 1 in moving)
 
 
 def row(name: str, **fixed: Any) -> Rule:

@@ -246,11 +246,18 @@ class Functions:
         rows = "" if row is None else mine[row]
         shared = [k for k in mine if k in its]
         summed = [k for k in shared if k not in out]
-        if len({*mine}) < len(mine) or len({*its}) < len(its) or {*mine, *its} - {*summed} != {*out}:
+        if (
+            len({*mine}) < len(mine)
+            or len({*its}) < len(its)
+            or {*mine, *its} - {*summed} != {*out}
+        ):
             graph.refuse(f"this is einsum({equation!r})", "products, without sums of one operand")
         rowed = weight.axis is not None or (rows and rows in its)
         if weight.per_row and rowed and sizes.get(rows) != 1:
-            graph.refuse("each row of the batch has a matrix of its own")
+            graph.refuse(
+                "each row of the batch has a matrix of its own",
+                "products with matrices that all rows share",
+            )
         # Along these axes the matrices are the same.
         same = [k for k in shared if k in out and (sizes[k] == 1 or k == rows)]
         heads = [k for k in shared if k in out and k not in same]

@@ -294,8 +294,10 @@ class Graph:
     def elementwise(self, op: str, *operands: Operand, boolean: bool = False) -> Value:
         """Applies an op of the printer's table."""
         first = operands[0]
-        boolean = boolean or op in CONDITIONS or (
-            op == "identity" and isinstance(first, (Value, Outer)) and first.boolean
+        boolean = (
+            boolean
+            or op in CONDITIONS
+            or (op == "identity" and isinstance(first, (Value, Outer)) and first.boolean)
         )
         shapes = [o.shape for o in operands if isinstance(o, (Value, Outer))]
         shape = np.broadcast_shapes(*shapes)
@@ -669,4 +671,3 @@ def occurrences(at: np.ndarray) -> np.ndarray:
     turn = np.empty(len(at), np.int64)
     turn[order] = np.arange(len(at)) - np.repeat(new, np.diff(new, append=len(at)))
     return turn
-
