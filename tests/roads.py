@@ -8,7 +8,7 @@ from anycell.layer.run import Run
 
 
 def _entry(run: Run, name: str) -> int:
-    return run.recipe.cells[run.base + run.kernel.shared[name]]
+    return run.draft.cells[run.base + run.kernel.shared[name]]
 
 
 def _few(run: Run) -> bool:

@@ -328,7 +328,7 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
         if how == "lasting":
             taken.add(("warm memory", recipe.sources[view.slot][1] == how))
 
-    spy(layer.recipe.Recipe, "new", look_at_memory)
+    spy(layer.recipe.Draft, "new", look_at_memory)
     for entry in (Entry(NUMPY, cells.LSTM), *ENTRIES[:2]):
         for case in CASES:
             entry.call(entry.problem(case))

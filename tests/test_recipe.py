@@ -216,12 +216,14 @@ def test_instruction_sets_and_forks_ask_for_another(
 
 
 def test_so_many_are_known(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest one goes, and no other."""
     monkeypatch.setattr(recipe, "_RECIPES", 4)
     for steps in range(1, 8):
-        given = arrays(rng, steps)
+        given, before = arrays(rng, steps), list(recipe.known)
         ours = solve(given)
-        assert len(recipe.known) <= 4
+        assert list(recipe.known)[:-2] == before[-2:]
         same(ours, solve(given))
+        assert len(recipe.known) == min(2 * steps, 4)
 
 
 def test_nothing_of_a_call_stays(rng: np.random.Generator) -> None:

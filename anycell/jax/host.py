@@ -150,8 +150,8 @@ def _record(recipe: Recipe, stream: int) -> Any:
     name, target = xla.process().name, isa.current()
     native: Any = recipe.native
     play = ctypes.cast(native, ctypes.c_void_p).value or 0
-    dtype = recipe.runs[0].plan.types
-    *_, threads = (run.options.threads for run in recipe.runs)
+    dtype = recipe.passes[0].plan.types
+    *_, threads = (one.threads for one in recipe.passes)
     gang = cpu.pool.own_gang(threads)
     kept: list[Any] = [
         name(f"door {one.library.name}", one.address) if isinstance(one, Kernel) else one
@@ -165,7 +165,7 @@ def _record(recipe: Recipe, stream: int) -> Any:
         "first": recipe.form[-1],
     }  # fmt: skip
     constants = [Buffer.read(values) for values in recipe.constants]
-    places = [*zip(*[iter(recipe.flat)] * 3, strict=True), *recipe.fastened]
+    places = [*recipe.places, *recipe.fastened]
     return xla.record(numbers, _relative(recipe), places, [*constants, *kept], zeroed)
 
 

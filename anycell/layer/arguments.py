@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from anycell.engines.cpu.check import Bounds, reach
+
 Array = Any
 
 
@@ -163,3 +165,11 @@ class Factors(NamedTuple):
 
     outputs: Array | None
     operand: Array | None
+
+
+def extent(host: Host, array: Array) -> Bounds:
+    """The address of an array's first byte, and the address after its last byte."""
+    address, axes = host.pointer(array), zip(array.shape, host.strides(array), strict=True)
+    for span in reach("", address, array.dtype.itemsize, 1, tuple(axes)):
+        return span.first, span.last
+    return address, address

@@ -10,7 +10,7 @@ from anycell.layer import contract
 from anycell.layer.arguments import Array, Factors, Host, Kept
 from anycell.layer.choices import chunk_of, row_group
 from anycell.layer.forward import project, remember, widened
-from anycell.layer.recipe import Recipe, View, recipe_of
+from anycell.layer.recipe import Draft, Recipe, View, recipe_of
 from anycell.layer.run import Run, finish
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import ENDS, of_a_matmul, states
@@ -118,13 +118,13 @@ def _draft(
         wants: whether the gradients of weights and biases, of x, and of the first state are wanted.
     """
     need, of_x, of_first = wants
-    run = Run(Recipe(host, given, options), plan, options, True, False)
-    recipe, views, count = run.recipe, run.recipe.views, len(run.directions)
+    run = Run(Draft(host, given, options), plan, options, True, False)
+    draft, views, count = run.draft, run.draft.views, len(run.directions)
     dx = None
     if of_x or not run.projects:
         # Two directions add to it.
         how = "zeros" if run.projects and count > 1 else "empty"
-        dx = recipe.new(run.x.shape, how, wide=run.projects)
+        dx = draft.new(run.x.shape, how, wide=run.projects)
     for name, view in views.items():
         if name == "d_output" or name.startswith("d_sequence "):
             run.place(name, view)
@@ -135,7 +135,7 @@ def _draft(
         direction.multiply(hidden)
         if run.single and of_first:
             direction.add_product(states_[_of_first(plan)].at(direction.d))
-    finish(recipe, [run])
+    recipe = finish(draft, [run])
 
     def numbers(views: Mapping[str, View]) -> dict[str, int]:
         return {name: recipe.number(view) for name, view in views.items()}
@@ -176,16 +176,16 @@ def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
     Returns:
         the gradients of states, and all others per direction.
     """
-    recipe, plan, batch, count = run.recipe, run.plan, run.batch, len(run.directions)
+    draft, plan, batch, count = run.draft, run.plan, run.batch, len(run.directions)
     cell = plan.cell
     of_states, whole, others = {}, {}, {}
     for name, size in states(plan):
         shape = count, batch, size
-        of_states[f"state {name}"] = whole[f"d_state {name}"] = recipe.new(shape, wide=True)
-        if f"d_final {name}" in recipe.views:
-            whole[f"d_final {name}"] = recipe.views[f"d_final {name}"]
+        of_states[f"state {name}"] = whole[f"d_state {name}"] = draft.new(shape, wide=True)
+        if f"d_final {name}" in draft.views:
+            whole[f"d_final {name}"] = draft.views[f"d_final {name}"]
         if run.resets is not None:
-            reset = recipe.new(shape, wide=True)
+            reset = draft.new(shape, wide=True)
             others[f"reset_state {name}"] = whole[f"d_reset {name}"] = reset
     run.place_parts(whole)
     totals = []
@@ -193,10 +193,10 @@ def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
         named = dict(others)
         if cell.params:
             groups = -(-batch // row_group(batch))
-            named["d_params"] = recipe.new((groups, sum(plan.param_sizes)), wide=True)
+            named["d_params"] = draft.new((groups, sum(plan.param_sizes)), wide=True)
             run.place_of(d, {"d_params": named["d_params"]})
         if "static" in run.directions[d]:
-            named["static"] = recipe.new((batch, plan.static_width), wide=True)
+            named["static"] = draft.new((batch, plan.static_width), wide=True)
             run.place_of(d, {"d_static": named["static"]})
         totals.append(named)
     return of_states, totals
@@ -210,7 +210,7 @@ class _Sums(Sums):
         super().__init__(run.plan, run.directions[d], need, run.steps > 0)
 
     def new(self, shape: tuple[int, ...], overwritten: bool) -> View:
-        return self.run.recipe.new(shape, "empty" if overwritten else "zeros", wide=True)
+        return self.run.draft.new(shape, "empty" if overwritten else "zeros", wide=True)
 
     def like(self, weight: View, overwritten: bool) -> View:
         if _turned(weight):
@@ -310,7 +310,7 @@ def _states(run: Run) -> View:
     """The first states of all directions along the steps of a segment, either kept or computed
     again before each segment.
     """
-    views, names, plan = run.recipe.views, run.plan.cell.state_names, run.plan
+    views, names, plan = run.draft.views, run.plan.cell.state_names, run.plan
     sequences = [
         [views.get(f"sequence {d} {name}") for name in names] for d in range(len(run.directions))
     ]
@@ -319,7 +319,7 @@ def _states(run: Run) -> View:
         run.place_kept(kept)
         return views["hidden"]
     run.segment_length = run.segment
-    run.again = again = Run(run.recipe, plan, run.options, False, False)
+    run.again = again = Run(run.draft, plan, run.options, False, False)
     memory = remember(again, run.segment, True, True)
     run.place_kept(memory)
     project(again)

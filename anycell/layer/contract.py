@@ -35,6 +35,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.restarts import restarts
 from anycell.layer.signature import ANY, DENSE, ENDS, FLAGS, ROWS, Shape, learned, states
 from anycell.plan import Options, Plan, recurrent_masks
+from anycell.recent import add_recent
 
 # -- the calls -------------------------------------------------------------------------------------
 
@@ -82,9 +83,7 @@ _accepted: dict[tuple[Any, ...], bool] = {}
 
 def _accept(key: tuple[Any, ...]) -> None:
     """Remembers that arrays of this layout need no copy."""
-    if len(_accepted) >= _MOST:
-        _accepted.clear()
-    _accepted[key] = True
+    add_recent(_accepted, key, True, _MOST)
 
 
 def _fitted(

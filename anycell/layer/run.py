@@ -10,8 +10,9 @@ from anycell.engines import cpu
 from anycell.engines.cpu import driver
 from anycell.layer import choices
 from anycell.layer.arguments import Host, Kept
+from anycell.layer.bounds import check_pass
 from anycell.layer.products import kind_of
-from anycell.layer.recipe import CHUNK, Recipe, Row, View
+from anycell.layer.recipe import CHUNK, Draft, Placed, Recipe, Row, View
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import direction
 from anycell.plan import CODES, Options, Plan, multiplies_input, padded
@@ -23,7 +24,7 @@ class Run:
     """A pass of a layer.
 
     Args:
-        views: the arrays of the call, by the names of ``signature``; None for ``recipe.views``.
+        views: the arrays of the call, by the names of ``signature``; None for ``draft.views``.
         packed: returns the memory of packed weights from its size; None for memory of the call.
 
     Attributes:
@@ -45,7 +46,7 @@ class Run:
 
     def __init__(
         self,
-        recipe: Recipe,
+        draft: Draft,
         plan: Plan,
         options: Options,
         backward: bool,
@@ -53,9 +54,9 @@ class Run:
         views: Views | None = None,
         packed: Callable[[int], View] | None = None,
     ) -> None:
-        self.recipe, self.plan, self.options, self.backward = recipe, plan, options, backward
-        self.host: Host = recipe.host
-        self.views = views = recipe.views if views is None else views
+        self.draft, self.plan, self.options, self.backward = draft, plan, options, backward
+        self.host: Host = draft.host
+        self.views = views = draft.views if views is None else views
         self.x, self.mask, self.resets = views["x"], views.get("mask"), views.get("resets")
         self.directions = [direction(plan, views, d, View.at) for d in range(len(options.reverse))]
         self.projects = "weight_ih" in self.directions[0] and not multiplies_input(plan)
@@ -108,15 +109,15 @@ class Run:
         names = "scratch_bytes", "packed_bytes", "parts"
         scratch, size, self.parts = (entries[at[name]] for name in names)
         entries[at["packed"]] = 0
-        self.base = self.recipe.append(entries.tolist())
+        self.base = self.draft.append(entries.tolist())
         hyper = self.hyper.__array_interface__["data"][0]
-        self.place("hyper", self.recipe.keep(self.hyper, hyper, hyper + self.hyper.nbytes))
-        self.place("scratch", self.recipe.buffer((scratch,), 1))
+        self.place("hyper", self.draft.keep(self.hyper, hyper, hyper + self.hyper.nbytes))
+        self.place("scratch", self.draft.buffer((scratch,), 1))
         self.bytes_packed = 0 if self.single else size
         if packed is not None:
             self.place("packed", packed(self.bytes_packed))
         elif self.bytes_packed:
-            self.place("packed", self.recipe.buffer((self.bytes_packed,), 1))
+            self.place("packed", self.draft.buffer((self.bytes_packed,), 1))
 
     def _restore(self) -> None:
         """Makes resets restore the declared value of each state for which the call gives none."""
@@ -130,17 +131,17 @@ class Run:
         host, state = self.host.wide if i else self.host, self.plan.cell.states[i]
         values = host.empty((rows, self.plan.sizes[state.size]))
         values[:] = state.initial
-        return self.recipe.constant(values)
+        return self.draft.constant(values)
 
     def _switch(self) -> None:
         """Sets the entries for the options and the threads of a call."""
-        recipe, at, options = self.recipe, self.kernel.shared, self.options
+        draft, at, options = self.draft, self.kernel.shared, self.options
         if options.threads > 1:
-            recipe.put(self.base + at["gang"], recipe.of_call("gang"))
+            draft.put(self.base + at["gang"], draft.of_call("gang"))
         for name, codes in CODES.items():
-            recipe.put(self.base + at[name], codes[getattr(options, name)])
+            draft.put(self.base + at[name], codes[getattr(options, name)])
         for name in ("first_row", "seed", "stream") if self.plan.cell.keeps else ():
-            recipe.put(self.base + at[name], recipe.of_call(name))
+            draft.put(self.base + at[name], draft.of_call(name))
 
     def _entries(self, name: str, view: View) -> list[View | int]:
         """The entries of an array: its address, and the strides that its name has entries for."""
@@ -152,14 +153,14 @@ class Run:
 
     def place(self, name: str, view: View) -> None:
         """Sets the entries of an array of the whole call."""
-        self.recipe.put_all(self.base + self.kernel.shared[name], self._entries(name, view))
+        self.draft.put_all(self.base + self.kernel.shared[name], self._entries(name, view))
 
     def place_of(self, d: int, views: Views) -> None:
         """Sets the entries of arrays of one direction; skips names without entries."""
         each, first = self.kernel.each, self.base + self.firsts[d]
         for name, view in views.items():
             if name in each:
-                self.recipe.put_all(first + each[name], self._entries(name, view))
+                self.draft.put_all(first + each[name], self._entries(name, view))
 
     def place_parts(self, views: Views) -> None:
         """Sets the entries of arrays whose first axis is directions, ``[D, B, size]``."""
@@ -192,7 +193,7 @@ class Run:
         """A buffer of the rows of a chunk, ``[rows, width]``."""
         host = self.host.wide if wide else self.host
         size, rows = host.dtype.itemsize, self.chunk * self.batch
-        view = self.recipe.buffer((rows, padded(size, width)), size)
+        view = self.draft.buffer((rows, padded(size, width)), size)
         return view._replace(shape=(CHUNK, width))
 
     def over_steps(self, view: View, window: bool = False, first: int = 0) -> View:
@@ -283,7 +284,7 @@ class Run:
         bases: list[View | int] = [moving, *strides]
         rests: list[View | int] = [0, 0, 0] if rest is None else [rest, *rest.strides]
         rows: list[Row] = [
-            {"place": self.recipe.entry(at + i), "base": base, "step": 0, "rest": there}
+            {"place": self.draft.entry(at + i), "base": base, "step": 0, "rest": there}
             for i, (base, there) in enumerate(zip(bases, rests, strict=True))
         ]
         rows[0]["step"] = segments * moving.size  # the address moves, the strides do not
@@ -297,40 +298,46 @@ class Run:
             again: the place of the table of the pass that computes states again.
             then: the place of the table of the pass that runs next.
         """
-        recipe, at, options = self.recipe, self.kernel.shared, self.options
+        draft, at, options = self.draft, self.kernel.shared, self.options
         threads = min(options.threads, cpu.pool.MOST)
         row: Row = {
-            "door": recipe.keep(self.kernel, self.kernel.address, self.kernel.address),
-            "call": recipe.entry(self.base),
+            "door": draft.keep(self.kernel, self.kernel.address, self.kernel.address),
+            "call": draft.entry(self.base),
             **{name: at[name] for name in ("begin", "count", "pack", "origin", "span")},
             "backward": int(self.backward), "steps": self.steps, "batch": self.batch,
             "first": self.begin, "last": self.steps,
             "chunk": self.chunk, "segment": self.segment_length,
-            "again": 0 if again is None else recipe.entry(again),
-            "next": 0 if then is None else recipe.entry(then),
+            "again": 0 if again is None else draft.entry(again),
+            "next": 0 if then is None else draft.entry(then),
             "moves": len(self.moves), "before": len(self.before), "after": len(self.after),
-            "gang": recipe.of_call("gang") if threads > 1 else 0, "threads": threads,
+            "gang": draft.of_call("gang") if threads > 1 else 0, "threads": threads,
             "least_work": choices.WORTH_A_THREAD, "blas": self.host.blas,
             "scratch": 0, "scratch_bytes": 0,  # set by ``finish`` and by ``cpu.room``
         }  # fmt: skip
-        self.table = recipe.append_row(driver.PASS, row)
+        self.table = draft.append_row(driver.PASS, row)
         for move in self.moves:
-            recipe.append_row(driver.MOVE, move)
+            draft.append_row(driver.MOVE, move)
         for product in (*self.before, *self.after):
-            recipe.append_row(driver.PRODUCT, product)
+            draft.append_row(driver.PRODUCT, product)
         return self.table
 
+    def placed(self) -> Placed:
+        """Where the tables lie, once they are appended."""
+        again = None if self.again is None else self.again.placed()
+        threads = self.options.threads
+        return Placed(self.kernel, self.plan, threads, self.base, self.firsts, self.table, again)
 
-def finish(recipe: Recipe, runs: Sequence[Run]) -> Recipe:
-    """Ends the draft of a recipe, whose passes run one after the other."""
+
+def finish(draft: Draft, runs: Sequence[Run]) -> Recipe:
+    """Ends a draft, whose passes run one after the other."""
     dtype, tables, then = runs[0].plan.dtype, list[int](), None
     for run in reversed(runs):
         again = None if run.again is None else run.again.append()
         tables += [] if again is None else [again]
         then = run.append(again, then)
         tables.append(then)
-    room = max(cpu.room(dtype, recipe.cells[first:]) for first in tables)
-    memory = recipe.buffer((room,), 1)
+    room = max(cpu.room(dtype, draft.cells[first:]) for first in tables)
+    memory = draft.buffer((room,), 1)
     for first in tables:
-        recipe.put(first + driver.PASS.index("scratch"), memory)
-    return recipe.finish(dtype, tables[-1], runs)
+        draft.put(first + driver.PASS.index("scratch"), memory)
+    return Recipe(draft, dtype, tables[-1], [run.placed() for run in runs], check_pass)

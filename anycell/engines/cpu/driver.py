@@ -26,6 +26,7 @@ in the order of the arrays, even if a direction is reversed.
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -50,7 +51,8 @@ PASS = (
 # A call: its form, memory for the tables, and then its addresses, of which the last are no arrays:
 # its memory, the tables in it, the gang of threads, and three numbers for random masks.
 CALL = "form table".split()
-OF_CALL = "block table gang first_row seed stream".split()
+NumbersOfCall = namedtuple("NumbersOfCall", "block table gang first_row seed stream")
+OF_CALL = list(NumbersOfCall._fields)
 # A form: the template, and its length in numbers; the rows of ``PLACE``, and their count; the place
 # in the template where the first pass begins.
 FORM = "template length places count first".split()
@@ -60,11 +62,10 @@ PLACE = "at address offset".split()
 # door then writes the states before the segment to that memory, as if they were final states, and
 # ``rest`` is stored at ``place``.
 MOVE = "place base step rest".split()
-_KEPT = gemm.ENTRIES[: gemm.ENTRIES.index("add") + 1]
 # The entries of a matmul; ``along``, the size that counts the rows of the chunk (0 rows, 2 inner);
 # ``reverse``, if the direction is reversed; ``sums``, the ``add`` of all chunks but the first.
 PRODUCT = [
-    *_KEPT, "scales", "kind", "along", "reverse", "sums",
+    *gemm.OPERANDS, "scales", "kind", "along", "reverse", "sums",
     *(f"{operand}_{axis}" for operand in "abc" for axis in ("time", "window")),
 ]  # fmt: skip
 # The kinds of products: our matmul; the matmul of ``blas``; our matmul without packing, for few
@@ -187,7 +188,7 @@ class Driver:
         window = time - b.select(reverse, steps - origin - span, origin)
         scratch, along = table.pointer("scratch"), row["along"]
         one = Entries(b, scratch, gemm.ENTRIES)
-        for name in (*_KEPT, "scales"):
+        for name in (*gemm.OPERANDS, "scales"):
             one[name] = row[name]
         for name in "abc":
             one[name] = row[name] + time * row[f"{name}_time"] + window * row[f"{name}_window"]
