@@ -326,7 +326,7 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
 
     def look_at_memory(view: Any, recipe: Any, _: Any, how: str = "empty", *__: Any) -> None:
         if how == "lasting":
-            taken.add(("warm memory", recipe.sources[view.slot][1] == how))
+            taken.add(("warm memory", recipe.sources[view.slot].how == how))
 
     spy(layer.recipe.Draft, "new", look_at_memory)
     for entry in (Entry(NUMPY, cells.LSTM), *ENTRIES[:2]):

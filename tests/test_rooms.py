@@ -38,8 +38,6 @@ FRAMEWORKS = {
     "jax": {"bench", "jax", "keras"},
     "flax": {"bench", "jax"},
     "equinox": {"jax"},
-    "onnx": {"bench"},
-    "onnxruntime": {"bench"},
     "triton": {"engines.gpu"},
 }
 
@@ -166,7 +164,7 @@ def test_printers_keep_no_state() -> None:
 LONG = 700  # lines
 
 
-@pytest.mark.parametrize("directory", ["anycell", "tests", "tools", "examples"])
+@pytest.mark.parametrize("directory", ["anycell", "benchmarks", "examples", "tests", "tools"])
 def test_long_files_say_why(directory: str) -> None:
     silent = []
     for path in sorted((PACKAGE.parent / directory).rglob("*.py")):
