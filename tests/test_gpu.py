@@ -872,7 +872,7 @@ def largest(dtype: str, card: str, number: int, batch: int = 16, tf32: bool = Fa
 
 
 def test_the_table_of_the_docs() -> None:
-    """The table of docs/gpu.md lists the largest LSTM of each tier."""
+    """The table of docs/internals.md lists the largest LSTM of each tier."""
     rows = {
         "tier 1, bfloat16, float16": ("float16", 1),
         "tier 1, float32": ("float32", 1),
@@ -882,7 +882,7 @@ def test_the_table_of_the_docs() -> None:
         "the same, where TF32 is allowed": ("float32", 2, 16, True),
     }
     cards = ("T4", "RTX 5090", "A100", "H100", "B200")
-    text = (Path(__file__).parents[1] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "docs" / "internals.md").read_text(encoding="utf-8")
     for name, (dtype, *rest) in rows.items():
         line = f"| {name} | {' | '.join(largest(dtype, card, *rest) for card in cards)} |"
         assert line in text.splitlines(), line

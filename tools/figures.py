@@ -1,4 +1,4 @@
-"""Measures the figures of docs/performance.md that ``anycell bench`` does not print.
+"""Measures what ``anycell bench`` does not print of docs/performance.md and benchmarks/figures.md.
 
     python tools/figures.py packed [SHAPE...]      packed batches against torch.nn.LSTM's
     python tools/figures.py checkpoint [T]         memory and time of checkpoint="sqrt"
