@@ -9,12 +9,12 @@ from anycell.engines.cpu.driver import SUM
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Factors, Host, Kept
 from anycell.layer.choices import chunk_of, row_group
-from anycell.layer.forward import project, remember, widened
+from anycell.layer.forward import allocate_states, project, widened
 from anycell.layer.recipe import Draft, Recipe, View, recipe_of
 from anycell.layer.run import Run, finish
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import ENDS, of_a_matmul, states
-from anycell.layer.sums import Sums, finished, leaving
+from anycell.layer.sums import Sums, bias_gradients, gradients_by_name
 from anycell.plan import Options, Plan
 
 
@@ -51,12 +51,14 @@ def backward(
     read = options.checkpoint is not None  # the forward pass runs again, and may read x
     given, layout = contract.fit(host, plan, arrays, options, read)
     segment = _segment(plan, given, options)
-    parts, further = contract.arriving(
+    parts, further = contract.fit_gradients(
         host, plan, given["x"].shape, options.reverse, kept, d_output, d_final, d_states or {},
         segment=segment, keeps=keeps_state,
     )  # fmt: skip
-    need = wanted is None or any(map(of_a_matmul, wanted))
-    wants = need, wanted is None or "x" in wanted, wanted is None or _of_first(plan) in wanted
+    wants = Wanted(True, True, True)
+    if wanted is not None:
+        learned_too = any(map(of_a_matmul, wanted))
+        wants = Wanted(learned_too, "x" in wanted, _of_first(plan) in wanted)
     same = options.unseeded() if options.seed or options.stream else options
     key = "backward", plan, same, wants, layout, further
     if plan.types.mixed:
@@ -68,8 +70,9 @@ def backward(
     made = recipe.run(list(map(given.__getitem__, recipe.names)), options)
     gradients = {name: made[i] for name, i in known.whole.items()}
     wide, learned = host.wide, []
-    for d, (biases, *numbers) in enumerate(known.sums):
-        vectors, named = ({name: made[i] for name, i in some.items()} for some in numbers)
+    for d, (biases, vector_numbers, total_numbers) in enumerate(known.sums):
+        vectors = {name: made[i] for name, i in vector_numbers.items()}
+        named = {name: made[i] for name, i in total_numbers.items()}
         params = named.pop("d_params", None)
         for name in named:
             if name.startswith("reset_state "):
@@ -77,13 +80,31 @@ def backward(
         if params is not None:
             parts_ = host.split(params.sum(0), plan.param_sizes)
             named.update(zip(plan.cell.param_names, parts_, strict=True))
-        learned.append(named | finished(plan, biases, {}, vectors, wide.empty, wide.zeros))
-    gradients |= leaving(wide.empty, known.directions, None, learned)
+        learned.append(named | bias_gradients(plan, biases, {}, vectors, wide.empty, wide.zeros))
+    gradients |= gradients_by_name(wide.empty, known.directions, None, learned)
     if plan.types.mixed:
         gradients = {name: host.narrow(gradient) for name, gradient in gradients.items()}
     for name in known.turned:
         gradients[name] = gradients[name].T
     return gradients
+
+
+class Wanted(NamedTuple):
+    """Whether the gradients of weights and biases, of x, and of the first state are wanted."""
+
+    weights: bool
+    x: bool
+    first_state: bool
+
+
+class SumsOfDirection(NamedTuple):
+    """The names of biases; and by name the vectors of the ``Sums`` of a direction, and the sums of
+    the kernel: "d_params", "static", and what resets restore, for all directions.
+    """
+
+    biases: list[str]
+    vectors: dict[str, int]
+    totals: dict[str, int]
 
 
 class Backward(NamedTuple):
@@ -93,15 +114,14 @@ class Backward(NamedTuple):
         directions: the arrays that each direction was given.
         whole: by name, the gradients that one array holds: of x, if it is wanted, of states
             ``[D, B, size]``, and of weights.
-        sums: per direction the names of biases, and by name the vectors of its ``Sums`` and the
-            sums of the kernel: "d_params", "static", and what resets restore, for all directions.
+        sums: of each direction.
         turned: weights whose gradients are stored transposed, like the weights.
     """
 
     recipe: Recipe
     directions: list[dict[str, View]]
     whole: dict[str, int]
-    sums: list[tuple[list[str], dict[str, int], dict[str, int]]]
+    sums: list[SumsOfDirection]
     turned: list[str]
 
 
@@ -110,18 +130,13 @@ def _draft(
     plan: Plan,
     given: Mapping[str, Array],
     options: Options,
-    wants: tuple[bool, bool, bool],
+    wants: Wanted,
 ) -> Backward:
-    """Drafts the pass for arrays that are laid out like these.
-
-    Args:
-        wants: whether the gradients of weights and biases, of x, and of the first state are wanted.
-    """
-    need, of_x, of_first = wants
+    """Drafts the pass for arrays that are laid out like these."""
     run = Run(Draft(host, given, options), plan, options, True, False)
     draft, views, count = run.draft, run.draft.views, len(run.directions)
     dx = None
-    if of_x or not run.projects:
+    if wants.x or not run.projects:
         # Two directions add to it.
         how = "zeros" if run.projects and count > 1 else "empty"
         dx = draft.new(run.x.shape, how, wide=run.projects)
@@ -129,11 +144,11 @@ def _draft(
         if name == "d_output" or name.startswith("d_sequence "):
             run.place(name, view)
     states_, totals = _totals(run)
-    directions = [_Direction(run, d, dx, need) for d in range(count)]
+    directions = [_Direction(run, d, dx, wants.weights) for d in range(count)]
     hidden = _states(run)
     for direction in directions:
         direction.multiply(hidden)
-        if run.single and of_first:
+        if run.single and wants.first_state:
             direction.add_product(states_[_of_first(plan)].at(direction.d))
     recipe = finish(draft, [run])
 
@@ -148,7 +163,7 @@ def _draft(
         whole |= weights
         turned += [name for name, total in weights.items() if _turned(total)]
     sums = [
-        (one.sums.named, numbers(one.sums.vectors), numbers(others))
+        SumsOfDirection(one.sums.named, numbers(one.sums.vectors), numbers(others))
         for one, others in zip(directions, totals, strict=True)
     ]
     return Backward(recipe, run.directions, numbers(whole), sums, turned)
@@ -283,7 +298,7 @@ class _Direction:
         run, plan = self.run, self.run.plan
         if self.need:
             # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
-            x = run.entering(run.after, self.d, masked=True) if run.projects else None
+            x = run.lay_out_x(run.after, self.d, masked=True) if run.projects else None
             first = plan.sizes[plan.cell.states[0].size]
             columns = hidden.columns(self.d * first, (self.d + 1) * first)
             before = run.over_steps(columns, window=True, first=2 * run.options.reverse[self.d])
@@ -319,8 +334,8 @@ def _states(run: Run) -> View:
         run.place_kept(kept)
         return views["hidden"]
     run.segment_length = run.segment
-    run.again = again = Run(run.draft, plan, run.options, False, False)
-    memory = remember(again, run.segment, True, True)
+    run.recompute = again = Run(run.draft, plan, run.options, False, False)
+    memory = allocate_states(again, run.segment, True, True)
     run.place_kept(memory)
     project(again)
     first = plan.sizes[plan.cell.states[0].size]

@@ -83,7 +83,7 @@ def _draft(
     # Outputs zeroed under a mask are not the hidden states, which then need memory of their own,
     # for all steps or for two.
     zeroed = options.apart(run.mask is not None)
-    kept = remember(run, steps, everything, everything or not zeroed)
+    kept = allocate_states(run, steps, everything, everything or not zeroed)
     out = kept.hidden
     if zeroed:
         out = draft.new((steps, run.batch, out.shape[2]))
@@ -106,7 +106,7 @@ def _draft(
     return Forward(recipe, number(out), zeroed, [number(final) for final in finals], numbers)
 
 
-def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
+def allocate_states(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
     """Makes memory for what ``steps`` steps hand on to one another and to the backward pass.
 
     Args:
@@ -151,7 +151,7 @@ def project(run: Run) -> None:
         gates = run.rows(width, wide=True)
         run.place_rows(d, "gates", gates)
         scales = w[scales_of("weight_ih")] if plan.types.quantized else 0
-        entering, weight = run.entering(run.before, d), w["weight_ih"].T
+        entering, weight = run.lay_out_x(run.before, d), w["weight_ih"].T
         kind = run.by_weight(weight)
         run.multiply(run.before, d, entering, weight, gates, scales=scales, kind=kind)
         if run.single:

@@ -11,6 +11,7 @@ from anycell.engines.cpu import driver
 from anycell.layer import choices
 from anycell.layer.arguments import Host, Kept
 from anycell.layer.bounds import check_pass
+from anycell.layer.choices import Projection
 from anycell.layer.products import kind_of
 from anycell.layer.recipe import CHUNK, Draft, Placed, Recipe, Row, View
 from anycell.layer.schedule import segment_steps
@@ -21,7 +22,7 @@ Views = Mapping[str, View]
 
 
 class Run:
-    """A pass of a layer.
+    """The tables of a pass of a layer, and what they follow from.
 
     Args:
         views: the arrays of the call, by the names of ``signature``; None for ``draft.views``.
@@ -32,15 +33,14 @@ class Run:
         base: where the table of the door begins in the recipe.
         table: where the driver's table begins, once it is appended.
         chunk: the steps of a chunk of the projection.
-        inputs: columns of the input that the kernel multiplies; 0 if they are projected before.
-        single: whether there is one step whose recurrent matmul is a product outside the kernel:
-            packing its weights for the kernel would cost more than it saves.
+        projection: where the matmul of the input is computed; ``single`` says whether it is
+            ``SINGLE``, and ``inputs`` is the number of columns that the kernel multiplies.
         parts, bytes_packed: the threads, and the bytes of packed weights, that the door needs.
         firsts: where in the table of the door the entries of each direction begin.
         before, after: the products before and after the steps of a chunk, as rows by the names of
             ``driver.PRODUCT``.
         moves: rows by the names of ``driver.MOVE``.
-        again: the pass that computes the states of a segment again.
+        recompute: the pass that computes the states of a segment again.
         begin: the first step; ``steps`` in a pass that only packs the weights.
     """
 
@@ -63,23 +63,21 @@ class Run:
         self.steps, self.batch, width = self.x.shape
         self.begin = 0
         self.segment_length = self.steps
-        state = self.directions[0].get(f"state {plan.cell.state_names[0]}")
-        dense = state is None or state.strides[-1] == 1
         self.kernel = cpu.compiled(plan, backward)
-        self.chunk, self.single, self.inputs = max(1, self.steps), False, 0
+        self.chunk, self.projection = max(1, self.steps), Projection.NONE
         if self.projects:
             self.chunk = choices.chunk_of(plan, self.steps, self.batch * len(self.directions))
-            alone = dense and self.resets is None and choices.recurrent_alone(plan)
-            self.single = self.steps == 1 and alone
-            # A kernel that cannot multiply the input would ignore it, whatever ``choices`` prefer.
-            able, rows = self.kernel.projecting, self.steps * self.batch
-            if able is not None and not self.single:
-                chosen = choices.projects(plan, able, rows, width, holes, self.batch)
-                self.inputs = width if chosen else 0
+            self.projection = choices.projection(
+                plan, self.kernel.projecting, self.x.shape, holes=holes,
+                resets=self.resets is not None,
+                state=self.directions[0].get(f"state {plan.cell.state_names[0]}"),
+            )  # fmt: skip
+        self.single = self.projection is Projection.SINGLE
+        self.inputs = width if self.projection is Projection.INSIDE else 0
         self.before: list[Row] = []
         self.after: list[Row] = []
         self.moves: list[Row] = []
-        self.again: Run | None = None
+        self.recompute: Run | None = None
         self._begin(holes, packed)
         self._switch()
         if self.mask is not None:
@@ -212,7 +210,7 @@ class Run:
             **{"window" if window else "time": between},
         )
 
-    def entering(self, when: list[Row], d: int, masked: bool = False) -> View:
+    def lay_out_x(self, when: list[Row], d: int, masked: bool = False) -> View:
         """The rows of the input of a chunk, in place or gathered first.
 
         Args:
@@ -225,7 +223,7 @@ class Run:
             return self.over_steps(x)
         rows = self.rows(x.shape[2])
         source = x._replace(shape=(CHUNK, x.shape[2]), strides=(row, steps), time=steps * x.size)
-        flags = View(-1, (1, 1), (1, 1), 1)
+        flags = mask
         if mask is not None:
             flags = mask._replace(shape=(1, 1), strides=(1, 1), time=self.batch)
         self.multiply(when, d, source, flags, rows, kind=driver.GATHER)
@@ -236,7 +234,7 @@ class Run:
         when: list[Row],
         d: int,
         a: View,
-        b: View,
+        b: View | None,
         out: View,
         add: bool = False,
         sums: bool = False,
@@ -250,22 +248,26 @@ class Run:
             d: the direction of the chunk.
             add: ``out += a @ b``; with ``sums`` from the second chunk on.
             scales: of the columns of ``b``, if these are integers.
+            b: None for a gather without a mask.
             kind: of ``driver.KINDS``; None lets ``products`` choose.
         """
         along = 0 if a.shape[0] == CHUNK else 2 if a.shape[1] == CHUNK else 1
         rows, inner = a.shape
         if kind is None:
+            assert b is not None
             kind = kind_of(self.host, self.plan, a, b)
+        b_inner, b_columns = (1, 1) if b is None else b.strides
         row: Row = {
             "rows": rows, "columns": out.shape[1], "inner": inner,
             "a": a, "a_rows": a.strides[0], "a_inner": a.strides[1],
-            "b": b if b.slot >= 0 else 0, "b_inner": b.strides[0], "b_columns": b.strides[1],
+            "b": 0 if b is None else b, "b_inner": b_inner, "b_columns": b_columns,
             "c": out, "c_rows": out.strides[0],
             "add": int(add), "scales": scales, "kind": kind, "along": along,
             "reverse": int(self.options.reverse[d]), "sums": int(sums),
         }  # fmt: skip
         for name, view in zip("abc", (a, b, out), strict=True):
-            row |= {f"{name}_time": view.time, f"{name}_window": view.window}
+            time, window = (0, 0) if view is None else (view.time, view.window)
+            row |= {f"{name}_time": time, f"{name}_window": window}
         when.append(row)
 
     def by_weight(self, weight: View) -> int | None:
@@ -291,7 +293,7 @@ class Run:
         return rows
 
     # ---- the driver ------------------------------------------------------------------------------
-    def append(self, again: int | None = None, then: int | None = None) -> int:
+    def append_driver_table(self, again: int | None = None, then: int | None = None) -> int:
         """Adds the table of the driver to the recipe; returns its place.
 
         Args:
@@ -323,7 +325,7 @@ class Run:
 
     def placed(self) -> Placed:
         """Where the tables lie, once they are appended."""
-        again = None if self.again is None else self.again.placed()
+        again = None if self.recompute is None else self.recompute.placed()
         threads = self.options.threads
         return Placed(self.kernel, self.plan, threads, self.base, self.firsts, self.table, again)
 
@@ -332,9 +334,9 @@ def finish(draft: Draft, runs: Sequence[Run]) -> Recipe:
     """Ends a draft, whose passes run one after the other."""
     dtype, tables, then = runs[0].plan.dtype, list[int](), None
     for run in reversed(runs):
-        again = None if run.again is None else run.again.append()
+        again = None if run.recompute is None else run.recompute.append_driver_table()
         tables += [] if again is None else [again]
-        then = run.append(again, then)
+        then = run.append_driver_table(again, then)
         tables.append(then)
     room = max(cpu.room(dtype, draft.cells[first:]) for first in tables)
     memory = draft.buffer((room,), 1)

@@ -15,7 +15,7 @@ from anycell.lang.transform import with_projection
 from anycell.layer import Array, Host, contract
 from anycell.layer.arguments import extent
 from anycell.layer.checks import refuse
-from anycell.layer.forward import project, remember
+from anycell.layer.forward import allocate_states, project
 from anycell.layer.recipe import Draft, Recipe, View, dense
 from anycell.layer.run import Run, finish
 from anycell.layer.signature import DENSE, state_names
@@ -177,7 +177,7 @@ class Stream:
             of_layer = {n: _part(v, k) if n in parted else v for n, v in views.items()}
             run = layer.run(draft, of_layer | {"x": _one(entering)})
             project(run)
-            remember(run, 1, False, False)
+            allocate_states(run, 1, False, False)
             after = [_part(final, k) for final in finals]
             names = (f"final {name}" for name in self.cell.state_names)
             run.place_parts(dict(zip(names, after, strict=True)))
@@ -229,7 +229,7 @@ def draft_step(host: Host, whole: Plan, arrays: Mapping[str, Array], threads: in
     if threads > 1 and run.parts < 2:
         return draft_step(host, whole, arrays, 1)  # without a gang of threads
     project(run)
-    remember(run, 1, False, False)
+    allocate_states(run, 1, False, False)
     names = run.plan.cell.state_names
     finals = [draft.new((1, rows, size)) for _, size in states_of(run.plan)]
     run.place_parts({f"final {n}": final for n, final in zip(names, finals, strict=True)})

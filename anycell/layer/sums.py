@@ -12,7 +12,7 @@ from anycell.layer.signature import ENDS
 from anycell.plan import Plan
 
 
-def leaving(
+def gradients_by_name(
     empty: Callable[[tuple[int, ...]], Array],
     given: Sequence[Mapping[str, Any]],
     dx: Array | None,
@@ -131,7 +131,7 @@ class Sums:
         self.fresh = False
 
 
-def finished(
+def bias_gradients(
     plan: Plan, biases: Sequence[str], totals: Direction, vectors: Direction, empty: Any, zeros: Any
 ) -> Direction:
     """The gradients of weights and biases of one direction, after the last chunk.
