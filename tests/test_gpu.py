@@ -78,7 +78,7 @@ from anycell.lang.expr import topological
 from anycell.lang.ops import TABLE
 from anycell.layer import gpu as device
 from anycell.layer.arguments import Factors
-from anycell.layer.sums import finished
+from anycell.layer.weight_gradients import finished
 from anycell.plan import Plan, plan
 from anycell.torch.device import DeviceHost
 from anycell.torch.graphs import Replays, captured

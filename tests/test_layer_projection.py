@@ -88,10 +88,10 @@ def test_who_projects() -> None:
     """The kernel, if both weights stay in a core's own cache and there is work for packing one."""
     chosen = plan(cells.LSTM, 128)
     recurrent = cpu.compiled(chosen).projecting
-    assert layers.choices.projects(chosen, recurrent, 96 * 128, 128)
-    assert not layers.choices.projects(chosen, recurrent, 96 * 128, 1024)
-    assert layers.choices.projects(chosen, recurrent, 96 * 128, 1024, holes=True)
-    assert not layers.choices.projects(chosen, recurrent, 20, 128, holes=True)
+    assert layers.heuristics.projects(chosen, recurrent, 96 * 128, 128)
+    assert not layers.heuristics.projects(chosen, recurrent, 96 * 128, 1024)
+    assert layers.heuristics.projects(chosen, recurrent, 96 * 128, 1024, holes=True)
+    assert not layers.heuristics.projects(chosen, recurrent, 20, 128, holes=True)
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "LayerNormLSTM", "MGU", "IndRNN", "sLSTM"])

@@ -162,8 +162,8 @@ int main(int count, char **libraries) {
     call[0] = (int64_t)form;
     call[1] = (int64_t)address[table];
     memcpy(call + 2, address, 8 * slots);
-    void (*play)(int64_t *) = (void (*)(int64_t *))function(libraries[1], "play");
-    play(call);
+    void (*execute)(int64_t *) = (void (*)(int64_t *))function(libraries[1], "execute");
+    execute(call);
     for (int64_t i = 0; i < slots; i++)
         if (kind[i] == 'z' || kind[i] == 'm') fwrite(address[i], 1, size[i], stdout);
 }
@@ -205,7 +205,7 @@ def described(called: Called) -> bytes:
     for run in called.runs:
         (place,) = np.flatnonzero(table == run.kernel.address)
         say(place)
-    say(first + 1, recipe.form[-1])
+    say(first + 1, recipe.head[-1])
     return b"".join(words)
 
 

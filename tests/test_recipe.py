@@ -167,7 +167,7 @@ def test_a_state_that_is_kept_for_nothing_is_left_out_each_time(rng: np.random.G
     for states, accepted in ([None, sequence], False), ([None, None], True):
         known = len(contract._accepted)
         for _ in range(2):
-            parts, _ = contract.arriving(
+            parts, _ = contract.fit_gradients(
                 HOST, one, (T, B, I), (False,), layer.Kept(hidden, [states], [values]), None,
                 [None, None], {}, segment=T, keeps=layer.keeps_state,
             )  # fmt: skip

@@ -106,13 +106,13 @@ class JaxHost:
     def template(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
-    lasting = like = zeros  # ``play`` looks at their dtype and shape alone
+    lasting = like = zeros  # ``trace`` looks at their dtype and shape alone
     empty = zeros  # what is still unset when a traced value is written is a constant of the program
 
     def pointer(self, array: Buffer) -> int:
         return int(array.values.__array_interface__["data"][0])
 
-    def play(self, recipe: Recipe, given: list[Array], options: Options) -> list[Array]:
+    def trace(self, recipe: Recipe, given: list[Array], options: Options) -> list[Array]:
         """Puts a pass into the graph; see ``layer.Host``."""
         made = [jax.ShapeDtypeStruct(shape, make.__self__.dtype) for make, shape in recipe.made]
         call = jax.ffi.ffi_call(_target(), made, input_output_aliases=recipe.aliases)
@@ -149,7 +149,7 @@ def _record(recipe: Recipe, stream: int) -> Any:
     ]
     name, target = xla.process().name, isa.current()
     native: Any = recipe.native
-    play = ctypes.cast(native, ctypes.c_void_p).value or 0
+    execute = ctypes.cast(native, ctypes.c_void_p).value or 0
     dtype = recipe.passes[0].plan.types
     *_, threads = (one.threads for one in recipe.passes)
     gang = cpu.pool.own_gang(threads)
@@ -158,11 +158,11 @@ def _record(recipe: Recipe, stream: int) -> Any:
         for one, _ in recipe.kept
     ]
     numbers = {
-        "play": name(f"play {jit.name(*driver.request(dtype, target))}", play),
+        "execute": name(f"execute {jit.name(*driver.request(dtype, target))}", execute),
         "gang": name(f"gang {threads}", gang) if gang else 0,
         "read": len(recipe.names), "made": len(recipe.made), "kept": len(kept),
         "table": recipe.table, "bytes": recipe.bytes, "stream": stream,
-        "first": recipe.form[-1],
+        "first": recipe.head[-1],
     }  # fmt: skip
     constants = [Buffer.read(values) for values in recipe.constants]
     places = [*recipe.places, *recipe.fastened]

@@ -36,14 +36,14 @@ class Host(Arrays, Protocol):
     """The operations of a framework that a layer on the CPU needs, on arrays of the plan's dtype.
     A layer on a GPU needs ``anycell.engines.gpu.GpuHost``.
 
-    ``play`` is None, or for arrays that have no memory yet, the function that puts a pass into the
+    ``trace`` is None, or for arrays that have no memory yet, the function that puts a pass into the
     framework's graph: it takes what ``Recipe.run`` takes, and returns the arrays that the pass will
     make.
 
     Arrays must also slice, assign (``a[i:j] = b``), ``reshape`` and ``sum(0)`` as in NumPy.
     """
 
-    play: Any
+    trace: Any
 
     @property
     def blas(self) -> int:

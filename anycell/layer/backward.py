@@ -8,13 +8,13 @@ from typing import NamedTuple
 from anycell.engines.cpu.driver import SUM
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Factors, Host, Kept
-from anycell.layer.choices import chunk_of, row_group
 from anycell.layer.forward import allocate_states, project, widened
+from anycell.layer.heuristics import chunk_of, row_group
+from anycell.layer.pass_tables import PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, View, recipe_of
-from anycell.layer.run import Run, finish
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import ENDS, of_a_matmul, states
-from anycell.layer.sums import Sums, bias_gradients, gradients_by_name
+from anycell.layer.weight_gradients import WeightGradients, bias_gradients, gradients_by_name
 from anycell.plan import Options, Plan
 
 
@@ -98,8 +98,8 @@ class Wanted(NamedTuple):
 
 
 class SumsOfDirection(NamedTuple):
-    """The names of biases; and by name the vectors of the ``Sums`` of a direction, and the sums of
-    the kernel: "d_params", "static", and what resets restore, for all directions.
+    """The names of biases; and by name the vectors of the ``WeightGradients`` of a direction, and
+    the sums of the kernel: "d_params", "static", and what resets restore, for all directions.
     """
 
     biases: list[str]
@@ -133,7 +133,7 @@ def _draft(
     wants: Wanted,
 ) -> Backward:
     """Drafts the pass for arrays that are laid out like these."""
-    run = Run(Draft(host, given, options), plan, options, True, False)
+    run = PassTables(Draft(host, given, options), plan, options, True, False)
     draft, views, count = run.draft, run.draft.views, len(run.directions)
     dx = None
     if wants.x or not run.projects:
@@ -175,7 +175,7 @@ def _of_first(plan: Plan) -> str:
 
 
 def _segment(plan: Plan, given: Mapping[str, Array], options: Options) -> int:
-    """The number of steps whose values the pass needs at the same time, as ``Run.segment``."""
+    """The number of steps whose values the pass needs at once, as ``PassTables.segment``."""
     steps, batch, _ = given["x"].shape
     if options.checkpoint is None:
         return int(steps)
@@ -184,7 +184,7 @@ def _segment(plan: Plan, given: Mapping[str, Array], options: Options) -> int:
     return segment_steps(options.checkpoint, steps, chunk)
 
 
-def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
+def _totals(run: PassTables) -> tuple[dict[str, View], list[dict[str, View]]]:
     """Makes memory for the gradients that the kernel itself adds up. The first call of the door
     sets them to 0, or to the gradients of the final states.
 
@@ -217,10 +217,10 @@ def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
     return of_states, totals
 
 
-class _Sums(Sums):
+class _NativeGradients(WeightGradients):
     """Gradients of weights and biases that the driver adds up, chunk by chunk."""
 
-    def __init__(self, run: Run, d: int, need: bool) -> None:
+    def __init__(self, run: PassTables, d: int, need: bool) -> None:
         self.run, self.d = run, d
         super().__init__(run.plan, run.directions[d], need, run.steps > 0)
 
@@ -266,10 +266,10 @@ class _Direction:
             that another array holds.
     """
 
-    def __init__(self, run: Run, d: int, dx: View | None, need: bool) -> None:
+    def __init__(self, run: PassTables, d: int, dx: View | None, need: bool) -> None:
         plan, self.w, cell = run.plan, run.directions[d], run.plan.cell
         self.run, self.d, self.need, self.dx = run, d, need, dx
-        self.sums = _Sums(run, d, need)
+        self.sums = _NativeGradients(run, d, need)
         if run.projects:
             self.gates = run.rows(plan.gates_width)
             run.place_rows(d, "d_gates", self.gates)
@@ -321,7 +321,7 @@ class _Direction:
         run.multiply(run.after, self.d, d, weight, d_state, add=True, kind=kind)
 
 
-def _states(run: Run) -> View:
+def _states(run: PassTables) -> View:
     """The first states of all directions along the steps of a segment, either kept or computed
     again before each segment.
     """
@@ -334,7 +334,7 @@ def _states(run: Run) -> View:
         run.place_kept(kept)
         return views["hidden"]
     run.segment_length = run.segment
-    run.recompute = again = Run(run.draft, plan, run.options, False, False)
+    run.recompute = again = PassTables(run.draft, plan, run.options, False, False)
     memory = allocate_states(again, run.segment, True, True)
     run.place_kept(memory)
     project(again)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Host, Kept
-from anycell.layer.choices import sparse
+from anycell.layer.heuristics import sparse
+from anycell.layer.pass_tables import PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, View, recipe_of
-from anycell.layer.run import Run, finish
 from anycell.layer.signature import states
 from anycell.plan import Options, Plan, scales_of
 
@@ -51,7 +51,7 @@ def forward(
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
     given, layout = contract.fit(host, plan, arrays, options)
-    holes = "mask" in given and host.play is None and sparse(given["mask"])
+    holes = "mask" in given and host.trace is None and sparse(given["mask"])
     same = options.unseeded() if options.seed or options.stream else options
     key = "forward", plan, same, keep, holes, layout
     if plan.types.mixed:
@@ -76,7 +76,7 @@ def _draft(
     host: Host, plan: Plan, given: Mapping[str, Array], options: Options, keep: bool, holes: bool
 ) -> Forward:
     """Drafts the pass for arrays that are laid out like these."""
-    run = Run(Draft(host, given, options), plan, options, False, holes)
+    run = PassTables(Draft(host, given, options), plan, options, False, holes)
     draft, steps, directions = run.draft, run.steps, len(run.directions)
     segment = run.segment if keep and options.checkpoint is not None else steps
     everything = keep and segment == steps
@@ -106,7 +106,7 @@ def _draft(
     return Forward(recipe, number(out), zeroed, [number(final) for final in finals], numbers)
 
 
-def allocate_states(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
+def allocate_states(run: PassTables, steps: int, everything: bool, whole: bool) -> Kept:
     """Makes memory for what ``steps`` steps hand on to one another and to the backward pass.
 
     Args:
@@ -137,7 +137,7 @@ def allocate_states(run: Run, steps: int, everything: bool, whole: bool) -> Kept
     return kept
 
 
-def project(run: Run) -> None:
+def project(run: PassTables) -> None:
     """Adds the projection of each chunk's gates, unless the kernel multiplies the input."""
     plan, x = run.plan, run.x
     if run.inputs:
@@ -162,7 +162,7 @@ def project(run: Run) -> None:
             run.multiply(run.before, d, state, weight, product, kind=run.by_weight(weight))
 
 
-def _borders(run: Run, count: int, finals: list[View]) -> Kept:
+def _borders(run: PassTables, count: int, finals: list[View]) -> Kept:
     """Makes memory for the states before each segment, which the door writes like final states."""
     draft, plan, batch, directions = run.draft, run.plan, run.batch, len(run.directions)
     (_, first), *others = states(plan)

@@ -25,7 +25,7 @@ from anycell.layer import contract
 from anycell.layer.arguments import Direction, Factors, Kept
 from anycell.layer.schedule import chunk_steps, segment_steps
 from anycell.layer.signature import direction, of_a_matmul
-from anycell.layer.sums import Sums, bias_gradients, gradients_by_name
+from anycell.layer.weight_gradients import WeightGradients, bias_gradients, gradients_by_name
 from anycell.plan import Options, Plan
 
 Array = Any
@@ -444,7 +444,7 @@ class _Backward(_Run):
         if cell.static is not None:
             values["d_static"] = host.zeros((batch, plan.hidden_size), wide=True)
         rows = self.steps * batch
-        self.need, self.sums = need, _DeviceSums(host, plan, self.w, need, fresh=rows > 0)
+        self.need, self.sums = need, _DeviceGradients(host, plan, self.w, need, fresh=rows > 0)
         # For a chunk: gradients of the projected gates, and for each matmul the gradients of its
         # outputs and what it multiplied, unless other arrays hold these.
         sizes = {"d_gates": self.width} if call.projects else {}
@@ -534,7 +534,7 @@ class _Backward(_Run):
         return {n: host.rounded(array) for n, array in named.items() if array is not None}
 
 
-class _DeviceSums(Sums):
+class _DeviceGradients(WeightGradients):
     """Gradients of weights and biases in float32, by the matmuls of the framework."""
 
     def __init__(self, host: GpuHost, plan: Plan, w: Direction, need: bool, fresh: bool) -> None:

@@ -64,13 +64,13 @@ Row = dict[str, View | int]  # of a table, by names: numbers, and views that wil
 
 
 class Given(NamedTuple):
-    """Where an array comes from: the call brings it, by this name."""
+    """An array that the call brings, by this name."""
 
     name: str
 
 
 class Made(NamedTuple):
-    """Where an array comes from: each call makes it, by a function of the host."""
+    """An array that each call makes, by a function of the host."""
 
     how: str
     wide: bool
@@ -78,19 +78,19 @@ class Made(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """Where an array comes from: all calls share it, and only read it."""
+    """An array that all calls share and only read."""
 
     values: Array
 
 
 class OfCall(NamedTuple):
-    """What takes the place of an address: a number of the call, see ``driver.OF_CALL``."""
+    """A number of the call in the place of an address, see ``driver.OF_CALL``."""
 
     kind: str
 
 
 class Fixed(NamedTuple):
-    """Where memory comes from: the recipe keeps it alive, at this address."""
+    """Memory that the recipe keeps alive, at this address."""
 
     address: int
 
@@ -99,7 +99,7 @@ Source = Given | Made | Constant | OfCall | Fixed
 
 
 class Placed(NamedTuple):
-    """Where the tables of a pass begin in a recipe.
+    """The places in a recipe where the tables of a pass begin.
 
     Attributes:
         kernel, plan: of the pass, whose kernel stays loaded.
@@ -257,14 +257,14 @@ class Recipe:
         self.template = array("q", cells)
         self.flat = array("q", [number for row in self.places for number in row])
         (template, length), (rows, _) = self.template.buffer_info(), self.flat.buffer_info()
-        self.form = array("q", [template, length, rows, len(self.places), driver])
-        self.address, _ = self.form.buffer_info()
+        self.head = array("q", [template, length, rows, len(self.places), driver])
+        self.address, _ = self.head.buffer_info()
         # Seed and stream are unsigned, all other words of a call are not.
         arrays = len(self.names) + len(self.made) + len(self.constants)
         self.pack = struct.Struct(f"{len(CALL) + arrays + len(OF_CALL) - 2}q2Q").pack
         self.table = draft.buffer((length,), 8).offset
         self.bytes = draft.bytes
-        self.native = cpu.driver.compiled(dtype, cpu.isa.current()).play
+        self.native = cpu.driver.compiled(dtype, cpu.isa.current()).execute
 
     def run(self, given: list[Array], options: Options) -> list[Array]:
         """Runs the pass.
@@ -275,8 +275,8 @@ class Recipe:
         Returns:
             the arrays that it made, by ``number``.
         """
-        if self.host.play is not None:
-            return self.host.play(self, given, options)
+        if self.host.trace is not None:
+            return self.host.trace(self, given, options)
         made = [make(what) for make, what in self.made]
         block = cpu.scratch.take(self.bytes)
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0

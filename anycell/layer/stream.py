@@ -16,8 +16,8 @@ from anycell.layer import Array, Host, contract
 from anycell.layer.arguments import extent
 from anycell.layer.checks import refuse
 from anycell.layer.forward import allocate_states, project
+from anycell.layer.pass_tables import PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, View, dense
-from anycell.layer.run import Run, finish
 from anycell.layer.signature import DENSE, state_names
 from anycell.layer.signature import states as states_of
 from anycell.plan import Options, Plan, plan
@@ -39,7 +39,7 @@ class _Layer:
         run.begin = run.steps
         finish(draft, [run]).run([], draft.options)
 
-    def run(self, draft: Draft, views: dict[str, View]) -> Run:
+    def run(self, draft: Draft, views: dict[str, View]) -> PassTables:
         """A pass of the layer, which packs its weights if it is the first.
 
         Args:
@@ -55,7 +55,7 @@ class _Layer:
             block = self.packed = self.packed or cpu.Block(size)
             return draft.keep(block, block.address, block.address + block.size)
 
-        run = Run(draft, self.plan, draft.options, False, False, views, packed)
+        run = PassTables(draft, self.plan, draft.options, False, False, views, packed)
         if known:
             draft.put(run.base + run.kernel.shared["pack"], 0)
         return run
@@ -204,7 +204,7 @@ def draft_packing(host: Host, whole: Plan, weights: Mapping[str, Array], threads
     inputs = weights["weight_ih"].shape[1]
     x = draft.constant(host.empty((1, 1, inputs)))
     views = draft.views | {"x": x}
-    run = Run(
+    run = PassTables(
         draft, projecting(whole, inputs), draft.options, False, False, views,
         lambda size: draft.new((size,), "zeros"),  # also between and after the weights
     )  # fmt: skip
@@ -222,7 +222,7 @@ def draft_step(host: Host, whole: Plan, arrays: Mapping[str, Array], threads: in
     draft = Draft(host, arrays, Options(threads=threads))
     views = dict(draft.views)
     packed, (_, rows, inputs) = views.pop("packed"), views["x"].shape
-    run = Run(
+    run = PassTables(
         draft, projecting(whole, inputs), draft.options, False, False, views, lambda _: packed
     )
     draft.put(run.base + run.kernel.shared["pack"], 0)

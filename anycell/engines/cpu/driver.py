@@ -8,10 +8,10 @@
             products: gradients of weights and of the input
 
 The backward pass takes segments and chunks from the last to the first. A pass is a table of 64-bit
-numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``. Passes of one form differ only in their
-addresses. So a call has a template of the tables, and the addresses to fill in.
+numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``. Passes of one recipe differ only in
+their addresses. So a call has a template of the tables, and the addresses to fill in.
 
-    void play(const int64_t *call)    fills in the addresses and runs the pass
+    void execute(const int64_t *call)    fills in the addresses and runs the pass
     void run(int64_t *pass)           runs a pass whose table has its addresses
     void room(int64_t *pass)          writes scratch_bytes
 
@@ -48,14 +48,15 @@ PASS = (
     "door call begin count pack origin span backward steps batch first last chunk segment again "
     "next moves before after gang threads least_work blas scratch scratch_bytes"
 ).split()
-# A call: its form, memory for the tables, and then its addresses, of which the last are no arrays:
-# its memory, the tables in it, the gang of threads, and three numbers for random masks.
-CALL = "form table".split()
+# A call: the head of its recipe, memory for the tables, and then its addresses, of which the last
+# are no arrays: its memory, the tables in it, the gang of threads, and three numbers for random
+# masks.
+CALL = "head table".split()
 NumbersOfCall = namedtuple("NumbersOfCall", "block table gang first_row seed stream")
 OF_CALL = list(NumbersOfCall._fields)
-# A form: the template, and its length in numbers; the rows of ``PLACE``, and their count; the place
+# A head: the template, and its length in numbers; the rows of ``PLACE``, and their count; the place
 # in the template where the first pass begins.
-FORM = "template length places count first".split()
+HEAD = "template length places count first".split()
 # Number ``at`` of the tables becomes the call's address number ``address``, plus ``offset``.
 PLACE = "at address offset".split()
 # Before segment n, ``base + n * step`` is stored at the address ``place``. In a forward pass, the
@@ -88,7 +89,7 @@ class Driver:
         self.blas = not (matmul.narrow or matmul.quantized)
 
     def print(self) -> None:
-        """Adds ``play``, ``run``, ``room`` and the functions that they call."""
+        """Adds ``execute``, ``run``, ``room`` and the functions that they call."""
         self._sum()
         self._gather()
         if not self.matmul.quantized:
@@ -98,23 +99,23 @@ class Driver:
         self._product()
         self._chunks()
         self._run()
-        self._play()
+        self._execute()
         self._room()
 
     # ---- the loops -------------------------------------------------------------------------------
-    def _play(self) -> None:
-        b = self.module.function("play", "ptr call")
+    def _execute(self) -> None:
+        b = self.module.function("execute", "ptr call")
         call = Entries(b, b.args[0], CALL)
-        table, form = call.pointer("table"), Entries(b, call.pointer("form"), FORM)
-        template, places = form.pointer("template"), form.pointer("places")
+        table, head = call.pointer("table"), Entries(b, call.pointer("head"), HEAD)
+        template, places = head.pointer("template"), head.pointer("places")
         addresses = b.gep(b.args[0], len(CALL), "i64")
-        with b.loop(0, form["length"]) as i:
+        with b.loop(0, head["length"]) as i:
             b.store(b.load(b.gep(template, i, "i64"), "i64"), b.gep(table, i, "i64"))
-        with b.loop(0, form["count"]) as i:
+        with b.loop(0, head["count"]) as i:
             place = _row(b, places, i, PLACE)
             address = b.load(b.gep(addresses, place["address"], "i64"), "i64")
             b.store(address + place["offset"], b.gep(table, place["at"], "i64"))
-        b.call("run", b.gep(table, form["first"], "i64"))
+        b.call("run", b.gep(table, head["first"], "i64"))
 
     def _run(self) -> None:
         b = self.module.function("run", "ptr pass")
@@ -451,7 +452,7 @@ class Functions(NamedTuple):
     gemm: Callable[[int], None]
     room: Callable[[int], None]
     run: Callable[[int], None]
-    play: Callable[[bytes], None]
+    execute: Callable[[bytes], None]
 
 
 @functools.lru_cache(maxsize=32)

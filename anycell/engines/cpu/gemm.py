@@ -93,7 +93,7 @@ HEADER = COUNTER + LINE
 
 
 class Cut(NamedTuple):
-    """How C is cut into pieces: rows of pieces, the tall ones first, and columns of pieces."""
+    """The pieces of C: rows of pieces, the tall ones first, and columns of pieces."""
 
     tall: Value  # rows of C in a tall piece
     low: Value  # and in a low one

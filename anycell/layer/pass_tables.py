@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
-from anycell.layer import choices
+from anycell.layer import heuristics
 from anycell.layer.arguments import Host, Kept
 from anycell.layer.bounds import check_pass
-from anycell.layer.choices import Projection
+from anycell.layer.heuristics import Projection
 from anycell.layer.products import kind_of
 from anycell.layer.recipe import CHUNK, Draft, Placed, Recipe, Row, View
 from anycell.layer.schedule import segment_steps
@@ -21,7 +21,7 @@ from anycell.plan import CODES, Options, Plan, multiplies_input, padded
 Views = Mapping[str, View]
 
 
-class Run:
+class PassTables:
     """The tables of a pass of a layer, and what they follow from.
 
     Args:
@@ -66,8 +66,8 @@ class Run:
         self.kernel = cpu.compiled(plan, backward)
         self.chunk, self.projection = max(1, self.steps), Projection.NONE
         if self.projects:
-            self.chunk = choices.chunk_of(plan, self.steps, self.batch * len(self.directions))
-            self.projection = choices.projection(
+            self.chunk = heuristics.chunk_of(plan, self.steps, self.batch * len(self.directions))
+            self.projection = heuristics.projection(
                 plan, self.kernel.projecting, self.x.shape, holes=holes,
                 resets=self.resets is not None,
                 state=self.directions[0].get(f"state {plan.cell.state_names[0]}"),
@@ -77,7 +77,7 @@ class Run:
         self.before: list[Row] = []
         self.after: list[Row] = []
         self.moves: list[Row] = []
-        self.recompute: Run | None = None
+        self.recompute: PassTables | None = None
         self._begin(holes, packed)
         self._switch()
         if self.mask is not None:
@@ -97,7 +97,7 @@ class Run:
             "count": self.chunk, "span": self.steps, "inputs": self.inputs, "sparse": holes,
             "pack": not self.single, "packed": not self.single,
             "threads": min(self.options.threads, cpu.pool.MOST),
-            "least_work": choices.WORTH_A_THREAD, "row_group": choices.row_group(self.batch),
+            "least_work": heuristics.WORTH_A_THREAD, "row_group": heuristics.row_group(self.batch),
         }  # fmt: skip
         entries = array("q", bytes(8 * kernel.first(count)))
         for name, value in values.items():
@@ -272,7 +272,7 @@ class Run:
 
     def by_weight(self, weight: View) -> int | None:
         """The kind of a product of the rows of a step, or None, see ``multiply``."""
-        return driver.FEW if self.single and choices.few(self.plan, self.batch, weight) else None
+        return driver.FEW if self.single and heuristics.few(self.plan, self.batch, weight) else None
 
     def moving(self, d: int, name: str, moving: View, rest: View | None = None) -> list[Row]:
         """Rows of ``moves``, which set the address and the strides of an entry before each segment.
@@ -313,7 +313,7 @@ class Run:
             "next": 0 if then is None else draft.entry(then),
             "moves": len(self.moves), "before": len(self.before), "after": len(self.after),
             "gang": draft.of_call("gang") if threads > 1 else 0, "threads": threads,
-            "least_work": choices.WORTH_A_THREAD, "blas": self.host.blas,
+            "least_work": heuristics.WORTH_A_THREAD, "blas": self.host.blas,
             "scratch": 0, "scratch_bytes": 0,  # set by ``finish`` and by ``cpu.room``
         }  # fmt: skip
         self.table = draft.append_row(driver.PASS, row)
@@ -324,13 +324,13 @@ class Run:
         return self.table
 
     def placed(self) -> Placed:
-        """Where the tables lie, once they are appended."""
+        """The places of the tables, once they are appended."""
         again = None if self.recompute is None else self.recompute.placed()
         threads = self.options.threads
         return Placed(self.kernel, self.plan, threads, self.base, self.firsts, self.table, again)
 
 
-def finish(draft: Draft, runs: Sequence[Run]) -> Recipe:
+def finish(draft: Draft, runs: Sequence[PassTables]) -> Recipe:
     """Ends a draft, whose passes run one after the other."""
     dtype, tables, then = runs[0].plan.dtype, list[int](), None
     for run in reversed(runs):

@@ -53,7 +53,7 @@ def recurrent_alone(plan: Plan) -> bool:
 
 
 class Projection(Enum):
-    """Where the matmul of the input is computed."""
+    """The place where the matmul of the input is computed."""
 
     NONE = "x is projected already, or the kernel multiplies it as one of its matmuls"
     OUTSIDE = "before the steps of a chunk"

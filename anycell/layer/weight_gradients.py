@@ -46,7 +46,7 @@ def gradients_by_name(
     return named
 
 
-class Sums:
+class WeightGradients:
     """Gradients of weights and biases of one direction: products over the rows of chunks of time.
     They have rows for every declared output of their matmul; an output that the cell does not use
     has gradient 0. Engines say how to ``multiply`` and to ``add_rows``.
@@ -137,7 +137,7 @@ def bias_gradients(
     """The gradients of weights and biases of one direction, after the last chunk.
 
     Args:
-        biases, totals, vectors: of its ``Sums``.
+        biases, totals, vectors: of its ``WeightGradients``.
         empty, zeros: make arrays of a shape.
     """
     for name in biases:
