@@ -50,6 +50,7 @@ from anycell.engines.cpu import isa
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.matmul import Blocks
 from anycell.lang.expr import Expr
+from anycell.layer import heuristics
 from anycell.layer.recipe import Recipe, View
 from anycell.numpy import RNN
 from anycell.numpy.host import NumpyHost

@@ -96,7 +96,7 @@ def test_who_projects() -> None:
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "LayerNormLSTM", "MGU", "IndRNN", "sLSTM"])
 def test_no_choice_makes_a_kernel_project_that_cannot(
-    name: str, set_layer: Callable[..., None], runs: list[layers.run.Run]
+    name: str, set_layer: Callable[..., None], runs: list[layers.pass_tables.PassTables]
 ) -> None:
     """Neither forward, nor backward, whose kernels read gradients."""
     set_layer(projects=lambda *_: True)

@@ -237,7 +237,7 @@ class _Memory(NamedTuple):
     first: int
 
 
-class _Run:
+class _DirectionPass:
     """One direction in one pass: its kernels, and their arguments for all chunks of time."""
 
     def __init__(self, call: _Call, d: int, backward: bool, keep: bool = False) -> None:
@@ -359,7 +359,7 @@ class _Run:
         )
 
 
-class _Forward(_Run):
+class _Forward(_DirectionPass):
     """The forward pass, run for the first time, or again from a border on, by the same kernels.
 
     Args:
@@ -423,7 +423,7 @@ class _Forward(_Run):
         return Span(memory.hidden, slot, 1, memory.column).at(0, self.widths[0])
 
 
-class _Backward(_Run):
+class _Backward(_DirectionPass):
     """The backward pass, segment by segment from the last."""
 
     def __init__(
