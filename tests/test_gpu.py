@@ -78,7 +78,7 @@ from anycell.lang.expr import topological
 from anycell.lang.ops import TABLE
 from anycell.layer import gpu as device
 from anycell.layer.arguments import Factors
-from anycell.layer.weight_gradients import finished
+from anycell.layer.weight_gradients import bias_gradients
 from anycell.plan import Plan, plan
 from anycell.torch.device import DeviceHost
 from anycell.torch.graphs import Replays, captured
@@ -635,7 +635,7 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
             factors = [Factors(dg[:, :n], None) for n in widths]
             sums.add(dg, host.zeros((64, 3)), host.zeros((64, 4)), factors)
         right = chunks.astype("float64").sum((0, 1))
-        totals = finished(one, sums.named, sums.totals, sums.vectors, sums.empty, sums.zeros)
+        totals = bias_gradients(one, sums.named, sums.totals, sums.vectors, sums.empty, sums.zeros)
         assert_close(totals["bias_ih"].cpu(), right, "float32", "gradient")
         bias = totals["bias_hh"]
         assert_close(bias.cpu()[: widths[0]], right[: widths[0]], "float32", "gradient")

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import python
-from rooms import (
+from floors import (
     BUDGETS,
     LEVEL,
     PACKAGE,
@@ -26,6 +25,7 @@ from rooms import (
     sources,
     tree,
 )
+from processes import python
 
 from anycell.plan import DTYPES
 from tools import rooms as tool

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from rooms import BUDGETS, ROWS, lengths  # noqa: E402
+from floors import BUDGETS, ROWS, lengths  # noqa: E402
 
 HOUSE = ROOT / "docs" / "house.svg"
 FLOOR, CHIP, PEN = 38, 26, 7.6  # height of a floor, of a room's name; width of a letter
