@@ -626,7 +626,7 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
         weights = {
             name: host.zeros(s) for name, s in layers.shapes(cell, {"H": 4}, 3, True).items()
         }
-        sums = device._DeviceSums(host, one, weights, True, fresh)
+        sums = device._DeviceGradients(host, one, weights, True, fresh)
         widths = [4 * len(l.outputs) for l in cell.linears]
         chunks = rng.uniform(0.0, 1.0, (100, 64, width)).astype("float16")
         chunks[:2] = [[[2000.0]], [[-2000.0]]]  # their sums exceed the range of float16

@@ -114,7 +114,7 @@ class JaxHost:
 
     def trace(self, recipe: Recipe, given: list[Array], options: Options) -> list[Array]:
         """Puts a pass into the graph; see ``layer.Host``."""
-        made = [jax.ShapeDtypeStruct(shape, make.__self__.dtype) for make, shape in recipe.made]
+        made = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _results(recipe)]
         call = jax.ffi.ffi_call(_target(), made, input_output_aliases=recipe.aliases)
         seed = []
         if isinstance(options.seed, Seed):
@@ -140,12 +140,17 @@ def _target() -> str:
     return name
 
 
+def _results(recipe: Recipe) -> list[tuple[tuple[int, ...], Any]]:
+    """The shapes and dtypes of the arrays that a pass makes."""
+    return [(shape, dtype) for (_, shape), dtype in zip(recipe.made, recipe.dtypes, strict=True)]
+
+
 def _record(recipe: Recipe, stream: int) -> Any:
     """Describes a pass for the foreign function; see ``xla.RECORD``."""
     zeroed = [
-        (i, math.prod(shape) * make.__self__.dtype.itemsize)
-        for i, ((make, shape), how) in enumerate(zip(recipe.made, recipe.hows, strict=True))
-        if how == "zeros"
+        (i, math.prod(shape) * dtype.itemsize)
+        for i, (shape, dtype) in enumerate(_results(recipe))
+        if recipe.hows[i] == "zeros"
     ]
     name, target = xla.process().name, isa.current()
     native: Any = recipe.native

@@ -219,7 +219,7 @@ class Recipe:
     Attributes:
         names: of the arrays that calls give, in order.
         made: the functions that make the arrays of a call, with their arguments; ``hows`` has the
-            functions' names.
+            functions' names, ``dtypes`` the dtypes of the arrays.
         arrays: for each place of an address in the tables, the number of the array: its index among
             the addresses of a call, or beyond them for memory that is kept.
         aliases: arrays that a call makes whose memory may be that of a given one, which the pass
@@ -250,8 +250,9 @@ class Recipe:
         self.names = [s.name for s in sources.values() if isinstance(s, Given)]
         made = [s for s in sources.values() if isinstance(s, Made)]
         self.hows = [s.how for s in made]
-        hosts = (self.host.wide if s.wide else self.host for s in made)
+        hosts = [self.host.wide if s.wide else self.host for s in made]
         self.made = [(getattr(h, s.how), s.what) for h, s in zip(hosts, made, strict=True)]
+        self.dtypes = [h.dtype for h in hosts]
         self.constants = [s.values for s in sources.values() if isinstance(s, Constant)]
         self.fixed = [self.host.pointer(values) for values in self.constants]
         self.template = array("q", cells)
