@@ -186,6 +186,12 @@ def test_others_are_refused_as_before(rng: np.random.Generator) -> None:
                 solve(given | {name: array[..., :-1]})
 
 
+@pytest.mark.parametrize("name", ["static", "recurrent_mask"])
+def test_arrays_that_a_cell_does_not_take_are_refused(name: str, rng: np.random.Generator) -> None:
+    with pytest.raises(ValueError, match=f"{name}: given float64; expected nothing: .*Peephole"):
+        solve(arrays(rng) | {name: np.ones((B, H))})
+
+
 def test_so_many_layouts_are_known(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
