@@ -18,6 +18,7 @@ from anycell.bench.problem import Problem
 from anycell.bench.tasks import Array, Contender, Mode, Task, Unsupported
 from anycell.bench.torch_loops import Loop
 from anycell.engines.reference import Recurrence
+from anycell.plan import Layer
 from anycell.plan.dtype import DTYPES
 
 
@@ -173,7 +174,9 @@ def compiled(problem: Problem) -> Contender:
 def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
     """Computes output, in training all gradients too, in float64, by ``torch.nn`` or the loop."""
     if mode == "recurrence":
-        return {"output": Recurrence(*recurrence_arguments(problem, "float64")).forward()[0]}
+        cell, *arrays = recurrence_arguments(problem, "float64")
+        layer = Layer(cell, tuple(problem.sizes.items()))
+        return {"output": Recurrence(layer, *arrays).forward()[0]}
     try:
         task = from_module(lambda: _nn_module(problem), problem, "float64").task(mode)
     except Unsupported:

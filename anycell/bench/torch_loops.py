@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from anycell.bench.problem import Problem, by_direction
 from anycell.layer import steps
 from anycell.layer.signature import of_layer
-from anycell.plan import Options
+from anycell.plan import Layer, Options
 
 Weights = Mapping[str, Tensor]  # of one direction of one layer
 Scan = Callable[[Tensor, Weights, bool], Tensor]  # [T, B, in] -> [T, B, H], backwards if True
@@ -123,7 +123,7 @@ class Loop(nn.Module):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
-        self.cell = problem.cell.definition
+        self.cell, self.sizes = problem.cell.definition, tuple(problem.sizes.items())
         self.scan = SCANS.get(problem.cell.origin)
         for name, value in problem.weights.items():
             self.register_parameter(name, nn.Parameter(torch.from_numpy(value.copy())))
@@ -143,7 +143,7 @@ class Loop(nn.Module):
                 reverse = (False, True)[: len(layer)]
                 options = Options(reverse, training=seed is not None, seed=seed or 0, stream=k)
                 arrays = {"x": x, "static": static, **self.layers[k]}
-                runs = steps.directions(self.cell, arrays, options, F.linear)
+                runs = steps.directions(Layer(self.cell, self.sizes, options), arrays, F.linear)
                 outputs = [run.forward()[0] for run in runs]
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
         return x

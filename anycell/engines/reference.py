@@ -28,9 +28,8 @@ from anycell.lang.cell import ONE, Cell, Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.namespaces import Array, namespace
 from anycell.lang.ops import TABLE, is_reduction
-from anycell.plan.call import Options
+from anycell.plan.layer import Layer
 
-_DEFAULT = Options()
 States = Sequence[Array]  # an entry may be None
 Values = dict[Expr, Array]
 
@@ -51,7 +50,7 @@ class Recurrence:
     """One run of a cell over a sequence.
 
     Attributes:
-        cell: a cell of G gates and hidden size H.
+        layer: its cell has G gates and hidden size H.
         gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order: the sum
             of the gates' sizes, where they declare some.
         weights: by name. ``weight_hh`` is ``[G*H, H]``, for all gates of size H; any other
@@ -65,11 +64,10 @@ class Recurrence:
         reset_state: ``[size]`` or ``[B, size]`` per state; None restores the declared initials.
         recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate; multiplies the hidden state
             that enters the recurrent matmul.
-        options: of the call.
         direction: its number, for ``options.reverse`` and the random masks.
     """
 
-    cell: Cell
+    layer: Layer
     gates_x: Array
     weights: Mapping[str, Array]
     state: States | None
@@ -80,20 +78,18 @@ class Recurrence:
     resets: Array | None = None
     reset_state: States | None = None
     recurrent_mask: Array | None = None
-    options: Options = _DEFAULT
     direction: int = 0
 
     def __post_init__(self) -> None:
+        self.cell, self.size = self.layer.cell, {ONE: 1, **dict(self.layer.sizes)}
         self.xp = namespace(self.gates_x)
-        self.steps, self.rows, width = self.gates_x.shape
-        others = {**self.params, STATIC: self.static}
-        self.size = sizes(self.cell, width, {**self.weights, **others}, self.state)
+        self.steps, self.rows, _ = self.gates_x.shape
         self.places = self.cell.places(self.size)
         self.order = topological(self.cell.next)
         self.gates = self.xp.steps(self.gates_x)
         self.blocks: dict[tuple[str, str], Array] = {}
         self.zero, self.one = self._number(0.0), self._number(1.0)
-        self.held = not self.options.apart(True)  # the output at masked steps
+        self.held = not self.layer.options.apart(True)  # the output at masked steps
 
     # -- the loop --------------------------------------------------------------------------------
     @property
@@ -101,7 +97,7 @@ class Recurrence:
         """The steps in the order in which they run. JAX, which exports programs of any number of
         steps, has a loop of its own.
         """
-        return range(self.steps)[:: -1 if self.options.reverse[self.direction] else 1]
+        return range(self.steps)[:: -1 if self.layer.options.reverse[self.direction] else 1]
 
     def forward(self) -> tuple[Array, tuple[Array, ...]]:
         """Returns the outputs and the final states."""
@@ -267,7 +263,7 @@ class Recurrence:
         return reduced[:, :1] if one else reduced
 
     def _keep(self, node: Expr, t: int, rate: Array) -> Array:
-        options = self.options
+        options = self.layer.options
         if not options.training:
             return rate
         index, per = node.attrs
@@ -401,7 +397,7 @@ class Recurrence:
         last = self.xp.zeros_like(self.xp.reshape(self.resets[0], shape))
         for t in self.times:
             starts = self.xp.reshape(self.resets[t], shape)
-            at[t] = last if self.options.reverse[self.direction] else starts
+            at[t] = last if self.layer.options.reverse[self.direction] else starts
             if self.mask is not None:
                 at[t] = self.xp.logical_and(at[t], self._valid(t))
                 starts = self.xp.where(self._valid(t), starts, last)

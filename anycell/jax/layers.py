@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from anycell.engines.cpu import isa
-from anycell.explanation import Explained, Subject
+from anycell.explanation import Explained
 from anycell.jax import streaming
 from anycell.jax.arguments import (
     JAX,
@@ -44,7 +44,7 @@ from anycell.layer.checks import (
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import of_layer, state_names
 from anycell.named import shown
-from anycell.plan import CallOptions, Engine, Options, takes
+from anycell.plan import CallOptions, Engine, Layer, Options, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -163,8 +163,9 @@ class RNN(Explained):
         plan = planned(self.cell, self.hidden_size, jnp.float32, None, self.sizes)
         return Engine(plan.engine, plan.reason)
 
-    def _subject(self) -> Subject:
-        return Subject(repr(self), self.engine, self.cell, self.hidden_size, "float32", self.sizes)
+    def _layer(self) -> Layer:
+        options = Options((False, True)[: 1 + self.bidirectional])
+        return Layer(self.cell, tuple(self.sizes.items()), options, "float32")
 
     @property
     def draws(self) -> bool:
@@ -275,6 +276,7 @@ class RNN(Explained):
         words = seed_words(cell, seed) if training and self.draws else None
         wanted = check_return_states(cell, return_states)
         plan = planned(cell, self.hidden_size, like.dtype, engine, self.sizes)
+        layer = Layer(cell, tuple(self.sizes.items()), plan=plan)
         finals, others = [], ()
         for k in range(self.num_layers):
             if k and training and self.dropout:
@@ -287,7 +289,8 @@ class RNN(Explained):
             if f"packed_l{k}" in params:
                 arrays["packed"] = params[f"packed_l{k}"]
             last = besides_output(wanted, cell) if k + 1 == self.num_layers else ()
-            x, final, others = run(plan, how._replace(stream=k), last, arrays)
+            this = layer._replace(options=how._replace(stream=k), sequences=last)
+            x, final, others = run(this, arrays)
             finals.append(final)
         final = tuple(jnp.concatenate(parts) for parts in zip(*finals, strict=True))
 

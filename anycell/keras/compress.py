@@ -20,6 +20,7 @@ from anycell.lang.namespaces import namespace
 from anycell.layer.checks import refuse
 from anycell.layer.signature import ENDS, place
 from anycell.layer.view import View, check_optimizer, numbers
+from anycell.plan import Layer, Options
 
 Array = npt.NDArray[Any]
 KINDS = (Fused, keras.layers.Bidirectional)
@@ -100,10 +101,8 @@ def view_of(layer: Any) -> View:
         if not isinstance(cell, RNNCell):  # a GRU that resets before the matmul has two in one
             further = part._further(ops.convert_to_tensor(cell.recurrent_kernel))
             within |= {name + end: matrix for name, matrix in further.items()}
-    cell, several = parts[0].cell, len(parts) > 1
-    sizes = {"H": cell.units, **dict(parts[0]._sizes())}
-    facts = 1, several, cell.bias is not None, sizes
-    return View(parts, parts[0]._step(), *facts, [weights], [weights | within])
+    layer = Layer(parts[0]._step(), parts[0]._sizes(), Options((False, True)[: len(parts)]))
+    return View(parts, layer, [weights], [weights | within])
 
 
 def reads(readout: Any) -> list[Weight]:
@@ -192,7 +191,7 @@ def _resize(view: View, size: str, count: int) -> None:
         if isinstance(cell, RNNCell):
             cell.resize(size, count)
         else:
-            states = [count] * len(view.cell.states)
+            states = [count] * len(view.layer.cell.states)
             cell.units = cell.output_size = count
             cell.state_size = states if len(states) > 1 else count
         part.state_size = list(np.ravel(cell.state_size).tolist())
@@ -220,7 +219,7 @@ def _resize(view: View, size: str, count: int) -> None:
 def like(view: View, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str, Any]) -> Any:
     """Makes a layer of another cell with those sizes and weights; all else is as in the view."""
     new, *back = (RNN(cell, **told(part, cell, sizes)) for part in view.parts)
-    if view.bidirectional:  # Bidirectional copies its layers
+    if back:  # Bidirectional copies its layers
         new = keras.layers.Bidirectional(new, backward_layer=back[0])
     new.build(input_shape(view.parts[0]))
     for name, weight in view_of(new).weights[0].items():
