@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from anycell.engines.reference import STATIC, Gradients, Recurrence, sizes
+from anycell.engines.reference import Gradients, Recurrence
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
+from anycell.layer.primitive import sizes_of
 from anycell.plan import Layer, Options
 
 
@@ -17,9 +18,9 @@ def recurrence(
         options["reverse"] = (options["reverse"],)
     arrays = {name: value for name, value in further.items() if name not in options}
     params = params or {}
-    known = {**weights, **params, STATIC: arrays.get("static")}
+    known = {**weights, **params, "static": arrays.get("static")}
     namespace(gates_x)  # which refuses unknown kinds of arrays
-    found = sizes(cell, gates_x.shape[-1], known, state)
+    found = sizes_of(cell, gates_x.shape[-1], known, state)
     layer = Layer(cell, tuple(found.items()), Options(**options))
     return Recurrence(layer, gates_x, weights, state, params, **arrays)
 

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 from anycell.lang import grad, philox
-from anycell.lang.cell import ONE, Cell, Linear
+from anycell.lang.cell import ONE, Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.namespaces import Array, namespace
 from anycell.lang.ops import TABLE, is_reduction
@@ -418,55 +417,6 @@ class Recurrence:
         if not steps:
             return self.xp.broadcast_to(self.zero, (0, self.rows, size))
         return self.xp.stack([steps[t] for t in range(self.steps)], axis=0)
-
-
-STATIC = "static"  # the name of the static input among the arrays of ``sizes``
-
-
-def sizes(
-    cell: Cell, width: int, arrays: Mapping[str, Array], state: States | None
-) -> dict[str, int]:
-    """Finds the size symbols of a cell from the shapes of its arrays.
-
-    Args:
-        width: of the projected input.
-        arrays: weights, parameters and the static input, by name.
-
-    Raises:
-        ValueError: if a size is unknown, or heads or groups of the cell do not divide one.
-    """
-    size = {ONE: 1} if cell.broadcasts else {}
-    alike = set(cell.gate_sizes.values())
-    if len(alike) == 1:  # all gates have this size
-        size |= dict.fromkeys(alike - {ONE}, width // len(cell.gates))
-    known = zip(cell.states, state, strict=True) if state else ()
-    for declared, value in known:
-        if value is not None:
-            size.setdefault(declared.size, value.shape[-1])
-    for l in cell.linears:
-        *_, outer, inner = arrays[l.weight].shape
-        size.setdefault(l.in_size, inner * l.heads)
-        size.setdefault(l.out_size, outer * l.heads // len(l.declared))
-    vectors = {param.name: param.size for param in cell.params} | {STATIC: cell.static_size}
-    for name, symbol in vectors.items():
-        if getattr(arrays.get(name), "shape", ()):
-            size.setdefault(symbol, arrays[name].shape[-1])
-    rest = Counter(symbol for symbol in cell.gate_sizes.values() if symbol not in size)
-    if len(rest) == 1:  # what the other gates leave is for the gates of one size
-        ((symbol, count),) = rest.items()
-        others = sum(size.get(symbol, 0) for symbol in cell.gate_sizes.values())
-        size[symbol] = max(width - others, 0) // count
-    named = [("state", state.name, state.size) for state in cell.states]
-    named += [("gate", *gate) for gate in cell.gate_sizes.items()]
-    for kind, name, symbol in named:
-        if symbol not in size:
-            raise ValueError(
-                f"cell {cell.name}: the size {symbol} of {kind} {name!r} is unknown. Pass an "
-                "initial state."
-            )
-    size.setdefault("H", 1)  # nothing has this size
-    cell.check_sizes(size)
-    return size
 
 
 def _add(left: Iterable[Array], right: Iterable[Array]) -> tuple[Array, ...]:
