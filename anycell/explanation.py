@@ -100,6 +100,7 @@ class Explained:
     engine: Any
 
     def _layer(self) -> Layer | None:
+        """The layer as a value; None if no cell describes it."""
         raise NotImplementedError
 
     def _about(self) -> str:

@@ -77,7 +77,7 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
         if "recurrent_mask" not in arrays:  # with one, gates may have operands of their own
             kernels[RECURRENT] = arrays["recurrent_kernel"]
 
-    this = layer._replace(options=Options(training=drawn))
+    one_step = layer._replace(options=Options(training=drawn))
 
     def step(t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
         at, resets, uniform = width, None, dict(once)
@@ -97,7 +97,7 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
         gates = t[:, :width]
         gates = project(gates, kernel, bias) if within else gates
         one = _Step(
-            this,
+            one_step,
             ops.expand_dims(gates, 0),
             weights,
             list(states),

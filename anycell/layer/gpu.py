@@ -165,15 +165,15 @@ def backward(
     need = wanted is None or any(map(of_a_matmul, wanted))
     if dy is None:
         dy = host.zeros((1, x.shape[1], kept.hidden.shape[2]))
-    runs, gradients = [], []
+    directions, gradients = [], []
     for d in range(count):
         final = [None if a is None else a[d] for a in d_final]
         run = _Backward((host, plan, options, fitted), d, kept, final, need)
         for begin, end, memory in run.parts():
             run.advance(begin, end, memory, dy, dx)
-        runs.append(run.w)
+        directions.append(run.w)
         gradients.append(run.result())
-    return leaving(host.empty, runs, dx, gradients)
+    return leaving(host.empty, directions, dx, gradients)
 
 
 class _Chunk(NamedTuple):

@@ -55,9 +55,8 @@ class Layer(NamedTuple):
 
     @property
     def results(self) -> list[str]:
-        """The names of what a run returns."""
-        finals = (f"final {name}" for name in self.cell.state_names)
-        return [*["output"] * self.outputs, *finals, *self.sequences]
+        """The names of the output, the final states and the sequences."""
+        return ["output", *(f"final {name}" for name in self.cell.state_names), *self.sequences]
 
     def named(self, arrays: Iterable[Any]) -> dict[str, Any]:
         """Arrays by their names."""
