@@ -54,7 +54,7 @@ def run(layer: Layer, arrays: Arrays) -> Results:
     layer = layer._replace(arrays=tuple(arrays))
     fixed = all(isinstance(size, int) for array in arrays.values() for size in array.shape)
     # A kernel needs the sizes that an export leaves open.
-    if layer.plan is None or layer.plan.engine != "cpu" or not fixed:
+    if layer.plan.engine != "cpu" or not fixed:
         return _composite(layer, arrays)
     _check_shards(arrays)
     output, *rest = _layer.bind(*arrays.values(), layer=layer)

@@ -160,7 +160,7 @@ class RNN(Explained):
     @property
     def engine(self) -> Engine:
         """The engine that runs this layer in float32, and why."""
-        plan = planned(self.cell, self.hidden_size, jnp.float32, None, self.sizes)
+        plan = planned(self._layer(), jnp.float32).plan
         return Engine(plan.engine, plan.reason)
 
     def _layer(self) -> Layer:
@@ -275,8 +275,7 @@ class RNN(Explained):
                 states |= zip(state_names(kind, cell), wide, strict=True)
         words = seed_words(cell, seed) if training and self.draws else None
         wanted = check_return_states(cell, return_states)
-        plan = planned(cell, self.hidden_size, like.dtype, engine, self.sizes)
-        layer = Layer(cell, tuple(self.sizes.items()), plan=plan)
+        layer = planned(self._layer(), like.dtype, engine)
         finals, others = [], ()
         for k in range(self.num_layers):
             if k and training and self.dropout:
@@ -339,9 +338,8 @@ class RNN(Explained):
         """
         check_one_direction("prepare", self)
         params = self._params(params)
-        dtype = params["weight_ih_l0"].dtype
-        plan = planned(self.cell, self.hidden_size, dtype, None, self.sizes)
-        packed = streaming.pack(plan, self.num_layers, params)
+        layer = planned(self._layer(), params["weight_ih_l0"].dtype)
+        packed = streaming.pack(layer, self.num_layers, params)
         return streaming.Prepared(params, packed, self, isa.current().name)
 
     def step(

@@ -28,7 +28,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.recipe import recipe_of
 from anycell.layer.signature import FLAGS, of_a_matmul, of_layer
 from anycell.layer.stream import draft_packing, draft_step
-from anycell.plan import Layer, Options, Plan
+from anycell.plan import Layer, Options
 
 if TYPE_CHECKING:
     from anycell.jax.layers import RNN
@@ -78,23 +78,22 @@ class Packed(dict[str, Array]):
     """Parameters that ``prepare`` has checked, and their packed weights."""
 
 
-def pack(plan: Plan, layers: int, params: Mapping[str, Array]) -> tuple[Array, ...]:
+def pack(layer: Layer, layers: int, params: Mapping[str, Array]) -> tuple[Array, ...]:
     """Packs the weights of each layer, if a kernel steps in the parameters' dtype."""
-    if plan.engine != "cpu" or plan.types.mixed:
+    if layer.plan.engine != "cpu" or layer.plan.types.mixed:
         return ()
     packed = []
     for k in range(layers):
-        learned = of_layer(plan.cell, params, k, 1)
-        sizes, options = tuple(plan.sizes.items()), Options(threads=cpu.threads.current())
-        layer = Layer(plan.cell, sizes, options, arrays=tuple(learned), plan=plan)
-        packed += _pack.bind(*learned.values(), layer=layer)
+        learned = of_layer(layer.cell, params, k, 1)
+        options = Options(threads=cpu.threads.current())
+        this = layer._replace(options=options, arrays=tuple(learned))
+        packed += _pack.bind(*learned.values(), layer=this)
     return tuple(packed)
 
 
 def run(layer: Layer, arrays: Arrays) -> Results:
     """Runs a step of a layer with weights that are ``packed``, see ``fused.run``."""
-    on_cpu = layer.plan is not None and layer.plan.engine == "cpu"
-    if not on_cpu or any(not isinstance(n, int) for n in arrays["x"].shape):
+    if layer.plan.engine != "cpu" or any(not isinstance(n, int) for n in arrays["x"].shape):
         unpacked = {name: array for name, array in arrays.items() if name != "packed"}
         return fused.run(layer, unpacked)
     states = _stepping.bind(*arrays.values(), layer=layer._replace(arrays=tuple(arrays)))

@@ -59,9 +59,7 @@ def _run(layer: Layer, arrays: Arrays) -> Result:
     layer, below = lowered(layer, given)
     if drawn is not None:
         below["seed"] = _words(drawn)
-    sizes = dict(layer.sizes)
-    plan = planned(layer.cell, sizes["H"], below["x"].dtype, "cpu", sizes)
-    outputs, final, _ = fused.run(layer._replace(plan=plan), below)
+    outputs, final, _ = fused.run(planned(layer, below["x"].dtype, "cpu"), below)
     return outputs if layer.outputs else None, tuple(state[0] for state in final)
 
 
