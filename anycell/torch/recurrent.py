@@ -232,7 +232,8 @@ class Recurrent(Explained):
         kind: Any = type(self)
         named = check_options(given, function=kind.forward) if given else given
         options = Options(reverse, training=training, seed=seed, checkpoint=checkpoint, **named)
-        return Layer(cell, self._sizes, options, sequences=sequences, plan=plan)
+        sizes = self._sizes if plan is None else tuple(plan.sizes.items())  # saves a call
+        return Layer(cell, sizes, options, sequences=sequences, plan=plan)
 
 
 def sequence(
