@@ -72,7 +72,7 @@ test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp $(VENV)/flax.stamp $(VENV)/r
 test-oldest: $(OLDEST)/stamp ## those of every frontend, on the oldest versions that it runs on (Python 3.10)
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(FAST) \
 		tests/conformance tests/test_keras.py tests/test_keras_tensorflow.py tests/test_keras_accelerate.py tests/test_keras_streaming.py tests/test_tf1.py \
-		tests/test_tf1_programs.py tests/test_numpy.py tests/test_face.py tests/test_stream.py tests/test_recurrence.py tests/test_package.py \
+		tests/test_tf1_programs.py tests/test_numpy.py tests/test_public_layers.py tests/test_stream.py tests/test_recurrence.py tests/test_package.py \
 		tests/test_torch.py tests/test_torch_[acfmos]*.py
 
 test-tritons: $(TRITONS:%=$(TRITON)/%/stamp) $(VENV)/dev.stamp ## kernels and the interpreter, under every Triton (4 GB)

@@ -21,10 +21,14 @@ from anycell.usage import UsageError, built_in, did_you_mean, find_cell, find_ce
 
 Handler = Callable[[argparse.Namespace], int]
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"  # in a checkout only
-PEERS = (  # written out, because listing the contenders imports what they need
-    "torch.nn torch-loop torch-compile numpy-loop onnxruntime onnxruntime-calm openvino "
-    "anycell.numpy anycell-LSTM anycell-float32 anycell.keras keras keras-xla keras-loop "
-    "tf-block anycell.jax jax-scan flax".split()
+# Written out, because only the command imports the benchmark. RIVALS are in a checkout only.
+PEERS = (
+    "torch.nn anycell.numpy anycell-LSTM anycell-float32 anycell.keras keras keras-xla anycell.jax "
+    "flax".split()
+)
+RIVALS = (
+    "torch-loop torch-compile numpy-loop onnxruntime onnxruntime-calm openvino keras-loop tf-block "
+    "jax-scan".split()
 )
 
 
@@ -158,7 +162,10 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     )
     all_cores = f"for everybody (default: {cores}, as many as there are cores)"
     add("--threads", type=positive(int), default=cores, metavar="N", help=all_cores)
-    some = f"all of the subject's framework, or some of {', '.join(PEERS)} (default: the first two)"
+    some = (
+        f"all of the subject's framework, or some of {', '.join(PEERS)}; in a checkout also "
+        f"{', '.join(RIVALS)} (default: torch.nn, and torch-loop in a checkout)"
+    )
     add("--peers", **listed, help=some)
     add(
         "--subject",

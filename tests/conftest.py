@@ -164,13 +164,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Overrides choices of layers on the CPU: ``set_layer(chunk_steps=lambda *_: 2)``.
 
-    The new value is set in ``layer`` and ``layer.choices``, wherever the name exists.
+    The new value is set in ``layer`` and ``layer.heuristics``, wherever the name exists.
     """
     from problems import forget_passes
 
     from anycell import layer
 
-    modules = layer, layer.choices
+    modules = layer, layer.heuristics
 
     def change(**values: object) -> None:
         for name, value in values.items():
@@ -190,13 +190,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from anycell import layer
 
     layer.recipe.known.clear()  # known passes are not drafted again
-    begin, taken = layer.run.Run._begin, []
+    begin, taken = layer.pass_tables.PassTables._begin, []
 
     def spy(run: Any, *args: Any) -> None:
         begin(run, *args)
         taken.append(run)
 
-    monkeypatch.setattr(layer.run.Run, "_begin", spy)
+    monkeypatch.setattr(layer.pass_tables.PassTables, "_begin", spy)
     return taken
 
 

@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 
 from anycell.engines import cpu
-from anycell.layer.bounds import extent
+from anycell.layer.arguments import extent
 from anycell.numpy.host import Array, NumpyHost
 
 

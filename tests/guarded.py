@@ -136,7 +136,7 @@ def problems(
 
 def main(which: list[Cell], sizes: tuple[int, ...], every: int = 1, seed: int = 0) -> None:
     """Solves problems on ordinary memory and between forbidden pages, and compares the results."""
-    count, layer.choices.WORTH_A_THREAD = 0, 0  # as many threads as are asked for
+    count, layer.heuristics.WORTH_A_THREAD = 0, 0  # as many threads as are asked for
     for name, problem, how in problems(which, sizes, every, seed):
         wanted = by_cpu(problem, **how)
         for end in (True, False):

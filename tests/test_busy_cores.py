@@ -71,7 +71,7 @@ def phantoms(monkeypatch: pytest.MonkeyPatch, patch_threads: Any) -> dict[int, P
 @pytest.fixture
 def patch_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Sets the number of threads, which the smallest calls take too."""
-    monkeypatch.setattr(layer.choices, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(layer.heuristics, "WORTH_A_THREAD", 0)
     layer.recipe.known.clear()
     yield cpu.threads.set_threads
     cpu.threads.set_threads(None)
@@ -258,7 +258,7 @@ def test_a_gang_that_gains_does_not_rest(line: Any) -> None:
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("units", [8, 64, 128])
 def test_threads_are_no_more_than_there_is_to_share(
-    units: int, bidirectional: bool, runs: list[layer.run.Run], patch_threads: Any
+    units: int, bidirectional: bool, runs: list[layer.pass_tables.PassTables], patch_threads: Any
 ) -> None:
     """A thread has rows of its own, or spans of units."""
     one = an.LSTM(3, units, bidirectional=bidirectional)

@@ -17,7 +17,7 @@ from anycell.engines import cpu
 from anycell.engines.cpu import driver, gemm, isa
 from anycell.engines.cpu.ir import X86
 from anycell.layer import products
-from anycell.layer.bounds import extent
+from anycell.layer.arguments import extent
 from anycell.numpy import Dense
 from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
 from anycell.plan import DTYPES as ROWS

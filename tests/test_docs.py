@@ -14,7 +14,8 @@ from anycell.lang.ops import TABLE
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "benchmarks" / "results" / "README.md",
 ]
@@ -72,6 +73,15 @@ def headings(document: Path) -> set[str]:
     lines = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     entries = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines} | {*entries}
+
+
+def test_pages_stay_short() -> None:
+    """Figures of old machines, and what was tried, are in benchmarks/."""
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in DOCUMENTS}
+    docs = ROOT / "docs"
+    for name, most in {"performance.md": 250, "gpu.md": 150, "architecture.md": 60}.items():
+        assert lengths[docs / name] <= most, name
+    assert sum(n for path, n in lengths.items() if docs in path.parents) <= 5_300
 
 
 PUBLIC = [f"anycell.{name}" for name in ("cells", "compress", "jax", "numpy", "torch")]
@@ -371,7 +381,7 @@ def test_the_files_of_an_option() -> None:
     section = text.split("## Adding an option of a call")[1].split("\n## ")[0]
     listed = set(re.findall(r"`((?:plan|engines)/[\w/]+\.py)`", section))
     package = ROOT / "anycell"
-    knows = re.compile(r"masked_output(?!``)|(?:options|variant)\.apart\b(?! *\()")
+    knows = re.compile(r"masked_output(?!``)|variant\.separate_output\b")
     known = {
         path.relative_to(package).as_posix()
         for path in (package / "engines").rglob("*.py")

@@ -50,7 +50,7 @@ from anycell.engines.cpu import isa
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.matmul import Blocks
 from anycell.lang.expr import Expr
-from anycell.layer import choices
+from anycell.layer import heuristics
 from anycell.layer.recipe import Recipe, View
 from anycell.numpy import RNN
 from anycell.numpy.host import NumpyHost
@@ -271,7 +271,7 @@ def test_threads(
     shape: tuple[int, int, int],
     rng: np.random.Generator,
     set_layer: Callable[..., None],
-    runs: list[layer.run.Run],
+    runs: list[layer.pass_tables.PassTables],
 ) -> None:
     """Threads divide the rows or, if there are few rows, the units."""
     set_layer(WORTH_A_THREAD=0)
@@ -304,12 +304,12 @@ def test_batch_slices(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(
     ("dtype", "change", "dense_rows", "most"),
     [
-        ("float32", {}, True, choices.FEW_ROWS),
+        ("float32", {}, True, heuristics.FEW_ROWS),
         ("float32", {}, False, 6),  # of four vectors
         ("float64", {}, False, 12),
-        ("float32", {"fma": False}, True, choices.FEW_ROWS_UNFUSED),
-        ("bfloat16", {}, True, choices.FEW_ROWS),
-        ("bfloat16", {"pairs": "yes"}, True, choices.FEW_ROWS_IN_PAIRS),
+        ("float32", {"fma": False}, True, heuristics.FEW_ROWS_UNFUSED),
+        ("bfloat16", {}, True, heuristics.FEW_ROWS),
+        ("bfloat16", {"pairs": "yes"}, True, heuristics.FEW_ROWS_IN_PAIRS),
         ("bfloat16", {"pairs": "yes"}, False, 1),
     ],
 )
@@ -321,7 +321,7 @@ def test_how_many_rows_read_weights_that_are_not_packed(
     one = plan(cells.LSTM, 64, dtype)
     monkeypatch.setattr(isa, "current", lambda: target)
     weight = View(0, (64, 256), (256, 1) if dense_rows else (1, 64), 4)
-    few = [rows for rows in range(1, 40) if choices.few(one, rows, weight)]
+    few = [rows for rows in range(1, 40) if heuristics.few(one, rows, weight)]
     assert few == [*range(1, most + 1)]
 
 

@@ -78,7 +78,7 @@ from anycell.lang.expr import topological
 from anycell.lang.ops import TABLE
 from anycell.layer import gpu as device
 from anycell.layer.arguments import Factors
-from anycell.layer.sums import finished
+from anycell.layer.weight_gradients import bias_gradients
 from anycell.plan import Plan, plan
 from anycell.torch.device import DeviceHost
 from anycell.torch.graphs import Replays, captured
@@ -626,7 +626,7 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
         weights = {
             name: host.zeros(s) for name, s in layers.shapes(cell, {"H": 4}, 3, True).items()
         }
-        sums = device._DeviceSums(host, one, weights, True, fresh)
+        sums = device._DeviceGradients(host, one, weights, True, fresh)
         widths = [4 * len(l.outputs) for l in cell.linears]
         chunks = rng.uniform(0.0, 1.0, (100, 64, width)).astype("float16")
         chunks[:2] = [[[2000.0]], [[-2000.0]]]  # their sums exceed the range of float16
@@ -635,7 +635,7 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
             factors = [Factors(dg[:, :n], None) for n in widths]
             sums.add(dg, host.zeros((64, 3)), host.zeros((64, 4)), factors)
         right = chunks.astype("float64").sum((0, 1))
-        totals = finished(one, sums.named, sums.totals, sums.vectors, sums.empty, sums.zeros)
+        totals = bias_gradients(one, sums.named, sums.totals, sums.vectors, sums.empty, sums.zeros)
         assert_close(totals["bias_ih"].cpu(), right, "float32", "gradient")
         bias = totals["bias_hh"]
         assert_close(bias.cpu()[: widths[0]], right[: widths[0]], "float32", "gradient")
@@ -872,7 +872,7 @@ def largest(dtype: str, card: str, number: int, batch: int = 16, tf32: bool = Fa
 
 
 def test_the_table_of_the_docs() -> None:
-    """The table of docs/gpu.md lists the largest LSTM of each tier."""
+    """The table of docs/internals.md lists the largest LSTM of each tier."""
     rows = {
         "tier 1, bfloat16, float16": ("float16", 1),
         "tier 1, float32": ("float32", 1),
@@ -882,7 +882,7 @@ def test_the_table_of_the_docs() -> None:
         "the same, where TF32 is allowed": ("float32", 2, 16, True),
     }
     cards = ("T4", "RTX 5090", "A100", "H100", "B200")
-    text = (Path(__file__).parents[1] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "docs" / "internals.md").read_text(encoding="utf-8")
     for name, (dtype, *rest) in rows.items():
         line = f"| {name} | {' | '.join(largest(dtype, card, *rest) for card in cards)} |"
         assert line in text.splitlines(), line

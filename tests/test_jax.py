@@ -22,7 +22,8 @@ jnp = jax.numpy
 from jax_layers import Arrays, B, H, I, T, drawn, same  # noqa: E402
 
 import anycell.jax as aj  # noqa: E402
-from anycell.jax import composite, fused, primitive  # noqa: E402
+from anycell.jax import composite, fused  # noqa: E402
+from anycell.jax.recurrence import planned, seed_words  # noqa: E402
 
 X64 = jax if hasattr(jax, "enable_x64") else jax.experimental
 
@@ -311,7 +312,7 @@ def test_an_exported_program_needs_no_kernels(layer: aj.RNN, params: Arrays, x: 
 
 def layer_of(layer: aj.RNN, params: Arrays, x: Any) -> Any:
     keys = *(name.removesuffix("_l0") for name in params), "x"
-    return primitive.planned(layer._layer(), x.dtype)._replace(arrays=keys)
+    return planned(layer._layer(), x.dtype)._replace(arrays=keys)
 
 
 def test_a_layer_may_be_static(layer: aj.RNN, params: Arrays, x: Any) -> None:
@@ -382,7 +383,7 @@ def test_no_rank_is_promoted(layer: aj.RNN, params: Arrays, x: Any) -> None:
 # -- random masks ----------------------------------------------------------------------------------
 def test_the_numbers_are_philoxs() -> None:
     for seed in (0, 7, 2**64 - 3):
-        words = primitive.seed_words(cells.ZoneoutLSTM, seed)
+        words = seed_words(cells.ZoneoutLSTM, seed)
         drawn = composite.uniform(words, 5, 6, 9, 4, 33)
         assert np.array_equal(drawn, philox.uniform(seed, 5, 6, 9, 4, 33))
 
@@ -425,14 +426,14 @@ def test_numbers_are_seeds(x: Any) -> None:
     same(jax.jit(run)(7), run(7))
     same(run(np.uint32(2**32 - 1)), run(2**32 - 1))
     with X64.enable_x64(True):
-        words = primitive.seed_words(layer.cell, jnp.asarray(2**40 + 3))
-    same(words, primitive.seed_words(layer.cell, 2**40 + 3))
+        words = seed_words(layer.cell, jnp.asarray(2**40 + 3))
+    same(words, seed_words(layer.cell, 2**40 + 3))
 
 
 def test_dropout(rng: np.random.Generator) -> None:
     layer = aj.RNN(cells.RNN, I, H, num_layers=2, dropout=0.25)
     x = drawn(rng, 400, 40, H)
-    words = primitive.seed_words(layer.cell, 5)
+    words = seed_words(layer.cell, 5)
     dropped = layer._dropped(x, words, 1)
     kept = np.asarray(dropped != 0)
     assert 0.745 < kept.mean() < 0.755

@@ -18,7 +18,7 @@ import anycell.keras as ak  # noqa: E402
 import anycell.numpy as an  # noqa: E402
 from anycell import Cell, cells, compress  # noqa: E402
 from anycell.keras.cells import GRU, LSTM, SimpleRNN  # noqa: E402
-from anycell.keras.compress import view_of  # noqa: E402
+from anycell.keras.weights import view_of  # noqa: E402
 from anycell.layer.view import numbers  # noqa: E402
 
 # Keras's matmul on torch is of float32.

@@ -88,15 +88,15 @@ def test_who_projects() -> None:
     """The kernel, if both weights stay in a core's own cache and there is work for packing one."""
     chosen = plan(cells.LSTM, 128)
     recurrent = cpu.compiled(chosen).projecting
-    assert layers.choices.projects(chosen, recurrent, 96 * 128, 128)
-    assert not layers.choices.projects(chosen, recurrent, 96 * 128, 1024)
-    assert layers.choices.projects(chosen, recurrent, 96 * 128, 1024, holes=True)
-    assert not layers.choices.projects(chosen, recurrent, 20, 128, holes=True)
+    assert layers.heuristics.projects(chosen, recurrent, 96 * 128, 128)
+    assert not layers.heuristics.projects(chosen, recurrent, 96 * 128, 1024)
+    assert layers.heuristics.projects(chosen, recurrent, 96 * 128, 1024, holes=True)
+    assert not layers.heuristics.projects(chosen, recurrent, 20, 128, holes=True)
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "LayerNormLSTM", "MGU", "IndRNN", "sLSTM"])
 def test_no_choice_makes_a_kernel_project_that_cannot(
-    name: str, set_layer: Callable[..., None], runs: list[layers.run.Run]
+    name: str, set_layer: Callable[..., None], runs: list[layers.pass_tables.PassTables]
 ) -> None:
     """Neither forward, nor backward, whose kernels read gradients."""
     set_layer(projects=lambda *_: True)

@@ -212,7 +212,7 @@ def test_every_array_that_is_another_one(entry: Entry) -> None:
 # Every number of the package by which a call takes another road, and the road; None where there is
 # but one to the same numbers, or none at all.
 THRESHOLDS = {
-    "layer/choices.py": {
+    "layer/heuristics.py": {
         "CHUNK_BYTES": "several chunks",
         "WORTH_PACKING": "the kernel multiplies the input",
         "WEIGHTS_SHARE": "the kernel multiplies the input",
@@ -322,13 +322,13 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
         taken.add(("groups of several rows", layer.row_group(run.batch) > 1))
 
     monkeypatch.setattr(layer.recipe, "known", {})  # or passes that are known are not drafted
-    spy(layer.run.Run, "_begin", look_at_run)
+    spy(layer.pass_tables.PassTables, "_begin", look_at_run)
 
     def look_at_memory(view: Any, recipe: Any, _: Any, how: str = "empty", *__: Any) -> None:
         if how == "lasting":
-            taken.add(("warm memory", recipe.sources[view.slot][1] == how))
+            taken.add(("warm memory", recipe.sources[view.slot].how == how))
 
-    spy(layer.recipe.Recipe, "new", look_at_memory)
+    spy(layer.recipe.Draft, "new", look_at_memory)
     for entry in (Entry(NUMPY, cells.LSTM), *ENTRIES[:2]):
         for case in CASES:
             entry.call(entry.problem(case))

@@ -13,12 +13,11 @@ import numpy.typing as npt
 import pytest
 
 from anycell import Cell, cells, layer
-from anycell.engines.cpu import driver, isa, jit
+from anycell.engines.cpu import driver, hyperparameters, isa, jit
 from anycell.engines.cpu.image import SUPPORTED, link
 from anycell.engines.cpu.kernel import request
 from anycell.engines.cpu.layout import Layout
-from anycell.layer.recipe import Recipe
-from anycell.layer.run import Run
+from anycell.layer.recipe import Placed, Recipe
 from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
 from anycell.plan import DTYPES, plan
 
@@ -44,9 +43,9 @@ class Called(NamedTuple):
     made: list[Array]
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Placed]:
         """The pass itself, and the pass that recomputes the states of a segment."""
-        return [run for one in self.recipe.runs for run in (one, one.again) if run is not None]
+        return [run for one in self.recipe.passes for run in (one, one.again) if run is not None]
 
     def numbers(self) -> dict[str, int]:
         """The numbers of the call, besides arrays and memory."""
@@ -99,9 +98,13 @@ def passes(rng: np.random.Generator, case: Case) -> list[Called]:
     return called
 
 
-def objects(run: Run) -> bytes:
+def backward(run: Placed) -> bool:
+    return "d_gates" in run.kernel.each
+
+
+def objects(run: Placed) -> bytes:
     """The object file of a pass's kernel."""
-    code = jit.stored(*request(Layout(run.plan, run.backward, isa.current())))
+    code = jit.stored(*request(Layout(run.plan, backward(run), isa.current())))
     assert code is not None
     return code
 
@@ -159,8 +162,8 @@ int main(int count, char **libraries) {
     call[0] = (int64_t)form;
     call[1] = (int64_t)address[table];
     memcpy(call + 2, address, 8 * slots);
-    void (*play)(int64_t *) = (void (*)(int64_t *))function(libraries[1], "play");
-    play(call);
+    void (*execute)(int64_t *) = (void (*)(int64_t *))function(libraries[1], "execute");
+    execute(call);
     for (int64_t i = 0; i < slots; i++)
         if (kind[i] == 'z' || kind[i] == 'm') fwrite(address[i], 1, size[i], stdout);
 }
@@ -179,7 +182,7 @@ def described(called: Called) -> bytes:
         if content is not None:
             words.append(content.tobytes())
 
-    table, hyper = np.array(recipe.template), [run.hyper for run in called.runs]
+    table, hyper = np.array(recipe.template), [hyperparameters(run.plan) for run in called.runs]
     say(len(table), *table)
     read, numbers = (called.read, recipe.constants, hyper), called.numbers()
     first = len(read[0]) + len(called.made) + len(read[1])  # after these "block" and "table"
@@ -202,7 +205,7 @@ def described(called: Called) -> bytes:
     for run in called.runs:
         (place,) = np.flatnonzero(table == run.kernel.address)
         say(place)
-    say(first + 1, recipe.form[-1])
+    say(first + 1, recipe.head[-1])
     return b"".join(words)
 
 
@@ -233,7 +236,7 @@ def test_a_c_program(rng: np.random.Generator, tmp_path: Path, program: Path, ca
     native = shared(code, tmp_path / "driver.so")
     for called in both:
         doors = [
-            shared(objects(run), tmp_path / f"{'backward' if run.backward else 'forward'}.so")
+            shared(objects(run), tmp_path / f"{['forward', 'backward'][backward(run)]}.so")
             for run in called.runs
         ]
         command = [program, native, *doors]

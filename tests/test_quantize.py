@@ -29,7 +29,7 @@ import anycell.torch as at
 from anycell import cells, compress, layer
 from anycell.engines import cpu
 from anycell.engines.cpu import gemm, isa, kernel
-from anycell.layer import choices, products
+from anycell.layer import heuristics, products
 from anycell.layer.rounding import rounded
 from anycell.numpy.host import host_of
 from anycell.plan import plan
@@ -102,16 +102,18 @@ def test_recurrent_mask(dropped: str, seed: int) -> None:
     assert_rounded(small(cells.LSTM, (4, 3, 20), seed, dropped=dropped))
 
 
-def test_roads(seed: int, monkeypatch: pytest.MonkeyPatch, runs: list[layer.run.Run]) -> None:
+def test_roads(
+    seed: int, monkeypatch: pytest.MonkeyPatch, runs: list[layer.pass_tables.PassTables]
+) -> None:
     """Kernel or host multiplies the inputs, in chunks or at once; threads split rows or units."""
-    monkeypatch.setattr(choices, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(heuristics, "WORTH_A_THREAD", 0)
     forget_passes()
     shapes = (30, 16, 16), (6, 1, 64), (3, 40, 8), (1, 2, 8)
     problems = [small(cells.LSTM, shape, seed) for shape in shapes]
     for problem, threads, chunk in itertools.product(problems, (1, 2), (None, 1 << 10)):
         with monkeypatch.context() as patch:
             if chunk is not None:
-                patch.setattr(choices, "CHUNK_BYTES", chunk)
+                patch.setattr(heuristics, "CHUNK_BYTES", chunk)
                 forget_passes()
             for projected in (False, True):
                 assert_rounded(problem, threads=threads, projected=projected)
@@ -199,7 +201,7 @@ def test_products(name: str, seed: int) -> None:
 
 def between_pages(seed: int, every: int) -> None:
     """Checks products and layers in memory next to forbidden pages; needs a process of its own."""
-    layer.choices.WORTH_A_THREAD = 0
+    layer.heuristics.WORTH_A_THREAD = 0
     for end in (True, False):
         with (
             mock.patch.object(cpu.Scratch, "take", scratch(end)),

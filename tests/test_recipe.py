@@ -167,7 +167,7 @@ def test_a_state_that_is_kept_for_nothing_is_left_out_each_time(rng: np.random.G
     for states, accepted in ([None, sequence], False), ([None, None], True):
         known = len(contract._accepted)
         for _ in range(2):
-            parts, _ = contract.arriving(
+            parts, _ = contract.fit_gradients(
                 HOST, one, (T, B, I), (False,), layer.Kept(hidden, [states], [values]), None,
                 [None, None], {}, segment=T, keeps=layer.keeps_state,
             )  # fmt: skip
@@ -184,6 +184,12 @@ def test_others_are_refused_as_before(rng: np.random.Generator) -> None:
         if name != "x":
             with pytest.raises(ValueError, match="given shape"):
                 solve(given | {name: array[..., :-1]})
+
+
+@pytest.mark.parametrize("name", ["static", "recurrent_mask"])
+def test_arrays_that_a_cell_does_not_take_are_refused(name: str, rng: np.random.Generator) -> None:
+    with pytest.raises(ValueError, match=f"{name}: given float64; expected nothing: .*Peephole"):
+        solve(arrays(rng) | {name: np.ones((B, H))})
 
 
 def test_so_many_layouts_are_known(
@@ -216,12 +222,14 @@ def test_instruction_sets_and_forks_ask_for_another(
 
 
 def test_so_many_are_known(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest one goes, and no other."""
     monkeypatch.setattr(recipe, "_RECIPES", 4)
     for steps in range(1, 8):
-        given = arrays(rng, steps)
+        given, before = arrays(rng, steps), list(recipe.known)
         ours = solve(given)
-        assert len(recipe.known) <= 4
+        assert list(recipe.known)[:-2] == before[-2:]
         same(ours, solve(given))
+        assert len(recipe.known) == min(2 * steps, 4)
 
 
 def test_nothing_of_a_call_stays(rng: np.random.Generator) -> None:

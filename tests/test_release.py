@@ -10,6 +10,7 @@ import pytest
 from processes import ROOT
 
 from anycell import requirement
+from tools import changelog
 
 HOME = "https://github.com/anycell/anycell"
 
@@ -130,8 +131,39 @@ def test_the_changelog_has_the_version_that_is_cited() -> None:
     released = re.findall(r"^## \[([\d.]+)\] - ([\d-]+)$", read("CHANGELOG.md"), re.M)
     latest = dict(zip(("version", "date-released"), released[0], strict=True)) if released else {}
     assert cited == latest
-    sections = re.findall("^## .*", read("CHANGELOG.md"), re.M)
-    assert sections[0] == "## Unreleased"
+    first, *others = re.findall("^## (.*)", read("CHANGELOG.md"), re.M)
+    assert all(title.startswith("[") for title in others) and "Unreleased" not in first
+
+
+def test_changes_are_collected_in_the_changelog(tmp_path: Path) -> None:
+    changelog.fragments()  # those of the repository have a kind each
+    (tmp_path / "README.md").write_text("# about\n")
+    (tmp_path / "b.fixed.md").write_text("NumPy: it\nworks.\n")
+    (tmp_path / "a.added.md").write_text("New.\n")
+    kinds = changelog.fragments(tmp_path)
+    assert {path.name: kind for path, kind in kinds.items()} == {
+        "a.added.md": "added", "b.fixed.md": "fixed",
+    }  # fmt: skip
+    entries = [(kind, path.read_text()) for path, kind in kinds.items()]
+    body = "### Added\n\n- New.\n\n### Fixed\n\n- NumPy: it\n  works.\n"
+    dated, old = "## [0.2.0] - 2027-01-02\n\n", "## [0.1.0] - 2026-12-01\n\nFirst.\n"
+    after = changelog.with_version(f"# Changes\n\n{old}", "0.2.0", "2027-01-02", entries)
+    assert after == f"# Changes\n\n{dated}{body}\n{old}"
+    # A section that says what the version is stays.
+    for rest in ("", f"\n{old}"):
+        before = f"# Changes\n\n## 0.2.0\n\nAll.\n{rest}"
+        after = changelog.with_version(before, "0.2.0", "2027-01-02", entries)
+        assert after == f"# Changes\n\n{dated}All.\n\n{body}{rest}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.md", "New."), ("a.news.md", "New."), ("a.fixed.md", "- New."), ("a.fixed.md", "# New")],
+)
+def test_a_change_that_is_no_few_sentences_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        changelog.fragments(tmp_path)
 
 
 def test_whoever_reports_something_wrong_is_asked_for_the_doctor() -> None:

@@ -4,43 +4,31 @@ And files that are long say why.
 """
 
 import ast
-import functools
 import itertools
+import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from floors import (
+    BUDGETS,
+    LEVEL,
+    PACKAGE,
+    circles,
+    code_lines,
+    files,
+    home,
+    lengths,
+    room,
+    sources,
+    tree,
+)
 from processes import python
 
-import anycell
 from anycell.plan import DTYPES
-
-PACKAGE = Path(anycell.__file__).parent
-
-# From the ground up. A room imports only what lies on a floor below; rooms of one floor do not know
-# each other. "anycell" is the package's own names.
-FLOORS = """
-    environment machine refusal requirement
-    lang
-    cells drawing layouts plan
-    engines.cpu engines.reference
-    engines.gpu
-    layer
-    explanation named read
-    numpy torch
-    jax
-    compress keras
-    tf1
-    anycell
-    usage
-    bench cache doctor
-    cli
-    __main__
-"""
-LEVEL = {room: level for level, row in enumerate(FLOORS.split("\n")) for room in row.split()}
+from tools import rooms as tool
 
 # Who may import a framework, whatever of it and however late. Keras brings its own backends.
 FRAMEWORKS = {
@@ -50,57 +38,50 @@ FRAMEWORKS = {
     "jax": {"bench", "jax", "keras"},
     "flax": {"bench", "jax"},
     "equinox": {"jax"},
-    "onnx": {"bench"},
-    "onnxruntime": {"bench"},
     "triton": {"engines.gpu"},
 }
-BY_NAME = {"import_module", "need", "require"}  # functions that import what they are told
-
-
-def room(module: str) -> str:
-    """The room of a module or of a name in it: ``anycell.engines.cpu.jit`` is in engines.cpu."""
-    parts = module.split(".")[1:] or ["anycell"]
-    name = ".".join(parts[: 2 if parts[0] == "engines" else 1])
-    return name if name in LEVEL or name == "engines" else "anycell"
-
-
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of all that a module imports, late imports and those by name included."""
-    inside = ["anycell", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = inside[: len(inside) - node.level + 1] if node.level else []
-            source = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = node.func
-            name = (
-                function.attr
-                if isinstance(function, ast.Attribute)
-                else getattr(function, "id", "")
-            )
-            if name in BY_NAME and isinstance(node.args[0].value, str):
-                yield node.lineno, node.args[0].value
-
-
-@functools.cache
-def sources() -> dict[Path, list[tuple[int, str]]]:
-    """What each file of the package imports, read by the first test that asks."""
-    return {path: list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))}
-
-
-def home(path: Path) -> str:
-    """The room that a file lies in."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return room(".".join(["anycell", *(part for part in parts if part != "__init__")]))
 
 
 def test_every_file_has_a_room() -> None:
     """One that is on the list of floors, and no floor names a room that is gone."""
     homes = {home(path) for path in sources() if path != PACKAGE / "engines" / "__init__.py"}
     assert homes == set(LEVEL)
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions and for type checkers included: who reads a file reads those first
+    that it imports.
+    """
+    assert circles(files()) == []
+
+
+def test_what_a_circle_is() -> None:
+    known = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert circles(known) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_rooms_keep_to_their_budgets() -> None:
+    """Of lines of code. A room that has lost some lowers its budget, so that they stay gone."""
+    budgets, now = json.loads(BUDGETS.read_text(encoding="utf-8")), lengths()
+    assert budgets.keys() == now.keys(), "run `python tools/rooms.py`"
+    over = {n: f"{now[n]} lines; its budget is {budgets[n]}" for n in now if now[n] > budgets[n]}
+    assert not over, "delete code, or say in the change why the budget rises"
+    slack = {n: f"{now[n]} of {budgets[n]}" for n in now if budgets[n] - now[n] > _slack(now[n])}
+    assert not slack, "lower the budgets: run `python tools/rooms.py`"
+
+
+def _slack(lines: int) -> float:
+    return max(10, 0.03 * lines)
+
+
+def test_which_lines_are_code() -> None:
+    text = '"""Prose.\n\nMore."""\n# why\n\nx = (\n    1,  # one\n\n    2,\n)\n'
+    assert code_lines(text) == 4
+
+
+def test_the_picture_of_the_house_shows_the_floors() -> None:
+    drawn = tool.HOUSE.read_text(encoding="utf-8")
+    assert drawn == tool.house(), "run `python tools/rooms.py`"
 
 
 def test_imports_go_down_only() -> None:
@@ -140,7 +121,7 @@ def test_one_place_says_what_a_dtype_means() -> None:
     for path in sources():
         place = path.relative_to(PACKAGE)
         if place.parts[0] in ("plan", "engines", "layer"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(tree(path)):
                 if isinstance(node, ast.Constant) and node.value in TYPES:
                     found.add(place.as_posix())
     assert found == SPELLED
@@ -167,7 +148,7 @@ def test_printers_keep_no_state() -> None:
     late = []
     for path in sorted((PACKAGE / "engines" / "cpu").glob("*.py")):
         others = path.name not in ("image.py", "jit.py")  # they set attributes of C's and LLVM's
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for function in ast.walk(tree(path)):
             made = getattr(function, "name", "") in ("__init__", "__post_init__")
             if not isinstance(function, ast.FunctionDef) or made:
                 continue
@@ -183,7 +164,7 @@ def test_printers_keep_no_state() -> None:
 LONG = 700  # lines
 
 
-@pytest.mark.parametrize("directory", ["anycell", "tests", "tools", "examples"])
+@pytest.mark.parametrize("directory", ["anycell", "benchmarks", "examples", "tests", "tools"])
 def test_long_files_say_why(directory: str) -> None:
     silent = []
     for path in sorted((PACKAGE.parent / directory).rglob("*.py")):
@@ -211,7 +192,7 @@ def test_records_have_one_class_each() -> None:
     classes = [
         node.name
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
     ]
     names = "Engine", "Host", "Option", "Options", "Plan"

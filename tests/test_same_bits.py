@@ -44,7 +44,7 @@ def test_each_layer_has_a_name_of_its_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
-def test_the_layers_take_both_sides_of_every_road(runs: list[layer.run.Run]) -> None:
+def test_the_layers_take_both_sides_of_every_road(runs: list[layer.pass_tables.PassTables]) -> None:
     assert same_bits.digests("^torch (LSTM|GRU) .* float32( mask)?$")
     taken = {(road, bool(on(run))) for road, on in ROADS.items() for run in runs}
     assert taken == {(road, side) for road in ROADS for side in (True, False)}

@@ -114,7 +114,7 @@ def test_float32(precision: str, cell: Cell, shape: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("batch", [19, 100, 140])
 def test_threads_split_the_units_of_more_rows(
-    batch: int, seed: int, set_layer: Any, runs: list[layer.run.Run]
+    batch: int, seed: int, set_layer: Any, runs: list[layer.pass_tables.PassTables]
 ) -> None:
     """By far weights, of which tiles soon have read one; each thread's part has the same bits."""
     set_layer(WORTH_A_THREAD=0)
@@ -134,11 +134,11 @@ def test_threads_split_the_units_of_more_rows(
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.LayerNormLSTM], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_multiplies_the_input(
-    kind: str, cell: Cell, seed: int, runs: list[layer.run.Run]
+    kind: str, cell: Cell, seed: int, runs: list[layer.pass_tables.PassTables]
 ) -> None:
     """The kernel, if there are rows for a tile and both weights stay in a core's own cache."""
     rng = np.random.default_rng(seed)
-    rows = layer.choices.TILED_ROWS
+    rows = layer.heuristics.TILED_ROWS
     for batch, units, inputs in ((rows, 64, 64), (rows - 1, 64, 64), (rows, 64, 1 << 13)):
         x = rng.standard_normal((30, batch, inputs)).astype("float32")
         ours = RNN(cell, inputs, units, dtype=torch.bfloat16)
@@ -160,7 +160,7 @@ def test_who_multiplies_the_input(
     ids=str,
 )
 def test_the_kernel_multiplies_the_input(
-    cell: Cell, seed: int, set_layer: Any, runs: list[layer.run.Run]
+    cell: Cell, seed: int, set_layer: Any, runs: list[layer.pass_tables.PassTables]
 ) -> None:
     """Where a cell needs the input's part of a gate by itself, that part has sums of its own."""
     set_layer(projects=lambda *_: True)

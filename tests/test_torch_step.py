@@ -17,7 +17,7 @@ from torch_layers import CELLS, by_name  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
-from anycell.layer import choices  # noqa: E402
+from anycell.layer import heuristics  # noqa: E402
 from anycell.plan import plan  # noqa: E402
 from anycell.torch import functional  # noqa: E402
 
@@ -74,7 +74,7 @@ def arguments_of(module: Any, rows: int, state: bool, gradient: bool = True) -> 
 @pytest.mark.parametrize("kind", CELLS, **by_name)
 def test_every_cell(kind: Any, dtype: Any, runs: list[Any]) -> None:
     """On both sides of the rows by which weights are packed."""
-    sizes = (5, 1), (5, 0), (33, 50), (33, choices.FEW_ROWS), (33, choices.FEW_ROWS + 1)
+    sizes = (5, 1), (5, 0), (33, 50), (33, heuristics.FEW_ROWS), (33, heuristics.FEW_ROWS + 1)
     for hidden, rows in sizes[: 5 if dtype is torch.float32 else 1]:
         module = at.RNNCell(kind, 3, hidden, dtype=dtype)
         for state in (False, True):
@@ -83,7 +83,7 @@ def test_every_cell(kind: Any, dtype: Any, runs: list[Any]) -> None:
                 given = arguments_of(module, rows, state)
                 close(step(module, *given), by_torch(module, *given))
     operators = kind in (cells.LSTM, cells.GRU, cells.RNN, cells.RNN(nonlinearity="relu"))
-    few = choices.recurrent_alone(plan(kind, 5, str(dtype).removeprefix("torch.")))
+    few = heuristics.recurrent_alone(plan(kind, 5, str(dtype).removeprefix("torch.")))
     wanted = {False, few} if dtype is torch.float32 else {few}
     assert set(map(ROADS["a single step of few rows"], runs)) == (set() if operators else wanted)
 

@@ -1,4 +1,4 @@
-"""Measures the figures of docs/performance.md that ``anycell bench`` does not print.
+"""Measures what ``anycell bench`` does not print of docs/performance.md and benchmarks/figures.md.
 
     python tools/figures.py packed [SHAPE...]      packed batches against torch.nn.LSTM's
     python tools/figures.py checkpoint [T]         memory and time of checkpoint="sqrt"
@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import anycell.torch
 from anycell import cells
-from anycell.bench import contenders, memory, onnx_graph
+from anycell.bench import contenders, memory
 from anycell.bench.problem import Problem, find_cell
 from anycell.bench.shapes import Shape, select
 from anycell.bench.stats import geometric_mean, median, paired_ratio
@@ -262,6 +262,8 @@ def spinning(names: list[str]) -> None:
     for who in POOLS.split():
         command = [sys.executable, "-W", "ignore", __file__, "_spinning", who]
         print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, end="")
+    from rivals import onnx_graph  # where ``contenders`` has looked for them
+
     for shape in select(names or ["stream", "deepar", "rl-policy", "sb3", "codec"]):
         problem = Problem(find_cell("LSTM"), shape, threads=THREADS)
         peers = {

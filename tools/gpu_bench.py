@@ -35,10 +35,10 @@ from gpu_lines import (
     say,
     told,
 )
+from rivals import torch_loops
 
 import anycell
 from anycell import cells, sigmoid, tanh
-from anycell.bench import torch_loops
 from anycell.bench.shapes import all_shapes
 from anycell.engines.gpu import capacity
 from anycell.layer import steps

@@ -6,28 +6,18 @@ A contender is built once per problem and then asked for *tasks*, mostly inferen
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 from anycell.bench.problem import Problem, find_cell
-from anycell.bench.tasks import Array, Contender, Mode
+from anycell.bench.tasks import Array, Contender, Mode, late
+from anycell.machine import ROOT
 
-
-def late(module: str, function: str, **options: Any) -> Callable[..., Any]:
-    """Returns a function that imports its module, and so a framework, only when it is called."""
-
-    def call(*args: Any) -> Any:
-        return getattr(importlib.import_module(module), function)(*args, **options)
-
-    return call
-
-
-TORCH, NUMPY = "anycell.bench.torch_layers", "anycell.bench.numpy_loops"
-ONNX, KERAS = "anycell.bench.onnx_graph", "anycell.bench.keras_layers"
-JAX = "anycell.bench.jax_layers"
+TORCH, NUMPY = "anycell.bench.torch_layers", "anycell.bench.numpy_layers"
+KERAS, JAX = "anycell.bench.keras_layers", "anycell.bench.jax_layers"
 SUBJECT = "anycell"
-CALM = {"session.intra_op.allow_spinning": "0"}  # threads sleep when they have no work
 OUR_LSTM = "anycell-LSTM"  # our LSTM on the same shape, to show what another cell costs
 FLOAT32 = "anycell-float32"  # our layer in float32, to show what fewer bits gain
 CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
@@ -36,30 +26,33 @@ CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     FLOAT32: late(TORCH, "ours"),
     "anycell.numpy": late(NUMPY, "ours"),
     "torch.nn": late(TORCH, "theirs"),
-    "torch-loop": late(TORCH, "loop"),
-    "torch-compile": late(TORCH, "compiled"),
-    "numpy-loop": late(NUMPY, "loop"),
-    "onnxruntime": late(ONNX, "onnxruntime"),
-    "onnxruntime-calm": late(ONNX, "onnxruntime", settings=CALM),
-    "openvino": late(ONNX, "openvino"),
     "anycell.keras": late(KERAS, "ours"),
     "keras": late(KERAS, "theirs"),
     "keras-xla": late(KERAS, "theirs", compiled=True),
-    "keras-loop": late(KERAS, "loop"),
-    "tf-block": late(KERAS, "block"),
     "anycell.jax": late(JAX, "ours"),
-    "jax-scan": late(JAX, "scan"),
     "flax": late(JAX, "flax"),
 }
-DEFAULT_PEERS = ("torch.nn", "torch-loop")
-ON_TENSORFLOW = ("anycell.keras", "keras", "keras-xla", "keras-loop", "tf-block")
+ON_TENSORFLOW = ["anycell.keras", "keras", "keras-xla"]
 # The packages that contenders need beyond NumPy and PyTorch.
-PACKAGES: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("onnxruntime", "onnxruntime-calm"), ("onnx", "onnxruntime")
-)
-PACKAGES |= dict.fromkeys(("anycell.numpy", "numpy-loop"), ("threadpoolctl",))
-PACKAGES |= dict.fromkeys(ON_TENSORFLOW, ("keras", "tensorflow"))
-PACKAGES |= {"anycell.jax": ("jax",), "jax-scan": ("jax",), "flax": ("jax", "flax")}
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "anycell.numpy": ("threadpoolctl",), "anycell.jax": ("jax",), "flax": ("jax", "flax"),
+    **dict.fromkeys(ON_TENSORFLOW, ("keras", "tensorflow")),
+}  # fmt: skip
+RIVALS = ROOT / "benchmarks"  # only a checkout has them
+
+
+def _add_rivals(folder: Path) -> None:
+    """Adds the loops by hand and the runtimes of ``benchmarks/rivals``, if they are there."""
+    if (folder / "rivals").is_dir():
+        sys.path.append(str(folder))
+        rivals = importlib.import_module("rivals")
+        CONTENDERS.update(rivals.CONTENDERS)
+        PACKAGES.update(rivals.PACKAGES)
+        ON_TENSORFLOW.extend(rivals.ON_TENSORFLOW)
+
+
+_add_rivals(RIVALS)
+DEFAULT_PEERS = tuple(name for name in ("torch.nn", "torch-loop") if name in CONTENDERS)
 
 
 def make(name: str, problem: Problem) -> Contender:

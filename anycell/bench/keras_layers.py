@@ -17,7 +17,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import ops
 
 import anycell.keras
 from anycell.bench.problem import Problem, by_direction
@@ -42,86 +41,6 @@ def theirs(problem: Problem, compiled: bool = False) -> Contender:
     return _named(problem, keras.layers, compiled)
 
 
-def loop(problem: Problem) -> Contender:
-    """``keras.layers.RNN`` over a cell class: by hand for peepholes, else one step of ours."""
-    cell, units = problem.cell, problem.shape.H
-    if problem.static is not None:
-        raise Unsupported("keras.layers.RNN has no input once per sequence")
-    RNNCell: Any = anycell.keras.RNNCell
-    step: Callable[[], Any] = functools.partial(RNNCell, cell.definition, units, **problem.others)
-    if cell.origin == "PeepholeLSTM":
-        step = functools.partial(PeepholeCell, units)
-    return _layers(problem, lambda: keras.layers.RNN(step(), return_sequences=True))
-
-
-def block(problem: Problem) -> Contender:
-    """``tf.raw_ops.BlockLSTMV2`` and its gradient: TensorFlow's fused LSTM, with peepholes."""
-    shape, name = problem.shape, problem.cell.origin
-    if name not in ("LSTM", "PeepholeLSTM"):
-        raise Unsupported(f"BlockLSTMV2 is no {name}")
-    set_threads(problem.threads)
-    zeros = tf.zeros((shape.B, shape.H))
-
-    def run(x: Tensor, weights: Direction, back: bool) -> Tensor:
-        """Runs time-major, which suits the op. TensorFlow registers the gradient of BlockLSTM."""
-        peepholes = [weights.get(name, zeros[0]) for name in ("p_i", "p_f", "p_o")]
-        names = "x w b wci wcf wco".split()
-        rest = {"cs_prev": zeros, "h_prev": zeros, "use_peephole": "p_i" in weights}
-        rest["seq_len_max"] = tf.constant(shape.T, tf.int64)
-
-        @tf.custom_gradient
-        def fused(*arrays: Tensor) -> Any:
-            given = {**rest, **dict(zip(names, arrays, strict=True))}
-            out = tf.raw_ops.BlockLSTMV2(**given, cell_clip=0.0)
-
-            def gradient(dh: Tensor) -> Any:
-                arriving = {"cs_grad": tf.zeros_like(dh), "h_grad": dh}
-                grads = tf.raw_ops.BlockLSTMGradV2(**given, **out._asdict(), **arriving)
-                return [getattr(grads, f"{name}_grad") for name in names]
-
-            return out.h, gradient
-
-        x = tf.reverse(x, [0]) if back else x
-        w = tf.concat([weights["kernel"], weights["recurrent_kernel"]], 0)
-        y = fused(x, w, weights["bias"], *peepholes)
-        return tf.reverse(y, [0]) if back else y
-
-    def layer(weights: Sequence[Direction], x: Tensor, training: bool) -> Tensor:
-        return tf.concat([run(x, w, d == 1) for d, w in enumerate(weights)], 2)
-
-    stack: list[Parts] = []
-    for directions in by_direction(problem.weights, shape):
-        arrays = [_as_keras(problem, weights, False) for weights in directions]
-        variables = [{name: tf.Variable(v) for name, v in part.items()} for part in arrays]
-        stack.append((functools.partial(layer, variables), variables))
-    return _contender(problem, stack, time_major=True)
-
-
-@keras.saving.register_keras_serializable("anycell")
-class PeepholeCell(keras.layers.Layer):
-    """An LSTM whose gates see the cell state, as people write it for ``keras.layers.RNN``."""
-
-    def __init__(self, units: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.units, self.state_size, self.output_size = units, [units, units], units
-
-    def build(self, input_shape: Sequence[int]) -> None:
-        wide = 4 * self.units
-        self.kernel = self.add_weight((input_shape[-1], wide), name="kernel")
-        self.recurrent_kernel = self.add_weight((self.units, wide), name="recurrent_kernel")
-        self.bias = self.add_weight((wide,), name="bias")
-        self.peepholes = [self.add_weight((self.units,), name=f"p_{g}") for g in "ifo"]
-
-    def call(self, inputs: Tensor, states: Any, training: bool = False) -> Any:
-        h, c = states
-        z = ops.matmul(inputs, self.kernel) + ops.matmul(h, self.recurrent_kernel) + self.bias
-        i, f, g, o = ops.split(z, 4, axis=1)
-        p_i, p_f, p_o = self.peepholes
-        new = ops.sigmoid(f + p_f * c) * c + ops.sigmoid(i + p_i * c) * ops.tanh(g)
-        h = ops.sigmoid(o + p_o * new) * ops.tanh(new)
-        return h, [h, new]
-
-
 # -- weights: the problem's have torch's names and layouts -----------------------------------------
 
 
@@ -134,7 +53,7 @@ def _keras_name(name: str) -> str:
     return {"weight": f"{prefix}kernel", "bias": f"{prefix}bias"}.get(kind, name)
 
 
-def _as_keras(problem: Problem, weights: Direction, reorder: bool) -> dict[str, Tensor]:
+def as_keras(problem: Problem, weights: Direction, reorder: bool) -> dict[str, Tensor]:
     """The weights of a direction by Keras's names; `reorder` turns gates r z n into z r n."""
     arrays: dict[str, list[Tensor]] = {}
     for name, value in weights.items():
@@ -150,12 +69,12 @@ def _as_keras(problem: Problem, weights: Direction, reorder: bool) -> dict[str, 
 
 
 def _as_torch(problem: Problem, gradients: Any, reorder: bool) -> dict[str, Array]:
-    """Gradients by torch's names, from Keras's gradients by the derivative of `_as_keras`."""
+    """Gradients by torch's names, from Keras's gradients by the derivative of `as_keras`."""
     weights = {name: tf.constant(value) for name, value in problem.weights.items()}
     with tf.GradientTape() as tape:
         tape.watch(weights)
         turned = [
-            [_as_keras(problem, direction, reorder) for direction in layer]
+            [as_keras(problem, direction, reorder) for direction in layer]
             for layer in by_direction(weights, problem.shape)
         ]
     of_torch = tape.gradient(turned, weights, output_gradients=gradients)
@@ -172,10 +91,10 @@ def _named(problem: Problem, module: Any, compiled: bool = False) -> Contender:
         layer = functools.partial(getattr(module, NAMED[origin]), units)
     else:
         layer = functools.partial(module.RNN, problem.cell.definition, units, **problem.others)
-    return _layers(problem, lambda: layer(return_sequences=True), origin == "GRU", compiled)
+    return layers(problem, lambda: layer(return_sequences=True), origin == "GRU", compiled)
 
 
-def _layers(
+def layers(
     problem: Problem, make: Callable[[], Any], reorder: bool = False, compiled: bool = False
 ) -> Contender:
     """A stack of layers of Keras's kind, with the weights of the problem."""
@@ -191,16 +110,16 @@ def _layers(
         variables = []
         for part, weights in zip(parts, directions, strict=True):
             named = {v.path.rpartition("/")[2]: v for v in part.trainable_variables}
-            values = _as_keras(problem, weights, reorder)
+            values = as_keras(problem, weights, reorder)
             assert set(values) == set(named), (set(values), set(named))
             for name, variable in named.items():
                 variable.assign(values[name])
             variables.append({name: variable.value for name, variable in named.items()})
         stack.append((layer, variables))
-    return _contender(problem, stack, reorder, compiled)
+    return contender(problem, stack, reorder, compiled)
 
 
-def _contender(
+def contender(
     problem: Problem,
     stack: Sequence[Parts],
     reorder: bool = False,

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from anycell.bench import gate, machine, memory, probe
 from anycell.bench.contenders import DEFAULT_PEERS, FLOAT32, SUBJECT, make, posed, reference
-from anycell.bench.numpy_loops import blas_threads
+from anycell.bench.numpy_layers import blas_threads
 from anycell.bench.problem import CellSpec, Problem
 from anycell.bench.shapes import Shape
 from anycell.bench.stats import geometric_mean, iqr, median, paired_ratio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -64,3 +65,12 @@ class Contender:
         if mode not in self.tasks:
             raise Unsupported(f"no {mode}")
         return self.tasks[mode]
+
+
+def late(module: str, function: str, **options: Any) -> Callable[..., Any]:
+    """Returns a function that imports its module, and so a framework, only when it is called."""
+
+    def call(*args: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(*args, **options)
+
+    return call

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import anycell.torch
 from anycell import compress
-from anycell.bench.numpy_loops import recurrence, recurrence_arguments
-from anycell.bench.problem import Problem
+from anycell.bench.numpy_layers import recurrence, recurrence_arguments
+from anycell.bench.problem import Problem, by_direction
 from anycell.bench.tasks import Array, Contender, Mode, Task, Unsupported
-from anycell.bench.torch_loops import Loop
 from anycell.engines.reference import Recurrence
-from anycell.plan import Layer
+from anycell.layer import steps
+from anycell.layer.signature import of_layer
+from anycell.plan import Layer, Options
 from anycell.plan.dtype import DTYPES
+
+Weights = Mapping[str, Tensor]  # of one direction of one layer
+Scan = Callable[[Tensor, Weights, bool], Tensor]  # [T, B, in] -> [T, B, H], backwards if True
 
 
 def from_module(
@@ -88,7 +93,7 @@ def _task(
 NO_KERNEL = ("not implemented for", "could not create a primitive")
 
 
-def _torchs(contender: Contender) -> Contender:
+def as_torch_has(contender: Contender) -> Contender:
     """Makes tasks raise `Unsupported` when PyTorch has no kernel for a dtype on this machine."""
 
     def checked(work: Callable[[], Any]) -> Any:
@@ -113,7 +118,7 @@ def _load(module: Any, problem: Problem) -> Any:
 def theirs(problem: Problem) -> Contender:
     """``torch.nn.LSTM``, ``GRU``, ``RNN``."""
     build = functools.partial(_nn_module, problem)
-    return _torchs(from_module(build, problem, quantize=_quantized))
+    return as_torch_has(from_module(build, problem, quantize=_quantized))
 
 
 def _quantized(module: Any) -> Any:
@@ -152,27 +157,43 @@ def ours(problem: Problem) -> Contender:
     return contender
 
 
-def loop(problem: Problem) -> Contender:
-    """A Python loop over time: by hand for the classics, operation by operation for other cells."""
-    return _torchs(from_module(functools.partial(Loop, problem), problem))
+class Loop(nn.Module):
+    """Layers and directions around a scan, with ``torch.nn``'s parameter names.
 
+    Args:
+        scan: runs one direction; None runs the cell's graph, operation by operation, in torch.
+    """
 
-def compiled(problem: Problem) -> Contender:
-    """The loop under ``torch.compile``, whose first call takes minutes if T is large."""
-    if not problem.cell.classic:
-        raise Unsupported(f"no loop for {problem.cell.name} that torch.compile could take whole")
+    def __init__(self, problem: Problem, scan: Scan | None = None) -> None:
+        super().__init__()
+        self.cell, self.sizes = problem.cell.definition, tuple(problem.sizes.items())
+        self.scan = scan
+        for name, value in problem.weights.items():
+            self.register_parameter(name, nn.Parameter(torch.from_numpy(value.copy())))
+        shape, learned = problem.shape, dict(self.named_parameters())
+        self.stack = by_direction(learned, shape)
+        self.layers = [of_layer(self.cell, learned, k, shape.D) for k in range(shape.L)]
 
-    def build() -> Any:
-        module = Loop(problem)
-        module.compile(fullgraph=False, dynamic=False)
-        return module
-
-    torch._dynamo.reset()
-    return _torchs(from_module(build, problem))
+    def forward(self, x: Tensor, static: Tensor | None = None) -> Tensor:
+        """``[T, B, I] -> [T, B, D * H]``."""
+        seed = None
+        if self.training and self.cell.keeps:  # drawn as the fused layer draws it: the same masks
+            seed = int(torch.randint(2**63 - 1, ()))
+        for k, layer in enumerate(self.stack):
+            if self.scan is not None:
+                outputs = [self.scan(x, w, d == 1) for d, w in enumerate(layer)]
+            else:
+                reverse = (False, True)[: len(layer)]
+                options = Options(reverse, training=seed is not None, seed=seed or 0, stream=k)
+                arrays = {"x": x, "static": static, **self.layers[k]}
+                runs = steps.directions(Layer(self.cell, self.sizes, options), arrays, F.linear)
+                outputs = [run.forward()[0] for run in runs]
+            x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+        return x
 
 
 def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
-    """Computes output, in training all gradients too, in float64, by ``torch.nn`` or the loop."""
+    """Computes output, in training all gradients too, in float64, by ``torch.nn`` or a loop."""
     if mode == "recurrence":
         cell, *arrays = recurrence_arguments(problem, "float64")
         layer = Layer(cell, tuple(problem.sizes.items()))

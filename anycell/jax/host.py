@@ -106,15 +106,15 @@ class JaxHost:
     def template(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
-    lasting = like = zeros  # ``play`` looks at their dtype and shape alone
+    lasting = like = zeros  # ``trace`` looks at their dtype and shape alone
     empty = zeros  # what is still unset when a traced value is written is a constant of the program
 
     def pointer(self, array: Buffer) -> int:
         return int(array.values.__array_interface__["data"][0])
 
-    def play(self, recipe: Recipe, given: list[Array], options: Options) -> list[Array]:
+    def trace(self, recipe: Recipe, given: list[Array], options: Options) -> list[Array]:
         """Puts a pass into the graph; see ``layer.Host``."""
-        made = [jax.ShapeDtypeStruct(shape, make.__self__.dtype) for make, shape in recipe.made]
+        made = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _results(recipe)]
         call = jax.ffi.ffi_call(_target(), made, input_output_aliases=recipe.aliases)
         seed = []
         if isinstance(options.seed, Seed):
@@ -140,32 +140,37 @@ def _target() -> str:
     return name
 
 
+def _results(recipe: Recipe) -> list[tuple[tuple[int, ...], Any]]:
+    """The shapes and dtypes of the arrays that a pass makes."""
+    return [(shape, dtype) for (_, shape), dtype in zip(recipe.made, recipe.dtypes, strict=True)]
+
+
 def _record(recipe: Recipe, stream: int) -> Any:
     """Describes a pass for the foreign function; see ``xla.RECORD``."""
     zeroed = [
-        (i, math.prod(shape) * make.__self__.dtype.itemsize)
-        for i, ((make, shape), how) in enumerate(zip(recipe.made, recipe.hows, strict=True))
-        if how == "zeros"
+        (i, math.prod(shape) * dtype.itemsize)
+        for i, (shape, dtype) in enumerate(_results(recipe))
+        if recipe.hows[i] == "zeros"
     ]
     name, target = xla.process().name, isa.current()
     native: Any = recipe.native
-    play = ctypes.cast(native, ctypes.c_void_p).value or 0
-    dtype = recipe.runs[0].plan.types
-    *_, threads = (run.options.threads for run in recipe.runs)
+    execute = ctypes.cast(native, ctypes.c_void_p).value or 0
+    dtype = recipe.passes[0].plan.types
+    *_, threads = (one.threads for one in recipe.passes)
     gang = cpu.pool.own_gang(threads)
     kept: list[Any] = [
         name(f"door {one.library.name}", one.address) if isinstance(one, Kernel) else one
         for one, _ in recipe.kept
     ]
     numbers = {
-        "play": name(f"play {jit.name(*driver.request(dtype, target))}", play),
+        "execute": name(f"execute {jit.name(*driver.request(dtype, target))}", execute),
         "gang": name(f"gang {threads}", gang) if gang else 0,
         "read": len(recipe.names), "made": len(recipe.made), "kept": len(kept),
         "table": recipe.table, "bytes": recipe.bytes, "stream": stream,
-        "first": recipe.form[-1],
+        "first": recipe.head[-1],
     }  # fmt: skip
     constants = [Buffer.read(values) for values in recipe.constants]
-    places = [*zip(*[iter(recipe.flat)] * 3, strict=True), *recipe.fastened]
+    places = [*recipe.places, *recipe.fastened]
     return xla.record(numbers, _relative(recipe), places, [*constants, *kept], zeroed)
 
 

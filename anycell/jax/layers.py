@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +21,7 @@ from anycell.jax.arguments import (
     check_key,
     refuse_kind,
 )
-from anycell.jax.primitive import planned, run, seed_words
+from anycell.jax.recurrence import planned, run, seed_words
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import (
@@ -322,7 +323,7 @@ class RNN(Explained):
         )
         return states if len(states) > 1 else states[0]
 
-    def prepare(self, params: Mapping[str, Array]) -> streaming.Prepared:
+    def prepare(self, params: Mapping[str, Array]) -> Prepared:
         """Packs the weights for ``step``, once for all steps to come.
 
         Call it outside of the loop over the steps. It returns a tree of arrays, a function of the
@@ -340,11 +341,11 @@ class RNN(Explained):
         params = self._params(params)
         layer = planned(self._layer(), params["weight_ih_l0"].dtype)
         packed = streaming.pack(layer, self.num_layers, params)
-        return streaming.Prepared(params, packed, self, isa.current().name)
+        return Prepared(params, packed, self, isa.current().name)
 
     def step(
         self,
-        params: Mapping[str, Array] | streaming.Prepared,
+        params: Mapping[str, Array] | Prepared,
         x: Array,
         state: State | None = None,
         *,
@@ -384,7 +385,7 @@ class RNN(Explained):
             (5, 2, 8)
         """
         check_one_direction("step", self)
-        if isinstance(params, streaming.Prepared):
+        if isinstance(params, Prepared):
             params = params.of_step(self)
         params, x = self._params(params), as_arrays(x)
         rows: Any = x.shape[:-1] if isinstance(x, jax.Array) and x.ndim in (1, 2) else ("B",)
@@ -400,7 +401,7 @@ class RNN(Explained):
 
     def _params(self, params: Any) -> dict[str, Array]:
         """Checks parameters."""
-        if isinstance(params, streaming.Packed):
+        if isinstance(params, Packed):
             return params
         shapes, expected = self.shapes, "the parameters of `init`, by name"
         if not isinstance(params, Mapping):
@@ -437,3 +438,45 @@ class RNN(Explained):
         key = jax.random.fold_in(key, _DROPPED + k)
         kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
         return jnp.where(kept, x / (1 - self.dropout), 0)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Parameters of a layer for its ``step``, with their weights packed: a tree of arrays.
+
+    Pickles and copies by ``copy`` do not carry the packed weights, which are packed again.
+
+    Attributes:
+        params: the parameters.
+        packed: the packed weights of each layer; none where no kernel steps.
+        layer: the layer.
+        target: the instruction set for which the weights are packed.
+    """
+
+    params: dict[str, Array]
+    packed: tuple[Array, ...]
+    layer: RNN
+    target: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.layer.prepare, (self.params,)
+
+    def of_step(self, layer: RNN) -> Mapping[str, Array]:
+        """The arrays for a step of this layer, by name."""
+        if layer != self.layer:
+            hint = "Call prepare() of the layer that steps."
+            refuse("params", f"weights prepared by {self.layer!r}", repr(layer), hint)
+        current = isa.current().name
+        if self.packed and current != self.target:
+            given = f"weights packed for the instruction set {self.target!r}"
+            refuse("params", given, f"{current!r}, which is in use", "Call prepare() again.")
+        return Packed(self.params | {f"packed_l{k}": w for k, w in enumerate(self.packed)})
+
+
+jax.tree_util.register_dataclass(
+    Prepared, data_fields=["params", "packed"], meta_fields=["layer", "target"]
+)
+
+
+class Packed(dict[str, Array]):
+    """Parameters that ``prepare`` has checked, and their packed weights."""

@@ -31,7 +31,7 @@ from anycell.jax.equations import (
     place,
     value,
 )  # fmt: skip
-from anycell.jax.primitive import planned, recurrence
+from anycell.jax.recurrence import planned, recurrence
 from anycell.jax.table import Reader
 from anycell.plan import Layer, Plan
 from anycell.read import Reading, Refused

@@ -3,15 +3,15 @@
     pack        the packed weights of a layer, an array of bytes
     stepping    the states after a step of a layer
 
-Packed weights are a function of the parameters, so they lie beside them in a tree, ``Prepared``.
-What no kernel runs, such as derivatives and other platforms, reads the parameters.
+Packed weights are a function of the parameters, so they lie beside them in a tree,
+``layers.Prepared``. What no kernel runs, such as derivatives and other platforms, reads the
+parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,52 +30,7 @@ from anycell.layer.signature import FLAGS, of_a_matmul, of_layer
 from anycell.layer.stream import draft_packing, draft_step
 from anycell.plan import Layer, Options
 
-if TYPE_CHECKING:
-    from anycell.jax.layers import RNN
-
 _BYTES: Any = JaxHost(np.dtype(np.uint8))
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Parameters of a layer for its ``step``, with their weights packed: a tree of arrays.
-
-    Pickles and copies by ``copy`` do not carry the packed weights, which are packed again.
-
-    Attributes:
-        params: the parameters.
-        packed: the packed weights of each layer; none where no kernel steps.
-        layer: the layer.
-        target: the instruction set for which the weights are packed.
-    """
-
-    params: dict[str, Array]
-    packed: tuple[Array, ...]
-    layer: RNN
-    target: str
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.layer.prepare, (self.params,)
-
-    def of_step(self, layer: RNN) -> Mapping[str, Array]:
-        """The arrays for a step of this layer, by name."""
-        if layer != self.layer:
-            hint = "Call prepare() of the layer that steps."
-            refuse("params", f"weights prepared by {self.layer!r}", repr(layer), hint)
-        current = cpu.isa.current().name
-        if self.packed and current != self.target:
-            given = f"weights packed for the instruction set {self.target!r}"
-            refuse("params", given, f"{current!r}, which is in use", "Call prepare() again.")
-        return Packed(self.params | {f"packed_l{k}": w for k, w in enumerate(self.packed)})
-
-
-jax.tree_util.register_dataclass(
-    Prepared, data_fields=["params", "packed"], meta_fields=["layer", "target"]
-)
-
-
-class Packed(dict[str, Array]):
-    """Parameters that ``prepare`` has checked, and their packed weights."""
 
 
 def pack(layer: Layer, layers: int, params: Mapping[str, Array]) -> tuple[Array, ...]:

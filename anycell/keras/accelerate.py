@@ -12,6 +12,7 @@ import keras
 from keras.src.saving import object_registration  # the name of a class has no public setter
 
 from anycell.explanation import Found, log_swapped, often
+from anycell.keras.backends import trace_anew
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import CALLS, GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed, read_of
@@ -254,19 +255,6 @@ def _refusal(layer: keras.layers.RNN) -> str | None:
         return why
     step, later = read_of(layer, False), elsewhere(layer.cell) is None and not layer.built
     return step if isinstance(step, str) and not later else None
-
-
-def trace_anew(layer: keras.layers.Layer) -> None:
-    """Forgets the functions that a compiled model has traced, which call the old layers."""
-    if not isinstance(layer, keras.Model):
-        return
-    layer.train_function = layer.test_function = layer.predict_function = None
-    if (
-        layer.compiled
-        and layer.jit_compile
-        and not all(inner.supports_jit for inner in layer._flatten_layers())
-    ):
-        layer.jit_compile = False
 
 
 def _kind(layer: keras.layers.Layer) -> str:

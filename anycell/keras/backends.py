@@ -90,3 +90,16 @@ def as_written(function: Any) -> Any:
     import tensorflow as tf
 
     return tf.autograph.experimental.do_not_convert(function)
+
+
+def trace_anew(layer: keras.layers.Layer) -> None:
+    """Forgets the functions that a compiled model has traced, which call the old layers."""
+    if not isinstance(layer, keras.Model):
+        return
+    layer.train_function = layer.test_function = layer.predict_function = None
+    if (
+        layer.compiled
+        and layer.jit_compile
+        and not all(inner.supports_jit for inner in layer._flatten_layers())
+    ):
+        layer.jit_compile = False

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras import backend, ops
+from keras.src import backend as inside  # the mask of a tensor has no public name
 
 from anycell.lang.cell import Cell
 from anycell.layer.checks import refuse
@@ -163,3 +164,10 @@ def lowered(layer: Layer, arrays: Arrays) -> tuple[Layer, dict[str, Tensor]]:
 
 # Outputs ``[T, B, H]`` or None; the final states, and after them the ``sequences`` of the call.
 Result = tuple[Tensor, tuple[Tensor, ...]]
+
+
+def attached_mask(x: Tensor) -> Tensor:
+    """Returns the mask that an earlier layer, such as ``Embedding(mask_zero=True)``, left on x."""
+    if hasattr(inside, "get_keras_mask"):  # since Keras 3.6
+        return inside.get_keras_mask(x)
+    return getattr(x, "_keras_mask", None)

@@ -11,8 +11,8 @@ from keras import ops, tree
 
 from anycell.explanation import Explained
 from anycell.keras.backends import as_written, uncompiled
-from anycell.keras.call import KERNELS, Arrays, Tensor, expect, flags
-from anycell.keras.layers import Fused, _attached_mask
+from anycell.keras.call import KERNELS, Arrays, Tensor, attached_mask, expect, flags
+from anycell.keras.layers import Fused
 from anycell.keras.streaming import Keywords, one_step
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
@@ -107,7 +107,7 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
         resets: Tensor = None,
     ) -> Any:
         """Runs the layer; see the class."""
-        mask = _attached_mask(sequences) if mask is None else mask
+        mask = attached_mask(sequences) if mask is None else mask
         mask = None if mask is None else ops.cast(mask, "bool")
         if initial_state is None:
             initial_state = self.layer.get_initial_state(ops.shape(sequences)[0])

@@ -17,12 +17,21 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 from keras import activations, ops, tree
-from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.explanation import Explained, Explanation, about_layer
 from anycell.keras import cells
 from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
-from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, real, tensor
+from anycell.keras.call import (
+    Arrays,
+    Tensor,
+    attached_mask,
+    check,
+    expect,
+    flags,
+    for_all,
+    real,
+    tensor,
+)
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
 from anycell.keras.reading import LoopOptions, Readings, elsewhere, loop, masks_of
@@ -253,13 +262,6 @@ class Fused(Steps, Keywords, Explained):
         return as_on_jax and not layer.options.apart(True)
 
 
-def _attached_mask(x: Tensor) -> Tensor:
-    """Returns the mask that an earlier layer, such as ``Embedding(mask_zero=True)``, left on x."""
-    if hasattr(backend, "get_keras_mask"):  # since Keras 3.6
-        return backend.get_keras_mask(x)
-    return getattr(x, "_keras_mask", None)
-
-
 def _as_tensor(mask: Any, sequences: Tensor) -> Tensor:
     """Converts a mask, a list of one mask (as Keras passes it), or of rows, to bool ``[B, T]``."""
     first = tree.flatten(mask)[0]
@@ -290,7 +292,7 @@ class DropIn(Fused):
         given = {"initial_state": initial_state, "training": training}
         if resets is None:
             return super().call(sequences, mask=mask, **given)  # type: ignore[misc]
-        mask = _attached_mask(sequences) if mask is None else mask  # see `RNN.call`
+        mask = attached_mask(sequences) if mask is None else mask  # see `RNN.call`
         with self._beside(None, resets):
             return super().call(sequences, mask=mask, **given)  # type: ignore[misc]
 
@@ -626,7 +628,7 @@ class RNN(Fused, keras.layers.RNN):
     ) -> Any:
         """Runs the layer; see the class."""
         if mask is None:  # Keras looks for a mask only if sequences are the only tensor
-            mask = _attached_mask(sequences)
+            mask = attached_mask(sequences)
         with self._beside(static, resets):
             return super().call(sequences, initial_state, mask=mask, training=training)
 

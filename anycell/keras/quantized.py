@@ -16,6 +16,7 @@ from anycell.keras.call import KERNELS, Arrays, Tensor
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import CALLS, RNN, Fused
+from anycell.keras.weights import view_of
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import described, measure, replaced, rounded
 from anycell.layer.view import numbers
@@ -103,7 +104,7 @@ def quantize(model: Any, data: Iterable[Any] | None) -> Any:
 
 
 def _quantized(layer: Any) -> Quantized:
-    view = compress.view_of(layer)
+    view = view_of(layer)
     for variable in layer.cell.weights:
         if variable.dtype != "float32" or layer.cell.compute_dtype != "float32":
             given = f"{layer.name} of {layer.dtype_policy.name}"
@@ -113,7 +114,7 @@ def _quantized(layer: Any) -> Quantized:
     new = Quantized(cell, **compress.told(layer, cell, dict(sizes)))
     new.build(compress.input_shape(layer))
     (arrays,), scales = view.learned, new.cell._scales
-    for name, weight in compress.view_of(new).weights[0].items():
+    for name, weight in view_of(new).weights[0].items():
         # Keras has a single bias if both are only added: the other bias is 0.
         values: Any = numbers(arrays[name]) if name in arrays else 0.0
         if scales_of(name) in scales:

@@ -13,6 +13,7 @@ from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers
 
 from anycell.keras.call import Tensor
 from anycell.read import Refused
+from anycell.recent import add_recent
 
 _MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a call
 _HOMES = {"tensorflow": "read", "jax": "jax"}
@@ -41,9 +42,8 @@ class Readings:
         structure = tree.map_structure(lambda _: 0, states)
         key = training, _state_of(cell), repr(structure), *specs
         if key not in self.known:
-            if len(self.known) >= MOST:
-                self.known.clear()
-            self.known[key] = _read(cell, training, structure, specs, len(masks))
+            read = _read(cell, training, structure, specs, len(masks))
+            add_recent(self.known, key, read, MOST)
         self.last[training] = x, states, masks
         return self.known[key]
 

@@ -14,6 +14,7 @@ from keras.src import backend  # the scope in which Keras calls layers has no pu
 from anycell.keras.backends import as_written, recorded
 from anycell.keras.call import Tensor, expect, flags, for_all, real, tensor
 from anycell.keras.rule import planned
+from anycell.keras.weights import view_of
 from anycell.layer.checks import refuse
 from anycell.layer.stream import Stream
 from anycell.layer.view import value
@@ -97,8 +98,6 @@ class Steps:
         Raises:
             ValueError: for a layer that goes backwards, or has no weights yet.
         """
-        from anycell.keras.compress import view_of
-
         me: Any = self
         self._forwards("prepare")
         view, stream = view_of(me), None

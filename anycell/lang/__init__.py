@@ -4,6 +4,7 @@ Knows no device and no framework. What it exports is what users write, ``anycell
 """
 
 from anycell.lang.cell import Cell, Gates, cell, keep, linear
+from anycell.lang.expr import VOCABULARY as VOCABULARY
 from anycell.lang.expr import CellError, Expr
 from anycell.lang.ops import (
     abs,
@@ -44,5 +45,4 @@ __all__ = [
     "softplus", "softsign", "sqrt", "stop_gradient", "sum", "tanh", "where",
 ]  # fmt: skip
 
-# The functions that have a meaning in a cell.
-VOCABULARY = [name for name in __all__ if name[0].islower() and name != "cell"]
+VOCABULARY[:] = [name for name in __all__ if name[0].islower() and name != "cell"]

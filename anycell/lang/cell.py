@@ -48,6 +48,7 @@ from anycell.lang.expr import (
 from anycell.lang.ops import TABLE, is_boolean
 from anycell.lang.sizes import sizes_of
 from anycell.lang.trace import Declared, Gates, Trace, current, keep, linear, of_row
+from anycell.recent import add_recent
 
 # The names that other modules import from here; `declare` and `trace` define some of them.
 __all__ = [
@@ -139,9 +140,7 @@ class Cell:
             return self._variants[key]
         new = Cell(self.function, self.declaration, given)
         if key is not None:
-            if len(self._variants) >= VARIANTS:
-                self._variants.clear()
-            self._variants[key] = new
+            add_recent(self._variants, key, new, VARIANTS)
         return new
 
     def __repr__(self) -> str:
@@ -163,7 +162,7 @@ class Cell:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.text is not None:
-            return _restore_text, (self.text, self.given)
+            return self.function.__globals__["__restore__"], (self.text, self.given)
         where = self.function.__module__, self.function.__qualname__
         try:
             _find(*where)
@@ -274,7 +273,14 @@ class Cell:
         self.linears = _linears(graph, declared)
         self.fused = frozenset(n.attrs[1] for n in topological(graph) if n.op == "preact")
         self.learned = learned(self)
-        self.sizes, self.linears = sizes_of(self)
+        leaves: dict[str, dict[Any, str]] = {
+            "x": self.gate_sizes, "static": {self.static: self.static_size},
+            "state": {state.name: state.size for state in self.states},
+            "param": {param.name: param.size for param in self.params},
+        }  # fmt: skip
+        self.sizes, self.linears = sizes_of(
+            self.name, self.states, leaves, graph, self.linears, self.broadcasts
+        )
         self.by_weight: dict[str, Linear] = {}
         for l in self.linears:
             self.by_weight.setdefault(l.weight, l)
@@ -541,12 +547,6 @@ def _find(module: str, qualname: str) -> Cell:
 
 def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
     return _find(module, qualname)(**given)
-
-
-def _restore_text(text: str, given: dict[str, Any]) -> Cell:
-    from anycell.lang.text import from_text
-
-    return from_text(text)(**given)
 
 
 def _declaration(function: Declaring) -> Declaring:

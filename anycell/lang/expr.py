@@ -136,10 +136,12 @@ LINEAR = (
 )
 
 
+# The functions that have a meaning in a cell, as ``anycell.lang`` exports them.
+VOCABULARY: list[str] = []
+
+
 def instead_of(name: str) -> str:
     """Says what to write in a cell for the function that another library calls ``name``."""
-    from anycell.lang import VOCABULARY
-
     name = name.strip("_")
     if name in _MATMULS:
         return LINEAR

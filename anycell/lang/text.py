@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
+from typing import Any
 
 from anycell import lang
 from anycell.lang.cell import Cell
@@ -27,7 +28,7 @@ def from_text(text: str) -> Cell:
     lines = text.splitlines(keepends=True)
     linecache.cache[file] = len(text), None, lines, file  # no time: it is never read again
     namespace = {name: getattr(lang, name) for name in lang.__all__}
-    namespace |= {"__name__": file, "__text__": text}
+    namespace |= {"__name__": file, "__text__": text, "__restore__": _restore}
     exec(compile(text, file, "exec"), namespace)
     made = {
         value
@@ -40,3 +41,8 @@ def from_text(text: str) -> Cell:
             'give an "@cell(...)" and its function.',
         )
     return made.pop()
+
+
+def _restore(text: str, given: dict[str, Any]) -> Cell:
+    """Makes a cell from its pickle."""
+    return from_text(text)(**given)

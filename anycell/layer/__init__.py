@@ -15,8 +15,8 @@ from anycell.layer import contract
 from anycell.layer.arguments import Array, Arrays, Direction, Host, Kept
 from anycell.layer.backward import backward, keeps_state
 from anycell.layer.checks import check_checkpoint
-from anycell.layer.choices import row_group
 from anycell.layer.forward import forward
+from anycell.layer.heuristics import row_group
 from anycell.layer.signature import ENDS, names, parameters, places, shapes, stepped
 from anycell.plan import Options
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from anycell.engines.cpu.check import Bounds, reach
+
 Array = Any
 
 
@@ -34,14 +36,14 @@ class Host(Arrays, Protocol):
     """The operations of a framework that a layer on the CPU needs, on arrays of the plan's dtype.
     A layer on a GPU needs ``anycell.engines.gpu.GpuHost``.
 
-    ``play`` is None, or for arrays that have no memory yet, the function that puts a pass into the
+    ``trace`` is None, or for arrays that have no memory yet, the function that puts a pass into the
     framework's graph: it takes what ``Recipe.run`` takes, and returns the arrays that the pass will
     make.
 
     Arrays must also slice, assign (``a[i:j] = b``), ``reshape`` and ``sum(0)`` as in NumPy.
     """
 
-    play: Any
+    trace: Any
 
     @property
     def blas(self) -> int:
@@ -163,3 +165,11 @@ class Factors(NamedTuple):
 
     outputs: Array | None
     operand: Array | None
+
+
+def extent(host: Host, array: Array) -> Bounds:
+    """The address of an array's first byte, and the address after its last byte."""
+    address, axes = host.pointer(array), zip(array.shape, host.strides(array), strict=True)
+    for span in reach("", address, array.dtype.itemsize, 1, tuple(axes)):
+        return span.first, span.last
+    return address, address

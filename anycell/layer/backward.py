@@ -8,13 +8,13 @@ from typing import NamedTuple
 from anycell.engines.cpu.driver import SUM
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Factors, Host, Kept
-from anycell.layer.choices import chunk_of, row_group
-from anycell.layer.forward import project, remember, widened
-from anycell.layer.recipe import Recipe, View, recipe_of
-from anycell.layer.run import Run, finish
+from anycell.layer.forward import allocate_states, project, widened
+from anycell.layer.heuristics import chunk_of, row_group
+from anycell.layer.pass_tables import PassTables, finish
+from anycell.layer.recipe import Draft, Recipe, View, recipe_of
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import ENDS, of_a_matmul, states
-from anycell.layer.sums import Sums, finished, leaving
+from anycell.layer.weight_gradients import WeightGradients, bias_gradients, gradients_by_name
 from anycell.plan import Options, Plan
 
 
@@ -51,12 +51,14 @@ def backward(
     read = options.checkpoint is not None  # the forward pass runs again, and may read x
     given, layout = contract.fit(host, plan, arrays, options, read)
     segment = _segment(plan, given, options)
-    parts, further = contract.arriving(
+    parts, further = contract.fit_gradients(
         host, plan, given["x"].shape, options.reverse, kept, d_output, d_final, d_states or {},
         segment=segment, keeps=keeps_state,
     )  # fmt: skip
-    need = wanted is None or any(map(of_a_matmul, wanted))
-    wants = need, wanted is None or "x" in wanted, wanted is None or _of_first(plan) in wanted
+    wants = Wanted(True, True, True)
+    if wanted is not None:
+        learned_too = any(map(of_a_matmul, wanted))
+        wants = Wanted(learned_too, "x" in wanted, _of_first(plan) in wanted)
     same = options.unseeded() if options.seed or options.stream else options
     key = "backward", plan, same, wants, layout, further
     if plan.types.mixed:
@@ -68,8 +70,9 @@ def backward(
     made = recipe.run(list(map(given.__getitem__, recipe.names)), options)
     gradients = {name: made[i] for name, i in known.whole.items()}
     wide, learned = host.wide, []
-    for d, (biases, *numbers) in enumerate(known.sums):
-        vectors, named = ({name: made[i] for name, i in some.items()} for some in numbers)
+    for d, (biases, vector_numbers, total_numbers) in enumerate(known.sums):
+        vectors = {name: made[i] for name, i in vector_numbers.items()}
+        named = {name: made[i] for name, i in total_numbers.items()}
         params = named.pop("d_params", None)
         for name in named:
             if name.startswith("reset_state "):
@@ -77,13 +80,31 @@ def backward(
         if params is not None:
             parts_ = host.split(params.sum(0), plan.param_sizes)
             named.update(zip(plan.cell.param_names, parts_, strict=True))
-        learned.append(named | finished(plan, biases, {}, vectors, wide.empty, wide.zeros))
-    gradients |= leaving(wide.empty, known.directions, None, learned)
+        learned.append(named | bias_gradients(plan, biases, {}, vectors, wide.empty, wide.zeros))
+    gradients |= gradients_by_name(wide.empty, known.directions, None, learned)
     if plan.types.mixed:
         gradients = {name: host.narrow(gradient) for name, gradient in gradients.items()}
     for name in known.turned:
         gradients[name] = gradients[name].T
     return gradients
+
+
+class Wanted(NamedTuple):
+    """Whether the gradients of weights and biases, of x, and of the first state are wanted."""
+
+    weights: bool
+    x: bool
+    first_state: bool
+
+
+class SumsOfDirection(NamedTuple):
+    """The names of biases; and by name the vectors of the ``WeightGradients`` of a direction, and
+    the sums of the kernel: "d_params", "static", and what resets restore, for all directions.
+    """
+
+    biases: list[str]
+    vectors: dict[str, int]
+    totals: dict[str, int]
 
 
 class Backward(NamedTuple):
@@ -93,15 +114,14 @@ class Backward(NamedTuple):
         directions: the arrays that each direction was given.
         whole: by name, the gradients that one array holds: of x, if it is wanted, of states
             ``[D, B, size]``, and of weights.
-        sums: per direction the names of biases, and by name the vectors of its ``Sums`` and the
-            sums of the kernel: "d_params", "static", and what resets restore, for all directions.
+        sums: of each direction.
         turned: weights whose gradients are stored transposed, like the weights.
     """
 
     recipe: Recipe
     directions: list[dict[str, View]]
     whole: dict[str, int]
-    sums: list[tuple[list[str], dict[str, int], dict[str, int]]]
+    sums: list[SumsOfDirection]
     turned: list[str]
 
 
@@ -110,32 +130,27 @@ def _draft(
     plan: Plan,
     given: Mapping[str, Array],
     options: Options,
-    wants: tuple[bool, bool, bool],
+    wants: Wanted,
 ) -> Backward:
-    """Drafts the pass for arrays that are laid out like these.
-
-    Args:
-        wants: whether the gradients of weights and biases, of x, and of the first state are wanted.
-    """
-    need, of_x, of_first = wants
-    run = Run(Recipe(host, given, options), plan, options, True, False)
-    recipe, views, count = run.recipe, run.recipe.views, len(run.directions)
+    """Drafts the pass for arrays that are laid out like these."""
+    run = PassTables(Draft(host, given, options), plan, options, True, False)
+    draft, views, count = run.draft, run.draft.views, len(run.directions)
     dx = None
-    if of_x or not run.projects:
+    if wants.x or not run.projects:
         # Two directions add to it.
         how = "zeros" if run.projects and count > 1 else "empty"
-        dx = recipe.new(run.x.shape, how, wide=run.projects)
+        dx = draft.new(run.x.shape, how, wide=run.projects)
     for name, view in views.items():
         if name == "d_output" or name.startswith("d_sequence "):
             run.place(name, view)
     states_, totals = _totals(run)
-    directions = [_Direction(run, d, dx, need) for d in range(count)]
+    directions = [_Direction(run, d, dx, wants.weights) for d in range(count)]
     hidden = _states(run)
     for direction in directions:
         direction.multiply(hidden)
-        if run.single and of_first:
+        if run.single and wants.first_state:
             direction.add_product(states_[_of_first(plan)].at(direction.d))
-    finish(recipe, [run])
+    recipe = finish(draft, [run])
 
     def numbers(views: Mapping[str, View]) -> dict[str, int]:
         return {name: recipe.number(view) for name, view in views.items()}
@@ -148,7 +163,7 @@ def _draft(
         whole |= weights
         turned += [name for name, total in weights.items() if _turned(total)]
     sums = [
-        (one.sums.named, numbers(one.sums.vectors), numbers(others))
+        SumsOfDirection(one.sums.named, numbers(one.sums.vectors), numbers(others))
         for one, others in zip(directions, totals, strict=True)
     ]
     return Backward(recipe, run.directions, numbers(whole), sums, turned)
@@ -160,7 +175,7 @@ def _of_first(plan: Plan) -> str:
 
 
 def _segment(plan: Plan, given: Mapping[str, Array], options: Options) -> int:
-    """The number of steps whose values the pass needs at the same time, as ``Run.segment``."""
+    """The number of steps whose values the pass needs at once, as ``PassTables.segment``."""
     steps, batch, _ = given["x"].shape
     if options.checkpoint is None:
         return int(steps)
@@ -169,23 +184,23 @@ def _segment(plan: Plan, given: Mapping[str, Array], options: Options) -> int:
     return segment_steps(options.checkpoint, steps, chunk)
 
 
-def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
+def _totals(run: PassTables) -> tuple[dict[str, View], list[dict[str, View]]]:
     """Makes memory for the gradients that the kernel itself adds up. The first call of the door
     sets them to 0, or to the gradients of the final states.
 
     Returns:
         the gradients of states, and all others per direction.
     """
-    recipe, plan, batch, count = run.recipe, run.plan, run.batch, len(run.directions)
+    draft, plan, batch, count = run.draft, run.plan, run.batch, len(run.directions)
     cell = plan.cell
     of_states, whole, others = {}, {}, {}
     for name, size in states(plan):
         shape = count, batch, size
-        of_states[f"state {name}"] = whole[f"d_state {name}"] = recipe.new(shape, wide=True)
-        if f"d_final {name}" in recipe.views:
-            whole[f"d_final {name}"] = recipe.views[f"d_final {name}"]
+        of_states[f"state {name}"] = whole[f"d_state {name}"] = draft.new(shape, wide=True)
+        if f"d_final {name}" in draft.views:
+            whole[f"d_final {name}"] = draft.views[f"d_final {name}"]
         if run.resets is not None:
-            reset = recipe.new(shape, wide=True)
+            reset = draft.new(shape, wide=True)
             others[f"reset_state {name}"] = whole[f"d_reset {name}"] = reset
     run.place_parts(whole)
     totals = []
@@ -193,24 +208,24 @@ def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
         named = dict(others)
         if cell.params:
             groups = -(-batch // row_group(batch))
-            named["d_params"] = recipe.new((groups, sum(plan.param_sizes)), wide=True)
+            named["d_params"] = draft.new((groups, sum(plan.param_sizes)), wide=True)
             run.place_of(d, {"d_params": named["d_params"]})
         if "static" in run.directions[d]:
-            named["static"] = recipe.new((batch, plan.static_width), wide=True)
+            named["static"] = draft.new((batch, plan.static_width), wide=True)
             run.place_of(d, {"d_static": named["static"]})
         totals.append(named)
     return of_states, totals
 
 
-class _Sums(Sums):
+class _NativeGradients(WeightGradients):
     """Gradients of weights and biases that the driver adds up, chunk by chunk."""
 
-    def __init__(self, run: Run, d: int, need: bool) -> None:
+    def __init__(self, run: PassTables, d: int, need: bool) -> None:
         self.run, self.d = run, d
         super().__init__(run.plan, run.directions[d], need, run.steps > 0)
 
     def new(self, shape: tuple[int, ...], overwritten: bool) -> View:
-        return self.run.recipe.new(shape, "empty" if overwritten else "zeros", wide=True)
+        return self.run.draft.new(shape, "empty" if overwritten else "zeros", wide=True)
 
     def like(self, weight: View, overwritten: bool) -> View:
         if _turned(weight):
@@ -251,10 +266,10 @@ class _Direction:
             that another array holds.
     """
 
-    def __init__(self, run: Run, d: int, dx: View | None, need: bool) -> None:
+    def __init__(self, run: PassTables, d: int, dx: View | None, need: bool) -> None:
         plan, self.w, cell = run.plan, run.directions[d], run.plan.cell
         self.run, self.d, self.need, self.dx = run, d, need, dx
-        self.sums = _Sums(run, d, need)
+        self.sums = _NativeGradients(run, d, need)
         if run.projects:
             self.gates = run.rows(plan.gates_width)
             run.place_rows(d, "d_gates", self.gates)
@@ -283,7 +298,7 @@ class _Direction:
         run, plan = self.run, self.run.plan
         if self.need:
             # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
-            x = run.entering(run.after, self.d, masked=True) if run.projects else None
+            x = run.lay_out_x(run.after, self.d, masked=True) if run.projects else None
             first = plan.sizes[plan.cell.states[0].size]
             columns = hidden.columns(self.d * first, (self.d + 1) * first)
             before = run.over_steps(columns, window=True, first=2 * run.options.reverse[self.d])
@@ -306,11 +321,11 @@ class _Direction:
         run.multiply(run.after, self.d, d, weight, d_state, add=True, kind=kind)
 
 
-def _states(run: Run) -> View:
+def _states(run: PassTables) -> View:
     """The first states of all directions along the steps of a segment, either kept or computed
     again before each segment.
     """
-    views, names, plan = run.recipe.views, run.plan.cell.state_names, run.plan
+    views, names, plan = run.draft.views, run.plan.cell.state_names, run.plan
     sequences = [
         [views.get(f"sequence {d} {name}") for name in names] for d in range(len(run.directions))
     ]
@@ -319,8 +334,8 @@ def _states(run: Run) -> View:
         run.place_kept(kept)
         return views["hidden"]
     run.segment_length = run.segment
-    run.again = again = Run(run.recipe, plan, run.options, False, False)
-    memory = remember(again, run.segment, True, True)
+    run.recompute = again = PassTables(run.draft, plan, run.options, False, False)
+    memory = allocate_states(again, run.segment, True, True)
     run.place_kept(memory)
     project(again)
     first = plan.sizes[plan.cell.states[0].size]

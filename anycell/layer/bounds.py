@@ -8,24 +8,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
 from anycell.engines.cpu.check import Axes, Bounds, inside, product_axes, reach
-from anycell.layer.arguments import Array, Host
-
-if TYPE_CHECKING:
-    from anycell.layer.recipe import Recipe
-    from anycell.layer.run import Run
-
-
-def extent(host: Host, array: Array) -> Bounds:
-    """The address of an array's first byte, and the address after its last byte."""
-    address, axes = host.pointer(array), zip(array.shape, host.strides(array), strict=True)
-    for span in reach("", address, array.dtype.itemsize, 1, tuple(axes)):
-        return span.first, span.last
-    return address, address
+from anycell.layer.arguments import Array, extent
+from anycell.layer.recipe import Placed, Recipe
 
 
 def check_pass(recipe: Recipe, call: bytes, arrays: Sequence[Array], block: cpu.Block) -> None:
@@ -45,7 +33,7 @@ def check_pass(recipe: Recipe, call: bytes, arrays: Sequence[Array], block: cpu.
     limits += [(0, 0)] * (len(addresses) - len(limits))  # numbers that point to no array
     limits += [limit for _, limit in recipe.kept]
     walk = _Walk(recipe, block.address + recipe.table, addresses, limits)
-    for run in recipe.runs:
+    for run in recipe.passes:
         walk.run(run)
 
 
@@ -77,12 +65,12 @@ class _Walk:
             {name: self.limits[place] for name, place in places.items() if place in self.limits},
         )
 
-    def set(self, run: Run, **values: int) -> None:
+    def set(self, run: Placed, **values: int) -> None:
         """Sets entries of the door's table."""
         for name, value in values.items():
             self.entries[run.base + run.kernel.shared[name]] = value
 
-    def run(self, run: Run) -> None:
+    def run(self, run: Placed) -> None:
         """Checks a pass, segment by segment."""
         table, _ = self.row(driver.PASS, run.table)
         first, last, segment = table["first"], table["last"], table["segment"]
@@ -100,9 +88,9 @@ class _Walk:
                 self.chunks(run.again, begin, end)
             self.chunks(run, begin, end)
 
-    def move(self, run: Run, name: str, slot: int) -> None:
+    def move(self, run: Placed, name: str, slot: int) -> None:
         """Sets the entries that change before a segment."""
-        for i in range(len(run.moves)):
+        for i in range(self.row(driver.PASS, run.table)[0]["moves"]):
             at = run.table + len(driver.PASS) + i * len(driver.MOVE)
             move, limits = self.row(driver.MOVE, at)
             place = (move["place"] - self.table) // 8
@@ -110,16 +98,16 @@ class _Walk:
             if name in limits:
                 self.limits[place] = limits[name]
 
-    def door(self, run: Run, begin: int, count: int) -> None:
+    def door(self, run: Placed, begin: int, count: int) -> None:
         """Checks a call of the door."""
         self.set(run, begin=begin, count=count)
         kernel, base = run.kernel, run.base
         _, shared = self.row(kernel.shared, base)
         each = [self.row(kernel.each, base + first)[1] for first in run.firsts]
-        entries = self.entries[base : base + kernel.first(len(run.directions))]
+        entries = self.entries[base : base + kernel.first(len(run.firsts))]
         cpu.check.check(kernel, entries, (shared, each))
 
-    def chunks(self, run: Run, begin: int, end: int) -> None:
+    def chunks(self, run: Placed, begin: int, end: int) -> None:
         """Checks the chunks between two steps of the forward pass."""
         table, _ = self.row(driver.PASS, run.table)
         first = run.table + len(driver.PASS) + table["moves"] * len(driver.MOVE)
@@ -129,7 +117,7 @@ class _Walk:
             for i in range(table["before"] + table["after"]) if count else ():
                 self.product(run, first + i * len(driver.PRODUCT), done, count)
 
-    def product(self, run: Run, at: int, done: int, count: int) -> None:
+    def product(self, run: Placed, at: int, done: int, count: int) -> None:
         """Checks the operands of a product."""
         row, limits = self.row(driver.PRODUCT, at)
         of_call, _ = self.row(run.kernel.shared, run.base)

@@ -35,6 +35,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.restarts import restarts
 from anycell.layer.signature import ANY, DENSE, ENDS, FLAGS, ROWS, Shape, learned, states
 from anycell.plan import Options, Plan, recurrent_masks
+from anycell.recent import add_recent
 
 # -- the calls -------------------------------------------------------------------------------------
 
@@ -82,9 +83,7 @@ _accepted: dict[tuple[Any, ...], bool] = {}
 
 def _accept(key: tuple[Any, ...]) -> None:
     """Remembers that arrays of this layout need no copy."""
-    if len(_accepted) >= _MOST:
-        _accepted.clear()
-    _accepted[key] = True
+    add_recent(_accepted, key, True, _MOST)
 
 
 def _fitted(
@@ -103,13 +102,16 @@ def _fitted(
         learns = weights(host, plan, arrays, inputs, end)
         fitted |= {name + end: array for name, array in learns.items()}
     static, mask, masks = arrays.get("static"), arrays.get("recurrent_mask"), recurrent_masks(plan)
-    if cell.static is not None or static is not None:
-        once: Shape = () if cell.static is None else (batch, plan.static_width)
-        fitted["static"] = _fit(host, "static", static, once, DENSE)
-    if mask is not None or masks:
+    if static is not None and cell.static is None:
+        refuse("static", _kind(static), f"nothing: {cell.name} declares no static input")
+    if cell.static is not None:
+        fitted["static"] = _fit(host, "static", static, (batch, plan.static_width), DENSE)
+    if mask is not None and not masks:
+        refuse("recurrent_mask", _kind(mask), f"nothing: the plan of {cell.name} takes none")
+    if masks:
         rows = batch, states(plan)[0][1]
         each = masks > 1 or (mask is not None and len(mask.shape) == 3)
-        wanted: Shape = () if not masks else (len(cell.gates), *rows) if each else rows
+        wanted: Shape = (len(cell.gates), *rows) if each else rows
         fitted["recurrent_mask"] = _fit(host, "recurrent_mask", mask, wanted, DENSE)
     for name, size in states(plan):
         state, reset = arrays.get(f"state {name}"), arrays.get(f"reset_state {name}")
@@ -146,7 +148,7 @@ def weights(
     return direction
 
 
-def arriving(
+def fit_gradients(
     host: Arrays,
     plan: Plan,
     shape: Shape,

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Host, Kept
-from anycell.layer.choices import sparse
-from anycell.layer.recipe import Recipe, View, recipe_of
-from anycell.layer.run import Run, finish
+from anycell.layer.heuristics import sparse
+from anycell.layer.pass_tables import PassTables, finish
+from anycell.layer.recipe import Draft, Recipe, View, recipe_of
 from anycell.layer.signature import states
 from anycell.plan import Options, Plan, scales_of
 
@@ -51,7 +51,7 @@ def forward(
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
     given, layout = contract.fit(host, plan, arrays, options)
-    holes = "mask" in given and host.play is None and sparse(given["mask"])
+    holes = "mask" in given and host.trace is None and sparse(given["mask"])
     same = options.unseeded() if options.seed or options.stream else options
     key = "forward", plan, same, keep, holes, layout
     if plan.types.mixed:
@@ -76,27 +76,27 @@ def _draft(
     host: Host, plan: Plan, given: Mapping[str, Array], options: Options, keep: bool, holes: bool
 ) -> Forward:
     """Drafts the pass for arrays that are laid out like these."""
-    run = Run(Recipe(host, given, options), plan, options, False, holes)
-    recipe, steps, directions = run.recipe, run.steps, len(run.directions)
+    run = PassTables(Draft(host, given, options), plan, options, False, holes)
+    draft, steps, directions = run.draft, run.steps, len(run.directions)
     segment = run.segment if keep and options.checkpoint is not None else steps
     everything = keep and segment == steps
     # Outputs zeroed under a mask are not the hidden states, which then need memory of their own,
     # for all steps or for two.
     zeroed = options.apart(run.mask is not None)
-    kept = remember(run, steps, everything, everything or not zeroed)
+    kept = allocate_states(run, steps, everything, everything or not zeroed)
     out = kept.hidden
     if zeroed:
-        out = recipe.new((steps, run.batch, out.shape[2]))
+        out = draft.new((steps, run.batch, out.shape[2]))
         run.place("out", out)
     shapes = [(directions, run.batch, size) for _, size in states(plan)]
-    finals = [recipe.new(shape, wide=bool(i)) for i, shape in enumerate(shapes)]
+    finals = [draft.new(shape, wide=bool(i)) for i, shape in enumerate(shapes)]
     named = zip(plan.cell.state_names, finals, strict=True)
     run.place_parts({f"final {name}": final for name, final in named})
     project(run)
     if keep and not everything:
         kept = _borders(run, -(-steps // segment), finals)
         run.segment_length = segment
-    finish(recipe, [run])
+    recipe = finish(draft, [run])
     number = recipe.number
     numbers = Kept(
         number(kept.hidden),
@@ -106,18 +106,18 @@ def _draft(
     return Forward(recipe, number(out), zeroed, [number(final) for final in finals], numbers)
 
 
-def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
+def allocate_states(run: PassTables, steps: int, everything: bool, whole: bool) -> Kept:
     """Makes memory for what ``steps`` steps hand on to one another and to the backward pass.
 
     Args:
         everything: whether the backward pass will need all of it.
         whole: whether to keep the first state of all steps.
     """
-    recipe, plan, batch, directions = run.recipe, run.plan, run.batch, len(run.directions)
+    draft, plan, batch, directions = run.draft, run.plan, run.batch, len(run.directions)
     (_, first), *others = states(plan)
     slots, how = (steps + 1 + any(run.options.reverse), "lasting") if whole else (2, "")
     shape = slots, batch, directions * first
-    hidden = recipe.new(shape, how) if whole else recipe.buffer(shape, recipe.host.dtype.itemsize)
+    hidden = draft.new(shape, how) if whole else draft.buffer(shape, draft.host.dtype.itemsize)
     bits = int(whole)
     sequences: list[list[View | None]] = [[None] for _ in run.directions]
     for i, (name, size) in enumerate(others, 1):
@@ -125,19 +125,19 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
         bits |= all_of_it << i
         shape = steps + 1, batch, size
         for d, sequence in enumerate(sequences):
-            sequence.append(recipe.new(shape, "lasting", True) if all_of_it else None)
+            sequence.append(draft.new(shape, "lasting", True) if all_of_it else None)
             if not all_of_it:  # nothing reads the sequence: two slots, which take turns
-                two = recipe.buffer((2, batch, size), plan.types.math.bytes)
+                two = draft.buffer((2, batch, size), plan.types.math.bytes)
                 run.place_of(d, {f"sequence {name}": two})
     saved = steps, batch, plan.saved_stride
-    values = [recipe.new(saved, "lasting") for _ in run.directions] if everything else []
+    values = [draft.new(saved, "lasting") for _ in run.directions] if everything else []
     kept = Kept(hidden, sequences, values)
     run.place_kept(kept)
-    recipe.put(run.base + run.kernel.shared["whole"], bits)
+    draft.put(run.base + run.kernel.shared["whole"], bits)
     return kept
 
 
-def project(run: Run) -> None:
+def project(run: PassTables) -> None:
     """Adds the projection of each chunk's gates, unless the kernel multiplies the input."""
     plan, x = run.plan, run.x
     if run.inputs:
@@ -151,31 +151,31 @@ def project(run: Run) -> None:
         gates = run.rows(width, wide=True)
         run.place_rows(d, "gates", gates)
         scales = w[scales_of("weight_ih")] if plan.types.quantized else 0
-        entering, weight = run.entering(run.before, d), w["weight_ih"].T
+        entering, weight = run.lay_out_x(run.before, d), w["weight_ih"].T
         kind = run.by_weight(weight)
         run.multiply(run.before, d, entering, weight, gates, scales=scales, kind=kind)
         if run.single:
-            product = run.recipe.buffer((run.batch, width), plan.types.accumulate.bytes)
+            product = run.draft.buffer((run.batch, width), plan.types.accumulate.bytes)
             run.place_of(d, {"product": product})
             state = w.get(f"state {plan.cell.state_names[0]}") or run.declared(0, run.batch)
             weight = w["weight_hh"].T
             run.multiply(run.before, d, state, weight, product, kind=run.by_weight(weight))
 
 
-def _borders(run: Run, count: int, finals: list[View]) -> Kept:
+def _borders(run: PassTables, count: int, finals: list[View]) -> Kept:
     """Makes memory for the states before each segment, which the door writes like final states."""
-    recipe, plan, batch, directions = run.recipe, run.plan, run.batch, len(run.directions)
+    draft, plan, batch, directions = run.draft, run.plan, run.batch, len(run.directions)
     (_, first), *others = states(plan)
-    hidden = recipe.new((count, batch, directions * first))
+    hidden = draft.new((count, batch, directions * first))
     sequences: list[list[View | None]] = []
     for d in range(directions):
-        borders = [recipe.new((count, batch, size), wide=True) for _, size in others]
+        borders = [draft.new((count, batch, size), wide=True) for _, size in others]
         sequences.append([None, *borders])
         columns = hidden.columns(d * first, (d + 1) * first)
         named = zip(plan.cell.state_names, [columns, *borders], finals, strict=True)
         for name, border, final in named:
             run.moves += run.moving(d, f"final {name}", border, final.at(d))
-    values = [recipe.new((0, batch, plan.saved_stride)) for _ in run.directions]
+    values = [draft.new((0, batch, plan.saved_stride)) for _ in run.directions]
     return Kept(hidden, sequences, values)
 
 

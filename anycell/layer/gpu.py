@@ -19,13 +19,13 @@ from anycell.engines import gpu
 from anycell.engines.gpu import GpuHost, Span, Variant, Work, capacity, refusals
 from anycell.engines.gpu.step import Step, print_step
 from anycell.engines.gpu.steps import BLOCKS
-from anycell.engines.gpu.text import Printed, apart, keeps
+from anycell.engines.gpu.text import Printed, keeps, stores_operand
 from anycell.lang.cell import Linear
 from anycell.layer import contract
 from anycell.layer.arguments import Direction, Factors, Kept
 from anycell.layer.schedule import chunk_steps, segment_steps
 from anycell.layer.signature import direction, of_a_matmul
-from anycell.layer.sums import Sums, finished, leaving
+from anycell.layer.weight_gradients import WeightGradients, bias_gradients, gradients_by_name
 from anycell.plan import Options, Plan
 
 Array = Any
@@ -71,7 +71,7 @@ def _exchange(host: GpuHost, plan: Plan, kernels: Kernels, batch: int) -> dict[s
             "GPU kernels of an earlier call (tier 2) gave up: their programs, which must all run "
             f"at once, waited for one another for {host.patience / 1e9:g} s. The results of that "
             "call are NaN. Is the device shared, or a debugger attached? "
-            "Set anycell.torch.device.DeviceHost.tier = 3 to avoid such kernels."
+            f"Set {type(host).__module__}.{type(host).__qualname__}.tier = 3 to avoid such kernels."
         )
     groups, programs = gpu.grid(kernels, plan, batch)
     return {
@@ -148,7 +148,7 @@ def backward(
     again = options.checkpoint is not None  # whether the forward pass, which may read x, runs again
     fitted, _ = contract.fit(host, plan, arrays, options, read=again)
     x, count = fitted["x"], len(options.reverse)
-    parts, _ = contract.arriving(
+    parts, _ = contract.fit_gradients(
         host, plan, x.shape, options.reverse, kept, d_output, d_final, {},
         segment=_segment(plan, options, *x.shape[:2]), keeps=keeps_state,
     )  # fmt: skip
@@ -173,7 +173,7 @@ def backward(
             run.advance(begin, end, memory, dy, dx)
         directions.append(run.w)
         gradients.append(run.result())
-    return leaving(host.empty, directions, dx, gradients)
+    return gradients_by_name(host.empty, directions, dx, gradients)
 
 
 class _Chunk(NamedTuple):
@@ -203,8 +203,9 @@ class _Memory(NamedTuple):
     first: int
 
 
-class _Run:
+class _DirectionPass:
     """One direction in one pass: its kernels, and their arguments for all chunks of time.
+
 
     Args:
         d: the direction.
@@ -334,7 +335,7 @@ class _Run:
         )
 
 
-class _Forward(_Run):
+class _Forward(_DirectionPass):
     """The forward pass, run for the first time, or again from a border on, by the same kernels.
 
     Args:
@@ -385,7 +386,7 @@ class _Forward(_Run):
                 into = self.projected[:count].reshape(count * self.batch, self.width)
                 host.matmul(rows, self.w["weight_ih"].mT, into)
                 spans["gates"] = Span(self.projected, chunk.time - chunk.begin, chunk.sign)
-            if self.variant.apart:
+            if self.variant.separate_output:
                 spans["out"] = self.over(out, chunk)
             self.run(chunk, spans)
         work = [self.values[f"work{i}"][self.turn & 1] for i in range(1, len(self.widths))]
@@ -397,7 +398,7 @@ class _Forward(_Run):
         return Span(memory.hidden, slot, 1, memory.column).at(0, self.widths[0])
 
 
-class _Backward(_Run):
+class _Backward(_DirectionPass):
     """The backward pass, segment by segment from the last."""
 
     def __init__(
@@ -418,14 +419,14 @@ class _Backward(_Run):
         if cell.static is not None:
             values["d_static"] = host.zeros((batch, plan.hidden_size), wide=True)
         rows = self.steps * batch
-        self.need, self.sums = need, _DeviceSums(host, plan, self.w, need, fresh=rows > 0)
+        self.need, self.sums = need, _DeviceGradients(host, plan, self.w, need, fresh=rows > 0)
         # For a chunk: gradients of the projected gates, and for each matmul the gradients of its
         # outputs and what it multiplied, unless other arrays hold these.
         sizes = {"d_gates": self.width} if self.projects else {}
         for l in cell.linears:
             if not plan.shares_gradient(l):
                 sizes[f"d_outputs {l.name}"] = len(l.outputs) * plan.sizes[l.out_size]
-            if apart(plan, self.variant, l):
+            if stores_operand(plan, self.variant, l):
                 sizes[f"operand {l.name}"] = plan.sizes[l.in_size]
         self.buffers = {name: host.empty((self.chunk, batch, n)) for name, n in sizes.items()}
 
@@ -496,7 +497,7 @@ class _Backward(_Run):
         host, cell, h, values = self.host, self.cell, self.plan.hidden_size, self.values
         sums = self.sums
         named: dict[str, Array | None] = dict(
-            finished(self.plan, sums.named, sums.totals, sums.vectors, sums.empty, sums.zeros)
+            bias_gradients(self.plan, sums.named, sums.totals, sums.vectors, sums.empty, sums.zeros)
         )
         total: Any = host.summed(values["d_params"]) if cell.params else None
         for i, name in enumerate(cell.param_names):
@@ -508,7 +509,7 @@ class _Backward(_Run):
         return {n: host.rounded(array) for n, array in named.items() if array is not None}
 
 
-class _DeviceSums(Sums):
+class _DeviceGradients(WeightGradients):
     """Gradients of weights and biases in float32, by the matmuls of the framework."""
 
     def __init__(self, host: GpuHost, plan: Plan, w: Direction, need: bool, fresh: bool) -> None:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from anycell.engines import cpu
 from anycell.engines.cpu.driver import BLAS, OURS
 from anycell.engines.cpu.ir import X86
-from anycell.layer.arguments import Array, Host
-from anycell.layer.bounds import extent
+from anycell.layer.arguments import Array, Host, extent
 from anycell.layer.recipe import CHUNK, View
 from anycell.layer.signature import MATRIX
 from anycell.plan import Plan

@@ -11,16 +11,13 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from anycell.engines import cpu
-from anycell.engines.cpu.driver import OF_CALL
-from anycell.layer import bounds
+from anycell.engines.cpu.driver import CALL, OF_CALL, NumbersOfCall
 from anycell.layer.arguments import Array, Host
-from anycell.plan import LINE, Options
-
-if TYPE_CHECKING:
-    from anycell.layer.run import Run
+from anycell.plan import LINE, Options, Plan
+from anycell.recent import add_recent
 
 CHUNK = -1  # a size that is the rows of a chunk
 _RECIPES = 512  # the largest number of passes that are kept
@@ -66,36 +63,85 @@ class View(NamedTuple):
 Row = dict[str, View | int]  # of a table, by names: numbers, and views that will be addresses
 
 
-class Recipe:
-    """A pass that is drafted once, and then run by ``run``.
+class Given(NamedTuple):
+    """An array that the call brings, by this name."""
+
+    name: str
+
+
+class Made(NamedTuple):
+    """An array that each call makes, by a function of the host."""
+
+    how: str
+    wide: bool
+    what: Any  # the function's argument
+
+
+class Constant(NamedTuple):
+    """An array that all calls share and only read."""
+
+    values: Array
+
+
+class OfCall(NamedTuple):
+    """A number of the call in the place of an address, see ``driver.OF_CALL``."""
+
+    kind: str
+
+
+class Fixed(NamedTuple):
+    """Memory that the recipe keeps alive, at this address."""
+
+    address: int
+
+
+Source = Given | Made | Constant | OfCall | Fixed
+
+
+class Placed(NamedTuple):
+    """The places in a recipe where the tables of a pass begin.
+
+    Attributes:
+        kernel, plan: of the pass, whose kernel stays loaded.
+        threads: the most that the pass takes.
+        base: of the table of the door.
+        firsts: of the entries of each direction, from ``base``.
+        table: of the driver's table.
+        again: the pass that computes the states of a segment again.
+    """
+
+    kernel: cpu.Kernel
+    plan: Plan
+    threads: int
+    base: int
+    firsts: list[int]
+    table: int
+    again: Placed | None
+
+
+class Draft:
+    """A recipe that is being made.
 
     Attributes:
         views: of the arrays that calls give, by name.
         cells: the tables, one after the other.
-        arrays: for each place of an address there, the number of the array: its index among the
-            addresses of a call, or beyond them for memory that is kept.
-        aliases: arrays that a call makes whose memory may be that of a given one, which the pass
-            has read by then: from the index of the given array to the number of the other.
-        places: rows of ``driver.PLACE`` for the addresses of a call.
-        fastened: the same for memory that is kept, whose addresses the tables have already.
+        places: rows of ``driver.PLACE``, with slots for addresses.
+        bytes: of memory that is given back after a call.
     """
 
     def __init__(self, host: Host, arrays: Mapping[str, Array], options: Options) -> None:
         self.host, self.options, self.cells = host, options, list[int]()
-        self.sources: list[tuple[Any, ...]] = [(kind,) for kind in OF_CALL]
+        self.sources: list[Source] = [OfCall(kind) for kind in OF_CALL]
         self.kept: list[tuple[object, cpu.check.Bounds]] = []
-        self.places = list[tuple[int, int, int]]()  # rows of ``driver.PLACE``
-        self.bytes = 0  # of memory that is given back
-        self.aliases = dict[int, int]()
+        self.places = list[tuple[int, int, int]]()
+        self.bytes = 0
         self.views = {}
-        for name, given in arrays.items():
-            self.views[name] = self._slot(
-                ("given", name), given.shape, host.strides(given), given.dtype.itemsize
-            )
+        for name, one in arrays.items():
+            strides, size = host.strides(one), one.dtype.itemsize
+            self.views[name] = self._slot(Given(name), one.shape, strides, size)
 
-    # ---- the draft -------------------------------------------------------------------------------
     def _slot(
-        self, source: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...], size: int
+        self, source: Source, shape: tuple[int, ...], strides: tuple[int, ...], size: int
     ) -> View:
         self.sources.append(source)
         return View(len(self.sources) - 1, tuple(shape), tuple(strides), size)
@@ -105,20 +151,20 @@ class Recipe:
         host = self.host.wide if wide else self.host
         if how == "lasting" and math.prod(shape) * host.dtype.itemsize < cpu.memory.SMALL:
             how = "empty"
-        what: Any = shape
-        if how == "empty":
-            how, what = "like", host.template(shape)
-        return self._slot(("new", how, wide, what), shape, dense(shape), host.dtype.itemsize)
+        source = Made("like", wide, host.template(shape)) if how == "empty" else None
+        return self._slot(
+            source or Made(how, wide, shape), shape, dense(shape), host.dtype.itemsize
+        )
 
     def constant(self, values: Array) -> View:
         """An array that all calls share and only read."""
         dtype = values.dtype.itemsize
-        return self._slot(("constant", values), values.shape, self.host.strides(values), dtype)
+        return self._slot(Constant(values), values.shape, self.host.strides(values), dtype)
 
     def keep(self, values: object, first: int, last: int) -> View:
         """Memory that the recipe keeps alive, with its address, ``first``, fixed in the tables."""
         self.kept.append((values, (first, last)))
-        return self._slot(("kept", first), (last - first,), (1,), 1)
+        return self._slot(Fixed(first), (last - first,), (1,), 1)
 
     def buffer(self, shape: tuple[int, ...], size: int) -> View:
         """Memory, aligned to a cache line, that is given back after the call."""
@@ -160,50 +206,67 @@ class Recipe:
         """
         return View(OF_CALL.index(kind), (), (), 8)
 
-    def finish(self, dtype: str, driver: int, runs: Sequence[Run]) -> Recipe:
-        """Ends the draft.
 
-        Args:
-            dtype: of the plan.
-            driver: place of the driver's table.
-            runs: the passes, which keep their kernels loaded.
-        """
-        # Slots are sorted by where their arrays come from.
-        order = ["given", "new", "constant", *OF_CALL, "kept"]
-        kinds = [source[0] for source in self.sources]
-        slots = sorted(range(len(kinds)), key=lambda slot: order.index(kinds[slot]))
-        self.place = {slot: i for i, slot in enumerate(slots)}
-        self.arrays = {at: self.place[slot] for at, slot, _ in self.places}
-        places, self.fastened = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
-        for at, slot, offset in self.places:
-            if kinds[slot] == "kept":
-                self.cells[at] = self.sources[slot][1] + offset
-            (self.fastened if kinds[slot] == "kept" else places).append(
-                (at, self.place[slot], offset)
-            )
-        self.places = places
-        of = {kind: [self.sources[s] for s in slots if kinds[s] == kind] for kind in order}
-        self.names = [name for _, name in of["given"]]
-        self.hows = [how for _, how, _, _ in of["new"]]
-        self.made = [
-            (getattr(self.host.wide if wide else self.host, how), what)
-            for _, how, wide, what in of["new"]
-        ]
-        self.first = len(self.names)
-        self.constants = [values for _, values in of["constant"]]
+class Recipe:
+    """A pass whose draft is finished, to be run by ``run``.
+
+    Args:
+        dtype: of the plan.
+        driver: place of the driver's table.
+        passes: where their tables lie.
+        check: see ``bounds.check_pass``.
+
+    Attributes:
+        names: of the arrays that calls give, in order.
+        made: the functions that make the arrays of a call, with their arguments; ``hows`` has the
+            functions' names, ``dtypes`` the dtypes of the arrays.
+        arrays: for each place of an address in the tables, the number of the array: its index among
+            the addresses of a call, or beyond them for memory that is kept.
+        aliases: arrays that a call makes whose memory may be that of a given one, which the pass
+            has read by then: from the index of the given array to the number of the other.
+        places: rows of ``driver.PLACE`` for the addresses of a call; ``flat`` joins them.
+        fastened: the same for memory that is kept, whose addresses the tables have already.
+    """
+
+    def __init__(
+        self, draft: Draft, dtype: str, driver: int, passes: Sequence[Placed], check: Check
+    ) -> None:
+        self.host, self.options, self.kept = draft.host, draft.options, draft.kept
+        self.passes, self.check, self.aliases = passes, check, dict[int, int]()
+        # Addresses are sorted by where their arrays come from.
+        order = [Given, Made, Constant, OfCall, Fixed]
+        slots = sorted(enumerate(draft.sources), key=lambda item: order.index(type(item[1])))
+        sources = dict(slots)
+        self.place = {slot: i for i, slot in enumerate(sources)}
+        self.arrays = {at: self.place[slot] for at, slot, _ in draft.places}
+        self.fastened, self.places = list[Address](), list[Address]()
+        cells = list(draft.cells)
+        for at, slot, offset in draft.places:
+            source = sources[slot]
+            if isinstance(source, Fixed):
+                cells[at] = source.address + offset
+            rows_of = self.fastened if isinstance(source, Fixed) else self.places
+            rows_of.append((at, self.place[slot], offset))
+        self.names = [s.name for s in sources.values() if isinstance(s, Given)]
+        made = [s for s in sources.values() if isinstance(s, Made)]
+        self.hows = [s.how for s in made]
+        hosts = [self.host.wide if s.wide else self.host for s in made]
+        self.made = [(getattr(h, s.how), s.what) for h, s in zip(hosts, made, strict=True)]
+        self.dtypes = [h.dtype for h in hosts]
+        self.constants = [s.values for s in sources.values() if isinstance(s, Constant)]
         self.fixed = [self.host.pointer(values) for values in self.constants]
-        self.template = array("q", self.cells)
-        self.flat = array("q", [number for row in places for number in row])
+        self.template = array("q", cells)
+        self.flat = array("q", [number for row in self.places for number in row])
         (template, length), (rows, _) = self.template.buffer_info(), self.flat.buffer_info()
-        self.form = array("q", [template, length, rows, len(places), driver])
-        self.address, _ = self.form.buffer_info()
-        self.pack = struct.Struct(f"{2 + len(slots) - len(of['kept']) - 2}q2Q").pack
-        self.table = self.buffer((length,), 8).offset
-        self.native = cpu.driver.compiled(dtype, cpu.isa.current()).play
-        self.runs = runs
-        return self
+        self.head = array("q", [template, length, rows, len(self.places), driver])
+        self.address, _ = self.head.buffer_info()
+        # Seed and stream are unsigned, all other words of a call are not.
+        arrays = len(self.names) + len(self.made) + len(self.constants)
+        self.pack = struct.Struct(f"{len(CALL) + arrays + len(OF_CALL) - 2}q2Q").pack
+        self.table = draft.buffer((length,), 8).offset
+        self.bytes = draft.bytes
+        self.native = cpu.driver.compiled(dtype, cpu.isa.current()).execute
 
-    # ---- a call ----------------------------------------------------------------------------------
     def run(self, given: list[Array], options: Options) -> list[Array]:
         """Runs the pass.
 
@@ -213,24 +276,28 @@ class Recipe:
         Returns:
             the arrays that it made, by ``number``.
         """
-        if self.host.play is not None:
-            return self.host.play(self, given, options)
+        if self.host.trace is not None:
+            return self.host.trace(self, given, options)
         made = [make(what) for make, what in self.made]
         block = cpu.scratch.take(self.bytes)
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0
         address, pointers = block.address, self.host.pointers(given + made)
         table = address + self.table
-        of_call = address, table, gang, 0, options.seed & _WORD, options.stream
+        of_call = NumbersOfCall(address, table, gang, 0, options.seed & _WORD, options.stream)
         call = self.pack(self.address, table, *pointers, *self.fixed, *of_call)
         if cpu.check.ON:
-            bounds.check_pass(self, call, [*given, *made, *self.constants], block)
+            self.check(self, call, [*given, *made, *self.constants], block)
         self.native(call)
         cpu.scratch.give_back(block)
         return made
 
     def number(self, view: View) -> int:
         """The number, among the arrays that a call makes, of a view that ``new`` returned."""
-        return self.place[view.slot] - self.first
+        return self.place[view.slot] - len(self.names)
+
+
+Address = tuple[int, int, int]  # a row of ``driver.PLACE``
+Check = Callable[[Recipe, bytes, Sequence[Array], cpu.Block], None]
 
 
 def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -247,6 +314,4 @@ def recipe_of(key: tuple[Any, ...], draft: Callable[[], Any]) -> Any:
     try:
         return known[key]
     except KeyError:
-        if len(known) >= _RECIPES:
-            known.clear()
-        return known.setdefault(key, draft())
+        return add_recent(known, key, draft(), _RECIPES)

@@ -13,14 +13,15 @@ from anycell.engines import cpu
 from anycell.lang.cell import INPUT
 from anycell.lang.transform import with_projection
 from anycell.layer import Array, Host, contract
-from anycell.layer.bounds import extent
+from anycell.layer.arguments import extent
 from anycell.layer.checks import refuse
-from anycell.layer.forward import project, remember
-from anycell.layer.recipe import Recipe, View, dense
-from anycell.layer.run import Run, finish
+from anycell.layer.forward import allocate_states, project
+from anycell.layer.pass_tables import PassTables, finish
+from anycell.layer.recipe import Draft, Recipe, View, dense
 from anycell.layer.signature import DENSE, state_names
 from anycell.layer.signature import states as states_of
 from anycell.plan import Options, Plan, plan
+from anycell.recent import add_recent
 
 FORMS = 32  # the largest number of kept recipes, which depend on rows and on what is given
 
@@ -33,30 +34,30 @@ class _Layer:
         self.host, self.learned = host, contract.weights(host, whole, w, inputs)
         self.plan = projecting(whole, inputs)
         self.packed: cpu.Block | None = None
-        recipe = Recipe(host, {}, Options(threads=threads))
-        run = self.run(recipe, {"x": recipe.constant(host.empty((1, 1, inputs)))})
+        draft = Draft(host, {}, Options(threads=threads))
+        run = self.run(draft, {"x": draft.constant(host.empty((1, 1, inputs)))})
         run.begin = run.steps
-        finish(recipe, [run]).run([], recipe.options)
+        finish(draft, [run]).run([], draft.options)
 
-    def run(self, recipe: Recipe, views: dict[str, View]) -> Run:
+    def run(self, draft: Draft, views: dict[str, View]) -> PassTables:
         """A pass of the layer, which packs its weights if it is the first.
 
         Args:
             views: all arrays except those that the layer learns.
         """
         for name, array in self.learned.items():
-            view = recipe.keep(array, *extent(self.host, array))
+            view = draft.keep(array, *extent(self.host, array))
             strides = self.host.strides(array)
             views[name] = view._replace(shape=tuple(array.shape), strides=strides)
         known = self.packed is not None
 
         def packed(size: int) -> View:
             block = self.packed = self.packed or cpu.Block(size)
-            return recipe.keep(block, block.address, block.address + block.size)
+            return draft.keep(block, block.address, block.address + block.size)
 
-        run = Run(recipe, self.plan, recipe.options, False, False, views, packed)
+        run = PassTables(draft, self.plan, draft.options, False, False, views, packed)
         if known:
-            recipe.put(run.base + run.kernel.shared["pack"], 0)
+            draft.put(run.base + run.kernel.shared["pack"], 0)
         return run
 
 
@@ -149,9 +150,7 @@ class Stream:
             if resets is not None:
                 names += [*self.restored * bool(reset_state), "resets"]
             step = self._draft(rows, threads, dict(zip(names, given, strict=True)))
-            if len(self._steps) >= FORMS:
-                self._steps.clear()
-            recipe, output, finals = self._steps[key] = step
+            recipe, output, finals = add_recent(self._steps, key, step, FORMS)
         made = recipe.run(given, recipe.options)
         return made[output], [made[final] for final in finals]
 
@@ -161,29 +160,29 @@ class Stream:
             current = f"{cpu.isa.current().name!r} as the instruction set"
             expected = f"{self.target.name!r}, for which the weights are packed"
             refuse("step", current, expected, "Call prepare() again.", RuntimeError)
-        recipe = Recipe(self.host, given, Options(threads=threads))
+        draft = Draft(self.host, given, Options(threads=threads))
         shapes = [(len(self.layers), rows, size) for _, size in self.shape]
-        finals = [recipe.new(shape) for shape in shapes]
-        views = {name: _dense(view) for name, view in recipe.views.items()}
+        finals = [draft.new(shape) for shape in shapes]
+        views = {name: _dense(view) for name, view in draft.views.items()}
         if "resets" in views:
             views["resets"] = views["resets"]._replace(shape=(1, 1, rows), strides=(rows, rows, 1))
         entering, runs = views.pop("x"), []
         parted = {*self.before, *self.restored}
         for k, layer in enumerate(self.layers):
             of_layer = {n: _part(v, k) if n in parted else v for n, v in views.items()}
-            run = layer.run(recipe, of_layer | {"x": _one(entering)})
+            run = layer.run(draft, of_layer | {"x": _one(entering)})
             project(run)
-            remember(run, 1, False, False)
+            allocate_states(run, 1, False, False)
             after = [_part(final, k) for final in finals]
             names = (f"final {name}" for name in self.plan.cell.state_names)
             run.place_parts(dict(zip(names, after, strict=True)))
             entering = finals[0].at(k)
             runs.append(run)
-        output = recipe.new((rows, self.shape[0][1]))
+        output = draft.new((rows, self.shape[0][1]))
         runs[-1].place("out", output)
         if threads > 1 and all(run.parts < 2 for run in runs):
             return self._draft(rows, 1, given)  # without a gang of threads
-        finish(recipe, runs)
+        recipe = finish(draft, runs)
         return _Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
 
 
@@ -196,16 +195,16 @@ def draft_packing(host: Host, whole: Plan, weights: Mapping[str, Array], threads
         whole: the plan of the layer, see ``projecting``.
         weights: what the layer learns, by name.
     """
-    recipe = Recipe(host, weights, Options(threads=threads))
+    draft = Draft(host, weights, Options(threads=threads))
     inputs = weights["weight_ih"].shape[1]
-    x = recipe.constant(host.empty((1, 1, inputs)))
-    views = recipe.views | {"x": x}
-    run = Run(
-        recipe, projecting(whole, inputs), recipe.options, False, False, views,
-        lambda size: recipe.new((size,), "zeros"),  # also between and after the weights
+    x = draft.constant(host.empty((1, 1, inputs)))
+    views = draft.views | {"x": x}
+    run = PassTables(
+        draft, projecting(whole, inputs), draft.options, False, False, views,
+        lambda size: draft.new((size,), "zeros"),  # also between and after the weights
     )  # fmt: skip
     run.begin = run.steps
-    return finish(recipe, [run])
+    return finish(draft, [run])
 
 
 def draft_step(host: Host, whole: Plan, arrays: Mapping[str, Array], threads: int) -> Recipe:
@@ -215,21 +214,21 @@ def draft_step(host: Host, whole: Plan, arrays: Mapping[str, Array], threads: in
         whole: the plan of the layer, see ``projecting``.
         arrays: by the names of ``signature``, with the weights as ``packed``; x is ``[1, B, I]``.
     """
-    recipe = Recipe(host, arrays, Options(threads=threads))
-    views = dict(recipe.views)
+    draft = Draft(host, arrays, Options(threads=threads))
+    views = dict(draft.views)
     packed, (_, rows, inputs) = views.pop("packed"), views["x"].shape
-    run = Run(
-        recipe, projecting(whole, inputs), recipe.options, False, False, views, lambda _: packed
+    run = PassTables(
+        draft, projecting(whole, inputs), draft.options, False, False, views, lambda _: packed
     )
-    recipe.put(run.base + run.kernel.shared["pack"], 0)
+    draft.put(run.base + run.kernel.shared["pack"], 0)
     if threads > 1 and run.parts < 2:
         return draft_step(host, whole, arrays, 1)  # without a gang of threads
     project(run)
-    remember(run, 1, False, False)
+    allocate_states(run, 1, False, False)
     names = run.plan.cell.state_names
-    finals = [recipe.new((1, rows, size)) for _, size in states_of(run.plan)]
+    finals = [draft.new((1, rows, size)) for _, size in states_of(run.plan)]
     run.place_parts({f"final {n}": final for n, final in zip(names, finals, strict=True)})
-    finish(recipe, [run])
+    recipe = finish(draft, [run])
     for name, final in zip(names, finals, strict=True):
         if f"state {name}" in arrays:
             recipe.aliases[recipe.names.index(f"state {name}")] = recipe.number(final)

@@ -48,7 +48,7 @@ class NumpyHost:
     ``layer.Host`` describes the methods.
     """
 
-    wide_states, blas, play = True, 0, None
+    wide_states, blas, trace = True, 0, None
 
     def __init__(self, dtype: npt.DTypeLike, wide: NumpyHost | None = None) -> None:
         self.dtype = np.dtype(dtype)

@@ -194,8 +194,7 @@ def plan(
     return _plan(cell, cell.key, hidden_size, dtype, engine, tuple(sorted(known.items())))
 
 
-# Cells compare by their graph, hyperparameters included; plans outlive no cell that is still in
-# use.
+# Keyed by graph and hyperparameters: equal cells share one plan.
 @functools.lru_cache(maxsize=512)
 def _plan(
     cell: Cell,

@@ -107,7 +107,7 @@ class TorchHost:
     the dtype in which cells compute.
     """
 
-    wide_states, play = True, None
+    wide_states, trace = True, None
 
     def __init__(self, dtype: torch.dtype, wide: TorchHost | None = None) -> None:
         self.dtype = dtype

@@ -263,19 +263,23 @@ class Door:
         enough = (work >= shared["least_work"]) & (threads > 1)
         parts = b.select(enough, threads, 1)
         even = (parts % directions).eq(0)
-        side = b.select(even, parts // directions, parts)
+        threads_per_direction = b.select(even, parts // directions, parts)
         split = constant(0, "i1")
         if not layout.row_wise:
             # Under a sparse mask, a typical step takes few rows, and many steps take even fewer.
-            typical = b.select(shared["sparse"].ne(0), rows // 4, rows)
-            far = FEW_TILED_ROWS if layout.tiled else FEW_ROWS
-            few = b.select(packed <= NEAR_CACHE, HARDLY_ANY_ROWS, far)
-            split = (typical < few * side) & (side > 1) & (side <= layout.geometry.spans)
+            rows_per_step = b.select(shared["sparse"].ne(0), rows // 4, rows)
+            beyond_cache = FEW_TILED_ROWS if layout.tiled else FEW_ROWS
+            row_limit = b.select(packed <= NEAR_CACHE, HARDLY_ANY_ROWS, beyond_cache)
+            split = rows_per_step < row_limit * threads_per_direction
+            split = split & (threads_per_direction > 1)
+            split = split & (threads_per_direction <= layout.geometry.spans)
         shared["units_split"] = b.zext(split, "i64")
         # Threads that share rows are no more than there are groups of rows.
         groups = (rows + shared["row_group"] - 1) // shared["row_group"]
-        side = b.select(split, side, b.smax(b.smin(side, groups), 1))
-        shared["parts"] = b.select(even, side * directions, side)
+        sharing = b.smax(b.smin(threads_per_direction, groups), 1)
+        threads_per_direction = b.select(split, threads_per_direction, sharing)
+        all_threads = threads_per_direction * directions
+        shared["parts"] = b.select(even, all_threads, threads_per_direction)
 
     def _lay_out(self, base: Value, of: Direction) -> None:
         """Fills the tables of one direction."""

@@ -8,10 +8,10 @@
             products: gradients of weights and of the input
 
 The backward pass takes segments and chunks from the last to the first. A pass is a table of 64-bit
-numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``. Passes of one form differ only in their
-addresses. So a call has a template of the tables, and the addresses to fill in.
+numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``. Passes of one recipe differ only in
+their addresses. So a call has a template of the tables, and the addresses to fill in.
 
-    void play(const int64_t *call)    fills in the addresses and runs the pass
+    void execute(const int64_t *call)    fills in the addresses and runs the pass
     void run(int64_t *pass)           runs a pass whose table has its addresses
     void room(int64_t *pass)          writes scratch_bytes
 
@@ -26,6 +26,7 @@ in the order of the arrays, even if a direction is reversed.
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -47,24 +48,25 @@ PASS = (
     "door call begin count pack origin span backward steps batch first last chunk segment again "
     "next moves before after gang threads least_work blas scratch scratch_bytes"
 ).split()
-# A call: its form, memory for the tables, and then its addresses, of which the last are no arrays:
-# its memory, the tables in it, the gang of threads, and three numbers for random masks.
-CALL = "form table".split()
-OF_CALL = "block table gang first_row seed stream".split()
-# A form: the template, and its length in numbers; the rows of ``PLACE``, and their count; the place
+# A call: the head of its recipe, memory for the tables, and then its addresses, of which the last
+# are no arrays: its memory, the tables in it, the gang of threads, and three numbers for random
+# masks.
+CALL = "head table".split()
+NumbersOfCall = namedtuple("NumbersOfCall", "block table gang first_row seed stream")
+OF_CALL = list(NumbersOfCall._fields)
+# A head: the template, and its length in numbers; the rows of ``PLACE``, and their count; the place
 # in the template where the first pass begins.
-FORM = "template length places count first".split()
+HEAD = "template length places count first".split()
 # Number ``at`` of the tables becomes the call's address number ``address``, plus ``offset``.
 PLACE = "at address offset".split()
 # Before segment n, ``base + n * step`` is stored at the address ``place``. In a forward pass, the
 # door then writes the states before the segment to that memory, as if they were final states, and
 # ``rest`` is stored at ``place``.
 MOVE = "place base step rest".split()
-_KEPT = gemm.ENTRIES[: gemm.ENTRIES.index("add") + 1]
 # The entries of a matmul; ``along``, the size that counts the rows of the chunk (0 rows, 2 inner);
 # ``reverse``, if the direction is reversed; ``sums``, the ``add`` of all chunks but the first.
 PRODUCT = [
-    *_KEPT, "scales", "kind", "along", "reverse", "sums",
+    *gemm.OPERANDS, "scales", "kind", "along", "reverse", "sums",
     *(f"{operand}_{axis}" for operand in "abc" for axis in ("time", "window")),
 ]  # fmt: skip
 # The kinds of products: our matmul; the matmul of ``blas``; our matmul without packing, for few
@@ -87,7 +89,7 @@ class Driver:
         self.blas = not (matmul.narrow or matmul.quantized)
 
     def print(self) -> None:
-        """Adds ``play``, ``run``, ``room`` and the functions that they call."""
+        """Adds ``execute``, ``run``, ``room`` and the functions that they call."""
         self._sum()
         self._gather()
         if not self.matmul.quantized:
@@ -97,23 +99,23 @@ class Driver:
         self._product()
         self._chunks()
         self._run()
-        self._play()
+        self._execute()
         self._room()
 
     # ---- the loops -------------------------------------------------------------------------------
-    def _play(self) -> None:
-        b = self.module.function("play", "ptr call")
+    def _execute(self) -> None:
+        b = self.module.function("execute", "ptr call")
         call = Entries(b, b.args[0], CALL)
-        table, form = call.pointer("table"), Entries(b, call.pointer("form"), FORM)
-        template, places = form.pointer("template"), form.pointer("places")
+        table, head = call.pointer("table"), Entries(b, call.pointer("head"), HEAD)
+        template, places = head.pointer("template"), head.pointer("places")
         addresses = b.gep(b.args[0], len(CALL), "i64")
-        with b.loop(0, form["length"]) as i:
+        with b.loop(0, head["length"]) as i:
             b.store(b.load(b.gep(template, i, "i64"), "i64"), b.gep(table, i, "i64"))
-        with b.loop(0, form["count"]) as i:
+        with b.loop(0, head["count"]) as i:
             place = _row(b, places, i, PLACE)
             address = b.load(b.gep(addresses, place["address"], "i64"), "i64")
             b.store(address + place["offset"], b.gep(table, place["at"], "i64"))
-        b.call("run", b.gep(table, form["first"], "i64"))
+        b.call("run", b.gep(table, head["first"], "i64"))
 
     def _run(self) -> None:
         b = self.module.function("run", "ptr pass")
@@ -187,7 +189,7 @@ class Driver:
         window = time - b.select(reverse, steps - origin - span, origin)
         scratch, along = table.pointer("scratch"), row["along"]
         one = Entries(b, scratch, gemm.ENTRIES)
-        for name in (*_KEPT, "scales"):
+        for name in (*gemm.OPERANDS, "scales"):
             one[name] = row[name]
         for name in "abc":
             one[name] = row[name] + time * row[f"{name}_time"] + window * row[f"{name}_window"]
@@ -450,7 +452,7 @@ class Functions(NamedTuple):
     gemm: Callable[[int], None]
     room: Callable[[int], None]
     run: Callable[[int], None]
-    play: Callable[[bytes], None]
+    execute: Callable[[bytes], None]
 
 
 @functools.lru_cache(maxsize=32)

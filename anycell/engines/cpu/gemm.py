@@ -32,6 +32,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from anycell.engines.cpu import tiles
 from anycell.engines.cpu.door import print_gang
@@ -81,16 +82,30 @@ UNROLL = 4  # rows of weights that a full register block takes per iteration of 
 # Strides count elements. A and B each have one stride of 1 (A between columns, if B has integers).
 # C is [rows, columns] with a stride of 1 between columns. ``add`` is 1 for C += A @ B; ``gang`` is
 # as in a door's table. ``scratch`` is memory of ``scratch_bytes`` bytes, on a cache line.
-ENTRIES = (
-    "rows columns inner a a_rows a_inner b b_inner b_columns c c_rows add threads gang scales "
-    "scratch scratch_bytes"
-).split()
+OPERANDS = "rows columns inner a a_rows a_inner b b_inner b_columns c c_rows add".split()
+ENTRIES = [*OPERANDS, *"threads gang scales scratch scratch_bytes".split()]
 # Scratch memory begins with the address of the call's table and the current span; ``alone`` is 1 if
 # each thread packs the panels of its piece. The number of pieces of the span that are taken follows
 # on a cache line of its own.
 SPAN = ["call", "column", "columns", "k", "inner", "add", "alone"]
 COUNTER = align(8 * len(SPAN))
 HEADER = COUNTER + LINE
+
+
+class Cut(NamedTuple):
+    """The pieces of C: rows of pieces, the tall ones first, and columns of pieces."""
+
+    tall: Value  # rows of C in a tall piece
+    low: Value  # and in a low one
+    count_of_tall: Value
+    columns: Value
+
+    def piece(self, b: Builder, number: Value, rows: Value) -> tuple[Value, Value, Value]:
+        """The first row, the height and the column of a piece of a matrix of so many rows."""
+        column, place = number % self.columns, number // self.columns
+        row = place * self.low + b.smin(place, self.count_of_tall) * (self.tall - self.low)
+        height = b.select(place < self.count_of_tall, self.tall, self.low)
+        return row, b.smin(rows - row, height), column
 
 
 class Gemm:
@@ -372,9 +387,9 @@ class Gemm:
         # The last pieces are low, so that no thread waits long for another's last piece.
         low = b.select(alone, tall, tall // self.low)
         last = (call["threads"] - 1) * tall
-        large = b.smax(call["rows"] - last, 0) // tall
-        rows = large + _parts(call["rows"] - large * tall, low)
-        sides = b.smin(_parts(wanted, rows), panels)
+        count_of_tall = b.smax(call["rows"] - last, 0) // tall
+        count_of_rows = count_of_tall + _parts(call["rows"] - count_of_tall * tall, low)
+        cut = Cut(tall, low, count_of_tall, b.smin(_parts(wanted, count_of_rows), panels))
         packed = panels * blocks * self.panel
         own_panel = b.gep(b.gep(scratch, HEADER, "i8"), packed + part * self.thread_bytes, "i8")
         space = b.gep(own_panel, self.panel, "i8")
@@ -382,11 +397,9 @@ class Gemm:
         if self.tiled:
             tiles.configure(b, pieces=self.geometry.pieces)
         a_rows, a_inner, c_rows = call["a_rows"], call["a_inner"], call["c_rows"]
-        with self._pieces(b, scratch, rows * sides) as number:
-            side, place = number % sides, number // sides
-            row = place * low + b.smin(place, large) * (tall - low)
-            height = b.smin(call["rows"] - row, b.select(place < large, tall, low))
-            begin, end = (panels * n // sides for n in (side, side + 1))
+        with self._pieces(b, scratch, count_of_rows * cut.columns) as number:
+            row, height, column = cut.piece(b, number, call["rows"])
+            begin, end = (panels * n // cut.columns for n in (column, column + 1))
             if self.quantized:
                 with b.loop(0, height) as r:
                     start = b.gep(call.pointer("a"), (row + r) * a_rows)

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.engines.cpu import isa, jit
-from anycell.engines.cpu.driver import CALL, FORM, OF_CALL, PLACE
+from anycell.engines.cpu.driver import CALL, HEAD, OF_CALL, PLACE
 from anycell.engines.cpu.ir import Builder, Module, Operand, Target, Value, constant
 from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
@@ -46,13 +46,15 @@ DATA = 24  # in a buffer, the address of its numbers
 NUMBERS = 16  # in an attribute that is an array, the address of its numbers
 # An extension that asks for the version has the address of the answer.
 ANSWER, MAJOR, MINOR, TRAITS = 24, 24, 28, 32
-# A record begins with these numbers. ``play`` and ``gang`` are names; ``read`` counts the arrays
+# A record begins with these numbers. ``execute`` and ``gang`` are names; ``read`` counts the arrays
 # that the pass reads, ``words`` the numbers of its call; the tables begin at ``table`` in its
 # memory, of ``bytes``. Tables follow, as long as the numbers say: the template, of ``length``; rows
 # of ``driver.PLACE``; rows of ``CONSTANT``, of which the last ``kept`` come after the numbers
 # ``OF_CALL`` in the list of addresses; rows of number and bytes of the results that begin as zeros;
 # and the contents of constants.
-RECORD = ("play gang read shared kept zeroed words table bytes stream length places first").split()
+RECORD = (
+    "execute gang read shared kept zeroed words table bytes stream length places first"
+).split()
 # An array that all calls share: its place in the record, or if this is 0, a name.
 CONSTANT = "place name".split()
 ROOM = "users address bytes".split()
@@ -151,7 +153,7 @@ def record(
     placed, zeros = (np.array([*rows], np.int64).ravel() for rows in (places, zeroed))
     made = numbers.pop("made")
     words = len(CALL) + numbers["read"] + made + len(constants) + len(OF_CALL)
-    size = align(8 * (len(FORM) + words)) + numbers["bytes"]
+    size = align(8 * (len(HEAD) + words)) + numbers["bytes"]
     process().make_room(size)
     values = {
         **numbers, "shared": len(constants) - numbers["kept"], "zeroed": len(zeros) // 2,
@@ -203,7 +205,7 @@ def print_handler(target: Target) -> Module:
     process = Entries(b, b.load(place, "ptr"), PROCESS)
     of_pass = _Record(b, frame, process.pointer("names"))
     missing = b.variable(0)
-    for named in (of_pass.find(of_pass["play"]), of_pass.gang()):
+    for named in (of_pass.find(of_pass["execute"]), of_pass.gang()):
         missing.value = missing.value + b.zext(named.eq(0), "i64")
     with b.loop(0, of_pass["shared"] + of_pass["kept"]) as i:
         missing.value = missing.value + b.zext(of_pass.constant(i).eq(0), "i64")
@@ -281,16 +283,16 @@ class _Record(Entries):
 
 
 def _print_call(b: Builder, frame: Value, of_pass: _Record, memory: Value) -> None:
-    """Makes the form and the call of a pass at the beginning of its memory, and plays it."""
+    """Makes the head and the call of a pass at the beginning of its memory, and runs it."""
     given, made = (_word(b, frame, at, "i64") for at in (GIVEN, MADE))
     arguments, results = (_word(b, frame, at) for at in (ARGUMENTS, RESULTS))
     read, shared, kept = of_pass["read"], of_pass["shared"], of_pass["kept"]
-    form = Entries(b, memory, FORM)
-    form.set(
+    head = Entries(b, memory, HEAD)
+    head.set(
         template=b.ptrtoint(of_pass.template, "i64"), length=of_pass["length"],
         places=b.ptrtoint(of_pass.places, "i64"), count=of_pass["places"], first=of_pass["first"],
     )  # fmt: skip
-    call = b.gep(memory, len(FORM), "i64")
+    call = b.gep(memory, len(HEAD), "i64")
     block = b.ptrtoint(call, "i64") + of_pass["words"] * 8
     block = (block + (LINE - 1)) & -LINE
     table = block + of_pass["table"]
@@ -327,7 +329,7 @@ def _print_call(b: Builder, frame: Value, of_pass: _Record, memory: Value) -> No
         count = b.load(b.gep(row, 1, "i64"), "i64") // 4  # sums have 32 bits or more
         with b.loop(0, count, b.lanes) as first:
             b.store_first(constant(0.0, b.vec), b.gep(begin, first), count - first)
-    b.call(b.inttoptr(of_pass.find(of_pass["play"]), "ptr"), call, returns="void")
+    b.call(b.inttoptr(of_pass.find(of_pass["execute"]), "ptr"), call, returns="void")
 
 
 def _word(b: Builder, base: Value, offset: Operand, type: str = "ptr") -> Value:

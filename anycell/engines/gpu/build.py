@@ -111,12 +111,15 @@ def _in_words(error: Exception) -> str:
 def _probe() -> Printed:
     """A small kernel that needs of Triton what others need: matrices, random numbers, flags."""
     from anycell import cells
-    from anycell.engines import gpu
+    from anycell.engines.gpu.capacity import choose
+    from anycell.engines.gpu.cooperative import print_cooperative
     from anycell.plan import plan
 
     zoneout = plan(cells.ZoneoutLSTM, 16, "float16", "gpu")
-    choice = gpu.capacity.choose(zoneout, None, tier=2)
-    return gpu.print_whole(zoneout, Variant(draw=True, biases=(True,)), choice)
+    choice = choose(zoneout, None, tier=2)
+    assert choice.part is not None
+    variant = Variant(draw=True, biases=(True,))
+    return print_cooperative(zoneout, variant, choice.part, choice.precision)
 
 
 def interpreted() -> bool:

@@ -20,7 +20,7 @@ Programs of the same rows are a group. Groups share nothing, so few programs wai
 **The exchange.** h goes through the sequence of hidden states, gradients through the array of gate
 gradients: a step reads the slot that the step before has written, and no slot is written twice in a
 launch. The loads bypass the first-level cache, which is of no use for what is read only once.
-Flags, two of each program, count its steps: docs/gpu.md says why two are enough, when what is
+Flags, two of each program, count its steps: docs/internals.md says why two are enough, when what is
 loaded, and why no program hangs. ``publish`` and ``wait`` in ``library`` order memory accesses.
 
 A program whose wait takes longer than ``patience`` nanoseconds gives up; all its threads agree on

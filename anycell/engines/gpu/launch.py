@@ -9,16 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anycell.engines.gpu import build
 from anycell.engines.gpu.build import Binary
 from anycell.engines.gpu.capacity import Device
+from anycell.engines.gpu.host import GpuHost
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed
-
-if TYPE_CHECKING:
-    from anycell.engines.gpu import GpuHost
 
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _WITHOUT_ASKING = 48 << 10  # bytes of shared memory that every kernel may use

@@ -15,7 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from anycell.engines.gpu.text import Load, Printed, Text, Variant, apart, keeps, kept, power_of_two
+from anycell.engines.gpu.text import (
+    Load,
+    Printed,
+    Text,
+    Variant,
+    keeps,
+    kept,
+    power_of_two,
+    stores_operand,
+)
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.plan import Plan, gradient_roots
@@ -343,7 +352,7 @@ class Loop(Text):
         with self.indented():
             self.begin_step()
             self._flags()
-            operands = [l.operand for l in self.linears if apart(self.plan, variant, l)]
+            operands = [l.operand for l in self.linears if stores_operand(self.plan, variant, l)]
             self.wait_backward([*roots, *operands])
             self.evaluate([*roots, *operands], self.labels())
             self.store_gradients(self._sizes, inside=True)

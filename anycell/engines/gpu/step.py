@@ -29,11 +29,11 @@ from anycell.engines.gpu.text import (
     Printed,
     Text,
     Variant,
-    apart,
     keeps,
     kept,
     power_of_two,
     source,
+    stores_operand,
     symbol,
 )
 from anycell.lang.cell import Linear
@@ -230,7 +230,7 @@ class _Kernel(Text):
             for l in cell.linears:
                 if l.name not in plan.carried_back and l.out_size == of:
                     targets += g.linear[l.name].values()
-                if apart(plan, variant, l) and l.in_size == of:
+                if stores_operand(plan, variant, l) and l.in_size == of:
                     targets.append(l.operand)
             if of == "H":
                 targets += [*g.x.values(), *g.param.values()]

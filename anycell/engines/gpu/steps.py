@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.step import (
@@ -23,10 +23,8 @@ from anycell.engines.gpu.step import (
     staged,
 )
 from anycell.engines.gpu.text import NUMBERS
+from anycell.engines.gpu.work import Work
 from anycell.lang.cell import Linear
-
-if TYPE_CHECKING:
-    from anycell.engines.gpu import Work
 
 Array = Any
 # Steps of the graphs that a framework may capture, the longest first. Chunks of time consist of

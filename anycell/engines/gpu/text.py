@@ -64,7 +64,7 @@ class Variant(NamedTuple):
         return "backward" if self.backward else "forward"
 
     @property
-    def apart(self) -> bool:
+    def separate_output(self) -> bool:
         """Whether the outputs are not the sequence of hidden states."""
         return self.options.apart(self.mask)
 
@@ -463,12 +463,13 @@ class Text:
         if i:
             return later
         dy = self.load(self.at(self.row("d_output"), 0, size), size)
-        dy = self.valid(dy) if self.variant.apart else dy
+        dy = self.valid(dy) if self.variant.separate_output else dy
         return self.once(f"d_{self.cell.state_names[0]}", f"{later} + {dy}")
 
     def under_mask(self, i: int) -> str:
         """The gradient of state i in a row under a mask, which holds its states."""
-        output = i == 0 and self.variant.mask and not self.variant.apart  # it repeats the state
+        # The output repeats the state.
+        output = i == 0 and self.variant.mask and not self.variant.separate_output
         return self.upstream(0) if output else self.later(i)
 
     def later(self, i: int) -> str:
@@ -493,7 +494,7 @@ class Text:
 
     def store_output(self) -> None:
         """Stores the output, unless it is the new state."""
-        if self.variant.apart:
+        if self.variant.separate_output:
             size, value = self.cell.states[0].size, self.valid(self.value(self.cell.next[0]))
             self.store(self.at(self.row("out"), 0, size), value, size)
 
@@ -521,7 +522,7 @@ class Text:
             direct = inside or l.name not in plan.carried_back
             if direct and l.out_size in sizes and not plan.shares_gradient(l):
                 self.store_outputs(l)
-            if apart(plan, self.variant, l) and l.in_size in sizes:
+            if stores_operand(plan, self.variant, l) and l.in_size in sizes:
                 where = self.at(self.row(f"operand {l.name}"), 0, l.in_size)
                 self.store(where, self.valid(self.value(l.operand)), l.in_size)
 
@@ -600,7 +601,7 @@ def source(
     )
 
 
-def apart(plan: Plan, variant: Variant, linear: Linear) -> bool:
+def stores_operand(plan: Plan, variant: Variant, linear: Linear) -> bool:
     """Whether a matmul multiplied something other than the sequence of hidden states."""
     return variant.resets or linear.operand is not Expr("state", (), (plan.cell.state_names[0],))
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import equinox
 
 from anycell.jax import layers
+from anycell.jax.layers import Prepared
 from anycell.jax.modules import Arguments, call_of_module
-from anycell.jax.streaming import Prepared
 from anycell.lang.cell import Cell
 from anycell.layer.checks import refuse
 

@@ -8,8 +8,8 @@ from flax import nnx
 
 from anycell.jax import layers
 from anycell.jax.arguments import check_key
+from anycell.jax.layers import Prepared
 from anycell.jax.modules import Arguments, call_of_module
-from anycell.jax.streaming import Prepared
 from anycell.lang.cell import Cell
 from anycell.layer.checks import boolean, describe, refuse
 

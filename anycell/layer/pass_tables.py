@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
-from anycell.layer import choices
+from anycell.layer import heuristics
 from anycell.layer.arguments import Host, Kept
+from anycell.layer.bounds import check_pass
+from anycell.layer.heuristics import Projection
 from anycell.layer.products import kind_of
-from anycell.layer.recipe import CHUNK, Recipe, Row, View
+from anycell.layer.recipe import CHUNK, Draft, Placed, Recipe, Row, View
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import direction
 from anycell.plan import CODES, Options, Plan, multiplies_input, padded
@@ -19,11 +21,11 @@ from anycell.plan import CODES, Options, Plan, multiplies_input, padded
 Views = Mapping[str, View]
 
 
-class Run:
-    """A pass of a layer.
+class PassTables:
+    """The tables of a pass of a layer, and what they follow from.
 
     Args:
-        views: the arrays of the call, by the names of ``signature``; None for ``recipe.views``.
+        views: the arrays of the call, by the names of ``signature``; None for ``draft.views``.
         packed: returns the memory of packed weights from its size; None for memory of the call.
 
     Attributes:
@@ -31,21 +33,20 @@ class Run:
         base: where the table of the door begins in the recipe.
         table: where the driver's table begins, once it is appended.
         chunk: the steps of a chunk of the projection.
-        inputs: columns of the input that the kernel multiplies; 0 if they are projected before.
-        single: whether there is one step whose recurrent matmul is a product outside the kernel:
-            packing its weights for the kernel would cost more than it saves.
+        projection: where the matmul of the input is computed; ``single`` says whether it is
+            ``SINGLE``, and ``inputs`` is the number of columns that the kernel multiplies.
         parts, bytes_packed: the threads, and the bytes of packed weights, that the door needs.
         firsts: where in the table of the door the entries of each direction begin.
         before, after: the products before and after the steps of a chunk, as rows by the names of
             ``driver.PRODUCT``.
         moves: rows by the names of ``driver.MOVE``.
-        again: the pass that computes the states of a segment again.
+        recompute: the pass that computes the states of a segment again.
         begin: the first step; ``steps`` in a pass that only packs the weights.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
+        draft: Draft,
         plan: Plan,
         options: Options,
         backward: bool,
@@ -53,32 +54,30 @@ class Run:
         views: Views | None = None,
         packed: Callable[[int], View] | None = None,
     ) -> None:
-        self.recipe, self.plan, self.options, self.backward = recipe, plan, options, backward
-        self.host: Host = recipe.host
-        self.views = views = recipe.views if views is None else views
+        self.draft, self.plan, self.options, self.backward = draft, plan, options, backward
+        self.host: Host = draft.host
+        self.views = views = draft.views if views is None else views
         self.x, self.mask, self.resets = views["x"], views.get("mask"), views.get("resets")
         self.directions = [direction(plan, views, d, View.at) for d in range(len(options.reverse))]
         self.projects = "weight_ih" in self.directions[0] and not multiplies_input(plan)
         self.steps, self.batch, width = self.x.shape
         self.begin = 0
         self.segment_length = self.steps
-        state = self.directions[0].get(f"state {plan.cell.state_names[0]}")
-        dense = state is None or state.strides[-1] == 1
         self.kernel = cpu.compiled(plan, backward)
-        self.chunk, self.single, self.inputs = max(1, self.steps), False, 0
+        self.chunk, self.projection = max(1, self.steps), Projection.NONE
         if self.projects:
-            self.chunk = choices.chunk_of(plan, self.steps, self.batch * len(self.directions))
-            alone = dense and self.resets is None and choices.recurrent_alone(plan)
-            self.single = self.steps == 1 and alone
-            # A kernel that cannot multiply the input would ignore it, whatever ``choices`` prefer.
-            able, rows = self.kernel.projecting, self.steps * self.batch
-            if able is not None and not self.single:
-                chosen = choices.projects(plan, able, rows, width, holes, self.batch)
-                self.inputs = width if chosen else 0
+            self.chunk = heuristics.chunk_of(plan, self.steps, self.batch * len(self.directions))
+            self.projection = heuristics.projection(
+                plan, self.kernel.projecting, self.x.shape, holes=holes,
+                resets=self.resets is not None,
+                state=self.directions[0].get(f"state {plan.cell.state_names[0]}"),
+            )  # fmt: skip
+        self.single = self.projection is Projection.SINGLE
+        self.inputs = width if self.projection is Projection.INSIDE else 0
         self.before: list[Row] = []
         self.after: list[Row] = []
         self.moves: list[Row] = []
-        self.again: Run | None = None
+        self.recompute: PassTables | None = None
         self._begin(holes, packed)
         self._switch()
         if self.mask is not None:
@@ -98,7 +97,7 @@ class Run:
             "count": self.chunk, "span": self.steps, "inputs": self.inputs, "sparse": holes,
             "pack": not self.single, "packed": not self.single,
             "threads": min(self.options.threads, cpu.pool.MOST),
-            "least_work": choices.WORTH_A_THREAD, "row_group": choices.row_group(self.batch),
+            "least_work": heuristics.WORTH_A_THREAD, "row_group": heuristics.row_group(self.batch),
         }  # fmt: skip
         entries = array("q", bytes(8 * kernel.first(count)))
         for name, value in values.items():
@@ -108,15 +107,15 @@ class Run:
         names = "scratch_bytes", "packed_bytes", "parts"
         scratch, size, self.parts = (entries[at[name]] for name in names)
         entries[at["packed"]] = 0
-        self.base = self.recipe.append(entries.tolist())
+        self.base = self.draft.append(entries.tolist())
         hyper = self.hyper.__array_interface__["data"][0]
-        self.place("hyper", self.recipe.keep(self.hyper, hyper, hyper + self.hyper.nbytes))
-        self.place("scratch", self.recipe.buffer((scratch,), 1))
+        self.place("hyper", self.draft.keep(self.hyper, hyper, hyper + self.hyper.nbytes))
+        self.place("scratch", self.draft.buffer((scratch,), 1))
         self.bytes_packed = 0 if self.single else size
         if packed is not None:
             self.place("packed", packed(self.bytes_packed))
         elif self.bytes_packed:
-            self.place("packed", self.recipe.buffer((self.bytes_packed,), 1))
+            self.place("packed", self.draft.buffer((self.bytes_packed,), 1))
 
     def _restore(self) -> None:
         """Makes resets restore the declared value of each state for which the call gives none."""
@@ -130,17 +129,17 @@ class Run:
         host, state = self.host.wide if i else self.host, self.plan.cell.states[i]
         values = host.empty((rows, self.plan.sizes[state.size]))
         values[:] = state.initial
-        return self.recipe.constant(values)
+        return self.draft.constant(values)
 
     def _switch(self) -> None:
         """Sets the entries for the options and the threads of a call."""
-        recipe, at, options = self.recipe, self.kernel.shared, self.options
+        draft, at, options = self.draft, self.kernel.shared, self.options
         if options.threads > 1:
-            recipe.put(self.base + at["gang"], recipe.of_call("gang"))
+            draft.put(self.base + at["gang"], draft.of_call("gang"))
         for name, codes in CODES.items():
-            recipe.put(self.base + at[name], codes[getattr(options, name)])
+            draft.put(self.base + at[name], codes[getattr(options, name)])
         for name in ("first_row", "seed", "stream") if self.plan.cell.keeps else ():
-            recipe.put(self.base + at[name], recipe.of_call(name))
+            draft.put(self.base + at[name], draft.of_call(name))
 
     def _entries(self, name: str, view: View) -> list[View | int]:
         """The entries of an array: its address, and the strides that its name has entries for."""
@@ -152,14 +151,14 @@ class Run:
 
     def place(self, name: str, view: View) -> None:
         """Sets the entries of an array of the whole call."""
-        self.recipe.put_all(self.base + self.kernel.shared[name], self._entries(name, view))
+        self.draft.put_all(self.base + self.kernel.shared[name], self._entries(name, view))
 
     def place_of(self, d: int, views: Views) -> None:
         """Sets the entries of arrays of one direction; skips names without entries."""
         each, first = self.kernel.each, self.base + self.firsts[d]
         for name, view in views.items():
             if name in each:
-                self.recipe.put_all(first + each[name], self._entries(name, view))
+                self.draft.put_all(first + each[name], self._entries(name, view))
 
     def place_parts(self, views: Views) -> None:
         """Sets the entries of arrays whose first axis is directions, ``[D, B, size]``."""
@@ -192,7 +191,7 @@ class Run:
         """A buffer of the rows of a chunk, ``[rows, width]``."""
         host = self.host.wide if wide else self.host
         size, rows = host.dtype.itemsize, self.chunk * self.batch
-        view = self.recipe.buffer((rows, padded(size, width)), size)
+        view = self.draft.buffer((rows, padded(size, width)), size)
         return view._replace(shape=(CHUNK, width))
 
     def over_steps(self, view: View, window: bool = False, first: int = 0) -> View:
@@ -211,7 +210,7 @@ class Run:
             **{"window" if window else "time": between},
         )
 
-    def entering(self, when: list[Row], d: int, masked: bool = False) -> View:
+    def lay_out_x(self, when: list[Row], d: int, masked: bool = False) -> View:
         """The rows of the input of a chunk, in place or gathered first.
 
         Args:
@@ -224,7 +223,7 @@ class Run:
             return self.over_steps(x)
         rows = self.rows(x.shape[2])
         source = x._replace(shape=(CHUNK, x.shape[2]), strides=(row, steps), time=steps * x.size)
-        flags = View(-1, (1, 1), (1, 1), 1)
+        flags = mask
         if mask is not None:
             flags = mask._replace(shape=(1, 1), strides=(1, 1), time=self.batch)
         self.multiply(when, d, source, flags, rows, kind=driver.GATHER)
@@ -235,7 +234,7 @@ class Run:
         when: list[Row],
         d: int,
         a: View,
-        b: View,
+        b: View | None,
         out: View,
         add: bool = False,
         sums: bool = False,
@@ -249,27 +248,31 @@ class Run:
             d: the direction of the chunk.
             add: ``out += a @ b``; with ``sums`` from the second chunk on.
             scales: of the columns of ``b``, if these are integers.
+            b: None for a gather without a mask.
             kind: of ``driver.KINDS``; None lets ``products`` choose.
         """
         along = 0 if a.shape[0] == CHUNK else 2 if a.shape[1] == CHUNK else 1
         rows, inner = a.shape
         if kind is None:
+            assert b is not None
             kind = kind_of(self.host, self.plan, a, b)
+        b_inner, b_columns = (1, 1) if b is None else b.strides
         row: Row = {
             "rows": rows, "columns": out.shape[1], "inner": inner,
             "a": a, "a_rows": a.strides[0], "a_inner": a.strides[1],
-            "b": b if b.slot >= 0 else 0, "b_inner": b.strides[0], "b_columns": b.strides[1],
+            "b": 0 if b is None else b, "b_inner": b_inner, "b_columns": b_columns,
             "c": out, "c_rows": out.strides[0],
             "add": int(add), "scales": scales, "kind": kind, "along": along,
             "reverse": int(self.options.reverse[d]), "sums": int(sums),
         }  # fmt: skip
         for name, view in zip("abc", (a, b, out), strict=True):
-            row |= {f"{name}_time": view.time, f"{name}_window": view.window}
+            time, window = (0, 0) if view is None else (view.time, view.window)
+            row |= {f"{name}_time": time, f"{name}_window": window}
         when.append(row)
 
     def by_weight(self, weight: View) -> int | None:
         """The kind of a product of the rows of a step, or None, see ``multiply``."""
-        return driver.FEW if self.single and choices.few(self.plan, self.batch, weight) else None
+        return driver.FEW if self.single and heuristics.few(self.plan, self.batch, weight) else None
 
     def moving(self, d: int, name: str, moving: View, rest: View | None = None) -> list[Row]:
         """Rows of ``moves``, which set the address and the strides of an entry before each segment.
@@ -283,54 +286,60 @@ class Run:
         bases: list[View | int] = [moving, *strides]
         rests: list[View | int] = [0, 0, 0] if rest is None else [rest, *rest.strides]
         rows: list[Row] = [
-            {"place": self.recipe.entry(at + i), "base": base, "step": 0, "rest": there}
+            {"place": self.draft.entry(at + i), "base": base, "step": 0, "rest": there}
             for i, (base, there) in enumerate(zip(bases, rests, strict=True))
         ]
         rows[0]["step"] = segments * moving.size  # the address moves, the strides do not
         return rows
 
     # ---- the driver ------------------------------------------------------------------------------
-    def append(self, again: int | None = None, then: int | None = None) -> int:
+    def append_driver_table(self, again: int | None = None, then: int | None = None) -> int:
         """Adds the table of the driver to the recipe; returns its place.
 
         Args:
             again: the place of the table of the pass that computes states again.
             then: the place of the table of the pass that runs next.
         """
-        recipe, at, options = self.recipe, self.kernel.shared, self.options
+        draft, at, options = self.draft, self.kernel.shared, self.options
         threads = min(options.threads, cpu.pool.MOST)
         row: Row = {
-            "door": recipe.keep(self.kernel, self.kernel.address, self.kernel.address),
-            "call": recipe.entry(self.base),
+            "door": draft.keep(self.kernel, self.kernel.address, self.kernel.address),
+            "call": draft.entry(self.base),
             **{name: at[name] for name in ("begin", "count", "pack", "origin", "span")},
             "backward": int(self.backward), "steps": self.steps, "batch": self.batch,
             "first": self.begin, "last": self.steps,
             "chunk": self.chunk, "segment": self.segment_length,
-            "again": 0 if again is None else recipe.entry(again),
-            "next": 0 if then is None else recipe.entry(then),
+            "again": 0 if again is None else draft.entry(again),
+            "next": 0 if then is None else draft.entry(then),
             "moves": len(self.moves), "before": len(self.before), "after": len(self.after),
-            "gang": recipe.of_call("gang") if threads > 1 else 0, "threads": threads,
-            "least_work": choices.WORTH_A_THREAD, "blas": self.host.blas,
+            "gang": draft.of_call("gang") if threads > 1 else 0, "threads": threads,
+            "least_work": heuristics.WORTH_A_THREAD, "blas": self.host.blas,
             "scratch": 0, "scratch_bytes": 0,  # set by ``finish`` and by ``cpu.room``
         }  # fmt: skip
-        self.table = recipe.append_row(driver.PASS, row)
+        self.table = draft.append_row(driver.PASS, row)
         for move in self.moves:
-            recipe.append_row(driver.MOVE, move)
+            draft.append_row(driver.MOVE, move)
         for product in (*self.before, *self.after):
-            recipe.append_row(driver.PRODUCT, product)
+            draft.append_row(driver.PRODUCT, product)
         return self.table
 
+    def placed(self) -> Placed:
+        """The places of the tables, once they are appended."""
+        again = None if self.recompute is None else self.recompute.placed()
+        threads = self.options.threads
+        return Placed(self.kernel, self.plan, threads, self.base, self.firsts, self.table, again)
 
-def finish(recipe: Recipe, runs: Sequence[Run]) -> Recipe:
-    """Ends the draft of a recipe, whose passes run one after the other."""
+
+def finish(draft: Draft, runs: Sequence[PassTables]) -> Recipe:
+    """Ends a draft, whose passes run one after the other."""
     dtype, tables, then = runs[0].plan.dtype, list[int](), None
     for run in reversed(runs):
-        again = None if run.again is None else run.again.append()
+        again = None if run.recompute is None else run.recompute.append_driver_table()
         tables += [] if again is None else [again]
-        then = run.append(again, then)
+        then = run.append_driver_table(again, then)
         tables.append(then)
-    room = max(cpu.room(dtype, recipe.cells[first:]) for first in tables)
-    memory = recipe.buffer((room,), 1)
+    room = max(cpu.room(dtype, draft.cells[first:]) for first in tables)
+    memory = draft.buffer((room,), 1)
     for first in tables:
-        recipe.put(first + driver.PASS.index("scratch"), memory)
-    return recipe.finish(dtype, tables[-1], runs)
+        draft.put(first + driver.PASS.index("scratch"), memory)
+    return Recipe(draft, dtype, tables[-1], [run.placed() for run in runs], check_pass)

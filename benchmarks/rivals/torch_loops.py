@@ -6,19 +6,18 @@ join it where the equations allow, a step is one ``addmm`` and a few element-wis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from anycell.bench.problem import Problem, by_direction
-from anycell.layer import steps
-from anycell.layer.signature import of_layer
-from anycell.plan import Layer, Options
+from anycell.bench.problem import Problem
+from anycell.bench.tasks import Contender, Unsupported
+from anycell.bench.torch_layers import Loop, Scan, Weights, as_torch_has, from_module
 
-Weights = Mapping[str, Tensor]  # of one direction of one layer
-Scan = Callable[[Tensor, Weights, bool], Tensor]  # [T, B, in] -> [T, B, H], backwards if True
 Step = Callable[[Tensor, Tensor, Tensor, Weights], tuple[Tensor, Tensor]]  # gates, h, c -> h, c
 
 
@@ -116,34 +115,25 @@ SCANS: dict[str, Scan] = {
 }
 
 
-class Loop(nn.Module):
-    """Layers and directions around a scan, with ``torch.nn``'s parameter names. A cell without a
-    handwritten scan runs its graph, operation by operation, in torch.
-    """
+def by_hand(problem: Problem) -> Loop:
+    """The loop by hand; for cells without one, their graphs, operation by operation."""
+    return Loop(problem, SCANS.get(problem.cell.origin))
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__()
-        self.cell, self.sizes = problem.cell.definition, tuple(problem.sizes.items())
-        self.scan = SCANS.get(problem.cell.origin)
-        for name, value in problem.weights.items():
-            self.register_parameter(name, nn.Parameter(torch.from_numpy(value.copy())))
-        shape, learned = problem.shape, dict(self.named_parameters())
-        self.stack = by_direction(learned, shape)
-        self.layers = [of_layer(self.cell, learned, k, shape.D) for k in range(shape.L)]
 
-    def forward(self, x: Tensor, static: Tensor | None = None) -> Tensor:
-        """``[T, B, I] -> [T, B, D * H]``."""
-        seed = None
-        if self.training and self.cell.keeps:  # drawn as the fused layer draws it: the same masks
-            seed = int(torch.randint(2**63 - 1, ()))
-        for k, layer in enumerate(self.stack):
-            if self.scan is not None:
-                outputs = [self.scan(x, w, d == 1) for d, w in enumerate(layer)]
-            else:
-                reverse = (False, True)[: len(layer)]
-                options = Options(reverse, training=seed is not None, seed=seed or 0, stream=k)
-                arrays = {"x": x, "static": static, **self.layers[k]}
-                runs = steps.directions(Layer(self.cell, self.sizes, options), arrays, F.linear)
-                outputs = [run.forward()[0] for run in runs]
-            x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
-        return x
+def loop(problem: Problem) -> Contender:
+    """A Python loop over time: by hand for the classics, operation by operation for other cells."""
+    return as_torch_has(from_module(functools.partial(by_hand, problem), problem))
+
+
+def compiled(problem: Problem) -> Contender:
+    """The loop under ``torch.compile``, whose first call takes minutes if T is large."""
+    if not problem.cell.classic:
+        raise Unsupported(f"no loop for {problem.cell.name} that torch.compile could take whole")
+
+    def build() -> Any:
+        module = by_hand(problem)
+        module.compile(fullgraph=False, dynamic=False)
+        return module
+
+    torch._dynamo.reset()
+    return as_torch_has(from_module(build, problem))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from anycell.engines import cpu
 from anycell.engines.cpu.door import NEAR_CACHE
 from anycell.engines.cpu.geometry import Matmul
@@ -48,6 +50,41 @@ def recurrent_alone(plan: Plan) -> bool:
     """Whether the cell's only matmul maps its first state to all gates, with real weights."""
     linears = [(l.name, l.outputs, l.operand.op) for l in plan.cell.linears]
     return linears == [(RECURRENT, plan.cell.gates, "state")] and not plan.types.quantized
+
+
+class Projection(Enum):
+    """The place where the matmul of the input is computed."""
+
+    NONE = "x is projected already, or the kernel multiplies it as one of its matmuls"
+    OUTSIDE = "before the steps of a chunk"
+    INSIDE = "by the kernel, in the sums of the recurrent matmul"
+    SINGLE = "before the only step, and so is the recurrent matmul: packing would not pay off"
+
+
+def projection(
+    plan: Plan,
+    matmul: Matmul | None,
+    x: tuple[int, ...],
+    *,
+    holes: bool,
+    resets: bool,
+    state: View | None,
+) -> Projection:
+    """Chooses where the matmul of the input of a layer that projects is computed.
+
+    Args:
+        matmul: the matmul to whose sums the kernel can add the projection, if it can.
+        x: the shape ``[T, B, I]``.
+        holes: whether the mask is sparse.
+        state: the first state before the first step.
+    """
+    steps, batch, inputs = x
+    is_dense_state = state is None or state.strides[-1] == 1
+    if steps == 1 and is_dense_state and not resets and recurrent_alone(plan):
+        return Projection.SINGLE
+    if matmul is not None and projects(plan, matmul, steps * batch, inputs, holes, batch):
+        return Projection.INSIDE
+    return Projection.OUTSIDE
 
 
 def projects(

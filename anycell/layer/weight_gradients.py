@@ -12,7 +12,7 @@ from anycell.layer.signature import ENDS
 from anycell.plan import Plan
 
 
-def leaving(
+def gradients_by_name(
     empty: Callable[[tuple[int, ...]], Array],
     given: Sequence[Mapping[str, Any]],
     dx: Array | None,
@@ -46,7 +46,7 @@ def leaving(
     return named
 
 
-class Sums:
+class WeightGradients:
     """Gradients of weights and biases of one direction: products over the rows of chunks of time.
     They have rows for every declared output of their matmul; an output that the cell does not use
     has gradient 0. Engines say how to ``multiply`` and to ``add_rows``.
@@ -131,13 +131,13 @@ class Sums:
         self.fresh = False
 
 
-def finished(
+def bias_gradients(
     plan: Plan, biases: Sequence[str], totals: Direction, vectors: Direction, empty: Any, zeros: Any
 ) -> Direction:
     """The gradients of weights and biases of one direction, after the last chunk.
 
     Args:
-        biases, totals, vectors: of its ``Sums``.
+        biases, totals, vectors: of its ``WeightGradients``.
         empty, zeros: make arrays of a shape.
     """
     for name in biases:

@@ -1,0 +1,98 @@
+"""The weights of layers of Keras by the names, and in the layout, of other frontends."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import numpy.typing as npt
+from keras import ops
+
+from anycell.keras.call import Tensor
+from anycell.keras.cell import RNNCell
+from anycell.lang.namespaces import namespace
+from anycell.layer.checks import refuse
+from anycell.layer.signature import ENDS
+from anycell.layer.view import View
+from anycell.plan import Layer, Options
+
+Array = npt.NDArray[Any]
+
+
+class Weight(NamedTuple):
+    """A variable in the layout of ``anycell.layer.signature``: ``[out, in]``; Keras transposes it.
+
+    Attributes:
+        row: the index of a bias, if the variable has two; None for the whole variable.
+    """
+
+    variable: Any
+    row: int | None = None
+
+    def turned(self, array: Any) -> Any:
+        """Returns the weight's part of an array like the variable, in that layout, or back."""
+        if self.row is not None:
+            return array[self.row]
+        return namespace(array).swapaxes(array, -1, -2) if len(array.shape) > 1 else array
+
+    @property
+    def value(self) -> Tensor:
+        """A tensor."""
+        return self.turned(ops.convert_to_tensor(self.variable))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in that layout."""
+        return tuple(self.value.shape)
+
+    def take(self, array: Array, index: tuple[Any, ...]) -> Array:
+        """Returns elements of an array of the variable's shape, by an index of that layout."""
+        if self.row is not None:
+            return array[:, index[0]]
+        taken: Array = self.turned(self.turned(array)[index])
+        return taken
+
+    def assign(self, value: Any) -> None:
+        """Sets the weight to an array of that layout, or to a number."""
+        array = np.array(self.variable.numpy())
+        self.turned(array)[...] = value
+        self.variable.assign(array)
+
+
+def view_of(layer: Any) -> View:
+    """Returns a view of the layer, or of both layers of ``Bidirectional``, with their cell.
+
+    Raises:
+        ValueError: for a layer that is not built, whose step is unknown, or whose directions are
+            not concatenated.
+    """
+    parts: tuple[Any, ...] = (layer,)
+    if isinstance(layer, keras.layers.Bidirectional):
+        parts = layer.forward_layer, layer.backward_layer
+        if layer.merge_mode != "concat":
+            given = f"Bidirectional with merge_mode={layer.merge_mode!r}"
+            refuse("layer", given, "'concat', where each direction has outputs of its own")
+    for part in parts:
+        step = part._step() if hasattr(part, "_step") else "a layer of Keras"
+        if isinstance(step, str):
+            hint = "anycell.keras.accelerate turns those of Keras into ours."
+            given = f"{layer.name}, whose step is unknown ({step})"
+            refuse("layer", given, "a layer of anycell.keras", hint)
+        if not part.cell.built:
+            raise ValueError(f"layer: given {layer.name}, which has no weights yet. Call it first.")
+    weights: dict[str, Any] = {}
+    within: dict[str, Any] = {}
+    for part, end in zip(parts, ENDS, strict=False):
+        cell, bias = part.cell, part.cell.bias
+        named = {"weight_ih": cell.kernel, "weight_hh": cell.recurrent_kernel}
+        named |= getattr(cell, "_further", {})
+        weights |= {name + end: Weight(v) for name, v in named.items() if v is not None}
+        rows = () if bias is None else (None,) if len(bias.shape) == 1 else (0, 1)
+        for name, row in zip(("bias_ih", "bias_hh"), rows, strict=False):
+            weights[name + end] = Weight(bias, row)
+        if not isinstance(cell, RNNCell):  # a GRU that resets before the matmul has two in one
+            further = part._further(ops.convert_to_tensor(cell.recurrent_kernel))
+            within |= {name + end: matrix for name, matrix in further.items()}
+    layer = Layer(parts[0]._step(), parts[0]._sizes(), Options((False, True)[: len(parts)]))
+    return View(parts, layer, [weights], [weights | within])
