@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from anycell import drawing
 from anycell.lang.cell import RECURRENT, Cell, Linear
@@ -19,7 +19,7 @@ from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, top
 from anycell.lang.grad import upstream
 from anycell.lang.ops import is_reduction
 from anycell.layer.checks import check_cell, check_names, integer, refuse
-from anycell.plan import FREE, HEAVY, Engine, Plan, gradient_roots
+from anycell.plan import FREE, HEAVY, Engine, Layer, Plan, gradient_roots
 from anycell.plan import plan as make_plan
 from anycell.plan.dtype import dtypes
 
@@ -94,33 +94,18 @@ def explain(
     return Explanation(make_plan(cell, hidden_size, dtype or "float32", engine, sizes), **shown)
 
 
-class Subject(NamedTuple):
-    """A layer as a page needs it.
-
-    Attributes:
-        about: the layer and what it does, as the subject of a sentence whose end is its engine.
-        engine: what runs it, and why.
-        cell: the cell of the step; None if no cell describes it.
-        hidden_size, dtype, sizes: as ``anycell.plan.plan`` takes them.
-        text: the cell as users would write it, if it was read from other code.
-    """
-
-    about: str
-    engine: Engine
-    cell: Cell | None
-    hidden_size: int
-    dtype: str
-    sizes: Mapping[str, int]
-    text: str = ""
-
-
 class Explained:
     """The base of layers that ``explain`` describes."""
 
     engine: Any
 
-    def _subject(self) -> Subject:
+    def _layer(self) -> Layer | None:
+        """The layer as a value; None if no cell describes it."""
         raise NotImplementedError
+
+    def _about(self) -> str:
+        """The layer and what it does, as the subject of a sentence whose end is its engine."""
+        return repr(self).splitlines()[0]
 
     def explain(
         self,
@@ -134,23 +119,37 @@ class Explained:
         """Describes this layer: the engine that runs it, and why; then its cell. The arguments are
         as in ``anycell.explain``.
         """
-        asked = {"llvm": llvm, "assembly": assembly, "triton": triton}
-        return about_layer(self._subject(), batch, backward, **asked)
+        shown: dict[str, Any] = {"batch": batch, "backward": backward, "llvm": llvm}
+        shown |= {"assembly": assembly, "triton": triton}
+        return about_layer(self._about(), self.engine, self._layer(), **shown)
 
 
 def about_layer(
-    subject: Subject, batch: int | None = None, backward: bool = True, **asked: bool
+    about: str,
+    engine: Engine,
+    layer: Layer | None,
+    text: str | None = None,
+    batch: int | None = None,
+    backward: bool = True,
+    **asked: bool,
 ) -> Explanation:
-    """The page about a layer."""
-    about, engine, cell, hidden, dtype, sizes, text = subject
+    """The page about a layer.
+
+    Args:
+        about: see ``Explained``.
+        engine: what runs it, and why.
+        layer: None if no cell describes it.
+        text: the cell as users would write it, if it was read from other code.
+    """
     about = f"{about} runs on {engine.name} ({engine.reason})"
     if text:
         about += f"\n\nread as\n\n{text.rstrip()}"
-    if cell is None:
+    if layer is None:
         return Explanation(None, batch, backward, about, engine, **asked)
     kind = engine.name if engine.name in ("cpu", "gpu") else "reference"
     known = dtypes("gpu" if kind == "gpu" else "cpu", quantized=True)
-    chosen = make_plan(cell, hidden, dtype if dtype in known else "float32", kind, sizes)
+    dtype, sizes = layer.dtype if layer.dtype in known else "float32", dict(layer.sizes)
+    chosen = make_plan(layer.cell, sizes["H"], dtype, kind, sizes)
     return Explanation(chosen, batch, backward, about, engine, **asked)
 
 

@@ -4,7 +4,9 @@ from typing import Any
 
 from anycell.engines.reference import Gradients, Recurrence
 from anycell.lang.cell import Cell
-from anycell.plan import Options
+from anycell.lang.namespaces import namespace
+from anycell.layer.primitive import sizes_of
+from anycell.plan import Layer, Options
 
 
 def recurrence(
@@ -15,8 +17,12 @@ def recurrence(
     if "reverse" in options:
         options["reverse"] = (options["reverse"],)
     arrays = {name: value for name, value in further.items() if name not in options}
-    given = cell, gates_x, weights, state, params or {}
-    return Recurrence(*given, **arrays, options=Options(**options))
+    params = params or {}
+    known = {**weights, **params, "static": arrays.get("static")}
+    namespace(gates_x)  # which refuses unknown kinds of arrays
+    found = sizes_of(cell, gates_x.shape[-1], known, state)
+    layer = Layer(cell, tuple(found.items()), Options(**options))
+    return Recurrence(layer, gates_x, weights, state, params, **arrays)
 
 
 def run(*arrays: Any, **further: Any) -> tuple[Any, tuple[Any, ...]]:

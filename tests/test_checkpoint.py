@@ -81,9 +81,9 @@ def test_recurrent_masks_and_states(set_layer: Callable[..., None]) -> None:
     set_layer(chunk_steps=lambda *_: 1)
     has = ("recurrent_mask per gate", "bidirectional", "state", "return_states")
     problem = draw(cells.LSTM, (STEPS, ROWS, 4, 6), has)
-    plain = by_function(functional.layer)(problem)
+    plain = by_function(functional.run_layer)(problem)
     for checkpoint in (2, "sqrt"):
-        again = by_function(functional.layer, checkpoint=checkpoint)(problem)
+        again = by_function(functional.run_layer, checkpoint=checkpoint)(problem)
         assert all(np.array_equal(value, again[name]) for name, value in plain.items())
 
 

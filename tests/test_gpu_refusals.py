@@ -40,6 +40,7 @@ def anew() -> Iterator[None]:
 
 
 # -- the driver ------------------------------------------------------------------------------------
+EIGHT = (("H", 8),)
 ONE = plan(cells.RNN, 16, "float16", "gpu")
 RESIDENT = print_resident(ONE, Variant(biases=(False,)))
 SHARED = print_cooperative(
@@ -322,19 +323,19 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def test_cards_of_others(cards: pytest.MonkeyPatch) -> None:
     """PyTorch for ROCm also calls its device "cuda"."""
-    assert isinstance(functional.fused_plan(cells.LSTM, 8, weight("cuda", torch.float32)), Plan)
+    assert isinstance(functional.fused_plan(cells.LSTM, EIGHT, weight("cuda", torch.float32)), Plan)
     fused._foreign.cache_clear()
     cards.setattr(torch.version, "hip", "6.4")
-    why = functional.fused_plan(cells.LSTM, 8, weight("cuda", torch.float32))
+    why = functional.fused_plan(cells.LSTM, EIGHT, weight("cuda", torch.float32))
     assert why == "PyTorch is built for ROCm; the GPU engine has kernels for NVIDIA's cards only"
-    assert isinstance(functional.fused_plan(cells.LSTM, 8, weight("cpu", torch.float32)), Plan)
+    assert isinstance(functional.fused_plan(cells.LSTM, EIGHT, weight("cpu", torch.float32)), Plan)
 
 
 @pytest.mark.parametrize("there", [False, True])
 def test_a_card_without_a_driver(there: bool, cards: pytest.MonkeyPatch) -> None:
     cards.setattr(torch.cuda, "is_available", lambda: True)
     cards.setattr(launch, "missing", lambda: None if there else "no driver")
-    found = functional.fused_plan(cells.LSTM, 8, weight("cuda", torch.float32))
+    found = functional.fused_plan(cells.LSTM, EIGHT, weight("cuda", torch.float32))
     assert isinstance(found, Plan) if there else found == "no driver"
 
 

@@ -279,14 +279,14 @@ def test_other_platforms_run_the_scan(x: Any) -> None:
     assert "anycell" in both.lower().as_text()
     text = both.lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.while" in text and "custom_call @anycell" not in text
-    of, flat = pass_of(layer, params, x), [*params.values(), x]
-    right = fused._layer.bind(*flat, of=of)
-    made = fused._keeping_by_scan(*flat, of=of)
-    kept = fused._keeping.bind(*flat, of=of)
+    of, flat = layer_of(layer, params, x), [*params.values(), x]
+    right = fused._layer.bind(*flat, layer=of)
+    made = fused._keeping_by_scan(*flat, layer=of)
+    kept = fused._keeping.bind(*flat, layer=of)
     assert [a.shape for a in made] == [a.shape for a in kept]
     for one, other in zip(made, right, strict=False):
         assert_close(np.asarray(one), np.asarray(other), "float32", "forward")
-    static = {"of": of, "wanted": of.keys, "arriving": ("output",)}
+    static = {"layer": of, "wanted": of.arrays, "arriving": ("output",)}
     d = jnp.ones_like(right[0])
     pairs = zip(
         fused._backward_by_scan(*flat, d, *made[2:], **static),
@@ -310,10 +310,9 @@ def test_an_exported_program_needs_no_kernels(layer: aj.RNN, params: Arrays, x: 
         assert_close(np.asarray(one), np.asarray(other), "float32", "gradient")
 
 
-def pass_of(layer: aj.RNN, params: Arrays, x: Any) -> Any:
-    plan = planned(layer.cell, H, x.dtype, None, layer.sizes)
+def layer_of(layer: aj.RNN, params: Arrays, x: Any) -> Any:
     keys = *(name.removesuffix("_l0") for name in params), "x"
-    return fused.Pass(plan, fused.Options(), (), keys)
+    return planned(layer._layer(), x.dtype)._replace(arrays=keys)
 
 
 def test_a_layer_may_be_static(layer: aj.RNN, params: Arrays, x: Any) -> None:

@@ -21,7 +21,7 @@ import anycell.keras as ak  # noqa: E402
 import anycell.keras.jax  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell.keras.call import lowered  # noqa: E402
-from anycell.plan import Call  # noqa: E402
+from anycell.plan import Layer  # noqa: E402
 
 LAYERS = {
     "LSTM": lambda: ak.LSTM(5, return_sequences=True),
@@ -102,10 +102,10 @@ def test_transformations_of_jax(rng: np.random.Generator) -> None:
 
 
 def test_seeds_are_those_of_other_backends(rng: np.random.Generator) -> None:
-    call = Call(cells.ZoneoutLSTM, 4)
+    layer = Layer(cells.ZoneoutLSTM, (("H", 4),))
     for drawn in (0, 0), (2**32 - 1, 2**32 - 1), *rng.integers(0, 2**32, (9, 2)):
         states = {f"state {name}": np.zeros((1, 4)) for name in "hc"}
-        how, _ = lowered(call, {"seed": drawn, **states})
+        how, _ = lowered(layer, {"seed": drawn, **states})
         low, high = anycell.keras.jax._words(jax.numpy.array(drawn, "uint32"))
         assert int(low) + (int(high) << 32) == how.options.seed
 

@@ -31,7 +31,7 @@ from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
 from anycell.keras import tensorflow  # noqa: E402
 from anycell.keras.host import host_of  # noqa: E402
 from anycell.keras.rule import Facts, choose  # noqa: E402
-from anycell.plan import DTYPES  # noqa: E402
+from anycell.plan import DTYPES, Layer  # noqa: E402
 
 
 @cell(gates="f g", state="h m")
@@ -298,13 +298,13 @@ def test_no_gradient_that_nobody_watches(
 ) -> None:
     layer, x, asked = ak.LSTM(4), data(rng, 2, 5, 3), []
     layer(x)
-    backward = tensorflow.layer.backward
+    backward = tensorflow.backward
 
     def spy(*args: Any, wanted: set[str], **more: Any) -> Any:
         asked.append(wanted)
         return backward(*args, wanted=wanted, **more)
 
-    monkeypatch.setattr(tensorflow.layer, "backward", spy)
+    monkeypatch.setattr(tensorflow, "backward", spy)
     for watched in (True, False):
         run = tf.function(derive) if graph else derive
         assert all(part is not None for part in run(layer, x, watched))
@@ -799,6 +799,9 @@ def test_a_frozen_graph_names_the_remedy(rng: np.random.Generator) -> None:
 
 
 # -- which engine ----------------------------------------------------------------------------------
+PLAIN = Layer(cells.LSTM, (("H", 8),), dtype="float32")
+
+
 @pytest.mark.parametrize(
     ("facts", "name", "why"),
     [
@@ -813,14 +816,14 @@ def test_a_frozen_graph_names_the_remedy(rng: np.random.Generator) -> None:
         ({"gpu": True, "backend": "torch"}, "composite", "no fused kernel for a GPU"),
         ({"gpu": True, "backend": "jax"}, "composite", "XLA compiles"),
         ({"traced": "XLA"}, "composite", "XLA"),
-        ({"cell": None, "obstacle": "replaced"}, "keras", "replaced"),
-        ({"dtype": "bfloat16"}, "cpu", "fused kernel"),
-        ({"cell": cells.LSTMP}, "composite", "size P"),
-        ({"cell": cells.LSTMP, "sizes": {"P": 3}}, "cpu", "2"),
+        ({"layer": None, "obstacle": "replaced"}, "keras", "replaced"),
+        ({"layer": PLAIN._replace(dtype="bfloat16")}, "cpu", "fused kernel"),
+        ({"layer": PLAIN._replace(cell=cells.LSTMP)}, "composite", "size P"),
+        ({"layer": Layer(cells.LSTMP, (("H", 8), ("P", 3)), dtype="float32")}, "cpu", "2"),
     ],
     ids=str,
 )
 def test_the_rule(facts: dict[str, Any], name: str, why: str) -> None:
-    found = choose(Facts(**{"cell": cells.LSTM, "units": 8, **facts}))
+    found = choose(Facts(**{"layer": PLAIN, **facts}))
     assert found.name == name
     assert why in found.reason

@@ -188,15 +188,39 @@ def test_only_its_command_imports_the_benchmark() -> None:
 
 
 def test_records_have_one_class_each() -> None:
-    """``Call`` and the like mean one thing, wherever they are read."""
+    """``Plan`` and the like mean one thing, wherever they are read."""
     classes = [
         node.name
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
     ]
-    names = "Call", "Engine", "Host", "Option", "Options", "Plan"
+    names = "Engine", "Host", "Option", "Options", "Plan"
     assert {name: classes.count(name) for name in names} == dict.fromkeys(names, 1)
+
+
+def fields(class_: ast.ClassDef) -> set[str]:
+    """The fields of a class, and the attributes that its constructor sets."""
+    names = {ast.unparse(node.target) for node in class_.body if isinstance(node, ast.AnnAssign)}
+    for function in class_.body:
+        if getattr(function, "name", "") in ("__init__", "__post_init__"):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    names.add(ast.unparse(node).removeprefix("self."))
+    return names
+
+
+def test_one_record_describes_a_layer() -> None:
+    """Whatever its name, no other class than ``plan.Layer`` has a cell, its sizes and options."""
+    records = [
+        f"{path.relative_to(PACKAGE).as_posix()}: {node.name}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+        and fields(node) >= {"cell", "options"}
+        and fields(node) & {"sizes", "size", "hidden_size", "units"}
+    ]
+    assert records == ["plan/layer.py: Layer"]
 
 
 @pytest.mark.parametrize("wanted", [False, True], ids=["inference", "training"])

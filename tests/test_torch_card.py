@@ -57,10 +57,10 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if CARD:
         pytest.skip("there is a card")
     monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
-    ops.Spec.plan.cache_clear()
+    ops._planned.cache_clear()
     with np.errstate(all="ignore"):
         yield Place("interpreter", torch.float32, 18, 3, 3)
-    ops.Spec.plan.cache_clear()
+    ops._planned.cache_clear()
 
 
 @pytest.fixture(params=TIERS)

@@ -84,11 +84,11 @@ def test_a_cell_without_gates_has_gradients(engine: str) -> None:
 
 def test_a_gpu_takes_the_next_road_for_cells_with_sizes() -> None:
     for sized in (Sized, Rows):
-        why = fused.plan_of(sized, 6, torch.float32, (("E", 4), ("P", 4)), "gpu")
+        why = fused.plan_of(sized, (("H", 6), ("E", 4), ("P", 4)), torch.float32, "gpu")
         assert isinstance(why, str) and why.startswith("no kernel on the GPU for gates, param")
         with pytest.raises(ValueError, match="engine='gpu' cannot run cell "):
             plan(sized, 6, "float32", "gpu", {"E": 4, "P": 4})
-    plain = fused.plan_of(cells.LSTMP, 6, torch.float32, (("P", 4),), "gpu")
+    plain = fused.plan_of(cells.LSTMP, (("H", 6), ("P", 4)), torch.float32, "gpu")
     assert not isinstance(plain, str) and plain.engine == "gpu"
 
 

@@ -21,10 +21,12 @@ import anycell
 from anycell import cells
 from anycell.layer import Options
 from anycell.layer import gpu as device
-from anycell.plan import Call, Plan, plan
+from anycell.plan import Layer, Plan, plan
 from anycell.torch import dropin, functional, fused, ops, recurrent
 from anycell.torch.device import DeviceHost
 from anycell.torch.dropin import CUDNNS
+
+EIGHT = (("H", 8),)
 
 
 def weight(kind: str, dtype: Any) -> Any:
@@ -34,17 +36,17 @@ def weight(kind: str, dtype: Any) -> Any:
 
 def test_the_device_chooses_the_engine() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        found = functional.fused_plan(cells.PeepholeLSTM, 8, weight("cuda", dtype))
+        found = functional.fused_plan(cells.PeepholeLSTM, EIGHT, weight("cuda", dtype))
         assert isinstance(found, Plan)
         assert (found.engine, found.dtype) == ("gpu", str(dtype).removeprefix("torch."))
-    assert functional.fused_plan(cells.LSTM, 8, weight("cpu", torch.float32)).engine == "cpu"
+    assert functional.fused_plan(cells.LSTM, EIGHT, weight("cpu", torch.float32)).engine == "cpu"
     for kind, dtype, why in (
         ("cuda", torch.float64, "no fused kernel for torch.float64 on the GPU as yet"),
         ("cpu", torch.int32, "no fused kernel for torch.int32 on the CPU as yet"),
         ("mps", torch.float32, "no fused kernel for device 'mps' as yet"),
     ):
-        assert functional.fused_plan(cells.LSTM, 8, weight(kind, dtype)) == why
-    refused = functional.fused_plan(cells.LSTMP, 8, weight("cuda", torch.float32))
+        assert functional.fused_plan(cells.LSTM, EIGHT, weight(kind, dtype)) == why
+    refused = functional.fused_plan(cells.LSTMP, EIGHT, weight("cuda", torch.float32))
     assert refused == "the size P of this cell is unknown"
 
 
@@ -130,9 +132,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
     passes = {name: recorded(name) for name in ("forward", "backward")}
     monkeypatch.setattr(fused, "gpu", SimpleNamespace(**{**vars(device), **passes}))
-    ops.Spec.plan.cache_clear()
+    ops._planned.cache_clear()
     yield calls
-    ops.Spec.plan.cache_clear()
+    ops._planned.cache_clear()
 
 
 CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
@@ -314,7 +316,7 @@ def test_recurrent_mask(
     mask = "recurrent_mask per gate" if per_gate else "recurrent_mask"
     has = (mask, "bidirectional", "state", "mask", "resets")
     problem = draw(cell, (6, 3, 4, 5), has, "float32")
-    solution = by_function(functional.layer, DEVICE)(problem)
+    solution = by_function(functional.run_layer, DEVICE)(problem)
     assert ran == ["forward", "backward"]
     assert_solved(solution, problem)
 
@@ -325,7 +327,7 @@ def test_the_states_after_every_step(cell: Any, held: tuple[str, ...], ran: list
     """Both directions return their states; the backward pass of Adding does not read them."""
     has = ("bidirectional", "state", "mask", "return_states", *held)
     problem = draw(cell, (6, 3, 4, 5), has, "float32")
-    solution = by_function(functional.layer, DEVICE)(problem)
+    solution = by_function(functional.run_layer, DEVICE)(problem)
     assert ran == ["forward"]  # the backward pass runs step by step
     assert_solved(solution, problem)
 
@@ -366,7 +368,7 @@ def test_shapes_foretold(cell: Any, ran: list[str]) -> None:
     sizes = {"P": 3} if cell is cells.LSTMP else {}
     layer = anycell.torch.RNN(cell, 3, 5, bidirectional=True, device=DEVICE, **sizes)
     x, mask = torch.randn(4, 2, 3, device=DEVICE), torch.ones(4, 2, dtype=bool, device=DEVICE)
-    call = Call(cell, 5, Options((False, True), training=True), tuple(sizes.items()))
+    call = Layer(cell, (("H", 5), *sizes.items()), Options((False, True), training=True))
     for flags in ({}, {"mask": mask}):
         arguments = given_to_forward(call, {"x": x, **flags, **layer._weights(layer.cell)[0]})
         torch.library.opcheck(
@@ -379,10 +381,12 @@ def test_a_card_that_is_not_there() -> None:
     """For fake tensors on a card, the operator predicts the results of the GPU engine."""
     layer = anycell.torch.RNN(cells.PeepholeLSTM, 3, 5)
     x, mode = torch.randn(4, 2, 3), FakeTensorMode()
-    call = Call(cells.PeepholeLSTM, 5, Options(training=True))
+    call = Layer(cells.PeepholeLSTM, (("H", 5),), Options(training=True))
     tensors, text, hyper = given_to_forward(call, {"x": x, **layer._weights(layer.cell)[0]})
     fake = [FakeTensor(mode, t.detach().to("meta", torch.bfloat16), "cuda:0") for t in tensors]
-    text = ops.Spec.read(text)._replace(dtype="bfloat16").text()  # as the CPU has no kernel for it
+    text = (
+        ops.read(text)._replace(dtype="bfloat16").text(hyper=False)
+    )  # as the CPU has no kernel for it
     with mode, torch.no_grad():
         h, c, hidden, values, *states = torch.ops.anycell.run(fake, text, hyper, True)
     for found in (hidden, h, c, values, *states):

@@ -19,7 +19,7 @@ from torch_layers import Zoned, by_name, given_to_forward  # noqa: E402
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell.layer import Options  # noqa: E402
-from anycell.plan import Call  # noqa: E402
+from anycell.plan import Layer  # noqa: E402
 from anycell.torch import fused, ops  # noqa: E402
 
 Tensor = torch.Tensor
@@ -47,7 +47,7 @@ def arguments(
         arrays["static"] = torch.randn(rows, 5, dtype=torch.float64)
     seed = torch.tensor(7) if kind.keeps else 0
     options = Options((False, True), seed=seed, training=True, checkpoint=checkpoint)  # type: ignore[arg-type]
-    return given_to_forward(Call(kind, 5, options, layer._sizes), arrays)
+    return given_to_forward(Layer(kind, layer._sizes, options), arrays)
 
 
 def flags(steps: int, rows: int) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def flags(steps: int, rows: int) -> dict[str, Tensor]:
 
 def names(text: str) -> list[str]:
     """What the tensors of a call are called in errors."""
-    return [re.sub(r"state (\w+)", r"state '\1'", name) for name in ops.Spec.read(text).arrays]
+    return [re.sub(r"state (\w+)", r"state '\1'", name) for name in ops.read(text).arrays]
 
 
 @pytest.mark.parametrize("kind", [cells.LSTM, cells.GRU, cells.LayerNormLSTM, Zoned], **by_name)
@@ -65,7 +65,7 @@ def test_opcheck(kind: Any, set_layer: Callable[..., None]) -> None:
     set_layer(chunk_steps=lambda *_: 2)  # a segment between checkpoints is one or more
     for call, checkpoint in itertools.product(({}, flags(4, 2)), (None, 2)):
         tensors, text, hyper = arguments(kind, checkpoint=checkpoint, **call)
-        assert ops.Spec.read(text).options.checkpoint == checkpoint
+        assert ops.read(text).options.checkpoint == checkpoint
         if call:  # weights in columns, whose gradients are computed in columns
             tensors = [t.mT.contiguous().mT if t.dim() == 2 else t for t in tensors]
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
@@ -83,10 +83,10 @@ def test_opcheck(kind: Any, set_layer: Callable[..., None]) -> None:
 
 def backward_arguments(tensors: list[Tensor], text: str, hyper: list[float]) -> tuple[Any, ...]:
     """What autograd would give to the operator ``anycell::backward``."""
-    form, plain = ops.Spec.read(text), [t.detach() for t in tensors]
+    form, plain = ops.read(text), [t.detach() for t in tensors]
     results = torch.ops.anycell.forward(plain, text, hyper)
     kept = torch.ops.anycell.run(plain, text, hyper, True)[len(results) - 1 :]
-    kept = kept[:-1] if form.apart else kept
+    kept = kept[:-1] if ops.apart(form) else kept
     arriving = [torch.randn_like(r) for r in results]
     needs = [t.is_floating_point() for t in plain]
     return plain, kept, arriving, text, hyper, [True] * len(arriving), needs
@@ -95,7 +95,7 @@ def backward_arguments(tensors: list[Tensor], text: str, hyper: list[float]) -> 
 def test_a_cell_that_is_not_known() -> None:
     tensors, text, hyper = arguments(cells.GRU)
     with pytest.raises(RuntimeError, match=r"cell Other-0 of this graph is not known.*Import"):
-        torch.ops.anycell.forward(tensors, text.replace(ops.Spec.read(text).cell, "Other-0"), hyper)
+        torch.ops.anycell.forward(tensors, re.sub(r"GRU-\w+", "Other-0", text), hyper)
 
 
 KINDS = [cells.LSTMP, cells.EALSTM, cells.PeepholeLSTM, Zoned]
@@ -235,8 +235,6 @@ def kind_width(kind: Any) -> int:
 def test_a_layer_and_its_operator_take_the_same_road() -> None:
     """The check of an operator is that of the engine, and costs no second walk."""
     tensors, text, hyper = arguments(cells.LSTM)
-    form = ops.Spec.read(text)
-    plan = form.plan_of(tensors, hyper)
-    call, arrays = form.unpack(tensors, plan)
-    output, *_ = fused.run_forward(call, plan, arrays, keep=False)
+    layer, arrays = ops.unpack(tensors, text, hyper)
+    output, *_ = fused.run_forward(layer, layer.plan, arrays, keep=False)
     assert torch.equal(output, torch.ops.anycell.forward(tensors, text, hyper)[0])

@@ -222,7 +222,7 @@ def test_triton_is_imported_when_a_layer_on_a_card_asks() -> None:
         layer(torch.zeros(2, 1, 2))
         print(layer.engine.name, "triton" in sys.modules)
         card = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.float32)
-        plan = functional.fused_plan(anycell.cells.PeepholeLSTM, 3, card)
+        plan = functional.fused_plan(anycell.cells.PeepholeLSTM, (("H", 3),), card)
         print(getattr(plan, "engine", plan), "triton" in sys.modules)
     """
     assert python(code, **COMPILES).splitlines() == ["cpu False", "gpu True"]
@@ -234,8 +234,10 @@ def test_a_layer_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
     weight = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.float32)
     monkeypatch.setattr(build, "unusable", lambda: "there is none")
-    assert functional.fused_plan(cells.LSTM, 8, weight) == "there is none"
-    assert isinstance(functional.fused_plan(cells.LSTM, 8, torch.zeros(1)), Plan)  # on the CPU
+    assert functional.fused_plan(cells.LSTM, (("H", 8),), weight) == "there is none"
+    assert isinstance(
+        functional.fused_plan(cells.LSTM, (("H", 8),), torch.zeros(1)), Plan
+    )  # on the CPU
     monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
     layer = anycell.torch.RNN(cells.PeepholeLSTM, 2, 3)
     assert layer.engine == ("reference", "there is none")

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 import anycell.torch as at
 from anycell import cell, cells, keep, sigmoid, tanh
-from anycell.plan import Call
+from anycell.plan import Layer
 from anycell.torch import ops
 from anycell.torch.composite import Arrays
 
@@ -145,7 +145,7 @@ CELLS = [cells.LSTM, cells.GRU, cells.PeepholeLSTM, cells.LayerNormLSTM, Odd]
 by_name = {"ids": lambda c: c.name}
 
 
-def given_to_forward(call: Call, arrays: Arrays) -> tuple[Any, ...]:
+def given_to_forward(layer: Layer, arrays: Arrays) -> tuple[Any, ...]:
     """Returns the arguments with which ``ops.run`` calls the operator."""
     with pytest.MonkeyPatch.context() as patch:
         seen: list[tuple[Any, ...]] = []
@@ -153,5 +153,5 @@ def given_to_forward(call: Call, arrays: Arrays) -> tuple[Any, ...]:
         patch.setattr(
             torch.ops.anycell, "forward", lambda *args: seen.append(args) or forward(*args)
         )
-        ops.run(call, arrays)
+        ops.run(layer, arrays)
     return seen[0]

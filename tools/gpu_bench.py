@@ -42,7 +42,7 @@ from anycell import cells, sigmoid, tanh
 from anycell.bench.shapes import all_shapes
 from anycell.engines.gpu import capacity
 from anycell.layer import steps
-from anycell.plan import Options, plan
+from anycell.plan import Layer, Options, plan
 
 
 @anycell.cell(gates="i f g o", state="h c")
@@ -56,8 +56,8 @@ def Own(x, r, s):  # type: ignore[no-untyped-def]
 
 def own_loop(x: torch.Tensor, weights: torch_loops.Weights, reverse: bool) -> torch.Tensor:
     """The loop of ``Own`` over time, operation by operation."""
-    arrays, options = {"x": x, **weights}, Options((reverse,))
-    (run,) = steps.directions(Own, arrays, options, torch.nn.functional.linear)
+    layer = Layer(Own, (("H", weights["weight_hh"].shape[1]),), Options((reverse,)))
+    (run,) = steps.directions(layer, {"x": x, **weights}, torch.nn.functional.linear)
     output: torch.Tensor = run.forward()[0]
     return output
 

@@ -20,7 +20,7 @@ from anycell.bench.tasks import Array, Contender, Mode, Task, Unsupported
 from anycell.engines.reference import Recurrence
 from anycell.layer import steps
 from anycell.layer.signature import of_layer
-from anycell.plan import Options
+from anycell.plan import Layer, Options
 from anycell.plan.dtype import DTYPES
 
 Weights = Mapping[str, Tensor]  # of one direction of one layer
@@ -166,7 +166,7 @@ class Loop(nn.Module):
 
     def __init__(self, problem: Problem, scan: Scan | None = None) -> None:
         super().__init__()
-        self.cell = problem.cell.definition
+        self.cell, self.sizes = problem.cell.definition, tuple(problem.sizes.items())
         self.scan = scan
         for name, value in problem.weights.items():
             self.register_parameter(name, nn.Parameter(torch.from_numpy(value.copy())))
@@ -186,7 +186,7 @@ class Loop(nn.Module):
                 reverse = (False, True)[: len(layer)]
                 options = Options(reverse, training=seed is not None, seed=seed or 0, stream=k)
                 arrays = {"x": x, "static": static, **self.layers[k]}
-                runs = steps.directions(self.cell, arrays, options, F.linear)
+                runs = steps.directions(Layer(self.cell, self.sizes, options), arrays, F.linear)
                 outputs = [run.forward()[0] for run in runs]
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
         return x
@@ -195,7 +195,9 @@ class Loop(nn.Module):
 def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
     """Computes output, in training all gradients too, in float64, by ``torch.nn`` or a loop."""
     if mode == "recurrence":
-        return {"output": Recurrence(*recurrence_arguments(problem, "float64")).forward()[0]}
+        cell, *arrays = recurrence_arguments(problem, "float64")
+        layer = Layer(cell, tuple(problem.sizes.items()))
+        return {"output": Recurrence(layer, *arrays).forward()[0]}
     try:
         task = from_module(lambda: _nn_module(problem), problem, "float64").task(mode)
     except Unsupported:

@@ -192,15 +192,16 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
     adapter = _adapter("compress", "layer", layer)
     _refuse_quantized(layer)
     view = adapter.view_of(layer)
-    cell = low_rank(view.cell, matmuls, bias=view.bias)
+    whole, ends = view.layer.cell, ENDS[: len(view.layer.options.reverse)]
+    cell = low_rank(whole, matmuls, bias="bias_ih" in view.weights[0])
     rank = integer("rank", rank)
-    sizes, linears = {**view.sizes, RANK: rank}, []
-    for l in view.cell.by_weight.values():
+    sizes, linears = {**dict(view.layer.sizes), RANK: rank}, []
+    for l in whole.by_weight.values():
         most = min(l.shape(sizes)[-2:]) * l.heads
         if l.shared in cell.matmuls and rank > most:
             expected = f"at most {most}, the full rank of {l.weight} {list(l.shape(sizes))}"
             refuse("rank", str(rank), expected, "Choose a lower one, or other matmuls.")
-        linears += [(l, end) for end in ENDS[: 1 + view.bidirectional] if l.shared in cell.matmuls]
+        linears += [(l, end) for end in ends if l.shared in cell.matmuls]
     cell.check_sizes(sizes)
     learned: dict[str, Any] = {}
     for k, arrays in enumerate(view.learned):
@@ -291,8 +292,9 @@ class _Model:
         for part in (layer, *(readouts if several else ())):
             _refuse_quantized(part)
         self.view = view = self.adapter.view_of(layer)
-        self.cell, self.sizes, self.axes = view.cell, view.sizes, units.axes(view.cell)
-        self.layers, self.directions = view.num_layers, 1 + view.bidirectional
+        self.cell, self.sizes = view.layer.cell, dict(view.layer.sizes)
+        self.axes, self.layers = units.axes(self.cell), len(view.weights)
+        self.directions = len(view.layer.options.reverse)
         known = [symbol for symbol in self.sizes if symbol != ONE]
         if size not in known:
             refuse("size", repr(size), f"one of {', '.join(known)}", "Pass one of them.")

@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 from anycell.lang import grad, philox
-from anycell.lang.cell import ONE, Cell, Linear
+from anycell.lang.cell import ONE, Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.namespaces import Array, namespace
 from anycell.lang.ops import TABLE, is_reduction
-from anycell.plan.call import Options
+from anycell.plan.layer import Layer
 
-_DEFAULT = Options()
 States = Sequence[Array]  # an entry may be None
 Values = dict[Expr, Array]
 
@@ -51,7 +49,7 @@ class Recurrence:
     """One run of a cell over a sequence.
 
     Attributes:
-        cell: a cell of G gates and hidden size H.
+        layer: its cell has G gates and hidden size H.
         gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order: the sum
             of the gates' sizes, where they declare some.
         weights: by name. ``weight_hh`` is ``[G*H, H]``, for all gates of size H; any other
@@ -65,11 +63,10 @@ class Recurrence:
         reset_state: ``[size]`` or ``[B, size]`` per state; None restores the declared initials.
         recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate; multiplies the hidden state
             that enters the recurrent matmul.
-        options: of the call.
         direction: its number, for ``options.reverse`` and the random masks.
     """
 
-    cell: Cell
+    layer: Layer
     gates_x: Array
     weights: Mapping[str, Array]
     state: States | None
@@ -80,20 +77,18 @@ class Recurrence:
     resets: Array | None = None
     reset_state: States | None = None
     recurrent_mask: Array | None = None
-    options: Options = _DEFAULT
     direction: int = 0
 
     def __post_init__(self) -> None:
+        self.cell, self.size = self.layer.cell, {ONE: 1, **dict(self.layer.sizes)}
         self.xp = namespace(self.gates_x)
-        self.steps, self.rows, width = self.gates_x.shape
-        others = {**self.params, STATIC: self.static}
-        self.size = sizes(self.cell, width, {**self.weights, **others}, self.state)
+        self.steps, self.rows, _ = self.gates_x.shape
         self.places = self.cell.places(self.size)
         self.order = topological(self.cell.next)
         self.gates = self.xp.steps(self.gates_x)
         self.blocks: dict[tuple[str, str], Array] = {}
         self.zero, self.one = self._number(0.0), self._number(1.0)
-        self.held = not self.options.apart(True)  # the output at masked steps
+        self.held = not self.layer.options.apart(True)  # the output at masked steps
 
     # -- the loop --------------------------------------------------------------------------------
     @property
@@ -101,7 +96,7 @@ class Recurrence:
         """The steps in the order in which they run. JAX, which exports programs of any number of
         steps, has a loop of its own.
         """
-        return range(self.steps)[:: -1 if self.options.reverse[self.direction] else 1]
+        return range(self.steps)[:: -1 if self.layer.options.reverse[self.direction] else 1]
 
     def forward(self) -> tuple[Array, tuple[Array, ...]]:
         """Returns the outputs and the final states."""
@@ -267,7 +262,7 @@ class Recurrence:
         return reduced[:, :1] if one else reduced
 
     def _keep(self, node: Expr, t: int, rate: Array) -> Array:
-        options = self.options
+        options = self.layer.options
         if not options.training:
             return rate
         index, per = node.attrs
@@ -401,7 +396,7 @@ class Recurrence:
         last = self.xp.zeros_like(self.xp.reshape(self.resets[0], shape))
         for t in self.times:
             starts = self.xp.reshape(self.resets[t], shape)
-            at[t] = last if self.options.reverse[self.direction] else starts
+            at[t] = last if self.layer.options.reverse[self.direction] else starts
             if self.mask is not None:
                 at[t] = self.xp.logical_and(at[t], self._valid(t))
                 starts = self.xp.where(self._valid(t), starts, last)
@@ -422,55 +417,6 @@ class Recurrence:
         if not steps:
             return self.xp.broadcast_to(self.zero, (0, self.rows, size))
         return self.xp.stack([steps[t] for t in range(self.steps)], axis=0)
-
-
-STATIC = "static"  # the name of the static input among the arrays of ``sizes``
-
-
-def sizes(
-    cell: Cell, width: int, arrays: Mapping[str, Array], state: States | None
-) -> dict[str, int]:
-    """Finds the size symbols of a cell from the shapes of its arrays.
-
-    Args:
-        width: of the projected input.
-        arrays: weights, parameters and the static input, by name.
-
-    Raises:
-        ValueError: if a size is unknown, or heads or groups of the cell do not divide one.
-    """
-    size = {ONE: 1} if cell.broadcasts else {}
-    alike = set(cell.gate_sizes.values())
-    if len(alike) == 1:  # all gates have this size
-        size |= dict.fromkeys(alike - {ONE}, width // len(cell.gates))
-    known = zip(cell.states, state, strict=True) if state else ()
-    for declared, value in known:
-        if value is not None:
-            size.setdefault(declared.size, value.shape[-1])
-    for l in cell.linears:
-        *_, outer, inner = arrays[l.weight].shape
-        size.setdefault(l.in_size, inner * l.heads)
-        size.setdefault(l.out_size, outer * l.heads // len(l.declared))
-    vectors = {param.name: param.size for param in cell.params} | {STATIC: cell.static_size}
-    for name, symbol in vectors.items():
-        if getattr(arrays.get(name), "shape", ()):
-            size.setdefault(symbol, arrays[name].shape[-1])
-    rest = Counter(symbol for symbol in cell.gate_sizes.values() if symbol not in size)
-    if len(rest) == 1:  # what the other gates leave is for the gates of one size
-        ((symbol, count),) = rest.items()
-        others = sum(size.get(symbol, 0) for symbol in cell.gate_sizes.values())
-        size[symbol] = max(width - others, 0) // count
-    named = [("state", state.name, state.size) for state in cell.states]
-    named += [("gate", *gate) for gate in cell.gate_sizes.items()]
-    for kind, name, symbol in named:
-        if symbol not in size:
-            raise ValueError(
-                f"cell {cell.name}: the size {symbol} of {kind} {name!r} is unknown. Pass an "
-                "initial state."
-            )
-    size.setdefault("H", 1)  # nothing has this size
-    cell.check_sizes(size)
-    return size
 
 
 def _add(left: Iterable[Array], right: Iterable[Array]) -> tuple[Array, ...]:

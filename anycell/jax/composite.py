@@ -11,12 +11,11 @@ from jax import lax
 
 from anycell.engines import reference
 from anycell.jax.host import Seed
-from anycell.lang.cell import Cell
 from anycell.lang.expr import Expr
 from anycell.lang.philox import MULTIPLIERS, ROUNDS, WEYL
 from anycell.layer.restarts import restarts
 from anycell.layer.steps import directions
-from anycell.plan import DTYPES, Options
+from anycell.plan import DTYPES, Layer
 
 Array = Any
 Arrays = Mapping[str, Array]
@@ -24,28 +23,23 @@ Arrays = Mapping[str, Array]
 Results = tuple[Array, tuple[Array, ...], tuple[Array, ...]]
 
 
-def composite(cell: Cell, options: Options, names: Sequence[str], arrays: Arrays) -> Results:
-    """Runs a layer: with arrays of 16 bits in float32, narrowing the results again.
-
-    Args:
-        names: states besides the first whose values after every step are wanted.
-        arrays: by the names of ``layer.signature``.
-    """
+def composite(layer: Layer, arrays: Arrays) -> Results:
+    """Runs a layer: with arrays of 16 bits in float32, narrowing the results again."""
     narrow = str(arrays["x"].dtype)
     if DTYPES.get(narrow, DTYPES["float32"]).mixed:
         wide = {n: a.astype(DTYPES[narrow].math.name) if a.dtype == narrow else a
                 for n, a in arrays.items()}  # fmt: skip
-        return jax.tree.map(lambda a: a.astype(narrow), composite(cell, options, names, wide))
+        return jax.tree.map(lambda a: a.astype(narrow), composite(layer, wide))
     with jax.numpy_rank_promotion("allow"):
-        return _run(cell, options, names, arrays)
+        return _run(layer, arrays)
 
 
-def _run(cell: Cell, options: Options, names: Sequence[str], arrays: Arrays) -> Results:
+def _run(layer: Layer, arrays: Arrays) -> Results:
     x, mask = arrays["x"], arrays.get("mask")
     if mask is not None:  # NaN under a mask must not reach a gradient
         x = jnp.where(mask[..., None], x, 0)
-    runs = directions(cell, {**arrays, "x": x}, options, _linear)
-    wanted = (cell.state_names[0], *names)
+    runs = directions(layer, {**arrays, "x": x}, _linear)
+    wanted = (layer.cell.state_names[0], *layer.sequences)
     sequences, finals = zip(*(_scan(run, wanted) for run in runs), strict=True)
     output, *others = (jnp.concatenate(parts, -1) for parts in zip(*sequences, strict=True))
     return output, tuple(map(jnp.stack, zip(*finals, strict=True))), tuple(others)
@@ -57,20 +51,21 @@ def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
 
 def _scan(run: reference.Recurrence, names: Sequence[str]) -> tuple[Any, Any]:
     """The sequences of these states, and the final states, of one direction."""
-    reverse = run.options.reverse[run.direction]
+    options, reverse = run.layer.options, run.layer.options.reverse[run.direction]
     sequences = {"gates": run.gates_x, "mask": run.mask}
     if run.resets is not None:
         sequences["resets"] = restarts(run.resets, run.mask, reverse)
-    forwards = run.options._replace(reverse=(False,) * len(run.options.reverse))  # of one step
+    forwards = options._replace(reverse=(False,) * len(options.reverse))
+    layer = run.layer._replace(options=forwards)  # of one step
     steps = {name: array for name, array in sequences.items() if array is not None}
 
     def step(states: Any, now: Any) -> tuple[Any, Any]:
         t, parts = now
         one = _Step(
-            run.cell, parts["gates"][None], run.weights, states, run.params, static=run.static,
+            layer, parts["gates"][None], run.weights, states, run.params, static=run.static,
             mask=parts["mask"][None] if "mask" in parts else None,
             resets=parts["resets"][None] if "resets" in parts else None,
-            reset_state=run.reset_state, recurrent_mask=run.recurrent_mask, options=forwards,
+            reset_state=run.reset_state, recurrent_mask=run.recurrent_mask,
             direction=run.direction,
         )  # fmt: skip
         one.time = t
@@ -88,10 +83,11 @@ class _Step(reference.Recurrence):
     time: Array
 
     def _keep(self, node: Expr, t: int, rate: Array) -> Array:
-        if not self.options.training:
+        options = self.layer.options
+        if not options.training:
             return rate
         index, per = node.attrs
-        seed, stream = self.options.seed, 2 * self.options.stream + self.direction
+        seed, stream = options.seed, 2 * options.stream + self.direction
         assert isinstance(seed, Seed)
         draw = uniform(
             seed.words, stream, index, self.time if per == "step" else 0, self.rows,

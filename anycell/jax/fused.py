@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import batching as interpreter
 
-from anycell import layer
 from anycell.jax import batching, sharding
 from anycell.jax.composite import Array, Results, composite
 from anycell.jax.host import Buffer, Seed, host_of
-from anycell.layer.arguments import Kept
+from anycell.layer import Kept, backward, forward, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.sequences import keeping as keeping_states
 from anycell.layer.sequences import sequences
-from anycell.plan import Options, Plan
+from anycell.plan import Layer, Plan
 from anycell.plan import plan as make_plan
 
 Arrays = dict[str, Array]
@@ -40,25 +39,27 @@ Names = tuple[str, ...]
 Flat = list[Array]
 
 
-def run(plan: Plan, options: Options, names: Names, arrays: Arrays) -> Results:
+def run(layer: Layer, arrays: Arrays) -> Results:
     """Runs a layer.
 
     Args:
-        plan: of the cell, for the engine that runs it: "cpu" or "reference".
-        options: of the call; "seed" among the arrays takes the place of their seed.
-        names: states besides the first whose values after every step are wanted.
+        layer: with the plan of its cell for the engine that runs it, "cpu" or "reference". "seed"
+            among the arrays takes the place of the seed in its options.
         arrays: by the names of ``layer.signature``.
     """
     if "resets" not in arrays:  # then nothing reads what they restore
         arrays = {n: a for n, a in arrays.items() if not n.startswith("reset_state ")}
-    if names:  # the kernel keeps them like values for the backward pass
-        options = options._replace(checkpoint=None)
-    of = Pass(plan, options, names, tuple(arrays))
+    if layer.sequences:  # the kernel keeps them like values for the backward pass
+        layer = layer._replace(options=layer.options._replace(checkpoint=None))
+    layer = layer._replace(arrays=tuple(arrays))
     fixed = all(isinstance(size, int) for array in arrays.values() for size in array.shape)
-    if plan.engine != "cpu" or not fixed:  # a kernel needs the sizes that an export leaves open
-        return _composite(of, arrays)
+    # A kernel needs the sizes that an export leaves open.
+    if layer.plan.engine != "cpu" or not fixed:
+        return _composite(layer, arrays)
     _check_shards(arrays)
-    return of.results(_layer.bind(*arrays.values(), of=of))
+    output, *rest = _layer.bind(*arrays.values(), layer=layer)
+    count = len(layer.cell.states)
+    return output, tuple(rest[:count]), tuple(rest[count:])
 
 
 def _check_shards(arrays: Arrays) -> None:
@@ -84,124 +85,101 @@ def varying(array: Array) -> Iterable[str]:
     return axes or getattr(kind, "vma", ())  # the older name
 
 
-class Pass(NamedTuple):
-    """A layer in a program, without its arrays, whose names are ``keys``; see ``run``."""
-
-    plan: Plan
-    options: Options
-    names: Names
-    keys: Names
-
-    @property
-    def outcomes(self) -> list[str]:
-        """The names of the results."""
-        return ["output", *(f"final {name}" for name in self.plan.cell.state_names), *self.names]
-
-    def arrays(self, flat: Sequence[Array]) -> Arrays:
-        """Arrays by name."""
-        return dict(zip(self.keys, flat, strict=True))
-
-    def results(self, flat: Sequence[Array]) -> Results:
-        """Results from a list."""
-        output, *rest = flat
-        count = len(self.plan.cell.states)
-        return output, tuple(rest[:count]), tuple(rest[count:])
-
-    def kernels(self, arrays: Arrays) -> Plan:
-        """The plan of the kernels that run a call."""
-        plan, mask = self.plan, arrays.get("recurrent_mask")
-        if mask is not None:
-            cell = layer.stepped(plan.cell, mask)
-            plan = make_plan(cell, plan.hidden_size, plan.dtype, "cpu", plan.sizes)
-        return keeping_states(plan, self.names)
+def _kernels(layer: Layer, arrays: Arrays) -> Plan:
+    """The plan of the kernels that run a call."""
+    plan, mask = layer.plan, arrays.get("recurrent_mask")
+    if mask is not None:
+        cell = stepped(plan.cell, mask)
+        plan = make_plan(cell, plan.hidden_size, plan.dtype, "cpu", plan.sizes)
+    return keeping_states(plan, layer.sequences)
 
 
-def _composite(of: Pass, arrays: Arrays) -> Results:
-    options, given = _seeded(of.options, arrays)
-    return composite(of.plan.cell, options, of.names, given)
+def _composite(layer: Layer, arrays: Arrays) -> Results:
+    return composite(*_seeded(layer, arrays))
 
 
-def _seeded(options: Options, arrays: Arrays) -> tuple[Options, Arrays]:
+def _seeded(layer: Layer, arrays: Arrays) -> tuple[Layer, Arrays]:
     """Moves the seed from the arrays to the options."""
     given = dict(arrays)
-    seed = given.pop("seed", None)
-    return (options if seed is None else options._replace(seed=Seed.of(seed))), given
+    if "seed" in given:
+        options = layer.options._replace(seed=Seed.of(given.pop("seed")))
+        layer = layer._replace(options=options)
+    return layer, given
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
-def _forward(of: Pass, keep: bool, *flat: Array) -> tuple[Results, Kept | None]:
-    options, arrays = _seeded(of.options, of.arrays(flat))
-    plan = of.kernels(arrays)
-    host = host_of(plan.dtype)
-    output, finals, kept = layer.forward(host, plan, arrays, options, keep=keep or bool(of.names))
-    others = sequences(of.names, plan.cell, options, arrays, kept) if kept and of.names else []
+def _forward(layer: Layer, keep: bool, *flat: Array) -> tuple[Results, Kept | None]:
+    layer, arrays = _seeded(layer, layer.named(flat))
+    plan, keeps = _kernels(layer, arrays), keep or bool(layer.sequences)
+    output, finals, kept = forward(host_of(plan.dtype), plan, arrays, layer.options, keep=keeps)
+    others = sequences(layer, arrays, kept) if kept else []
     return (output, tuple(finals), tuple(others)), kept if keep else None
 
 
-def _run_layer(*flat: Array, of: Pass) -> Flat:
-    return jax.tree.leaves(_forward(of, False, *flat))
+def _run_layer(*flat: Array, layer: Layer) -> Flat:
+    return jax.tree.leaves(_forward(layer, False, *flat))
 
 
-def _run_keeping(*flat: Array, of: Pass) -> Flat:
-    return jax.tree.leaves(_forward(of, True, *flat))
+def _run_keeping(*flat: Array, layer: Layer) -> Flat:
+    return jax.tree.leaves(_forward(layer, True, *flat))
 
 
-def _run_backward(*flat: Array, of: Pass, wanted: Names, arriving: Names) -> Flat:
+def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) -> Flat:
     """Takes the arrays of the call, the gradients that arrive, and what was kept."""
-    count = len(of.keys)
-    options, arrays = _seeded(of.options, of.arrays(flat[:count]))
-    plan = of.kernels(arrays)
+    count = len(layer.arrays)
+    seeded, arrays = _seeded(layer, layer.named(flat[:count]))
+    plan = _kernels(layer, arrays)
     d = dict(zip(arriving, flat[count:], strict=False))
-    kept = jax.tree.unflatten(_kept_tree(of, flat[:count]), flat[count + len(arriving) :])
-    gradients = layer.backward(
-        host_of(plan.dtype), plan, arrays, options, kept, d.get("output"),
+    kept = jax.tree.unflatten(_kept_tree(layer, flat[:count]), flat[count + len(arriving) :])
+    gradients = backward(
+        host_of(plan.dtype), plan, arrays, seeded.options, kept, d.get("output"),
         [d.get(f"final {name}") for name in plan.cell.state_names],
-        d_states={name: d[name] for name in of.names if name in d}, wanted=wanted,
+        d_states={name: d[name] for name in layer.sequences if name in d}, wanted=wanted,
     )  # fmt: skip
     return [Buffer.read(gradients[name]) for name in wanted]
 
 
-def _kept_tree(of: Pass, flat: Sequence[Array]) -> Any:
+def _kept_tree(layer: Layer, flat: Sequence[Array]) -> Any:
     """The structure of what ``keeping`` keeps."""
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat]
-    _, kept = jax.eval_shape(partial(_forward, of, True), *shapes)
+    _, kept = jax.eval_shape(partial(_forward, layer, True), *shapes)
     return jax.tree.structure(kept)
 
 
 # ---- the same step by step -----------------------------------------------------------------------
-def layer_by_scan(*flat: Array, of: Pass) -> Flat:
+def layer_by_scan(*flat: Array, layer: Layer) -> Flat:
     """The results of a layer, step by step."""
-    return jax.tree.leaves(_composite(of, of.arrays(flat)))
+    return jax.tree.leaves(_composite(layer, layer.named(flat)))
 
 
-def _keeping_by_scan(*flat: Array, of: Pass) -> Flat:
+def _keeping_by_scan(*flat: Array, layer: Layer) -> Flat:
     """Keeps nothing: ``_backward_by_scan`` reads nothing."""
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat]
-    kept = jax.eval_shape(partial(_run_keeping, of=of), *shapes)[len(of.outcomes) :]
-    return [*layer_by_scan(*flat, of=of), *(jnp.zeros(one.shape, one.dtype) for one in kept)]
+    kept = jax.eval_shape(partial(_run_keeping, layer=layer), *shapes)[len(layer.results) :]
+    return [*layer_by_scan(*flat, layer=layer), *(jnp.zeros(one.shape, one.dtype) for one in kept)]
 
 
-def _backward_by_scan(*flat: Array, of: Pass, wanted: Names, arriving: Names) -> Flat:
-    count = len(of.keys)
-    arrays, d = of.arrays(flat[:count]), dict(zip(arriving, flat[count:], strict=False))
+def _backward_by_scan(*flat: Array, layer: Layer, wanted: Names, arriving: Names) -> Flat:
+    count = len(layer.arrays)
+    arrays, d = layer.named(flat[:count]), dict(zip(arriving, flat[count:], strict=False))
 
     def of_wanted(*some: Array) -> Flat:
         given = arrays | dict(zip(wanted, some, strict=True))
-        return jax.tree.leaves(_composite(of, given))
+        return jax.tree.leaves(_composite(layer, given))
 
     results, pull_back = jax.vjp(of_wanted, *(arrays[name] for name in wanted))
-    names = zip(of.outcomes, results, strict=True)
+    names = zip(layer.results, results, strict=True)
     return list(pull_back([d.get(name, jnp.zeros_like(one)) for name, one in names]))
 
 
-def _linear_by_scan(*flat: Array, of: Pass, moved: Names) -> Flat:
+def _linear_by_scan(*flat: Array, layer: Layer, moved: Names) -> Flat:
     """Takes the arrays of the call, the tangents of those that move, and what was kept."""
-    count = len(of.keys)
-    arrays, tangents = of.arrays(flat[:count]), flat[count : count + len(moved)]
+    count = len(layer.arrays)
+    arrays, tangents = layer.named(flat[:count]), flat[count : count + len(moved)]
 
     def of_moved(*some: Array) -> Flat:
         given = arrays | dict(zip(moved, some, strict=True))
-        return jax.tree.leaves(_composite(of, given))
+        return jax.tree.leaves(_composite(layer, given))
 
     _, derivative = jax.jvp(of_moved, tuple(arrays[name] for name in moved), tangents)
     return derivative
@@ -209,16 +187,16 @@ def _linear_by_scan(*flat: Array, of: Pass, moved: Names) -> Flat:
 
 # ---- the primitives ------------------------------------------------------------------------------
 def _cut(
-    flat: Sequence[Array], made: Flat, of: Pass, wanted: Names = (), arriving: Names = ()
+    flat: Sequence[Array], made: Flat, layer: Layer, wanted: Names = (), arriving: Names = ()
 ) -> sharding.Cut:
     """Describes how a layer, its step or its backward pass may be cut for several devices."""
-    arrays = of.arrays(flat[: len(of.keys)])
+    arrays = layer.named(flat[: len(layer.arrays)])
     axes = [batching.row_axis(name, array) for name, array in arrays.items()]
     given = [*axes, *[1] * (len(flat) - len(axes))]  # gradients of results, and what is kept
-    seed = of.keys.index("seed") if "seed" in of.keys else None
+    seed = layer.arrays.index("seed") if "seed" in layer.arrays else None
     if not arriving:
         return sharding.Cut(given, [1] * len(made), [None] * len(made), seed)
-    like = [of.keys.index(name) for name in wanted]
+    like = [layer.arrays.index(name) for name in wanted]
     return sharding.Cut(given, [axes[i] for i in like], like, seed)
 
 
@@ -286,27 +264,29 @@ def moved_of(tangents: Sequence[Any]) -> list[int]:
     ]
 
 
-def _of_results(flat: Sequence[Array], tangents: Sequence[Any], of: Pass) -> tuple[Flat, Flat, Any]:
+def _of_results(
+    flat: Sequence[Array], tangents: Sequence[Any], layer: Layer
+) -> tuple[Flat, Flat, Any]:
     """Results of a layer, what it keeps, and the tangents of the results."""
     moved = moved_of(tangents)
-    made, count = _keeping.bind(*flat, of=of), len(of.outcomes)
-    names = tuple(of.keys[i] for i in moved)
+    made, count = _keeping.bind(*flat, layer=layer), len(layer.results)
+    names = tuple(layer.arrays[i] for i in moved)
     directions = [tangents[i] for i in moved]
     kept = made[count:]
-    along = _linear.bind(*flat, *directions, *kept, of=of, moved=names)
+    along = _linear.bind(*flat, *directions, *kept, layer=layer, moved=names)
     return made[:count], kept, along
 
 
-def _layer_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, Any]:
-    results, _, along = _of_results(flat, tangents, of)
+def _layer_derivative(flat: Any, tangents: Any, *, layer: Layer) -> tuple[Flat, Any]:
+    results, _, along = _of_results(flat, tangents, layer)
     return results, along
 
 
-def _keeping_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, Any]:
+def _keeping_derivative(flat: Any, tangents: Any, *, layer: Layer) -> tuple[Flat, Any]:
     """Differentiates the results alone: ``backward`` says how gradients depend on the arrays, so
     what is kept has no derivative.
     """
-    results, kept, along = _of_results(flat, tangents, of)
+    results, kept, along = _of_results(flat, tangents, layer)
     return [*results, *kept], [*along, *map(jnp.zeros_like, kept)]
 
 
@@ -336,11 +316,11 @@ ad.primitive_jvps[_backward] = derivative_by_scan(_backward, _backward_by_scan)
 ad.primitive_jvps[_linear] = derivative_by_scan(_linear, _linear_by_scan)
 
 
-def _transposed(arriving: Sequence[Any], *flat: Any, of: Pass, moved: Names) -> list[Any]:
+def _transposed(arriving: Sequence[Any], *flat: Any, layer: Layer, moved: Names) -> list[Any]:
     """The gradients of tangents, from those of the results' tangents."""
-    count = len(of.keys)
+    count = len(layer.arrays)
     arrays, kept = flat[:count], flat[count + len(moved) :]
-    there = {n: d for n, d in zip(of.outcomes, arriving, strict=True) if type(d) is not ad.Zero}
+    there = {n: d for n, d in zip(layer.results, arriving, strict=True) if type(d) is not ad.Zero}
     none: list[Any] = [None] * count
     if not there:
         return [*none, *[None] * len(moved), *[None] * len(kept)]
@@ -349,9 +329,9 @@ def _transposed(arriving: Sequence[Any], *flat: Any, of: Pass, moved: Names) -> 
         {"wanted": moved, "arriving": tuple(there)},
     )
     if "recurrent_mask" in moved:  # whose gradient no kernel has
-        gradients = _backward_by_scan(*operands, of=of, **static)
+        gradients = _backward_by_scan(*operands, layer=layer, **static)
     else:
-        gradients = _backward.bind(*operands, of=of, **static)
+        gradients = _backward.bind(*operands, layer=layer, **static)
     return [*none, *gradients, *[None] * len(kept)]
 
 
@@ -362,14 +342,14 @@ ad.primitive_transposes[_linear] = _transposed
 def rule_of_vmap(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
     """The rule of ``vmap`` for a primitive; see ``batching``."""
 
-    def rule(flat: Any, dims: Any, *, of: Pass, **static: Any) -> tuple[Flat, list[int]]:
+    def rule(flat: Any, dims: Any, *, layer: Layer, **static: Any) -> tuple[Flat, list[int]]:
         pairs = list(zip(flat, dims, strict=True))
         batched = [d is not None for d in dims]
         size = next(a.shape[d] for a, d in pairs if d is not None)
         flat = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in pairs]
-        bind, count = partial(primitive.bind, of=of, **static), len(of.keys)
-        mapped = dict(zip(of.keys, batched, strict=False))
-        arrays = of.arrays(flat[:count])
+        bind, count = partial(primitive.bind, layer=layer, **static), len(layer.arrays)
+        mapped = dict(zip(layer.arrays, batched, strict=False))
+        arrays = layer.named(flat[:count])
         wanted = static.get("wanted", ())
         one = batching.element(arrays, mapped)
         if not batching.foldable(one, mapped, wanted):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from anycell.engines.cpu import isa
-from anycell.explanation import Explained, Subject
+from anycell.explanation import Explained
 from anycell.jax import streaming
 from anycell.jax.arguments import (
     JAX,
@@ -45,7 +45,7 @@ from anycell.layer.checks import (
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import of_layer, state_names
 from anycell.named import shown
-from anycell.plan import CallOptions, Engine, Options, takes
+from anycell.plan import CallOptions, Engine, Layer, Options, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -161,11 +161,12 @@ class RNN(Explained):
     @property
     def engine(self) -> Engine:
         """The engine that runs this layer in float32, and why."""
-        plan = planned(self.cell, self.hidden_size, jnp.float32, None, self.sizes)
+        plan = planned(self._layer(), jnp.float32).plan
         return Engine(plan.engine, plan.reason)
 
-    def _subject(self) -> Subject:
-        return Subject(repr(self), self.engine, self.cell, self.hidden_size, "float32", self.sizes)
+    def _layer(self) -> Layer:
+        options = Options((False, True)[: 1 + self.bidirectional])
+        return Layer(self.cell, tuple(self.sizes.items()), options, "float32")
 
     @property
     def draws(self) -> bool:
@@ -275,7 +276,7 @@ class RNN(Explained):
                 states |= zip(state_names(kind, cell), wide, strict=True)
         words = seed_words(cell, seed) if training and self.draws else None
         wanted = check_return_states(cell, return_states)
-        plan = planned(cell, self.hidden_size, like.dtype, engine, self.sizes)
+        layer = planned(self._layer(), like.dtype, engine)
         finals, others = [], ()
         for k in range(self.num_layers):
             if k and training and self.dropout:
@@ -288,7 +289,8 @@ class RNN(Explained):
             if f"packed_l{k}" in params:
                 arrays["packed"] = params[f"packed_l{k}"]
             last = besides_output(wanted, cell) if k + 1 == self.num_layers else ()
-            x, final, others = run(plan, how._replace(stream=k), last, arrays)
+            this = layer._replace(options=how._replace(stream=k), sequences=last)
+            x, final, others = run(this, arrays)
             finals.append(final)
         final = tuple(jnp.concatenate(parts) for parts in zip(*finals, strict=True))
 
@@ -337,9 +339,8 @@ class RNN(Explained):
         """
         check_one_direction("prepare", self)
         params = self._params(params)
-        dtype = params["weight_ih_l0"].dtype
-        plan = planned(self.cell, self.hidden_size, dtype, None, self.sizes)
-        packed = streaming.pack(plan, self.num_layers, params)
+        layer = planned(self._layer(), params["weight_ih_l0"].dtype)
+        packed = streaming.pack(layer, self.num_layers, params)
         return Prepared(params, packed, self, isa.current().name)
 
     def step(

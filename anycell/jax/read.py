@@ -30,7 +30,7 @@ from anycell.jax.equations import (
 )
 from anycell.jax.recurrence import planned, recurrence
 from anycell.jax.table import Reader
-from anycell.plan import Plan
+from anycell.plan import Layer, Plan
 from anycell.read import Equation, Reading, Refused, Values, Variable
 
 Array = Any
@@ -124,7 +124,8 @@ class Body(read.Body):
     def plan(self) -> Plan:
         """The plan of the cell, which says what runs it."""
         reading = self.reading
-        return planned(reading.cell, reading.size, self.dtype, None, reading.sizes)
+        sizes = ("H", reading.size), *reading.sizes.items()
+        return planned(Layer(reading.cell, sizes), self.dtype).plan
 
     def _read(self, name: str, names: Sequence[str]) -> Reading:
         refusals: list[Refused] = []

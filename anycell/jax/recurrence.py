@@ -21,7 +21,7 @@ from anycell.layer.primitive import (
     options_and_seed,
 )
 from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.plan import OPTIONS, FunctionOptions, Options, Plan, plan, takes
+from anycell.plan import OPTIONS, FunctionOptions, Layer, plan, takes
 from anycell.plan.dtype import dtypes
 
 if TYPE_CHECKING:
@@ -119,27 +119,22 @@ def recurrence(
     arrays["resets"] = None if resets is None else layout.flags("resets", resets)
     if how.training and cell.keeps:
         arrays["seed"] = seed_words(cell, key)
-    output, final, others = run(
-        planned(cell, sizes["H"], like.dtype, engine, sizes), how, besides_output(wanted, cell),
-        arrays,
-    )  # fmt: skip
+    others = besides_output(wanted, cell)
+    layer = Layer(cell, tuple(sizes.items()), how, sequences=others)
+    output, final, values = run(planned(layer, like.dtype, engine), arrays)
     last = tuple([s[0] for s in final])
-    return (output, last, by_name(wanted, cell, output, others)) if wanted else (output, last)
+    return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
 
 
-def run(plan: Plan, options: Options, names: tuple[str, ...], arrays: Mapping[str, Any]) -> Any:
+def run(layer: Layer, arrays: Mapping[str, Any]) -> Any:
     """Runs a layer; see ``fused.run``. None stands for an array that is not given."""
-    options = options._replace(threads=cpu.threads.current())
+    layer = layer._replace(options=layer.options._replace(threads=cpu.threads.current()))
     given = {n: a for n, a in arrays.items() if a is not None}
-    if "packed" in given:
-        return streaming.run(plan, options, given)
-    return fused.run(plan, options, names, given)
+    return (streaming if "packed" in given else fused).run(layer, given)
 
 
-def planned(
-    cell: Cell, hidden_size: int, dtype: Any, engine: str | None, sizes: Mapping[str, int]
-) -> Plan:
-    """The plan of a layer, and with it the engine that runs the layer."""
+def planned(layer: Layer, dtype: Any, engine: str | None = None) -> Layer:
+    """The layer with its plan, and with it the engine that runs the layer."""
     choice("engine", engine, None, "cpu", "reference")
     name = jnp.dtype(dtype).name
     if engine is None and (jax.default_backend() != "cpu" or name not in dtypes("cpu")):
@@ -149,7 +144,8 @@ def planned(
             expected = f"one of {', '.join(dtypes('cpu'))}"
             refuse("x", f"dtype {name}", expected, "Convert it.", TypeError)
         name = "float32"
-    return plan(cell, hidden_size, name, engine, sizes)
+    sizes = dict(layer.sizes)
+    return layer._replace(dtype=name, plan=plan(layer.cell, sizes["H"], name, engine, sizes))
 
 
 def seed_words(cell: Cell, seed: Any) -> Array:

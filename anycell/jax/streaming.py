@@ -22,67 +22,68 @@ from jax.interpreters import batching as interpreter
 from anycell.engines import cpu
 from anycell.jax import fused, sharding
 from anycell.jax.composite import Array, Results
-from anycell.jax.fused import Arrays, Flat, Pass
+from anycell.jax.fused import Arrays, Flat
 from anycell.jax.host import JaxHost, host_of
 from anycell.layer.checks import refuse
 from anycell.layer.recipe import recipe_of
 from anycell.layer.signature import FLAGS, of_a_matmul, of_layer
 from anycell.layer.stream import draft_packing, draft_step
-from anycell.plan import Options, Plan
+from anycell.plan import Layer, Options
 
 _BYTES: Any = JaxHost(np.dtype(np.uint8))
 
 
-def pack(plan: Plan, layers: int, params: Mapping[str, Array]) -> tuple[Array, ...]:
+def pack(layer: Layer, layers: int, params: Mapping[str, Array]) -> tuple[Array, ...]:
     """Packs the weights of each layer, if a kernel steps in the parameters' dtype."""
-    if plan.engine != "cpu" or plan.types.mixed:
+    if layer.plan.engine != "cpu" or layer.plan.types.mixed:
         return ()
     packed = []
     for k in range(layers):
-        learned = of_layer(plan.cell, params, k, 1)
-        of = Pass(plan, Options(threads=cpu.threads.current()), (), tuple(learned))
-        packed += _pack.bind(*learned.values(), of=of)
+        learned = of_layer(layer.cell, params, k, 1)
+        options = Options(threads=cpu.threads.current())
+        this = layer._replace(options=options, arrays=tuple(learned))
+        packed += _pack.bind(*learned.values(), layer=this)
     return tuple(packed)
 
 
-def run(plan: Plan, options: Options, arrays: Arrays) -> Results:
+def run(layer: Layer, arrays: Arrays) -> Results:
     """Runs a step of a layer with weights that are ``packed``, see ``fused.run``."""
-    if plan.engine != "cpu" or any(not isinstance(n, int) for n in arrays["x"].shape):
+    if layer.plan.engine != "cpu" or any(not isinstance(n, int) for n in arrays["x"].shape):
         unpacked = {name: array for name, array in arrays.items() if name != "packed"}
-        return fused.run(plan, options, (), unpacked)
-    states = _stepping.bind(*arrays.values(), of=Pass(plan, options, (), tuple(arrays)))
+        return fused.run(layer, unpacked)
+    states = _stepping.bind(*arrays.values(), layer=layer._replace(arrays=tuple(arrays)))
     return states[0], tuple(states), ()
 
 
 # ---- the primitives ------------------------------------------------------------------------------
-def _run_pack(*flat: Array, of: Pass) -> Flat:
-    arrays, threads = of.arrays(flat), of.options.threads
-    key = "packing", of.plan, threads, _BYTES.layout(arrays)
-    recipe = recipe_of(key, lambda: draft_packing(_BYTES, of.plan, arrays, threads))
-    return list(recipe.run([arrays[name] for name in recipe.names], of.options))
+def _run_pack(*flat: Array, layer: Layer) -> Flat:
+    arrays, threads = layer.named(flat), layer.options.threads
+    key = "packing", layer.plan, threads, _BYTES.layout(arrays)
+    recipe = recipe_of(key, lambda: draft_packing(_BYTES, layer.plan, arrays, threads))
+    return list(recipe.run([arrays[name] for name in recipe.names], layer.options))
 
 
-def _pack_elsewhere(*flat: Array, of: Pass) -> Flat:
+def _pack_elsewhere(*flat: Array, layer: Layer) -> Flat:
     """Bytes that nothing reads."""
-    (packed,) = jax.eval_shape(lambda *given: _run_pack(*given, of=of), *flat)
+    (packed,) = jax.eval_shape(lambda *given: _run_pack(*given, layer=layer), *flat)
     return [jnp.zeros(packed.shape, packed.dtype)]
 
 
-def _run_step(*flat: Array, of: Pass) -> Flat:
-    arrays = {name: array for name, array in of.arrays(flat).items() if not of_a_matmul(name)}
-    host, threads = host_of(of.plan.dtype), of.options.threads
+def _run_step(*flat: Array, layer: Layer) -> Flat:
+    arrays = {name: array for name, array in layer.named(flat).items() if not of_a_matmul(name)}
+    host, threads = host_of(layer.plan.dtype), layer.options.threads
     flags = tuple(name for name in FLAGS if name in arrays)
-    key = "stepping", of.plan, threads, host.layout(arrays), flags
-    recipe = recipe_of(key, lambda: draft_step(host, of.plan, arrays, threads))
-    return list(recipe.run([arrays[name] for name in recipe.names], of.options))
+    key = "stepping", layer.plan, threads, host.layout(arrays), flags
+    recipe = recipe_of(key, lambda: draft_step(host, layer.plan, arrays, threads))
+    return list(recipe.run([arrays[name] for name in recipe.names], layer.options))
 
 
-def _step_by_scan(*flat: Array, of: Pass) -> Flat:
-    _, *states = fused.layer_by_scan(*flat, of=of)
+def _step_by_scan(*flat: Array, layer: Layer) -> Flat:
+    _, *states = fused.layer_by_scan(*flat, layer=layer)
     return states
 
 
-def _whole(flat: Flat, made: Flat, of: Pass) -> sharding.Cut:
+def _whole(flat: Flat, made: Flat, layer: Layer) -> sharding.Cut:
     """Every device packs all weights."""
     return sharding.Cut([None] * len(flat), [None] * len(made), [None] * len(made), None)
 
@@ -97,16 +98,16 @@ def _refuse_gradient() -> None:
     refuse("params", "prepared weights", "parameters, to differentiate by them", hint, TypeError)
 
 
-def _pack_derivative(flat: Any, tangents: Any, *, of: Pass) -> Any:
+def _pack_derivative(flat: Any, tangents: Any, *, layer: Layer) -> Any:
     _refuse_gradient()
 
 
-def _step_derivative(flat: Any, tangents: Any, *, of: Pass) -> tuple[Flat, Flat]:
+def _step_derivative(flat: Any, tangents: Any, *, layer: Layer) -> tuple[Flat, Flat]:
     """Differentiates by input and states alone."""
-    learned = {"packed", *of.plan.cell.learned}
-    if learned.intersection(of.keys[i] for i in fused.moved_of(tangents)):
+    learned = {"packed", *layer.cell.learned}
+    if learned.intersection(layer.arrays[i] for i in fused.moved_of(tangents)):
         _refuse_gradient()
-    return _of_step(flat, tangents, of=of)
+    return _of_step(flat, tangents, layer=layer)
 
 
 ad.primitive_jvps[_pack] = _pack_derivative

@@ -11,7 +11,7 @@ from keras.src import backend as inside  # the mask of a tensor has no public na
 from anycell.lang.cell import Cell
 from anycell.layer.checks import refuse
 from anycell.layer.signature import state_names
-from anycell.plan import Call, scales_of
+from anycell.plan import Layer, scales_of
 
 Tensor = Any  # of the backend
 
@@ -33,7 +33,7 @@ KERNELS = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
 OF_STATES = "state ", "reset_state "  # how the names begin that have an axis of directions below
 
 
-def check(call: Call, arrays: Arrays) -> None:
+def check(layer: Layer, arrays: Arrays) -> None:
     """Refuses x, states, a mask, resets or a static input of another shape than ``Arrays`` says.
 
     Kernels address memory by these shapes. Unknown sizes (None, in a graph) pass: they are checked
@@ -47,12 +47,12 @@ def check(call: Call, arrays: Arrays) -> None:
     if kernel is not None:
         width, meaning = kernel.shape[0], "rows, steps, features of the kernel"
         expect("sequences", (rows, steps, x.shape[2]), (rows, steps, width), meaning)
-    for state in call.cell.states:
-        size = call.size(state.size)
+    for state in layer.cell.states:
+        size = layer.size(state.size)
         given = arrays[f"state {state.name}"].shape
         expect(f"initial_state, {state.name}", given, (rows, size), "rows, size of state")
     if "static" in arrays:
-        width = call.size(call.cell.static_size)
+        width = layer.size(layer.cell.static_size)
         expect("static", arrays["static"].shape, (rows, width), "rows, size of the static input")
     for name in ("mask", "resets"):
         if name in arrays:
@@ -147,7 +147,7 @@ def expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str
         refuse(name, f"shape {sizes}", wanted, "Pass a tensor of that shape.")
 
 
-def lowered(call: Call, arrays: Arrays) -> tuple[Call, dict[str, Tensor]]:
+def lowered(layer: Layer, arrays: Arrays) -> tuple[Layer, dict[str, Tensor]]:
     """Returns the call and its arrays with the names and layouts of ``anycell.layer``."""
     below = dict(arrays)
     for theirs, ours in KERNELS.items():
@@ -158,8 +158,8 @@ def lowered(call: Call, arrays: Arrays) -> tuple[Call, dict[str, Tensor]]:
             below[name] = below[name][None]
     if "seed" in below:  # two numbers in Keras
         low, high = (int(part) for part in below.pop("seed"))
-        call = call._replace(options=call.options._replace(seed=low + high * 2**31))
-    return call, below
+        layer = layer._replace(options=layer.options._replace(seed=low + high * 2**31))
+    return layer, below
 
 
 # Outputs ``[T, B, H]`` or None; the final states, and after them the ``sequences`` of the call.

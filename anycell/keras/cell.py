@@ -23,7 +23,7 @@ from anycell.layer.checks import (
     number,
     refuse,
 )
-from anycell.plan import Call, Options
+from anycell.plan import Layer, Options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -190,8 +190,8 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 
     @property
     def all_sizes(self) -> tuple[tuple[str, int], ...]:
-        """The numbers that the size symbols besides H stand for."""
-        return tuple(sorted(self._all.items() - {("H", self.units)}))
+        """The numbers that the size symbols stand for."""
+        return tuple(self._all.items())
 
     def resize(self, symbol: str, count: int) -> None:
         """Sets the number that a size symbol stands for; the caller replaces the weights."""
@@ -225,13 +225,13 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         nested = isinstance(states, (list, tuple))
         given = list(states) if nested else [states]
         how = Options(training=bool(training))
-        call = Call(self.cell, self.units, how, self.all_sizes, outputs=False)
+        layer = Layer(self.cell, self.all_sizes, how, outputs=False)
         if training:
             self._check_masks(inputs)
         more = self.masks(inputs, given[0], bool(training))
         factor = more.pop("factor", None)
         x = inputs if factor is None else inputs * factor
-        _, new = composite(call, self.gather(ops.expand_dims(x, 0), given, **more))
+        _, new = composite(layer, self.gather(ops.expand_dims(x, 0), given, **more))
         return new[0], (list(new) if nested else new[0])
 
     def masks(self, x: Tensor, state: Tensor, training: bool) -> dict[str, Tensor]:

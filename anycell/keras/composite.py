@@ -18,10 +18,10 @@ from anycell.keras.call import INTEGERS, KERNELS, Arrays, Result, Tensor, dequan
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr
 from anycell.layer.rounding import quantized
-from anycell.plan import DTYPES, Call, Options
+from anycell.plan import DTYPES, Layer, Options
 
 
-def composite(call: Call, arrays: Arrays) -> Result:
+def composite(layer: Layer, arrays: Arrays) -> Result:
     """Runs a layer step by step: with arrays of 16 bits in float32, narrowing the results again,
     and with the real weights that weights of 8 bits stand for.
     """
@@ -35,11 +35,11 @@ def composite(call: Call, arrays: Arrays) -> Result:
     if DTYPES.get(narrow, DTYPES["float32"]).mixed:
         wide = DTYPES[narrow].math.name
         arrays = {n: a if n in INTEGERS else ops.cast(a, wide) for n, a in arrays.items()}
-        results = composite(call, arrays)
+        results = composite(layer, arrays)
         return keras.tree.map_structure(
             lambda result: None if result is None else ops.cast(result, narrow), results
         )
-    cell, x, get = call.cell, arrays["x"], arrays.get
+    cell, x, get = layer.cell, arrays["x"], arrays.get
     mask, resets_, kernel, bias = map(get, ("mask", "resets", "kernel", "bias_ih"))
     initial = [arrays[f"state {name}"] for name in cell.state_names]
     if mask is not None:  # NaN under a mask must not reach a gradient
@@ -48,27 +48,27 @@ def composite(call: Call, arrays: Arrays) -> Result:
     within = keras.backend.backend() == "jax"
     parts = [x if within else project(x, kernel, bias)]
     width = parts[0].shape[-1]
-    zeroed, (reverse,) = call.options.apart(True), call.options.reverse
+    zeroed, (reverse,) = layer.options.apart(True), layer.options.reverse
     for flags in (mask, resets_):
         if flags is not None:
             parts.append(ops.expand_dims(ops.cast(flags, x.dtype), -1))
     if resets_ is not None and reverse:
         # A step is reset by the flag of the step that ran last, which is a state here.
         initial.append(ops.zeros_like(parts[-1][0]))
-    drawn = call.options.training and bool(cell.keeps)
+    drawn = layer.options.training and bool(cell.keeps)
     once: dict[int, Tensor] = {}
     if drawn:
         steps, rows = ops.shape(x)[:2]
         for k, node in enumerate(cell.keeps):
             index, per = node.attrs
             seed = _Seed(arrays["seed"], k, len(cell.keeps))
-            shape = (rows, call.size(cell.sizes[node]))
+            shape = (rows, layer.size(cell.sizes[node]))
             if per == "step":
                 parts.append(keras.random.uniform((steps, *shape), dtype=x.dtype, seed=seed))
             else:
                 once[index] = keras.random.uniform(shape, dtype=x.dtype, seed=seed)
     restored = [get(f"reset_state {name}") for name in cell.state_names]
-    after = [cell.state_names.index(name) for name in (cell.state_names[0], *call.sequences)]
+    after = [cell.state_names.index(name) for name in (cell.state_names[0], *layer.sequences)]
     weights = {n: get(n) for l in cell.linears for n in (l.weight, l.bias_name)}
     turned = {l.name: w for l in cell.linears if (w := get(l.weight)) is not None and l.heads == 1}
     kernels = {name: ops.swapaxes(w, -1, -2) for name, w in turned.items()}
@@ -76,6 +76,8 @@ def composite(call: Call, arrays: Arrays) -> Result:
         weights["weight_hh"] = ops.transpose(arrays["recurrent_kernel"])
         if "recurrent_mask" not in arrays:  # with one, gates may have operands of their own
             kernels[RECURRENT] = arrays["recurrent_kernel"]
+
+    one_step = layer._replace(options=Options(training=drawn))
 
     def step(t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
         at, resets, uniform = width, None, dict(once)
@@ -89,13 +91,13 @@ def composite(call: Call, arrays: Arrays) -> Result:
             last = [flag] * reverse
         for node in cell.keeps if drawn else ():
             if node.attrs[1] == "step":
-                size = call.size(cell.sizes[node])
+                size = layer.size(cell.sizes[node])
                 uniform[node.attrs[0]] = t[:, at : at + size]
                 at += size
         gates = t[:, :width]
         gates = project(gates, kernel, bias) if within else gates
         one = _Step(
-            cell,
+            one_step,
             ops.expand_dims(gates, 0),
             weights,
             list(states),
@@ -104,7 +106,6 @@ def composite(call: Call, arrays: Arrays) -> Result:
             resets=resets,
             reset_state=restored,
             recurrent_mask=get("recurrent_mask"),
-            options=Options(training=drawn),
         )
         one.uniform, one.kernels, one.products = uniform, kernels, {}
         _, final = one.forward()
@@ -121,28 +122,28 @@ def composite(call: Call, arrays: Arrays) -> Result:
     if x.shape[0] == 1:  # no loop
         output, final = step(sequence[0], initial)
         output = ops.expand_dims(output, 0)
-        return _ends(call, output, final)
+        return _ends(layer, output, final)
     # Batch first: with time-major input, Keras 3 mistakes the batch for the number of steps.
     _, outputs, final = backend.rnn(
         step,
         ops.swapaxes(sequence, 0, 1),
         list(initial),
         go_backwards=reverse,
-        unroll=call.unroll,
-        return_all_outputs=call.outputs or bool(call.sequences),
+        unroll=layer.unroll,
+        return_all_outputs=layer.outputs or bool(layer.sequences),
     )
     outputs = ops.swapaxes(outputs, 0, 1)
-    return _ends(call, ops.flip(outputs, axis=0) if reverse else outputs, final)
+    return _ends(layer, ops.flip(outputs, axis=0) if reverse else outputs, final)
 
 
-def _ends(call: Call, outputs: Tensor, final: Sequence[Tensor]) -> Result:
+def _ends(layer: Layer, outputs: Tensor, final: Sequence[Tensor]) -> Result:
     """The results of a run whose steps return their states, the wanted ones side by side."""
-    sizes, parts, at = {s.name: call.size(s.size) for s in call.cell.states}, [], 0
-    for name in (call.cell.state_names[0], *call.sequences):
-        parts.append(outputs[..., at : at + sizes[name]] if call.sequences else outputs)
+    sizes, parts, at = {s.name: layer.size(s.size) for s in layer.cell.states}, [], 0
+    for name in (layer.cell.state_names[0], *layer.sequences):
+        parts.append(outputs[..., at : at + sizes[name]] if layer.sequences else outputs)
         at += sizes[name]
     first, *others = parts
-    return first if call.outputs else None, (*final[: len(sizes)], *others)
+    return first if layer.outputs else None, (*final[: len(sizes)], *others)
 
 
 def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
@@ -185,7 +186,7 @@ class _Step(reference.Recurrence):
         return self.products[name][:, self._span(linear, output)]
 
     def _keep(self, node: Expr, t: int, rate: Tensor) -> Tensor:
-        if not self.options.training:
+        if not self.layer.options.training:
             return rate
         return self.xp.where(self.uniform[node.attrs[0]] < rate, self.one, self.zero)
 

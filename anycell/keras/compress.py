@@ -111,7 +111,7 @@ def _resize(view: View, size: str, count: int) -> None:
         if isinstance(cell, RNNCell):
             cell.resize(size, count)
         else:
-            states = [count] * len(view.cell.states)
+            states = [count] * len(view.layer.cell.states)
             cell.units = cell.output_size = count
             cell.state_size = states if len(states) > 1 else count
         part.state_size = list(np.ravel(cell.state_size).tolist())
@@ -139,7 +139,7 @@ def _resize(view: View, size: str, count: int) -> None:
 def like(view: View, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str, Any]) -> Any:
     """Makes a layer of another cell with those sizes and weights; all else is as in the view."""
     new, *back = (RNN(cell, **told(part, cell, sizes)) for part in view.parts)
-    if view.bidirectional:  # Bidirectional copies its layers
+    if back:  # Bidirectional copies its layers
         new = keras.layers.Bidirectional(new, backward_layer=back[0])
     new.build(input_shape(view.parts[0]))
     for name, weight in view_of(new).weights[0].items():

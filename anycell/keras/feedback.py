@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from anycell.explanation import Explained, Subject
+from anycell.explanation import Explained
 from anycell.keras.backends import as_written, uncompiled
 from anycell.keras.call import KERNELS, Arrays, Tensor, attached_mask, expect, flags
 from anycell.keras.layers import Fused
@@ -19,7 +19,7 @@ from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.checks import refuse
 from anycell.layer.feedback import Fed, chance, check_width, entering, fed
-from anycell.plan import Engine
+from anycell.plan import Engine, Layer
 
 
 @keras.saving.register_keras_serializable("anycell")
@@ -94,7 +94,7 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
     def _widths(self) -> list[int]:
         """The sizes of the states."""
         step, sizes = _Fed(self.layer, self.readout)._step(), dict(self.layer._sizes())
-        return [sizes.get(s.size, self.layer.cell.units) for s in step.states]
+        return [sizes[s.size] for s in step.states]
 
     @uncompiled
     def call(
@@ -132,9 +132,11 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
         """The engine that runs the layer in inference, here and now, and why."""
         return _Fed(self.layer, self.readout).engine
 
-    def _subject(self) -> Subject:
-        inner = _Fed(self.layer, self.readout)._subject(False)
-        return inner._replace(about=f"{self.name}: inference")
+    def _layer(self) -> Layer | None:
+        return _Fed(self.layer, self.readout)._layer()
+
+    def _about(self) -> str:
+        return f"{self.name}: inference"
 
     @as_written
     def step(

@@ -23,7 +23,7 @@ from anycell.keras.composite import composite
 from anycell.keras.reading import LoopOptions
 from anycell.keras.rule import asked
 from anycell.layer.rounding import quantized
-from anycell.plan import Call
+from anycell.plan import Layer
 
 Step = Callable[[Tensor, list[Tensor], list[Tensor]], tuple[Tensor, list[Tensor]]]
 
@@ -44,24 +44,23 @@ def refusal(x: Tensor | None = None) -> str | None:
     return None
 
 
-def run(call: Call, arrays: Arrays) -> Result:
+def run(layer: Layer, arrays: Arrays) -> Result:
     """Runs a layer on the fused kernels; outside of ``jax.jit``, compiled once for each shape."""
-    options = call.options if call.outputs else call.options.unread()
+    options = layer.options if layer.outputs else layer.options.unread()
     return _run(
-        call._replace(options=options._replace(threads=cpu.threads.current())), dict(arrays)
+        layer._replace(options=options._replace(threads=cpu.threads.current())), dict(arrays)
     )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(call: Call, arrays: Arrays) -> Result:
+def _run(layer: Layer, arrays: Arrays) -> Result:
     given = dict(dequantized(arrays) if quantized(arrays) else arrays)
     drawn = given.pop("seed", None)
-    call, below = lowered(call, given)
+    layer, below = lowered(layer, given)
     if drawn is not None:
         below["seed"] = _words(drawn)
-    plan = planned(call.cell, call.hidden_size, below["x"].dtype, "cpu", dict(call.sizes))
-    outputs, final, _ = fused.run(plan, call.options, (), below)
-    return outputs if call.outputs else None, tuple(state[0] for state in final)
+    outputs, final, _ = fused.run(planned(layer, below["x"].dtype, "cpu"), below)
+    return outputs if layer.outputs else None, tuple(state[0] for state in final)
 
 
 def _words(drawn: Tensor) -> Tensor:
@@ -136,14 +135,14 @@ def _body(step: Step, structure: Any, others: Sequence[Tensor], zero: bool) -> A
     return body
 
 
-def scan(call: Call, arrays: Arrays) -> Result:
+def scan(layer: Layer, arrays: Arrays) -> Result:
     """Runs a layer as one ``lax.scan``, compiled once for a call and its shapes.
 
     Without this, a scan outside of ``jax.jit`` would be compiled again each time.
     """
-    return _scan(call, dict(arrays))
+    return _scan(layer, dict(arrays))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _scan(call: Call, arrays: Arrays) -> Result:
-    return composite(call, arrays)
+def _scan(layer: Layer, arrays: Arrays) -> Result:
+    return composite(layer, arrays)

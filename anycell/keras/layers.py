@@ -18,7 +18,7 @@ import keras
 import numpy as np
 from keras import activations, ops, tree
 
-from anycell.explanation import Explained, Explanation, Subject, about_layer
+from anycell.explanation import Explained, Explanation, about_layer
 from anycell.keras import cells
 from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
 from anycell.keras.call import (
@@ -39,7 +39,7 @@ from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes, refuse
-from anycell.plan import Call, Engine, Options
+from anycell.plan import Engine, Layer, Options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -101,15 +101,21 @@ class Fused(Steps, Keywords, Explained):
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
         step, cell, backend = self._step(), self.cell, keras.backend.backend()
         if isinstance(step, str):
-            return Facts(None, 0, backend=backend, gpu=gpu, obstacle=step, traced=traced)
+            return Facts(None, backend, gpu, obstacle=step, traced=traced)
         dropped = training and cell.recurrent_dropout and not self._dropped_by_kernel(step)
         reset = _further.get()[1] is not None and not dropped  # Keras's loops cannot reset
         integers = hasattr(cell, "numbers") and backend != "jax"  # where their real numbers run
+        me: Any = self
+        layer = Layer(
+            step,
+            self._sizes(),
+            Options((me.go_backwards,), "zero" if me.zero_output_for_mask else "repeat", training),
+            cell.numbers if integers else cell.compute_dtype,
+            outputs=me.return_sequences,
+            unroll=me.unroll,
+        )
         return Facts(
-            cell=step,
-            units=cell.units,
-            sizes=dict(self._sizes()),
-            dtype=cell.numbers if integers else cell.compute_dtype,
+            layer=layer,
             backend=backend,
             gpu=gpu,
             cudnn=self._cudnn() and not reset,
@@ -126,8 +132,8 @@ class Fused(Steps, Keywords, Explained):
         return False
 
     def _sizes(self) -> tuple[tuple[str, int], ...]:
-        """The numbers that the size symbols of the cell besides H stand for."""
-        return ()
+        """The numbers that the size symbols of the cell stand for."""
+        return (("H", self.cell.units),)
 
     @property
     def engine(self) -> Engine:
@@ -138,13 +144,12 @@ class Fused(Steps, Keywords, Explained):
         """Describes this layer before it runs: the engine that runs it, in training or inference,
         and why; then what ``anycell.explain`` says of its cell. See there for ``shown``.
         """
-        return about_layer(self._subject(training), **shown)
-
-    def _subject(self, training: bool = True) -> Subject:
         facts = self._facts(training, gpu_visible(), refusal())
         about = f"{self.name}: {'training' if training else 'inference'}"  # type: ignore[attr-defined]
-        sizes = {**facts.sizes}
-        return Subject(about, choose(facts), facts.cell, facts.units, facts.dtype, sizes)
+        return about_layer(about, choose(facts), facts.layer, **shown)
+
+    def _layer(self) -> Layer | None:
+        return self._facts(False, gpu_visible(), refusal()).layer
 
     @property
     def supports_jit(self) -> bool:
@@ -204,30 +209,19 @@ class Fused(Steps, Keywords, Explained):
         if self.stateful and keras.backend.backend() == "torch":  # type: ignore[attr-defined]
             states = [ops.copy(state) for state in states]  # Keras overwrites them before backward
         x = ops.transpose(sequences, (1, 0, 2))
-        call = Call(
-            facts.cell,  # type: ignore[arg-type]
-            self.cell.units,
-            Options(
-                (self.go_backwards,),  # type: ignore[attr-defined]
-                "zero" if self.zero_output_for_mask else "repeat",  # type: ignore[attr-defined]
-                training,
-            ),
-            tuple(facts.sizes.items()),
-            outputs=self.return_sequences,  # type: ignore[attr-defined]
-            unroll=self.unroll,  # type: ignore[attr-defined]
-        )
+        layer: Any = facts.layer  # without one, Keras's loop has run it
         arrays = dict(self._arrays(x, states, training))
         if mask is not None:
             mask = arrays["mask"] = ops.swapaxes(for_all(mask, sequences), 0, -1)
         if resets is not None:
             arrays["resets"] = ops.swapaxes(flags("resets", resets), 0, -1)
-        check(call, arrays)
+        check(layer, arrays)
         name, run = keras.backend.backend(), composite
         if engine == "cpu" or name == "jax":
             module = import_module(f"anycell.keras.{name}")
             run = module.run if engine == "cpu" else module.scan
-        outputs, final = run(call, arrays)
-        return self._as_keras(call, outputs, final, mask)
+        outputs, final = run(layer, arrays)
+        return self._as_keras(layer, outputs, final, mask)
 
     def _loop_of_keras(self) -> Any:
         """Runs Keras's loop around calls of the cell."""
@@ -238,13 +232,13 @@ class Fused(Steps, Keywords, Explained):
         raise NotImplementedError
 
     def _as_keras(
-        self, call: Call, outputs: Tensor, final: Sequence[Tensor], mask: Tensor
+        self, layer: Layer, outputs: Tensor, final: Sequence[Tensor], mask: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Returns results like Keras's loop: batch first, steps in the order of processing."""
-        last, (reverse,) = final[0], call.options.reverse
-        if mask is not None and not self._begins_held(call):
+        last, (reverse,) = final[0], layer.options.reverse
+        if mask is not None and not self._begins_held(layer):
             # Before a row's first step Keras repeats zeros, not the initial state.
-            held = not call.options.apart(True)
+            held = not layer.options.apart(True)
             seen = ops.any(mask, axis=0) if held else mask[0 if reverse else -1]
             last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
             if outputs is not None and held:
@@ -260,12 +254,12 @@ class Fused(Steps, Keywords, Explained):
             outputs = ops.flip(outputs, axis=1)
         return last, outputs, list(final)
 
-    def _begins_held(self, call: Call) -> bool:
+    def _begins_held(self, layer: Layer) -> bool:
         """Whether the outputs before a row's first step repeat the initial state, as in Keras's
         layers on JAX.
         """
-        as_on_jax = keras.backend.backend() == "jax" and self._drop_in and not call.unroll
-        return as_on_jax and not call.options.apart(True)
+        as_on_jax = keras.backend.backend() == "jax" and self._drop_in and not layer.unroll
+        return as_on_jax and not layer.options.apart(True)
 
 
 def _as_tensor(mask: Any, sequences: Tensor) -> Tensor:
@@ -352,7 +346,7 @@ class DropIn(Fused):
         """
         given: bool | str = vars(self).get("use_cudnn", "auto")
         facts = self._facts(False, gpu_visible(), None)
-        past = facts.cell is None or choose(facts).name == "cpu"
+        past = facts.layer is None or choose(facts).name == "cpu"
         return False if given == "auto" and past else given
 
     @use_cudnn.setter
@@ -498,13 +492,10 @@ class OfCell(DropIn, keras.layers.RNN):
             return super()._facts(training, gpu, traced)
         step, backend = read_of(self, training), keras.backend.backend()
         if isinstance(step, str):
-            return Facts(None, 0, backend=backend, gpu=gpu, obstacle=step, traced=traced)
-        sizes = {name: size for name, size in step.reading.sizes.items() if name != "H"}
-        dtype: Any = self.cell.compute_dtype
-        return Facts(
-            step.reading.cell, step.reading.size, sizes, dtype, backend, gpu, drop_in=True,
-            traced=traced,
-        )  # fmt: skip
+            return Facts(None, backend, gpu, obstacle=step, traced=traced)
+        sizes = {**step.reading.sizes, "H": step.reading.size}
+        layer = Layer(step.reading.cell, tuple(sizes.items()), dtype=self.cell.compute_dtype)
+        return Facts(layer, backend, gpu, drop_in=True, traced=traced)
 
     def inner_loop(
         self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False

@@ -110,7 +110,8 @@ def _quantized(layer: Any) -> Quantized:
             given = f"{layer.name} of {layer.dtype_policy.name}"
             hint = "Copy its weights to a layer of that dtype."
             refuse("model", given, "float32, from which weights are rounded", hint)
-    new = Quantized(view.cell, **compress.told(layer, view.cell, view.sizes))
+    cell, sizes, *_ = view.layer
+    new = Quantized(cell, **compress.told(layer, cell, dict(sizes)))
     new.build(compress.input_shape(layer))
     (arrays,), scales = view.learned, new.cell._scales
     for name, weight in view_of(new).weights[0].items():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from anycell.lang.cell import Cell
-from anycell.plan import Engine, Plan, plan
+from anycell.plan import Engine, Layer, Plan, plan
 
 FUSED = "tensorflow", "torch", "jax"  # Keras's backends that can call the kernels
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
@@ -45,10 +44,8 @@ class Facts:
     """The facts on which the choice depends.
 
     Attributes:
-        cell: the step in anycell's language; None if it cannot be expressed there.
-        units: H.
-        sizes: the sizes besides H that states declare, by their symbols.
-        dtype: the dtype of the computation.
+        layer: its step in anycell's language, in the dtype of the computation; None if the step
+            cannot be expressed there.
         backend: "tensorflow", "torch", "jax", or another of Keras's.
         gpu: whether the layer is placed on a GPU.
         cudnn: whether Keras's cuDNN path takes the layer: ``LSTM`` or ``GRU`` of default
@@ -60,10 +57,7 @@ class Facts:
             XLA, export, ``step_by_step``.
     """
 
-    cell: Cell | None
-    units: int
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    dtype: str = "float32"
+    layer: Layer | None
     backend: str = "tensorflow"
     gpu: bool = False
     cudnn: bool = False
@@ -77,10 +71,10 @@ def choose(facts: Facts) -> Engine:
 
     Example:
         >>> from anycell.cells import PeepholeLSTM
-        >>> choose(Facts(PeepholeLSTM, 64, gpu=True)).name
+        >>> choose(Facts(Layer(PeepholeLSTM, (("H", 64),), dtype="float32"), gpu=True)).name
         'composite'
     """
-    loop = "keras" if facts.drop_in or facts.cell is None else "composite"
+    loop = "keras" if facts.drop_in or facts.layer is None else "composite"
     if facts.obstacle is not None:
         return Engine(loop, facts.obstacle)
     if facts.gpu:
@@ -95,16 +89,17 @@ def choose(facts: Facts) -> Engine:
         return Engine(loop, facts.traced)
     if facts.backend not in FUSED:
         return Engine(loop, f"no way to call the kernels from Keras's backend {facts.backend!r}")
-    assert facts.cell is not None
-    chosen = planned(facts.cell, facts.units, facts.dtype, facts.sizes)
+    assert facts.layer is not None
+    chosen = planned(facts.layer)
     if isinstance(chosen, str):
         return Engine(loop, chosen)
     return Engine("cpu", chosen.reason)
 
 
-def planned(cell: Cell, units: int, dtype: str, sizes: Mapping[str, int]) -> Plan | str:
+def planned(layer: Layer) -> Plan | str:
     """Returns the plan of the fused kernel, or why the kernel cannot run the cell."""
+    sizes = dict(layer.sizes)
     try:
-        return plan(cell, units, dtype, "cpu", sizes)
+        return plan(layer.cell, sizes["H"], layer.dtype, "cpu", sizes)
     except ValueError as refusal:
         return str(refusal)

@@ -17,7 +17,7 @@ from anycell.keras.graph import Traced, World
 from anycell.keras.reading import LoopOptions
 from anycell.keras.rule import planned
 from anycell.keras.tensors import recurrence
-from anycell.plan import Engine
+from anycell.plan import Engine, Layer
 from anycell.plan.call import HELD
 from anycell.read import Reading, Variable
 
@@ -116,7 +116,8 @@ class Step:
     def engine(self) -> Engine:
         """The engine that runs the cell that was read, and why."""
         reading, dtype = self.reading, self.traced.dtypes[self.traced.states[0]].name
-        chosen = planned(reading.cell, reading.size, dtype, reading.sizes)
+        sizes = ("H", reading.size), *reading.sizes.items()
+        chosen = planned(Layer(reading.cell, sizes, dtype=dtype))
         if isinstance(chosen, str):
             return Engine("composite", chosen)
         return Engine("cpu", f"read as it is written; {chosen.reason}")

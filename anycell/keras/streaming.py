@@ -13,6 +13,7 @@ from keras.src import backend  # the scope in which Keras calls layers has no pu
 
 from anycell.keras.backends import as_written, recorded
 from anycell.keras.call import Tensor, expect, flags, for_all, real, tensor
+from anycell.keras.rule import planned
 from anycell.keras.weights import view_of
 from anycell.layer.checks import refuse
 from anycell.layer.stream import Stream
@@ -105,8 +106,8 @@ class Steps:
         if fused and dtype in ("float32", "float64") and not rounded:
             arrays = {name: value(weight) for name, weight in view.learned[0].items()}
             weights = {n: np.array(ops.convert_to_numpy(a), dtype) for n, a in arrays.items()}
-            host, sizes = host_of(np.dtype(dtype)), dict(view.sizes)
-            stream = Stream(host, view.cell, sizes, dtype, [weights], threads.current())
+            plan: Any = planned(view.layer._replace(dtype=dtype))
+            stream = Stream(host_of(np.dtype(dtype)), plan, [weights], threads.current())
         self._prepared = Packed(stream, me)
         return self
 

@@ -31,7 +31,6 @@ from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_graphs
 from tensorflow.python.saved_model import save_context
 
-from anycell import layer
 from anycell.engines import cpu
 from anycell.keras.call import (
     KERNELS,
@@ -48,10 +47,11 @@ from anycell.keras.host import LINE, host_of
 from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
+from anycell.layer import Kept, backward, forward, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import quantized, with_integers
 from anycell.layer.sequences import keeping
-from anycell.plan import Call, Options, Plan, plan
+from anycell.plan import Layer, Options, plan
 
 Array = npt.NDArray[Any]
 _CONTROL_FLOW = control_flow_graphs.ControlFlowFuncGraph  # the body of a loop, or a branch
@@ -91,32 +91,31 @@ def _exporting() -> bool:
     return False
 
 
-def recur(call: Call, arrays: Arrays) -> Result:
+def recur(layer: Layer, arrays: Arrays) -> Result:
     """Runs a layer on the kernels where they can be called, else step by step."""
-    cell, dtype = call.cell, arrays["x"].dtype.name
-    chosen = planned(cell, call.hidden_size, dtype, dict(call.sizes))
+    chosen = planned(layer._replace(dtype=arrays["x"].dtype.name))
     why = chosen if isinstance(chosen, str) else refusal()
     if why is None and on_gpu(arrays["x"]):
         why = "TensorFlow gives kernels of others no stream on a GPU"
-    if call.engine == "cpu" and why is not None:
+    if layer.engine == "cpu" and why is not None:
         refuse("engine", f"'cpu', but {why}", "None or 'reference'", "Leave it out.")
-    elsewhere = call.engine == "reference" or why is not None
+    elsewhere = layer.engine == "reference" or why is not None
     # Variables are read here, outside the gradient.
     arrays = {name: tf.convert_to_tensor(array) for name, array in arrays.items()}
-    check(call, arrays)
-    return (composite if elsewhere else run)(call, arrays)
+    check(layer, arrays)
+    return (composite if elsewhere else run)(layer, arrays)
 
 
 @tf.autograph.experimental.do_not_convert
-def run(call: Call, arrays: Arrays) -> Result:
+def run(layer: Layer, arrays: Arrays) -> Result:
     """Runs a layer on the fused kernels, differentiable as often as wanted."""
     x, kernel, integers = arrays["x"], arrays.get("kernel"), quantized(arrays)
     # It is unknown whether a gradient will be wanted. Without a tape, and outside of training, that
     # is unlikely: nothing is kept, and a backward pass would run the forward pass again.
     taped = record.could_possibly_record()
-    keep = call.options.training or taped or bool(call.sequences)
-    if call.sequences:  # what the kernels keep for the backward pass has them
-        call = call._replace(options=call.options._replace(checkpoint=None))
+    keep = layer.options.training or taped or bool(layer.sequences)
+    if layer.sequences:  # what the kernels keep for the backward pass has them
+        layer = layer._replace(options=layer.options._replace(checkpoint=None))
     if integers and keep:
         arrays, integers = dequantized(arrays), False
     if integers:
@@ -124,11 +123,11 @@ def run(call: Call, arrays: Arrays) -> Result:
     if kernel is not None and x.shape[-1] is None:
         x = tf.ensure_shape(x, [None, None, kernel.shape[0]])
     if taped and _carries_tangents(arrays.values()):  # our gradients do not support forward mode
-        return composite(_unlooped(call, x), arrays)
-    draws = call.options.training and call.cell.keeps
+        return composite(_unlooped(layer, x), arrays)
+    draws = layer.options.training and layer.cell.keeps
     if x.shape[0] == 1 and not (integers or draws or tf.executing_eagerly()):
         # Nothing to fuse over time, and less work than calling a kernel.
-        return composite(call, arrays)
+        return composite(layer, arrays)
     parts = {"x": x} | {n: t for n, t in arrays.items() if n not in _OF_NO_GRADIENT}
     flags = {n: arrays[n] for n in _FLAGS if n in arrays}
     wanted = names = tuple(parts)
@@ -138,12 +137,12 @@ def run(call: Call, arrays: Arrays) -> Result:
         wanted = tuple([n for n in names if record.should_record_backprop([parts[n]])])
     threads = cpu.threads.within() or tf.config.threading.get_intra_op_parallelism_threads()
     threads = threads or cpu.threads.current()
-    call = call._replace(options=call.options._replace(threads=threads))
-    cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
+    layer = layer._replace(options=layer.options._replace(threads=threads))
+    cell = stepped(layer.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name
-    kernels = _kernels(call, cell, dtype, names, tuple(flags), wanted, keep)
+    kernels = _kernels(layer, cell, dtype, names, tuple(flags), wanted, keep)
     ends = _ends(kernels, *tensors)
-    return (ends[0], tuple(ends[1:])) if call.outputs else (None, tuple(ends))
+    return (ends[0], tuple(ends[1:])) if layer.outputs else (None, tuple(ends))
 
 
 # The tensors of a run to which no gradient flows.
@@ -157,10 +156,10 @@ def _carries_tangents(tensors: Iterable[Any]) -> bool:
     return bool(forwardprop_util.pack_tangents(given).tangents)
 
 
-def _unlooped(call: Call, x: Tensor) -> Call:
+def _unlooped(layer: Layer, x: Tensor) -> Layer:
     """Unrolls a call of known steps in a graph, whose loops have no forward mode in TensorFlow."""
     known = x.shape.as_list()[0] is not None and not tf.executing_eagerly()
-    return call._replace(unroll=call.unroll or known)
+    return layer._replace(unroll=layer.unroll or known)
 
 
 # -- derivatives -----------------------------------------------------------------------------------
@@ -240,7 +239,7 @@ def _ends(kernels: _Kernels, *tensors: Tensor) -> list[Tensor]:
     def gradient(*arriving: Tensor) -> Any:
         return _gradient(kernels, tensors, arriving, kept)
 
-    ends, parts = [outputs, *final] if kernels.call.outputs else final, len(kernels.parts)
+    ends, parts = [outputs, *final] if kernels.layer.outputs else final, len(kernels.parts)
     again = functools.partial(_ends, kernels)
     return _differentiable(FORWARD, ends, tensors[:parts], tensors[parts:], gradient, again)
 
@@ -333,20 +332,20 @@ def _here(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _first(kernels: _Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tensor]) -> Any:
     """Computes the gradients by the composite."""
-    call = kernels.call
-    if call.options.training and call.cell.keeps:
+    layer = kernels.layer
+    if layer.options.training and layer.cell.keeps:
         raise NotImplementedError(
-            f"second derivatives of {call.cell.name} in training: its random masks are drawn by "
+            f"second derivatives of {layer.cell.name} in training: its random masks are drawn by "
             "the kernels. Take them with training=False."
         )
     if _carries_tangents([*tensors, *arriving]):
-        call = _unlooped(call, tensors[0])
+        layer = _unlooped(layer, tensors[0])
     named = dict(zip(kernels.names, _here(tensors), strict=True))
     wanted = [named[name] for name in kernels.wanted]
     with tf.GradientTape() as inner:
         inner.watch(wanted)
-        outputs, final = composite(call, named)
-        ends = (outputs, *final) if call.outputs else final
+        outputs, final = composite(layer, named)
+        ends = (outputs, *final) if layer.outputs else final
     return inner.gradient(ends, wanted, arriving, tf.UnconnectedGradients.ZERO)
 
 
@@ -412,7 +411,7 @@ def _called(number: Array, *arrays: Array) -> list[Array]:
     compute = _work[int(number)]
     kernels = compute.__self__
     named = zip(kernels.names, arrays, strict=False)
-    check(kernels.call, dict(named))  # now that all sizes are known
+    check(kernels.layer, dict(named))  # now that all sizes are known
     return list(compute(*arrays))
 
 
@@ -422,8 +421,7 @@ class _Kernels:
     them.
 
     Attributes:
-        call: the call to run.
-        plan: the plan of its kernels.
+        layer: with the plan of its kernels.
         parts: the names of the tensors to which gradients flow, x first.
         flags: the names of the other tensors, from ``_FLAGS``; they come last in ``tensors``.
         wanted: the names among ``parts`` whose gradients are wanted.
@@ -431,8 +429,7 @@ class _Kernels:
         life: in a graph, refers to the handle that lives as long as graphs that call the kernels.
     """
 
-    call: Call
-    plan: Plan
+    layer: Layer
     parts: tuple[str, ...]
     flags: tuple[str, ...]
     wanted: tuple[str, ...]
@@ -443,21 +440,21 @@ class _Kernels:
     def ends(self) -> int:
         """Counts the results that have a gradient: outputs, where they are wanted, states, and
         their sequences."""
-        return len(self.call.cell.states) + self.call.outputs + len(self.call.sequences)
+        return len(self.layer.cell.states) + self.layer.outputs + len(self.layer.sequences)
 
     @functools.cached_property
     def separate(self) -> bool:
         """Whether the outputs are an array apart from those that are kept."""
-        call, options = self.call, self.call.options
+        layer, options = self.layer, self.layer.options
         whole = self.keep and options.checkpoint is None
-        return call.outputs and (not whole or options.apart("mask" in self.flags))
+        return layer.outputs and (not whole or options.apart("mask" in self.flags))
 
     @functools.cached_property
     def others(self) -> list[str]:
         """The states besides the first that are kept: sequences, or what checkpoints need."""
-        names = self.call.cell.state_names[1:]
-        checkpointed = self.call.options.checkpoint is not None
-        return [name for name in names if checkpointed or name in self.plan.states]
+        names = self.layer.cell.state_names[1:]
+        checkpointed = self.layer.options.checkpoint is not None
+        return [name for name in names if checkpointed or name in self.layer.plan.states]
 
     @functools.cached_property
     def kept(self) -> int:
@@ -477,31 +474,31 @@ class _Kernels:
         ends = len(results) - self.kept
         kept, results = results[ends:], results[:ends]
         outputs = results.pop(0) if self.separate else None
-        for name in self.call.sequences:
+        for name in self.layer.sequences:
             results.append(self._sequence(name, tensors, kept))
-        if not self.call.outputs or self.separate:
+        if not self.layer.outputs or self.separate:
             return outputs, results, kept
         # TensorFlow makes the view, so that it knows that memory is shared.
-        outputs = kept[0][1:-1] if self.call.options.reverse[0] else kept[0][1:]
+        outputs = kept[0][1:-1] if self.layer.options.reverse[0] else kept[0][1:]
         if not tf.executing_eagerly():
             outputs.set_shape([*tensors[0].shape[:2], outputs.shape[2]])
         return outputs, results, kept
 
     def _sequence(self, name: str, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
-        """Returns one of ``call.sequences``, from what the forward pass has kept."""
-        x, options = tensors[0], self.call.options
+        """Returns one of ``layer.sequences``, from what the forward pass has kept."""
+        x, options = tensors[0], self.layer.options
         slots = kept[2 + self.others.index(name)]
         whole = tf.cast(slots[:-1] if options.reverse[0] else slots[1:], x.dtype)
         if options.apart("mask" in self.flags):
             mask = tensors[len(self.parts) + self.flags.index("mask")]
             whole = tf.where(mask[..., None], whole, tf.zeros((), x.dtype))
-        sizes = {state.name: self.call.size(state.size) for state in self.call.cell.states}
+        sizes = {state.name: self.layer.size(state.size) for state in self.layer.cell.states}
         return tf.ensure_shape(whole, [*x.shape[:2], sizes[name]])
 
     def _described(self, x: Tensor, *_: Tensor) -> list[tuple[str, Any]]:
         """Returns the dtypes of the forward pass's results in a graph, and the known shapes."""
-        (steps, rows, _), types = x.shape, self.plan.types
-        ends = [(rows, self.call.size(state.size)) for state in self.call.cell.states]
+        (steps, rows, _), types = x.shape, self.layer.plan.types
+        ends = [(rows, self.layer.size(state.size)) for state in self.layer.cell.states]
         storage, math = types.storage.name, types.math.name
         described: list[tuple[str, Any]] = [(storage, (steps, *ends[0]))] * self.separate
         described += [(storage, shape) for shape in ends]
@@ -514,7 +511,7 @@ class _Kernels:
         self, tensors: Sequence[Tensor], arriving: Sequence[Tensor], kept: Sequence[Tensor]
     ) -> list[Tensor]:
         """Returns the wanted gradients."""
-        if self.plan.types.quantized:
+        if self.layer.plan.types.quantized:
             raise NotImplementedError(
                 "gradients: asked for outside of a tape, for a layer with weights of 8 bits. Call "
                 "the layer within a GradientTape, where it runs with the real weights."
@@ -524,29 +521,29 @@ class _Kernels:
 
     def _described_back(self, *tensors: Tensor) -> list[tuple[str, Any]]:
         """Describes the wanted gradients, like ``_described``."""
-        pairs, storage = zip(self.parts, tensors, strict=False), self.plan.types.storage.name
+        pairs, storage = zip(self.parts, tensors, strict=False), self.layer.plan.types.storage.name
         return [(storage, like.shape) for name, like in pairs if name in self.wanted]
 
     # -- on arrays ---------------------------------------------------------------------------------
 
     def _forward(self, *tensors: Array) -> list[Array]:
-        host, (options, arrays) = host_of(self.plan.types), self._arguments(tensors)
-        out, final, kept = layer.forward(host, self.plan, arrays, options, keep=self.keep)
+        host, (options, arrays) = host_of(self.layer.plan.types), self._arguments(tensors)
+        out, final, kept = forward(host, self.layer.plan, arrays, options, keep=self.keep)
         results = [out] * self.separate + [state[0] for state in final]
         return results if kept is None else results + kept.flat()
 
     def _backward(self, *tensors: Array) -> list[Array]:
-        host, (options, arrays) = host_of(self.plan.types), self._arguments(tensors)
-        names, others = self.call.cell.state_names, self.others
+        host, (options, arrays) = host_of(self.layer.plan.types), self._arguments(tensors)
+        names, others = self.layer.cell.state_names, self.others
         first = len(self.names)
         last = first + self.ends
         arriving = list(tensors[first:last])
-        kept = layer.Kept.of(tensors[last:], [n in others for n in names], 1)
-        d_output = arriving.pop(0) if self.call.outputs else None
-        inside = dict(zip(self.call.sequences, arriving[len(names) :], strict=True))
+        kept = Kept.of(tensors[last:], [n in others for n in names], 1)
+        d_output = arriving.pop(0) if self.layer.outputs else None
+        inside = dict(zip(self.layer.sequences, arriving[len(names) :], strict=True))
         wanted = {KERNELS.get(name, name) for name in self.wanted}
-        grads = layer.backward(
-            host, self.plan, arrays, options, kept, d_output,
+        grads = backward(
+            host, self.layer.plan, arrays, options, kept, d_output,
             [d[None] for d in arriving[: len(names)]], d_states=inside, wanted=wanted,
         )  # fmt: skip
         return [self._as_given(name, grads) for name in self.wanted]
@@ -559,15 +556,16 @@ class _Kernels:
 
     def _arguments(self, tensors: Sequence[Array]) -> tuple[Options, dict[str, Array]]:
         """Returns the arguments of ``anycell.layer``."""
-        call, arrays = lowered(self.call, dict(zip(self.names, tensors, strict=False)))
-        return call.options, arrays
+        layer, arrays = lowered(self.layer, dict(zip(self.names, tensors, strict=False)))
+        return layer.options, arrays
 
 
 @functools.lru_cache(maxsize=512)
-def _kernels(call: Call, cell: Cell, dtype: str, *more: Any) -> _Kernels:
-    """Returns the kernels of a call whose step is ``cell``."""
-    chosen = plan(cell, call.hidden_size, dtype, "cpu", dict(call.sizes))
-    return _Kernels(call, keeping(chosen, call.sequences), *more)
+def _kernels(layer: Layer, cell: Cell, dtype: str, *more: Any) -> _Kernels:
+    """Returns the kernels of a layer whose step is ``cell``."""
+    sizes = dict(layer.sizes)
+    chosen = keeping(plan(cell, sizes["H"], dtype, "cpu", sizes), layer.sequences)
+    return _Kernels(layer._replace(plan=chosen), *more)
 
 
 def _run(

@@ -29,7 +29,7 @@ from anycell.layer.primitive import (
     options_and_seed,
 )
 from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.plan import OPTIONS, Call, FunctionOptions, takes
+from anycell.plan import OPTIONS, FunctionOptions, Layer, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -90,9 +90,9 @@ def recurrence(
         if f"state {declared.name}" not in arrays:
             value = tf.constant(declared.initial, series.dtype)
             arrays[f"state {declared.name}"] = tf.fill(shape, value)
-    others = tuple([(symbol, size) for symbol, size in sizes.items() if symbol != "H"])
-    call = Call(cell, sizes["H"], how, others, besides_output(wanted, cell), engine)
-    output, values = recur(call, arrays)
+    others = besides_output(wanted, cell)
+    layer = Layer(cell, tuple(sizes.items()), how, sequences=others, engine=engine)
+    output, values = recur(layer, arrays)
     final, sequences = values[: len(cell.states)], values[len(cell.states) :]
     return (output, final, by_name(wanted, cell, output, sequences)) if wanted else (output, final)
 

@@ -15,6 +15,7 @@ from anycell.lang.namespaces import namespace
 from anycell.layer.checks import refuse
 from anycell.layer.signature import ENDS
 from anycell.layer.view import View
+from anycell.plan import Layer, Options
 
 Array = npt.NDArray[Any]
 
@@ -93,7 +94,5 @@ def view_of(layer: Any) -> View:
         if not isinstance(cell, RNNCell):  # a GRU that resets before the matmul has two in one
             further = part._further(ops.convert_to_tensor(cell.recurrent_kernel))
             within |= {name + end: matrix for name, matrix in further.items()}
-    cell, several = parts[0].cell, len(parts) > 1
-    sizes = {"H": cell.units, **dict(parts[0]._sizes())}
-    facts = 1, several, cell.bias is not None, sizes
-    return View(parts, parts[0]._step(), *facts, [weights], [weights | within])
+    layer = Layer(parts[0]._step(), parts[0]._sizes(), Options((False, True)[: len(parts)]))
+    return View(parts, layer, [weights], [weights | within])

@@ -33,49 +33,14 @@ CHUNK_BYTES = 64 << 20  # of projected gates for one direction
 
 
 Kernels = Step | Printed
+# Host, plan, options, and arrays fit for kernels: x is ``[T, B, I]`` or ``[T, B, G*H]``, the mask
+# uint8 ``[T, B]``, and resets uint8 ``[D, T, B]``, see ``restarts``.
+Call = tuple[GpuHost, Plan, Options, Mapping[str, Array]]
 
 
 @functools.lru_cache(maxsize=256)
 def _printed(plan: Plan, variant: Variant, choice: capacity.Choice) -> Kernels:
     return print_step(plan, variant) if choice.tier == 3 else gpu.print_whole(plan, variant, choice)
-
-
-class _Call(NamedTuple):
-    """A call of either pass, whose arrays are fit for kernels.
-
-    Attributes:
-        x: ``[T, B, I]`` or ``[T, B, G*H]``.
-        mask: uint8 ``[T, B]``.
-        directions: what each direction learns, starts from and restores, and what all of them
-            share; resets are uint8 ``[T, B]``, see ``restarts``.
-    """
-
-    host: GpuHost
-    plan: Plan
-    options: Options
-    x: Array
-    mask: Array | None
-    directions: list[Direction]
-
-    @classmethod
-    def of(
-        cls, host: GpuHost, plan: Plan, arrays: Mapping[str, Array], options: Options, read: bool
-    ) -> _Call:
-        """The call with these arrays, see ``contract.fit``."""
-        fitted, _ = contract.fit(host, plan, arrays, options, read)
-        directions = [direction(plan, fitted, d) for d in range(len(options.reverse))]
-        return cls(host, plan, options, fitted["x"], fitted.get("mask"), directions)
-
-    @property
-    def projects(self) -> bool:
-        """Whether x is to be projected."""
-        return "weight_ih" in self.directions[0]
-
-    @property
-    def segment(self) -> int:
-        """The number of steps whose values the backward pass needs at the same time."""
-        steps, batch = self.x.shape[:2]
-        return segment_steps(self.options.checkpoint, steps, _chunk(self.plan, steps, batch))
 
 
 class _Again(Exception):
@@ -128,14 +93,14 @@ def forward(
     The plan is for engine "gpu", and all arrays are on the device, in the plan's dtype. At the
     borders of segments, all states but the first are kept in float32, as they are between steps.
     """
-    call = _Call.of(host, plan, arrays, options, read=True)
-    steps, batch = call.x.shape[:2]
+    fitted, _ = contract.fit(host, plan, arrays, options)
+    steps, batch = fitted["x"].shape[:2]
     widths = [plan.sizes[s.size] for s in plan.cell.states]
-    directions, both = len(call.directions), len(call.directions) * widths[0]
-    segment = call.segment if keep else steps
+    directions, both = len(options.reverse), len(options.reverse) * widths[0]
+    segment = _segment(plan, options, steps, batch) if keep else steps
     borders, count = segment < steps, -(-steps // max(1, segment))
     # Outputs zeroed under a mask are not the hidden states, which then need memory of their own.
-    zeroed = options.apart(call.mask is not None)
+    zeroed = options.apart("mask" in fitted)
     hidden = out = None
     if not (zeroed and borders):
         hidden = host.empty((steps + 1 + any(options.reverse), batch, both))
@@ -146,8 +111,8 @@ def forward(
     first = host.empty((count, batch, both)) if borders else hidden
     kept_states, kept_values = list[list[Array | None]](), list[Array]()
     kept = Kept(first, kept_states, kept_values)
-    for d, w in enumerate(call.directions):
-        run = _Forward(call, d, segment, keep, hidden)
+    for d in range(directions):
+        run = _Forward((host, plan, options, fitted), d, segment, keep, hidden)
         sequences, values = run.states, run.kept
         if borders:
             wide = [host.empty((count, batch, width), wide=True) for width in widths[1:]]
@@ -156,7 +121,7 @@ def forward(
         kept_values.append(values)
         # The given states, else the values that the cell declares.
         states: Sequence[Array | float]
-        states = [w.get(f"state {s.name}", s.initial) for s in plan.cell.states]
+        states = [run.w.get(f"state {s.name}", s.initial) for s in plan.cell.states]
         for slot, begin in enumerate(range(0, max(1, steps), max(1, segment))):
             if borders:
                 for array, value in zip(kept.border(d, slot, widths[0]), states, strict=True):
@@ -181,11 +146,11 @@ def backward(
 ) -> dict[str, Array]:
     """The gradients of a layer; arguments and results are those of ``anycell.layer.backward``."""
     again = options.checkpoint is not None  # whether the forward pass, which may read x, runs again
-    call = _Call.of(host, plan, arrays, options, read=again)
-    x, count = call.x, len(call.directions)
+    fitted, _ = contract.fit(host, plan, arrays, options, read=again)
+    x, count = fitted["x"], len(options.reverse)
     parts, _ = contract.fit_gradients(
         host, plan, x.shape, options.reverse, kept, d_output, d_final, {},
-        segment=call.segment, keeps=keeps_state,
+        segment=_segment(plan, options, *x.shape[:2]), keeps=keeps_state,
     )  # fmt: skip
     names, dy = plan.cell.state_names, parts.get("d_output")
     kept = Kept(
@@ -195,19 +160,20 @@ def backward(
     )
     d_final = [parts.get(f"d_final {name}") for name in names]
     dx = None
-    if wanted is None or "x" in wanted or not call.projects:
+    if wanted is None or "x" in wanted or "weight_ih" not in fitted:
         dx = host.empty(tuple(x.shape))
     need = wanted is None or any(map(of_a_matmul, wanted))
     if dy is None:
         dy = host.zeros((1, x.shape[1], kept.hidden.shape[2]))
-    gradients = []
+    directions, gradients = [], []
     for d in range(count):
         final = [None if a is None else a[d] for a in d_final]
-        run = _Backward(call, d, kept, final, need)
+        run = _Backward((host, plan, options, fitted), d, kept, final, need)
         for begin, end, memory in run.parts():
             run.advance(begin, end, memory, dy, dx)
+        directions.append(run.w)
         gradients.append(run.result())
-    return gradients_by_name(host.empty, call.directions, dx, gradients)
+    return gradients_by_name(host.empty, directions, dx, gradients)
 
 
 class _Chunk(NamedTuple):
@@ -238,13 +204,23 @@ class _Memory(NamedTuple):
 
 
 class _DirectionPass:
-    """One direction in one pass: its kernels, and their arguments for all chunks of time."""
+    """One direction in one pass: its kernels, and their arguments for all chunks of time.
 
-    def __init__(self, call: _Call, d: int, backward: bool, keep: bool = False) -> None:
-        self.call, self.d, (host, plan, options, x, *_) = call, d, call
-        self.host, self.plan, self.options = host, plan, options
-        self.w, self.cell, self.reverse = call.directions[d], plan.cell, options.reverse[d]
-        self.x, (self.steps, self.batch) = x, x.shape[:2]
+
+    Args:
+        d: the direction.
+
+    Attributes:
+        w: what the direction learns, starts from and restores, and what all of them share.
+        projects: whether x is to be projected.
+    """
+
+    def __init__(self, call: Call, d: int, backward: bool, keep: bool = False) -> None:
+        host, plan, options, arrays = call
+        self.call, self.host, self.plan, self.options, self.d = call, host, plan, options, d
+        self.w, self.cell, self.reverse = direction(plan, arrays, d), plan.cell, options.reverse[d]
+        self.x, self.mask, self.projects = arrays["x"], arrays.get("mask"), "weight_ih" in self.w
+        self.steps, self.batch = self.x.shape[:2]
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
         self.chunk = _chunk(plan, self.steps, self.batch)
@@ -266,16 +242,16 @@ class _DirectionPass:
 
     def _variant(self, backward: bool, keep: bool) -> Variant:
         """The variant of the kernels."""
-        cell, call, w = self.cell, self.call, self.w
+        cell, w, masked = self.cell, self.w, self.mask is not None
         return Variant(
             backward=backward,
-            mask=call.mask is not None,
+            mask=masked,
             resets="resets" in w,
             draw=self.options.training and bool(cell.keeps),
             keep=keep,
             input_bias="bias_ih" in w and not backward,
             biases=tuple(l.bias_name in w and not backward for l in cell.linears),
-            options=self.options.printed(call.mask is not None),
+            options=self.options.printed(masked),
         )
 
     def _kernels(self) -> tuple[capacity.Choice, Kernels]:
@@ -328,7 +304,7 @@ class _DirectionPass:
     def run(self, chunk: _Chunk, spans: dict[str, Span]) -> None:
         """Runs the kernels over the steps of a chunk."""
         time, sign, options = chunk.time, chunk.sign, self.options
-        flags = {"mask": self.call.mask, "resets": self.w.get("resets")}
+        flags = {"mask": self.mask, "resets": self.w.get("resets")}
         spans |= {name: Span(a, time, sign) for name, a in flags.items() if a is not None}
         # For random masks: seed, stream, time of the first step, time per step.
         draws = options.seed, 2 * options.stream + self.d, time, sign
@@ -367,7 +343,7 @@ class _Forward(_DirectionPass):
         hidden: ``Kept.hidden`` of all steps; None for memory of one segment.
     """
 
-    def __init__(self, call: _Call, d: int, segment: int, keep: bool, hidden: Any) -> None:
+    def __init__(self, call: Call, d: int, segment: int, keep: bool, hidden: Any) -> None:
         super().__init__(call, d, backward=False, keep=keep)
         host, plan, batch = self.host, self.plan, self.batch
         self.whole = hidden is not None
@@ -381,8 +357,7 @@ class _Forward(_DirectionPass):
         self.kept = host.empty((segment, batch, plan.saved_stride)) if keep else None
         for i, width in enumerate(self.widths[1:], 1):
             self.values[f"work{i}"] = host.empty((2, batch, width), wide=True)
-        projects = call.projects
-        self.projected = host.empty((self.chunk, batch, self.width)) if projects else None
+        self.projected = host.empty((self.chunk, batch, self.width)) if self.projects else None
 
     def memory(self, begin: int, end: int) -> _Memory:
         """The memory for the steps of a segment."""
@@ -427,7 +402,7 @@ class _Backward(_DirectionPass):
     """The backward pass, segment by segment from the last."""
 
     def __init__(
-        self, call: _Call, d: int, kept: Kept, d_final: Sequence[Array | None], need: bool
+        self, call: Call, d: int, kept: Kept, d_final: Sequence[Array | None], need: bool
     ) -> None:
         super().__init__(call, d, backward=True)
         host, plan, cell = self.host, self.plan, self.cell
@@ -447,7 +422,7 @@ class _Backward(_DirectionPass):
         self.need, self.sums = need, _DeviceGradients(host, plan, self.w, need, fresh=rows > 0)
         # For a chunk: gradients of the projected gates, and for each matmul the gradients of its
         # outputs and what it multiplied, unless other arrays hold these.
-        sizes = {"d_gates": self.width} if call.projects else {}
+        sizes = {"d_gates": self.width} if self.projects else {}
         for l in cell.linears:
             if not plan.shares_gradient(l):
                 sizes[f"d_outputs {l.name}"] = len(l.outputs) * plan.sizes[l.out_size]
@@ -460,7 +435,7 @@ class _Backward(_DirectionPass):
         and after it, and the values that the backward pass reads, kept or computed again.
         """
         kept, d, first, steps = self.kept, self.d, self.widths[0], self.steps
-        segment = self.call.segment
+        segment = _segment(self.plan, self.options, steps, self.batch)
         if segment == steps:
             yield 0, steps, _Memory(kept.hidden, d * first, kept.states[d], kept.values[d], 0)
             return
@@ -482,7 +457,7 @@ class _Backward(_DirectionPass):
                 self.values[f"{name}__next"] = -chunk.sign * host.strides(spans[name].array)[0]
             time = chunk.time - chunk.begin
             spans |= {name: Span(b, time, chunk.sign) for name, b in self.buffers.items()}
-            if not self.call.projects:
+            if not self.projects:
                 spans["d_gates"] = Span(dx, chunk.time, chunk.sign)
             spans["d_output"] = self.over(dy, chunk)
             self.run(chunk, spans)
@@ -495,13 +470,13 @@ class _Backward(_DirectionPass):
                 hidden = spans["hidden"].over(0, chunk.end - chunk.begin, width)
                 factors = [self._factors(l.name, rows) for l in self.cell.linears]
                 self.sums.add(dg, self._input(chunk, rows), hidden.reshape(rows, width), factors)
-            if self.call.projects and dx is not None:
+            if self.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
                 (host.matmul_add if self.d else host.matmul)(dg, self.w["weight_ih"], into)
 
     def _input(self, chunk: _Chunk, rows: int) -> Array:
         """The rows of the input of a chunk."""
-        x, mask = self.x[chunk.begin : chunk.end], self.call.mask
+        x, mask = self.x[chunk.begin : chunk.end], self.mask
         if mask is not None:
             # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
             x = self.host.masked(x, mask[chunk.begin : chunk.end])
@@ -562,6 +537,11 @@ class _DeviceGradients(WeightGradients):
 
 
 # -- what both passes share ------------------------------------------------------------------------
+
+
+def _segment(plan: Plan, options: Options, steps: int, batch: int) -> int:
+    """The number of steps whose values the backward pass needs at the same time."""
+    return segment_steps(options.checkpoint, steps, _chunk(plan, steps, batch))
 
 
 def _chunk(plan: Plan, steps: int, batch: int) -> int:

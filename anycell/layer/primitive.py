@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from anycell.engines import reference
 from anycell.lang.cell import ONE, Cell
 from anycell.layer.checks import (
     Frontend,
@@ -177,11 +177,56 @@ def _sizes(
     ):
         refuse("weight_ih", describe(weight), expected, "Pass a weight with these rows.")
     rows = x.shape[-1] if weight is None else weight.shape[0]
-    once = {reference.STATIC: static if getattr(static, "shape", ()) else None}
-    sizes = reference.sizes(cell, rows, {**learned, **once}, states)
+    sizes = sizes_of(cell, rows, {**learned, "static": static}, states)
     if rows != cell.width(sizes):
         known = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items() if symbol != ONE)
         name, array = ("gates", x) if weight is None else ("weight_ih", weight)
         wide = f"[time, batch, {cell.shown_width}]" if weight is None else expected
         refuse(name, describe(array), f"{wide}, with {known}", "Pass an array of that width.")
     return sizes
+
+
+def sizes_of(
+    cell: Cell, width: int, arrays: Mapping[str, Any], state: Sequence[Any] | None
+) -> dict[str, int]:
+    """Finds the size symbols of a cell from the shapes of its arrays.
+
+    Args:
+        width: of the projected input.
+        arrays: weights, parameters and the static input, by name.
+
+    Raises:
+        ValueError: if a size is unknown, or heads or groups of the cell do not divide one.
+    """
+    size = {ONE: 1} if cell.broadcasts else {}
+    alike = set(cell.gate_sizes.values())
+    if len(alike) == 1:  # all gates have this size
+        size |= dict.fromkeys(alike - {ONE}, width // len(cell.gates))
+    known = zip(cell.states, state, strict=True) if state else ()
+    for declared, value in known:
+        if value is not None:
+            size.setdefault(declared.size, value.shape[-1])
+    for l in cell.linears:
+        *_, outer, inner = arrays[l.weight].shape
+        size.setdefault(l.in_size, inner * l.heads)
+        size.setdefault(l.out_size, outer * l.heads // len(l.declared))
+    vectors = {param.name: param.size for param in cell.params} | {"static": cell.static_size}
+    for name, symbol in vectors.items():
+        if getattr(arrays.get(name), "shape", ()):
+            size.setdefault(symbol, arrays[name].shape[-1])
+    rest = Counter(symbol for symbol in cell.gate_sizes.values() if symbol not in size)
+    if len(rest) == 1:  # what the other gates leave is for the gates of one size
+        ((symbol, count),) = rest.items()
+        others = sum(size.get(symbol, 0) for symbol in cell.gate_sizes.values())
+        size[symbol] = max(width - others, 0) // count
+    named = [("state", state.name, state.size) for state in cell.states]
+    named += [("gate", *gate) for gate in cell.gate_sizes.items()]
+    for kind, name, symbol in named:
+        if symbol not in size:
+            raise ValueError(
+                f"cell {cell.name}: the size {symbol} of {kind} {name!r} is unknown. Pass an "
+                "initial state."
+            )
+    size.setdefault("H", 1)  # nothing has this size
+    cell.check_sizes(size)
+    return size

@@ -11,7 +11,7 @@ from anycell.lang.cell import Cell
 from anycell.lang.namespaces import Array, namespace
 from anycell.layer.arguments import Kept
 from anycell.layer.checks import refuse
-from anycell.plan import Options, Plan
+from anycell.plan import Layer, Plan
 
 
 def check_return_states(cell: Cell, wanted: Any) -> tuple[str, ...]:
@@ -44,16 +44,14 @@ def keeping(plan: Plan, states: tuple[str, ...]) -> Plan:
     return plan if len(kept) == len(plan.states) else replace(plan, states=tuple(kept))
 
 
-def sequences(
-    names: Sequence[str], cell: Cell, options: Options, arrays: Mapping[str, Array], kept: Kept
-) -> list[Array]:
-    """The sequences ``[T, B, D * size]`` of states besides the first, from what a forward pass of
-    a plan of ``keeping`` has kept without checkpoints.
+def sequences(layer: Layer, arrays: Mapping[str, Array], kept: Kept) -> list[Array]:
+    """``layer.sequences``, ``[T, B, D * size]`` each, from what a forward pass of a plan of
+    ``keeping`` has kept without checkpoints.
     """
-    wholes, x = [], arrays["x"]
+    wholes, x, options = [], arrays["x"], layer.options
     xp, mask = namespace(x), arrays.get("mask") if options.apart(True) else None
-    for name in names:
-        i, directions = cell.state_names.index(name), []
+    for name in layer.sequences:
+        i, directions = layer.cell.state_names.index(name), []
         for states, reverse in zip(kept.states, options.reverse, strict=True):
             slots = states[i]
             assert slots is not None, name

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines import cpu
-from anycell.lang.cell import INPUT, Cell
+from anycell.lang.cell import INPUT
 from anycell.lang.transform import with_projection
 from anycell.layer import Array, Host, contract
 from anycell.layer.arguments import extent
@@ -84,9 +84,7 @@ class Stream:
 
     Args:
         host: array operations of the framework.
-        cell: one that the CPU engine runs.
-        sizes: what its size symbols stand for.
-        dtype: of the plan; the cell must compute in the storage type.
+        plan: of the CPU engine; the cell must compute in the storage type.
         weights: what each layer learns, by name; copied as they are now, except for the parameters
             of the cell.
         threads: for packing.
@@ -95,19 +93,16 @@ class Stream:
     def __init__(
         self,
         host: Host,
-        cell: Cell,
-        sizes: dict[str, int],
-        dtype: str,
+        plan: Plan,
         weights: Sequence[Mapping[str, Array]],
         threads: int,
     ) -> None:
-        self.host, self.cell, self.static = host, cell, cell.static
+        self.host, self.plan, cell = host, plan, plan.cell
+        self.static, self.static_width = cell.static, plan.static_width
         self.target = cpu.isa.current()
-        whole = plan(cell, sizes["H"], dtype, sizes=sizes)
-        self.layers = [_Layer(host, whole, w, threads) for w in weights]
-        self.static_width = sizes[cell.static_size]
+        self.layers = [_Layer(host, plan, w, threads) for w in weights]
         self.width = weights[0]["weight_ih"].shape[1]
-        self.shape = [(len(weights), sizes[state.size]) for state in cell.states]
+        self.shape = [(len(weights), size) for _, size in states_of(plan)]
         self.before, self.restored = (state_names(k, cell) for k in ("state", "reset_state"))
         self._steps: dict[tuple[Any, ...], _Step] = {}
 
@@ -179,7 +174,7 @@ class Stream:
             project(run)
             allocate_states(run, 1, False, False)
             after = [_part(final, k) for final in finals]
-            names = (f"final {name}" for name in self.cell.state_names)
+            names = (f"final {name}" for name in self.plan.cell.state_names)
             run.place_parts(dict(zip(names, after, strict=True)))
             entering = finals[0].at(k)
             runs.append(run)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from anycell.lang.cell import ONE, Cell
+from anycell.lang.cell import ONE
 from anycell.lang.namespaces import Array, namespace
 from anycell.layer.checks import refuse
+from anycell.plan import Layer
 
 TOLD = "input_size num_layers bias batch_first dropout bidirectional checkpoint".split()
 
@@ -20,28 +21,16 @@ class View(NamedTuple):
 
     Attributes:
         parts: the layer itself, or in Keras the layer of each direction.
-        cell: the step.
-        num_layers, bidirectional, bias: the arguments of the layer.
-        sizes: what the size symbols of the cell stand for.
+        layer: its cell, sizes and directions.
         weights: per layer what its directions learn, by name, shaped as in
             ``anycell.layer.signature``: arrays, or objects whose ``value`` is an array.
         learned: as ``weights``, with those that are parts of another weight.
     """
 
     parts: tuple[Any, ...]
-    cell: Cell
-    num_layers: int
-    bidirectional: bool
-    bias: bool
-    sizes: dict[str, int]
+    layer: Layer
     weights: list[dict[str, Any]]
     learned: list[dict[str, Any]]
-
-
-def view_of(layer: Any, sizes: Mapping[str, int], weights: list[dict[str, Any]]) -> View:
-    """The view of a layer that has the arguments of PyTorch's and NumPy's ``RNN``."""
-    told = layer.num_layers, layer.bidirectional, layer.bias
-    return View((layer,), layer.cell, *told, dict(sizes), weights, weights)
 
 
 def told(layer: Any, sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ READOUTS = "anycell.numpy.Dense layers with input_size={}"
 
 def view_of(layer: Any) -> View:
     """Returns the view of a layer, which holds the layer's own arrays."""
-    return views.view_of(layer, layer.sizes, [layer._learned(k) for k in range(layer.num_layers)])
+    weights = [layer._learned(k) for k in range(layer.num_layers)]
+    return View((layer,), layer._layer(), weights, weights)
 
 
 def reads(readout: Any) -> list[Array]:

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from anycell.explanation import Explained, Subject
+from anycell.explanation import Explained
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.checks import Layout, refuse
 from anycell.layer.feedback import BY_GATE, Fed, chance, check_layer, check_width, entering, fed
 from anycell.layer.rounding import rounded
-from anycell.numpy import check
-from anycell.numpy.base import Array, Layer
+from anycell.numpy import base, check
+from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
 from anycell.numpy.layers import RNN
 from anycell.numpy.typed import State
-from anycell.plan import Engine, scales_of
+from anycell.plan import Engine, Layer, scales_of
 
 
-class Feedback(Fed, Explained, Layer):
+class Feedback(Fed, Explained, base.Layer):
     """Runs a layer whose input is a series, or its own readout at steps without the series.
 
         y_t     = W_readout output_t + b_readout
@@ -98,8 +98,8 @@ class Feedback(Fed, Explained, Layer):
         """The engine that runs the layer with its readout, and why."""
         return self._fed_layer().engine
 
-    def _subject(self) -> Subject:
-        return self._fed_layer()._subject()._replace(about=repr(self))
+    def _layer(self) -> Layer:
+        return self._fed_layer()._layer()
 
     def forward(
         self,

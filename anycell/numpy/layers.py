@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell import cells
-from anycell.explanation import Explained, Subject
+from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places
 from anycell.layer.checks import (
@@ -27,12 +27,12 @@ from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import of_layer, state_names
 from anycell.layer.stream import Stream
 from anycell.named import shown
-from anycell.numpy import check, initializers, passes, threads
-from anycell.numpy.base import Array, Layer
+from anycell.numpy import base, check, initializers, passes, threads
+from anycell.numpy.base import Array
 from anycell.numpy.host import host_of
 from anycell.numpy.streaming import Packed
 from anycell.numpy.typed import Arguments, Names, State
-from anycell.plan import CallOptions, Engine, Options, Plan, plan, takes
+from anycell.plan import CallOptions, Engine, Layer, Options, Plan, plan, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from anycell.lang.declare import SizeArguments
 
 
-class RNN(Explained, Layer):
+class RNN(Explained, base.Layer):
     """Layers of any cell, with the backward pass that anycell derives from the cell.
 
     With the cell's function ``f`` and H = ``hidden_size``, each direction of each layer computes
@@ -142,10 +142,9 @@ class RNN(Explained, Layer):
         """The engine that runs this layer, and why."""
         return Engine(self.plan.engine, self.plan.reason)
 
-    def _subject(self) -> Subject:
-        chosen = self.plan
-        layer = repr(self), self.engine, chosen.cell, chosen.hidden_size, chosen.dtype
-        return Subject(*layer, chosen.sizes)
+    def _layer(self) -> Layer:
+        options = Options((False, True)[: 1 + self.bidirectional])
+        return Layer(self.cell, tuple(self.sizes.items()), options, self.plan.dtype)
 
     def _initial(
         self,
@@ -268,7 +267,7 @@ class RNN(Explained, Layer):
             restored = self._states("reset_state", reset_state, rows)
             states |= zip(state_names("reset_state", self.cell), restored, strict=True)
         wanted = check_return_states(self.cell, return_states) if return_states else ()
-        chosen, saved = self.plan, _Saved(wanted)
+        sizes, chosen, saved = tuple(self.sizes.items()), self.plan, _Saved(wanted)
         finals: list[passes.States] = []
         for k in range(self.num_layers):
             if k and training and self.dropout:
@@ -280,7 +279,9 @@ class RNN(Explained, Layer):
             arrays |= {name: values[directions] for name, values in states.items()}
             ask = wanted and k + 1 == self.num_layers
             last = besides_output(wanted, self.cell) if ask else ()
-            x, final, others, pullback = passes.run(chosen, arrays, how._replace(stream=k), last)
+            directed = how._replace(stream=k) if k else how
+            layer = Layer(self.cell, sizes, directed, sequences=last, plan=chosen)
+            x, final, others, pullback = passes.run(layer, arrays)
             saved.pullbacks.append(pullback)
             finals.append(final)
         self._saved = saved if training else None
@@ -363,8 +364,7 @@ class RNN(Explained, Layer):
         packed, chosen = Packed(self.cell, self._parameters), self.plan
         if chosen.engine == "cpu" and not chosen.types.mixed:
             weights = [self._learned(k) for k in range(self.num_layers)]
-            given = host_of(self.dtype), chosen.cell, self.sizes, chosen.dtype, weights
-            packed.stream = Stream(*given, threads.current())
+            packed.stream = Stream(host_of(self.dtype), chosen, weights, threads.current())
         self._prepared = packed
         return self
 

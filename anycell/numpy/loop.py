@@ -12,7 +12,7 @@ from anycell.layer.primitive import arguments
 from anycell.numpy import passes, threads
 from anycell.numpy.check import STRICT
 from anycell.numpy.read import Read, Recording, Traced, execute, read_step, start
-from anycell.plan import Options, plan
+from anycell.plan import Layer, Options, plan
 from anycell.plan.dtype import dtypes
 from anycell.read import Reading, Refused, Values, Variable, mapped, trees
 from anycell.read.proof import STEPS, difference, starts
@@ -268,9 +268,9 @@ def _recurrence(
     chosen = plan(cell, sizes["H"], run.dtype.name, engine, sizes)
     options = Options(threads=threads.current()).unread()
     flags: dict[str, Any] = {name: call[name] for name in ("mask", "resets") if name in call}
-    output, finals, more, _ = passes.run(
-        chosen, {"x": series, **arrays, **learned, **flags}, options, others
-    )
+    how: dict[str, Any] = {"options": options, "sequences": others, "plan": chosen}
+    layer = Layer(cell, tuple(sizes.items()), **how)
+    output, finals, more, _ = passes.run(layer, {"x": series, **arrays, **learned, **flags})
     sequences = {cell.state_names[0]: output, **dict(zip(others, more, strict=True))}
     return sequences, dict(zip(cell.state_names, [f[0] for f in finals], strict=True))
 

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from anycell import layer
-from anycell.layer import ENDS
+from anycell.layer import ENDS, backward, forward, stepped
 from anycell.layer.sequences import keeping, sequences
 from anycell.layer.signature import state_names
 from anycell.layer.steps import directions
 from anycell.numpy.host import host_of
-from anycell.plan import Options, Plan
+from anycell.plan import Layer
 from anycell.plan import plan as make_plan
 
 Array = npt.NDArray[np.floating]
@@ -30,53 +29,51 @@ Pullback = Callable[[Array, States, Named], dict[str, Array]]
 Result = tuple[Array, States, Sequence[Array], Pullback]
 
 
-def run(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str] = ()) -> Result:
+def run(layer: Layer, arrays: Named) -> Result:
     """Runs a layer on the engine of its plan.
 
     Args:
-        plan: the plan of the cell.
+        layer: with its plan.
         arrays: by name; None stands for a missing array.
-        options: directions, seeds, threads.
-        wanted: states other than the first whose values after every step are returned.
 
     Returns:
         outputs ``[T, B, D * size]``, the final states ``[D, B, size]``, the wanted sequences, laid
         out as the outputs, and the pullback. The pullback may be called repeatedly, but only in
         training.
     """
-    engine = fused if plan.engine == "cpu" else composite
-    return engine(plan, arrays, options, wanted)
+    return (fused if layer.plan.engine == "cpu" else composite)(layer, arrays)
 
 
-def fused(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str] = ()) -> Result:
+def fused(layer: Layer, arrays: Named) -> Result:
     """Runs a layer with the compiled kernel; see ``run``."""
+    plan, options, wanted = layer.plan, layer.options, layer.sequences
     mask = arrays.get("recurrent_mask")
     if mask is not None:
-        cell = layer.stepped(plan.cell, mask)
+        cell = stepped(plan.cell, mask)
         plan = make_plan(cell, plan.hidden_size, plan.dtype, "cpu", plan.sizes)
     if wanted:  # the kernel keeps them like values for the backward pass
-        plan, options = keeping(plan, tuple(wanted)), options._replace(checkpoint=None)
+        plan, options = keeping(plan, wanted), options._replace(checkpoint=None)
     host, keep = host_of(plan.dtype), options.training or bool(wanted)
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    output, final, kept = layer.forward(host, plan, arrays, options, keep=keep)
-    others = sequences(wanted, plan.cell, options, arrays, kept) if kept and wanted else []
+    output, final, kept = forward(host, plan, arrays, options, keep=keep)
+    others = sequences(layer, arrays, kept) if kept and wanted else []
 
     def pullback(d_output: Array, d_final: States, d_states: Named) -> dict[str, Array]:
         assert kept is not None, "only in training"
         given = host, plan, arrays, options, kept, d_output, d_final
-        return layer.backward(*given, d_states=d_states)
+        return backward(*given, d_states=d_states)
 
     return output, final, others, pullback
 
 
-def composite(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str] = ()) -> Result:
+def composite(layer: Layer, arrays: Named) -> Result:
     """Runs a layer with the reference engine; the pullback computes the forward pass again."""
-    cell, x, mask = plan.cell, arrays["x"], arrays.get("mask")
+    cell, x, mask = layer.cell, arrays["x"], arrays.get("mask")
     if mask is not None:  # NaN under a mask must not reach the weights' gradient
         x = np.where(mask[..., None], x, np.zeros((), x.dtype))
-    ends = ENDS[: len(options.reverse)]
-    runs = directions(cell, {**arrays, "x": x}, options, _linear)
-    names = (cell.state_names[0], *wanted)
+    ends = ENDS[: len(layer.options.reverse)]
+    runs = directions(layer, {**arrays, "x": x}, _linear)
+    names = (cell.state_names[0], *layer.sequences)
     per_run, finals = zip(*(run.sequences(names) for run in runs), strict=True)
     output, *others = (np.concatenate(parts, axis=-1) for parts in zip(*per_run, strict=True))
 

@@ -20,7 +20,7 @@ from anycell.layer.primitive import arguments, check_input, learned_by_name, opt
 from anycell.numpy import passes, threads
 from anycell.numpy.check import STRICT
 from anycell.numpy.host import host_of
-from anycell.plan import OPTIONS, FunctionOptions, plan, takes
+from anycell.plan import OPTIONS, FunctionOptions, Layer, plan, takes
 from anycell.plan.dtype import dtypes
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ def recurrence(
         STRICT, cell, gates_x, learned, rows, gates_x, state, reset_state, static, recurrent_mask
     )
     choice("engine", engine, None, "cpu", "reference")
-    form = sizes["H"], gates_x.dtype.name
-    chosen = plan(layer.stepped(cell, recurrent_mask), *form, engine, sizes)
+    stepped = layer.stepped(cell, recurrent_mask)
+    chosen = plan(stepped, sizes["H"], gates_x.dtype.name, engine, sizes)
     layout = Layout(STRICT, gates_x, steps, rows)
     arrays |= {"x": gates_x, "mask": layout.valid(mask, lengths), **learned}
     arrays["resets"] = None if resets is None else layout.flags("resets", resets)
@@ -106,8 +106,7 @@ def recurrence(
     how = how._replace(seed=seed or 0, threads=threads.current())
     finals: passes.States
     if chosen.engine == "reference":
-        chosen = plan(cell, *form, "reference", sizes)
-        outputs, finals, *_ = passes.composite(chosen, arrays, how)
+        outputs, finals, *_ = passes.composite(Layer(cell, tuple(sizes.items()), how), arrays)
     else:
         host = host_of(chosen.dtype)
         arrays = {name: array for name, array in arrays.items() if array is not None}

@@ -8,22 +8,22 @@ from anycell.plan.call import (
     CODES,
     OF_CALL,
     OPTIONS,
-    Call,
     CallOptions,
     Engine,
     FunctionOptions,
     Options,
-    Sizes,
     takes,
 )
 from anycell.plan.cut import FREE, gradient_roots, in_sequence, root_sizes
 from anycell.plan.dtype import DTYPES, Dtype, scales_of
+from anycell.plan.layer import Layer, Sizes
 from anycell.plan.passes import HEAVY, MATMULS, passes
 from anycell.plan.plan import LINE, Plan, no_kernel_on_gpu, padded, plan
 
 __all__ = [
-    "CODES", "DTYPES", "FREE", "HEAVY", "LINE", "MATMULS", "OF_CALL", "OPTIONS", "Array", "Call",
-    "CallOptions", "Dtype", "Engine", "FunctionOptions", "Options", "Plan", "Sizes", "arrays",
-    "gradient_roots", "in_sequence", "multiplies_input", "no_kernel_on_gpu", "padded", "passes",
-    "plan", "recurrent_masks", "root_sizes", "scales_of", "takes",
+    "CODES", "DTYPES", "FREE", "HEAVY", "LINE", "MATMULS", "OF_CALL", "OPTIONS", "Array",
+    "CallOptions", "Dtype", "Engine", "FunctionOptions", "Layer", "Options", "Plan", "Sizes",
+    "arrays", "gradient_roots", "in_sequence", "multiplies_input",
+    "no_kernel_on_gpu", "padded", "passes", "plan", "recurrent_masks", "root_sizes", "scales_of",
+    "takes",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""The parts of a layer call that are not arrays: one record, from the user's call to the kernels.
+"""The options of a call.
 
-Options are declared only here. A field of ``Options`` holds the name, the default, the accepted
+They are declared only here. A field of ``Options`` holds the name, the default, the accepted
 values, how kernels read the option, and its sentence for docstrings. These rows determine the check
 of user input (``layer.checks.check_options``), the entries in the tables of CPU kernels, and the
 variants of GPU kernels. An option that changes a step also has code in the engines; an option that
@@ -14,10 +14,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
-from anycell.lang.cell import Cell
-from anycell.plan.plan import Plan
-
-Sizes = tuple[tuple[str, int], ...]  # what the size symbols of a cell besides H stand for
 Documented = TypeVar("Documented", bound=Callable[..., Any])
 
 
@@ -148,35 +144,6 @@ ARRAYS = {
     "first state: multiplies that state before the recurrent matmul in all layers and directions.",
     "return_states": "names of the states to return after every step, or True for all.",
 }
-
-
-class Call(NamedTuple):
-    """The parts of a layer call that are not arrays.
-
-    Attributes:
-        cell, hidden_size: the step, and H.
-        sizes: the values of the cell's other size symbols, in pairs.
-        sequences: the states besides the first whose values after each step are wanted.
-        engine: the engine that must run it; None chooses one.
-        plan: of the fused kernel that runs it; set if the caller knows that all tensors have memory
-            (no compiler, no tracer, no torch.func, no forward mode).
-        outputs: whether the outputs of all steps are wanted.
-        unroll: a hint to engines that go step by step.
-    """
-
-    cell: Cell
-    hidden_size: int
-    options: Options = Options()
-    sizes: Sizes = ()
-    sequences: tuple[str, ...] = ()
-    engine: str | None = None
-    plan: Plan | None = None
-    outputs: bool = True
-    unroll: bool = False
-
-    def size(self, symbol: str) -> int:
-        """The number that a size symbol of the cell stands for."""
-        return self.hidden_size if symbol == "H" else dict(self.sizes)[symbol]
 
 
 class Engine(NamedTuple):

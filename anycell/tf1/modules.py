@@ -8,14 +8,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from anycell.explanation import Explained, Subject
+from anycell.explanation import Explained
 from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.cells import ACTIVATIONS
 from anycell.keras.rule import Facts, choose
 from anycell.keras.tensorflow import recur, refusal
 from anycell.lang.cell import Cell
 from anycell.layer.checks import integer, refuse
-from anycell.plan import Call, Engine
+from anycell.plan import Engine, Layer, Options
 from anycell.tf1 import cells
 from anycell.tf1.base import LSTMStateTuple, Result, RNNCell, mask, read, run, tensor, v1
 
@@ -74,9 +74,10 @@ class KernelCell(Explained, RNNCell):
         """Returns the shapes of the variables for inputs of that width."""
         raise NotImplementedError
 
-    def _call(self) -> Call:
-        """Returns the call of the cell."""
-        return Call(self.cell, self.num_units, sizes=self._cell_sizes)
+    def _layer(self) -> Layer:
+        """Returns the layer of the cell."""
+        sizes = ("H", self.num_units), *self._cell_sizes
+        return Layer(self.cell, sizes, dtype=tf.as_dtype(self.dtype or tf.float32).name)
 
     def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
         """Returns the variables and the parts of the state in the form that a run takes."""
@@ -163,15 +164,14 @@ class KernelCell(Explained, RNNCell):
         """The dtype of the computation; only inputs, variables and results can have 16 bits."""
         return tf.float64 if self.dtype == tf.float64 else tf.float32
 
-    def _subject(self) -> Subject:
-        call, dtype = self._call(), tf.as_dtype(self.dtype or tf.float32).name
-        return Subject(self.name, self.engine, call.cell, call.hidden_size, dtype, dict(call.sizes))
+    def _about(self) -> str:
+        return self.name
 
     def _engine(self) -> Engine:
-        call, dtype = self._call(), tf.as_dtype(self.dtype or tf.float32)
+        layer, dtype = self._layer(), tf.as_dtype(self.dtype or tf.float32)
         gpu = bool(tf.config.list_logical_devices("GPU"))
-        facts = call.cell, call.hidden_size, dict(call.sizes), self._computed.name
-        name, reason = choose(Facts(*facts, gpu=gpu, traced=refusal()))
+        layer = layer._replace(dtype=self._computed.name)
+        name, reason = choose(Facts(layer, gpu=gpu, traced=refusal()))
         return Engine(name, reason + f"; {dtype.name} computes in float32" * (dtype.size == 2))
 
     def call(self, inputs: Tensor, state: Any) -> Result:
@@ -188,9 +188,8 @@ class KernelCell(Explained, RNNCell):
         arrays = dict(self._arrays(tf.cast(x, self._computed), parts))
         if lengths is not None:
             arrays["mask"] = mask(x, lengths)
-        call = self._call()
-        call = call._replace(options=call.options._replace(reverse=(reverse,)))
-        outputs, final = recur(call, arrays)
+        layer = self._layer()._replace(options=Options(reverse=(reverse,)))
+        outputs, final = recur(layer, arrays)
         return tf.cast(outputs, x.dtype), self._state([tf.cast(part, x.dtype) for part in final])
 
     def _parts(self, state: Any, rows: int | None) -> list[Tensor]:

@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.layer.steps import directions
-from anycell.plan import Call, Options
+from anycell.plan import Layer, Options
 from anycell.refusal import refuse
 
 States = tuple[Tensor, ...]
 Arrays = Mapping[str, Tensor]  # named as in ``layer.signature``; absent tensors have no entry
 
 
-OPTIONS, SEQUENCES = map(Call._fields.index, ("options", "sequences"))
+OPTIONS, SEQUENCES = map(Layer._fields.index, ("options", "sequences"))
 SEED, STREAM = map(Options._fields.index, ("seed", "stream"))
-Record = TypeVar("Record", Call, Options)
+Record = TypeVar("Record", Layer, Options)
 
 
 def changed(record: Record, place: int, value: Any) -> Record:
@@ -34,11 +34,11 @@ def changed(record: Record, place: int, value: Any) -> Record:
 
 
 # The output ``[T, B, directions * size]``, the final states ``[directions, B, size]``, and for each
-# of ``Call.sequences`` the values after every step, ``[T, B, directions * size]``.
+# of ``Layer.sequences`` the values after every step, ``[T, B, directions * size]``.
 Result = tuple[Tensor, States, States]
 
 
-def composite(call: Call, arrays: Arrays) -> Result:
+def composite(layer: Layer, arrays: Arrays) -> Result:
     """Runs a layer step by step."""
     x, mask = arrays["x"], arrays.get("mask")
     if mask is not None:  # NaN under a mask must not reach the weights' gradient
@@ -46,9 +46,9 @@ def composite(call: Call, arrays: Arrays) -> Result:
     if torch._C._get_tracing_state() is not None:
         # The trace unrolls the loop over the steps. ``unbind`` makes it fail on an input of more.
         x = torch.stack(x.unbind())
-    wanted = (call.cell.state_names[0], *call.sequences)
-    options = changed(call.options, SEED, _number(call.options.seed))
-    runs = directions(call.cell, {**arrays, "x": x}, options, F.linear)
+    wanted = (layer.cell.state_names[0], *layer.sequences)
+    layer = changed(layer, OPTIONS, changed(layer.options, SEED, _number(layer.options.seed)))
+    runs = directions(layer, {**arrays, "x": x}, F.linear)
     sequences, finals = zip(*[run.sequences(wanted) for run in runs], strict=True)
     by_state = zip(*sequences, strict=True)  # the directions of a state are concatenated
     output, *others = [s[0] if len(s) == 1 else torch.cat(s, -1) for s in by_state]

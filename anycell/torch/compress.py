@@ -24,8 +24,8 @@ READOUTS = "torch.nn.Linear modules with in_features={}"
 def view_of(layer: Any) -> View:
     """Returns a view of the layer; refuses layers whose parameters cannot be replaced."""
     check_plain("layer", layer)
-    sizes = {"H": layer.hidden_size, **dict(layer._sizes)}
-    return views.view_of(layer, sizes, layer._weights(layer.cell))
+    weights: Any = layer._weights(layer.cell)
+    return View((layer,), layer._layer(), weights, weights)
 
 
 def reads(readout: Any) -> list[Tensor]:

@@ -47,7 +47,6 @@ class DropIn(Recurrent):
     _parent: type[nn.RNNBase]
     _parameters: dict[str, Any]
     proj_size: int
-    _sizes: Any = ()
 
     def __init__(
         self,
@@ -73,11 +72,15 @@ class DropIn(Recurrent):
             self.checkpoint = checkpoint
 
     @property
+    def _sizes(self) -> Sizes:
+        return (("H", self.hidden_size),)
+
+    @property
     def engine(self) -> Engine:
         """The engine that runs this layer, and why; under autocast, for autocast's dtype."""
         weight = self.weight_ih_l0
         dtype = autocast_dtype(weight)
-        plan = plan_on(weight.device.type, self.cell, self.hidden_size, dtype, self._sizes)
+        plan = plan_on(weight.device.type, self.cell, self._sizes, dtype)
         if isinstance(plan, Plan):
             ours = self.checkpoint is not None or self.cell not in CUDNNS
             usual = CUDNN_STEPS, capacity.BATCH
@@ -173,11 +176,11 @@ class DropIn(Recurrent):
     def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> Any:
         """Returns the fused kernel's plan, True for its operator, or None if neither can run x."""
         data = parts(x)[0] if isinstance(x, PackedSequence) else x
-        size, sizes = self.hidden_size, self._sizes if self.proj_size else ()  # saves a call
+        sizes = self._sizes if self.proj_size else (("H", self.hidden_size),)  # saves a call
         if looked and (compiled() or watched()):
-            return ops.known(cell, size, sizes, data) or None
+            return ops.known(cell, sizes, data) or None
         dtype = autocast_dtype(weight) if autocast() else weight.dtype
-        plan = plan_on(weight.device.type, cell, size, dtype, sizes)
+        plan = plan_on(weight.device.type, cell, sizes, dtype)
         return plan if isinstance(plan, Plan) and memory(data) else None
 
     def _is_cudnns(self, plan: Any, x: Tensor | PackedSequence, looked: bool) -> bool:
@@ -296,7 +299,8 @@ class LSTM(DropIn, nn.LSTM):
 
     @property
     def _sizes(self) -> Sizes:
-        return (("P", self.proj_size),) if self.proj_size else ()
+        hidden = "H", self.hidden_size
+        return (hidden, ("P", self.proj_size)) if self.proj_size else (hidden,)
 
 
 class GRU(DropIn, nn.GRU):

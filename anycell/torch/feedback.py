@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from anycell.explanation import Explained, Subject
+from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.checks import describe, refuse
 from anycell.layer.feedback import Fed, chance, check_layer, check_width, entering, fed
 from anycell.layer.rounding import quantized
-from anycell.plan import Engine, Sizes
-from anycell.torch import ops
+from anycell.plan import Engine, Layer, Sizes
+from anycell.plan.layer import register
 from anycell.torch.arguments import check_flags, check_states, check_static, check_tensor
 from anycell.torch.dropin import DropIn
 from anycell.torch.functional import TORCH, engine_of, fused_plan
-from anycell.torch.recurrent import Lengths, sequence, subject
+from anycell.torch.recurrent import Lengths, layer_of, sequence
 from anycell.torch.rnn import RNN
 
 
@@ -66,7 +66,7 @@ class Feedback(Fed, Explained, nn.Module):
         remedy = "anycell.torch.accelerate turns layers of torch.nn into these."
         ours = isinstance(layer, (RNN, DropIn))
         check_layer(layer, ours, "RNN, LSTM or GRU of anycell.torch", remedy)
-        width = dict(layer._sizes).get(layer.cell.states[0].size, layer.hidden_size)
+        width = dict(layer._sizes)[layer.cell.states[0].size]
         if not isinstance(readout, nn.Linear) or readout.in_features != width:
             hint = "Its input is the output of the layer."
             refuse("readout", repr(readout), f"torch.nn.Linear({width}, ...)", hint)
@@ -85,21 +85,23 @@ class Feedback(Fed, Explained, nn.Module):
     def engine(self) -> Engine:
         """The engine that runs the layer with its readout, and why."""
         layer = self.layer
-        plan = fused_plan(self._fed()[1], layer.hidden_size, layer.weight_ih_l0, self._sizes)
+        plan = fused_plan(self._fed()[1], self._sizes, layer.weight_ih_l0)
         return engine_of(plan)
 
     @property
     def _sizes(self) -> Sizes:
         return (*self.layer._sizes, (OUTPUT, self.readout.out_features))
 
-    def _subject(self) -> Subject:
-        inner = subject(self.layer, self._fed()[1], self._sizes, self.layer.weight_ih_l0)
-        return inner._replace(about=f"Feedback of {inner.about}", engine=self.engine)
+    def _layer(self) -> Layer:
+        return layer_of(self._fed()[1], self._sizes, self.layer.weight_ih_l0)
+
+    def _about(self) -> str:
+        return f"Feedback of {self.layer._about()}"
 
     def _fed(self) -> tuple[Cell, Cell]:
         """Returns the layer's cell, and the cell with the readout fed back."""
         fed = with_feedback(self.layer.cell)
-        ops.register(fed)
+        register(fed)
         return self.layer.cell, fed
 
     def forward(
@@ -167,7 +169,7 @@ class Feedback(Fed, Explained, nn.Module):
 
     def _before(self, x: Tensor, state: Any) -> Sequence[Tensor]:
         layer, first = self.layer, (1, len(x))
-        sizes = {"H": layer.hidden_size, **dict(layer._sizes)}
+        sizes = dict(layer._sizes)
         if state is not None:
             return check_states("state", state, layer.cell, sizes, first, layer._like)
         states = layer.cell.states

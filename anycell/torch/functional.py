@@ -16,7 +16,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.rounding import SCALES, with_integers
 from anycell.layer.signature import FLAGS, state_names
 from anycell.layer.view import sharded
-from anycell.plan import Call, Engine, Plan, Sizes, scales_of
+from anycell.plan import Engine, Layer, Plan, Sizes, scales_of
 from anycell.torch import fused, ops
 from anycell.torch.composite import (
     OPTIONS,
@@ -41,7 +41,7 @@ from anycell.torch.observers import (
 
 
 def stack(
-    call: Call,
+    layer: Layer,
     arrays: Arrays,
     weights: Sequence[Arrays],
     drop: Callable[[Tensor], Tensor] | None = None,
@@ -49,7 +49,7 @@ def stack(
     """Runs layers on top of each other.
 
     Args:
-        call: the call of the first layer.
+        layer: the first layer.
         arrays: the input of the first layer, the tensors that all layers share, and the states of
             all layers, ``[layers * directions, B, size]``.
         weights: the weights of each layer.
@@ -57,11 +57,11 @@ def stack(
 
     Returns:
         the output ``[T, B, directions * size]``, the final states of all layers, and
-        ``call.sequences`` of the last layer.
+        ``layer.sequences`` of the last layer.
     """
     if len(weights) == 1:
-        return layer(call, {**arrays, **weights[0]})
-    x, finals, count = arrays["x"], [], len(call.options.reverse)
+        return run_layer(layer, {**arrays, **weights[0]})
+    x, finals, count = arrays["x"], [], len(layer.options.reverse)
     sequences: States = ()
     for k, learned in enumerate(weights):
         if k and drop is not None:
@@ -69,50 +69,51 @@ def stack(
         directions = slice(k * count, (k + 1) * count)
         parted = "state ", "reset_state "
         one = {n: t[directions] if n.startswith(parted) else t for n, t in arrays.items()}
-        wanted = call.sequences if k + 1 == len(weights) else ()
-        this = changed(call, OPTIONS, changed(call.options, STREAM, k))
-        x, final, sequences = layer(changed(this, SEQUENCES, wanted), {**one, "x": x, **learned})
+        wanted = layer.sequences if k + 1 == len(weights) else ()
+        this = changed(layer, OPTIONS, changed(layer.options, STREAM, k))
+        this = changed(this, SEQUENCES, wanted)
+        x, final, sequences = run_layer(this, {**one, "x": x, **learned})
         finals.append(final)
     return x, tuple(map(torch.cat, zip(*finals, strict=True))), sequences
 
 
-def layer(call: Call, arrays: Arrays) -> Result:
+def run_layer(layer: Layer, arrays: Arrays) -> Result:
     """Runs one layer of one or two directions, on the engine that fits."""
     if SCALES in arrays and not _multiplies_integers(arrays):
         arrays = dequantized(arrays)
     elif SCALES in arrays:
         arrays = with_integers(TORCH, arrays)
-    x, engine = arrays["x"], call.engine
+    x, engine = arrays["x"], layer.engine
     plan: Plan | str = "asked for"
-    if call.plan is None and (observed() or type(x) not in ORDINARY):
+    if layer.plan is None and (observed() or type(x) not in ORDINARY):
         if engine != "reference" and _as_operator(arrays):
-            results = ops.run(call, arrays)
+            results = ops.run(layer, arrays)
             if results is not None:
                 return results
         if compiled():  # the graph breaks here
-            return torch.compiler.disable(layer)(call, arrays)
+            return torch.compiler.disable(run_layer)(layer, arrays)
         plan = (
             "tensors of a trace, of torch.func, of a mode or of another type are not plain memory"
         )
     elif engine != "reference":
-        plan = _plan_for(call, arrays)
+        plan = _plan_for(layer, arrays)
         if isinstance(plan, Plan):
             if engine is None or engine == plan.engine:
-                return enter(call.cell, "forward", fused.run, call, plan, arrays)
+                return enter(layer.cell, "forward", fused.run, layer, plan, arrays)
             plan = f"these tensors are for the engine {plan.engine!r}"
     if engine not in (None, "reference"):
         raise ValueError(f"engine={engine!r} cannot run this call: {plan}. Leave engine out.")
-    _check_distributed(call, arrays)
+    _check_distributed(layer, arrays)
     if SCALES in arrays:
         arrays = dequantized(arrays)
-    return enter(call.cell, "step by step", composite, call, arrays)
+    return enter(layer.cell, "step by step", composite, layer, arrays)
 
 
-def _check_distributed(call: Call, arrays: Arrays) -> None:
+def _check_distributed(layer: Layer, arrays: Arrays) -> None:
     """Refuses a ``DTensor`` beside plain tensors, of which torch's own errors name neither. States
     that were not passed would be plain.
     """
-    names = dict.fromkeys([*arrays, *state_names("state", call.cell)])
+    names = dict.fromkeys([*arrays, *state_names("state", layer.cell)])
     parts = {name: sharded(arrays.get(name)) for name in names}
     if len({*parts.values()}) > 1:
         (first, *_), (plain, *_) = (
@@ -139,14 +140,14 @@ def _as_operator(arrays: Arrays) -> bool:
     return {*map(type, arrays.values())}.issubset((*ORDINARY, *TRACERS))
 
 
-def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) -> Plan | str:
+def fused_plan(cell: Cell, sizes: Sizes, weight: Tensor) -> Plan | str:
     """Returns the plan of the fused kernel for a weight's device and dtype, or why none exists."""
-    return fused.plan_on(weight.device.type, cell, hidden_size, weight.dtype, sizes)
+    return fused.plan_on(weight.device.type, cell, sizes, weight.dtype)
 
 
-def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
+def _plan_for(layer: Layer, arrays: Arrays) -> Plan | str:
     """Returns the plan of the fused kernel for a call, or why the call runs step by step."""
-    x, cell, mask = arrays["x"], call.cell, arrays.get("recurrent_mask")
+    x, cell, mask = arrays["x"], layer.cell, arrays.get("recurrent_mask")
     if mask is not None:
         cell = stepped(cell, mask)
         if mask.requires_grad and torch.is_grad_enabled():
@@ -159,7 +160,7 @@ def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
         if not plain or t.device != device or not same:
             return f"{name} is not a plain tensor with the dtype and the device of x"
     like = arrays["weight_ih"] if integers else x
-    return call.plan or fused_plan(cell, call.hidden_size, like, call.sizes)
+    return layer.plan or fused_plan(cell, layer.sizes, like)
 
 
 TORCH = namespace(torch.empty(0))  # torch.compile cannot look it up

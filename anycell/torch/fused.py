@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from anycell import layer
 from anycell.engines import cpu
 from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
-from anycell.layer import gpu
+from anycell.layer import Kept, backward, forward, gpu
 from anycell.layer.sequences import keeping, sequences
-from anycell.plan import Call, Options, Plan, Sizes, no_kernel_on_gpu, plan
+from anycell.plan import Layer, Options, Plan, Sizes, no_kernel_on_gpu, plan
 from anycell.plan.dtype import dtypes
 from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.device import DeviceHost, Returned, host_of
@@ -28,15 +27,13 @@ ENGINES = {"cpu": "cpu", "cuda": "gpu"}
 autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
-def plan_on(
-    device: str, cell: Cell, hidden_size: int, dtype: torch.dtype, sizes: Sizes = ()
-) -> Plan | str:
+def plan_on(device: str, cell: Cell, sizes: Sizes, dtype: torch.dtype) -> Plan | str:
     """Returns the plan of the fused kernel for a type of device, or why there is no plan."""
     engine = ENGINES.get(device)
     if engine is None:
         return f"no fused kernel for device {device!r} as yet"
     why = (_foreign() or build.unusable()) if engine == "gpu" else None
-    return why or plan_of(cell, hidden_size, dtype, sizes, engine)
+    return why or plan_of(cell, sizes, dtype, engine)
 
 
 @functools.cache
@@ -48,91 +45,89 @@ def _foreign() -> str | None:
 
 
 @functools.lru_cache(maxsize=512)
-def plan_of(
-    cell: Cell, hidden_size: int, dtype: torch.dtype, sizes: Sizes, engine: str
-) -> Plan | str:
+def plan_of(cell: Cell, sizes: Sizes, dtype: torch.dtype, engine: str) -> Plan | str:
     """Returns the plan of the fused kernel on the engine "cpu" or "gpu", or why there is none."""
     name = str(dtype).removeprefix("torch.")
     if name not in dtypes(engine, quantized=True):
         return f"no fused kernel for {dtype} on the {engine.upper()} as yet"
-    chosen = plan(cell, hidden_size, name if engine == "cpu" else "float32", sizes=dict(sizes))
+    known = dict(sizes)
+    chosen = plan(cell, known["H"], name if engine == "cpu" else "float32", sizes=known)
     if chosen.engine == "reference" or engine == "cpu":
         return chosen if chosen.engine == engine else chosen.reason
     if why := no_kernel_on_gpu(cell):
         return why
-    return plan(cell, hidden_size, name, engine, dict(sizes))
+    return plan(cell, known["H"], name, engine, known)
 
 
-def run(call: Call, plan: Plan, arrays: Arrays) -> Result:
+def run(layer: Layer, plan: Plan, arrays: Arrays) -> Result:
     """Runs a layer on the fused engine; returns the same results as ``composite``."""
-    if call.sequences:  # the kernel keeps them, as it does for the backward pass
-        plan = keeping(plan, call.sequences)
-        call = call._replace(options=call.options._replace(checkpoint=None))
+    if layer.sequences:  # the kernel keeps them, as it does for the backward pass
+        plan = keeping(plan, layer.sequences)
+        layer = layer._replace(options=layer.options._replace(checkpoint=None))
     if torch.is_grad_enabled():
         for tensor in arrays.values():
             if tensor.requires_grad:
-                output, *rest = _Fused.apply(call, plan, tuple(arrays), *arrays.values())
+                output, *rest = _Fused.apply(layer, plan, tuple(arrays), *arrays.values())
                 states = len(plan.cell.states)
                 return output, tuple(rest[:states]), tuple(rest[states:])
-    output, final, kept = run_forward(call, plan, arrays, keep=bool(call.sequences))
-    return output, final, () if kept is None else _sequences(call, arrays, kept)
+    output, final, kept = run_forward(layer, plan, arrays, keep=bool(layer.sequences))
+    return output, final, () if kept is None else _sequences(layer, arrays, kept)
 
 
-def _sequences(call: Call, arrays: Arrays, kept: layer.Kept) -> States:
-    """``call.sequences``, from what the forward pass has kept."""
-    values = sequences(call.sequences, call.cell, call.options, arrays, kept)
-    return tuple([whole.detach() for whole in values])
+def _sequences(layer: Layer, arrays: Arrays, kept: Kept) -> States:
+    """``layer.sequences``, from what the forward pass has kept."""
+    return tuple([whole.detach() for whole in sequences(layer, arrays, kept)])
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Call, plan: Plan, names: tuple[str, ...], *tensors: Tensor
+        ctx: Any, layer: Layer, plan: Plan, names: tuple[str, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         arrays = dict(zip(names, tensors, strict=True))
-        output, final, kept = run_forward(call, plan, arrays, keep=True)
+        output, final, kept = run_forward(layer, plan, arrays, keep=True)
         assert kept is not None
         # Saved by autograd, they are guarded against edits, and pass through the user's hooks.
         ctx.save_for_backward(*tensors, *kept.flat())
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.plan, ctx.names = call, plan, names
+        ctx.layer, ctx.plan, ctx.names = layer, plan, names
         ctx.states = [array is not None for array in kept.states[0]]
-        return output, *final, *(_sequences(call, arrays, kept) if call.sequences else ())
+        return output, *final, *(_sequences(layer, arrays, kept) if layer.sequences else ())
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
-        call, names, needs = ctx.call, ctx.names, ctx.needs_input_grad[3:]
+        layer, names, needs = ctx.layer, ctx.names, ctx.needs_input_grad[3:]
         if all(gradient is None for gradient in arriving):
             return None, None, None, *[None for _ in needs]
         # Read once: hooks on saved tensors, such as activation checkpoints', run at each read.
         tensors = ctx.saved_tensors
         arrays = dict(zip(names, tensors, strict=False))
         wanted = {name for name, need in zip(names, needs, strict=True) if need}
-        ends = 1 + len(call.cell.states)
-        pairs = zip(call.sequences, arriving[ends:], strict=True)
+        ends = 1 + len(layer.cell.states)
+        pairs = zip(layer.sequences, arriving[ends:], strict=True)
         inside = {name: gradient for name, gradient in pairs if gradient is not None}
         # The GPU's kernels take gradients of outputs and final states, but of no other sequence.
         elsewhere = bool(inside) and ctx.plan.engine == "gpu"
         gradients: Mapping[str, Tensor | None]
         if stepwise(arriving, tensors) or watched() or elsewhere:
             run: Any = differentiable
-            gradients = enter(call.cell, "backward", run, call, arrays, wanted, arriving)
+            gradients = enter(layer.cell, "backward", run, layer, arrays, wanted, arriving)
         else:
-            kept = layer.Kept.of(tensors[len(names) :], ctx.states, len(call.options.reverse))
-            given = call, ctx.plan, arrays, kept, arriving[:ends], wanted, inside
-            gradients = enter(call.cell, "backward", run_backward, *given)
+            kept = Kept.of(tensors[len(names) :], ctx.states, len(layer.options.reverse))
+            given = layer, ctx.plan, arrays, kept, arriving[:ends], wanted, inside
+            gradients = enter(layer.cell, "backward", run_backward, *given)
         return None, None, None, *[gradients.get(n) if n in wanted else None for n in names]
 
 
 def run_forward(
-    call: Call, plan: Plan, arrays: Arrays, keep: bool
-) -> tuple[Tensor, States, layer.Kept | None]:
+    layer: Layer, plan: Plan, arrays: Arrays, keep: bool
+) -> tuple[Tensor, States, Kept | None]:
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
-    given = arrays, on_threads(call.options)
+    given = arrays, on_threads(layer.options)
     if plan.engine == "cpu":
         precision = torch.get_float32_matmul_precision()
         plan = plan if precision == "highest" else cpu.rounded(plan, precision)
-        output, finals, kept = layer.forward(HOSTS[plan.dtype], plan, *given, keep=keep)
+        output, finals, kept = forward(HOSTS[plan.dtype], plan, *given, keep=keep)
     else:
         output, finals, kept = _host_of(plan, arrays).run(gpu.forward, plan, *given, keep=keep)
     # Detached, so that autograd does not take them for views of what is kept.
@@ -140,28 +135,28 @@ def run_forward(
 
 
 def run_backward(
-    call: Call,
+    layer: Layer,
     plan: Plan,
     arrays: Arrays,
-    kept: layer.Kept,
+    kept: Kept,
     arriving: Sequence[Tensor | None],
     wanted: set[str],
     inside: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the gradients of a layer's tensors, by name; ``inside`` are of ``call.sequences``."""
+    """Returns the gradients of a layer's tensors by name; ``inside`` are of ``layer.sequences``."""
     # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
     d_output, *d_final = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
-    given = arrays, on_threads(call.options), kept, d_output, d_final
+    given = arrays, on_threads(layer.options), kept, d_output, d_final
     if plan.engine == "cpu":
         precision = torch.get_float32_matmul_precision()
         plan = plan if precision == "highest" else cpu.rounded(plan, precision)
-        return layer.backward(HOSTS[plan.dtype], plan, *given, d_states=inside, wanted=wanted)
+        return backward(HOSTS[plan.dtype], plan, *given, d_states=inside, wanted=wanted)
     return _host_of(plan, arrays).run(gpu.backward, plan, *given, wanted=wanted)
 
 
 def differentiable(
-    call: Call, arrays: Arrays, wanted: set[str], arriving: Sequence[Tensor | None]
+    layer: Layer, arrays: Arrays, wanted: set[str], arriving: Sequence[Tensor | None]
 ) -> dict[str, Tensor | None]:
     """Returns gradients by torch's operations, so that they can be differentiated again, and seen:
     by autograd, through the composite.
@@ -170,7 +165,7 @@ def differentiable(
     with torch.enable_grad():
         # Differentiates for views of the inputs, because one input may depend on another.
         places = {n: t.view_as(t) if n in wanted else t for n, t in arrays.items()}
-        output, final, others = composite(call, places)
+        output, final, others = composite(layer, places)
         ends = zip((output, *final, *others), arriving, strict=True)
         outputs, arriving = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
         inputs = {name: t for name, t in places.items() if name in wanted}

@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from anycell.explanation import Explained, Explanation, Subject
+from anycell.explanation import Explained, Explanation, about_layer
 from anycell.layer.checks import Layout, boolean, describe, integer, refuse
 from anycell.plan import Engine
 from anycell.torch.arguments import TORCH
@@ -59,16 +59,6 @@ class Readings:
     def engine(self) -> Engine:
         plan = self.last
         return Engine("torch", plan) if isinstance(plan, str) else plan.engine
-
-    def subject(self, about: str) -> Subject:
-        """The latest call, for ``explain``."""
-        plan = self.last
-        if isinstance(plan, str):
-            return Subject(about, self.engine, None, 0, "", {})
-        dtype = str(plan.recording.dtype).removeprefix("torch.")
-        reading = plan.reading
-        sizes, text = reading.sizes, reading.text
-        return Subject(about, plan.engine, reading.cell, reading.size, dtype, sizes, text)
 
     def run(self, step: Step, around: Surroundings, key: Any, call: Steps, title: str) -> Any:
         """Runs a step over time; returns the output and the last state."""
@@ -261,15 +251,15 @@ class loop(Explained, nn.Module):
         plan = self._readings.last
         return None if isinstance(plan, str) else plan.reading.text
 
-    def _subject(self) -> Subject:
-        about = f"loop({type(self.module).__name__})"
-        return self._readings.subject(about)
-
     def explain(self, **options: Any) -> Explanation:
         """Describes the latest call: the engine that ran it, and why; then the ``@cell`` that was
         read. The arguments are as in ``anycell.explain``.
         """
-        return super().explain(**options)
+        about, layer = (
+            f"loop({type(self.module).__name__})",
+            getattr(self._readings.last, "layer", None),
+        )
+        return about_layer(about, self.engine, layer, self.text, **options)
 
 
 def _swapped(tensor: Tensor, rows: int) -> Tensor:

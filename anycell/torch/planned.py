@@ -16,11 +16,10 @@ from torch import Tensor
 from anycell.layer.restarts import restarts
 from anycell.layer.sequences import besides_output
 from anycell.layer.signature import state_names
-from anycell.plan import Call as Layer
-from anycell.plan import Engine, Options
+from anycell.plan import Engine, Layer, Options
+from anycell.plan.layer import register
 from anycell.read import Refused, Value, Variable
-from anycell.torch import ops
-from anycell.torch.functional import engine_of, fused_plan, layer
+from anycell.torch.functional import engine_of, fused_plan, run_layer
 from anycell.torch.read import Reader
 from anycell.torch.record import Recording, Run
 from anycell.torch.stepwise import Steps, stepwise, unmasked, wide
@@ -68,7 +67,7 @@ class ReadStep:
         self.direct = direct and all(var in states_only for var in recording.outputs)
         self.layers: dict[Any, Layer] = {}
         self.tapes: OrderedDict[Any, Tape | bool] = OrderedDict()
-        ops.register(self.reading.cell)
+        register(self.reading.cell)
 
     def unfit(self, call: Steps) -> str | None:
         """Why the kernel cannot run a call of this step, if it cannot."""
@@ -85,13 +84,14 @@ class ReadStep:
     @property
     def engine(self) -> Engine:
         """The engine that runs it, and why."""
-        step, reading = self.recording, self.reading
-        like = torch.empty(0, dtype=step.dtype, device=step.device)
-        return engine_of(fused_plan(reading.cell, reading.size, like, self._sizes))
+        like = torch.empty(0, dtype=self.recording.dtype, device=self.recording.device)
+        return engine_of(fused_plan(self.reading.cell, self.layer.sizes, like))
 
     @property
-    def _sizes(self) -> tuple[tuple[str, int], ...]:
-        return tuple(self.reading.sizes.items())
+    def layer(self) -> Layer:
+        """The layer of its cell."""
+        reading, dtype = self.reading, str(self.recording.dtype).removeprefix("torch.")
+        return Layer(reading.cell, (("H", reading.size), *reading.sizes.items()), dtype=dtype)
 
     # -- a call ----------------------------------------------------------------------------------
     def run(
@@ -212,9 +212,9 @@ class ReadStep:
         if key not in self.layers:
             options = Options(reverse=(call.reverse,))
             options = options.unread() if masked else options  # what is held, not zeros
-            size = self.reading.size
-            self.layers[key] = Layer(cell, size, options, self._sizes, others, engine)
-        output, last, series = layer(self.layers[key], arrays)
+            how: dict[str, Any] = {"options": options, "sequences": others, "engine": engine}
+            self.layers[key] = self.layer._replace(**how)
+        output, last, series = run_layer(self.layers[key], arrays)
         states = dict(zip(others, series, strict=True))
         if cell.state_names[0] in self.names:
             states[cell.state_names[0]] = output

@@ -19,7 +19,8 @@ from anycell.layer.primitive import (
     options_and_seed,
 )
 from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.plan import OPTIONS, Call, FunctionOptions, takes
+from anycell.plan import OPTIONS, FunctionOptions, Layer, takes
+from anycell.plan.layer import register
 from anycell.torch import ops
 from anycell.torch.arguments import TORCH, check_tensor
 from anycell.torch.composite import SEED, changed
@@ -102,7 +103,7 @@ def recurrence(
     """
     check_cell(cell)
     if not compiled():
-        ops.register(cell)
+        register(cell)
     params = {} if params is None else params
     named = learned_by_name(TORCH, cell, cell.learned, weights=weights, params=params)
     name, series = input_of(x, gates, named)
@@ -119,10 +120,10 @@ def recurrence(
     how, seed = options_and_seed(options, recurrence)
     how = changed(how, SEED, _seed(cell, how.training, seed))
     wanted = check_return_states(cell, return_states)
-    others = tuple([(symbol, size) for symbol, size in sizes.items() if symbol != "H"])
-    call = Call(cell, sizes["H"], how, others, besides_output(wanted, cell), engine)
+    others = besides_output(wanted, cell)
+    layer = Layer(cell, tuple(sizes.items()), how, sequences=others, engine=engine)
     output, final, values = sequence(
-        call, series, arrays, [named], mask=mask, lengths=lengths, resets=resets
+        layer, series, arrays, [named], mask=mask, lengths=lengths, resets=resets
     )
     last = tuple([s.squeeze(0) for s in final])
     return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)

@@ -50,7 +50,7 @@ class Quantized(RNN):
         if layer.weight_ih_l0.dtype is not torch.float32:
             given, hint = f"a layer of {layer.weight_ih_l0.dtype}", "Call model.float() first."
             refuse("model", given, "torch.float32, from which weights are rounded", hint)
-        arguments = views.told(layer, {"H": layer.hidden_size, **dict(layer._sizes)})
+        arguments = views.told(layer, dict(layer._sizes))
         super().__init__(layer.cell, **arguments | {"checkpoint": None}, device="meta")
         self.training = layer.training
         for name in list(self._parameters):

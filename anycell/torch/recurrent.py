@@ -13,14 +13,14 @@ from torch.fx import Proxy
 from torch.nn.modules import module as modules
 from torch.nn.utils.rnn import PackedSequence
 
-from anycell.explanation import Explained, Subject
+from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint
 from anycell.layer.checks import Layout, check_one_direction, check_options, describe, refuse
 from anycell.layer.rounding import quantized
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import FLAGS, state_names
-from anycell.plan import Call, Options, Plan, Sizes
+from anycell.plan import Layer, Options, Plan, Sizes
 from anycell.torch import ops
 from anycell.torch.arguments import (
     TORCH,
@@ -71,8 +71,8 @@ class Recurrent(Explained):
             layers.append(learned(self, cell, f"_l{k}", 1 + self.bidirectional))
         return layers
 
-    def _subject(self) -> Subject:
-        return subject(self, self.cell, self._sizes, self.weight_ih_l0)
+    def _layer(self) -> Layer:
+        return layer_of(self.cell, self._sizes, self.weight_ih_l0, 1 + self.bidirectional)
 
     def prepare(self) -> Self:
         """Packs the weights for ``step``, once for all steps to come; returns the module itself.
@@ -174,14 +174,13 @@ class Recurrent(Explained):
             cell: the module's cell.
             x: as users pass it, checked.
             arrays: states and static by their public names, checked.
-            plan: see ``Call``.
+            plan: see ``Layer``.
             mask, lengths, resets, reset_state, recurrent_mask, return_states, options: as users
                 pass them.
         """
         like = parts(x)[0] if isinstance(x, PackedSequence) else x
         if recurrent_mask is not None:
-            sizes = {"H": self.hidden_size, **dict(self._sizes)}
-            check_recurrent_mask(cell, recurrent_mask, sizes, self._rows(x), like)
+            check_recurrent_mask(cell, recurrent_mask, dict(self._sizes), self._rows(x), like)
             arrays = {**arrays, "recurrent_mask": recurrent_mask}
         if reset_state is not None:
             arrays = {**arrays, **self._named("reset_state", reset_state, self._rows(x), like)}
@@ -213,8 +212,7 @@ class Recurrent(Explained):
     ) -> dict[str, Tensor]:
         """Checks ``state`` or ``reset_state``; returns its tensors by public names."""
         first = (self.num_layers * (1 + self.bidirectional), *rows)
-        sizes = {"H": self.hidden_size, **dict(self._sizes)}
-        checked = check_states(kind, states, self.cell, sizes, first, like)
+        checked = check_states(kind, states, self.cell, dict(self._sizes), first, like)
         return dict(zip(state_names(kind, self.cell), checked, strict=True))
 
     def _call(
@@ -223,7 +221,7 @@ class Recurrent(Explained):
         given: dict[str, Any],
         sequences: tuple[str, ...] = (),
         plan: Plan | None = None,
-    ) -> Call:
+    ) -> Layer:
         """The arguments of a call of this module besides its tensors; ``given`` are options."""
         training, seed = self.training, 0
         if training and (ops.draws(cell) if plan is None and compiled() else cell.keeps):
@@ -234,11 +232,12 @@ class Recurrent(Explained):
         kind: Any = type(self)
         named = check_options(given, function=kind.forward) if given else given
         options = Options(reverse, training=training, seed=seed, checkpoint=checkpoint, **named)
-        return Call(cell, self.hidden_size, options, self._sizes, sequences, plan=plan)
+        sizes = self._sizes if plan is None else tuple(plan.sizes.items())  # saves a call
+        return Layer(cell, sizes, options, sequences=sequences, plan=plan)
 
 
 def sequence(
-    call: Call,
+    layer: Layer,
     x: Tensor | PackedSequence,
     arrays: Arrays,
     weights: Sequence[Arrays],
@@ -252,7 +251,7 @@ def sequence(
     """Runs layers of a cell on a user's tensors, which were checked; returns a call's results.
 
     Args:
-        call: the call of the first layer.
+        layer: the first layer.
         x: ``[T, B, width]``, ``[B, T, width]`` if ``batch_first``, ``[T, width]``, or packed.
         arrays: states, static and recurrent_mask by their public names, without an axis of rows if
             x has no such axis.
@@ -261,7 +260,7 @@ def sequence(
         dropout: between layers, in training.
 
     Returns:
-        the output and ``call.sequences``, laid out as x; and the final states.
+        the output and ``layer.sequences``, laid out as x; and the final states.
     """
     if isinstance(x, PackedSequence):
         for name, value in (("mask", mask), ("lengths", lengths)):
@@ -269,7 +268,7 @@ def sequence(
                 expected = "None with a PackedSequence, which has its own lengths"
                 refuse(name, describe(value), expected, "Pass a padded tensor, or leave it out.")
         run = torch.compiler.disable(_packed) if compiled() else _packed
-        return run(call, x, arrays, weights, resets, dropout)
+        return run(layer, x, arrays, weights, resets, dropout)
     batched = x.dim() == 3
     if not batched:
         x, arrays = x.unsqueeze(1), {name: t.unsqueeze(-2) for name, t in arrays.items()}
@@ -283,9 +282,9 @@ def sequence(
             tensors["mask"] = valid
         if resets is not None:
             tensors["resets"] = layout.flags("resets", resets)
-    drop = functools.partial(F.dropout, p=dropout) if dropout and call.options.training else None
+    drop = functools.partial(F.dropout, p=dropout) if dropout and layer.options.training else None
     run = _in_its_dtype if autocast() else stack
-    output, final, others = run(call, tensors, weights, drop)
+    output, final, others = run(layer, tensors, weights, drop)
     if not batched:
         final = tuple([s.squeeze(1) for s in final])
         return output.squeeze(1), final, tuple([t.squeeze(1) for t in others])
@@ -295,7 +294,7 @@ def sequence(
 
 
 def _packed(
-    call: Call,
+    layer: Layer,
     x: PackedSequence,
     arrays: Arrays,
     weights: Sequence[Arrays],
@@ -312,14 +311,14 @@ def _packed(
         tensors["mask"] = packing.mask
     if resets is not None:
         tensors["resets"] = packing.alike("resets", resets, x)
-    call = call._replace(options=call.options.unread())
+    layer = layer._replace(options=layer.options.unread())
 
     def drop(t: Tensor) -> Tensor:
         return packing.pad(F.dropout(packing.pack(t), dropout))
 
-    drops = dropout and call.options.training
+    drops = dropout and layer.options.training
     run = _in_its_dtype if autocast() else stack
-    output, final, others = run(call, tensors, weights, drop if drops else None)
+    output, final, others = run(layer, tensors, weights, drop if drops else None)
     packed, *sequences = [PackedSequence(packing.pack(t), *x[1:]) for t in (output, *others)]
     return packed, tuple([_rows(s, packing.back) for s in final]), tuple(sequences)
 
@@ -330,7 +329,7 @@ def _rows(t: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _in_its_dtype(
-    call: Call, arrays: Arrays, weights: Sequence[Arrays], drop: Callable[[Tensor], Tensor] | None
+    layer: Layer, arrays: Arrays, weights: Sequence[Arrays], drop: Callable[[Tensor], Tensor] | None
 ) -> Result:
     """Calls ``stack`` in the dtype that autocast asks for."""
     # Inputs from other layers may have 16 bits, whatever the dtype of this layer.
@@ -339,7 +338,7 @@ def _in_its_dtype(
     if dtype is not like.dtype and not quantized(weights[0]):
         weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]
     arrays = {name: t if name in FLAGS else t.to(dtype) for name, t in arrays.items()}
-    return stack(call, arrays, weights, drop)
+    return stack(layer, arrays, weights, drop)
 
 
 def learned(module: Any, cell: Cell, layer: str = "", directions: int = 1) -> Arrays:
@@ -356,11 +355,10 @@ def learned(module: Any, cell: Cell, layer: str = "", directions: int = 1) -> Ar
     return arrays
 
 
-def subject(module: Any, cell: Cell, sizes: Sizes, weight: Tensor) -> Subject:
-    """Describes a module for ``anycell.explain``."""
+def layer_of(cell: Cell, sizes: Sizes, weight: Tensor, directions: int = 1) -> Layer:
+    """The layer of a module with this weight."""
     dtype = str(autocast_dtype(weight)).removeprefix("torch.")
-    about, hidden = repr(module).splitlines()[0], module.hidden_size
-    return Subject(about, module.engine, cell, hidden, dtype, dict(sizes))
+    return Layer(cell, sizes, Options((False, True)[:directions]), dtype)
 
 
 def leaf(module: Any, x: Proxy, state: Any, **arguments: Any) -> Any:

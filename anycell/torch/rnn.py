@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
-from anycell.explanation import Explained, Subject
+from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import (
@@ -25,14 +25,14 @@ from anycell.layer.checks import (
     remedy,
 )
 from anycell.named import shown
-from anycell.plan import CallOptions, Engine, Sizes, takes
-from anycell.torch import ops
+from anycell.plan import CallOptions, Engine, Layer, Sizes, takes
+from anycell.plan.layer import register
 from anycell.torch.arguments import check_device, check_layer, check_static
 from anycell.torch.composite import States
 from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.fused import autocast
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent, leaf, subject
+from anycell.torch.recurrent import Lengths, Recurrent, layer_of, leaf
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,7 +57,7 @@ class OfCell(Explained, nn.Module):
         """Sets the attributes of a module of that name from the arguments of its constructor."""
         self.sizes = check_layer(name, cell, input_size, hidden_size, sizes)
         self.cell = cell
-        ops.register(cell)
+        register(cell)
         self.input_size, self.hidden_size = int(input_size), self.sizes["H"]
         self.bias = boolean("bias", bias) and cell.bias
 
@@ -73,7 +73,7 @@ class OfCell(Explained, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        ops.register(self.cell)
+        register(self.cell)
 
     def reset_parameters(self) -> None:
         """Gives every parameter its initial value, drawn anew where it is random: the declared
@@ -92,14 +92,14 @@ class OfCell(Explained, nn.Module):
     def engine(self) -> Engine:
         """Engine that runs this module, and why."""
         weight: Any = getattr(self, self._first)
-        return engine_of(fused_plan(self.cell, self.hidden_size, weight, self._sizes))
+        return engine_of(fused_plan(self.cell, self._sizes, weight))
 
-    def _subject(self) -> Subject:
-        return subject(self, self.cell, self._sizes, getattr(self, self._first))
+    def _layer(self) -> Layer:
+        return layer_of(self.cell, self._sizes, getattr(self, self._first))
 
     @property
     def _sizes(self) -> Sizes:
-        return tuple(self.sizes.items())[1:]
+        return tuple(self.sizes.items())
 
     def extra_repr(self) -> str:
         """The arguments that are not the default."""

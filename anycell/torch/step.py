@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from anycell import cells
-from anycell.explanation import Explained, Subject
+from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import shapes
 from anycell.layer.checks import refuse
 from anycell.layer.signature import state_names
-from anycell.plan import Call, Engine, Options
+from anycell.plan import Engine, Layer, Options
 from anycell.torch import ops
 from anycell.torch.arguments import check_states, check_static, check_tensor
 from anycell.torch.composite import States
-from anycell.torch.functional import layer
+from anycell.torch.functional import run_layer
 from anycell.torch.fused import autocast
-from anycell.torch.recurrent import draw_seed, leaf, learned, subject
+from anycell.torch.recurrent import draw_seed, layer_of, leaf, learned
 from anycell.torch.rnn import OfCell
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class DropInCell(Explained):
 
     engine = _ONE_STEP
 
-    def _subject(self) -> Subject:
+    def _layer(self) -> Layer:
         me: Any = self
-        return subject(me, me.cell, (), me.weight_ih)
+        return layer_of(me.cell, (("H", me.hidden_size),), me.weight_ih)
 
 
 class LSTMCell(DropInCell, nn.LSTMCell):
@@ -183,5 +183,5 @@ class RNNCell(OfCell):
             arrays["static"] = static
         for name, state in zip(state_names("state", cell), states, strict=bool(states)):
             arrays[name] = state.unsqueeze(0)
-        _, final, _ = layer(Call(cell, self.hidden_size, options, self._sizes), arrays)
+        _, final, _ = run_layer(Layer(cell, self._sizes, options), arrays)
         return tuple([s.squeeze(0) for s in final])

@@ -59,7 +59,7 @@ class Prepared:
         self.dtype: torch.dtype = module._like.dtype
         # In training, the cell may draw random masks, and a parametrisation may drop weights.
         self.draws = bool(module.cell.keeps) or len(owners) > 1
-        plan = fused_plan(module.cell, module.hidden_size, weight, module._sizes)
+        plan = fused_plan(module.cell, module._sizes, weight)
         if isinstance(plan, Plan) and plan.engine == "cpu" and not plan.types.mixed:
             with torch.no_grad():
                 self.stream = self._pack(module, plan)
@@ -83,8 +83,7 @@ class Prepared:
             if not all(memory(t) and t.dtype in kinds for t in learned.values()):
                 return None
         detached = [{name: t.detach() for name, t in learned.items()} for learned in weights]
-        host, sizes = HOSTS[plan.dtype], dict(plan.sizes)
-        return Stream(host, plan.cell, sizes, plan.dtype, detached, threads())
+        return Stream(HOSTS[plan.dtype], plan, detached, threads())
 
     def stale(self, module: Any) -> bool:
         """Whether this was packed for another module, or the module's cell or weights have changed,

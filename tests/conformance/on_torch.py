@@ -15,9 +15,9 @@ from anycell import cells
 from anycell.layer import Options
 from anycell.layer.sequences import besides_output, by_name
 from anycell.numpy.host import numpy_dtype
-from anycell.plan import Call
+from anycell.plan import Layer
 from anycell.torch.composite import composite
-from anycell.torch.functional import layer
+from anycell.torch.functional import run_layer
 from conformance.frontend import Frontend
 
 Tensors = dict[str, Tensor]
@@ -111,10 +111,9 @@ def by_function(
 
     def solve(problem: Problem, along: Arrays | None = None) -> Arrays:
         said = Options(problem.reverse, "repeat" if problem.repeat else "zero", **options)
-        others = tuple((n, size) for n, size in problem.sizes.items() if n != "H")
         wanted = problem.cell.state_names if problem.group("d sequence") else ()
         besides = besides_output(wanted, problem.cell)
-        call = Call(problem.cell, problem.sizes["H"], said, others, besides)
+        layer = Layer(problem.cell, tuple(problem.sizes.items()), said, sequences=besides)
 
         def function(tensors: Tensors) -> Tensors:
             arrays = {name.replace("_l0", ""): tensor for name, tensor in tensors.items()}
@@ -124,7 +123,7 @@ def by_function(
                 weight, bias = arrays.pop("weight_ih"), arrays.pop("bias_ih", None)
                 x = torch.nan_to_num(arrays["x"])  # keeps NaN under masks off the weight
                 arrays["x"] = torch.nn.functional.linear(x, weight, bias)
-            output, final, found = run(call, arrays)
+            output, final, found = run(layer, arrays)
             return named(problem, output, final, by_name(wanted, problem.cell, output, found))
 
         return derive(function, problem, along, device)
@@ -201,9 +200,11 @@ FRONTENDS = [
         "torch.recurrence, projected", partial(by_recurrence, projected=True),
         {"layers": ONE, "bidirectional": ONE_WAY}, alike=True, variant=True,
     ),
-    Frontend("the layer of torch", by_function(layer), {"layers": ONE}, alike=True, variant=True),
     Frontend(
-        "the layer of torch, projected", by_function(layer, projected=True),
+        "the layer of torch", by_function(run_layer), {"layers": ONE}, alike=True, variant=True
+    ),
+    Frontend(
+        "the layer of torch, projected", by_function(run_layer, projected=True),
         {"layers": ONE, "bidirectional": "the directions would have gates of their own"},
         alike=True, variant=True,
     ),
