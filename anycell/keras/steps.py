@@ -13,21 +13,31 @@ from keras import ops
 
 from anycell.keras.call import Tensor
 from anycell.keras.graph import Traced, World
-from anycell.keras.reading import LoopOptions
+from anycell.keras.reading import MOST, LoopOptions
 from anycell.keras.rule import planned
-from anycell.keras.tensors import recurrence
-from anycell.plan import Engine
-from anycell.plan.call import HELD
+from anycell.keras.tensorflow import recur, threads, watched
+from anycell.layer.sequences import besides_output, by_name
+from anycell.layer.signature import state_names
+from anycell.plan import Call, Engine, Options
 from anycell.read import Reading
 
 
 class Arrays:
-    """Functions of a reading on tensors, whose sizes a graph may not know yet."""
+    """Functions of a reading on tensors, whose sizes a graph may not know yet. What would change
+    nothing adds no operation to the graph.
+    """
 
     cat = staticmethod(tf.concat)
     cast = staticmethod(tf.cast)
     zeros = staticmethod(tf.zeros)
-    broadcast = staticmethod(tf.broadcast_to)
+
+    @staticmethod
+    def broadcast(array: Tensor, shape: Sequence[Any]) -> Tensor:
+        """Repeats axes of one unit; axes whose size the graph does not know are whole."""
+        sizes = zip(array.shape.as_list(), shape, strict=True)
+        if all(n != 1 or (isinstance(size, int) and size == 1) for n, size in sizes):
+            return array
+        return tf.broadcast_to(array, shape)
 
     @staticmethod
     def constant(array: np.ndarray, dtype: Any) -> Tensor:
@@ -35,6 +45,11 @@ class Arrays:
 
     @staticmethod
     def reshape(array: Tensor, shape: Sequence[Any]) -> Tensor:
+        if array.shape.rank == len(shape) and all(
+            size is None or (isinstance(size, int) and size in (n, -1))
+            for n, size in zip(array.shape.as_list(), shape, strict=True)
+        ):
+            return array
         units = array.shape[1:]
         if len(shape) == 2 and shape[1] == -1 and units.is_fully_defined():
             shape = [-1, units.num_elements()]  # of [rows, ...], so that the graph knows the size
@@ -56,6 +71,8 @@ class Arrays:
 
     @staticmethod
     def take(array: Tensor, axis: int, start: int, size: int) -> Tensor:
+        if array.shape[axis] == size:
+            return array
         return array[(slice(None),) * axis + (slice(start, start + size),)]
 
     @staticmethod
@@ -71,12 +88,11 @@ class Run:
     """A call of a step that was read: values outside of the loop, as readings ask for them."""
 
     def __init__(self, traced: Traced, x: Tensor, others: Mapping[str, Tensor], more: Any) -> None:
-        sizes = tf.shape(x)
         self.steps, self.rows = (
-            sizes[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])
+            tf.shape(x)[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])
         )
         self.dtype, self.memo = x.dtype, dict[Any, Any]()
-        self._traced = traced
+        self._traced, self._x = traced, x
         self._once = World(traced, self.rows, others, **more)
         every = tf.reshape(x, [self.steps * self.rows, *x.shape[2:]])
         self._tiled = {name: self._tile(tensor) for name, tensor in others.items()}
@@ -94,6 +110,8 @@ class Run:
 
     def moving(self, name: str) -> Tensor:
         """A value of kind X, ``[steps, ...]``."""
+        if name == self._traced.x:
+            return self._x
         shape = self._traced.shapes[name]
         axis = shape.index(None)
         split = [*shape[:axis], self.steps, self.rows, *shape[axis + 1 :]]
@@ -115,14 +133,14 @@ class Step:
     Attributes:
         of_state: the number of the state that the output is, or None.
         reads: the states, before and after a step, that the output follows from if it is none.
-        graphs: what ``_call`` has made.
+        functions: its loops as graphs, for calls in eager mode; None after the first of a sort.
     """
 
     traced: Traced
     reading: Reading
     of_state: int | None = None
     reads: set[str] = field(default_factory=set)
-    graphs: dict[str, Any] = field(default_factory=dict)
+    functions: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def engine(self) -> Engine:
@@ -143,6 +161,7 @@ class Step:
         reverse: bool = False,
         sequences: bool = True,
         engine: str | None = None,
+        sure: bool = False,
         **more: Any,
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Runs all steps.
@@ -154,6 +173,7 @@ class Step:
             mask: bool ``[T, B]``, False where the states are held.
             reverse: whether to run from the last step to the first.
             sequences: whether the output is wanted even if it is a state.
+            sure: see ``recur``.
             more: arguments of ``World``.
 
         Returns:
@@ -161,60 +181,51 @@ class Step:
             anything if it is no state; None if it is a state and not wanted.
         """
         traced, reading = self.traced, self.reading
-        x_and_others = x, list(others)
-        arguments = self._call("_arguments", more, *x_and_others, list(states))
-        held = arguments.pop("mask", None)
-        mask = held if mask is None else mask if held is None else mask & held
+        run = Run(traced, x, dict(zip(traced.others, others, strict=True)), more)
+        arrays = self._arrays(run, states)
+        if mask is not None:
+            arrays["mask"] = mask & arrays["mask"] if "mask" in arrays else mask
         before = {name: k for k, name in enumerate(traced.states)}
         after = {name: k for k, name in reversed(list(enumerate(traced.after)))}
         wanted = {after.get(name, before.get(name, 0)) for name in self.reads}
         if self.of_state is not None:
             wanted = {self.of_state} if sequences else set()
         names = [name for k in sorted(wanted) for name in reading.names_of(k)]
-        _, final, *values = recurrence(
-            reading.cell, mask=mask, **HELD, reverse=reverse, engine=engine,
-            return_states=names, **arguments,
+        first, *_ = every = reading.cell.state_names
+        call = Call(
+            reading.cell, reading.size, Options((reverse,)).unread(), tuple(reading.sizes.items()),
+            besides_output(names, reading.cell), engine, outputs=first in names,
         )  # fmt: skip
-        named = dict(zip(reading.cell.state_names, final, strict=True))
-        ends = [reading.joined(k, named) for k in range(len(states))]
-        every = {k: reading.joined(k, values[0]) for k in wanted}
+        output, ends = recur(call, arrays, sure)
+        named = dict(zip(every, ends, strict=False))
+        final = [reading.joined(k, named) for k in range(len(states))]
+        values = by_name(names, reading.cell, output, ends[len(every) :])
+        series = {k: reading.joined(k, values) for k in wanted}
         if self.of_state is not None:
-            return every.get(self.of_state), ends
+            return series.get(self.of_state), final
         known = {}
         for name in self.reads:
             if name in after:
-                known[name] = every[after[name]]
+                known[name] = series[after[name]]
             else:
-                k = traced.states.index(name)
-                first, sequence = tf.cast(states[k], x.dtype)[None], every[k]
-                parts = [sequence[1:], first] if reverse else [first, sequence[:-1]]
+                k = before[name]
+                start, sequence = tf.cast(states[k], x.dtype)[None], series[k]
+                parts = [sequence[1:], start] if reverse else [start, sequence[:-1]]
                 known[name] = tf.concat(parts, 0)
-        return self._call("_outputs", more, *x_and_others, known), ends
+        return run.after(traced.output, known), final
 
-    def _call(self, name: str, more: dict[str, Any], *tensors: Any) -> Any:
-        """Calls a method; in eager mode as a graph, whose many small operations are fast."""
-        if more or not tf.executing_eagerly():
-            return getattr(self, name)(*tensors, **more)
-        if name not in self.graphs:
-            method = functools.partial(getattr(self, name))
-            self.graphs[name] = tf.function(method, autograph=False, reduce_retracing=True)
-        return self.graphs[name](*tensors)
+    def _arrays(self, run: Run, states: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The tensors of the layer, see ``keras.call.Arrays``."""
+        named = self.reading.call(run, states)
+        arrays = named.pop("weights")
+        arrays["x"] = named["gates"] if named["x"] is None else named["x"]
+        for kind in ("state", "reset_state"):
+            names, values = state_names(kind, self.reading.cell), named.get(kind, ())
+            arrays |= zip(names, values, strict=bool(values))
+        return arrays | {name: named[name] for name in OF_SEQUENCE if name in named}
 
-    def _run(self, x: Tensor, others: Sequence[Tensor], more: dict[str, Any]) -> Run:
-        return Run(self.traced, x, dict(zip(self.traced.others, others, strict=True)), more)
 
-    def _arguments(
-        self, x: Tensor, others: Sequence[Tensor], states: Sequence[Tensor], **more: Any
-    ) -> dict[str, Any]:
-        """The arguments of ``recurrence``."""
-        arguments = self.reading.call(self._run(x, others, more), states)
-        return {name: a for name, a in arguments.items() if name not in HELD}
-
-    def _outputs(
-        self, x: Tensor, others: Sequence[Tensor], known: Mapping[str, Tensor], **more: Any
-    ) -> Tensor:
-        """Outputs that are no state, from the states at every step."""
-        return self._run(x, others, more).after(self.traced.output, known)
+OF_SEQUENCE = "static", "mask", "resets"
 
 
 def loop(
@@ -229,11 +240,60 @@ def loop(
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs a step that was read over ``[B, T, ...]``, like Keras's loop; returns outputs in the
     order of processing, or the last one, and final states.
+
+    In eager mode calls after the first of a sort are one call of a graph: the operations around
+    the kernel are many, and small.
     """
+    tensors = sequences, list(states), list(others), mask
+    if not tf.executing_eagerly() or tf.config.functions_run_eagerly():
+        return _loop(step, *tensors, options)
+    inputs = [sequences, *states, *others, *step.traced.outer.values()]
+    taped = watched(inputs)
+    sort = options, mask is None, taped, threads()
+    if taped is None or sort not in step.functions:
+        if len(step.functions) >= MOST:
+            step.functions.clear()
+        step.functions[sort] = None
+        return _loop(step, *tensors, options)
+    if step.functions[sort] is None:
+        body = functools.partial(_alone, step, options, taped)
+        step.functions[sort] = tf.function(body, autograph=False, reduce_retracing=True)
+    outputs, final = step.functions[sort](*tensors)
+    return outputs, list(final)
+
+
+def _alone(
+    step: Step,
+    options: LoopOptions,
+    taped: Sequence[bool],
+    sequences: Tensor,
+    states: Sequence[Tensor],
+    others: Sequence[Tensor],
+    mask: Tensor | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """The loop in a graph of its own, of which no other gradients are wanted than the ``taped``."""
+    tensors = sequences, states, others, mask
+    if not any(taped):
+        return _loop(step, *tensors, options)
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        inputs = [sequences, *states, *others, *step.traced.outer.values()]
+        tape.watch([tensor for tensor, wanted in zip(inputs, taped, strict=True) if wanted])
+        return _loop(step, *tensors, options, sure=True)
+
+
+def _loop(
+    step: Step,
+    sequences: Tensor,
+    states: Sequence[Tensor],
+    others: Sequence[Tensor],
+    mask: Tensor | None,
+    options: LoopOptions,
+    sure: bool = False,
+) -> tuple[Tensor, list[Tensor]]:
     x, reverse = ops.swapaxes(sequences, 0, 1), options.reverse
     mask = None if mask is None else ops.swapaxes(mask, 0, 1)
     outputs, final = step.run(
-        x, states, others, mask=mask, reverse=reverse, sequences=options.every
+        x, states, others, mask=mask, reverse=reverse, sequences=options.every, sure=sure
     )
     if outputs is None:  # the output is a state, which is held under a mask
         assert step.of_state is not None

@@ -29,6 +29,7 @@ from tensorflow.python.framework import ops as graphs
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_graphs
+from tensorflow.python.ops.resource_variable_ops import variable_accessed
 from tensorflow.python.saved_model import save_context
 
 from anycell import layer
@@ -69,6 +70,27 @@ def recorded() -> bool:
     return bool(record.could_possibly_record())
 
 
+def watched(values: Sequence[Any]) -> tuple[bool, ...] | None:
+    """Which of these tensors and variables a tape watches; None if forward mode watches one."""
+    if not record.could_possibly_record():
+        return (False,) * len(values)
+    tensors = []
+    for value in values:
+        if isinstance(value, tf.Variable):
+            variable_accessed(value)
+            value = value.handle
+        tensors.append(value)
+    if _carries_tangents(tensors):
+        return None
+    return tuple([bool(record.should_record_backprop([tensor])) for tensor in tensors])
+
+
+def threads() -> int:
+    """The largest number of threads of a call."""
+    count = cpu.threads.within() or tf.config.threading.get_intra_op_parallelism_threads()
+    return count or cpu.threads.current()
+
+
 def refusal() -> str | None:
     """Returns why the kernels cannot be called here and now, or None, from what is being traced."""
     why = asked()
@@ -91,8 +113,12 @@ def _exporting() -> bool:
     return False
 
 
-def recur(call: Call, arrays: Arrays) -> Result:
-    """Runs a layer on the kernels where they can be called, else step by step."""
+def recur(call: Call, arrays: Arrays, sure: bool = False) -> Result:
+    """Runs a layer on the kernels where they can be called, else step by step.
+
+    Args:
+        sure: whether no gradients can be wanted but those that a tape of now records.
+    """
     cell, dtype = call.cell, arrays["x"].dtype.name
     chosen = planned(cell, call.hidden_size, dtype, dict(call.sizes))
     why = chosen if isinstance(chosen, str) else refusal()
@@ -104,12 +130,12 @@ def recur(call: Call, arrays: Arrays) -> Result:
     # Variables are read here, outside the gradient.
     arrays = {name: tf.convert_to_tensor(array) for name, array in arrays.items()}
     check(call, arrays)
-    return (composite if elsewhere else run)(call, arrays)
+    return composite(call, arrays) if elsewhere else run(call, arrays, sure)
 
 
 @tf.autograph.experimental.do_not_convert
-def run(call: Call, arrays: Arrays) -> Result:
-    """Runs a layer on the fused kernels, differentiable as often as wanted."""
+def run(call: Call, arrays: Arrays, sure: bool = False) -> Result:
+    """Runs a layer on the fused kernels, differentiable as often as wanted; see ``recur``."""
     x, kernel, integers = arrays["x"], arrays.get("kernel"), quantized(arrays)
     # It is unknown whether a gradient will be wanted. Without a tape, and outside of training, that
     # is unlikely: nothing is kept, and a backward pass would run the forward pass again.
@@ -131,19 +157,39 @@ def run(call: Call, arrays: Arrays) -> Result:
         return composite(call, arrays)
     parts = {"x": x} | {n: t for n, t in arrays.items() if n not in _OF_NO_GRADIENT}
     flags = {n: arrays[n] for n in _FLAGS if n in arrays}
+    plain = {n: _plain(t) for n, t in parts.items() if n.startswith("weight_")}
+    turned = {n: t for n, t in plain.items() if t is not None}
+    parts |= turned
     wanted = names = tuple(parts)
     flat = list(parts.values())
     tensors = [*flat, *flags.values()]
     if taped:
         wanted = tuple([n for n in names if record.should_record_backprop([parts[n]])])
-    threads = cpu.threads.within() or tf.config.threading.get_intra_op_parallelism_threads()
-    threads = threads or cpu.threads.current()
-    call = call._replace(options=call.options._replace(threads=threads))
+    call = call._replace(options=call.options._replace(threads=threads()))
     cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name
-    kernels = _kernels(call, cell, dtype, names, tuple(flags), wanted, keep)
+    kernels = _kernels(call, cell, dtype, names, tuple(flags), wanted, keep, sure, frozenset(turned))
     ends = _ends(kernels, *tensors)
     return (ends[0], tuple(ends[1:])) if call.outputs else (None, tuple(ends))
+
+
+def _plain(weight: Tensor) -> Tensor | None:
+    """In a graph, the tensor whose last two axes were swapped to make a weight; None if there is
+    none. Kernels read it as it is, and no operation has to copy it.
+    """
+    if tf.executing_eagerly():
+        return None
+    operation, rank = weight.op, weight.shape.rank
+    if operation.type == "Transpose":
+        order = tf.get_static_value(operation.inputs[1])
+        swap = [*range(rank - 2), rank - 1, rank - 2]
+        return operation.inputs[0] if order is not None and [*order] == swap else None
+    if operation.type == "ConcatV2":
+        *parts, axis = operation.inputs
+        plain = [_plain(part) for part in parts]
+        if tf.get_static_value(axis) == rank - 2 and all(part is not None for part in plain):
+            return tf.concat(plain, rank - 1)
+    return None
 
 
 # The tensors of a run to which no gradient flows.
@@ -260,7 +306,8 @@ def _behind(source: Any) -> _Kernels:
 @tf.RegisterGradient(FORWARD)
 def _of_forward(op: Any, *arriving: Tensor) -> list[Tensor]:
     kernels, inputs, outputs = _of(op)
-    kernels = replace(kernels, wanted=kernels.parts)
+    if not kernels.sure:
+        kernels = replace(kernels, wanted=kernels.parts)
     count, flags = kernels.ends, len(kernels.flags)
     kept = outputs[len(outputs) - kernels.kept :]
     grads = _gradient(kernels, inputs, arriving[:count], kept)
@@ -282,6 +329,8 @@ def _gradient(
     """Returns the gradients of ``parts``, None for unwanted ones. They can be differentiated again,
     through the composite.
     """
+    if not kernels.wanted:
+        return [None] * len(kernels.parts)
     arriving = [tf.convert_to_tensor(part) for part in arriving]  # a gather passes IndexedSlices
     taped = record.could_possibly_record()
     if taped and _carries_tangents(arriving):
@@ -345,6 +394,7 @@ def _first(kernels: _Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tens
     wanted = [named[name] for name in kernels.wanted]
     with tf.GradientTape() as inner:
         inner.watch(wanted)
+        named |= {name: tf.linalg.matrix_transpose(named[name]) for name in kernels.turned}
         outputs, final = composite(call, named)
         ends = (outputs, *final) if call.outputs else final
     return inner.gradient(ends, wanted, arriving, tf.UnconnectedGradients.ZERO)
@@ -428,6 +478,8 @@ class _Kernels:
         flags: the names of the other tensors, from ``_FLAGS``; they come last in ``tensors``.
         wanted: the names among ``parts`` whose gradients are wanted.
         keep: whether the forward pass keeps what the backward pass reads.
+        sure: whether no other gradients than ``wanted`` can be asked for later.
+        turned: the names of weights whose last two axes are swapped, see ``_plain``.
         life: in a graph, refers to the handle that lives as long as graphs that call the kernels.
     """
 
@@ -437,6 +489,8 @@ class _Kernels:
     flags: tuple[str, ...]
     wanted: tuple[str, ...]
     keep: bool
+    sure: bool = False
+    turned: frozenset[str] = frozenset()
     life: weakref.ref[Any] | None = None
 
     @property
@@ -552,14 +606,18 @@ class _Kernels:
         return [self._as_given(name, grads) for name in self.wanted]
 
     def _as_given(self, name: str, gradients: dict[str, Array]) -> Array:
-        """Returns a gradient laid out like Keras's tensor, see ``Arrays``."""
+        """Returns a gradient laid out like its tensor, see ``Arrays`` and ``turned``."""
+        if name in self.turned:
+            return gradients[name].swapaxes(-1, -2)
         if name in KERNELS:
             return gradients[KERNELS[name]].T
         return gradients[name][0] if name.startswith(OF_STATES) else gradients[name]
 
     def _arguments(self, tensors: Sequence[Array]) -> tuple[Options, dict[str, Array]]:
         """Returns the arguments of ``anycell.layer``."""
-        call, arrays = lowered(self.call, dict(zip(self.names, tensors, strict=False)))
+        named = dict(zip(self.names, tensors, strict=False))
+        named |= {name: named[name].swapaxes(-1, -2) for name in self.turned}
+        call, arrays = lowered(self.call, named)
         return call.options, arrays
 
 
