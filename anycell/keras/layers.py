@@ -25,7 +25,7 @@ from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
 from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, real, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
-from anycell.keras.reading import LoopOptions, Readings, elsewhere, loop, masks_of
+from anycell.keras.reading import LoopOptions, Readings, Sort, elsewhere, loop, masks_of
 from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
@@ -477,10 +477,9 @@ def read_of(layer: Any, training: bool) -> Any:
         features = tuple(next(iter(shapes.values()), ()) or ())[2:]
         if not features or None in features:
             return f"the cell {type(cell).__name__} is read once the layer is built"
-        x = keras.KerasTensor((None, *features), layer.compute_dtype)
-        known = x, layer.get_initial_state(1), masks_of(cell)
-    x, states, masks = known
-    return readings.step(cell, training, x, states, masks if training else ())
+        x = keras.KerasTensor((None, None, *features), layer.compute_dtype)
+        known = Sort.of(x, layer.get_initial_state(1), masks_of(cell))
+    return readings.step(cell, training, known if training else known._replace(masks=()))
 
 
 @keras.saving.register_keras_serializable("anycell", "RNN of a cell of Keras")
@@ -494,7 +493,10 @@ class OfCell(DropIn, keras.layers.RNN):
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
         if changed(self.cell) is None:
             return super()._facts(training, gpu, traced)
-        step, backend = read_of(self, training), keras.backend.backend()
+        return self._facts_of(read_of(self, training), gpu, traced)
+
+    def _facts_of(self, step: Any, gpu: bool, traced: str | None) -> Facts:
+        backend = keras.backend.backend()
         if isinstance(step, str):
             return Facts(None, 0, backend=backend, gpu=gpu, obstacle=step, traced=traced)
         sizes = {name: size for name, size in step.reading.sizes.items() if name != "H"}
@@ -513,10 +515,9 @@ class OfCell(DropIn, keras.layers.RNN):
             return super().inner_loop(sequences, initial_state, mask, training)
         masks = masks_of(self.cell) if training else []
         states = initial_state if tree.is_nested(initial_state) else [initial_state]
-        step = elsewhere(self.cell) or _readings(self).step(
-            self.cell, training, sequences[:, 0], states, masks
-        )
-        facts = self._facts(training, on_gpu(sequences), refusal(sequences))
+        sort = Sort.of(sequences, states, masks)
+        step = elsewhere(self.cell) or _readings(self).step(self.cell, training, sort)
+        facts = self._facts_of(step, on_gpu(sequences), refusal(sequences))
         if choose(facts).name != "cpu" or _further.get()[1] is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
         if isinstance(step, str):  # it was not read when it was called first

@@ -11,11 +11,12 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from anycell.engines import cpu
 from anycell.keras.call import Tensor
 from anycell.keras.graph import Traced, World
-from anycell.keras.reading import MOST, LoopOptions
+from anycell.keras.reading import MOST, LoopOptions, masked, over_time
 from anycell.keras.rule import planned
-from anycell.keras.tensorflow import recur, threads, watched
+from anycell.keras.tensorflow import recur, watched
 from anycell.layer.sequences import besides_output, by_name
 from anycell.layer.signature import state_names
 from anycell.plan import Call, Engine, Options
@@ -237,29 +238,27 @@ def loop(
     others: Sequence[Tensor],
     mask: Tensor | None,
     options: LoopOptions,
-) -> tuple[Tensor, list[Tensor]]:
-    """Runs a step that was read over ``[B, T, ...]``, like Keras's loop; returns outputs in the
-    order of processing, or the last one, and final states.
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Runs a step that was read, see ``reading.loop``.
 
     In eager mode calls after the first of a sort are one call of a graph: the operations around
     the kernel are many, and small.
     """
     tensors = sequences, list(states), list(others), mask
     if not tf.executing_eagerly() or tf.config.functions_run_eagerly():
-        return _loop(step, *tensors, options)
-    inputs = [sequences, *states, *others, *step.traced.outer.values()]
-    taped = watched(inputs)
-    sort = options, mask is None, taped, threads()
+        return _loop(step, options, *tensors)
+    taped = watched([sequences, *states, *others, *step.traced.outer.values()])
+    sort = options, mask is None, taped, cpu.threads.current()
     if taped is None or sort not in step.functions:
         if len(step.functions) >= MOST:
             step.functions.clear()
         step.functions[sort] = None
-        return _loop(step, *tensors, options)
+        return _loop(step, options, *tensors)
     if step.functions[sort] is None:
         body = functools.partial(_alone, step, options, taped)
         step.functions[sort] = tf.function(body, autograph=False, reduce_retracing=True)
-    outputs, final = step.functions[sort](*tensors)
-    return outputs, list(final)
+    last, outputs, final = step.functions[sort](*tensors)
+    return last, outputs, list(final)
 
 
 def _alone(
@@ -270,62 +269,39 @@ def _alone(
     states: Sequence[Tensor],
     others: Sequence[Tensor],
     mask: Tensor | None,
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The loop in a graph of its own, of which no other gradients are wanted than the ``taped``."""
     tensors = sequences, states, others, mask
     if not any(taped):
-        return _loop(step, *tensors, options)
+        return _loop(step, options, *tensors)
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         inputs = [sequences, *states, *others, *step.traced.outer.values()]
         tape.watch([tensor for tensor, wanted in zip(inputs, taped, strict=True) if wanted])
-        return _loop(step, *tensors, options, sure=True)
+        return _loop(step, options, *tensors, sure=True)
 
 
 def _loop(
     step: Step,
+    options: LoopOptions,
     sequences: Tensor,
     states: Sequence[Tensor],
     others: Sequence[Tensor],
     mask: Tensor | None,
-    options: LoopOptions,
     sure: bool = False,
-) -> tuple[Tensor, list[Tensor]]:
-    x, reverse = ops.swapaxes(sequences, 0, 1), options.reverse
-    mask = None if mask is None else ops.swapaxes(mask, 0, 1)
-    outputs, final = step.run(
-        x, states, others, mask=mask, reverse=reverse, sequences=options.every, sure=sure
-    )
-    if outputs is None:  # the output is a state, which is held under a mask
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        outputs, final = step.run(
+            x, states, others, mask=mask, reverse=options.reverse, sequences=options.every,
+            sure=sure,
+        )  # fmt: skip
+        if outputs is not None:
+            held = step.of_state is not None
+            return outputs if mask is None else masked(outputs, mask, options, held), final
         assert step.of_state is not None
-        last = final[step.of_state]
+        last = final[step.of_state]  # which is held under a mask
         if mask is not None:
-            end = 0 if reverse else -1
-            seen = mask[end] if options.zero else ops.any(mask, axis=0)
+            seen = mask[0 if options.reverse else -1] if options.zero else ops.any(mask, axis=0)
             last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
-        return ops.expand_dims(last, 1), final
-    if reverse:
-        outputs = ops.flip(outputs, axis=0)
-        mask = None if mask is None else ops.flip(mask, axis=0)
-    if mask is not None:
-        outputs = _masked(outputs, mask, options.zero, step.of_state is not None)
-    return ops.swapaxes(outputs if options.every else outputs[-1:], 0, 1), final
+        return last[None], final
 
-
-def _masked(outputs: Tensor, mask: Tensor, zero: bool, held: bool) -> Tensor:
-    """Outputs ``[T, B, ...]`` like those of Keras's loop at masked steps: zero, or the output of
-    the step before, and zero before a row's first step.
-
-    Args:
-        held: whether they are states, which are held already.
-    """
-    counts = ops.cumsum(ops.cast(mask, "int32"), axis=0)
-    shown = mask if zero else counts > 0
-    if not (zero or held):
-        # The k-th of a row's steps that are not masked is the k-th in this order.
-        time = ops.cumsum(ops.ones_like(counts), axis=0)
-        order = ops.argsort(ops.where(mask, time, time + ops.shape(mask)[0]), axis=0)
-        at = ops.take_along_axis(order, ops.maximum(counts - 1, 0), axis=0)
-        lead = tuple(range(2, len(outputs.shape)))
-        outputs = ops.take_along_axis(outputs, ops.expand_dims(at, lead), axis=0)
-    shown = ops.reshape(shown, (*ops.shape(shown), *[1] * (len(outputs.shape) - 2)))
-    return ops.where(shown, outputs, ops.zeros_like(outputs))
+    return over_time(run, sequences, mask, options)

@@ -85,12 +85,6 @@ def watched(values: Sequence[Any]) -> tuple[bool, ...] | None:
     return tuple([bool(record.should_record_backprop([tensor])) for tensor in tensors])
 
 
-def threads() -> int:
-    """The largest number of threads of a call."""
-    count = cpu.threads.within() or tf.config.threading.get_intra_op_parallelism_threads()
-    return count or cpu.threads.current()
-
-
 def refusal() -> str | None:
     """Returns why the kernels cannot be called here and now, or None, from what is being traced."""
     why = asked()
@@ -165,10 +159,14 @@ def run(call: Call, arrays: Arrays, sure: bool = False) -> Result:
     tensors = [*flat, *flags.values()]
     if taped:
         wanted = tuple([n for n in names if record.should_record_backprop([parts[n]])])
-    call = call._replace(options=call.options._replace(threads=threads()))
+    threads = cpu.threads.within() or tf.config.threading.get_intra_op_parallelism_threads()
+    threads = threads or cpu.threads.current()
+    call = call._replace(options=call.options._replace(threads=threads))
     cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name
-    kernels = _kernels(call, cell, dtype, names, tuple(flags), wanted, keep, sure, frozenset(turned))
+    kernels = _kernels(
+        call, cell, dtype, names, tuple(flags), wanted, keep, sure, frozenset(turned)
+    )
     ends = _ends(kernels, *tensors)
     return (ends[0], tuple(ends[1:])) if call.outputs else (None, tuple(ends))
 
