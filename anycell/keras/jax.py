@@ -106,11 +106,11 @@ def loop(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Runs a user's step by ``anycell.jax.scan``, which reads it again, see ``reading.loop``."""
 
-    def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
         body = _body(step, structure, others, options.zero)
         inputs = x, None if mask is None else mask[..., None]
         final, outputs = anycell.jax.scan(body, list(states), inputs, reverse=options.reverse)
-        return outputs, final
+        return outputs[0 if options.reverse else -1], outputs, final
 
     scope = contextlib.nullcontext() if in_stateless_scope() else keras.StatelessScope()
     with scope:  # a step that is traced must update no variable

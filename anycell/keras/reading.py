@@ -228,7 +228,7 @@ def loop(
 
 
 def over_time(
-    run: Callable[[Tensor, Tensor | None], tuple[Tensor, list[Tensor]]],
+    run: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None, list[Tensor]]],
     sequences: Tensor,
     mask: Tensor | None,
     options: LoopOptions,
@@ -236,15 +236,14 @@ def over_time(
     """Runs a function of sequences ``[B, T, ...]`` as Keras lays them out.
 
     Args:
-        run: from x and a mask, time first, to the outputs, in the order of time, and final states;
-            the last output alone will do if the options ask for it alone.
+        run: from x and a mask, time first, to the last output, all outputs in the order of time,
+            or None if the options do not ask for them, and final states.
 
     Returns:
         see ``loop``.
     """
     x = ops.swapaxes(sequences, 0, 1)
-    outputs, final = run(x, None if mask is None else ops.swapaxes(mask, 0, 1))
-    last = outputs[0 if options.reverse else -1]
+    last, outputs, final = run(x, None if mask is None else ops.swapaxes(mask, 0, 1))
     if not options.every:
         return last, ops.expand_dims(last, 1), final
     outputs = ops.flip(outputs, axis=0) if options.reverse else outputs

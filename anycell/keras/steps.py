@@ -244,64 +244,69 @@ def loop(
     In eager mode calls after the first of a sort are one call of a graph: the operations around
     the kernel are many, and small.
     """
-    tensors = sequences, list(states), list(others), mask
+    flat = [sequences, *states, *others, *([] if mask is None else [mask])]
+    counts = len(states), len(others)
     if not tf.executing_eagerly() or tf.config.functions_run_eagerly():
-        return _loop(step, options, *tensors)
-    taped = watched([sequences, *states, *others, *step.traced.outer.values()])
-    sort = options, mask is None, taped, cpu.threads.current()
+        return _loop(step, options, counts, flat)
+    outer = list(step.traced.outer.values())
+    taped = watched([*flat, *outer])
+    sort = options, counts, taped, cpu.threads.current()
     if taped is None or sort not in step.functions:
-        if len(step.functions) >= MOST:
-            step.functions.clear()
+        step.functions = step.functions if len(step.functions) < MOST else {}
         step.functions[sort] = None
-        return _loop(step, options, *tensors)
+        return _loop(step, options, counts, flat)
     if step.functions[sort] is None:
-        body = functools.partial(_alone, step, options, taped)
-        step.functions[sort] = tf.function(body, autograph=False, reduce_retracing=True)
-    last, outputs, final = step.functions[sort](*tensors)
+        body = functools.partial(_alone, step, options, counts, taped)
+        step.functions[sort] = tf.function(body, autograph=False, reduce_retracing=True), {}
+    function, known = step.functions[sort]
+    shapes = tuple([tensor.shape for tensor in flat])
+    if shapes not in known:  # a function looks longer for the graph that fits its arguments
+        known = known if len(known) < MOST else {}
+        known[shapes] = function.get_concrete_function(*flat)
+        step.functions[sort] = function, known
+    last, outputs, final = known[shapes](*flat)
     return last, outputs, list(final)
 
 
 def _alone(
-    step: Step,
-    options: LoopOptions,
-    taped: Sequence[bool],
-    sequences: Tensor,
-    states: Sequence[Tensor],
-    others: Sequence[Tensor],
-    mask: Tensor | None,
+    step: Step, options: LoopOptions, counts: tuple[int, int], taped: Sequence[bool], *flat: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The loop in a graph of its own, of which no other gradients are wanted than the ``taped``."""
-    tensors = sequences, states, others, mask
     if not any(taped):
-        return _loop(step, options, *tensors)
+        return _loop(step, options, counts, flat)
     with tf.GradientTape(watch_accessed_variables=False) as tape:
-        inputs = [sequences, *states, *others, *step.traced.outer.values()]
-        tape.watch([tensor for tensor, wanted in zip(inputs, taped, strict=True) if wanted])
-        return _loop(step, options, *tensors, sure=True)
+        inputs = zip([*flat, *step.traced.outer.values()], taped, strict=True)
+        tape.watch([tensor for tensor, wanted in inputs if wanted])
+        return _loop(step, options, counts, flat, sure=True)
 
 
 def _loop(
     step: Step,
     options: LoopOptions,
-    sequences: Tensor,
-    states: Sequence[Tensor],
-    others: Sequence[Tensor],
-    mask: Tensor | None,
+    counts: tuple[int, int],
+    flat: Sequence[Tensor],
     sure: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """The loop over a sequence, so many states, so many further tensors and perhaps a mask."""
+    sequences, *rest = flat
+    ends = counts[0], sum(counts)
+    states, others, masks = rest[: ends[0]], rest[ends[0] : ends[1]], rest[ends[1] :]
+
+    def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         outputs, final = step.run(
             x, states, others, mask=mask, reverse=options.reverse, sequences=options.every,
             sure=sure,
         )  # fmt: skip
-        if outputs is not None:
-            held = step.of_state is not None
-            return outputs if mask is None else masked(outputs, mask, options, held), final
-        assert step.of_state is not None
+        end = 0 if options.reverse else -1
+        if step.of_state is None:
+            assert outputs is not None
+            outputs = outputs if mask is None else masked(outputs, mask, options, False)
+            return outputs[end], outputs, final
         last = final[step.of_state]  # which is held under a mask
         if mask is not None:
-            seen = mask[0 if options.reverse else -1] if options.zero else ops.any(mask, axis=0)
+            seen = mask[end] if options.zero else ops.any(mask, axis=0)
             last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
-        return last[None], final
+            outputs = None if outputs is None else masked(outputs, mask, options, True)
+        return last, outputs, final
 
-    return over_time(run, sequences, mask, options)
+    return over_time(run, sequences, next(iter(masks), None), options)
