@@ -197,7 +197,9 @@ class Step:
             reading.cell, reading.size, Options((reverse,)).unread(), tuple(reading.sizes.items()),
             besides_output(names, reading.cell), engine, outputs=first in names,
         )  # fmt: skip
-        output, ends = recur(call, arrays, sure)
+        plain = {n: plain_of(t) for n, t in arrays.items() if n.startswith("weight_")}
+        plain = {name: tensor for name, tensor in plain.items() if tensor is not None}
+        output, ends = recur(call, arrays, plain, sure)
         named = dict(zip(every, ends, strict=False))
         final = [reading.joined(k, named) for k in range(len(states))]
         values = by_name(names, reading.cell, output, ends[len(every) :])
@@ -224,6 +226,25 @@ class Step:
             names, values = state_names(kind, self.reading.cell), named.get(kind, ())
             arrays |= zip(names, values, strict=bool(values))
         return arrays | {name: named[name] for name in OF_SEQUENCE if name in named}
+
+
+def plain_of(weight: Tensor) -> Tensor | None:
+    """In a graph, the tensor whose last two axes were swapped to make a weight; None if there is
+    none.
+    """
+    if tf.executing_eagerly():
+        return None
+    operation, rank = weight.op, weight.shape.rank
+    if operation.type == "Transpose":
+        order = tf.get_static_value(operation.inputs[1])
+        swap = [*range(rank - 2), rank - 1, rank - 2]
+        return operation.inputs[0] if order is not None and [*order] == swap else None
+    if operation.type == "ConcatV2":
+        *parts, axis = operation.inputs
+        plain = [plain_of(part) for part in parts]
+        if tf.get_static_value(axis) == rank - 2 and all(part is not None for part in plain):
+            return tf.concat(plain, rank - 1)
+    return None
 
 
 OF_SEQUENCE = "static", "mask", "resets"

@@ -17,8 +17,9 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ from anycell.layer.sequences import keeping
 from anycell.plan import Call, Options, Plan, plan
 
 Array = npt.NDArray[Any]
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _CONTROL_FLOW = control_flow_graphs.ControlFlowFuncGraph  # the body of a loop, or a branch
 
 
@@ -107,10 +109,14 @@ def _exporting() -> bool:
     return False
 
 
-def recur(call: Call, arrays: Arrays, sure: bool = False) -> Result:
+def recur(
+    call: Call, arrays: Arrays, plain: Mapping[str, Tensor] = NOTHING, sure: bool = False
+) -> Result:
     """Runs a layer on the kernels where they can be called, else step by step.
 
     Args:
+        plain: tensors whose last two axes were swapped to make the weights of these names. Kernels
+            read them as they are, so that no operation has to copy them.
         sure: whether no gradients can be wanted but those that a tape of now records.
     """
     cell, dtype = call.cell, arrays["x"].dtype.name
@@ -124,11 +130,13 @@ def recur(call: Call, arrays: Arrays, sure: bool = False) -> Result:
     # Variables are read here, outside the gradient.
     arrays = {name: tf.convert_to_tensor(array) for name, array in arrays.items()}
     check(call, arrays)
-    return composite(call, arrays) if elsewhere else run(call, arrays, sure)
+    return composite(call, arrays) if elsewhere else run(call, arrays, plain, sure)
 
 
 @tf.autograph.experimental.do_not_convert
-def run(call: Call, arrays: Arrays, sure: bool = False) -> Result:
+def run(
+    call: Call, arrays: Arrays, plain: Mapping[str, Tensor] = NOTHING, sure: bool = False
+) -> Result:
     """Runs a layer on the fused kernels, differentiable as often as wanted; see ``recur``."""
     x, kernel, integers = arrays["x"], arrays.get("kernel"), quantized(arrays)
     # It is unknown whether a gradient will be wanted. Without a tape, and outside of training, that
@@ -151,9 +159,7 @@ def run(call: Call, arrays: Arrays, sure: bool = False) -> Result:
         return composite(call, arrays)
     parts = {"x": x} | {n: t for n, t in arrays.items() if n not in _OF_NO_GRADIENT}
     flags = {n: arrays[n] for n in _FLAGS if n in arrays}
-    plain = {n: _plain(t) for n, t in parts.items() if n.startswith("weight_")}
-    turned = {n: t for n, t in plain.items() if t is not None}
-    parts |= turned
+    parts |= plain
     wanted = names = tuple(parts)
     flat = list(parts.values())
     tensors = [*flat, *flags.values()]
@@ -165,29 +171,10 @@ def run(call: Call, arrays: Arrays, sure: bool = False) -> Result:
     cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name
     kernels = _kernels(
-        call, cell, dtype, names, tuple(flags), wanted, keep, sure, frozenset(turned)
+        call, cell, dtype, names, tuple(flags), wanted, keep, sure, frozenset(plain)
     )
     ends = _ends(kernels, *tensors)
     return (ends[0], tuple(ends[1:])) if call.outputs else (None, tuple(ends))
-
-
-def _plain(weight: Tensor) -> Tensor | None:
-    """In a graph, the tensor whose last two axes were swapped to make a weight; None if there is
-    none. Kernels read it as it is, and no operation has to copy it.
-    """
-    if tf.executing_eagerly():
-        return None
-    operation, rank = weight.op, weight.shape.rank
-    if operation.type == "Transpose":
-        order = tf.get_static_value(operation.inputs[1])
-        swap = [*range(rank - 2), rank - 1, rank - 2]
-        return operation.inputs[0] if order is not None and [*order] == swap else None
-    if operation.type == "ConcatV2":
-        *parts, axis = operation.inputs
-        plain = [_plain(part) for part in parts]
-        if tf.get_static_value(axis) == rank - 2 and all(part is not None for part in plain):
-            return tf.concat(plain, rank - 1)
-    return None
 
 
 # The tensors of a run to which no gradient flows.
@@ -477,7 +464,7 @@ class _Kernels:
         wanted: the names among ``parts`` whose gradients are wanted.
         keep: whether the forward pass keeps what the backward pass reads.
         sure: whether no other gradients than ``wanted`` can be asked for later.
-        turned: the names of weights whose last two axes are swapped, see ``_plain``.
+        turned: the names of weights whose last two axes are swapped, see ``recur``.
         life: in a graph, refers to the handle that lives as long as graphs that call the kernels.
     """
 
