@@ -15,12 +15,12 @@ from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 
-if BACKEND not in ("tensorflow", "jax"):
+if BACKEND not in ("tensorflow", "jax", "torch"):
     pytest.skip(f"cells are not read on {BACKEND}", allow_module_level=True)
 tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="about tensors of TensorFlow")
 layers, ops = keras.layers, keras.ops
 B, T, I, H = 4, 5, 3, 6
-EXACT = "float64" if BACKEND == "tensorflow" else "float32"  # which Keras computes tanh in on JAX
+EXACT = "float64" if BACKEND == "tensorflow" else "float32"  # in which Keras computes elsewhere
 
 
 # -- cells, in the words of their documents ------------------------------------------------------

@@ -25,7 +25,7 @@ from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
 from anycell.keras.call import Arrays, Tensor, check, expect, flags, for_all, real, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
-from anycell.keras.reading import LoopOptions, Readings, Sort, elsewhere, loop, masks_of
+from anycell.keras.reading import LoopOptions, Readings, Sort, elsewhere, loop, masks_of, unreadable
 from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
@@ -192,8 +192,7 @@ class Fused(Steps, Keywords, Explained):
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
         states = [for_all(tensor(state, self.cell.compute_dtype), sequences) for state in states]
-        if self.stateful and keras.backend.backend() == "torch":  # type: ignore[attr-defined]
-            states = [ops.copy(state) for state in states]  # Keras overwrites them before backward
+        states = self._lasting(states)
         x = ops.transpose(sequences, (1, 0, 2))
         call = Call(
             facts.cell,  # type: ignore[arg-type]
@@ -219,6 +218,12 @@ class Fused(Steps, Keywords, Explained):
             run = module.run if engine == "cpu" else module.scan
         outputs, final = run(call, arrays)
         return self._as_keras(call, outputs, final, mask)
+
+    def _lasting(self, states: Any) -> Any:
+        """States, in a stateful layer on torch copies: Keras overwrites them before backward."""
+        if self.stateful and keras.backend.backend() == "torch":  # type: ignore[attr-defined]
+            return tree.map_structure(ops.copy, states)
+        return states
 
     def _loop_of_keras(self) -> Any:
         """Runs Keras's loop around calls of the cell."""
@@ -517,7 +522,8 @@ class OfCell(DropIn, keras.layers.RNN):
         states = initial_state if tree.is_nested(initial_state) else [initial_state]
         sort = Sort.of(sequences, states, masks)
         step = elsewhere(self.cell) or _readings(self).step(self.cell, training, sort)
-        facts = self._facts_of(step, on_gpu(sequences), refusal(sequences))
+        why = refusal(sequences) or unreadable()
+        facts = self._facts_of(step, on_gpu(sequences), why)
         if choose(facts).name != "cpu" or _further.get()[1] is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
         if isinstance(step, str):  # it was not read when it was called first
@@ -528,7 +534,7 @@ class OfCell(DropIn, keras.layers.RNN):
             present = ops.reshape(mask, shape)
             sequences = ops.where(present, sequences, ops.zeros_like(sequences))
         how = LoopOptions(self.go_backwards, self.zero_output_for_mask, self.return_sequences)
-        return loop(step, self.cell, training, sequences, states, masks, mask, how)
+        return loop(step, self.cell, training, sequences, self._lasting(states), masks, mask, how)
 
     @property
     def text(self) -> str | None:

@@ -15,7 +15,7 @@ from anycell.keras.call import Tensor
 from anycell.read import Refused
 
 _MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a call
-_HOMES = {"tensorflow": "read", "jax": "jax"}
+_HOMES = {"tensorflow": "read", "jax": "jax", "torch": "torch"}
 _PLAIN = (int, float, bool, str, type(None))
 MOST = 16  # readings that a layer keeps
 _Key = tuple[Any, ...]
@@ -94,6 +94,14 @@ def elsewhere(cell: Any) -> str | None:
     )
 
 
+def unreadable() -> str | None:
+    """Returns why steps that were read cannot run here and now, or None."""
+    if keras.backend.backend() != "torch":
+        return None
+    why: str | None = _home().unreadable()
+    return why
+
+
 def _spec(tensor: Any) -> tuple[tuple[int | None, ...], str]:
     """The shape of a tensor without the batch, and its dtype."""
     sizes = tuple(tensor.shape)[1:]
@@ -106,7 +114,7 @@ def _read(cell: Any, training: bool, sort: Sort) -> Any:
             return f"{type(layer).__name__} is read once it is built"
     before, losses = _state_of(cell), _losses(cell)
     try:
-        step = _home().read_step(step_of(cell, training, sort.structure), *sort)
+        step = _home().read_step(CellStep(cell, training, sort.structure), *sort)
         changed = _state_of(cell)
         if changed != before or _losses(cell) != losses:
             names = {a[:2] for a in {*changed} ^ {*before}}
@@ -124,19 +132,31 @@ def _read(cell: Any, training: bool, sort: Sort) -> Any:
             del layer._losses[count:]
 
 
-def step_of(cell: Any, training: bool, structure: Any) -> Callable[..., Any]:
-    """The cell's call as a function of flat tensors, with the masks of its dropout."""
-    more = {}
-    if isinstance(cell, keras.Layer) and cell._call_has_training_arg:
-        more["training"] = training
+class CellStep:
+    """The cell's call as a function of flat tensors, with the masks of its dropout.
 
-    def step(x: Tensor, states: list[Tensor], others: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        with _given(cell, others):
-            output, new = cell(x, tree.pack_sequence_as(structure, states), **more)
+    Args:
+        structure: of the states.
+    """
+
+    def __init__(self, cell: Any, training: bool, structure: Any) -> None:
+        self.cell, self.structure, self.more = cell, structure, dict[str, bool]()
+        self.__name__ = type(cell).__name__
+        if isinstance(cell, keras.Layer) and cell._call_has_training_arg:
+            self.more["training"] = training
+
+    def __call__(
+        self, x: Tensor, states: list[Tensor], others: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        with _given(self.cell, others):
+            states = tree.pack_sequence_as(self.structure, states)
+            output, new = self.cell(x, states, **self.more)
         return output, tree.flatten(new)
 
-    step.__name__ = type(cell).__name__
-    return step
+    def variables(self) -> list[Any]:
+        """The variables of the cell's layers, each once."""
+        layers = [layer for layer in _layers(self.cell) if isinstance(layer, keras.Layer)]
+        return list({id(v): v for layer in layers for v in layer.variables}.values())
 
 
 def _layers(cell: Any) -> list[Any]:
@@ -221,7 +241,7 @@ def loop(
         the last output, all outputs in the order of processing, or the last one, and final states.
     """
     structure = tree.map_structure(lambda _: 0, states)
-    call, flat = step_of(cell, training, structure), tree.flatten(states)
+    call, flat = CellStep(cell, training, structure), tree.flatten(states)
     run = _home().loop
     last, outputs, final = run(read, call, structure, sequences, flat, masks, mask, options)
     return last, outputs, tree.pack_sequence_as(states, final)

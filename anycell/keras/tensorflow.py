@@ -170,9 +170,7 @@ def run(
     call = call._replace(options=call.options._replace(threads=threads))
     cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name
-    kernels = _kernels(
-        call, cell, dtype, names, tuple(flags), wanted, keep, sure, frozenset(plain)
-    )
+    kernels = _kernels(call, cell, dtype, names, tuple(flags), wanted, keep, sure, frozenset(plain))
     ends = _ends(kernels, *tensors)
     return (ends[0], tuple(ends[1:])) if call.outputs else (None, tuple(ends))
 
