@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from anycell import read
 from anycell.engines import cpu
 from anycell.keras.call import Tensor
 from anycell.keras.graph import Traced, World
@@ -20,10 +21,10 @@ from anycell.keras.tensorflow import recur, watched
 from anycell.layer.sequences import besides_output, by_name
 from anycell.layer.signature import state_names
 from anycell.plan import Call, Engine, Options
-from anycell.read import Reading
+from anycell.read import Reading, Variable
 
 
-class Arrays:
+class Arrays(read.Arrays):
     """Functions of a reading on tensors, whose sizes a graph may not know yet. What would change
     nothing adds no operation to the graph.
     """
@@ -31,6 +32,7 @@ class Arrays:
     cat = staticmethod(tf.concat)
     cast = staticmethod(tf.cast)
     zeros = staticmethod(tf.zeros)
+    transpose = staticmethod(tf.transpose)
 
     @staticmethod
     def broadcast(array: Tensor, shape: Sequence[Any]) -> Tensor:
@@ -63,32 +65,21 @@ class Arrays:
         return tf.reshape(array, shape)
 
     @staticmethod
-    def move(array: Tensor, axis: int, to: int) -> Tensor:
-        if axis == to:
-            return array
-        order = list(range(array.shape.rank))
-        order.insert(to, order.pop(axis))
-        return tf.transpose(array, order)
-
-    @staticmethod
     def take(array: Tensor, axis: int, start: int, size: int) -> Tensor:
-        if array.shape[axis] == size:
-            return array
-        return array[(slice(None),) * axis + (slice(start, start + size),)]
+        whole = array.shape[axis] == size
+        return array if whole else read.Arrays.take(array, axis, start, size)
 
     @staticmethod
-    def index(array: Tensor, at: np.ndarray) -> Tensor:
-        if len(at) == array.shape[-1] and (at == np.arange(len(at))).all():
-            return array
-        if (np.diff(at) == 1).all():
-            return array[..., int(at[0]) : int(at[-1]) + 1]
+    def gather(array: Tensor, at: np.ndarray) -> Tensor:
         return tf.gather(array, at, axis=-1)
 
 
 class Run:
     """A call of a step that was read: values outside of the loop, as readings ask for them."""
 
-    def __init__(self, traced: Traced, x: Tensor, others: Mapping[str, Tensor], more: Any) -> None:
+    def __init__(
+        self, traced: Traced, x: Tensor, others: Mapping[Variable, Tensor], more: Any
+    ) -> None:
         self.steps, self.rows = (
             tf.shape(x)[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])
         )
@@ -105,11 +96,11 @@ class Run:
     def _tile(self, tensor: Tensor) -> Tensor:
         return tf.tile(tensor, [self.steps, *[1] * (tensor.shape.rank - 1)])
 
-    def fixed(self, name: str) -> Tensor:
+    def fixed(self, name: Variable) -> Tensor:
         """A value of kind F."""
         return self._once.value(name)
 
-    def moving(self, name: str) -> Tensor:
+    def moving(self, name: Variable) -> Tensor:
         """A value of kind X, ``[steps, ...]``."""
         if name == self._traced.x:
             return self._x
@@ -118,7 +109,7 @@ class Run:
         split = [*shape[:axis], self.steps, self.rows, *shape[axis + 1 :]]
         return Arrays.move(tf.reshape(self._every.value(name), split), axis, 0)
 
-    def after(self, name: str, known: Mapping[str, Tensor]) -> Tensor:
+    def after(self, name: Variable, known: Mapping[Variable, Tensor]) -> Tensor:
         """A value of any kind at every step, ``[steps, rows, ...]``, from values of states."""
         lead = [self.steps * self.rows]
         rows = {n: tf.reshape(t, [*lead, *t.shape[2:]]) for n, t in known.items()}
@@ -140,7 +131,7 @@ class Step:
     traced: Traced
     reading: Reading
     of_state: int | None = None
-    reads: set[str] = field(default_factory=set)
+    reads: set[Variable] = field(default_factory=set)
     functions: dict[Any, Any] = field(default_factory=dict)
 
     @property
