@@ -508,7 +508,7 @@ class OfCell(DropIn, keras.layers.RNN):
         dtype: Any = self.cell.compute_dtype
         return Facts(
             step.reading.cell, step.reading.size, sizes, dtype, backend, gpu, drop_in=True,
-            traced=traced,
+            traced=traced or unreadable(),
         )  # fmt: skip
 
     def inner_loop(
@@ -522,8 +522,7 @@ class OfCell(DropIn, keras.layers.RNN):
         states = initial_state if tree.is_nested(initial_state) else [initial_state]
         sort = Sort.of(sequences, states, masks)
         step = elsewhere(self.cell) or _readings(self).step(self.cell, training, sort)
-        why = refusal(sequences) or unreadable()
-        facts = self._facts_of(step, on_gpu(sequences), why)
+        facts = self._facts_of(step, on_gpu(sequences), refusal(sequences))
         if choose(facts).name != "cpu" or _further.get()[1] is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
         if isinstance(step, str):  # it was not read when it was called first

@@ -124,7 +124,9 @@ def _read(cell: Any, training: bool, sort: Sort) -> Any:
             raise Refused(step)
         return step
     except Refused as why:
-        return f"the cell {type(cell).__name__} cannot be read: {str(why).rstrip('.')}"
+        # Keras puts the message of an error in bold, between lines of its own.
+        reason = str(why).split("\x1b[1m")[-1].split("\x1b[0m")[0].strip().rstrip(".")
+        return f"the cell {type(cell).__name__} cannot be read: {reason}"
     except Exception as error:  # the user's loop runs whatever goes wrong here
         return f"reading the cell {type(cell).__name__} fails: {type(error).__name__}: {error}"
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -20,6 +21,7 @@ from anycell.torch.around import Surroundings
 from anycell.torch.loop import obstacle
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of
+from anycell.torch.record import SKIPPED
 from anycell.torch.stepwise import Steps
 
 
@@ -37,6 +39,7 @@ def run(call: Call, arrays: Arrays) -> Result:
 
 _LEAF = pytree.tree_structure(0)
 _ROWS = 4  # of the call that is read
+SKIPPED.append(str(Path(keras.__file__).parent))
 
 
 @dataclass(frozen=True, eq=False)
