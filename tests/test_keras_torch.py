@@ -122,7 +122,11 @@ def _of_rows(cell: Any, h: Any, new: Any) -> Any:
     return new - ops.mean(h, axis=0, keepdims=True)
 
 
-REFUSED = {_counts: "", _branches: "for a branch or a number", _of_rows: "over the rows of the batch"}
+REFUSED = {
+    _counts: "",
+    _branches: "for a branch or a number",
+    _of_rows: "over the rows of the batch",
+}
 
 
 @pytest.mark.parametrize("step", REFUSED)

@@ -17,8 +17,6 @@ from anycell.plan import OPTIONS, FunctionOptions, takes
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_HOMES = {"tensorflow": "anycell.keras.tensors", "torch": "anycell.torch", "jax": "anycell.jax"}
-
 
 @takes(OPTIONS)
 def recurrence(
@@ -89,14 +87,18 @@ def recurrence(
     if name not in FUSED:
         expected, hint = " or ".join(FUSED), "Choose one by KERAS_BACKEND."
         refuse("recurrence", f"Keras's backend {name!r}", expected, hint, NotImplementedError)
-    given = keras.tree.map_structure(_value, [x, weights, state, params])
-    named = {"gates": gates, "reset_state": reset_state, "recurrent_mask": recurrent_mask}
-    named = keras.tree.map_structure(_value, {**named, "static": static})
-    run = import_module(_HOMES[name]).recurrence
-    results: tuple[Any, ...] = run(
-        cell, *given, mask=mask, lengths=lengths, resets=resets, return_states=return_states,
-        engine=engine, **named, **options,
-    )  # fmt: skip
+    tensors = {
+        "x": x, "weights": weights, "state": state, "params": params, "gates": gates,
+        "reset_state": reset_state, "recurrent_mask": recurrent_mask, "static": static,
+    }  # fmt: skip
+    given = keras.tree.map_structure(_value, tensors)
+    given |= {"mask": mask, "lengths": lengths, "resets": resets}
+    given |= {"return_states": return_states, "engine": engine}
+    results: tuple[Any, ...]
+    if name == "tensorflow":
+        results = import_module("anycell.keras.tensors").recur_over(cell, given, options)
+    else:
+        results = import_module(f"anycell.{name}").recurrence(cell, **given, **options)
     return results
 
 
