@@ -22,8 +22,8 @@ _Key = tuple[Any, ...]
 
 
 class Sort(NamedTuple):
-    """What the reading of a step depends on, of the arguments of a call: of each tensor the shape,
-    with None for the batch, and the dtype.
+    """The shapes, with None for the batch, and dtypes of a call's tensors, on which a reading
+    depends.
 
     Attributes:
         structure: of the states.
