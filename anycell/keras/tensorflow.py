@@ -73,7 +73,7 @@ def recorded() -> bool:
 
 
 def watched(values: Sequence[Any]) -> tuple[bool, ...] | None:
-    """Which of these tensors and variables a tape watches; None if forward mode watches one."""
+    """Says which tensors and variables a tape watches; None if forward mode watches one."""
     if not record.could_possibly_record():
         return (False,) * len(values)
     tensors = []
