@@ -65,11 +65,6 @@ class Arrays(read.Arrays):
         return tf.reshape(array, shape)
 
     @staticmethod
-    def take(array: Tensor, axis: int, start: int, size: int) -> Tensor:
-        whole = array.shape[axis] == size
-        return array if whole else read.Arrays.take(array, axis, start, size)
-
-    @staticmethod
     def gather(array: Tensor, at: np.ndarray) -> Tensor:
         return tf.gather(array, at, axis=-1)
 
