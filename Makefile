@@ -67,8 +67,8 @@ test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp $(VENV)/flax.stamp $(VENV)/r
 	ANYCELL_ISA=$$isa $(SPREAD) tests/conformance -k "16_bits and (numpy or torch) and not keras"; done
 	for whose in ours host; do ANYCELL_MATMUL=$$whose $(SPREAD) tests/conformance tests/test_memory.py \
 		tests/test_layer_runtime.py tests/test_torch_operators.py -k "(numpy or torch) and not keras" || exit 1; done
-	KERAS_BACKEND=torch $(SPREAD) -k keras tests/conformance tests/test_keras.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
-	KERAS_BACKEND=jax $(SPREAD) -k keras tests/conformance tests/test_keras.py tests/test_keras_jax.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
+	KERAS_BACKEND=torch $(SPREAD) -k keras tests/conformance tests/test_keras.py tests/test_keras_read.py tests/test_keras_torch.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
+	KERAS_BACKEND=jax $(SPREAD) -k keras tests/conformance tests/test_keras.py tests/test_keras_read.py tests/test_keras_jax.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
 	$(RUN) tools/run_keras_tests.py
 
 test-oldest: $(OLDEST)/stamp ## those of every frontend, on the oldest versions that it runs on (Python 3.10)

@@ -71,10 +71,10 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     Weights, in this order: ``kernel`` ``[in, gates * H]``, ``recurrent_kernel``
     ``[size of s, gates * H]``, ``bias`` ``[gates * H]``, or ``[2, gates * H]`` (of x and of r) for
     a cell that uses the two apart, as GRU does; for each further matmul ``{name}_kernel``
-    ``[in, out]``, or ``[heads, in/heads, out/heads]``, and ``{name}_bias``; each parameter ``[H]``
-    by its name. Where gates have sizes of their own, ``kernel`` and ``bias`` have their sum in
-    place of gates * H, ``recurrent_kernel`` has columns for the gates of size H, and a bias of r
-    is a weight of its own, ``recurrent_bias``.
+    ``[in, out]``, or ``[heads, in/heads, out/heads]``, and ``{name}_bias``; each parameter
+    ``[size]`` by its name. Where gates have sizes of their own, ``kernel`` and ``bias`` have their
+    sum in place of gates * H, ``recurrent_kernel`` has columns for the gates of size H, and a bias
+    of r is a weight of its own, ``recurrent_bias``.
     """
 
     def __init__(

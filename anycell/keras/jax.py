@@ -20,7 +20,7 @@ from anycell.jax.recurrence import planned
 from anycell.jax.scanning import Traced
 from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
 from anycell.keras.composite import composite
-from anycell.keras.reading import LoopOptions
+from anycell.keras.reading import LoopOptions, over_time
 from anycell.keras.rule import asked
 from anycell.layer.rounding import quantized
 from anycell.plan import Layer
@@ -102,18 +102,18 @@ def loop(
     others: Sequence[Tensor],
     mask: Tensor | None,
     options: LoopOptions,
-) -> tuple[Tensor, list[Tensor]]:
-    """Runs a user's step over ``[B, T, ...]`` like Keras's loop, by ``anycell.jax.scan``, which
-    reads it again; returns outputs in the order of processing, and final states.
-    """
-    x = jnp.swapaxes(sequences, 0, 1)
-    present = None if mask is None else jnp.swapaxes(mask, 0, 1)[..., None]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Runs a user's step by ``anycell.jax.scan``, which reads it again, see ``reading.loop``."""
+
+    def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        body = _body(step, structure, others, options.zero)
+        inputs = x, None if mask is None else mask[..., None]
+        final, outputs = anycell.jax.scan(body, list(states), inputs, reverse=options.reverse)
+        return outputs[0 if options.reverse else -1], outputs, final
+
     scope = contextlib.nullcontext() if in_stateless_scope() else keras.StatelessScope()
     with scope:  # a step that is traced must update no variable
-        body = _body(step, structure, others, options.zero)
-        final, outputs = anycell.jax.scan(body, list(states), (x, present), reverse=options.reverse)
-    outputs = jnp.swapaxes(jnp.flip(outputs, 0) if options.reverse else outputs, 0, 1)
-    return outputs if options.every else outputs[:, -1:], final
+        return over_time(run, sequences, mask, options)
 
 
 def _body(step: Step, structure: Any, others: Sequence[Tensor], zero: bool) -> Any:

@@ -34,7 +34,7 @@ from anycell.keras.call import (
 )
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
-from anycell.keras.reading import LoopOptions, Readings, elsewhere, loop, masks_of
+from anycell.keras.reading import LoopOptions, Readings, Sort, elsewhere, loop, masks_of, unreadable
 from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
@@ -206,8 +206,7 @@ class Fused(Steps, Keywords, Explained):
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
         states = [for_all(tensor(state, self.cell.compute_dtype), sequences) for state in states]
-        if self.stateful and keras.backend.backend() == "torch":  # type: ignore[attr-defined]
-            states = [ops.copy(state) for state in states]  # Keras overwrites them before backward
+        states = self._lasting(states)
         x = ops.transpose(sequences, (1, 0, 2))
         layer: Any = facts.layer  # without one, Keras's loop has run it
         arrays = dict(self._arrays(x, states, training))
@@ -222,6 +221,12 @@ class Fused(Steps, Keywords, Explained):
             run = module.run if engine == "cpu" else module.scan
         outputs, final = run(layer, arrays)
         return self._as_keras(layer, outputs, final, mask)
+
+    def _lasting(self, states: Any) -> Any:
+        """States, in a stateful layer on torch copies: Keras overwrites them before backward."""
+        if self.stateful and keras.backend.backend() == "torch":  # type: ignore[attr-defined]
+            return tree.map_structure(ops.copy, states)
+        return states
 
     def _loop_of_keras(self) -> Any:
         """Runs Keras's loop around calls of the cell."""
@@ -473,10 +478,9 @@ def read_of(layer: Any, training: bool) -> Any:
         features = tuple(next(iter(shapes.values()), ()) or ())[2:]
         if not features or None in features:
             return f"the cell {type(cell).__name__} is read once the layer is built"
-        x = keras.KerasTensor((None, *features), layer.compute_dtype)
-        known = x, layer.get_initial_state(1), masks_of(cell)
-    x, states, masks = known
-    return readings.step(cell, training, x, states, masks if training else ())
+        x = keras.KerasTensor((None, None, *features), layer.compute_dtype)
+        known = Sort.of(x, layer.get_initial_state(1), masks_of(cell))
+    return readings.step(cell, training, known if training else known._replace(masks=()))
 
 
 @keras.saving.register_keras_serializable("anycell", "RNN of a cell of Keras")
@@ -490,12 +494,15 @@ class OfCell(DropIn, keras.layers.RNN):
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
         if changed(self.cell) is None:
             return super()._facts(training, gpu, traced)
-        step, backend = read_of(self, training), keras.backend.backend()
+        return self._facts_of(read_of(self, training), gpu, traced)
+
+    def _facts_of(self, step: Any, gpu: bool, traced: str | None) -> Facts:
+        backend = keras.backend.backend()
         if isinstance(step, str):
             return Facts(None, backend, gpu, obstacle=step, traced=traced)
         sizes = {**step.reading.sizes, "H": step.reading.size}
         layer = Layer(step.reading.cell, tuple(sizes.items()), dtype=self.cell.compute_dtype)
-        return Facts(layer, backend, gpu, drop_in=True, traced=traced)
+        return Facts(layer, backend, gpu, drop_in=True, traced=traced or unreadable())
 
     def inner_loop(
         self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
@@ -506,10 +513,9 @@ class OfCell(DropIn, keras.layers.RNN):
             return super().inner_loop(sequences, initial_state, mask, training)
         masks = masks_of(self.cell) if training else []
         states = initial_state if tree.is_nested(initial_state) else [initial_state]
-        step = elsewhere(self.cell) or _readings(self).step(
-            self.cell, training, sequences[:, 0], states, masks
-        )
-        facts = self._facts(training, on_gpu(sequences), refusal(sequences))
+        sort = Sort.of(sequences, states, masks)
+        step = elsewhere(self.cell) or _readings(self).step(self.cell, training, sort)
+        facts = self._facts_of(step, on_gpu(sequences), refusal(sequences))
         if choose(facts).name != "cpu" or _further.get()[1] is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
         if isinstance(step, str):  # it was not read when it was called first
@@ -520,7 +526,7 @@ class OfCell(DropIn, keras.layers.RNN):
             present = ops.reshape(mask, shape)
             sequences = ops.where(present, sequences, ops.zeros_like(sequences))
         how = LoopOptions(self.go_backwards, self.zero_output_for_mask, self.return_sequences)
-        return loop(step, self.cell, training, sequences, states, masks, mask, how)
+        return loop(step, self.cell, training, sequences, self._lasting(states), masks, mask, how)
 
     @property
     def text(self) -> str | None:

@@ -18,8 +18,6 @@ from anycell.plan import OPTIONS, FunctionOptions, takes
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_HOMES = {"tensorflow": "anycell.keras.tensors", "torch": "anycell.torch", "jax": "anycell.jax"}
-
 
 @as_written
 @takes(OPTIONS)
@@ -46,26 +44,18 @@ def recurrence(
     It takes tensors and variables of Keras's backend. On TensorFlow it works in eager mode and in
     graphs, and is differentiable, also twice, in every float tensor that it is given but a
     ``recurrent_mask``. On torch and JAX it is ``anycell.torch.recurrence`` and
-    ``anycell.jax.recurrence``.
+    ``anycell.jax.recurrence``. The weights are laid out as there, not as Keras lays them out.
 
     Args:
         cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the tensors.
         x: ``[T, B, I]``. If ``weights`` have no ``weight_ih``, x must be projected already, like
             ``gates``.
-        weights: what the layer learns, by public names (``cell.learned``), not as Keras lays it
-            out: ``weight_ih`` ``[G*H, I]`` and ``weight_hh`` ``[G*H, size of the first state]``,
-            with rows in the cell's order of gates; optionally ``bias_ih`` and ``bias_hh``
-            ``[G*H]``; ``weight_<name>`` and ``bias_<name>`` of each further matmul, ``[out, in]``
-            or ``[heads, out/heads, in/heads]``; each parameter of the cell, ``[H]``. A value of
-            None means that the weight is absent.
         state: ``[B, size]`` per state, or the tensor itself for one state; None, for all states or
             one of them, is the declared value. ``reset_state`` may also be ``[size]``.
         params: the cell's parameters, if they are kept apart from the weights.
-        gates: ``[T, B, G*H]``, the input's projection onto each gate, in place of x:
-            ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, if given.
         engine: "cpu" (the fused kernel) or "reference" (step by step, in operations of the
             backend); None takes the kernel where it can be called.
-        {mask lengths resets reset_state static recurrent_mask return_states options}
+        {weights gates mask lengths resets reset_state static recurrent_mask return_states options}
 
     Returns:
         the output ``[T, B, size of the first state]``, and a tuple of the final states
@@ -91,14 +81,18 @@ def recurrence(
     if name not in FUSED:
         expected, hint = " or ".join(FUSED), "Choose one by KERAS_BACKEND."
         refuse("recurrence", f"Keras's backend {name!r}", expected, hint, NotImplementedError)
-    given = keras.tree.map_structure(_value, [x, weights, state, params])
-    named = {"gates": gates, "reset_state": reset_state, "recurrent_mask": recurrent_mask}
-    named = keras.tree.map_structure(_value, {**named, "static": static})
-    run = import_module(_HOMES[name]).recurrence
-    results: tuple[Any, ...] = run(
-        cell, *given, mask=mask, lengths=lengths, resets=resets, return_states=return_states,
-        engine=engine, **named, **options,
-    )  # fmt: skip
+    tensors = {
+        "x": x, "weights": weights, "state": state, "params": params, "gates": gates,
+        "reset_state": reset_state, "recurrent_mask": recurrent_mask, "static": static,
+    }  # fmt: skip
+    given = keras.tree.map_structure(_value, tensors)
+    given |= {"mask": mask, "lengths": lengths, "resets": resets}
+    given |= {"return_states": return_states, "engine": engine}
+    results: tuple[Any, ...]
+    if name == "tensorflow":
+        results = import_module("anycell.keras.tensors").recur_over(cell, given, options)
+    else:
+        results = import_module(f"anycell.{name}").recurrence(cell, **given, **options)
     return results
 
 

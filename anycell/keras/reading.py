@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import keras
-from keras import tree
+from keras import ops, tree
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers.RNN looks for it
 
 from anycell.keras.call import Tensor
@@ -16,10 +16,32 @@ from anycell.read import Refused
 from anycell.recent import add_recent
 
 _MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a call
-_HOMES = {"tensorflow": "read", "jax": "jax"}
+_HOMES = {"tensorflow": "read", "jax": "jax", "torch": "torch"}
 _PLAIN = (int, float, bool, str, type(None))
 MOST = 16  # readings that a layer keeps
 _Key = tuple[Any, ...]
+
+
+class Sort(NamedTuple):
+    """The shapes, with None for the batch, and dtypes of a call's tensors, on which a reading
+    depends.
+
+    Attributes:
+        structure: of the states.
+    """
+
+    structure: Any
+    x: _Key
+    states: tuple[_Key, ...]
+    masks: tuple[_Key, ...]
+
+    @classmethod
+    def of(cls, x: Any, states: Any, masks: Sequence[Any]) -> Sort:
+        """The sort of a call over ``x`` ``[B, T, ...]``."""
+        (rows, _, *features), dtype = _spec(x)
+        structure = tree.map_structure(lambda _: 0, states)
+        flat = tuple(map(_spec, tree.flatten(states)))
+        return cls(structure, ((rows, *features), dtype), flat, tuple(map(_spec, masks)))
 
 
 class Readings:
@@ -27,24 +49,17 @@ class Readings:
 
     def __init__(self) -> None:
         self.known: dict[_Key, Any] = {}
-        self.last: dict[bool, tuple[Any, ...]] = {}  # by training: what the last call was like
+        self.last: dict[bool, Sort] = {}  # by training: what the last call was like
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Readings, ()
 
-    def step(self, cell: Any, training: bool, x: Any, states: Any, masks: Sequence[Any]) -> Any:
-        """The step that was read, or why it is not.
-
-        Args:
-            x, states, masks: tensors, or specs of them; only shapes and dtypes matter.
-        """
-        specs = [_spec(t) for t in (x, *tree.flatten(states), *masks)]
-        structure = tree.map_structure(lambda _: 0, states)
-        key = training, _state_of(cell), repr(structure), *specs
+    def step(self, cell: Any, training: bool, sort: Sort) -> Any:
+        """The step that was read, or why it is not."""
+        key = training, _state_of(cell), repr(sort.structure), *sort[1:]
         if key not in self.known:
-            read = _read(cell, training, structure, specs, len(masks))
-            add_recent(self.known, key, read, MOST)
-        self.last[training] = x, states, masks
+            add_recent(self.known, key, _read(cell, training, sort), MOST)
+        self.last[training] = sort
         return self.known[key]
 
 
@@ -78,21 +93,27 @@ def elsewhere(cell: Any) -> str | None:
     )
 
 
+def unreadable() -> str | None:
+    """Returns why steps that were read cannot run here and now, or None."""
+    if keras.backend.backend() != "torch":
+        return None
+    why: str | None = _home().unreadable()
+    return why
+
+
 def _spec(tensor: Any) -> tuple[tuple[int | None, ...], str]:
     """The shape of a tensor without the batch, and its dtype."""
     sizes = tuple(tensor.shape)[1:]
     return (None, *sizes), keras.backend.standardize_dtype(tensor.dtype)
 
 
-def _read(cell: Any, training: bool, structure: Any, specs: Sequence[_Key], masks: int) -> Any:
+def _read(cell: Any, training: bool, sort: Sort) -> Any:
     for layer in _layers(cell):
         if isinstance(layer, keras.Layer) and not layer.built:
             return f"{type(layer).__name__} is read once it is built"
-    x, *rest = specs
-    states, others = rest[: len(rest) - masks], rest[len(rest) - masks :]
     before, losses = _state_of(cell), _losses(cell)
     try:
-        step = _home().read_step(step_of(cell, training, structure), structure, x, states, others)
+        step = _home().read_step(CellStep(cell, training, sort.structure), *sort)
         changed = _state_of(cell)
         if changed != before or _losses(cell) != losses:
             names = {a[:2] for a in {*changed} ^ {*before}}
@@ -102,7 +123,9 @@ def _read(cell: Any, training: bool, structure: Any, specs: Sequence[_Key], mask
             raise Refused(step)
         return step
     except Refused as why:
-        return f"the cell {type(cell).__name__} cannot be read: {str(why).rstrip('.')}"
+        # Keras puts the message of an error in bold, between lines of its own.
+        reason = str(why).split("\x1b[1m")[-1].split("\x1b[0m")[0].strip().rstrip(".")
+        return f"the cell {type(cell).__name__} cannot be read: {reason}"
     except Exception as error:  # the user's loop runs whatever goes wrong here
         return f"reading the cell {type(cell).__name__} fails: {type(error).__name__}: {error}"
     finally:
@@ -110,19 +133,31 @@ def _read(cell: Any, training: bool, structure: Any, specs: Sequence[_Key], mask
             del layer._losses[count:]
 
 
-def step_of(cell: Any, training: bool, structure: Any) -> Callable[..., Any]:
-    """The cell's call as a function of flat tensors, with the masks of its dropout."""
-    more = {}
-    if isinstance(cell, keras.Layer) and cell._call_has_training_arg:
-        more["training"] = training
+class CellStep:
+    """The cell's call as a function of flat tensors, with the masks of its dropout.
 
-    def step(x: Tensor, states: list[Tensor], others: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        with _given(cell, others):
-            output, new = cell(x, tree.pack_sequence_as(structure, states), **more)
+    Args:
+        structure: of the states.
+    """
+
+    def __init__(self, cell: Any, training: bool, structure: Any) -> None:
+        self.cell, self.structure, self.more = cell, structure, dict[str, bool]()
+        self.__name__ = type(cell).__name__
+        if isinstance(cell, keras.Layer) and cell._call_has_training_arg:
+            self.more["training"] = training
+
+    def __call__(
+        self, x: Tensor, states: list[Tensor], others: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        with _given(self.cell, others):
+            states = tree.pack_sequence_as(self.structure, states)
+            output, new = self.cell(x, states, **self.more)
         return output, tree.flatten(new)
 
-    step.__name__ = type(cell).__name__
-    return step
+    def variables(self) -> list[Any]:
+        """The variables of the cell's layers, each once."""
+        layers = [layer for layer in _layers(self.cell) if isinstance(layer, keras.Layer)]
+        return list({id(v): v for layer in layers for v in layer.variables}.values())
 
 
 def _layers(cell: Any) -> list[Any]:
@@ -207,7 +242,57 @@ def loop(
         the last output, all outputs in the order of processing, or the last one, and final states.
     """
     structure = tree.map_structure(lambda _: 0, states)
-    call, flat = step_of(cell, training, structure), tree.flatten(states)
+    call, flat = CellStep(cell, training, structure), tree.flatten(states)
     run = _home().loop
-    outputs, final = run(read, call, structure, sequences, flat, masks, mask, options)
-    return outputs[:, -1], outputs, tree.pack_sequence_as(states, final)
+    last, outputs, final = run(read, call, structure, sequences, flat, masks, mask, options)
+    return last, outputs, tree.pack_sequence_as(states, final)
+
+
+def over_time(
+    run: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None, list[Tensor]]],
+    sequences: Tensor,
+    mask: Tensor | None,
+    options: LoopOptions,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Runs a function of sequences ``[B, T, ...]`` as Keras lays them out.
+
+    Args:
+        run: from x and a mask, time first, to the last output, all outputs in the order of time,
+            or None if the options do not ask for them, and final states.
+
+    Returns:
+        see ``loop``.
+    """
+    x = ops.swapaxes(sequences, 0, 1)
+    last, outputs, final = run(x, None if mask is None else ops.swapaxes(mask, 0, 1))
+    if not options.every:
+        return last, ops.expand_dims(last, 1), final
+    outputs = ops.flip(outputs, axis=0) if options.reverse else outputs
+    return last, ops.swapaxes(outputs, 0, 1), final
+
+
+def masked(outputs: Tensor, mask: Tensor, options: LoopOptions, held: bool) -> Tensor:
+    """Outputs ``[T, B, ...]`` like those of Keras's loop at masked steps: zero, or the output of
+    the step before, and zero before a row's first step.
+
+    Args:
+        held: whether they are states, which are held already.
+    """
+
+    def count(flags: Tensor) -> Tensor:
+        """The number of flags up to each step, in the order of processing."""
+        ahead = ops.flip(flags, axis=0) if options.reverse else flags
+        counts = ops.cumsum(ops.cast(ahead, "int32"), axis=0)
+        return ops.flip(counts, axis=0) if options.reverse else counts
+
+    counts = count(mask)
+    shown = mask if options.zero else counts > 0
+    if not (options.zero or held):
+        # The k-th of a row's steps that are not masked is the k-th in this order.
+        time = count(ops.ones_like(mask))
+        order = ops.argsort(ops.where(mask, time, time + ops.shape(mask)[0]), axis=0)
+        at = ops.take_along_axis(order, ops.maximum(counts - 1, 0), axis=0)
+        lead = tuple(range(2, len(outputs.shape)))
+        outputs = ops.take_along_axis(outputs, ops.expand_dims(at, lead), axis=0)
+    shown = ops.reshape(shown, (*ops.shape(shown), *[1] * (len(outputs.shape) - 2)))
+    return ops.where(shown, outputs, ops.zeros_like(outputs))

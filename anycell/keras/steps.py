@@ -12,24 +12,35 @@ import tensorflow as tf
 from keras import ops
 
 from anycell import read
+from anycell.engines import cpu
 from anycell.keras.call import Tensor
 from anycell.keras.graph import Traced, World
-from anycell.keras.reading import LoopOptions
+from anycell.keras.reading import MOST, LoopOptions, masked, over_time
 from anycell.keras.rule import planned
-from anycell.keras.tensors import recurrence
-from anycell.plan import Engine, Layer
-from anycell.plan.call import HELD
+from anycell.keras.tensorflow import recur, watched
+from anycell.layer.sequences import besides_output, by_name
+from anycell.layer.signature import state_names
+from anycell.plan import Engine, Layer, Options, Sizes
 from anycell.read import Reading, Variable
 
 
 class Arrays(read.Arrays):
-    """Functions of a reading on tensors, whose sizes a graph may not know yet."""
+    """Functions of a reading on tensors, whose sizes a graph may not know yet. What would change
+    nothing adds no operation to the graph.
+    """
 
     cat = staticmethod(tf.concat)
     cast = staticmethod(tf.cast)
     zeros = staticmethod(tf.zeros)
     transpose = staticmethod(tf.transpose)
-    broadcast = staticmethod(tf.broadcast_to)
+
+    @staticmethod
+    def broadcast(array: Tensor, shape: Sequence[Any]) -> Tensor:
+        """Repeats axes of one unit; axes whose size the graph does not know are whole."""
+        sizes = zip(array.shape.as_list(), shape, strict=True)
+        if all(n != 1 or (isinstance(size, int) and size == 1) for n, size in sizes):
+            return array
+        return tf.broadcast_to(array, shape)
 
     @staticmethod
     def constant(array: np.ndarray, dtype: Any) -> Tensor:
@@ -37,6 +48,11 @@ class Arrays(read.Arrays):
 
     @staticmethod
     def reshape(array: Tensor, shape: Sequence[Any]) -> Tensor:
+        if array.shape.rank == len(shape) and all(
+            size is None or (isinstance(size, int) and size in (n, -1))
+            for n, size in zip(array.shape.as_list(), shape, strict=True)
+        ):
+            return array
         units = array.shape[1:]
         if len(shape) == 2 and shape[1] == -1 and units.is_fully_defined():
             shape = [-1, units.num_elements()]  # of [rows, ...], so that the graph knows the size
@@ -59,12 +75,11 @@ class Run:
     def __init__(
         self, traced: Traced, x: Tensor, others: Mapping[Variable, Tensor], more: Any
     ) -> None:
-        sizes = tf.shape(x)
         self.steps, self.rows = (
-            sizes[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])
+            tf.shape(x)[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])
         )
         self.dtype, self.memo = x.dtype, dict[Any, Any]()
-        self._traced = traced
+        self._traced, self._x = traced, x
         self._once = World(traced, self.rows, others, **more)
         every = tf.reshape(x, [self.steps * self.rows, *x.shape[2:]])
         self._tiled = {name: self._tile(tensor) for name, tensor in others.items()}
@@ -82,6 +97,8 @@ class Run:
 
     def moving(self, name: Variable) -> Tensor:
         """A value of kind X, ``[steps, ...]``."""
+        if name == self._traced.x:
+            return self._x
         shape = self._traced.shapes[name]
         axis = shape.index(None)
         split = [*shape[:axis], self.steps, self.rows, *shape[axis + 1 :]]
@@ -103,21 +120,24 @@ class Step:
     Attributes:
         of_state: the number of the state that the output is, or None.
         reads: the states, before and after a step, that the output follows from if it is none.
-        graphs: what ``_call`` has made.
+        functions: its loops as graphs, for calls in eager mode; None after the first of a sort.
     """
 
     traced: Traced
     reading: Reading
     of_state: int | None = None
     reads: set[Variable] = field(default_factory=set)
-    graphs: dict[str, Any] = field(default_factory=dict)
+    functions: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def _sizes(self) -> Sizes:
+        return ("H", self.reading.size), *self.reading.sizes.items()
 
     @property
     def engine(self) -> Engine:
         """The engine that runs the cell that was read, and why."""
-        reading, dtype = self.reading, self.traced.dtypes[self.traced.states[0]].name
-        sizes = ("H", reading.size), *reading.sizes.items()
-        chosen = planned(Layer(reading.cell, sizes, dtype=dtype))
+        dtype = self.traced.dtypes[self.traced.states[0]].name
+        chosen = planned(Layer(self.reading.cell, self._sizes, dtype=dtype))
         if isinstance(chosen, str):
             return Engine("composite", chosen)
         return Engine("cpu", f"read as it is written; {chosen.reason}")
@@ -132,6 +152,7 @@ class Step:
         reverse: bool = False,
         sequences: bool = True,
         engine: str | None = None,
+        sure: bool = False,
         **more: Any,
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Runs all steps.
@@ -143,6 +164,7 @@ class Step:
             mask: bool ``[T, B]``, False where the states are held.
             reverse: whether to run from the last step to the first.
             sequences: whether the output is wanted even if it is a state.
+            sure: see ``recur``.
             more: arguments of ``World``.
 
         Returns:
@@ -150,61 +172,72 @@ class Step:
             anything if it is no state; None if it is a state and not wanted.
         """
         traced, reading = self.traced, self.reading
-        x_and_others = x, list(others)
-        arguments = self._call("_arguments", more, *x_and_others, list(states))
-        held = arguments.pop("mask", None)
-        mask = held if mask is None else mask if held is None else mask & held
+        run = Run(traced, x, dict(zip(traced.others, others, strict=True)), more)
+        arrays = self._arrays(run, states)
+        if mask is not None:
+            arrays["mask"] = mask & arrays["mask"] if "mask" in arrays else mask
         before = {name: k for k, name in enumerate(traced.states)}
         after = {name: k for k, name in reversed(list(enumerate(traced.after)))}
         wanted = {after.get(name, before.get(name, 0)) for name in self.reads}
         if self.of_state is not None:
             wanted = {self.of_state} if sequences else set()
         names = [name for k in sorted(wanted) for name in reading.names_of(k)]
-        _, final, *values = recurrence(
-            reading.cell, mask=mask, **HELD, reverse=reverse, engine=engine,
-            return_states=names, **arguments,
+        first, *_ = every = reading.cell.state_names
+        layer = Layer(
+            reading.cell, self._sizes, Options((reverse,)).unread(),
+            sequences=besides_output(names, reading.cell), outputs=first in names, engine=engine,
         )  # fmt: skip
-        named = dict(zip(reading.cell.state_names, final, strict=True))
-        ends = [reading.joined(k, named) for k in range(len(states))]
-        every = {k: reading.joined(k, values[0]) for k in wanted}
+        plain = {n: plain_of(t) for n, t in arrays.items() if n.startswith("weight_")}
+        plain = {name: tensor for name, tensor in plain.items() if tensor is not None}
+        output, ends = recur(layer, arrays, plain, sure)
+        named = dict(zip(every, ends, strict=False))
+        final = [reading.joined(k, named) for k in range(len(states))]
+        values = by_name(names, reading.cell, output, ends[len(every) :])
+        series = {k: reading.joined(k, values) for k in wanted}
         if self.of_state is not None:
-            return every.get(self.of_state), ends
+            return series.get(self.of_state), final
         known = {}
         for name in self.reads:
             if name in after:
-                known[name] = every[after[name]]
+                known[name] = series[after[name]]
             else:
-                k = traced.states.index(name)
-                first, sequence = tf.cast(states[k], x.dtype)[None], every[k]
-                parts = [sequence[1:], first] if reverse else [first, sequence[:-1]]
+                k = before[name]
+                start, sequence = tf.cast(states[k], x.dtype)[None], series[k]
+                parts = [sequence[1:], start] if reverse else [start, sequence[:-1]]
                 known[name] = tf.concat(parts, 0)
-        return self._call("_outputs", more, *x_and_others, list(known.values())), ends
+        return run.after(traced.output, known), final
 
-    def _call(self, name: str, more: dict[str, Any], *tensors: Any) -> Any:
-        """Calls a method; in eager mode as a graph, whose many small operations are fast."""
-        if more or not tf.executing_eagerly():
-            return getattr(self, name)(*tensors, **more)
-        if name not in self.graphs:
-            method = functools.partial(getattr(self, name))
-            self.graphs[name] = tf.function(method, autograph=False, reduce_retracing=True)
-        return self.graphs[name](*tensors)
+    def _arrays(self, run: Run, states: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The tensors of the layer, see ``keras.call.Arrays``."""
+        named = self.reading.call(run, states)
+        arrays = named.pop("weights")
+        arrays["x"] = named["gates"] if named["x"] is None else named["x"]
+        for kind in ("state", "reset_state"):
+            names, values = state_names(kind, self.reading.cell), named.get(kind, ())
+            arrays |= zip(names, values, strict=bool(values))
+        return arrays | {name: named[name] for name in OF_SEQUENCE if name in named}
 
-    def _run(self, x: Tensor, others: Sequence[Tensor], more: dict[str, Any]) -> Run:
-        return Run(self.traced, x, dict(zip(self.traced.others, others, strict=True)), more)
 
-    def _arguments(
-        self, x: Tensor, others: Sequence[Tensor], states: Sequence[Tensor], **more: Any
-    ) -> dict[str, Any]:
-        """The arguments of ``recurrence``."""
-        arguments = self.reading.call(self._run(x, others, more), states)
-        return {name: a for name, a in arguments.items() if name not in HELD}
+def plain_of(weight: Tensor) -> Tensor | None:
+    """In a graph, the tensor whose last two axes were swapped to make a weight; None if there is
+    none.
+    """
+    if tf.executing_eagerly():
+        return None
+    operation, rank = weight.op, weight.shape.rank
+    if operation.type == "Transpose":
+        order = tf.get_static_value(operation.inputs[1])
+        swap = [*range(rank - 2), rank - 1, rank - 2]
+        return operation.inputs[0] if order is not None and [*order] == swap else None
+    if operation.type == "ConcatV2":
+        *parts, axis = operation.inputs
+        plain = [plain_of(part) for part in parts]
+        if tf.get_static_value(axis) == rank - 2 and all(part is not None for part in plain):
+            return tf.concat(plain, rank - 1)
+    return None
 
-    def _outputs(
-        self, x: Tensor, others: Sequence[Tensor], states: Sequence[Tensor], **more: Any
-    ) -> Tensor:
-        """Outputs that are no state, from the states at every step."""
-        known = dict(zip(self.reads, states, strict=True))
-        return self._run(x, others, more).after(self.traced.output, known)
+
+OF_SEQUENCE = "static", "mask", "resets"
 
 
 def loop(
@@ -216,46 +249,75 @@ def loop(
     others: Sequence[Tensor],
     mask: Tensor | None,
     options: LoopOptions,
-) -> tuple[Tensor, list[Tensor]]:
-    """Runs a step that was read over ``[B, T, ...]``, like Keras's loop; returns outputs in the
-    order of processing, or the last one, and final states.
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Runs a step that was read, see ``reading.loop``.
+
+    In eager mode calls after the first of a sort are one call of a graph: the operations around
+    the kernel are many, and small.
     """
-    x, reverse = ops.swapaxes(sequences, 0, 1), options.reverse
-    mask = None if mask is None else ops.swapaxes(mask, 0, 1)
-    outputs, final = step.run(
-        x, states, others, mask=mask, reverse=reverse, sequences=options.every
-    )
-    if outputs is None:  # the output is a state, which is held under a mask
-        assert step.of_state is not None
-        last = final[step.of_state]
+    flat = [sequences, *states, *others, *([] if mask is None else [mask])]
+    counts = len(states), len(others)
+    if not tf.executing_eagerly() or tf.config.functions_run_eagerly():
+        return _loop(step, options, counts, flat)
+    outer = list(step.traced.outer.values())
+    taped = watched([*flat, *outer])
+    sort = options, counts, taped, cpu.threads.current()
+    if taped is None or sort not in step.functions:
+        step.functions = step.functions if len(step.functions) < MOST else {}
+        step.functions[sort] = None
+        return _loop(step, options, counts, flat)
+    if step.functions[sort] is None:
+        body = functools.partial(_alone, step, options, counts, taped)
+        step.functions[sort] = tf.function(body, autograph=False, reduce_retracing=True), {}
+    function, known = step.functions[sort]
+    shapes = tuple([tensor.shape for tensor in flat])
+    if shapes not in known:  # a function looks longer for the graph that fits its arguments
+        known = known if len(known) < MOST else {}
+        known[shapes] = function.get_concrete_function(*flat)
+        step.functions[sort] = function, known
+    last, outputs, final = known[shapes](*flat)
+    return last, outputs, list(final)
+
+
+def _alone(
+    step: Step, options: LoopOptions, counts: tuple[int, int], taped: Sequence[bool], *flat: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The loop in a graph of its own, of which no other gradients are wanted than the ``taped``."""
+    if not any(taped):
+        return _loop(step, options, counts, flat)
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        inputs = zip([*flat, *step.traced.outer.values()], taped, strict=True)
+        tape.watch([tensor for tensor, wanted in inputs if wanted])
+        return _loop(step, options, counts, flat, sure=True)
+
+
+def _loop(
+    step: Step,
+    options: LoopOptions,
+    counts: tuple[int, int],
+    flat: Sequence[Tensor],
+    sure: bool = False,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The loop over a sequence, so many states, so many further tensors and perhaps a mask."""
+    sequences, *rest = flat
+    ends = counts[0], sum(counts)
+    states, others, masks = rest[: ends[0]], rest[ends[0] : ends[1]], rest[ends[1] :]
+
+    def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        outputs, final = step.run(
+            x, states, others, mask=mask, reverse=options.reverse, sequences=options.every,
+            sure=sure,
+        )  # fmt: skip
+        end = 0 if options.reverse else -1
+        if step.of_state is None:
+            assert outputs is not None
+            outputs = outputs if mask is None else masked(outputs, mask, options, False)
+            return outputs[end], outputs, final
+        last = final[step.of_state]  # which is held under a mask
         if mask is not None:
-            end = 0 if reverse else -1
             seen = mask[end] if options.zero else ops.any(mask, axis=0)
             last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
-        return ops.expand_dims(last, 1), final
-    if reverse:
-        outputs = ops.flip(outputs, axis=0)
-        mask = None if mask is None else ops.flip(mask, axis=0)
-    if mask is not None:
-        outputs = _masked(outputs, mask, options.zero, step.of_state is not None)
-    return ops.swapaxes(outputs if options.every else outputs[-1:], 0, 1), final
+            outputs = None if outputs is None else masked(outputs, mask, options, True)
+        return last, outputs, final
 
-
-def _masked(outputs: Tensor, mask: Tensor, zero: bool, held: bool) -> Tensor:
-    """Outputs ``[T, B, ...]`` like those of Keras's loop at masked steps: zero, or the output of
-    the step before, and zero before a row's first step.
-
-    Args:
-        held: whether they are states, which are held already.
-    """
-    counts = ops.cumsum(ops.cast(mask, "int32"), axis=0)
-    shown = mask if zero else counts > 0
-    if not (zero or held):
-        # The k-th of a row's steps that are not masked is the k-th in this order.
-        time = ops.cumsum(ops.ones_like(counts), axis=0)
-        order = ops.argsort(ops.where(mask, time, time + ops.shape(mask)[0]), axis=0)
-        at = ops.take_along_axis(order, ops.maximum(counts - 1, 0), axis=0)
-        lead = tuple(range(2, len(outputs.shape)))
-        outputs = ops.take_along_axis(outputs, ops.expand_dims(at, lead), axis=0)
-    shown = ops.reshape(shown, (*ops.shape(shown), *[1] * (len(outputs.shape) - 2)))
-    return ops.where(shown, outputs, ops.zeros_like(outputs))
+    return over_time(run, sequences, next(iter(masks), None), options)

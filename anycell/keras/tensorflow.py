@@ -17,8 +17,9 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from tensorflow.python.framework import ops as graphs
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_graphs
+from tensorflow.python.ops.resource_variable_ops import variable_accessed
 from tensorflow.python.saved_model import save_context
 
 from anycell.engines import cpu
@@ -54,6 +56,7 @@ from anycell.layer.sequences import keeping
 from anycell.plan import Layer, Options, plan
 
 Array = npt.NDArray[Any]
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _CONTROL_FLOW = control_flow_graphs.ControlFlowFuncGraph  # the body of a loop, or a branch
 
 
@@ -67,6 +70,21 @@ def on_gpu(x: Tensor) -> bool:
 def recorded() -> bool:
     """Whether a tape, or an accumulator of forward mode, may watch what is computed now."""
     return bool(record.could_possibly_record())
+
+
+def watched(values: Sequence[Any]) -> tuple[bool, ...] | None:
+    """Says which tensors and variables a tape watches; None if forward mode watches one."""
+    if not record.could_possibly_record():
+        return (False,) * len(values)
+    tensors = []
+    for value in values:
+        if isinstance(value, tf.Variable):
+            variable_accessed(value)
+            value = value.handle
+        tensors.append(value)
+    if _carries_tangents(tensors):
+        return None
+    return tuple([bool(record.should_record_backprop([tensor])) for tensor in tensors])
 
 
 def refusal() -> str | None:
@@ -91,8 +109,16 @@ def _exporting() -> bool:
     return False
 
 
-def recur(layer: Layer, arrays: Arrays) -> Result:
-    """Runs a layer on the kernels where they can be called, else step by step."""
+def recur(
+    layer: Layer, arrays: Arrays, plain: Mapping[str, Tensor] = NOTHING, sure: bool = False
+) -> Result:
+    """Runs a layer on the kernels where they can be called, else step by step.
+
+    Args:
+        plain: tensors whose last two axes were swapped to make the weights of these names. Kernels
+            read them as they are, so that no operation has to copy them.
+        sure: whether no gradients can be wanted but those that a tape of now records.
+    """
     chosen = planned(layer._replace(dtype=arrays["x"].dtype.name))
     why = chosen if isinstance(chosen, str) else refusal()
     if why is None and on_gpu(arrays["x"]):
@@ -103,12 +129,14 @@ def recur(layer: Layer, arrays: Arrays) -> Result:
     # Variables are read here, outside the gradient.
     arrays = {name: tf.convert_to_tensor(array) for name, array in arrays.items()}
     check(layer, arrays)
-    return (composite if elsewhere else run)(layer, arrays)
+    return composite(layer, arrays) if elsewhere else run(layer, arrays, plain, sure)
 
 
 @tf.autograph.experimental.do_not_convert
-def run(layer: Layer, arrays: Arrays) -> Result:
-    """Runs a layer on the fused kernels, differentiable as often as wanted."""
+def run(
+    layer: Layer, arrays: Arrays, plain: Mapping[str, Tensor] = NOTHING, sure: bool = False
+) -> Result:
+    """Runs a layer on the fused kernels, differentiable as often as wanted; see ``recur``."""
     x, kernel, integers = arrays["x"], arrays.get("kernel"), quantized(arrays)
     # It is unknown whether a gradient will be wanted. Without a tape, and outside of training, that
     # is unlikely: nothing is kept, and a backward pass would run the forward pass again.
@@ -130,6 +158,7 @@ def run(layer: Layer, arrays: Arrays) -> Result:
         return composite(layer, arrays)
     parts = {"x": x} | {n: t for n, t in arrays.items() if n not in _OF_NO_GRADIENT}
     flags = {n: arrays[n] for n in _FLAGS if n in arrays}
+    parts |= plain
     wanted = names = tuple(parts)
     flat = list(parts.values())
     tensors = [*flat, *flags.values()]
@@ -140,7 +169,8 @@ def run(layer: Layer, arrays: Arrays) -> Result:
     layer = layer._replace(options=layer.options._replace(threads=threads))
     cell = stepped(layer.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name
-    kernels = _kernels(layer, cell, dtype, names, tuple(flags), wanted, keep)
+    turned = frozenset(plain)
+    kernels = _kernels(layer, cell, dtype, names, tuple(flags), wanted, keep, sure, turned)
     ends = _ends(kernels, *tensors)
     return (ends[0], tuple(ends[1:])) if layer.outputs else (None, tuple(ends))
 
@@ -259,7 +289,8 @@ def _behind(source: Any) -> _Kernels:
 @tf.RegisterGradient(FORWARD)
 def _of_forward(op: Any, *arriving: Tensor) -> list[Tensor]:
     kernels, inputs, outputs = _of(op)
-    kernels = replace(kernels, wanted=kernels.parts)
+    if not kernels.sure:
+        kernels = replace(kernels, wanted=kernels.parts)
     count, flags = kernels.ends, len(kernels.flags)
     kept = outputs[len(outputs) - kernels.kept :]
     grads = _gradient(kernels, inputs, arriving[:count], kept)
@@ -281,6 +312,8 @@ def _gradient(
     """Returns the gradients of ``parts``, None for unwanted ones. They can be differentiated again,
     through the composite.
     """
+    if not kernels.wanted:
+        return [None] * len(kernels.parts)
     arriving = [tf.convert_to_tensor(part) for part in arriving]  # a gather passes IndexedSlices
     taped = record.could_possibly_record()
     if taped and _carries_tangents(arriving):
@@ -344,6 +377,7 @@ def _first(kernels: _Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tens
     wanted = [named[name] for name in kernels.wanted]
     with tf.GradientTape() as inner:
         inner.watch(wanted)
+        named |= {name: tf.linalg.matrix_transpose(named[name]) for name in kernels.turned}
         outputs, final = composite(layer, named)
         ends = (outputs, *final) if layer.outputs else final
     return inner.gradient(ends, wanted, arriving, tf.UnconnectedGradients.ZERO)
@@ -426,6 +460,8 @@ class _Kernels:
         flags: the names of the other tensors, from ``_FLAGS``; they come last in ``tensors``.
         wanted: the names among ``parts`` whose gradients are wanted.
         keep: whether the forward pass keeps what the backward pass reads.
+        sure: whether no other gradients than ``wanted`` can be asked for later.
+        turned: the names of weights whose last two axes are swapped, see ``recur``.
         life: in a graph, refers to the handle that lives as long as graphs that call the kernels.
     """
 
@@ -434,6 +470,8 @@ class _Kernels:
     flags: tuple[str, ...]
     wanted: tuple[str, ...]
     keep: bool
+    sure: bool = False
+    turned: frozenset[str] = frozenset()
     life: weakref.ref[Any] | None = None
 
     @property
@@ -549,14 +587,18 @@ class _Kernels:
         return [self._as_given(name, grads) for name in self.wanted]
 
     def _as_given(self, name: str, gradients: dict[str, Array]) -> Array:
-        """Returns a gradient laid out like Keras's tensor, see ``Arrays``."""
+        """Returns a gradient laid out like its tensor, see ``Arrays`` and ``turned``."""
+        if name in self.turned:
+            return gradients[name].swapaxes(-1, -2)
         if name in KERNELS:
             return gradients[KERNELS[name]].T
         return gradients[name][0] if name.startswith(OF_STATES) else gradients[name]
 
     def _arguments(self, tensors: Sequence[Array]) -> tuple[Options, dict[str, Array]]:
         """Returns the arguments of ``anycell.layer``."""
-        layer, arrays = lowered(self.layer, dict(zip(self.names, tensors, strict=False)))
+        named = dict(zip(self.names, tensors, strict=False))
+        named |= {name: named[name].swapaxes(-1, -2) for name in self.turned}
+        layer, arrays = lowered(self.layer, named)
         return layer.options, arrays
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from anycell.keras.call import OF_STATES, Tensor, flags
+from anycell.keras.primitive import recurrence
 from anycell.keras.tensorflow import recur
 from anycell.lang.cell import Cell
 from anycell.layer.checks import (
@@ -29,52 +30,36 @@ from anycell.layer.primitive import (
     options_and_seed,
 )
 from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.plan import OPTIONS, FunctionOptions, Layer, takes
+from anycell.plan import Layer
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+# The arguments that are tensors, or dictionaries and sequences of them.
+_OF_TENSORS = "x gates weights params state reset_state static recurrent_mask".split()
 
 
-@takes(OPTIONS)
-def recurrence(
-    cell: Cell,
-    x: Tensor | None,
-    weights: Mapping[str, Tensor | None],
-    state: Tensor | Sequence[Tensor | None] | None = None,
-    params: Mapping[str, Tensor | None] | None = None,
-    *,
-    gates: Tensor | None = None,
-    mask: Tensor | None = None,
-    lengths: Tensor | Sequence[int] | None = None,
-    resets: Tensor | None = None,
-    reset_state: Tensor | Sequence[Tensor | None] | None = None,
-    recurrent_mask: Tensor | None = None,
-    static: Tensor | None = None,
-    return_states: bool | str | Sequence[str] | None = None,
-    engine: str | None = None,
-    **options: Unpack[FunctionOptions],
-) -> tuple[Any, ...]:
-    """``anycell.keras.recurrence`` on tensors of TensorFlow."""
+def recur_over(cell: Cell, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """``anycell.keras.recurrence`` on TensorFlow.
+
+    Args:
+        given: its arguments by name, but for the options.
+    """
     check_cell(cell)
-    weights, params = _tensors(weights), _tensors({} if params is None else params)
+    given = {**given, **{name: _tensors(given[name]) for name in _OF_TENSORS}}
+    weights, params = given["weights"], {} if given["params"] is None else given["params"]
     named = learned_by_name(TENSORFLOW, cell, cell.learned, weights=weights, params=params)
-    name, series = _tensors(input_of(x, gates, named))
+    name, series = input_of(given["x"], given["gates"], named)
     if isinstance(series, tf.Tensor) and (series.shape.rank is None or series.shape[-1] is None):
         expected = "[time, batch, features], of which the features are known in a graph"
         refuse(name, f"shape {series.shape}", expected, f"Set them with {name}.set_shape.")
     check_input(TENSORFLOW, cell, name, series, "weight_ih" not in named)
     like = named.get("weight_hh", [*named.values(), series][0])
-    state, reset_state, static, recurrent_mask = _tensors(
-        (state, reset_state, static, recurrent_mask)
-    )
-    steps, rows, _ = series.shape
-    arrays, sizes = arguments(
-        TENSORFLOW, cell, series, named, rows, like, state, reset_state, static, recurrent_mask
-    )
+    steps, rows, _ = series.shape.as_list()
+    others = [given[name] for name in ("state", "reset_state", "static", "recurrent_mask")]
+    arrays, sizes = arguments(TENSORFLOW, cell, series, named, rows, like, *others)
     _fit(name, series, series.shape, "as the weights", like)
+    engine, mask, lengths, resets = (given[n] for n in ("engine", "mask", "lengths", "resets"))
     choice("engine", engine, None, "cpu", "reference")
     how, seed = options_and_seed(options, recurrence)
-    wanted = check_return_states(cell, return_states)
+    wanted = check_return_states(cell, given["return_states"])
     if lengths is not None and (None in (steps, rows) or not _visible(lengths)):
         lengths = tf.convert_to_tensor(lengths)
         within = _within(tf.shape(series)[0], lengths)
@@ -90,11 +75,11 @@ def recurrence(
         if f"state {declared.name}" not in arrays:
             value = tf.constant(declared.initial, series.dtype)
             arrays[f"state {declared.name}"] = tf.fill(shape, value)
-    others = besides_output(wanted, cell)
-    layer = Layer(cell, tuple(sizes.items()), how, sequences=others, engine=engine)
+    sequences = besides_output(wanted, cell)
+    layer = Layer(cell, tuple(sizes.items()), how, sequences=sequences, engine=engine)
     output, values = recur(layer, arrays)
-    final, sequences = values[: len(cell.states)], values[len(cell.states) :]
-    return (output, final, by_name(wanted, cell, output, sequences)) if wanted else (output, final)
+    final, further = values[: len(cell.states)], values[len(cell.states) :]
+    return (output, final, by_name(wanted, cell, output, further)) if wanted else (output, final)
 
 
 def _tensors(values: Any) -> Any:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from anycell.keras.call import Arrays, Result, lowered
+import keras
+import torch
+import torch.utils._pytree as pytree
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+from anycell.keras.call import Arrays, Result, Tensor, lowered
+from anycell.keras.reading import CellStep, LoopOptions, masked, over_time
 from anycell.plan import Layer
+from anycell.read import Reading
 from anycell.torch import functional
+from anycell.torch.around import Surroundings
+from anycell.torch.loop import obstacle
+from anycell.torch.planned import ReadStep
+from anycell.torch.proven import plan_of
+from anycell.torch.record import SKIPPED
+from anycell.torch.stepwise import Steps
 
 
 def run(layer: Layer, arrays: Arrays) -> Result:
@@ -17,3 +33,87 @@ def run(layer: Layer, arrays: Arrays) -> Result:
     with torch.autocast(tensors["x"].device.type, enabled=False):
         outputs, final, _ = functional.run_layer(layer, tensors)
     return outputs if layer.outputs else None, tuple(state[0] for state in final)
+
+
+# -- cells that users wrote ------------------------------------------------------------------------
+
+_LEAF = pytree.tree_structure(0)
+_ROWS = 4  # of the call that is read
+SKIPPED.append(str(Path(keras.__file__).parent))
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step that was read, and the cell's variables."""
+
+    plan: ReadStep
+    variables: Sequence[Any]
+
+    @property
+    def reading(self) -> Reading:
+        return self.plan.reading
+
+
+def unreadable() -> str | None:
+    """Why steps that were read cannot run here and now, or None."""
+    if in_stateless_scope():
+        return "a StatelessScope of Keras has values of its own for variables"
+    return obstacle()
+
+
+def read_step(
+    step: CellStep, structure: Any, x: Any, states: Sequence[Any], others: Sequence[Any]
+) -> Step | str:
+    """Reads a step by ``anycell.torch``'s reader, and proves it; see ``keras.jax.read_step``."""
+    if (why := unreadable()) is not None:
+        return why
+
+    def ones(spec: Any, *lead: int) -> Tensor:
+        shape, dtype = spec
+        sizes = [_ROWS if size is None else size for size in shape]
+        return keras.ops.ones((*lead, *sizes), dtype)
+
+    masks = dict(enumerate(map(ones, others)))
+    sample = _steps(ones(x, 1), list(map(ones, states)))
+    variables = step.variables()
+
+    def one(x: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        if states[0].dtype != sample.state[0].dtype:  # Keras would cast the trial's numbers
+            raise TypeError("a cell of Keras computes in its own dtype")
+        return step(x, states, list(masks.values()))
+
+    around = Surroundings(one)
+    places = [(vars(variable), "_value", variable.path) for variable in variables]
+    for holder, name, label in [*places, *((masks, k, f"mask {k}") for k in masks)]:
+        around.add(holder, name, label)
+    plan = plan_of(one, around, sample, step.__name__)
+    return plan if isinstance(plan, str) else Step(plan, variables)
+
+
+def _steps(x: Tensor, states: list[Tensor], *more: Any) -> Steps:
+    """A call over ``x`` ``[T, B, ...]``."""
+    tree = pytree.tree_structure([0] * len(states))
+    return Steps([x], _LEAF, states, tree, True, x.shape[1], *more)
+
+
+def loop(
+    read: Step,
+    step: CellStep,
+    structure: Any,
+    sequences: Tensor,
+    states: Sequence[Tensor],
+    others: Sequence[Tensor],
+    mask: Tensor | None,
+    options: LoopOptions,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Runs a step that was read, see ``reading.loop``."""
+    tensors = [*(vars(variable)["_value"] for variable in read.variables), *others]
+
+    def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        call = _steps(x, list(states), mask, None, None, options.reverse)
+        outputs, final = read.plan.replay(call, tensors)
+        if mask is not None and not options.zero:
+            outputs = masked(outputs, mask, options, False)
+        return outputs[0 if options.reverse else -1], outputs, final
+
+    return over_time(run, sequences, mask, options)

@@ -75,7 +75,9 @@ class RNN(Explained, base.Layer):
 
     Parameters, by name: ``weight_ih_l{k}`` ``[gates * H, in]``, ``weight_hh_l{k}``
     ``[gates * H, H]``, ``bias_ih_l{k}`` and ``bias_hh_l{k}`` ``[gates * H]``, ``{name}_l{k}``
-    ``[H]`` for each parameter of the cell, ``weight_{name}_l{k}`` for a further matmul in a step.
+    ``[size]`` for each parameter of the cell, ``weight_{name}_l{k}`` for a further matmul in a
+    step. Where gates have sizes of their own, ``weight_ih`` and ``bias_ih`` have their sum in place
+    of gates * H, ``weight_hh`` and ``bias_hh`` rows for the gates of size H.
     Names of the reverse direction end in ``_reverse``. Gates are in the cell's order. All this is
     as in ``torch.nn``, so that weights move freely between the two; see ``set_parameters``.
 

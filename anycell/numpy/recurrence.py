@@ -55,15 +55,16 @@ def recurrence(
     All arrays have one dtype, float32, float64 or 16 bits, and any strides.
 
     Args:
-        cell: a cell of G gates; its hidden size H follows from ``gates_x``.
-        gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order.
-        weights: weights of the matmuls in a step, by name. ``weight_hh`` is ``[G*H, H]``, for all
-            gates; any other ``weight_<name>`` ``[out, in]`` or ``[heads, out/heads, in/heads]``,
-            where out counts all outputs of the matmul, one after the other. Biases, where there
-            are any: ``bias_hh``, ``bias_<name>``.
+        cell: a cell of G gates; its hidden size H, and its other sizes, follow from the arrays.
+        gates_x: ``[T, B, W]``, the input projection of each gate, in the declared order. W is the
+            sum of the gates' sizes, G*H where each has H units.
+        weights: weights of the matmuls in a step, by name. ``weight_hh`` has rows for all gates of
+            size H, and a column for each unit of the first state; any other ``weight_<name>`` is
+            ``[out, in]`` or ``[heads, out/heads, in/heads]``, where out counts all outputs of the
+            matmul, one after the other. Biases, where there are any: ``bias_hh``, ``bias_<name>``.
         state: ``[B, size]`` per state (for one state one array will do); None, for all or for one
             of them, starts from the declared initial value. ``reset_state`` may also be ``[size]``.
-        params: the cell's per-unit parameters by name, ``[H]``.
+        params: the cell's parameters by name, ``[size]``.
         engine: "cpu" or "reference"; None takes the plan's choice, see ``anycell.explain``.
         {mask lengths resets reset_state static recurrent_mask options}
 

@@ -129,6 +129,16 @@ OF_CALL = tuple(name for name, option in OPTIONS.items() if not option.attribute
 
 # Docstring sentences for the other arguments of a call.
 ARRAYS = {
+    "weights": "what the layer learns, by public names (``cell.learned``). W is the sum of the "
+    "gates' sizes, G*H where each has H units: ``weight_ih`` ``[W, I]`` and ``weight_hh`` "
+    "``[W, size of the first state]``, with rows in the cell's order of gates, in ``weight_hh`` of "
+    "those of size H only; optionally ``bias_ih`` and ``bias_hh`` with the same rows; "
+    "``weight_<name>`` and ``bias_<name>`` of each further matmul, ``[out, in]`` or ``[heads, "
+    "out/heads, in/heads]``; each parameter of the cell, ``[size]``. A value of None means that "
+    "the weight is absent.",
+    "gates": "``[T, B, W]``, laid out as x, the input's projection onto the gates, side by side, "
+    "in place of x: ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, "
+    "if given.",
     "mask": "bool ``[T, B]``, laid out as x, False where a step does nothing: the state is held, "
     "and values there have no influence, not even NaN.",
     "lengths": "integers ``[B]`` from 0 to T, the number of steps of each row. The reverse "
@@ -139,7 +149,7 @@ ARRAYS = {
     "any real dtype.",
     "reset_state": "the state that resets restore, laid out as the initial state; it may be "
     "learned. Default: the values that the cell declares.",
-    "static": "``[B, H]``, the input per sequence of a cell that declares one.",
+    "static": "``[B, size]``, the input per sequence of a cell that declares one.",
     "recurrent_mask": "``[B, H]``, or ``[G, B, H]`` for one per gate, where H is the size of the "
     "first state: multiplies that state before the recurrent matmul in all layers and directions.",
     "return_states": "names of the states to return after every step, or True for all.",

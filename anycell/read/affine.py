@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from anycell.read.arrays import neighbours
 from anycell.read.units import Graph, Run, Source, Units, once
 
 
@@ -41,9 +42,11 @@ class Matrix:
             picks = np.zeros((len(self.columns), len(self.rows)))
             picks[np.arange(len(self.columns)), self.columns] = self.sign
             return arrays.constant(picks, run.dtype)
-        matrix = self.fetch(run)
-        matrix = arrays.move(arrays.index(matrix, self.columns), 0, 1)
-        matrix = arrays.index(matrix, self.rows)
+        matrix, rows = arrays.index(self.fetch(run), self.columns), self.rows
+        if neighbours(rows):  # before the axes change, which a frontend may leave to the kernel
+            matrix = arrays.move(arrays.take(matrix, 0, int(rows[0]), len(rows)), 0, 1)
+        else:
+            matrix = arrays.index(arrays.move(matrix, 0, 1), rows)
         return -matrix if self.sign < 0 else matrix
 
 

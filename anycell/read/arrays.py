@@ -23,6 +23,8 @@ class Arrays:
     @staticmethod
     def take(array: Any, axis: int, start: int, size: int) -> Any:
         """Neighbouring places of an axis."""
+        if array.shape[axis] == size:
+            return array
         return array[(slice(None),) * axis + (slice(start, start + size),)]
 
     @staticmethod
@@ -35,8 +37,6 @@ class Arrays:
         """The places ``at`` of the last axis."""
         if not neighbours(at):
             return cls.gather(array, at)
-        if len(at) == array.shape[-1]:
-            return array
         return cls.take(array, len(array.shape) - 1, int(at[0]), len(at))
 
     @classmethod

@@ -108,7 +108,7 @@ class Surroundings:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    self._place(tensors, name, name)
+                    self.add(tensors, name, name)
                 self.guards.append((name, tensor is None))
         for name in [*module.__dict__]:
             if name not in _ORDINARY:
@@ -122,7 +122,8 @@ class Surroundings:
                 self.walk(method)
                 names += _names(method.__code__)
 
-    def _place(self, holder: Any, name: str, label: str) -> None:
+    def add(self, holder: Any, name: Any, label: str) -> None:
+        """Adds a tensor in a dictionary or in the cell of a closure."""
         self.places.append((holder, name))
         self.labels.append(label)
 
@@ -132,7 +133,7 @@ class Surroundings:
         except ValueError:  # a variable that has no value yet
             return
         if isinstance(value, Tensor):
-            self._place(holder, name, label)
+            self.add(holder, name, label)
         elif isinstance(value, _WALKED):
             self.walk(value)
         else:

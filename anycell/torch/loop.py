@@ -64,12 +64,9 @@ class Readings:
         """Runs a step over time; returns the output and the last state."""
         plan: ReadStep | str
         tensors = around.tensors()
-        if observed():
-            plan = "tensors of a trace, of torch.func, of a mode or of another type are no memory"
-        elif autocast():
-            plan = "autocast chooses a dtype for each operation of the step"
-        elif (hooked := around.hooked()) is not None:
-            plan = hooked
+        why = obstacle() or around.hooked()
+        if why is not None:
+            plan = why
         else:
             signature = call.signature(tensors)
             known = self.plans.get((key, signature))
@@ -97,6 +94,13 @@ class Readings:
         if len(self.plans) > _MOST:
             self.plans.popitem(last=False)
         return plan
+
+
+def obstacle() -> str | None:
+    """Why steps that were read cannot run here and now, or None."""
+    if observed():
+        return "tensors of a trace, of torch.func, of a mode or of another type are no memory"
+    return "autocast chooses a dtype for each operation of the step" if autocast() else None
 
 
 # -- doors -----------------------------------------------------------------------------------------

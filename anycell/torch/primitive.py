@@ -62,19 +62,11 @@ def recurrence(
         cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the tensors.
         x: ``[T, B, I]``, or a ``PackedSequence`` of rows of I; then resets must be packed too. If
             ``weights`` have no ``weight_ih``, x must be projected already, like ``gates``.
-        weights: what the layer learns, by public names (``cell.learned``): ``weight_ih``
-            ``[G*H, I]`` and ``weight_hh`` ``[G*H, size of the first state]``, with rows in the
-            cell's order of gates; optionally ``bias_ih`` and ``bias_hh`` ``[G*H]``;
-            ``weight_<name>`` and ``bias_<name>`` of each further matmul, ``[out, in]`` or
-            ``[heads, out/heads, in/heads]``; each parameter of the cell, ``[H]``. A value of None
-            means that the weight is absent.
         state: ``[B, size]`` per state, or the tensor itself for one state; None, for all states or
             one of them, is the declared value. ``reset_state`` may also be ``[size]``.
         params: the cell's parameters, if they are kept apart from the weights.
-        gates: ``[T, B, G*H]`` or packed, the input's projection onto each gate, in place of x:
-            ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, if given.
         engine: "cpu", "gpu" or "reference" (step by step); None chooses the engine that fits.
-        {mask lengths resets reset_state static recurrent_mask return_states options}
+        {weights gates mask lengths resets reset_state static recurrent_mask return_states options}
 
     Returns:
         the output ``[T, B, size of the first state]``, packed like x, and a tuple of the final

@@ -27,7 +27,8 @@ from anycell.read import Body, Equation, Refused, Rule, Values, Variable, leaves
 
 A = torch.ops.aten
 ROWS = (3, 5)  # of the two recordings
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# Folders whose code is not the user's; frontends above torch add their frameworks.
+SKIPPED = [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
 
 
 @dataclass(eq=False)
@@ -259,7 +260,7 @@ def raised(error: BaseException) -> str:
 
 
 def _of_user(file: str) -> bool:
-    return not file.startswith((*_SKIPPED, "<")) or file == "<stdin>"
+    return not file.startswith((*SKIPPED, "<")) or file == "<stdin>"
 
 
 def _refuse(problem: str, instead: str = "", where: str | None = None) -> Any:

@@ -149,11 +149,12 @@ class RNN(Recurrent, OfCell):
             ``recurrence`` says which of these calls run fused.
 
     Parameters, shaped as torch's: ``weight_ih_l{k}``, ``weight_hh_l{k}``, ``bias_ih_l{k}``,
-    ``bias_hh_l{k}`` with rows in the cell's order of gates, ``{name}_l{k}`` ``[H]`` for each
-    parameter of the cell, ``weight_{name}_l{k}`` for each further matmul; names of the reverse
-    direction end in ``_reverse``. ``RNN(cells.LSTM, ...)`` and ``torch.nn.LSTM`` load each other's
-    checkpoints, as do ``RNN(cells.GRU, ...)`` and ``torch.nn.GRU``. Initial values are those that
-    the cell declares, or U(-1/sqrt(H), 1/sqrt(H)), drawn in torch's order.
+    ``bias_hh_l{k}`` with rows in the cell's order of gates, those of ``hh`` for gates of size H
+    only; ``{name}_l{k}`` ``[size]`` for each parameter of the cell, ``weight_{name}_l{k}`` for each
+    further matmul; names of the reverse direction end in ``_reverse``. ``RNN(cells.LSTM, ...)`` and
+    ``torch.nn.LSTM`` load each other's checkpoints, as do ``RNN(cells.GRU, ...)`` and
+    ``torch.nn.GRU``. Initial values are those that the cell declares, or U(-1/sqrt(H), 1/sqrt(H)),
+    drawn in torch's order.
 
     All tensors must have the dtype and device of the weights. float32, bfloat16 and float16 run
     fused on the CPU and on a GPU with Triton, float64 on the CPU, others step by step; ``engine``
