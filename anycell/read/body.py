@@ -140,7 +140,7 @@ class Body:
         return chosen[::-1]
 
     def sources(self, wanted: Iterable[Variable], known: Collection[Variable]) -> set[Variable]:
-        """Those of the known values that others are computed from."""
+        """Returns the known values that others are computed from."""
         used = {v for equation in self.needed(wanted, known) for v in equation.operands}
         return {v for v in (*used, *wanted) if v in known}
 
@@ -320,7 +320,7 @@ class Reader(Functions):
         return self._rowed[v]
 
     def differs(self, v: Variable) -> bool:
-        """What ``per_row`` returns; it asks ``per_row`` itself of other values."""
+        """The result of ``per_row``, which asks ``per_row`` itself of other values."""
         axis, equation = self.axis_of(v), v.equation
         if axis is None or axis >= len(v.shape) or v.shape[axis] == 1 or v.number is not None:
             return False
