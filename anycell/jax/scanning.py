@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from anycell.explanation import explain
+from anycell.explanation import explain_read
 from anycell.jax import exact, fused
 from anycell.jax.equations import evaluated
 from anycell.jax.read import Body
@@ -91,13 +91,8 @@ def explain_scan(
     """
     traced = Traced(lambda: jax.lax.scan(f, init, xs, length, reverse, unroll))
     body, reason = traced.road()
-    if body is None:
-        return f"jax.lax.scan runs this body: {reason}"
-    reading = body.reading
-    return (
-        f"A fused kernel runs this body.\n\nThe cell that was read:\n\n{reading.text}\n"
-        f"{explain(reading.cell, hidden_size=reading.size)}"
-    )
+    read = None if body is None else body.reading
+    return explain_read("jax.lax.scan", read, "" if body is None else str(body.dtype), reason)
 
 
 @dataclass(frozen=True)
