@@ -632,7 +632,7 @@ def test_a_reading_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     """Say, if the table took one function for another."""
     from anycell.jax import table
 
-    monkeypatch.setattr(table, "ELEMENTWISE", table.ELEMENTWISE | {"sin": "cos"})
+    monkeypatch.setitem(table.TABLE, "sin", "cos")
     monkeypatch.setattr(scanning, "_PROVED", {})
     f = lambda h, x: (jnp.sin(h) + x.sum(), None)  # noqa: E731
     told = aj.explain_scan(f, START, XS)

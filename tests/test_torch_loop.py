@@ -453,10 +453,10 @@ STEPS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "attribute": (lambda m, x, h: (setattr(m, "seen", h), h)[1], "the step changes seen"),
     "list": (lambda m, x, h: (HERE.append(h), h)[1], "the step changes a list"),
     "function": (lambda m, x, h: Doubled.apply(h), "calls a torch.autograd.Function"),
-    "fewer bits": (lambda m, x, h: h.float().double(), "from torch.float64 to torch.float32"),
+    "fewer bits": (lambda m, x, h: h.float().double(), "from float64 to float32"),
     "matrix of x": (
         lambda m, x, h: torch.einsum("bi,bij->bj", h, x[:, :1, None] * m.u),
-        "a matrix",
+        "the matrix of this product",
     ),
     "attention": (lambda m, x, h: (h @ h.T).softmax(-1) @ h, "two axes|mixes the rows"),
     "no rule": (lambda m, x, h: torch.special.bessel_j0(h), "special_bessel_j0"),
@@ -465,7 +465,7 @@ STEPS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "elsewhere": (lambda m, x, h: h * m.held.there, "no parameter, buffer or attribute"),
     "shape of values": (lambda m, x, h: h + h[h > 0].sum(), "shape depends on values"),
     "rounded sixth": (lambda m, x, h: F.hardsigmoid(h), "relu6"),
-    "autocast inside": (lambda m, x, h: autocast_inside(m, h), "converts a value|differs by"),
+    "autocast inside": (lambda m, x, h: autocast_inside(m, h), "is converted|differs by"),
     "no gradient": (lambda m, x, h: no_gradient(h), "the gradient of"),
 }
 

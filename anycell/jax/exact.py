@@ -6,7 +6,6 @@ bits, from which others follow than in JAX: two programs that draw alike still d
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from anycell.jax.equations import CALLS, ELEMENTWISE, STRUCTURAL, evaluated
+from anycell.jax.equations import CALLS, OPS, evaluated
+from anycell.jax.table import STRUCTURAL, letters
 from anycell.lang.namespaces import namespace
 from anycell.lang.ops import TABLE
 from anycell.read import Refused
@@ -29,16 +29,7 @@ _WHOLE = frozenset("add sub mul neg lt le gt ge eq ne".split())
 
 
 def _dot(params: Any, a: Array, b: Array) -> Array:
-    (ca, cb), (ba, bb) = params["dimension_numbers"]
-    letters = iter(string.ascii_letters)
-    left = [next(letters) for _ in a.shape]
-    right = [next(letters) for _ in b.shape]
-    for i, j in zip((*ca, *ba), (*cb, *bb), strict=True):
-        right[j] = left[i]
-    batch = [left[i] for i in ba]
-    rest = [left[i] for i in range(a.ndim) if i not in (*ca, *ba)]
-    rest += [right[j] for j in range(b.ndim) if j not in (*cb, *bb)]
-    form = f"{''.join(left)},{''.join(right)}->{''.join(batch + rest)}"
+    form = letters(params["dimension_numbers"], [a.ndim, b.ndim])
     return np.einsum(form, a, b, optimize=True)
 
 
@@ -96,6 +87,7 @@ _RULES: dict[str, Callable[..., Array]] = {
     "log1p": lambda p, a: np.log1p(a),
     "max": lambda p, a, b: np.maximum(a, b),
     "min": lambda p, a, b: np.minimum(a, b),
+    "pow": lambda p, a, b: a**b,
     "reduce_max": lambda p, a: a.max(tuple(p["axes"])),
     "reduce_min": lambda p, a: a.min(tuple(p["axes"])),
     "reduce_sum": lambda p, a: a.sum(tuple(p["axes"])),
@@ -158,7 +150,7 @@ def _results(eqn: Any, operands: list[Array]) -> Sequence[Array]:
         return evaluate(getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()), *operands)
     if name == "scan":
         return _scan(params, operands)
-    op = ELEMENTWISE.get(name, "")
+    op = OPS.get(name, "")
     if op == "identity":
         return operands
     if name in _ANY:

@@ -18,29 +18,26 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from anycell import read
 from anycell.jax.equations import (
-    BOOL,
-    Equation,
-    Values,
-    Variable,
     at_all_steps,
-    evaluate,
+    execute,
+    found,
     inlined,
-    needed,
     origin,
     place,
-    value,
-)  # fmt: skip
+    variable,
+)
 from anycell.jax.primitive import planned, recurrence
 from anycell.jax.table import Reader
 from anycell.plan import Plan
-from anycell.read import Reading, Refused
+from anycell.read import Equation, Reading, Refused, Values, Variable
 
 Array = Any
 MANY, UNITS = 32, 1024  # parts and units of cells whose states have two axes, but no batch
 
 
-class Body:
+class Body(read.Body):
     """The body of a ``lax.scan`` that was read.
 
     Args:
@@ -61,73 +58,51 @@ class Body:
                 "this step has side effects",
                 "return what is to be printed, and print it afterwards",
             )
-        arguments = [Variable(v.aval) for v in jaxpr.invars]
-        self.consts, self.carry = arguments[:consts], arguments[consts:][:carries]
-        self.x = arguments[consts + carries :]
-        self.equations: list[Equation] = []
+        arguments = [variable(v.aval) for v in jaxpr.invars]
+        equations: list[Equation] = []
         variables = dict(zip(jaxpr.invars, arguments, strict=True))
         for v, array in zip(jaxpr.constvars, closed.consts, strict=True):
-            variables[v] = Variable(v.aval, constant=array)
-        results = inlined(jaxpr, variables, self.equations)
-        self.after, self.y = results[:carries], results[carries:]
-        self.ahead = self._ahead()
-        self.states = [k for k in range(carries) if k not in self.ahead]
-        self._classify()
-        self._check()
-        self.dtype = self.carry[self.states[0]].aval.dtype
+            variables[v] = variable(v.aval, constant=array)
+        results = inlined(jaxpr, variables, equations)
+        super().__init__(
+            arguments[:consts], arguments[consts + carries :], arguments[consts:][:carries],
+            results[carries:], results[:carries], equations,
+        )  # fmt: skip
+        # Counters and keys; of floating point numbers only single ones, unless all carries are.
+        ranks = [len(v.shape) for v in self.states]
+        self.sort(
+            k for k, v in enumerate(self.states)
+            if not v.floating or (not v.shape and max(ranks) > 0)
+        )  # fmt: skip
+        carried = jaxpr.invars[consts:][:carries]
+        self.dtype = self._checked([getattr(v.aval, "weak_type", False) for v in carried])
         self.reading = self._read(name, _names(jaxpr, consts, carries))
         self.jitted = jax.jit(self.run, static_argnames=("steps", "reverse", "engine"))
 
-    # -- kinds of values -------------------------------------------------------------------------
-    def _ahead(self) -> list[int]:
-        """The carries that are computed beforehand: counters, keys, and all else that no state
-        enters; of floating point numbers only single ones, unless all carries are.
-        """
-        depends: dict[Variable, set[int]] = {v: {k} for k, v in enumerate(self.carry)}
-        for equation in self.equations:
-            into = set().union(*(depends.get(v, ()) for v in equation.operands))
-            depends |= dict.fromkeys(equation.results, into)
-        ranks = [len(v.shape) for v in self.carry]
-        ahead = {
-            k for k, v in enumerate(self.carry)
-            if not v.floating or (not v.shape and max(ranks) > 0)
-        }  # fmt: skip
-        while late := {k for k in ahead if depends.get(self.after[k], set()) - ahead}:
-            ahead -= late
-        return sorted(ahead)
-
-    def _classify(self) -> None:
-        for k, v in enumerate(self.carry):
-            v.kind = "X" if k in self.ahead else "S"
-        for v in self.x:
-            v.kind = "X"
-        for equation in self.equations:
-            kinds = {v.kind for v in equation.operands}
-            for v in equation.results:
-                v.kind = "S" if "S" in kinds else "X" if "X" in kinds else "F"
-
-    def _check(self) -> None:
-        carries = [self.carry[k] for k in self.states]
-        reals = {v.aval.dtype for v in carries if v.floating}
+    def _checked(self, weak: Sequence[bool]) -> str:
+        """The dtype of the states."""
+        carries = [self.states[k] for k in self.moving]
+        reals = {v.dtype for v in carries if v.floating}
         if not reals:
             self._refuse(
                 "no real floating point numbers are carried from step to step",
                 "carry them as float32, complex numbers as two such arrays",
             )
-        others = {v.aval.dtype for v in carries} - reals - {BOOL}
+        others = {v.dtype for v in carries if not v.boolean} - reals
         if others or len(reals) > 1:
-            names = ", ".join(sorted(map(str, reals | others)))
             self._refuse(
-                f"carries that depend on states have the dtypes {names}",
+                "carries that depend on states have the dtypes "
+                f"{', '.join(sorted(reals | others))}",
                 "carry floating point numbers of one dtype, and booleans",
             )
-        if any(getattr(v.aval, "weak_type", False) for v in carries):
+        if any(weak[k] for k in self.moving):
             self._refuse(
                 "a carry is weakly typed, as Python's numbers are",
                 "start from an array with a dtype, such as jnp.zeros(shape, jnp.float32)",
             )
-        if any(0 in v.shape for v in (*self.carry, *self.x)):
+        if any(0 in v.shape for v in (*self.states, *self.x)):
             self._refuse("an array of the loop is empty", "a loop over more than nothing")
+        return reals.pop()
 
     def _refuse(self, problem: str, instead: str) -> NoReturn:
         where = f"{self.where}: " if self.where else ""
@@ -135,7 +110,7 @@ class Body:
 
     def _axes(self) -> list[int | None]:
         """The axes that may be the batch's, the likeliest first; None for states without one."""
-        shapes = [self.carry[k].shape for k in self.states]
+        shapes = [self.states[k].shape for k in self.moving]
         rank = min(map(len, shapes))
         axes: list[int | None] = [
             axis for axis in range(rank) if len({shape[axis] for shape in shapes}) == 1
@@ -157,10 +132,11 @@ class Body:
             try:
                 reader = Reader(self, axis)
                 self.rows = reader.graph.rows or 1
-                reading = reader.read(name, names)
+                reading = reader.read(names, name)
             except Refused as refusal:
                 refusals.append(refusal)
                 continue
+            self.moved = [v for v in reader.values if v.kind == "X"]
             # Rows that are read as units may have states, weights and products of their own.
             parts = len(reading.pieces) + len(reading.params) + len(reading.weights)
             if axis is not None or parts <= MANY:
@@ -179,50 +155,31 @@ class Body:
             results = self.run(consts, first, flipped, steps=steps, reverse=False, engine=engine)
             return [*results[:carries], *(jnp.flip(y, 0) for y in results[carries:])]
         run = Run(self, consts, first, xs, steps, reverse)
-        states = [first[k] for k in self.states]
         every = reading.cell.state_names
-        seen = [k for k in range(len(states)) if self._seen(k)]
+        seen = self.seen()
         wanted = [n for n in every[1:] if any(n in reading.names_of(k) for k in seen)]
         output, final, *more = recurrence(
-            reading.cell, **reading.call(run, states), return_states=wanted or None,
-            reverse=reverse, engine=engine,
+            reading.cell, **reading.call(run, [first[k] for k in self.moving]),
+            return_states=wanted or None, reverse=reverse, engine=engine,
         )  # fmt: skip
         sequences = {every[0]: output} | (dict(more[0]) if more else {})
         last = list(first)
         for k, values in zip(self.ahead, run.final, strict=True):
             last[k] = values
-        moving = dict(run.moving)
-        for k, number in enumerate(self.states):
-            before, after = self.carry[number], self.after[number]
+        for k, number in enumerate(self.moving):
+            before, after = self.states[number], self.after[number]
             last[number] = self._user(k, dict(zip(every, final, strict=True)))
             if k in seen:
                 sequence = self._user(k, sequences)
                 start = jnp.asarray(first[number])[None]
                 parts = [sequence[1:], start] if reverse else [start, sequence[:-1]]
-                moving[before] = jnp.concatenate(parts)
-                moving[after] = sequence
-        equations = needed(self.equations, self.y, {*moving, *run.fixed})
-        return [*last, *at_all_steps(equations, self.y, moving, run.fixed, steps)]
+                run.series[before] = jnp.concatenate(parts)
+                run.series[after] = sequence
+        return [*last, *at_all_steps(self.outputs, run.series, run.values, steps)]
 
     def _user(self, k: int, values: dict[str, Array]) -> Array:
         state = self.reading.joined(k, values)
-        dtype = self.carry[self.states[k]].aval.dtype
-        return state > 0.5 if dtype == BOOL else state
-
-    @functools.cached_property
-    def _late(self) -> list[Equation]:
-        """The equations of outputs, from the states after the steps and before."""
-        known = [v for v in (*self.carry, *self.after) if v.kind == "S"]
-        known += [v for e in self.equations for v in e.results if v.kind != "S"]
-        return needed(self.equations, self.y, known)
-
-    def _seen(self, k: int) -> bool:
-        """Whether outputs need a sequence of the state."""
-        used = {*self.y, *(v for equation in self._late for v in equation.operands)}
-        number = self.states[k]
-        return self.carry[number] in used or (
-            self.after[number] in used and self.after[number].kind == "S"
-        )
+        return state > 0.5 if self.states[self.moving[k]].boolean else state
 
 
 class Run:
@@ -232,29 +189,39 @@ class Run:
         self, body: Body, consts: Sequence[Array], first: Sequence[Array], xs: Sequence[Array],
         steps: int, reverse: bool,
     ) -> None:  # fmt: skip
-        self.memo: dict[Any, Any] = {}
-        self.dtype, self.steps, self.rows = body.dtype, steps, body.rows
-        self.fixed: Values = dict(zip(body.consts, consts, strict=True))
-        evaluate([e for e in body.equations if e.results[0].kind == "F"], self.fixed)
-        carried = [body.carry[k] for k in body.ahead]
+        self.body, self.memo = body, dict[Any, Any]()
+        self.dtype, self.steps, self.rows = jnp.dtype(body.dtype), steps, body.rows
+        self.values = Values(dict(zip(body.fixed, consts, strict=True)), execute)
+        self.values.update((v, first[k]) for k, v in enumerate(body.states) if v.kind == "F")
+        for equation in body.equations:
+            if equation.results[0].kind == "F":
+                self.values[equation.results[0]]
+        carried = [body.states[k] for k in body.ahead]
         results = [body.after[k] for k in body.ahead]
-        equations = needed(body.equations, results, {*carried, *body.x, *self.fixed})
 
         def step(carry: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
-            values = self.fixed | dict(zip((*carried, *body.x), (*carry, *x), strict=True))
-            evaluate(equations, values)
-            return [value(v, values) for v in results], carry
+            known = dict(zip((*carried, *body.x), (*carry, *x), strict=True))
+            values = Values(known, execute, found(self.values))
+            return [values[v] for v in results], carry
 
         self.final: list[Array] = []
-        self.moving: Values = dict(zip(body.x, xs, strict=True))
+        self.series = Values(dict(zip(body.x, xs, strict=True)), execute)  # of all steps
         if carried:
             start = [first[k] for k in body.ahead]
             self.final, ahead = jax.lax.scan(step, start, list(xs), steps, reverse)
-            self.moving |= dict(zip(carried, ahead, strict=True))
-        late = [e for e in body.equations if e.results[0].kind == "X"]
-        wanted = [v for e in late for v in e.results]
-        values = at_all_steps(late, wanted, self.moving, self.fixed, steps)
-        self.moving |= dict(zip(wanted, values, strict=True))
+            self.series |= dict(zip(carried, ahead, strict=True))
+
+    def fixed(self, v: Variable) -> Array:
+        """A value of kind F."""
+        return jnp.asarray(self.values.get(v, v.constant))
+
+    def moving(self, v: Variable) -> Array:
+        """A value of kind X at all steps; with it, all that are needed."""
+        if v not in self.series:
+            wanted = self.body.moved
+            values = at_all_steps(wanted, self.series, self.values, self.steps)
+            self.series |= dict(zip(wanted, values, strict=True))
+        return self.series[v]
 
 
 def _names(jaxpr: Any, consts: int, carries: int) -> list[str]:

@@ -191,7 +191,7 @@ def tried(body: Body, closed: Any) -> str:
     Results, and their derivatives in a random direction of all arrays at once, are computed in
     float64. An outer program that is being traced does not notice.
     """
-    consts, carries = len(body.consts), len(body.carry)
+    consts, carries = len(body.fixed), len(body.states)
 
     def loop(*flat: Array) -> list[Array]:
         def step(carry: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
@@ -206,8 +206,12 @@ def tried(body: Body, closed: Any) -> str:
         parts = flat[:consts], flat[consts : consts + carries], flat[consts + carries :]
         return body.run(*parts, steps=STEPS, reverse=False, engine="reference")
 
-    shapes = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in (*body.consts, *body.carry)]
-    shapes += [jax.ShapeDtypeStruct((STEPS, *v.shape), v.aval.dtype) for v in body.x]
+    avals = closed.in_avals
+    leads = [()] * (consts + carries) + [(STEPS,)] * len(body.x)
+    shapes = [
+        jax.ShapeDtypeStruct((*lead, *aval.shape), aval.dtype)
+        for lead, aval in zip(leads, avals, strict=True)
+    ]
     derived = "custom_vjp" not in str(closed)  # which have no such derivative
     both = [Program(function, shapes, derived) for function in (loop, read)]
     rng = np.random.default_rng(0)
@@ -217,7 +221,7 @@ def tried(body: Body, closed: Any) -> str:
         np.zeros(shape.shape) if _floating(shape) and (i >= consts or len(shape.shape) < 2) else a
         for i, (a, shape) in enumerate(zip(random, shapes, strict=True))
     ]
-    dtype = "float64" if body.dtype == np.float64 else "float64 of float32 constants"
+    dtype = "float64" if body.dtype == "float64" else "float64 of float32 constants"
     for start, arrays in (("random states", random), ("states of zeros", zeros)):
         theirs, mine = (program(arrays, directions) for program in both)
         for name, array in theirs.items():  # where the loop has no number, any will do

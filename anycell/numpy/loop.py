@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ from anycell.layer.checks import describe, refuse
 from anycell.layer.primitive import arguments
 from anycell.numpy import passes, threads
 from anycell.numpy.check import STRICT
-from anycell.numpy.read import Read, Recording, Ref, Traced, read_step, start
+from anycell.numpy.read import Read, Recording, Traced, execute, read_step, start
 from anycell.plan import Options, plan
 from anycell.plan.dtype import dtypes
-from anycell.read import Reading, Refused
+from anycell.read import Reading, Refused, Values, Variable
 from anycell.read.proof import STEPS, difference, starts
 
 Tree = Any  # an array, or a tuple, list or dict of trees
@@ -131,29 +130,37 @@ def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
     return filled(tree, [function(leaf) for leaf in leaves(tree)])
 
 
-@dataclass
 class _Run:
-    """The arrays of a call, for the reading."""
+    """The arrays of a call, for the reading.
 
-    recording: Recording
-    xs: Sequence[np.ndarray]
-    dtype: np.dtype[Any]
-    rows: int
+    Args:
+        arrays: of ``Recording.arrays``.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, read: Read, arrays: Sequence[np.ndarray], xs: Sequence[np.ndarray],
+        first: Sequence[np.ndarray],
+    ) -> None:  # fmt: skip
+        body = read.recording
         self.memo: dict[Any, Any] = {}
-        self.steps = len(self.xs[0])
-        self.fixed = [np.asarray(a, self.dtype) for a in self.recording.fixed]
-        self.known: list[dict[int, Any]] = [
-            {number: array[t] for number, array in enumerate(self.xs)} for t in range(self.steps)
+        self.steps, self.dtype = len(xs[0]), first[0].dtype
+        self.rows = first[body.moving[0]].shape[0] if read.reading.axis == 0 else 1
+        self._fixed: dict[Variable, Any] = dict(zip(body.fixed, arrays, strict=True))
+        self._fixed |= {v: first[k] for k, v in enumerate(body.states) if v.kind == "F"}
+        self._x = dict(zip(body.x, xs, strict=True))
+        self.known = [
+            Values({v: x[t] for v, x in self._x.items()}, execute, self._fixed.get)
+            for t in range(self.steps)
         ]
 
-    def moving(self, number: int, part: int | None = None) -> np.ndarray:
+    def fixed(self, v: Variable) -> np.ndarray:
+        """A value of kind F."""
+        array: np.ndarray = self.known[0][v]
+        return array
+
+    def moving(self, v: Variable) -> np.ndarray:
         """A result that depends on no state, at all steps."""
-        if number < len(self.xs):
-            return self.xs[number]
-        results = [self.recording.evaluate(known, [Ref(number)])[0] for known in self.known]
-        return np.stack([r if part is None else r[part] for r in results])
+        return self._x[v] if v in self._x else np.stack([values[v] for values in self.known])
 
 
 class _Call:
@@ -175,9 +182,9 @@ class _Call:
         count = len(self.xs)
         output, after = owner.step(filled(x, traced[:count]), filled(state, traced[count:]))
         self.output, self.after = output, after
-        self.after_refs = [self._ref(leaf) for leaf in leaves(after)]
-        self.output_refs = [self._ref(leaf) for leaf in leaves(output)]
-        if len(self.after_refs) != len(self.first):
+        self.recording.after += map(_variable, leaves(after))
+        self.recording.outputs += map(_variable, leaves(output))
+        if len(self.recording.after) != len(self.first):
             raise Refused("the step returns a state of another structure than it is given")
         for leaf in leaves(after):
             if leaf.dtype != self.dtype:
@@ -187,18 +194,13 @@ class _Call:
                 )
         self.read = self._known()
 
-    def _ref(self, leaf: Any) -> Ref:
-        if isinstance(leaf, Traced):
-            return Ref(leaf.number)
-        raise Refused("a result of the step depends neither on x nor on a state")
-
     def _known(self) -> Read:
         """The reading of the step, from an earlier call or proven now."""
         name = getattr(self.owner.step, "__name__", type(self.owner.step).__name__)
-        key = f"{self.dtype} {self.recording.key([*self.after_refs, *self.output_refs])}"
+        key = self.recording.key()
         if key not in self.owner._read:
             try:
-                read = read_step(self.recording, self.after_refs, name)
+                read = read_step(self.recording, name)
                 self._prove(read)
                 self.owner._read[key] = read
             except Refused as error:
@@ -230,37 +232,43 @@ class _Call:
     def _results(
         self, read: Read, xs: Sequence[Any], first: Sequence[Any], engine: str | None
     ) -> tuple[Tree, Tree]:
-        rows = first[0].shape[0] if read.reading.axis == 0 else 1
-        run = _Run(self.recording, xs, self.dtype, rows)
-        states = range(len(first))
+        body, reading = read.recording, read.reading
+        run = _Run(read, self.recording.arrays, xs, first)
         # Sequences are wanted of states that outputs need: as they are, or to compute others.
-        after = {ref.number: k for k, ref in enumerate(self.after_refs)}
-        plain = all(ref.number in after for ref in self.output_refs)
-        wanted = {after[ref.number] for ref in self.output_refs} if plain else set(states)
-        sequences, finals = _recurrence(read.reading, run, first, wanted, engine)
-        whole = {k: read.reading.joined(k, sequences) for k in wanted}
-        last = [read.reading.joined(k, finals) for k in states]
-        if plain:
-            outputs = [whole[after[ref.number]] for ref in self.output_refs]
-        else:
-            outputs = self._outputs(run, first, whole)
-        return filled(self.output, outputs), filled(self.after, last)
+        wanted = body.seen()
+        sequences, finals = _recurrence(
+            reading, run, [first[k] for k in body.moving], wanted, engine
+        )
+        last = list(first)
+        for place, k in enumerate(body.moving):
+            last[k] = reading.joined(place, finals)
+        whole = {body.moving[place]: reading.joined(place, sequences) for place in wanted}
+        return filled(self.output, self._outputs(body, run, first, whole)), filled(self.after, last)
 
     def _outputs(
-        self, run: _Run, first: Sequence[Any], whole: Mapping[int, np.ndarray]
+        self, body: Recording, run: _Run, first: Sequence[Any], whole: Mapping[int, np.ndarray]
     ) -> list[np.ndarray]:
-        """Outputs that are no states, from the states of all steps."""
-        count, steps = len(self.xs), []
-        for t, known in enumerate(run.known):
-            for k, ref in enumerate(self.after_refs):
-                known[count + k] = first[k] if t == 0 else whole[k][t - 1]
-                known[ref.number] = whole[k][t]
-            steps.append(run.recording.evaluate(known, self.output_refs))
+        """The outputs, from the states of all steps."""
+        known = {body.after[k]: array for k, array in whole.items()}
+        if all(v in known for v in body.outputs):
+            return [known[v] for v in body.outputs]
+        steps = []
+        for t, values in enumerate(run.known):
+            for k, array in whole.items():
+                values[body.states[k]] = first[k] if t == 0 else array[t - 1]
+                values[body.after[k]] = array[t]
+            steps.append([values[v] for v in body.outputs])
         return [np.stack(parts) for parts in zip(*steps, strict=True)]
 
 
+def _variable(leaf: Any) -> Variable:
+    if isinstance(leaf, Traced):
+        return leaf.variable
+    raise Refused("a result of the step depends neither on x nor on a state")
+
+
 def _recurrence(
-    reading: Reading, run: _Run, first: Sequence[Any], wanted: set[int], engine: str | None
+    reading: Reading, run: _Run, first: Sequence[Any], wanted: Sequence[int], engine: str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sequences of the wanted states, and all final states, by the cell's names."""
     cell, call = reading.cell, reading.call(run, first)
@@ -271,18 +279,10 @@ def _recurrence(
     static = call.get("static")
     state = tuple(np.ascontiguousarray(s) for s in call["state"])
     arrays, sizes = arguments(
-        STRICT,
-        cell,
-        series,
-        learned,
-        run.rows,
-        series,
-        state,
-        call.get("reset_state"),
-        static,
+        STRICT, cell, series, learned, run.rows, series, state, call.get("reset_state"), static,
         None,
-    )
-    names = tuple(n for k in sorted(wanted) for n in reading.names_of(k))
+    )  # fmt: skip
+    names = tuple(n for k in wanted for n in reading.names_of(k))
     others = tuple(dict.fromkeys(n for n in names if n != cell.state_names[0]))
     chosen = plan(cell, sizes["H"], run.dtype.name, engine, sizes)
     options = Options(threads=threads.current()).unread()

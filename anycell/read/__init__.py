@@ -1,11 +1,17 @@
-"""Cells read from a framework's own code: units, their text as an ``@cell``, and the proof.
+"""Cells read from a framework's own code: equations, units, their text as an ``@cell``, the proof.
 
-Frontends trace the user's step and have a table of their framework's operations; what is here
+Frontends record the user's step, and have a table of their framework's operations; what is here
 knows no framework.
 """
 
+from anycell.read.arrays import Arrays
+from anycell.read.body import Body, Equation, Reader, Rule, Values, Variable, leaves, mapped, row
+from anycell.read.functions import known
 from anycell.read.printer import read
 from anycell.read.reading import Reading
 from anycell.read.units import Graph, Outer, Refused, Value
 
-__all__ = ["Graph", "Outer", "Reading", "Refused", "Value", "read"]
+__all__ = [
+    "Arrays", "Body", "Equation", "Graph", "Outer", "Reader", "Reading", "Refused", "Rule", "Value",
+    "Values", "Variable", "known", "leaves", "mapped", "read", "row",
+]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from anycell.read.units import Graph, Run, Source, Units, neighbours, once
+from anycell.read.units import Graph, Run, Source, Units, once
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +46,8 @@ class Matrix:
             picks[np.arange(len(self.columns)), self.columns] = self.sign
             return arrays.constant(picks, run.dtype)
         matrix = self.fetch(run)
-        everything = len(self.rows) == matrix.shape[0] and neighbours(self.rows)
         matrix = arrays.move(arrays.index(matrix, self.columns), 0, 1)
-        matrix = matrix if everything else arrays.index(matrix, self.rows)
+        matrix = arrays.index(matrix, self.rows)
         return -matrix if self.sign < 0 else matrix
 
 

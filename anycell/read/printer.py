@@ -20,8 +20,9 @@ from anycell import lang
 from anycell.lang.cell import ARRAYS
 from anycell.lang.text import from_text
 from anycell.read.affine import Affine, Constant, Matrix, affine
+from anycell.read.arrays import neighbours
 from anycell.read.reading import Flags, Piece, Reading
-from anycell.read.units import Graph, Refused, Source, Units, Value, neighbours, occurrences
+from anycell.read.units import Graph, Refused, Source, Units, Value, occurrences
 
 # How tightly the operators of Python bind; a call binds as a name does.
 COMPARISON, OR, AND, SUM, PRODUCT, SIGN, NAME = range(7)
@@ -157,9 +158,7 @@ class _Printer:
         """The units of a new state."""
         graph = self.graph
         if not isinstance(value, Value):
-            value = graph.elementwise(
-                "identity", graph.outside(value, shape, self.axis), boolean=source.boolean
-            )
+            value = graph.elementwise("identity", graph.outside(value, shape, self.axis))
         axis, _, units = graph.view(value)
         if axis != self.axis or value.shape != shape:
             graph.refuse("a new state has another layout than the state")

@@ -12,7 +12,8 @@ import numpy as np
 from anycell import lang
 from anycell.plan.call import HELD
 from anycell.read.affine import Affine, Constant, Matrix
-from anycell.read.units import Run, Source, neighbours
+from anycell.read.arrays import neighbours
+from anycell.read.units import Run, Source
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,9 +29,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from anycell.read.arrays import neighbours
+
 ROW = 32  # the bit from which on an index has the row
 UNIT = (1 << ROW) - 1
 
+CONDITIONS = frozenset(
+    "lt le gt ge eq ne logical_and logical_or logical_not logical_xor truth".split()
+)
 Units = np.ndarray  # numbers of units, [n]
 Run = Any  # a call: the arrays that its Outer values are computed from
 
@@ -63,6 +68,7 @@ class Outer:
         per_row: False if it is known not to vary along the axis of the batch.
         number: its value, if that is one known number.
         units: the units of an X value that is affine in other X values.
+        axis: its axis of the batch, if that is known.
     """
 
     kind: str
@@ -72,6 +78,7 @@ class Outer:
     per_row: bool = True
     number: float | None = None
     units: Value | None = None
+    axis: int | None = None
 
 
 Operand = Value | Outer | float | int
@@ -286,6 +293,12 @@ class Graph:
 
     def elementwise(self, op: str, *operands: Operand, boolean: bool = False) -> Value:
         """Applies an op of the printer's table."""
+        first = operands[0]
+        boolean = (
+            boolean
+            or op in CONDITIONS
+            or (op == "identity" and isinstance(first, (Value, Outer)) and first.boolean)
+        )
         shapes = [o.shape for o in operands if isinstance(o, (Value, Outer))]
         shape = np.broadcast_shapes(*shapes)
         axis, units = self._common(operands, shape)
@@ -658,8 +671,3 @@ def occurrences(at: np.ndarray) -> np.ndarray:
     turn = np.empty(len(at), np.int64)
     turn[order] = np.arange(len(at)) - np.repeat(new, np.diff(new, append=len(at)))
     return turn
-
-
-def neighbours(units: Units) -> bool:
-    """Whether units follow each other."""
-    return bool((units == units[0] + np.arange(len(units))).all())

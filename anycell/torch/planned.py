@@ -18,11 +18,11 @@ from anycell.layer.sequences import besides_output
 from anycell.layer.signature import state_names
 from anycell.plan import Call as Layer
 from anycell.plan import Engine, Options
-from anycell.read import Refused, Value
+from anycell.read import Refused, Value, Variable
 from anycell.torch import ops
 from anycell.torch.functional import engine_of, fused_plan, layer
 from anycell.torch.read import Reader
-from anycell.torch.record import Recording, Run, Var
+from anycell.torch.record import Recording, Run
 from anycell.torch.stepwise import Steps, stepwise, unmasked, wide
 from anycell.torch.tape import Tape
 
@@ -46,19 +46,18 @@ class ReadStep:
         self.recording, self.reading, self.merged = recording, reader.reading, merged
         self.output_tree, self.state_tree, self.others = trees
         states, after = recording.states, recording.after
-        self.moving = [states.index(var) for var in reader.states]  # states that change
+        self.moving, before = recording.moving, [states[k] for k in recording.moving]
         results = {after[k]: place for place, k in enumerate(self.moving)}
-        known = frozenset([*results, *reader.states])
+        known = {*results, *before}
         # Outputs that are no part of a state are computed after the loop, from all states.
         others = [v for v in recording.outputs if v.kind == "S" and v not in known]
         found = {var: _part(reader, var, [after[k] for k in self.moving]) for var in others}
         self.parts = {var: part for var, part in found.items() if part is not None}
         later = [var for var in others if var not in self.parts]
         self.later = list(dict.fromkeys(later))
-        used = {v for node in recording.plan(self.later, known) for v in node.inputs}
-        used.update(recording.outputs)
+        used = recording.sources(self.later, known) | {*recording.outputs}
         self.after = {var: place for var, place in results.items() if var in used}
-        self.before = {var: place for place, var in enumerate(reader.states) if var in used}
+        self.before = {var: place for place, var in enumerate(before) if var in used}
         wanted = {*self.after.values(), *self.before.values()}
         wanted |= {place for place, _ in self.parts.values()}
         names = [self.reading.names_of(place) for place in sorted(wanted)]
@@ -76,7 +75,7 @@ class ReadStep:
         flags = self.reading.flags
         if call.resets is not None and flags is not None:
             return "resets= for a step that holds or resets its own state"
-        changing = len(self.moving) + len(self.recording.counted)
+        changing = len(self.moving) + len(self.recording.ahead)
         if call.resets is not None and changing < len(call.state):
             return "resets= with a state that the step never changes"
         if call.reverse and flags is not None and flags.restored is not None:
@@ -100,7 +99,7 @@ class ReadStep:
         call: Steps,
         tensors: Sequence[Tensor],
         engine: str | None = None,
-        drawn: Mapping[Var, Tensor] | None = None,
+        drawn: Mapping[Variable, Tensor] | None = None,
     ) -> tuple[Any, Any]:
         """Returns the output and the last state.
 
@@ -168,16 +167,14 @@ class ReadStep:
         """The values of a call that need no state of floats."""
         step, xs = self.recording, unmasked(call)
         run = Run(step, tensors, xs, call.state, call.rows, self.merged)
-        if step.counted:
-            before, after = (
-                [group[k] for k in step.counted] for group in (step.states, step.after)
-            )
+        if step.ahead:
+            before, after = ([group[k] for k in step.ahead] for group in (step.states, step.after))
 
             def count(x: list[Tensor], state: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
                 return state, run.one(x, dict(zip(before, state, strict=True)), after)
 
-            first = [call.state[k] for k in step.counted]
-            restored = call.restored and [call.restored[k] for k in step.counted]
+            first = [call.state[k] for k in step.ahead]
+            restored = call.restored and [call.restored[k] for k in step.ahead]
             trees = (pytree.tree_structure([0] * len(group)) for group in (xs, first))
             counting = Steps(list(xs), next(trees), first, next(trees), *call[4:])
             series, run.last = stepwise(count, counting._replace(restored=restored))
@@ -230,7 +227,7 @@ class ReadStep:
         final = list(call.state)
         for place, k in enumerate(self.moving):
             final[k] = self._state(place, ends, call)
-        for place, k in enumerate(self.recording.counted):
+        for place, k in enumerate(self.recording.ahead):
             final[k] = run.last[place]
         outputs = self._outputs(call, run, series)
         for place, value in self.others:
@@ -283,7 +280,7 @@ class ReadStep:
         return torch.where(wide(starts, before, call), restored, before)
 
 
-def _part(reader: Reader, var: Var, after: Sequence[Var]) -> tuple[int, int] | None:
+def _part(reader: Reader, var: Variable, after: Sequence[Variable]) -> tuple[int, int] | None:
     """Finds the new state that an output is a part of, and where the part begins; None for none."""
     value = reader.values.get(var)
     if not isinstance(value, Value) or not value.ids.size:

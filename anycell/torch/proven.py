@@ -123,11 +123,12 @@ def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
             for rows in ROWS
         ]
         recording = record(flat, parts, xs, states, call.batched)
-    for node in recording.nodes:
-        for var in node.inputs:
-            if var in recording.constants:
+    constants = recording.constants
+    for equation in recording.equations:
+        for var in equation.operands:
+            if var in constants:
                 raise Refused(
-                    f"{node.where}: this uses a tensor ({describe(var.data)}) that is no "
+                    f"{equation.where}: this uses a tensor ({describe(var.constant)}) that is no "
                     "parameter, buffer or attribute of a module, and no variable around the step. "
                     "Instead: register it as a buffer."
                 )
@@ -138,8 +139,9 @@ def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
                 "(for 3 rows). Instead: return states as they were passed"
             )
     reader = Reader(recording, _labels(call), title)
-    moving = [v for node in recording.nodes for v in node.made if v is not None and v.kind == "X"]
-    merged = call.batched and all(var.axis is not None for var in [*moving, *recording.xs])
+    made = [v for equation in recording.equations for v in equation.results]
+    moving = [v for v in made if v.kind == "X" and v.dtype != "none"]
+    merged = call.batched and all(var.axis is not None for var in [*moving, *recording.x])
     reason: str | None = None
     for way in (True, False) if merged else (False,):
         plan = ReadStep(recording, reader, list(trees), way)
@@ -205,7 +207,7 @@ def _compared(
     rows, own = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
     shapes = [(rows, *t.shape[1:]) if call.has_rows(t, 0) else tuple(t.shape) for t in call.state]
     tensors, inputs = [], []
-    for tensor, var in zip(around.tensors(), plan.recording.tensors, strict=True):
+    for tensor, var in zip(around.tensors(), plan.recording.fixed, strict=True):
         tensor = tensor if var.axis is None else tensor[:rows]
         tensor = tensor.detach().to(dtype if tensor.dtype is own else tensor.dtype, copy=True)
         tensors.append(tensor.requires_grad_(tensor.is_floating_point()))
@@ -235,7 +237,7 @@ def _compared(
                 with around.swapped(tensors):
                     expected = _results(stepwise(step, trial), leaves)
         # The derivative of torch's hardsigmoid is rounded to float32.
-        rounded = any(node.packet is A.hardsigmoid for node in plan.recording.nodes)
+        rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
         name = "float32" if rounded else str(dtype).removeprefix("torch.")
         reason = proof.difference(expected, mine, name, start)
         if reason is not None:

@@ -8,9 +8,10 @@ or for all steps at once.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anycell.read import Refused
+from anycell.read import Body, Equation, Refused, Rule, Values, Variable, leaves, mapped
 
 A = torch.ops.aten
 ROWS = (3, 5)  # of the two recordings
@@ -30,50 +31,15 @@ _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 @dataclass(eq=False)
-class Var:
-    """A tensor of a recording.
+class Var(Variable):
+    """A tensor of a recording, with the shape that it has in the first one.
 
     Attributes:
-        kind: "F", the same at all steps; "X", which the step's input enters; "S", a state.
-        shape, dtype: those of the first recording.
-        axis: the axis of the batch, if there is one.
-        alike: whether it is known to be the same for all rows of the batch.
-        node, place: which operation made it, and which of its results it is.
-        data: the tensor itself, if the step took it from elsewhere.
+        constant: the tensor itself, if the step took it from elsewhere.
         inside: whether the step makes that tensor itself, out of numbers.
-        number: its value, if that is one known number.
     """
 
-    kind: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    axis: int | None = None
-    alike: bool = False
-    node: Node | None = None
-    place: int = 0
-    data: Tensor | None = None
     inside: bool = False
-    number: float | None = None
-
-
-@dataclass(eq=False)
-class Node:
-    """An operation of a recording; ``name`` is that of the operation that the user called."""
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    where: str
-    made: list[Any] = field(default_factory=list)
-    name: str = ""
-
-    @property
-    def inputs(self) -> list[Var]:
-        return list(_vars((self.args, list(self.kwargs.values()))))
-
-    @property
-    def packet(self) -> Any:
-        return self.op.overloadpacket
 
 
 @dataclass(frozen=True)
@@ -91,15 +57,7 @@ class Like:
     dtype: torch.dtype
 
 
-def _vars(value: Any) -> Any:
-    if isinstance(value, Var):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _vars(item)
-
-
-TABLE: dict[Any, Callable[..., Any]] = {}  # rules of ``read``, by packets of ATen
+TABLE: dict[Any, Rule] = {}  # rules of ``read``, by packets of ATen
 
 
 # -- recording -------------------------------------------------------------------------------------
@@ -142,25 +100,27 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[tuple[str, Tensor]]) -> None:
         super().__init__()
         self.vars: dict[int, Var] = {}
-        self.tensors: dict[Var, Tensor] = {}  # held, so that no two have one id
-        self.nodes: list[Node] = []
+        self.tensors: dict[Variable, Tensor] = {}  # held, so that no two have one id
+        self.equations: list[Equation] = []
         self.stale: set[Var] = set()
         self.whole = ""  # the operation that is being decomposed
-        self.inputs = [self._var(tensor, Var(kind, *_meta(tensor))) for kind, tensor in inputs]
+        self.inputs = [self._var(tensor, kind=kind) for kind, tensor in inputs]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would import Dynamo, for seconds, to skip it here
 
-    def _var(self, tensor: Tensor, var: Var) -> Var:
+    def _var(self, tensor: Any, **more: Any) -> Var:
+        if not isinstance(tensor, Tensor):  # a result that is none
+            return Var((), "none")
+        var = Var(tuple(tensor.shape), _name(tensor.dtype), **more)
         self.tensors[var] = tensor
         self.vars[id(tensor)] = var
         return var
 
     def var(self, tensor: Tensor) -> Var:
         """Returns what a tensor is; one that the step took from elsewhere is a constant."""
-        made = self.vars.get(id(tensor))
-        return self._var(tensor, Var("F", *_meta(tensor), data=tensor)) if made is None else made
+        return self.vars.get(id(tensor)) or self._var(tensor, constant=tensor)
 
     def _recorded(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -200,7 +160,11 @@ class Recorder(TorchDispatchMode):
         recorded = [self._recorded(arg) for arg in args]
         parts = decomposition_table.get(op) or (op.decompose if op._can_decompose() else None)
         ruled = packet in TABLE or packet in _LIKE
-        if parts is not None and not ruled and any(var.kind == "S" for var in _vars(recorded)):
+        if (
+            parts is not None
+            and not ruled
+            and any(var.kind == "S" for var in leaves(recorded, Var))
+        ):
             outer, self.whole = self.whole, self.whole or str(packet)
             try:
                 with self:
@@ -211,36 +175,36 @@ class Recorder(TorchDispatchMode):
         self._note(op, recorded, {k: self._recorded(v) for k, v in kwargs.items()}, made)
         return made
 
-    def _note(self, op: Any, args: list[Any], kwargs: dict[str, Any], made: Any) -> None:
-        name = self.whole or str(op.overloadpacket)
-        node = Node(op, tuple(args), kwargs, line(), name=name)
-        if op.overloadpacket in (A.lift_fresh, A.lift_fresh_copy, A.lift):
-            args[0].inside = args[0].data is not None
+    def _note(self, op: Any, args: list[Any], options: dict[str, Any], made: Any) -> None:
+        packet = op.overloadpacket
+        if packet in (A.lift_fresh, A.lift_fresh_copy, A.lift):
+            args[0].inside = args[0].constant is not None
+        if packet in _LIKE or op is A.bernoulli.p:
+            args[0] = Like(args[0].shape, getattr(torch, args[0].dtype))
         random = torch.Tag.nondeterministic_seeded in op.tags
-        if op.overloadpacket in _LIKE or op is A.bernoulli.p:
-            node.args = (Like(*_meta_of(args[0])), *args[1:])
-        kinds = {var.kind for var in node.inputs}
+        name = self.whole or str(packet)
+        kinds = {var.kind for var in leaves((args, list(options.values())), Var)}
         kind = "S" if "S" in kinds else "X" if "X" in kinds or random else "F"
-        for place, tensor in enumerate(made if isinstance(made, (tuple, list)) else [made]):
-            if isinstance(tensor, Tensor):
-                var = Var(kind, *_meta(tensor), node=node, place=place)
-                node.made.append(self._var(tensor, var))
-            else:
-                node.made.append(None)
-        self.nodes.append(node)
+        results: list[Any] = [
+            self._var(tensor, kind=kind, number=_number(packet, args))
+            for tensor in (made if isinstance(made, (tuple, list)) else [made])
+        ]
+        self.equations.append(
+            Equation(packet, tuple(args), options, results, line(), name, op, random)
+        )
 
     def _edit(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Records an edit in place as the operation that makes a new tensor."""
         target, name = args[0], op._schema.name.removeprefix("aten::")
         var = self.vars.get(id(target))
-        if var is None or var.node is None:
+        if var is None or var.equation is None:
             # ``functionalize`` writes to an input when the step has returned.
             new = self.vars.get(id(args[1])) if op is A.copy_.default else None
             _refuse(
                 "this edits a tensor in place that the step did not make: a buffer, an argument, "
                 "a variable",
                 "return what changes as a part of the state",
-                new.node.where if new is not None and new.node is not None else None,
+                new.equation.where if new is not None and new.equation is not None else None,
             )
         new = getattr(getattr(A, name.removesuffix("_"), None), op._overloadname, None)
         if new is None or not name.endswith("_"):
@@ -258,12 +222,8 @@ class Recorder(TorchDispatchMode):
         return made
 
 
-def _meta(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape), tensor.dtype
-
-
-def _meta_of(var: Var) -> tuple[tuple[int, ...], torch.dtype]:
-    return var.shape, var.dtype
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _storage(tensor: Tensor) -> int:
@@ -309,63 +269,30 @@ def _refuse(problem: str, instead: str = "", where: str | None = None) -> Any:
 
 
 @dataclass(eq=False)
-class Recording:
-    """A step: its inputs and outputs, and the operations between them.
+class Recording(Body):
+    """A step that was recorded.
 
     Attributes:
-        tensors: weights, buffers and other tensors that are the same at all steps.
-        xs, states: the input of a step and the states before it.
-        outputs, after: what the step returns: its output, and the states after it.
         dtype: that of the states.
         rows: the batch of the recording; None if the states have no axis of a batch.
-        counted: which states are counters and the like, of kind X.
     """
 
-    tensors: list[Var]
-    xs: list[Var]
-    states: list[Var]
-    outputs: list[Var]
-    after: list[Var]
-    nodes: list[Node]
-    dtype: torch.dtype
-    device: torch.device
-    rows: int | None
-    counted: list[int] = field(default_factory=list)
-    plans: dict[Any, list[Node]] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    device: Any = "cpu"
+    rows: int | None = None
 
     @property
-    def constants(self) -> list[Var]:
+    def constants(self) -> list[Variable]:
         """Tensors from elsewhere that are no inputs."""
-        used = {var for node in self.nodes for var in node.inputs} | {*self.outputs, *self.after}
-        return [var for var in used if var.data is not None and not var.inside]
+        used = {v for equation in self.equations for v in equation.operands}
+        used |= {*self.outputs, *self.after}
+        return [v for v in used if v.constant is not None and not getattr(v, "inside", False)]
 
-    def sources(self, var: Var) -> set[Var]:
-        """The inputs, and constants, that a value is computed from."""
-        inputs = {v for node in self.plan([var]) for v in node.inputs} | {var}
-        return {v for v in inputs if v.node is None}
-
-    @property
-    def random(self) -> list[Var]:
+    @functools.cached_property
+    def random(self) -> list[Variable]:
         """Random numbers that results depend on."""
-        return [
-            var
-            for node in self.plan([*self.outputs, *self.after])
-            if torch.Tag.nondeterministic_seeded in node.op.tags
-            for var in node.made
-        ]
-
-    def plan(self, wanted: Sequence[Var], known: frozenset[Var] = frozenset()) -> list[Node]:
-        """The operations that compute values from those that are known."""
-        key = (*wanted, None, *known)
-        if key not in self.plans:
-            needed = {var for var in wanted if var not in known}
-            nodes = []
-            for node in reversed(self.nodes):
-                if any(var in needed for var in node.made):
-                    nodes.append(node)
-                    needed.update(var for var in node.inputs if var not in known)
-            self.plans[key] = nodes[::-1]
-        return self.plans[key]
+        needed = self.needed([*self.outputs, *self.after])
+        return [v for equation in needed if equation.random for v in equation.results]
 
 
 Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
@@ -389,33 +316,32 @@ def record(
         Refused: if the step does what no recording can show.
     """
     one, other = (_record(step, *call) for call in zip(tensors, xs, states, strict=True))
-    if len(one.nodes) != len(other.nodes):
+    if len(one.equations) != len(other.equations):
         raise Refused("the step does something else for another batch or other numbers")
-    known: dict[Var, Var] = {}
+    known: dict[Variable, Variable] = {}
     for mine, theirs in (
-        (one.tensors, other.tensors), (one.xs, other.xs), (one.states, other.states),
+        (one.fixed, other.fixed), (one.x, other.x), (one.states, other.states),
     ):  # fmt: skip
         for var, twin in zip(mine, theirs, strict=True):
             _join(var, twin, known, "")
-    for node, second in zip(one.nodes, other.nodes, strict=True):
-        where = node.where
-        if node.op is not second.op or len(node.made) != len(second.made):
+    for equation, second in zip(one.equations, other.equations, strict=True):
+        where = equation.where
+        if equation.source is not second.source or len(equation.results) != len(second.results):
             _refuse("the step does something else for another batch", where=where)
-        node.args = _joined(node.args, second.args, known, where)
-        node.kwargs = {
-            name: _joined(value, second.kwargs[name], known, where)
-            for name, value in node.kwargs.items()
+        equation.arguments = _joined(equation.arguments, second.arguments, known, where)
+        equation.options = {
+            name: _joined(value, second.options[name], known, where)
+            for name, value in equation.options.items()
         }
-        for var, twin in zip(node.made, second.made, strict=True):
-            if var is not None:
-                _join(var, twin, known, where)
+        for var, twin in zip(equation.results, second.results, strict=True):
+            _join(var, twin, known, where)
     for mine, theirs in ((one.outputs, other.outputs), (one.after, other.after)):
         if len(mine) != len(theirs):
             raise Refused("the step returns something else for another batch")
         for var, twin in zip(mine, theirs, strict=True):
             _joined(var, twin, known, "")
     one.rows = ROWS[0] if batched else None
-    _classify(one)
+    one.sort(k for k, state in enumerate(one.states) if not state.floating)
     return one
 
 
@@ -423,7 +349,7 @@ def _record(
     step: Step, tensors: Sequence[Tensor], xs: Sequence[Tensor], states: Sequence[Tensor]
 ) -> Recording:
     inputs = [("F", tensor) for tensor in tensors] + [("X", x) for x in xs]
-    # Counters keep the operations that the user called: see ``_classify``.
+    # Counters keep the operations that the user called.
     inputs += [("S" if t.is_floating_point() or t.dtype is torch.bool else "X", t) for t in states]
     made: list[tuple[list[Tensor], list[Tensor]]] = []
 
@@ -433,16 +359,17 @@ def _record(
 
     with Recorder(inputs) as recorder, _OneHot(), torch.enable_grad():
         results = functionalize(run)(list(tensors), list(xs), list(states))
-    variables, count = [recorder.var(tensor) for tensor in results], len(made[0][0])
-    a, b = len(tensors), len(tensors) + len(xs)
-    known = recorder.inputs
+    variables: list[Any] = [recorder.var(tensor) for tensor in results]
+    known: list[Any] = recorder.inputs
+    count, a, b = len(made[0][0]), len(tensors), len(tensors) + len(xs)
     return Recording(
-        known[:a], known[a:b], known[b:], variables[:count], variables[count:], recorder.nodes,
-        next(state.dtype for state in states if state.is_floating_point()), states[0].device, None,
+        known[:a], known[a:b], known[b:], variables[:count], variables[count:], recorder.equations,
+        dtype=next(state.dtype for state in states if state.is_floating_point()),
+        device=states[0].device,
     )  # fmt: skip
 
 
-def _join(var: Var, twin: Var, known: dict[Var, Var], where: str) -> None:
+def _join(var: Variable, twin: Variable, known: dict[Variable, Variable], where: str) -> None:
     """Notes the batch's axis of a tensor, which the second recording has in another size."""
     known[twin] = var
     if len(var.shape) != len(twin.shape) or var.dtype != twin.dtype:
@@ -453,11 +380,16 @@ def _join(var: Var, twin: Var, known: dict[Var, Var], where: str) -> None:
     var.axis = axes[0] if axes else None
 
 
-def _joined(a: Any, b: Any, known: dict[Var, Var], where: str) -> Any:
+def _joined(a: Any, b: Any, known: dict[Variable, Variable], where: str) -> Any:
     """An argument of an operation, from those of both recordings."""
     if isinstance(a, Var):
-        if b not in known and isinstance(b, Var) and a.data is not None and b.data is not None:
-            same = a.data is b.data or (a.inside and torch.equal(a.data, b.data))
+        if (
+            b not in known
+            and isinstance(b, Var)
+            and a.constant is not None
+            and b.constant is not None
+        ):
+            same = a.constant is b.constant or (a.inside and torch.equal(a.constant, b.constant))
             if not same:
                 _refuse("the step reads numbers out of tensors", "compute with tensors", where)
             known[b] = a
@@ -484,52 +416,27 @@ _SAME = {A.expand, A.clone, A.detach, A.alias, A.view, A.reshape, A._unsafe_view
 _SAME |= {A.lift_fresh, A.lift_fresh_copy, A.unsqueeze, A.squeeze}
 
 
-def _classify(step: Recording) -> None:
-    """Says of what kind each value is. A state that the step returns as it was is no state; states
-    without floats, which no state of floats enters, are computed before the loop.
-    """
-    for before, after in zip(step.states, step.after, strict=True):
-        if before is after:
-            before.kind = "F"
-        else:
-            before.kind = "S"
-    changing = [k for k, var in enumerate(step.states) if var.kind == "S"]
-    counted = [k for k in changing if not step.states[k].dtype.is_floating_point]
-    while True:
-        others = {step.states[k] for k in changing if k not in counted}
-        kept = [k for k in counted if not others & step.sources(step.after[k])]
-        if kept == counted:
-            break
-        counted = kept
-    step.counted = counted
-    for k in counted:
-        step.states[k].kind = "X"
-    for node in step.nodes:
-        inputs, packet = node.inputs, node.packet
-        kinds = {var.kind for var in inputs}
-        random = torch.Tag.nondeterministic_seeded in node.op.tags
-        alike = packet in _FILLED or (
-            (packet in _SAME or torch.Tag.pointwise in node.op.tags)
-            and all(var.axis is None or var.alike for var in inputs)
-        )
-        for var in node.made:
-            if var is not None:
-                var.kind = "S" if "S" in kinds else "X" if "X" in kinds or random else "F"
-                var.alike = alike and not random
-                var.number = _number(node) if var.kind == "F" else None
-
-
-def _number(node: Node) -> float | None:
-    """The number that all elements of a tensor of kind F are, if it is known."""
-    packet, args = node.packet, node.args
+def _number(packet: Any, args: Sequence[Any]) -> float | None:
+    """The number that all elements of a result are, if it is known."""
     if packet in (A.full, A.full_like, A.new_full, A.scalar_tensor):
         value = args[0] if packet is A.scalar_tensor else args[2 if packet is A.new_full else 1]
         return float(value) if isinstance(value, (int, float)) else None
     if packet in (A.lift_fresh, A.lift_fresh_copy) and args[0].inside and not args[0].shape:
-        return float(args[0].data)
+        return float(args[0].constant)
     if packet in _SAME and args and isinstance(args[0], Var):
         return args[0].number
     return _FILLED.get(packet)
+
+
+def differs(v: Variable, per_row: Callable[[Variable], bool]) -> bool:
+    """Whether a tensor may differ from row to row of the batch."""
+    equation = v.equation
+    if equation is None or v.axis is None:
+        return v.axis is not None
+    if equation.op in _FILLED:
+        return False
+    pointwise = equation.op in _SAME or torch.Tag.pointwise in equation.source.tags
+    return not pointwise or equation.random or any(map(per_row, equation.operands))
 
 
 # -- computing what needs no state -----------------------------------------------------------------
@@ -539,11 +446,14 @@ class Run:
     """The tensors of one call of a step that was recorded.
 
     Args:
-        tensors: of ``Recording.tensors``.
+        tensors: of ``Recording.fixed``.
         xs: ``[T, B, ...]``, without a batch ``[T, ...]``.
         first: the states before the first step.
         batch: the number of rows; 1 without an axis of rows.
         merged: whether all steps are computed as one batch of T * B rows; else by ``vmap``.
+
+    Attributes:
+        series: values at all steps, ``[T, ...]``.
     """
 
     def __init__(
@@ -558,135 +468,106 @@ class Run:
         self.batch = self.rows = batch
         self.memo: dict[Any, Any] = {}
         self.last: list[Tensor] = []  # the counters after the last step
-        self.env: dict[Var, Tensor] = dict(zip(step.tensors, tensors, strict=True))
-        self.series: dict[Var, Tensor] = dict(zip(step.xs, xs, strict=True))  # [T, ...]
-        self.flat: dict[Var, Tensor] = {}  # [T * B, ...]
-        for var, tensor in zip(step.states, first, strict=True):
-            if var.kind == "F":
-                self.env[var] = tensor
+        self._once = functools.partial(self._execute, batch)
+        self._values = Values(dict(zip(step.fixed, tensors, strict=True)), self._once)
+        self._values.update(
+            (v, t) for v, t in zip(step.states, first, strict=True) if v.kind == "F"
+        )
+        self.series: dict[Variable, Tensor] = dict(zip(step.x, xs, strict=True))
+        every = functools.partial(self._execute, self.steps * batch)
+        self._flat = Values({}, every, self._flattened)  # [T * B, ...]
 
-    def fixed(self, var: Var) -> Tensor:
+    def fixed(self, v: Variable) -> Tensor:
         """A value of kind F."""
-        if var not in self.env:
-            if var.data is not None:
-                return var.data
-            for node in self.step.plan([var]):
-                self._apply(node, self.env, self.batch, self.fixed)
-        return self.env[var]
+        tensor: Tensor = self._values[v]
+        return tensor
 
-    def moving(self, var: Var) -> Tensor:
+    def moving(self, v: Variable) -> Tensor:
         """A value of kind X, at all steps: ``[T, ...]``."""
-        if var not in self.series:
-            self.compute([var])
-        return self.series[var]
+        if v not in self.series:
+            self.compute([v])
+        return self.series[v]
 
-    def compute(self, wanted: Sequence[Var]) -> None:
+    def compute(self, wanted: Sequence[Variable]) -> None:
         """Adds values of kind X or S at all steps to ``series``; S from states that are there."""
-        step = self.step
-        missing = [var for var in dict.fromkeys(wanted) if var not in self.series]
-        known = frozenset(self.flat if self.merged else self.series)
+        missing = [v for v in dict.fromkeys(wanted) if v not in self.series]
         if not self.merged:
-            self._map(missing, step.plan(missing, known))
+            self._map(missing)
             return
-        rows = self.steps * self.batch
-        known |= {*self.series}
-        for node in step.plan(missing, known):
-            self._apply(node, self.flat, rows, self._flat)
-        for var in missing:
-            self.series[var] = self._unflat(var, self._flat(var))
+        for v in missing:
+            tensor, axis = self._flat[v], v.axis
+            assert axis is not None
+            times = tensor.shape[axis] // self.steps
+            tensor = tensor.unflatten(axis, (self.steps, times))
+            self.series[v] = tensor.movedim(axis, 0) if axis else tensor
 
-    def one(self, xs: Sequence[Tensor], states: Mapping[Var, Tensor], wanted: Sequence[Var]) -> Any:
+    def one(
+        self, xs: Sequence[Tensor], states: Mapping[Variable, Tensor], wanted: Sequence[Variable]
+    ) -> Any:
         """Values of one step."""
-        env = {**states, **dict(zip(self.step.xs, xs, strict=True))}
-        find = lambda var: env[var] if var in env else self.fixed(var)  # noqa: E731
-        for node in self.step.plan(wanted, frozenset(env)):
-            self._apply(node, env, self.batch, find)
-        return [find(var) for var in wanted]
+        known = {**states, **dict(zip(self.step.x, xs, strict=True))}
+        values = Values(known, self._once, self._fixed)
+        return [values[v] for v in wanted]
 
-    def drawn(self) -> dict[Var, Tensor]:
+    def drawn(self) -> dict[Variable, Tensor]:
         """The random numbers of all steps."""
         random = self.step.random
         if random:
             self.compute(random)
-        return {var: self.series[var] for var in random}
+        return {v: self.series[v] for v in random}
 
     def replay(
-        self, drawn: Mapping[Var, Tensor], states: Sequence[Tensor]
+        self, drawn: Mapping[Variable, Tensor], states: Sequence[Tensor]
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
         """The step's own operations, step by step: the outputs ``[T, ...]``, the last states."""
         step, outputs = self.step, []
         for t in range(self.steps):
-            known = {var: series[t] for var, series in drawn.items()}
+            known = {v: series[t] for v, series in drawn.items()}
             known |= zip(step.states, states, strict=True)
-            xs = [self.series[var][t] for var in step.xs]
-            made = self.one(xs, known, [*step.outputs, *step.after])
+            made = self.one([self.series[v][t] for v in step.x], known, step.outputs + step.after)
             outputs.append(made[: len(step.outputs)])
             states = made[len(step.outputs) :]
         return [torch.stack(parts) for parts in zip(*outputs, strict=True)], states
 
-    def _flat(self, var: Var) -> Tensor:
-        if var not in self.flat:
-            axis = var.axis
-            if var.kind == "F":
-                tensor = self.fixed(var)
-                if axis is not None:
-                    shape = list(tensor.shape)
-                    shape.insert(axis, self.steps)
-                    tensor = tensor.unsqueeze(axis).expand(shape).flatten(axis, axis + 1)
-            else:
-                tensor = self.series[var]
-                assert axis is not None
-                if axis:
-                    tensor = tensor.movedim(0, axis)
-                tensor = tensor.flatten(axis, axis + 1)
-            self.flat[var] = tensor
-        return self.flat[var]
+    def _fixed(self, v: Variable) -> Tensor | None:
+        return self._values[v] if v.kind == "F" else None
 
-    def _unflat(self, var: Var, tensor: Tensor) -> Tensor:
-        axis = var.axis
-        assert axis is not None
-        times = tensor.shape[axis] // self.steps
-        tensor = tensor.unflatten(axis, (self.steps, times))
-        return tensor.movedim(axis, 0) if axis else tensor
+    def _flattened(self, v: Variable) -> Tensor | None:
+        """A value that is known, with steps and rows as one axis."""
+        tensor, axis = self._fixed(v) if v.kind == "F" else self.series.get(v), v.axis
+        if tensor is None or axis is None:
+            return tensor
+        if v.kind == "F":
+            shape = list(tensor.shape)
+            shape.insert(axis, self.steps)
+            tensor = tensor.unsqueeze(axis).expand(shape)
+        elif axis:
+            tensor = tensor.movedim(0, axis)
+        return tensor.flatten(axis, axis + 1)
 
-    def _map(self, wanted: Sequence[Var], nodes: Sequence[Node]) -> None:
+    def _map(self, wanted: Sequence[Variable]) -> None:
         inputs = list(self.series)
 
         def one(_: Any, *tensors: Tensor) -> list[Tensor]:
-            env = dict(zip(inputs, tensors, strict=True))
-            find = lambda var: env[var] if var in env else self.fixed(var)  # noqa: E731
-            for node in nodes:
-                self._apply(node, env, self.batch, find)
-            return [env[var] for var in wanted]
+            values = Values(dict(zip(inputs, tensors, strict=True)), self._once, self._fixed)
+            return [values[v] for v in wanted]
 
         clock = torch.empty(self.steps, device=self.step.device)
         made = torch.vmap(one, randomness="different")(clock, *self.series.values())
         self.series |= zip(wanted, made, strict=True)
 
-    def _apply(
-        self, node: Node, env: dict[Var, Tensor], rows: int, find: Callable[[Var], Tensor]
-    ) -> None:
-        if node.made[0] in env:
-            return
-
-        def fill(value: Any) -> Any:
-            kind = type(value)
+    def _execute(self, rows: int, equation: Equation, values: Values) -> Sequence[Any]:
+        def fill(leaf: Any) -> Any:
+            kind = type(leaf)
             if kind is Var:
-                return env[value] if value in env else find(value)
+                return values[leaf]
             if kind is Rows:
-                return value.times * rows
-            if kind in (tuple, list):
-                return kind([fill(item) for item in value])
+                return leaf.times * rows
             if kind is Like:
-                like = torch.empty((), dtype=fill(value.dtype), device=self.step.device)
-                return like.expand(fill(value.shape))
-            if kind is torch.dtype and value is self.step.dtype:
-                return self.dtype
-            return value
+                like = torch.empty((), dtype=fill(leaf.dtype), device=self.step.device)
+                return like.expand(mapped(fill, leaf.shape))
+            return self.dtype if leaf is self.step.dtype else leaf
 
-        args = [fill(value) for value in node.args]
-        made = node.op(*args, **{name: fill(value) for name, value in node.kwargs.items()})
-        if len(node.made) == 1 and not isinstance(made, (tuple, list)):
-            env[node.made[0]] = made
-        else:
-            env.update((v, t) for v, t in zip(node.made, made, strict=True) if v is not None)
+        options = {name: mapped(fill, value) for name, value in equation.options.items()}
+        made = equation.source(*mapped(fill, equation.arguments), **options)
+        return made if isinstance(made, (tuple, list)) else [made]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anycell.read import Refused
-from anycell.torch.record import A, Like, Node, Recorder, Var
+from anycell.read import Equation, Refused, Variable
+from anycell.torch.record import A, Like, Recorder, Var
 
 Tree = Any  # tensors and other values in tuples, lists and dictionaries
 
@@ -39,7 +39,7 @@ class Tape:
         between: Tree,
         leave: Callable[[list[Tensor], Tree, Any], Tree],
     ) -> None:
-        self._names: dict[Var, str] = {}
+        self._names: dict[Variable, str] = {}
         self._space: dict[str, Any] = {}
         inputs = [tensor.detach() for tensor in arrays]
         made: dict[str, Tensor] = {}
@@ -50,9 +50,9 @@ class Tape:
         self._names.update(zip(recorder.inputs, [*names, *made], strict=True))
         with recorder:
             entered, memory = enter(inputs)
-            split = len(recorder.nodes)
+            split = len(recorder.equations)
             left = leave(inputs, between, memory)
-        self._alias: dict[Var, Var] = {}
+        self._alias: dict[Variable, Variable] = {}
         self.enter, self.leave = self._print(self._vars(entered), self._vars(left), split)
         del self._recorder, self._names, self._space, self._tensors, self._alias
 
@@ -69,23 +69,23 @@ class Tape:
         raise Refused(f"a {type(tree).__name__} cannot be printed")
 
     def _print(self, entered: Tree, left: Tree, split: int) -> tuple[Any, Any]:
-        nodes = self._recorder.nodes
+        nodes = self._recorder.equations
         results = set(_leaves(left))
         for node in nodes:
             self._fold(node, results)
         needed = {self._real(var) for var in (*_leaves(entered), *results)}
         used = []
         for place in reversed(range(len(nodes))):
-            if any(var in needed for var in nodes[place].made):
+            if any(var in needed for var in nodes[place].results):
                 used.append(place)
-                needed.update(map(self._real, nodes[place].inputs))
+                needed.update(map(self._real, nodes[place].operands))
         lines: tuple[list[str], list[str]] = [], []
-        early: set[Var] = set()
+        early: set[Variable] = set()
         for place in reversed(used):
             lines[place >= split].append(self._line(nodes[place], needed))
             if place < split:
-                early.update(var for var in nodes[place].made if var in needed)
-        late = {self._real(v) for p in used if p >= split for v in nodes[p].inputs}
+                early.update(var for var in nodes[place].results if var in needed)
+        late = {self._real(v) for p in used if p >= split for v in nodes[p].operands}
         late |= {self._real(var) for var in results}
         kept = [var for var in self._names if var in early and var in late]
         memory = self._text(tuple(kept))
@@ -96,54 +96,53 @@ class Tape:
         exec(compile(whole + "\n", "<tape>", "exec"), self._space)
         return self._space["enter"], self._space["leave"]
 
-    def _fold(self, node: Node, results: set[Var]) -> None:
+    def _fold(self, node: Equation, results: set[Variable]) -> None:
         """Finds what is an earlier tensor, and what is the same in all calls."""
-        inputs = node.inputs
-        if torch.Tag.nondeterministic_seeded in node.op.tags:
+        inputs = node.operands
+        if node.random:
             return
-        if all(self._real(var).data is not None for var in inputs):
-            if not any(var in results for var in node.made):
-                for var in node.made:
-                    if var is not None:
-                        var.data = self._tensors[var]
+        if all(self._real(var).constant is not None for var in inputs):
+            if not any(var in results for var in node.results):
+                for var in node.results:
+                    var.constant = self._tensors.get(var)
             return
-        if len(node.made) != 1 or node.packet in (A.detach, A.lift_fresh):
+        if len(node.results) != 1 or node.op in (A.detach, A.lift_fresh):
             return
-        made, before = self._tensors[node.made[0]], inputs[0]
+        made, before = self._tensors[node.results[0]], inputs[0]
         while True:
             tensor = self._tensors[before]
             if tensor is made or _storage(tensor) != _storage(made):  # an edit in place, no view
                 return
             if _same(made, tensor):
-                self._alias[node.made[0]] = self._real(before)
+                self._alias[node.results[0]] = self._real(before)
                 return
-            source = before.node
-            if source is None or source.packet is A.detach or not source.inputs:
+            source = before.equation
+            if source is None or source.op is A.detach or not source.operands:
                 return
-            before = source.inputs[0]
+            before = source.operands[0]
             if self._tensors[before] is tensor:
                 return
 
-    def _real(self, var: Var) -> Var:
+    def _real(self, var: Variable) -> Variable:
         return self._alias.get(var, var)
 
-    def _line(self, node: Node, needed: set[Var]) -> str:
+    def _line(self, node: Equation, needed: set[Variable]) -> str:
         targets = []
-        for var in node.made:
+        for var in node.results:
             if var in needed:
                 self._names[var] = f"v{len(self._names)}"
             targets.append(self._names[var] if var in needed else "_")
-        arguments = [self._text(value) for value in node.args]
-        arguments += [f"{name}={self._text(value)}" for name, value in node.kwargs.items()]
-        returns = node.op._schema.returns
+        arguments = [self._text(value) for value in node.arguments]
+        arguments += [f"{name}={self._text(value)}" for name, value in node.options.items()]
+        returns = node.source._schema.returns
         one = len(returns) == 1 and returns[0].type.kind() == "TensorType"
         left = targets[0] if one else f"[{', '.join(targets)}]"
-        return f"{left} = {self._constant(node.op)}({', '.join(arguments)})"
+        return f"{left} = {self._constant(node.source)}({', '.join(arguments)})"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, Var):
             value = self._real(value)
-            return self._names[value] if value.data is None else self._constant(value.data)
+            return self._names[value] if value.constant is None else self._constant(value.constant)
         if isinstance(value, dict):
             return f"{{{', '.join(f'{k!r}: {self._text(v)}' for k, v in value.items())}}}"
         if isinstance(value, tuple):
@@ -174,7 +173,7 @@ def _detached(tree: Tree, name: str, made: dict[str, Tensor]) -> Tree:
     return tuple(_detached(value, f"{name}[{k}]", made) for k, value in enumerate(tree))
 
 
-def _leaves(tree: Tree) -> list[Var]:
+def _leaves(tree: Tree) -> list[Variable]:
     if isinstance(tree, Var):
         return [tree]
     parts = tree.values() if isinstance(tree, dict) else tree
