@@ -468,7 +468,7 @@ def test_gates_of_several_sizes_in_16_bits(
     """Also states and gates of one number per row, of which no two fill a word of 32 bits."""
     for rows in (3, 53):
         for situation in ({}, {"masked": True, "reverse": True}):
-            problem = random_problem(cell, (4, rows, 33), rng, dtype, nearby=3, **situation)
+            problem = random_problem(cell, (4, rows, 33), rng, dtype, **situation)
             ran.clear()
             alone = by_cpu(problem)
             assert ran == ["cpu", "cpu"]

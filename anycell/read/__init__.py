@@ -9,9 +9,9 @@ from anycell.read.body import Body, Equation, Reader, Rule, Values, Variable, le
 from anycell.read.functions import known
 from anycell.read.printer import read
 from anycell.read.reading import Reading
-from anycell.read.units import Graph, Outer, Refused, Value
+from anycell.read.units import Graph, Outer, Refused, Value, definition
 
 __all__ = [
     "Arrays", "Body", "Equation", "Graph", "Outer", "Reader", "Reading", "Refused", "Rule", "Value",
-    "Values", "Variable", "known", "leaves", "mapped", "read", "row",
+    "Values", "Variable", "definition", "known", "leaves", "mapped", "read", "row",
 ]  # fmt: skip
