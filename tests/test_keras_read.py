@@ -568,9 +568,9 @@ REFUSED = {
     "this branches on data": branching,
     "this has a loop within a step": looping,
     "this takes the sum over the rows of the batch": lambda self, x, h: x + h - ops.mean(h, axis=0),
-    "this multiplies a state by a matrix that depends":
+    "the matrix of this product depends on a state":
         lambda self, x, h: x + ops.einsum("bi,bj,bj->bi", h, h, h),
-    "this casts a value that depends on a state":
+    "a value that depends on a state is converted from":
         lambda self, x, h: ops.cast(ops.cast(x + h, "float16"), "float32"),
     "this has a derivative of its own": lambda self, x, h: x + surrogate(h),
     "this calls Python in each step":
@@ -579,7 +579,7 @@ REFUSED = {
     "this draws random numbers": lambda self, x, h: x + h * tf.random.uniform([H]),
     "has an effect on Refused.calls": counting,
     "has an effect on add_loss": adding,
-    "this is Lgamma of a value": lambda self, x, h: x + tf.math.lgamma(2.0 + ops.abs(h)),
+    "the table has no Lgamma of a value": lambda self, x, h: x + tf.math.lgamma(2.0 + ops.abs(h)),
 }  # fmt: skip
 
 
@@ -611,7 +611,7 @@ def test_a_wrong_reading_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the table had an error, the proof would say so, and Keras's loop would run."""
     from anycell.keras import read
 
-    monkeypatch.setitem(read.ELEMENTWISE, "Tanh", "sigmoid")
+    monkeypatch.setitem(read.TABLE, "Tanh", "sigmoid")
     layer = ak.RNN(Concat())
     layer.build((None, None, I))
     name, reason = layer.engine

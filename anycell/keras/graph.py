@@ -10,17 +10,17 @@ import inspect
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context  # eager mode within graphs has no public name
 from tensorflow.python.framework.func_graph import func_graph_from_py_func
 
 from anycell.keras.call import Tensor
-from anycell.read import Refused
+from anycell.read import Body, Equation, Refused, Values, Variable, mapped
 
 ROWS = 3  # of the batch, where a number of rows is needed to read a step
 # Whose frames are not the user's.
@@ -46,27 +46,6 @@ SHAPES = "Shape", "ZerosLike", "OnesLike"  # operations that read no numbers
 _EXACT = "swish", "swish_impl", "silu"  # of TensorFlow, whose custom gradient is the derivative
 
 
-@dataclass(eq=False)
-class Node:
-    """An operation of a traced step.
-
-    Attributes:
-        inputs, outputs: names of tensors.
-        where: the user's file and line.
-        function: what computes it, from ``arguments``, which are names, with None or the length of
-            a list for each, and from ``options``.
-    """
-
-    type: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    where: str
-    value: Any = None  # of a constant
-    function: Callable[..., Any] | None = None
-    arguments: tuple[tuple[str, int | None], ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-
-
 class Traced:
     """The graph of a step.
 
@@ -75,12 +54,10 @@ class Traced:
         x, states, others: shape and dtype of each argument; the batch is None.
 
     Attributes:
-        nodes: those that the results follow from, by the names of the tensors that they make, in
-            the order of the step.
+        body: its equations.
         shapes, dtypes: of each tensor; None stands for the batch.
-        kinds: F, X or S of each tensor: what it depends on.
         rowed: the tensors of kind F that depend on the number of rows.
-        outer: variables and tensors of the user's, by the names under which the graph reads them.
+        outer: variables and tensors of the user's, by those of the body.
 
     Raises:
         Refused: if the step cannot be traced, or has effects.
@@ -99,75 +76,80 @@ class Traced:
                 # Keras puts the message in bold, between lines of its own.
                 text = str(error).split("\x1b[1m")[-1].split("\x1b[0m")[0].strip()
                 problem = text.splitlines()[0] if text else type(error).__name__
-                raise Refused(f"{_line(error)}tracing the step fails: {problem}") from error
-        self.x, *rest = (t.name for t in graph.inputs[: len(specs)])
-        self.states, self.others = rest[: len(states)], rest[len(states) :]
-        self.output, *self.after = (t.name for t in graph.outputs)
-        self.outer: dict[str, Any] = {}
-        variables = {id(v.handle): v for v in graph.variables}
-        for outer, inner in graph.captures:
-            self.outer[inner.name] = variables.get(id(outer), outer)
-        self.nodes: dict[str, Node] = {}
-        self.shapes: dict[str, tuple[int | None, ...]] = {}
-        self.dtypes: dict[str, Any] = {}
+                raise Refused(f"tracing the step fails: {problem}", where=_line(error)) from error
+        self.shapes: dict[Variable, tuple[int | None, ...]] = {}
+        self.dtypes: dict[Variable, Any] = {}
+        self._known: dict[str, Variable] = {}  # by the names of tensors
+        self._equations: list[Equation] = []
         for op in graph.get_operations():
-            for tensor in op.outputs:
-                unknown = tensor.shape.rank is None
-                self.shapes[tensor.name] = () if unknown else tuple(tensor.shape.as_list())
-                self.dtypes[tensor.name] = tensor.dtype
-            if op.type != "Placeholder":
-                self._add(op)
-        self._classify()
-        self.output = self.source(self.output)
-        self.after = [self.source(name) for name in self.after]
-        needed, todo = set[str](), [self.output, *self.after]
-        while todo:
-            name = todo.pop()
-            if name in self.nodes and name not in needed:
-                needed |= {*self.nodes[name].outputs}
-                todo += self.nodes[name].inputs
-        self.nodes = {name: node for name, node in self.nodes.items() if name in needed}
+            self._add(op)
+        find = lambda tensor: self._known[tensor.name]  # noqa: E731
+        self.x, *rest = map(find, graph.inputs[: len(specs)])
+        self.states, self.others = rest[: len(states)], rest[len(states) :]
+        self.output, *self.after = map(find, graph.outputs)
+        for k, v in enumerate(self.after):
+            if v is self.states[k]:  # the state of the cell is there, though it stays as it is
+                self.after[k] = self._variable(graph.outputs[1 + k])
+                self._equations.append(
+                    Equation("Snapshot", (v,), {}, [self.after[k]], "", "", lambda value: value)
+                )
+        variables = {id(v.handle): v for v in graph.variables}
+        self.outer: dict[Variable, Any] = {
+            find(inner): variables.get(id(outer), outer) for outer, inner in graph.captures
+        }
+        self.body = Body(
+            [*self.others, *self.outer], [self.x], self.states, [self.output], self.after,
+            self._equations,
+        )  # fmt: skip
+        self.body.sort()
+        self.rowed = set(self.others)
+        for equation in self._equations:
+            whole = None in equation.options.get("sizes", ())
+            if whole or any(v in self.rowed for v in equation.operands):
+                self.rowed |= {v for v in equation.results if v.kind == "F"}
+
+    def _variable(self, tensor: Any) -> Variable:
+        sizes = () if tensor.shape.rank is None else tuple(tensor.shape.as_list())
+        unknown = [axis for axis, size in enumerate(sizes) if size is None]
+        shape = tuple(ROWS if size is None else size for size in sizes)
+        v = Variable(shape, tensor.dtype.name, axis=unknown[0] if unknown else None)
+        self.shapes[v], self.dtypes[v] = sizes, tensor.dtype
+        return v
 
     def _add(self, op: Any) -> None:
+        if op.type == "Identity":
+            self._known[op.outputs[0].name] = self._known[op.inputs[0].name]
+            return
+        results = [self._variable(tensor) for tensor in op.outputs]
+        self._known |= zip([tensor.name for tensor in op.outputs], results, strict=True)
+        if op.type == "Const":
+            (v,) = results
+            v.constant = tf.get_static_value(op.outputs[0])
+            if np.size(v.constant) == 1 and v.floating:
+                v.number = float(np.reshape(v.constant, ()))
+        if op.type in ("Const", "Placeholder", "NoOp"):
+            return
         where = _place(op.traceback)
         kind = op.type.removeprefix("Stateless")
         for start, (problem, instead) in _EFFECTS.items():
             effect = op.op_def.is_stateful or start in ("While", "If", "Case", "PartitionedCall")
             if kind.removeprefix("Stateful").startswith(start) and effect:
-                raise Refused(f"{where}: this {problem}. Instead: {instead}.")
+                raise Refused(f"this {problem}", instead, where)
         if op.op_def.is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
-            raise Refused(f"{where}: {op.type} has effects beyond its result.")
+            raise Refused(f"{op.type} has effects beyond its result", where=where)
         if "_gradient_op_type" in op.node_def.attr and not _exact(op.traceback):
             raise Refused(
-                f"{where}: this has a derivative of its own (tf.custom_gradient, or a gradient "
-                "that is overridden), which a reading would lose."
+                "this has a derivative of its own (tf.custom_gradient, or a gradient that is "
+                "overridden), which a reading would lose",
+                where=where,
             )
-        inputs, outputs = (tuple(t.name for t in ends) for ends in (op.inputs, op.outputs))
-        node = Node(op.type, inputs, outputs, where)
-        if op.type == "Const":
-            node.value = tf.get_static_value(op.outputs[0])
-        elif op.type not in ("ReadVariableOp", "NoOp"):
-            _describe(node, op)
-        for tensor in node.outputs:
-            self.nodes[tensor] = node
-
-    def _classify(self) -> None:
-        kinds = {self.x: "X", **dict.fromkeys(self.states, "S")}
-        kinds |= dict.fromkeys([*self.others, *self.outer], "F")
-        rowed = set(self.others)
-        for name, node in self.nodes.items():
-            inputs = {kinds[i] for i in node.inputs}
-            shape = node.type in SHAPES
-            kinds[name] = "F" if shape else "S" if "S" in inputs else "X" if "X" in inputs else "F"
-            if (shape and inputs & {"S", "X"}) or any(i in rowed for i in node.inputs):
-                rowed.add(name)
-        self.kinds, self.rowed = kinds, rowed
-
-    def source(self, name: str) -> str:
-        """The tensor that this one is the same as."""
-        while name in self.nodes and self.nodes[name].type == "Identity":
-            name = self.nodes[name].inputs[0]
-        return name
+        inputs = [self._known[tensor.name] for tensor in op.inputs]
+        arguments, options, source = _described(op, inputs, where)
+        if op.type in SHAPES:
+            arguments, options = (), {"sizes": self.shapes[inputs[0]]}
+        self._equations.append(
+            Equation(op.type, arguments, options, results, where, op.type, source)
+        )
 
 
 def _flat(step: Callable[..., Any], count: int) -> Callable[..., list[Tensor]]:
@@ -180,27 +162,38 @@ def _flat(step: Callable[..., Any], count: int) -> Callable[..., list[Tensor]]:
     return flat
 
 
-def _describe(node: Node, op: Any) -> None:
-    """Finds the function of ``tf.raw_ops`` for an operation, and its arguments."""
-    node.function = getattr(tf.raw_ops, op.type, None)
-    if node.function is None:
-        raise Refused(f"{node.where}: {op.type} is no operation of tf.raw_ops.")
-    known = inspect.signature(node.function).parameters
-    arguments = []
+def _described(
+    op: Any, inputs: Sequence[Variable], where: str
+) -> tuple[tuple[Any, ...], dict[str, Any], Callable[..., Any]]:
+    """The arguments and options of an operation, and the function that computes it."""
+    if op.type == "ReadVariableOp":
+        return (inputs[0],), {}, lambda value: value
+    function = getattr(tf.raw_ops, op.type, None)
+    if function is None:
+        raise Refused(f"{op.type} is no operation of tf.raw_ops", where=where)
+    known = inspect.signature(function).parameters
+    names, arguments, left = [], list[Any](), iter(inputs)
     for argument in op.op_def.input_arg:
         # The functions call axes so, which operations call reduction_indices, dim or split_dim.
-        name = argument.name if argument.name in known else "axis"
+        names.append(argument.name if argument.name in known else "axis")
         count = op.get_attr(argument.number_attr) if argument.number_attr else None
         if argument.type_list_attr:
             count = len(op.get_attr(argument.type_list_attr))
-        arguments.append((name, count))
-    node.arguments = tuple(arguments)
-    taken = {name for name, _ in arguments}
+        arguments.append(next(left) if count is None else [next(left) for _ in range(count)])
+    options = {}
     for attribute in op.op_def.attr:
         name = "axis" if attribute.name == "squeeze_dims" else attribute.name
-        if name in known and name not in taken:
+        if name in known and name not in names:
             value = op.get_attr(attribute.name)
-            node.options[name] = value.decode() if isinstance(value, bytes) else value
+            options[name] = value.decode() if isinstance(value, bytes) else value
+    if op.type == "ResourceGather":  # rows of a variable
+        batch = options["batch_dims"]
+        return tuple(arguments), {}, lambda table, rows: tf.gather(table, rows, batch_dims=batch)
+
+    def source(*values: Any, **more: Any) -> Any:
+        return function(**dict(zip(names, values, strict=True)), **more)
+
+    return tuple(arguments), options, source
 
 
 class World:
@@ -218,71 +211,52 @@ class World:
         self,
         traced: Traced,
         rows: Any,
-        known: Mapping[str, Tensor],
+        known: Mapping[Variable, Tensor],
         dtype: Any = None,
         once: World | None = None,
-        variable: Callable[[str], Tensor] | None = None,
+        variable: Callable[[Variable], Tensor] | None = None,
     ) -> None:
-        self.traced, self.rows, self.dtype = traced, rows, dtype
-        self.values, self.once = dict(known), once
-        self.variable = variable or (lambda name: _read(traced.outer[name]))
+        self.traced, self.rows, self.dtype, self.once = traced, rows, dtype, once
+        self.values = Values(known, self._execute, self._elsewhere)
+        self.variable = variable or (lambda v: _read(traced.outer[v]))
 
-    def value(self, name: str) -> Tensor:
+    def value(self, v: Variable) -> Tensor:
         """The value of a tensor."""
-        if name not in self.values:
-            kind, once = self.traced.kinds[name], self.once
-            if once is not None and kind == "F" and name not in self.traced.rowed:
-                self.values[name] = once.value(name)
-            elif name in self.traced.outer:
-                self.values[name] = self.lifted(self.variable(name))
-            else:
-                self._run(self.traced.nodes[name])
-        return self.values[name]
+        return self.values[v]
 
     def lifted(self, tensor: Tensor) -> Tensor:
         real = self.dtype is not None and tensor.dtype.is_floating
         return tf.cast(tensor, self.dtype) if real else tensor
 
-    def _run(self, node: Node) -> None:
-        if node.type == "Const":
-            dtype = self.traced.dtypes[node.outputs[0]]
-            made: Any = self.lifted(tf.constant(node.value, dtype))
-        elif node.type == "ReadVariableOp":
-            made = self.value(node.inputs[0])
-        elif node.type == "ResourceGather":  # rows of a variable
-            table, rows = map(self.value, node.inputs)
-            made = tf.gather(table, rows, batch_dims=node.options["batch_dims"])
-        elif node.type in SHAPES:
-            made = self._of_shape(node)
-        else:
-            made = self._call(node)
-        made = list(made) if isinstance(made, (list, tuple)) else [made]
-        self.values.update(zip(node.outputs, made, strict=True))
+    def _elsewhere(self, v: Variable) -> Tensor | None:
+        if self.once is not None and v.kind == "F" and v not in self.traced.rowed:
+            return self.once.value(v)
+        if v in self.traced.outer:
+            return self.lifted(self.variable(v))
+        if v.constant is None:
+            return None
+        return self.lifted(tf.constant(v.constant, self.traced.dtypes[v]))
 
-    def _of_shape(self, node: Node) -> Tensor:
-        """A value that only depends on the shape of another, which need not be computed."""
-        dtype = self.traced.dtypes[node.outputs[0]]
-        sizes = [self.rows if n is None else n for n in self.traced.shapes[node.inputs[0]]]
-        if node.type == "Shape":
-            return tf.stack([tf.cast(size, dtype) for size in sizes])
-        fill = tf.zeros if node.type == "ZerosLike" else tf.ones
-        return self.lifted(fill(sizes, dtype))
-
-    def _call(self, node: Node) -> Any:
-        values, arguments = iter(node.inputs), {}
-        for name, count in node.arguments:
-            if count is None:
-                arguments[name] = self.value(next(values))
-            else:
-                arguments[name] = [self.value(next(values)) for _ in range(count)]
-        options = node.options
+    def _execute(self, equation: Equation, values: Values) -> Sequence[Tensor]:
+        if equation.op in SHAPES:
+            return [self._of_shape(equation)]
+        options = equation.options
         if self.dtype is not None:
             options = {
                 name: self.dtype if isinstance(o, tf.DType) and o.is_floating else o
                 for name, o in options.items()
             }
-        assert node.function is not None
-        return node.function(**arguments, **options)
+        made = equation.source(*mapped(values.__getitem__, equation.arguments), **options)
+        return list(made) if isinstance(made, (list, tuple)) else [made]
+
+    def _of_shape(self, equation: Equation) -> Tensor:
+        """A value that only depends on the shape of another, which need not be computed."""
+        dtype = self.traced.dtypes[equation.results[0]]
+        sizes = [self.rows if n is None else n for n in equation.options["sizes"]]
+        if equation.op == "Shape":
+            return tf.stack([tf.cast(size, dtype) for size in sizes])
+        fill = tf.zeros if equation.op == "ZerosLike" else tf.ones
+        return self.lifted(fill(sizes, dtype))
 
 
 def _read(variable: Any) -> Tensor:
@@ -298,12 +272,12 @@ def eagerly() -> Any:
 
 
 def _place(frames: Iterable[Any]) -> str:
-    """The user's file and line, from the frames of a traceback, the innermost last."""
+    """The user's file and line, from the frames of a traceback, the innermost last; "" if none."""
     for frame in reversed(list(frames)):
         file = frame.filename
         if not file.startswith("<") and not _ours(file):
             return f"{os.path.basename(file)}:{frame.lineno}"
-    return "the step"
+    return ""
 
 
 def _ours(file: str) -> bool:
@@ -313,9 +287,7 @@ def _ours(file: str) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
-    place = _place(frames)
-    return "" if place == "the step" else f"{place}: "
+    return _place(inspect.getinnerframes(error.__traceback__) if error.__traceback__ else [])
 
 
 def _exact(frames: Iterable[Any]) -> bool:

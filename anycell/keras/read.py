@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from anycell import read
 from anycell.keras.call import Tensor
-from anycell.keras.graph import ROWS, Node, Traced, World, eagerly
+from anycell.keras.graph import ROWS, Traced, World, eagerly
 from anycell.keras.steps import Arrays, Step
 from anycell.keras.steps import loop as loop
-from anycell.read import Graph, Outer, Refused, Value, read
+from anycell.read import Outer, Refused, Rule, Variable, row
 from anycell.read.proof import STEPS, difference
-
-ELEMENTWISE = {
-    "Abs": "abs", "Add": "add", "AddV2": "add", "BiasAdd": "add", "Cos": "cos", "Div": "div",
-    "Elu": "elu", "Equal": "eq", "Erf": "erf", "Exp": "exp", "Expm1": "expm1", "Greater": "gt",
-    "GreaterEqual": "ge", "Identity": "identity", "Inv": "reciprocal", "LeakyRelu": "leaky_relu",
-    "Less": "lt", "LessEqual": "le", "Log": "log", "Log1p": "log1p", "LogicalAnd": "logical_and",
-    "LogicalNot": "logical_not", "LogicalOr": "logical_or", "Maximum": "maximum",
-    "Minimum": "minimum", "Mul": "mul", "Neg": "neg", "NotEqual": "ne", "RealDiv": "div",
-    "Reciprocal": "reciprocal", "Relu": "relu", "Rsqrt": "rsqrt", "Select": "where",
-    "SelectV2": "where", "Sigmoid": "sigmoid", "Sign": "sign", "Sin": "sin",
-    "Snapshot": "identity", "Softplus": "softplus", "Softsign": "softsign", "Sqrt": "sqrt",
-    "Square": "square", "StopGradient": "stop_gradient", "Sub": "sub", "Tanh": "tanh",
-}  # fmt: skip
-CONDITIONS = frozenset("lt le gt ge eq ne logical_and logical_or logical_not".split())
-# Run as they are, on arrays of ids.
-STRUCTURAL = frozenset(
-    "BroadcastTo ConcatV2 ExpandDims GatherV2 Pack Reshape ReverseV2 Roll Slice Split SplitV "
-    "Squeeze StridedSlice Tile Transpose Unpack".split()
-)
-REDUCED = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "max"}
-AFFINE = frozenset("add sub neg mul div identity".split())
-_PRODUCTS = "MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"
 
 
 def read_step(
@@ -52,334 +30,132 @@ def read_step(
     x, *rest = [tf.TensorSpec(*spec) for spec in (x, *states, *others)]
     traced = Traced(call, x, rest[: len(states)], rest[len(states) :])
     with tf.init_scope(), eagerly():
-        step = _Reader(traced, call.__name__).step
+        step = _read(traced, call.__name__)
         problem = _compared(step)
     if problem is not None:
-        raise Refused(f"{problem}.")
+        raise Refused(problem)
     return step
 
 
-class _Reader:
-    def __init__(self, traced: Traced, name: str) -> None:
-        self.traced, self.graph = traced, Graph(Arrays, ROWS)
-        self.world = World(traced, ROWS, {})
-        self.values: dict[str, Any] = {}
-        for state in traced.states:
-            if traced.shapes[state][:1] != (None,) or not traced.dtypes[state].is_floating:
-                raise Refused(f"a state of {traced.dtypes[state].name} {traced.shapes[state]}.")
-            self.values[state] = self.graph.state(self._shape(state), 0)
-        for node in dict.fromkeys(traced.nodes.values()):
-            self._add(node)
-        self.graph.where = ""
-        pairs = [
-            (self.values[before], self._value(after))
-            for before, after in zip(traced.states, traced.after, strict=True)
-        ]
-        for before, after in zip(traced.states, traced.after, strict=True):
-            if traced.dtypes[before] != traced.dtypes[after]:
-                kinds = f"{traced.dtypes[before].name} becomes {traced.dtypes[after].name}"
-                raise Refused(f"a state of {kinds}. Instead: return states of one dtype.")
-        self.step = Step(traced, read(self.graph, pairs, name))
-        if traced.output in traced.after:
-            self.step.of_state = traced.after.index(traced.output)
-        else:
-            if traced.shapes[traced.output][:1] != (None,):
-                raise Refused("the output has no axis of the batch.")
-            self.step.reads = self._reads(traced.output)
+# -- rules -----------------------------------------------------------------------------------------
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(ROWS if size is None else size for size in self.traced.shapes[name])
 
-    def _reads(self, output: str) -> set[str]:
-        """The states, before or after the step, that the output is computed from."""
-        traced, todo, found = self.traced, [output], set()
-        ends, seen = {*traced.states, *traced.after}, set[str]()
-        while todo:
-            name = todo.pop()
-            if name in ends and traced.kinds[name] == "S":
-                found.add(name)
-            elif name in traced.nodes and name not in seen:
-                todo += traced.nodes[name].inputs
-            seen.add(name)
-        return found
+def _structural(reader: Reader, *arguments: Any, **options: Any) -> Any:
+    places = [v for v in reader.equation.operands if not (v.floating or v.boolean)]
+    if any(v.kind != "F" for v in places):
+        reader.graph.refuse("this takes positions or sizes from x or from a state")
+    return reader.structural(reader.equation.source, *arguments, **options)
 
-    # -- values ----------------------------------------------------------------------------------
-    def _value(self, name: str) -> Any:
-        if name not in self.values:
-            self.values[name] = self._outer(name)
-        return self.values[name]
 
-    def _outer(self, name: str, units: Value | None = None) -> Outer:
-        """A value that TensorFlow computes outside of the loop."""
-        traced, boolean = self.traced, self.traced.dtypes[name] == tf.bool
-        shape, node = self._shape(name), traced.nodes.get(name)
-        if traced.kinds[name] == "X":
-            if None not in traced.shapes[name]:
-                self.graph.refuse("this takes numbers of x from several rows of the batch")
-            return Outer("X", shape, lambda run: run.moving(name), boolean, units=units)
-        number = None
-        if node is not None and node.type == "Const" and np.size(node.value) == 1:
-            number = float(np.reshape(node.value, ()))
-        per_row = None in traced.shapes[name]
-        return Outer("F", shape, lambda run: run.fixed(name), boolean, per_row, number)
+def _reduced(name: str) -> Rule:
+    def rule(reader: Reader, value: Any, axes: Any, keep_dims: bool, **_: Any) -> Any:
+        return getattr(reader, name)(value, axes, keep_dims)
 
-    def _static(self, name: str) -> np.ndarray:
-        """Numbers that no weight and no input enters, such as axes and shapes."""
-        if self.traced.kinds[name] != "F":
-            self.graph.refuse("this takes positions or sizes from x or from a state")
-        return np.asarray(self.world.value(name).numpy())
+    return rule
 
-    def _add(self, node: Node) -> None:
-        graph, kind = self.graph, self.traced.kinds[node.outputs[0]]
-        graph.where = node.where
-        if kind == "F" or node.type == "NoOp":
-            return
-        if kind == "S":
-            made = self._apply(node, [self._operand(name) for name in node.inputs])
-            self._keep(node, made)
-            return
-        try:
-            made = self._affine(node)
-        except Refused:
-            made = None
-        parts = made if isinstance(made, list) else [made] * len(node.outputs)
-        for name, units in zip(node.outputs, parts, strict=True):
-            if None in self.traced.shapes[name]:
-                units = units if isinstance(units, Value) else None
-                self.values[name] = self._outer(name, units)
 
-    def _keep(self, node: Node, made: Any) -> None:
-        parts = made if isinstance(made, list) else [made]
-        for name, value in zip(node.outputs, parts, strict=True):
-            self.values[name] = value
+def _matmul(reader: Reader, a: Any, b: Any, **options: Any) -> Any:
+    names = ("transpose_a", "adj_x"), ("transpose_b", "adj_y")
+    left, right = (any(options.get(name) for name in pair) for pair in names)
+    return reader.matmul(a, b, (left, right))
 
-    def _operand(self, name: str) -> Any:
-        """A value, or the name of a tensor of kind F, which may be an axis or a shape."""
-        return name if self.traced.kinds[name] == "F" else self._value(name)
 
-    def _affine(self, node: Node) -> Any:
-        """The units of an X value that is affine in others."""
-        op = ELEMENTWISE.get(node.type)
-        if op not in AFFINE and node.type not in (*STRUCTURAL, *_PRODUCTS):
-            return None
-        operands = []
-        for name in node.inputs:
-            operand = self._operand(name)
-            if isinstance(operand, Outer):
-                operand = self.graph.base(operand, self.traced.shapes[name].index(None))
-            operands.append(operand)
-        return self._apply(node, operands)
-
-    # -- operations ------------------------------------------------------------------------------
-    def _apply(self, node: Node, operands: list[Any]) -> Any:
-        graph, kind = self.graph, node.type
-
-        def every() -> list[Any]:
-            return [self._value(o) if isinstance(o, str) else o for o in operands]
-
-        if kind in ELEMENTWISE:
-            op, values = ELEMENTWISE[kind], every()
-            if kind == "LeakyRelu":
-                values.append(node.options["alpha"])
-            return graph.elementwise(op, *values, boolean=op in CONDITIONS or _boolean(op, values))
-        if kind in STRUCTURAL:
-            return self._structural(node, operands)
-        if kind in REDUCED:
-            return self._reduce(node, *operands)
-        if kind == "Cumsum":
-            return self._cumsum(node, *operands)
-        if kind == "Einsum":
-            return self._einsum(node.options["equation"], *every())
-        if kind in _PRODUCTS:
-            return self._matmul(node, *every())
-        special = getattr(self, f"_{kind.lower()}", None)
-        if special is None:
-            graph.refuse(f"this is {kind} of a value that depends on a state")
-        return special(node, *every())
-
-    def _structural(self, node: Node, operands: list[Any]) -> Any:
-        graph, traced = self.graph, self.traced
-        # Of the operands of kind F only those are moved whose dtype is that of the result.
-        dtype = traced.dtypes[node.outputs[0]]
-        data = [
-            not isinstance(o, str) or (traced.dtypes[o] == dtype and dtype.is_floating)
-            for o in operands
-        ]
-        moved = [self._value(o) if isinstance(o, str) else o
-                 for o, is_data in zip(operands, data, strict=True) if is_data]  # fmt: skip
-        fixed = [None if is_data else self._static(o)
-                 for o, is_data in zip(operands, data, strict=True)]  # fmt: skip
-
-        def run(*ids: np.ndarray) -> Any:
-            left = iter(ids)
-            values = iter([next(left) if f is None else f for f in fixed])
-            arguments = {
-                name: next(values) if count is None else [next(values) for _ in range(count)]
-                for name, count in node.arguments
-            }
-            assert node.function is not None
-            made = node.function(**arguments, **node.options)
-            if isinstance(made, (list, tuple)):
-                return [part.numpy() for part in made]
-            return made.numpy()
-
-        return graph.structural(run, *moved)
-
-    def _cumsum(self, node: Node, value: Any, axis: str) -> Any:
-        at = int(self._static(axis)) % len(value.shape)
-        size = value.shape[at]
-        sums = np.triu(np.ones((size, size)), int(node.options["exclusive"]))  # [in, out]
-        sums = sums.T if node.options["reverse"] else sums
-        weight = functools.partial(_constant, sums)
-        made = self.graph.product(value, (at,), (size,), weight)
-        return Value(np.moveaxis(made.ids, -1, at))
-
-    def _reduce(self, node: Node, value: Any, axes: str) -> Any:
-        at = np.atleast_1d(self._static(axes)).tolist()
-        if node.type == "Min":
-            most = self.graph.elementwise("neg", value)
-            most = self.graph.reduce("max", most, at, node.options["keep_dims"])
-            return self.graph.elementwise("neg", most)
-        total = self.graph.reduce(REDUCED[node.type], value, at, node.options["keep_dims"])
-        if node.type != "Mean":
-            return total
-        count = int(np.prod([value.shape[axis] for axis in at]))
-        return self.graph.elementwise("mul", total, 1.0 / count)
-
-    def _matmul(self, node: Node, left: Any, right: Any) -> Any:
-        options, rank = node.options, len(right.shape)
-        names = ("transpose_a", "transpose_b") if node.type == "MatMul" else ("adj_x", "adj_y")
-        turned = [bool(options.get(name)) for name in names]
-        letters = "abcdefgh"
-        batch = letters[: max(len(left.shape), rank) - 2]
-        a = batch[len(batch) + 2 - len(left.shape) :] + ("yx" if turned[0] else "xy")
-        b = batch[len(batch) + 2 - rank :] + ("zy" if turned[1] else "yz")
-        return self._einsum(f"{a},{b}->{batch}xz", left, right)
-
-    def _einsum(self, equation: str, *operands: Any) -> Any:
-        graph = self.graph
-        inputs, out = equation.replace(" ", "").split("->")
-        letters = inputs.split(",")
-        if len(operands) != 2 or "." in equation:
-            graph.refuse(f"this is einsum({equation!r})", "products of two arrays, without '...'")
-        pairs = list(zip(letters, operands, strict=True))
-        (a, value), (b, weight) = pairs if isinstance(pairs[0][1], Value) else pairs[::-1]
-        if not (isinstance(weight, Outer) and weight.kind == "F" and not weight.per_row):
-            graph.refuse(
-                "this multiplies a state by a matrix that depends on x, on a state or on the row",
-                "multiply by a matrix of weights, or element by element",
-            )
-        sizes = dict(zip(b, weight.shape, strict=True))
-        shared = [k for k in a if k in b]
-        heads = [k for k in shared if k in out and sizes[k] != 1]
-        summed = [k for k in shared if k not in out]
-        new = [k for k in b if k not in a]
-        if len(heads) > 1 or {*a, *b} - {*summed} != {*out} or len({*a}) < len(a):
-            graph.refuse(f"this is einsum({equation!r})", "products over the last axis of a state")
-        order = [b.index(k) for k in [*heads, *summed, *new]]
-        lead = [sizes[k] for k in heads]
-        inner = int(np.prod([sizes[k] for k in summed]))
-        shape = [*lead, inner, int(np.prod([sizes[k] for k in new]))]
-
-        def fetch(run: Any) -> Tensor:
-            return tf.reshape(tf.transpose(weight.get(run), order), shape)
-
-        axes, parts = tuple(a.index(k) for k in summed), tuple(sizes[k] for k in new)
-        if heads:
-            made = graph.heads(value, a.index(heads[0]), axes, parts, fetch)
-        else:
-            made = graph.product(value, axes, parts, fetch)
-        got = [*heads, *[k for k in a if k not in (*heads, *summed)], *new]
-        return Value(np.transpose(made.ids, [got.index(k) for k in out]), made.boolean)
-
-    # -- operations that are several of the language ---------------------------------------------
-    def _squareddifference(self, node: Node, a: Any, b: Any) -> Any:
-        return self.graph.elementwise("square", self.graph.elementwise("sub", a, b))
-
-    def _identityn(self, node: Node, *values: Any) -> Any:
-        return list(values)
-
-    def _addn(self, node: Node, *values: Any) -> Any:
-        total = values[0]
-        for value in values[1:]:
-            total = self.graph.elementwise("add", total, value)
-        return total
-
-    def _relu6(self, node: Node, value: Any) -> Any:
-        high = self.graph.elementwise("ge", value, 6.0, boolean=True)
-        return self.graph.elementwise("where", high, 6.0, self.graph.elementwise("relu", value))
-
-    def _selu(self, node: Node, value: Any) -> Any:
-        scale, alpha = 1.0507009873554805, 1.6732632423543772  # Klambauer et al., 2017
-        made = self.graph.elementwise("elu_alpha", value, alpha)
-        return self.graph.elementwise("mul", made, scale)
-
-    def _cast(self, node: Node, value: Any) -> Any:
-        source, target = (self.traced.dtypes[n] for n in (node.inputs[0], node.outputs[0]))
-        if source == target:
-            return value
-        if target.is_floating and source == tf.bool:
-            return self.graph.elementwise("number", value)
-        if target == tf.bool and source.is_floating:
-            return self.graph.elementwise("truth", value, boolean=True)
-        return self.graph.refuse(
-            f"this casts a value that depends on a state from {source.name} to {target.name}",
-            "compute the step in one dtype",
+def _einsum(reader: Reader, operands: Sequence[Any], equation: str) -> Any:
+    if len(operands) != 2 or "." in equation:
+        reader.graph.refuse(
+            f"this is einsum({equation!r})", "products of two arrays, without '...'"
         )
-
-    def _pow(self, node: Node, base: Any, exponent: Any) -> Any:
-        number = getattr(exponent, "number", None)
-        if number is None:
-            self.graph.refuse("this is a power whose exponent is no fixed number")
-        if number == int(number) and 1 <= number <= 16:
-            result = base
-            for _ in range(int(number) - 1):
-                result = self.graph.elementwise("mul", result, base)
-            return result
-        return self.graph.elementwise("pow", base, number)
-
-    def _clipbyvalue(self, node: Node, value: Any, low: Any, high: Any) -> Any:
-        return self.graph.elementwise(
-            "minimum", self.graph.elementwise("maximum", value, low), high
-        )
-
-    def _divnonan(self, node: Node, value: Any, divisor: Any) -> Any:
-        graph = self.graph
-        zero = graph.elementwise("eq", divisor, 0.0, boolean=True)
-        quotient = graph.elementwise("div", value, graph.elementwise("where", zero, 1.0, divisor))
-        return graph.elementwise("where", zero, 0.0, quotient)
-
-    def _erfc(self, node: Node, value: Any) -> Any:
-        return self.graph.elementwise("sub", 1.0, self.graph.elementwise("erf", value))
-
-    def _isfinite(self, node: Node, value: Any) -> Any:
-        difference = self.graph.elementwise("sub", value, value)
-        return self.graph.elementwise("eq", difference, 0.0, boolean=True)
-
-    def _raised(self, value: Any) -> tuple[Any, Any, Any]:
-        """The value less its maximum over the last axis; the exponential of that; its sum."""
-        graph, last = self.graph, [len(value.shape) - 1]
-        most = graph.elementwise("stop_gradient", graph.reduce("max", value, last, True))
-        less = graph.elementwise("sub", value, most)
-        raised = graph.elementwise("exp", less)
-        return less, raised, graph.reduce("sum", raised, last, True)
-
-    def _softmax(self, node: Node, value: Any) -> Any:
-        _, raised, total = self._raised(value)
-        return self.graph.elementwise("div", raised, total)
-
-    def _logsoftmax(self, node: Node, value: Any) -> Any:
-        less, _, total = self._raised(value)
-        return self.graph.elementwise("sub", less, self.graph.elementwise("log", total))
+    return reader.einsum(equation, *operands)
 
 
-def _constant(array: np.ndarray, run: Any) -> Tensor:
-    return tf.constant(array, run.dtype)
+TABLE: dict[str, Rule] = {
+    "Abs": "abs", "Add": "add", "AddV2": "add", "BiasAdd": "add", "Cos": "cos", "Div": "div",
+    "Elu": "elu", "Equal": "eq", "Erf": "erf", "Exp": "exp", "Expm1": "expm1", "Greater": "gt",
+    "GreaterEqual": "ge", "Inv": "reciprocal", "Less": "lt", "LessEqual": "le", "Log": "log",
+    "Log1p": "log1p", "LogicalAnd": "logical_and", "LogicalNot": "logical_not",
+    "LogicalOr": "logical_or", "Maximum": "maximum", "Minimum": "minimum", "Mul": "mul",
+    "Neg": "neg", "NotEqual": "ne", "RealDiv": "div", "Reciprocal": "reciprocal", "Relu": "relu",
+    "Rsqrt": "rsqrt", "Sigmoid": "sigmoid", "Sign": "sign", "Sin": "sin", "Snapshot": "identity",
+    "Softplus": "softplus", "Softsign": "softsign", "Sqrt": "sqrt", "Square": "square",
+    "StopGradient": "stop_gradient", "Sub": "sub", "Tanh": "tanh",
+}  # fmt: skip
+TABLE |= dict.fromkeys(
+    "BroadcastTo ConcatV2 ExpandDims GatherV2 Pack Reshape ReverseV2 Roll Slice Split SplitV "
+    "Squeeze StridedSlice Tile Transpose Unpack".split(),
+    _structural,
+)
+TABLE |= dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matmul)
+TABLE |= {
+    "AddN": row("total"),
+    "Cast": row("convert"),
+    "ClipByValue": row("clamp"),
+    "Cumsum": lambda reader, v, axis, reverse, exclusive, **_: reader.cumsum(
+        v, int(axis), reverse, exclusive
+    ),
+    "DivNoNan": row("divide_no_nan"),
+    "Einsum": _einsum,
+    "Erfc": row("erfc"),
+    "IdentityN": lambda reader, values, **_: list(values),
+    "IsFinite": row("is_finite"),
+    "LeakyRelu": lambda reader, v, alpha, **_: reader.op("leaky_relu", v, alpha),
+    "LogSoftmax": row("log_softmax"),
+    "Max": _reduced("max"),
+    "Mean": _reduced("mean"),
+    "Min": _reduced("min"),
+    "Pow": row("power"),
+    "Relu6": row("relu6"),
+    "Select": row("where"),
+    "SelectV2": row("where"),
+    "Selu": row("selu"),
+    "Softmax": row("softmax"),
+    "SquaredDifference": row("squared_difference"),
+    "Sum": _reduced("sum"),
+}
 
 
-def _boolean(op: str, values: Sequence[Any]) -> bool:
-    """Whether an op that keeps its operand's dtype has a boolean one."""
-    return op == "identity" and values[0].boolean
+class Reader(read.Reader):
+    """Reads the operations of a traced step."""
+
+    table = TABLE
+
+    def __init__(self, traced: Traced) -> None:
+        super().__init__(traced.body, Arrays, 0, traced.states[0].dtype)
+        self.traced, self.world = traced, World(traced, ROWS, {})
+
+    def operand(self, v: Variable) -> Any:
+        if v.kind == "F" and not (v.floating or v.boolean):  # axes and sizes, known numbers
+            return np.asarray(self.world.value(v).numpy())
+        return super().operand(v)
+
+    def outer(self, v: Variable) -> Outer:
+        if v.kind == "X" and v.axis is None:
+            self.graph.refuse("this takes numbers of x from several rows of the batch")
+        return super().outer(v)
+
+    def differs(self, v: Variable) -> bool:
+        return v.axis is not None
+
+    def axis_of(self, v: Variable) -> int | None:
+        return v.axis
+
+
+def _read(traced: Traced, name: str) -> Step:
+    body, states = traced.body, traced.states
+    for before, after in zip(states, traced.after, strict=True):
+        if traced.shapes[before][:1] != (None,) or not before.floating:
+            raise Refused(f"a state of {before.dtype} {traced.shapes[before]}")
+        if before.dtype != after.dtype:
+            kinds = f"{before.dtype} becomes {after.dtype}"
+            raise Refused(f"a state of {kinds}", "return states of one dtype")
+    step = Step(traced, Reader(traced).read([""] * len(states), name))
+    if traced.output in traced.after:
+        step.of_state = traced.after.index(traced.output)
+    else:
+        if traced.shapes[traced.output][:1] != (None,):
+            raise Refused("the output has no axis of the batch")
+        ends = {v for v in (*states, *traced.after) if v.kind == "S"}
+        step.reads = body.sources([traced.output], ends)
+    return step
 
 
 # -- proof -----------------------------------------------------------------------------------------
@@ -389,20 +165,21 @@ def _compared(step: Step) -> str | None:
     """Why a reading is not the step; None if their results and gradients agree in float64."""
     traced, rng, kind = step.traced, np.random.default_rng(0), tf.float64
 
-    def draw(shape: Sequence[int | None], *lead: int) -> Tensor:
-        sizes = [ROWS + 1 if size is None else size for size in shape]
+    def draw(v: Variable, *lead: int) -> Tensor:
+        sizes = [ROWS + 1 if size is None else size for size in traced.shapes[v]]
         return tf.constant(rng.normal(size=(*lead, *sizes)), kind)
 
     # Rows of zeros meet the ties of ``maximum`` and the corners of ``abs``.
     zeroed = np.arange(ROWS + 1) < 2
     states = []
-    for name in traced.states:
-        state = draw(traced.shapes[name])
+    for v in traced.states:
+        state = draw(v)
         states.append(state * zeroed.reshape(-1, *[1] * (state.shape.rank - 1)).astype(float))
-    x = draw(traced.shapes[traced.x], STEPS)
-    others = [tf.cast(draw(traced.shapes[name]) > 0.0, kind) * 2.0 for name in traced.others]
-    variables = {name: _sample(outer, rng) for name, outer in traced.outer.items()}
-    real = {name: value for name, value in variables.items() if value.dtype.is_floating}
+    x = draw(traced.x, STEPS)
+    others = [tf.cast(draw(v) > 0.0, kind) * 2.0 for v in traced.others]
+    variables = {v: _sample(outer, rng) for v, outer in traced.outer.items()}
+    reals = [value for value in variables.values() if value.dtype.is_floating]
+    real = {f"variable {k}": value for k, value in enumerate(reals)}
     watched = {"the input": x, **real}
     watched |= {f"initial state {k}": state for k, state in enumerate(states)}
     more = {"dtype": kind, "variable": variables.__getitem__}
@@ -451,7 +228,7 @@ def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, more: An
         known |= dict(zip(traced.states, states, strict=True))
         world = World(traced, x.shape[1], known, once=once, **more)
         outputs.append(world.value(traced.output))
-        states = [world.value(name) for name in traced.after]
+        states = [world.value(v) for v in traced.after]
     return tf.stack(outputs), states
 
 

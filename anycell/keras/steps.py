@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from anycell import read
 from anycell.keras.call import Tensor
 from anycell.keras.graph import Traced, World
 from anycell.keras.reading import LoopOptions
@@ -18,15 +19,16 @@ from anycell.keras.rule import planned
 from anycell.keras.tensors import recurrence
 from anycell.plan import Engine
 from anycell.plan.call import HELD
-from anycell.read import Reading
+from anycell.read import Reading, Variable
 
 
-class Arrays:
+class Arrays(read.Arrays):
     """Functions of a reading on tensors, whose sizes a graph may not know yet."""
 
     cat = staticmethod(tf.concat)
     cast = staticmethod(tf.cast)
     zeros = staticmethod(tf.zeros)
+    transpose = staticmethod(tf.transpose)
     broadcast = staticmethod(tf.broadcast_to)
 
     @staticmethod
@@ -47,30 +49,16 @@ class Arrays:
         return tf.reshape(array, shape)
 
     @staticmethod
-    def move(array: Tensor, axis: int, to: int) -> Tensor:
-        if axis == to:
-            return array
-        order = list(range(array.shape.rank))
-        order.insert(to, order.pop(axis))
-        return tf.transpose(array, order)
-
-    @staticmethod
-    def take(array: Tensor, axis: int, start: int, size: int) -> Tensor:
-        return array[(slice(None),) * axis + (slice(start, start + size),)]
-
-    @staticmethod
-    def index(array: Tensor, at: np.ndarray) -> Tensor:
-        if len(at) == array.shape[-1] and (at == np.arange(len(at))).all():
-            return array
-        if (np.diff(at) == 1).all():
-            return array[..., int(at[0]) : int(at[-1]) + 1]
+    def gather(array: Tensor, at: np.ndarray) -> Tensor:
         return tf.gather(array, at, axis=-1)
 
 
 class Run:
     """A call of a step that was read: values outside of the loop, as readings ask for them."""
 
-    def __init__(self, traced: Traced, x: Tensor, others: Mapping[str, Tensor], more: Any) -> None:
+    def __init__(
+        self, traced: Traced, x: Tensor, others: Mapping[Variable, Tensor], more: Any
+    ) -> None:
         sizes = tf.shape(x)
         self.steps, self.rows = (
             sizes[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])
@@ -88,18 +76,18 @@ class Run:
     def _tile(self, tensor: Tensor) -> Tensor:
         return tf.tile(tensor, [self.steps, *[1] * (tensor.shape.rank - 1)])
 
-    def fixed(self, name: str) -> Tensor:
+    def fixed(self, name: Variable) -> Tensor:
         """A value of kind F."""
         return self._once.value(name)
 
-    def moving(self, name: str) -> Tensor:
+    def moving(self, name: Variable) -> Tensor:
         """A value of kind X, ``[steps, ...]``."""
         shape = self._traced.shapes[name]
         axis = shape.index(None)
         split = [*shape[:axis], self.steps, self.rows, *shape[axis + 1 :]]
         return Arrays.move(tf.reshape(self._every.value(name), split), axis, 0)
 
-    def after(self, name: str, known: Mapping[str, Tensor]) -> Tensor:
+    def after(self, name: Variable, known: Mapping[Variable, Tensor]) -> Tensor:
         """A value of any kind at every step, ``[steps, rows, ...]``, from values of states."""
         lead = [self.steps * self.rows]
         rows = {n: tf.reshape(t, [*lead, *t.shape[2:]]) for n, t in known.items()}
@@ -121,7 +109,7 @@ class Step:
     traced: Traced
     reading: Reading
     of_state: int | None = None
-    reads: set[str] = field(default_factory=set)
+    reads: set[Variable] = field(default_factory=set)
     graphs: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -189,7 +177,7 @@ class Step:
                 first, sequence = tf.cast(states[k], x.dtype)[None], every[k]
                 parts = [sequence[1:], first] if reverse else [first, sequence[:-1]]
                 known[name] = tf.concat(parts, 0)
-        return self._call("_outputs", more, *x_and_others, known), ends
+        return self._call("_outputs", more, *x_and_others, list(known.values())), ends
 
     def _call(self, name: str, more: dict[str, Any], *tensors: Any) -> Any:
         """Calls a method; in eager mode as a graph, whose many small operations are fast."""
@@ -211,9 +199,10 @@ class Step:
         return {name: a for name, a in arguments.items() if name not in HELD}
 
     def _outputs(
-        self, x: Tensor, others: Sequence[Tensor], known: Mapping[str, Tensor], **more: Any
+        self, x: Tensor, others: Sequence[Tensor], states: Sequence[Tensor], **more: Any
     ) -> Tensor:
         """Outputs that are no state, from the states at every step."""
+        known = dict(zip(self.reads, states, strict=True))
         return self._run(x, others, more).after(self.traced.output, known)
 
 

@@ -7,11 +7,10 @@ knows no framework.
 from anycell.read.arrays import Arrays
 from anycell.read.body import Body, Equation, Reader, Rule, Values, Variable, leaves, mapped, row
 from anycell.read.functions import known
-from anycell.read.printer import read
 from anycell.read.reading import Reading
-from anycell.read.units import Graph, Outer, Refused, Value, definition
+from anycell.read.units import Outer, Refused, Value, definition
 
 __all__ = [
-    "Arrays", "Body", "Equation", "Graph", "Outer", "Reader", "Reading", "Refused", "Rule", "Value",
-    "Values", "Variable", "definition", "known", "leaves", "mapped", "read", "row",
+    "Arrays", "Body", "Equation", "Outer", "Reader", "Reading", "Refused", "Rule", "Value",
+    "Values", "Variable", "definition", "known", "leaves", "mapped", "row",
 ]  # fmt: skip

@@ -39,7 +39,7 @@ class Variable:
     dtype: str
     kind: str = "F"
     axis: int | None = None
-    equation: Equation | None = None
+    equation: Equation | None = field(default=None, repr=False)
     number: float | None = None
     constant: Array = None
 
@@ -395,7 +395,7 @@ class Reader(Functions):
 
     def convert(self, value: Any, *_: Any, **__: Any) -> Any:
         """A value in another dtype."""
-        (old, *_), (new, *_) = self.equation.operands, self.equation.results
+        old, new = self.equation.operands[0], self.equation.results[0]
         if old.dtype == new.dtype:
             return value
         if new.boolean:

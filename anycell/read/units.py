@@ -321,14 +321,10 @@ class Graph:
             return [Value(np.asarray(ids), first.boolean) for ids in made]
         return Value(np.asarray(made), first.boolean)
 
-    def elementwise(self, op: str, *operands: Operand, boolean: bool = False) -> Value:
+    def elementwise(self, op: str, *operands: Operand) -> Value:
         """Applies an op of the printer's table."""
-        first = operands[0]
-        boolean = (
-            boolean
-            or op in CONDITIONS
-            or (op == "identity" and isinstance(first, (Value, Outer)) and first.boolean)
-        )
+        kept = op == "identity" and isinstance(operands[0], (Value, Outer)) and operands[0].boolean
+        boolean = kept or op in CONDITIONS
         shapes = [o.shape for o in operands if isinstance(o, (Value, Outer))]
         shape = np.broadcast_shapes(*shapes)
         axis, units = self._common(operands, shape)
