@@ -321,6 +321,20 @@ def checkpointed(w: Any) -> Any:
     return f
 
 
+@case([W, U, np.array([3, 0, -1, 1, 0, 2])], draw(B, H))
+def picked(w: Any) -> Any:
+    """Units at positions of an array, which come in any order and more than once."""
+    turned = np.array([[5, 4, 3], [0, 1, 2]])
+
+    def f(h: Any, x: Any) -> Any:
+        pairs = h[:, turned].transpose(0, 2, 1).reshape(B, H)
+        ends = [lax.dynamic_slice_in_dim(h, start, 3, 1) for start in (1, 9)]
+        h = jnp.tanh(x @ w[0] + jnp.take(h, w[2] % H, axis=-1) @ w[1] + pairs)
+        return h + jnp.concatenate(ends, -1) / 2, None
+
+    return f
+
+
 def trial(run: Any, at: Case) -> Any:
     """Results and the gradients of all arrays."""
 
@@ -368,6 +382,7 @@ CORNERS = {
     "where": lambda h: jnp.where(h > 0, h, 2 * h), "softmax": lambda h: nn.softmax(h * h),
     "largest": lambda h: h * (h.max(-1, keepdims=True) + 2 * h.min(-1, keepdims=True)),
     "not finite": lambda h: jnp.where(jnp.isfinite(h), h, 0),
+    "log of a sum": lambda h: jnp.logaddexp(h, h**3),
 }  # fmt: skip
 
 
@@ -599,7 +614,11 @@ REFUSED = {
     "jnp.where": lambda h, x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, h),
     "custom_vjp": lambda h, x: spike(h),
     "relu has a derivative of its own": lambda h, x: relu(h),
-    "jax.nn.softplus(a - b)": lambda h, x: jnp.logaddexp(h, 2 * h),
+    "picks units of a state at positions that change": lambda h, x: (
+        jnp.take_along_axis(h, (x[:, :1] > 0).astype(int), 1) + h
+    ),
+    "start is not known": lambda h, x: h + lax.dynamic_slice_in_dim(h, (x[0, 0] > 0) * 1, 1, 1),
+    "no scatter of a value": lambda h, x: h.at[:, 0].set(0.0),
     "converted from float32 to bfloat16": lambda h, x: h.astype(jnp.bfloat16).astype(jnp.float32),
     "numbers of int32 from a state": lambda h, x: (h * 3).astype(int).astype(jnp.float32),
     "without sorting": lambda h, x: jnp.sort(h),
