@@ -14,7 +14,7 @@ from jax.lax import GatherScatterMode
 
 from anycell import read
 from anycell.jax.equations import OPS, PACKAGE, origin
-from anycell.read import Variable, known, row
+from anycell.read import Equation, Variable, known, row
 
 # What to write in place of operations that people use in cells.
 INSTEAD = {
@@ -188,13 +188,10 @@ class Reader(read.Reader):
 
     def differs(self, v: Variable) -> bool:
         axis, equation = self.axis, v.equation
-        if axis is None or axis >= len(v.shape) or v.number is not None:
-            return False
-        if equation is None or v.shape[axis] == 1:
-            return v.shape[axis] > 1
-        if equation.name == "broadcast_in_dim":
-            dimensions, inner = equation.options["broadcast_dimensions"], equation.operands[0]
+        if equation is not None and equation.name == "broadcast_in_dim":
+            dimensions, (inner,) = equation.options["broadcast_dimensions"], equation.operands
             return axis in dimensions and inner.shape[dimensions.index(axis)] > 1
-        if equation.name in POINTWISE:
-            return any(self.per_row(operand) for operand in equation.operands)
-        return True
+        return super().differs(v)
+
+    def pointwise(self, equation: Equation) -> bool:
+        return equation.name in POINTWISE

@@ -132,9 +132,6 @@ class Reader(read.Reader):
             self.graph.refuse("this takes numbers of x from several rows of the batch")
         return super().outer(v)
 
-    def differs(self, v: Variable) -> bool:
-        return v.axis is not None
-
     def axis_of(self, v: Variable) -> int | None:
         return v.axis
 

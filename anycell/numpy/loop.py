@@ -14,7 +14,7 @@ from anycell.numpy.check import STRICT
 from anycell.numpy.read import Read, Recording, Traced, execute, read_step, start
 from anycell.plan import Options, plan
 from anycell.plan.dtype import dtypes
-from anycell.read import Reading, Refused, Values, Variable, definition
+from anycell.read import Reading, Refused, Values, Variable, definition, mapped, trees
 from anycell.read.proof import STEPS, difference, starts
 
 Tree = Any  # an array, or a tuple, list or dict of trees
@@ -101,33 +101,14 @@ class loop:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The arrays of a tree; dicts in the order of their keys."""
-    if isinstance(tree, dict):
-        return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
-    if isinstance(tree, (tuple, list)):
-        return [leaf for part in tree for leaf in leaves(part)]
-    return [] if tree is None else [tree]
+    """The arrays of a tree."""
+    return list(trees.leaves(tree))
 
 
 def filled(tree: Tree, values: Sequence[Any]) -> Tree:
     """The tree with other leaves."""
     left = iter(values)
-
-    def fill(part: Tree) -> Tree:
-        if isinstance(part, dict):
-            by_key = {key: fill(part[key]) for key in sorted(part)}
-            return type(part)((key, by_key[key]) for key in part)
-        if isinstance(part, tuple) and hasattr(part, "_fields"):
-            return type(part)(*map(fill, part))
-        if isinstance(part, (tuple, list)):
-            return type(part)([fill(leaf) for leaf in part])
-        return None if part is None else next(left)
-
-    return fill(tree)
-
-
-def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    return filled(tree, [function(leaf) for leaf in leaves(tree)])
+    return mapped(lambda _: next(left), tree)
 
 
 class _Run:

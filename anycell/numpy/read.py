@@ -81,8 +81,8 @@ class Recording(Body):
 
         lines = [f"{v.shape} {v.dtype}" for v in every]
         for equation in self.equations:
-            options = [(name, mapped(text, value)) for name, value in equation.options.items()]
-            lines.append(f"{equation.name} {mapped(text, equation.arguments)} {options}")
+            call = mapped(text, (equation.arguments, equation.options))
+            lines.append(f"{equation.name} {call}")
         ends = [[names[v] for v in group] for group in (self.outputs, self.after)]
         return "\n".join([f"{len(self.x)} {len(self.states)} {ends}", *lines])
 
@@ -106,8 +106,8 @@ def execute(equation: Equation, values: Values) -> Sequence[Any]:
     def get(leaf: Any) -> Any:
         return values[leaf] if isinstance(leaf, Variable) else leaf
 
-    options = {name: mapped(get, value) for name, value in equation.options.items()}
-    made = equation.source(*mapped(get, equation.arguments), **options)
+    args, options = mapped(get, (equation.arguments, equation.options))
+    made = equation.source(*args, **options)
     return made if isinstance(made, (list, tuple)) else [made]
 
 
@@ -190,7 +190,7 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function on the samples, and records the call."""
     if function in (np.zeros_like, np.ones_like, np.full_like):
         return function(args[0].sample, *args[1:], **kwargs)
-    recording = next(leaves((args, list(kwargs.values())), Traced)).recording
+    recording = next(leaves((args, kwargs), Traced)).recording
 
     def converted(leaf: Any) -> Any:
         if isinstance(leaf, Traced):
@@ -203,14 +203,15 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     def sample(leaf: Any) -> Any:
         return leaf.sample if isinstance(leaf, Traced) else leaf
 
-    samples = function(*mapped(sample, args), **{k: mapped(sample, v) for k, v in kwargs.items()})
+    given, named = mapped(sample, (tuple(args), kwargs))
+    samples = function(*given, **named)
     several = isinstance(samples, (list, tuple))
     parts = list(samples) if several else [samples]
     name = f"np.{getattr(function, '__name__', function)}"
-    options = {k: mapped(converted, v) for k, v in kwargs.items()}
+    arguments, options = mapped(converted, (tuple(args), kwargs))
     results = list(map(_variable, parts))
     recording.equations.append(
-        Equation(function, mapped(converted, args), options, results, place(), name, function)
+        Equation(function, arguments, options, results, place(), name, function)
     )
     made = [Traced(recording, v, part) for v, part in zip(results, parts, strict=True)]
     return made if several else made[0]

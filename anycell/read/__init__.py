@@ -5,9 +5,10 @@ knows no framework.
 """
 
 from anycell.read.arrays import Arrays
-from anycell.read.body import Body, Equation, Reader, Rule, Values, Variable, leaves, mapped, row
+from anycell.read.body import Body, Equation, Reader, Rule, Values, Variable, row
 from anycell.read.functions import known
 from anycell.read.reading import Reading
+from anycell.read.trees import leaves, mapped
 from anycell.read.units import Outer, Refused, Value, definition
 
 __all__ = [

@@ -30,14 +30,10 @@ class Matrix:
     columns: np.ndarray
     sign: int = 1
 
-    def joins(self, after: Matrix) -> bool:
-        """Whether the next matrix continues this one, column by column."""
-        return (
-            self.fetch is not None
-            and (self.fetch, self.sign) == (after.fetch, after.sign)
-            and np.array_equal(self.rows, after.rows)
-            and bool(self.columns[-1] + 1 == after.columns[0])
-        )
+    def joined(self, after: Matrix) -> Matrix | None:
+        """Both as one, if the next matrix continues this one, column by column."""
+        alike = self.fetch is not None and np.array_equal(self.rows, after.rows)
+        return _joined(self, after) if alike else None
 
     def transposed(self, run: Run, arrays: Any) -> Any:
         """The matrix as an array ``[out, in]``."""
@@ -60,15 +56,20 @@ class Constant:
     sign: int = 1
     per_row: bool = False
 
-    def joins(self, after: Constant) -> bool:
-        return (self.fetch, self.sign) == (after.fetch, after.sign) and bool(
-            self.columns[-1] + 1 == after.columns[0]
-        )
+    def joined(self, after: Constant) -> Constant | None:
+        """Both as one, if the next numbers follow these in one array."""
+        return _joined(self, after)
 
     def array(self, run: Run, arrays: Any) -> Any:
         """``[rows or 1, n]``."""
         array = arrays.index(self.fetch(run), self.columns)
         return -array if self.sign < 0 else array
+
+
+def _joined(a: Any, b: Any) -> Any:
+    if (a.fetch, a.sign) != (b.fetch, b.sign) or a.columns[-1] + 1 != b.columns[0]:
+        return None
+    return replace(a, columns=np.concatenate([a.columns, b.columns]))
 
 
 @dataclass(frozen=True)

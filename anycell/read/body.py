@@ -8,13 +8,14 @@ function of the reader, the operands and the options, mostly one of ``functions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from anycell.read.functions import Functions
 from anycell.read.printer import read
 from anycell.read.reading import Reading
+from anycell.read.trees import leaves, mapped
 from anycell.read.units import Graph, Outer, Refused, Value
 
 Array = Any
@@ -67,7 +68,7 @@ class Equation:
 
     op: Any
     arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     results: list[Variable]
     where: str = ""
     name: str = ""
@@ -80,23 +81,7 @@ class Equation:
 
     @functools.cached_property
     def operands(self) -> list[Variable]:
-        return list(leaves((self.arguments, list(self.options.values())), Variable))
-
-
-def leaves(tree: Any, sort: Any) -> Iterator[Any]:
-    """The leaves of a sort in lists and tuples."""
-    if isinstance(tree, sort):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for part in tree:
-            yield from leaves(part, sort)
-
-
-def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree of lists and tuples with other leaves."""
-    if type(tree) in (tuple, list):
-        return type(tree)([mapped(function, part) for part in tree])
-    return function(tree)
+        return list(leaves((self.arguments, self.options), Variable))
 
 
 @dataclass(eq=False)
@@ -284,10 +269,9 @@ class Reader(Functions):
         def placed(leaf: Any) -> Any:
             return operand(leaf) if isinstance(leaf, Variable) else self.argument(leaf)
 
-        arguments = mapped(placed, equation.arguments)
+        arguments, options = mapped(placed, (equation.arguments, equation.options))
         if isinstance(rule, str):
             return [self.op(rule, *arguments)]
-        options = {name: mapped(placed, value) for name, value in equation.options.items()}
         made = rule(self, *arguments, **options)
         return made if isinstance(made, list) else [made]
 
@@ -337,10 +321,19 @@ class Reader(Functions):
 
     def differs(self, v: Variable) -> bool:
         """What ``per_row`` returns; it asks ``per_row`` itself of other values."""
-        return True
+        axis, equation = self.axis_of(v), v.equation
+        if axis is None or axis >= len(v.shape) or v.shape[axis] == 1 or v.number is not None:
+            return False
+        if equation is None or equation.random or not self.pointwise(equation):
+            return True
+        return any(map(self.per_row, equation.operands))
+
+    def pointwise(self, equation: Equation) -> bool:
+        """Whether results are alike in all rows where the operands are."""
+        return isinstance(self.table.get(equation.op), str)
 
     def axis_of(self, v: Variable) -> int | None:
-        """The axis of the batch of a value of kind X."""
+        """The axis of the batch of a value of kind F or X."""
         return self.axis
 
     def argument(self, leaf: Any) -> Any:
@@ -376,13 +369,13 @@ class Reader(Functions):
     # -- rules -----------------------------------------------------------------------------------
     def structural(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """The result of a function that only moves numbers."""
-        operands = list(leaves((arguments, list(options.values())), (Value, Outer)))
+        operands = list(leaves((arguments, options), (Value, Outer)))
 
         def run(*ids: Array) -> Any:
             left = iter(map(self.packed, ids))
             placed = lambda leaf: next(left) if isinstance(leaf, (Value, Outer)) else leaf  # noqa: E731
-            given = mapped(placed, arguments)
-            return function(*given, **{name: mapped(placed, o) for name, o in options.items()})
+            args, more = mapped(placed, (arguments, options))
+            return function(*args, **more)
 
         return self.graph.structural(run, *operands)
 

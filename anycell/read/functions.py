@@ -267,7 +267,7 @@ class Functions:
         ):
             graph.refuse(f"this is einsum({equation!r})", "products, without sums of one operand")
         rowed = weight.axis is not None or (rows and rows in its)
-        if weight.per_row and rowed and sizes.get(rows) != 1:
+        if weight.per_row and rowed and sizes.get(rows) != 1 and rows not in summed:
             graph.refuse(
                 "each row of the batch has a matrix of its own",
                 "products with matrices that all rows share",

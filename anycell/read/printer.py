@@ -581,11 +581,8 @@ def _blocks(product: Product) -> list[Matrix]:
     """The matrices of the outputs, with neighbouring columns of one matrix as one."""
     blocks: list[Matrix] = []
     for matrix in product.blocks:
-        if blocks and blocks[-1].joins(matrix):
-            last = blocks.pop()
-            columns = np.concatenate([last.columns, matrix.columns])
-            matrix = Matrix(last.fetch, last.rows, columns, last.sign)
-        blocks.append(matrix)
+        joined = blocks[-1].joined(matrix) if blocks else None
+        blocks[len(blocks) - (joined is not None) :] = [joined or matrix]
     return blocks
 
 

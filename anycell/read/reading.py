@@ -228,21 +228,15 @@ def _merge(a: Affine, b: Affine) -> Affine | None:
     """Two neighbours as columns of the same matrices; None if they are not."""
     if (len(a.terms), len(a.constants)) != (len(b.terms), len(b.constants)):
         return None
-    terms: list[tuple[Source, Matrix]] = []
-    constants: list[Constant | float] = []
-    for (source, matrix), (other, after) in zip(a.terms, b.terms, strict=True):
-        if source is not other or not matrix.joins(after):
-            return None
-        columns = np.concatenate([matrix.columns, after.columns])
-        terms.append((source, Matrix(matrix.fetch, matrix.rows, columns, matrix.sign)))
-    for constant, next_one in zip(a.constants, b.constants, strict=True):
-        if isinstance(constant, Constant) and isinstance(next_one, Constant):
-            if not constant.joins(next_one):
-                return None
-            columns = np.concatenate([constant.columns, next_one.columns])
-            constants.append(Constant(constant.fetch, columns, constant.sign, constant.per_row))
-        elif constant == next_one:
-            constants.append(constant)
-        else:
-            return None
-    return Affine(a.size + b.size, tuple(terms), tuple(constants))
+    terms = [
+        (source, matrix.joined(after) if source is other else None)
+        for (source, matrix), (other, after) in zip(a.terms, b.terms, strict=True)
+    ]
+    constants = [
+        one.joined(other) if isinstance(one, Constant) and isinstance(other, Constant)
+        else one if one == other else None
+        for one, other in zip(a.constants, b.constants, strict=True)
+    ]  # fmt: skip
+    if any(part is None for part in (*constants, *(matrix for _, matrix in terms))):
+        return None
+    return Affine(a.size + b.size, tuple(terms), tuple(constants))  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from anycell import read
-from anycell.read import Outer, Rule, Value, Variable, leaves, row
-from anycell.torch.record import ROWS, TABLE, A, Recording, Rows, differs
+from anycell.read import Equation, Outer, Rule, Value, Variable, leaves, row
+from anycell.torch.record import ROWS, TABLE, A, Recording, Rows, pointwise
 
 
 class Arrays(read.Arrays):
@@ -213,8 +213,8 @@ class Reader(read.Reader):
         super().__init__(step, Arrays(step.device), axis, dtype)
         self.reading = self.read(names, title)
 
-    def differs(self, v: Variable) -> bool:
-        return differs(v, self.per_row)
+    def pointwise(self, equation: Equation) -> bool:
+        return pointwise(equation)
 
     def axis_of(self, v: Variable) -> int | None:
         return v.axis

@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
             args[0] = Like(args[0].shape, getattr(torch, args[0].dtype))
         random = torch.Tag.nondeterministic_seeded in op.tags
         name = self.whole or str(packet)
-        kinds = {var.kind for var in leaves((args, list(options.values())), Var)}
+        kinds = {var.kind for var in leaves((args, options), Var)}
         kind = "S" if "S" in kinds else "X" if "X" in kinds or random else "F"
         results: list[Any] = [
             self._var(tensor, kind=kind, number=_number(packet, args))
@@ -426,15 +426,10 @@ def _number(packet: Any, args: Sequence[Any]) -> float | None:
     return _FILLED.get(packet)
 
 
-def differs(v: Variable, per_row: Callable[[Variable], bool]) -> bool:
-    """Whether a tensor may differ from row to row of the batch."""
-    equation = v.equation
-    if equation is None or v.axis is None:
-        return v.axis is not None
-    if equation.op in _FILLED:
-        return False
-    pointwise = equation.op in _SAME or torch.Tag.pointwise in equation.source.tags
-    return not pointwise or equation.random or any(map(per_row, equation.operands))
+def pointwise(equation: Equation) -> bool:
+    """Whether results are alike in all rows where the operands are."""
+    same = equation.op in _SAME or equation.op in _FILLED
+    return same or torch.Tag.pointwise in equation.source.tags
 
 
 # -- computing what needs no state -----------------------------------------------------------------
@@ -566,6 +561,6 @@ class Run:
                 return like.expand(mapped(fill, leaf.shape))
             return self.dtype if leaf is self.step.dtype else leaf
 
-        options = {name: mapped(fill, value) for name, value in equation.options.items()}
-        made = equation.source(*mapped(fill, equation.arguments), **options)
+        args, options = mapped(fill, (equation.arguments, equation.options))
+        made = equation.source(*args, **options)
         return made if isinstance(made, (tuple, list)) else [made]

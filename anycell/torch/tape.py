@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anycell.read import Equation, Refused, Variable
+from anycell.read import Equation, Refused, Variable, leaves, mapped
 from anycell.torch.record import A, Like, Recorder, Var
 
 Tree = Any  # tensors and other values in tuples, lists and dictionaries
@@ -57,23 +57,21 @@ class Tape:
         del self._recorder, self._names, self._space, self._tensors, self._alias
 
     def _vars(self, tree: Tree) -> Tree:
-        if isinstance(tree, Tensor):
-            return self._recorder.var(tree)
-        if type(tree) is dict:
-            return {name: self._vars(value) for name, value in tree.items()}
-        if isinstance(tree, (tuple, list)):
-            parts = [self._vars(value) for value in tree]
-            return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-        if tree is None or isinstance(tree, (bool, int, float, str)):
-            return tree
-        raise Refused(f"a {type(tree).__name__} cannot be printed")
+        def var(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._recorder.var(leaf)
+            if not isinstance(leaf, (bool, int, float, str)):
+                raise Refused(f"a {type(leaf).__name__} cannot be printed")
+            return leaf
+
+        return mapped(var, tree)
 
     def _print(self, entered: Tree, left: Tree, split: int) -> tuple[Any, Any]:
         nodes = self._recorder.equations
-        results = set(_leaves(left))
+        results = set(leaves(left, Variable))
         for node in nodes:
             self._fold(node, results)
-        needed = {self._real(var) for var in (*_leaves(entered), *results)}
+        needed = {self._real(var) for var in (*leaves(entered, Variable), *results)}
         used = []
         for place in reversed(range(len(nodes))):
             if any(var in needed for var in nodes[place].results):
@@ -171,17 +169,6 @@ def _detached(tree: Tree, name: str, made: dict[str, Tensor]) -> Tree:
     if isinstance(tree, dict):
         return {key: _detached(value, f"{name}[{key!r}]", made) for key, value in tree.items()}
     return tuple(_detached(value, f"{name}[{k}]", made) for k, value in enumerate(tree))
-
-
-def _leaves(tree: Tree) -> list[Variable]:
-    if isinstance(tree, Var):
-        return [tree]
-    parts = tree.values() if isinstance(tree, dict) else tree
-    return (
-        [v for part in parts for v in _leaves(part)]
-        if isinstance(tree, (dict, tuple, list))
-        else []
-    )
 
 
 def _storage(tensor: Tensor) -> int:

@@ -1,0 +1,34 @@
+"""Trees of tuples, lists and dictionaries, the last in the order of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Tree = Any
+
+
+def leaves(tree: Tree, sort: Any = object) -> Iterator[Any]:
+    """The leaves of a sort; None is no leaf."""
+    if isinstance(tree, dict):
+        tree = [tree[key] for key in sorted(tree)]
+    if _joins(tree):
+        for part in tree:
+            yield from leaves(part, sort)
+    elif tree is not None and isinstance(tree, sort):
+        yield tree
+
+
+def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    """The tree with other leaves."""
+    if isinstance(tree, dict):
+        by_key = {key: mapped(function, tree[key]) for key in sorted(tree)}
+        return type(tree)((key, by_key[key]) for key in tree)
+    if not _joins(tree):
+        return None if tree is None else function(tree)
+    parts = [mapped(function, part) for part in tree]
+    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+
+
+def _joins(tree: Tree) -> bool:
+    return type(tree) in (tuple, list) or hasattr(tree, "_fields")

@@ -1,0 +1,167 @@
+"""What the readers of all frameworks share: kinds, values, rows, functions of operands.
+
+NumPy's table stands for all: reading a step also proves it, on the reference engine.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anycell.numpy.loop import _Call, loop
+from anycell.read import Body, Equation, Refused, Values, Variable, leaves, mapped
+
+T, B, H = 4, 3, 6
+RANDOM = np.random.default_rng(0)
+X, STATE = RANDOM.normal(size=(T, B, H)), RANDOM.normal(size=(B, H))
+W, HEADS = RANDOM.normal(size=(H, H)) / 3, RANDOM.normal(size=(2, 3, 3)) / 2
+ORDER = np.array([3, 0, 5, 1, 4, 2])
+
+
+def read(step: Callable[[Any, Any], Any], x: Any = X, state: Any = STATE) -> str:
+    """The text of a step, which is proved."""
+    return _Call(loop(step), x, state).read.reading.text
+
+
+def of_heads(h: Any) -> Any:
+    return np.einsum("bni,nio->bno", h.reshape(B, 2, 3), HEADS).reshape(B, H)
+
+
+# Functions of a state, and what the text of the cell has for them.
+ROWS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "einsum": (lambda h: np.einsum("oi,bi->bo", W, h), 'linear(s.s0, "w0")'),
+    "einsum of heads": (of_heads, "heads=2"),
+    "matrices of leading axes": (
+        lambda h: np.matmul(h.reshape(B, 2, 1, 3), HEADS).reshape(B, H),
+        "linear(",
+    ),
+    "one matrix for all rows": (lambda h: np.matmul(h.reshape(B, 1, H), W[None])[:, 0], "linear("),
+    "transposed": (lambda h: (W @ h.T).T, "linear("),
+    "dot": (lambda h: h + h.dot(W[0])[:, None], "sum("),
+    "cumsum": (lambda h: h.cumsum(-1) * 0.1, "linear("),
+    "positions": (lambda h: h[:, ORDER] + h * 0.5, "linear("),
+    "taken": (lambda h: np.take(h, ORDER[:3], axis=1).repeat(2, 1), "s.s0"),
+    "minimum": (lambda h: h - h.min(-1, keepdims=True), "max("),
+    "deviation": (lambda h: h / (1 + h.std(-1, keepdims=True)), "sqrt(mean("),
+    "variance of a sample": (lambda h: h / (1 + h.var(-1, keepdims=True, ddof=1)), "sum("),
+    "clip": (lambda h: np.clip(h * 2, -1.0, 1.0), "minimum(maximum("),
+    "clip on one side": (lambda h: np.clip(h, a_min=0.0, a_max=None), "maximum("),
+    "power of two": (lambda h: np.exp2(-h * h), "exp("),
+    "square root": (lambda h: np.power(h * h + 1, 0.5) * 0.5, "sqrt("),
+    "cube": (lambda h: np.power(h, 3) * 0.1, "s.s0 * s.s0 * s.s0"),
+    "finite": (lambda h: np.where(np.isfinite(h), h, 0.0) * 0.5, "where("),
+    "condition of conditions": (
+        lambda h: np.where(np.where(h > 0, h < 1, h < -1), h, 0.5 * h),
+        "|",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows(name: str) -> None:
+    function, part = ROWS[name]
+
+    def step(x: Any, h: Any) -> Any:
+        h = 0.5 * function(h) + x
+        return h, h
+
+    assert part in read(step)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "of a state": (lambda h: h @ (h.T @ h), "the matrix of this product depends on a state"),
+    "repeated letters": (lambda h: np.einsum("bi,bi->b", h, W[:B])[:, None] * h, "of its own"),
+    "sum of one operand": (lambda h: np.einsum("bi,ij->b", h, W)[:, None] * h, "einsum"),
+    "three operands": (lambda h: np.einsum("bi,ij,jk->bk", h, W, W), "einsum"),
+    "rows that are summed": (lambda h: np.ones((B, B)) @ h, "the batch by a matrix"),
+    "cumsum of all": (lambda h: h + h.cumsum()[:H], "cumsum of all axes"),
+    "no row of the table": (lambda h: np.arctan(h), "no np.arctan"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    function, says = REFUSED[name]
+
+    def step(x: Any, h: Any) -> Any:
+        h = 0.5 * function(h) + x
+        return h, h
+
+    with pytest.raises(Refused, match=says):
+        read(step)
+
+
+def test_products_of_x_are_computed_before_the_loop() -> None:
+    """They are no sum or multiple of x, though each factor is."""
+
+    def step(x: Any, h: Any) -> Any:
+        h = 0.5 * h + (x @ W) * (1 - x) / (2 + x)
+        return h, h
+
+    assert "return 0.5 * s.s0 + x.g0" in read(step)
+
+
+def test_a_state_that_stays_is_a_weight() -> None:
+    def step(x: Any, state: Any) -> Any:
+        h, w = state
+        h = np.tanh(x + h @ w)
+        return h, (h, w)
+
+    assert 'return tanh(linear(s.s0, "w0") + x.g0)' in read(step, X, (STATE, W))
+    with pytest.raises(Refused, match="returns its state as it was"):
+        read(lambda x, h: (x, h))
+
+
+# -- equations -------------------------------------------------------------------------------------
+def variable() -> Variable:
+    return Variable((2,), "float64")
+
+
+def test_kinds() -> None:
+    """Counters go before the loop, unless a state of the loop enters them."""
+    w, x, h, count, kept, late = (variable() for _ in range(6))
+    made = [variable() for _ in range(5)]
+    wx, new, noise = made[0], made[1], made[4]
+    equations = [
+        Equation("mul", (w, x), {}, [wx]),
+        Equation("add", (h, wx), {}, [new]),
+        Equation("add", (count, 1), {}, [made[2]]),
+        Equation("add", ([late, h],), {}, [made[3]]),
+        Equation("draw", (), {}, [noise], random=True),
+    ]
+    states, after = [h, count, kept, late], [new, made[2], kept, made[3]]
+    body = Body([w], [x], states, [new, kept], after, equations)
+    body.sort(early=[1, 2, 3])
+    assert (body.moving, body.ahead) == ([0, 3], [1])
+    kinds = [v.kind for v in (w, x, h, count, kept, late, *made)]
+    assert kinds == ["F", "X", "S", "X", "F", "S", "X", "S", "X", "S", "X"]
+    assert body.needed([new]) == equations[:2] and body.needed([new], [wx]) == equations[1:2]
+    assert body.sources([made[3]], {h, late, wx}) == {h, late}
+    assert body.seen() == [0]
+
+
+def test_values_are_computed_once_and_however_deep() -> None:
+    runs = []
+
+    def execute(equation: Equation, values: Values) -> list[Any]:
+        runs.append(equation)
+        return [values[equation.operands[0]] + 1]
+
+    first, elsewhere, alone = variable(), variable(), variable()
+    last = first
+    for _ in range(3000):
+        before, last = last, variable()
+        Equation("add", (before, 1), {}, [last])
+    values = Values({first: 0}, execute, lambda v: 7 if v is elsewhere else None)
+    assert values[last] == values[last] == len(runs) == 3000
+    assert values[elsewhere] == 7
+    with pytest.raises(KeyError):
+        values[alone]
+
+
+def test_trees() -> None:
+    tree = {"b": (1, [None, 2.0]), "a": 3}
+    assert list(leaves(tree)) == [3, 1, 2.0] and list(leaves(tree, float)) == [2.0]
+    assert mapped(str, tree) == {"b": ("1", [None, "2.0"]), "a": "3"}
+    assert list(mapped(str, tree)) == ["b", "a"]
