@@ -94,6 +94,19 @@ def explain(
     return Explanation(make_plan(cell, hidden_size, dtype or "float32", engine, sizes), **shown)
 
 
+def explain_read(loop: str, reading: Any, dtype: str, reason: str = "") -> str:
+    """Returns what ``explain_scan`` of a frontend says of a body.
+
+    Args:
+        loop: what runs a body that no kernel runs.
+        reading: ``anycell.read.Reading`` of the body; None if a loop runs it, for this reason.
+    """
+    if reading is None:
+        return f"{loop} runs this body: {reason}"
+    page = explain(reading.cell, reading.size, dtype, **reading.sizes)
+    return f"A fused kernel runs this body.\n\nThe cell that was read:\n\n{reading.text}\n{page}"
+
+
 class Explained:
     """The base of layers that ``explain`` describes."""
 

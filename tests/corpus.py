@@ -97,6 +97,6 @@ def check_verdict(entry: Entry, reason: str | None) -> None:
         assert entry.reads is not False, f"{entry.name} was read"
         return
     assert not entry.reads, f"{entry.name} was refused: {reason}"
+    assert re.search(r"cells_\w+\.py:\d+", reason), f"no line of the cell in: {reason}"
     if entry.reads is False:
-        assert re.search(r"cells_\w+\.py:\d+", reason), f"no line of the cell in: {reason}"
         assert re.search(entry.reason, reason), f"nothing of {entry.reason} in: {reason}"

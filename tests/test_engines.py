@@ -451,6 +451,31 @@ def test_gates_of_several_sizes(
             assert_array_equal(some["d x"], alone["d x"][:, 1:3])
 
 
+@cell(gates="keep:1 i g:P", state="h n:1=0.5 c:P")
+def Paced(x: Any, r: Any, s: Any) -> Any:
+    """A gate and a state of one number per row decide how fast the other states move."""
+    keep = sigmoid(x.keep + s.n)
+    h = keep * s.h + (1 - keep) * tanh(x.i + r.i + linear(s.c, "back"))
+    return h, keep * s.n + anycell.mean(h), s.n * tanh(x.g + s.c)
+
+
+@pytest.mark.parametrize("cell", [Paced, Sized], ids=repr)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.sample(1)
+def test_gates_of_several_sizes_in_16_bits(
+    cell: Cell, dtype: str, rng: np.random.Generator, ran: list[str]
+) -> None:
+    """Also states and gates of one number per row, of which no two fill a word of 32 bits."""
+    for rows in (3, 53):
+        for situation in ({}, {"masked": True, "reverse": True}):
+            problem = random_problem(cell, (4, rows, 33), rng, dtype, **situation)
+            ran.clear()
+            alone = by_cpu(problem)
+            assert ran == ["cpu", "cpu"]
+            assert_solved(alone, problem)
+            assert_same(by_cpu(problem, threads=2), alone)
+
+
 def test_a_number_may_be_the_operand_of_a_wide_matmul(rng: np.random.Generator) -> None:
     """A row of scratch memory holds as many numbers as the weight has columns."""
 

@@ -398,6 +398,7 @@ def Reads(x, r, s):
 
 LAYER = an.LSTM(2, 4, seed=0)
 READOUT = an.Dense(4, 1, seed=0)
+OF_SIZES = r"cell: given Sized, .* 2 \* P \+ 2 \* H units .* hidden size H. Call the layer's step"
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,8 @@ READOUT = an.Dense(4, 1, seed=0)
         (lambda: an.Feedback(LAYER, an.Dense(5, 1)), r"readout: given .* expected Dense\(4"),
         (lambda: an.Feedback(LAYER, an.Dense(4, 3)), "readout: given .* at most 2 outputs"),
         (lambda: an.Feedback(an.RNN(Reads, 2, 4), READOUT), "cell: given Reads"),
-        (lambda: an.Feedback(an.RNN(Sized, 2, 4, P=4, E=2), READOUT), r"2 \* P \+ 2 \* H units"),
+        (lambda: an.Feedback(an.RNN(Sized, 2, 4, P=4, E=2), READOUT), OF_SIZES),
+        (lambda: at.Feedback(at.RNN(Sized, 2, 4, P=4, E=2), torch.nn.Linear(4, 1)), OF_SIZES),
         (lambda: run_numpy(forced=1.5), "forced: given 1.5"),
         (lambda: run_numpy(forced=np.ones((2, 3))), r"forced: given shape \[2, 3\]"),
         (lambda: an.Feedback(LAYER, READOUT).backward(0.0), "backward.. needs"),

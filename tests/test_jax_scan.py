@@ -5,8 +5,10 @@ One file, because tests of semantics and modules use what those of cells define.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ from anycell.jax import scanning  # noqa: E402
 
 X64 = jax if hasattr(jax, "enable_x64") else jax.experimental
 T, B, I, H = 5, 3, 4, 6
+ROOT = Path(__file__).parents[1]
 DRAWS = np.random.default_rng(0)
 
 
@@ -318,6 +321,20 @@ def checkpointed(w: Any) -> Any:
     return f
 
 
+@case([W, U, np.array([3, 0, -1, 1, 0, 2])], draw(B, H))
+def picked(w: Any) -> Any:
+    """Units at positions of an array, which come in any order and more than once."""
+    turned = np.array([[5, 4, 3], [0, 1, 2]])
+
+    def f(h: Any, x: Any) -> Any:
+        pairs = h[:, turned].transpose(0, 2, 1).reshape(B, H)
+        ends = [lax.dynamic_slice_in_dim(h, start, 3, 1) for start in (1, 9)]
+        h = jnp.tanh(x @ w[0] + jnp.take(h, w[2] % H, axis=-1) @ w[1] + pairs)
+        return h + jnp.concatenate(ends, -1) / 2, None
+
+    return f
+
+
 def trial(run: Any, at: Case) -> Any:
     """Results and the gradients of all arrays."""
 
@@ -365,6 +382,7 @@ CORNERS = {
     "where": lambda h: jnp.where(h > 0, h, 2 * h), "softmax": lambda h: nn.softmax(h * h),
     "largest": lambda h: h * (h.max(-1, keepdims=True) + 2 * h.min(-1, keepdims=True)),
     "not finite": lambda h: jnp.where(jnp.isfinite(h), h, 0),
+    "log of a sum": lambda h: jnp.logaddexp(h, h**3),
 }  # fmt: skip
 
 
@@ -596,7 +614,11 @@ REFUSED = {
     "jnp.where": lambda h, x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, h),
     "custom_vjp": lambda h, x: spike(h),
     "relu has a derivative of its own": lambda h, x: relu(h),
-    "jax.nn.softplus(a - b)": lambda h, x: jnp.logaddexp(h, 2 * h),
+    "picks units of a state at positions that change": lambda h, x: (
+        jnp.take_along_axis(h, (x[:, :1] > 0).astype(int), 1) + h
+    ),
+    "start is not known": lambda h, x: h + lax.dynamic_slice_in_dim(h, (x[0, 0] > 0) * 1, 1, 1),
+    "no scatter of a value": lambda h, x: h.at[:, 0].set(0.0),
     "converted from float32 to bfloat16": lambda h, x: h.astype(jnp.bfloat16).astype(jnp.float32),
     "numbers of int32 from a state": lambda h, x: (h * 3).astype(int).astype(jnp.float32),
     "without sorting": lambda h, x: jnp.sort(h),
@@ -746,4 +768,71 @@ def test_the_example_of_equinox() -> None:
         value, gradients = eqx.filter_jit(of)(model, jnp.swapaxes(XS, 0, 1))
         return value, jax.tree.leaves(gradients)
 
+    cell = eqx.nn.GRUCell(I, H, key=jax.random.key(0))
+    assert fused_by(lambda h, x: (cell(x, h), None), START[0], XS[:, 0])
     agree(loss(aj.scan), loss(lax.scan))
+
+
+@pytest.mark.parametrize("kind", ["GRUCell", "OptimizedLSTMCell"])
+@pytest.mark.sample(1)
+def test_cells_of_linen_with_resets(kind: str) -> None:
+    """As agents have them: the state starts anew where an episode is over."""
+    cell = getattr(pytest.importorskip("flax.linen"), kind)(features=H)
+    keys = jax.random.split(jax.random.key(0))
+    carry = jax.tree.map(lambda a: a + 0.5, cell.initialize_carry(keys[0], (B, I)))
+    params = cell.init(keys[1], carry, XS[0])
+    xs = XS, jnp.arange(T * B).reshape(T, B) % 4 == 1
+
+    def make(params: Any) -> Any:
+        def step(carry: Any, x: Any) -> Any:
+            x, done = x
+            clear = functools.partial(jnp.where, done[:, None])
+            carry = jax.tree.map(lambda a: clear(jnp.zeros_like(a), a), carry)
+            return cell.apply(params, carry, x)
+
+        return step
+
+    assert fused_by(make(params), carry, xs)
+    compare(*(trial(run, Case(make, params, carry, xs)) for run in (aj.scan, lax.scan)))
+
+
+# ---- a program -----------------------------------------------------------------------------------
+def ppo(package: str) -> Any:
+    """``examples/ppo_jax.py`` with ``scan`` of a package, and smaller."""
+    text = (ROOT / "examples" / "ppo_jax.py").read_text(encoding="utf-8")
+    assert text.count("from anycell.jax import scan\n") == 1
+    text = text.replace("from anycell.jax import scan\n", f"from {package} import scan\n")
+    module = ModuleType("ppo_jax")
+    exec(compile(text, "ppo_jax.py", "exec"), vars(module))
+    vars(module).update(ENVIRONMENTS=8, STEPS=6, UNITS=7, LAST=3)
+    return module
+
+
+def test_the_agent_is_read() -> None:
+    """Its loss and gradients, where episodes begin within the rollout, changed by one import."""
+    results = []
+    for package in ("anycell.jax", "jax.lax"):
+        agent = ppo(package)
+        shape, rng = (agent.STEPS, agent.ENVIRONMENTS), np.random.default_rng(0)
+        shapes = jax.eval_shape(agent.initialised, jax.random.key(0))
+        params = {k: jnp.asarray(rng.normal(size=v.shape) / 3, "f4") for k, v in shapes.items()}
+        seen, *rest = (jnp.asarray(rng.normal(size=s), "f4") for s in ((*shape, 2), *[shape] * 5))
+        begins, action = (jnp.asarray(rng.random(shape) < p) for p in (0.2, 0.5))
+        rollout = agent.Transition(seen, begins, action.astype(int), *rest[:3], begins)
+        start = jnp.ones((agent.ENVIRONMENTS, agent.UNITS))
+        derived = jax.jit(jax.value_and_grad(agent.loss))
+        results.append(derived(params, start, rollout, *rest[3:]))
+        step = functools.partial(agent.gru, params)
+        assert fused_by(step, start, (jnp.ones((*shape, agent.UNITS)), begins))
+    agree(*results)
+    assert begins[1:].any()
+
+
+@pytest.mark.slow
+def test_the_agent_trains_as_with_lax_scan() -> None:
+    """Loops of steps, epochs and minibatches around the network's, in one jitted function."""
+    train = [
+        jax.jit(ppo(package).train, static_argnums=1) for package in ("anycell.jax", "jax.lax")
+    ]
+    assert "anycell_layer" in str(train[0].trace(jax.random.key(0), 3).jaxpr)
+    agree(*(run(jax.random.key(0), 3) for run in train))

@@ -14,9 +14,10 @@ from problems import Problem  # noqa: E402
 from test_feedback import Arrays, assert_solved, by_loop, draw, poisoned, turned  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
+import anycell  # noqa: E402
 import anycell.keras as ak  # noqa: E402
 import anycell.numpy as an  # noqa: E402
-from anycell import Cell, cells, compress  # noqa: E402
+from anycell import Cell, cell, cells, compress  # noqa: E402
 from anycell.keras.cells import GRU, LSTM, SimpleRNN  # noqa: E402
 from anycell.keras.weights import view_of  # noqa: E402
 from anycell.layer.view import numbers  # noqa: E402
@@ -171,6 +172,12 @@ def test_it_trains_and_is_saved(tmp_path: Any) -> None:
     assert np.array_equal(number(layer(x, forced=0.0)), number(feedback(x, forced=0.0)))
 
 
+@cell(gates="a b:P", state="h c:P")
+def Delayed(x, r, s):
+    """Has gates of two sizes."""
+    return anycell.tanh(x.a + r.a + anycell.linear(s.c, "back")), anycell.tanh(x.b + s.c)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -178,6 +185,10 @@ def test_it_trains_and_is_saved(tmp_path: Any) -> None:
         (lambda: ak.Feedback(ak.LSTM(3, dropout=0.5), keras.layers.Dense(1)), "given dropout=0.5"),
         (lambda: ak.Feedback(ak.LSTM(3, stateful=True), keras.layers.Dense(1)), "given stateful"),
         (lambda: ak.Feedback(ak.RNN(cells.EALSTM, 3), keras.layers.Dense(1)), "static input 'e'"),
+        (
+            lambda: ak.Feedback(ak.RNN(Delayed, 3, P=2), keras.layers.Dense(1)),
+            r"cell: given Delayed, .* H \+ P units .* hidden size H. Call the layer's step",
+        ),
         (lambda: ak.Feedback(ak.LSTM(3), keras.layers.Dense(1, "relu")), "readout: given"),
         (
             lambda: ak.Feedback(ak.LSTM(3), keras.layers.Dense(3)).build((None, None, 2)),

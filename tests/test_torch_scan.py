@@ -9,7 +9,8 @@ import torch.utils._pytree as pytree
 from loop_cells import B, H, I, T, check_trees, lstm
 from torch import Tensor, nn
 
-from anycell.torch import scan
+import anycell
+from anycell.torch import explain_scan, scan
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +81,38 @@ def test_scan_sees_new_variables() -> None:
 def test_scan_of_nothing() -> None:
     h = torch.zeros(B, H)
     assert scan(lambda c, x: (c, x), h, []) == (h, [])
+
+
+def test_explain_scan_shows_the_cell_or_the_reason() -> None:
+    x, h = torch.randn(B, T, H), torch.zeros(B, H)
+
+    def read(h: Tensor, x: Tensor) -> Any:
+        h = torch.tanh(x + 0.5 * h)
+        return h, h
+
+    def refused(h: Tensor, x: Tensor) -> Any:
+        return h.sort().values + x, x
+
+    said = explain_scan(read, h, x, dim=1)
+    assert said.startswith("A fused kernel runs this body.\n\nThe cell that was read:\n\n")
+    text = said.split("\n\n", 2)[2]
+    cell = anycell.lang.text.from_text(text[: text.index("\nread")])
+    assert [state.name for state in cell.states] == ["h"] and "float64" in said
+    said = explain_scan(refused, h, x, dim=1)
+    assert said.startswith("A loop over the steps runs this body: test_torch_scan.py:")
+    with torch.autocast("cpu"):
+        assert "autocast" in explain_scan(read, h, x, dim=1)
+    assert explain_scan(read, h, []) == "A loop over the steps runs this body: there are no steps"
+    with pytest.raises(ValueError, match="dim: given 3"):
+        explain_scan(read, h, x, dim=3)
+
+
+def test_explain_scan_names_a_cell_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anycell.torch.planned import ReadStep
+
+    slow = anycell.torch.Engine("torch", "it has none")
+    monkeypatch.setattr(ReadStep, "engine", slow)
+    said = explain_scan(
+        lambda h, x: (torch.sin(h + x),) * 2, torch.zeros(B, H), torch.zeros(T, B, H)
+    )
+    assert said.endswith("runs this body: no kernel runs its cell: it has none")

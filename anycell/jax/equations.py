@@ -52,6 +52,11 @@ def origin(jaxpr: Any) -> tuple[str, str]:
     return name, file
 
 
+def defined(jaxpr: Any) -> str:
+    """The file and line of the function of a jaxpr."""
+    return Path(origin(jaxpr)[1]).name
+
+
 def variable(aval: Any, **more: Any) -> Variable:
     """A variable of the shape and dtype of JAX's."""
     return Variable(tuple(aval.shape), str(aval.dtype), **more)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from anycell import read
 from anycell.jax.equations import (
     at_all_steps,
+    defined,
     execute,
     found,
     inlined,
@@ -50,8 +50,8 @@ class Body(read.Body):
 
     def __init__(self, closed: Any, consts: int, carries: int) -> None:
         jaxpr = closed.jaxpr
-        name, file = origin(jaxpr)
-        self.where = Path(file).name
+        name, _ = origin(jaxpr)
+        self.where = defined(jaxpr)
         if jaxpr.effects:
             self.where = next((place(eqn) for eqn in jaxpr.eqns if eqn.effects), self.where)
             self._refuse(
@@ -105,8 +105,7 @@ class Body(read.Body):
         return reals.pop()
 
     def _refuse(self, problem: str, instead: str) -> NoReturn:
-        where = f"{self.where}: " if self.where else ""
-        raise Refused(f"{where}{problem}. Instead: {instead}.")
+        raise Refused(problem, instead, self.where)
 
     def _axes(self) -> list[int | None]:
         """The axes that may be the batch's, the likeliest first; None for states without one."""

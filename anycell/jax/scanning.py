@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from anycell.explanation import explain
+from anycell.explanation import explain_read
 from anycell.jax import exact, fused
-from anycell.jax.equations import evaluated
+from anycell.jax.equations import defined, evaluated
 from anycell.jax.read import Body
 from anycell.read import Refused
 from anycell.read.proof import STEPS, difference
@@ -91,13 +91,8 @@ def explain_scan(
     """
     traced = Traced(lambda: jax.lax.scan(f, init, xs, length, reverse, unroll))
     body, reason = traced.road()
-    if body is None:
-        return f"jax.lax.scan runs this body: {reason}"
-    reading = body.reading
-    return (
-        f"A fused kernel runs this body.\n\nThe cell that was read:\n\n{reading.text}\n"
-        f"{explain(reading.cell, hidden_size=reading.size)}"
-    )
+    read = None if body is None else body.reading
+    return explain_read("jax.lax.scan", read, "" if body is None else str(body.dtype), reason)
 
 
 @dataclass(frozen=True)
@@ -171,14 +166,16 @@ def road_of(closed: Any, consts: int, carries: int) -> Road:
     try:
         body = Body(closed, consts, carries)
         if body.plan.engine != "cpu":  # step by step, the loop itself is as fast
-            return Road(None, f"no kernel runs its cell: {body.plan.reason}")
+            raise Refused(f"no kernel runs its cell: {body.plan.reason}")
         text = re.sub(r" at 0x[0-9a-f]+", "", str(closed))
         key = hashlib.sha256(text.encode()).digest(), consts, carries
         if key not in _PROVED:
             _PROVED[key] = tried(body, closed)
-        return Road(None, _PROVED[key]) if _PROVED[key] else Road(body)
+        if _PROVED[key]:
+            raise Refused(_PROVED[key])
+        return Road(body)
     except Refused as refusal:
-        return Road(None, str(refusal))
+        return Road(None, str(refusal.at(defined(closed.jaxpr))))
     except Exception as error:
         if STRICT:
             raise

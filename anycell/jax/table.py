@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import string
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import GatherScatterMode
 
 from anycell import read
 from anycell.jax.equations import OPS, PACKAGE, origin
@@ -20,7 +22,9 @@ INSTEAD = {
     "scan": "the steps of the inner loop one after the other, if they are few",
     "cond": "jnp.where(condition, a, b)",
     "sort": "a cell without sorting",
-    "gather": "slices, or a product with a fixed matrix",
+    "dynamic_update_slice": "jnp.concatenate or jnp.where of what changes",
+    "rem": "a counter of whole numbers, which no state of floats enters",
+    "scatter": "jnp.concatenate or jnp.where of what changes",
     "custom_vjp_call": "the function without custom_vjp, with jax.lax.stop_gradient where needed",
 }
 
@@ -50,11 +54,9 @@ def _custom_jvp(reader: Reader, *operands: Any, call_jaxpr: Any, **_: Any) -> An
         if name == "relu6":
             return reader.relu6(operands[0])
         if name == "logaddexp":
-            for number, other in (operands, operands[::-1]):
-                if known(number) == 0.0:
-                    return reader.op("softplus", other)
-    instead = "b + jax.nn.softplus(a - b)" if name == "logaddexp" else "it without custom_jvp"
-    return reader.graph.refuse(f"{name or 'a function'} has a derivative of its own", instead)
+            return reader.logaddexp(*operands)
+    problem = f"{name or 'a function'} has a derivative of its own"
+    return reader.graph.refuse(problem, "it without custom_jvp")
 
 
 def letters(dimension_numbers: Any, ranks: Sequence[int]) -> str:
@@ -72,6 +74,55 @@ def letters(dimension_numbers: Any, ranks: Sequence[int]) -> str:
 
 def _dot_general(reader: Reader, a: Any, b: Any, dimension_numbers: Any, **_: Any) -> Any:
     return reader.einsum(letters(dimension_numbers, [len(a.shape), len(b.shape)]), a, b)
+
+
+def _gather(
+    reader: Reader,
+    value: Any,
+    _: Any,
+    dimension_numbers: Any,
+    slice_sizes: Any,
+    mode: Any,
+    **__: Any,
+) -> Any:
+    """Units along one axis, at positions that are the same at all steps, by zeros and ones."""
+    names, index = dimension_numbers, reader.equation.arguments[1]
+    axes = tuple(names.start_index_map)
+    whole = tuple(1 if i in axes else n for i, n in enumerate(value.shape))
+    along = len(axes) == 1 and axes == tuple(names.collapsed_slice_dims) and not value.boolean
+    if index.kind != "F" or not along or tuple(slice_sizes) != whole:
+        reader.graph.refuse(
+            "this picks units of a state at positions that change, or along several axes",
+            "positions along one axis that are the same at all steps, or jnp.where",
+        )
+    (axis,), lead = axes, index.shape[:-1]
+    size = value.shape[axis]
+
+    def matrix(run: Any) -> Any:
+        places = jnp.reshape(run.fixed(index), -1)
+        inside = jnp.clip(places, 0, size - 1)
+        picks = jnp.asarray(jnp.arange(size)[:, None] == inside, run.dtype)
+        fills = mode == GatherScatterMode.FILL_OR_DROP
+        return jnp.where(places == inside, picks, jnp.nan) if fills else picks
+
+    ids = np.moveaxis(reader.picked(value, axis, math.prod(lead), matrix).ids, axis, 0)
+    ids = ids.reshape(*lead, *ids.shape[1:])
+    new = [i for i in range(ids.ndim) if i not in names.offset_dims]
+    return read.Value(ids.transpose(np.argsort([*new, *names.offset_dims])))
+
+
+def _dynamic_slice(reader: Reader, value: Any, *starts: Any, slice_sizes: Any, **_: Any) -> Any:
+    numbers = [known(start) for start in starts]
+    if any(number is None for number in numbers):
+        reader.graph.refuse(
+            "this takes a slice of a state whose start is not known when the step is read",
+            "a start that is a plain number, or positions: jnp.take(h, start + jnp.arange(n), 1)",
+        )
+    slices = [
+        slice(at := int(np.clip(number or 0, 0, n - size)), at + size)
+        for number, size, n in zip(numbers, slice_sizes, value.shape, strict=True)
+    ]
+    return reader.structural(lambda ids: ids[tuple(slices)], value)
 
 
 def _structural(name: str) -> read.Rule:
@@ -110,7 +161,9 @@ TABLE: dict[str, read.Rule] = {
     "cumsum": lambda reader, v, axis, reverse, **_: reader.cumsum(v, axis, reverse),
     "custom_jvp_call": _custom_jvp,
     "dot_general": _dot_general,
+    "dynamic_slice": _dynamic_slice,
     "erfc": row("erfc"),
+    "gather": _gather,
     "exp2": lambda reader, v, **_: reader.power(2.0, v),
     "integer_pow": lambda reader, v, y, **_: reader.power(v, y),
     "is_finite": row("is_finite"),

@@ -256,6 +256,8 @@ def _check(layer: Any, readout: Any) -> None:
         faults.append(f"a cell with the static input {step.static!r}")
     if faults:
         refuse("layer", ", ".join(faults), "a layer without these", "Make another layer.")
+    if isinstance(step, Cell):
+        with_feedback(step)
     linear = keras.activations.linear
     if not isinstance(readout, keras.layers.Dense) or readout.activation is not linear:
         hint = "The readout is fed back as it is."

@@ -76,7 +76,7 @@ class Traced:
                 # Keras puts the message in bold, between lines of its own.
                 text = str(error).split("\x1b[1m")[-1].split("\x1b[0m")[0].strip()
                 problem = text.splitlines()[0] if text else type(error).__name__
-                raise Refused(f"{_line(error)}tracing the step fails: {problem}") from error
+                raise Refused(f"tracing the step fails: {problem}", where=_line(error)) from error
         self.shapes: dict[Variable, tuple[int | None, ...]] = {}
         self.dtypes: dict[Variable, Any] = {}
         self._known: dict[str, Variable] = {}  # by the names of tensors
@@ -134,13 +134,14 @@ class Traced:
         for start, (problem, instead) in _EFFECTS.items():
             effect = op.op_def.is_stateful or start in ("While", "If", "Case", "PartitionedCall")
             if kind.removeprefix("Stateful").startswith(start) and effect:
-                raise Refused(f"{where}: this {problem}. Instead: {instead}.")
+                raise Refused(f"this {problem}", instead, where)
         if op.op_def.is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
-            raise Refused(f"{where}: {op.type} has effects beyond its result.")
+            raise Refused(f"{op.type} has effects beyond its result", where=where)
         if "_gradient_op_type" in op.node_def.attr and not _exact(op.traceback):
             raise Refused(
-                f"{where}: this has a derivative of its own (tf.custom_gradient, or a gradient "
-                "that is overridden), which a reading would lose."
+                "this has a derivative of its own (tf.custom_gradient, or a gradient that is "
+                "overridden), which a reading would lose",
+                where=where,
             )
         inputs = [self._known[tensor.name] for tensor in op.inputs]
         arguments, options, source = _described(op, inputs, where)
@@ -169,7 +170,7 @@ def _described(
         return (inputs[0],), {}, lambda value: value
     function = getattr(tf.raw_ops, op.type, None)
     if function is None:
-        raise Refused(f"{where}: {op.type} is no operation of tf.raw_ops.")
+        raise Refused(f"{op.type} is no operation of tf.raw_ops", where=where)
     known = inspect.signature(function).parameters
     names, arguments, left = [], list[Any](), iter(inputs)
     for argument in op.op_def.input_arg:
@@ -271,12 +272,12 @@ def eagerly() -> Any:
 
 
 def _place(frames: Iterable[Any]) -> str:
-    """The user's file and line, from the frames of a traceback, the innermost last."""
+    """The user's file and line, from the frames of a traceback, the innermost last; "" if none."""
     for frame in reversed(list(frames)):
         file = frame.filename
         if not file.startswith("<") and not _ours(file):
             return f"{os.path.basename(file)}:{frame.lineno}"
-    return "the step"
+    return ""
 
 
 def _ours(file: str) -> bool:
@@ -286,9 +287,7 @@ def _ours(file: str) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
-    place = _place(frames)
-    return "" if place == "the step" else f"{place}: "
+    return _place(inspect.getinnerframes(error.__traceback__) if error.__traceback__ else [])
 
 
 def _exact(frames: Iterable[Any]) -> bool:

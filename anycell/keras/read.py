@@ -33,7 +33,7 @@ def read_step(
         step = _read(traced, call.__name__)
         problem = _compared(step)
     if problem is not None:
-        raise Refused(f"{problem}.")
+        raise Refused(problem)
     return step
 
 
@@ -140,16 +140,16 @@ def _read(traced: Traced, name: str) -> Step:
     body, states = traced.body, traced.states
     for before, after in zip(states, traced.after, strict=True):
         if traced.shapes[before][:1] != (None,) or not before.floating:
-            raise Refused(f"a state of {before.dtype} {traced.shapes[before]}.")
+            raise Refused(f"a state of {before.dtype} {traced.shapes[before]}")
         if before.dtype != after.dtype:
             kinds = f"{before.dtype} becomes {after.dtype}"
-            raise Refused(f"a state of {kinds}. Instead: return states of one dtype.")
+            raise Refused(f"a state of {kinds}", "return states of one dtype")
     step = Step(traced, Reader(traced).read([""] * len(states), name))
     if traced.output in traced.after:
         step.of_state = traced.after.index(traced.output)
     else:
         if traced.shapes[traced.output][:1] != (None,):
-            raise Refused("the output has no axis of the batch.")
+            raise Refused("the output has no axis of the batch")
         ends = {v for v in (*states, *traced.after) if v.kind == "S"}
         step.reads = body.sources([traced.output], ends)
     return step

@@ -12,7 +12,7 @@ from keras import ops, tree
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers.RNN looks for it
 
 from anycell.keras.call import Tensor
-from anycell.read import Refused
+from anycell.read import Refused, definition
 from anycell.recent import add_recent
 
 _MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a call
@@ -118,14 +118,16 @@ def _read(cell: Any, training: bool, sort: Sort) -> Any:
         if changed != before or _losses(cell) != losses:
             names = {a[:2] for a in {*changed} ^ {*before}}
             shown = ", ".join(sorted(f"{kind}.{name}" for kind, name in names)) or "add_loss"
-            raise Refused(f"a call of the cell has an effect on {shown}.")
+            raise Refused(f"a call of the cell has an effect on {shown}")
         if isinstance(step, str):
             raise Refused(step)
         return step
     except Refused as why:
-        # Keras puts the message of an error in bold, between lines of its own.
-        reason = str(why).split("\x1b[1m")[-1].split("\x1b[0m")[0].strip().rstrip(".")
-        return f"the cell {type(cell).__name__} cannot be read: {reason}"
+        # Keras raises errors again, in words of its own around ours.
+        while isinstance(why.__context__, Refused):
+            why = why.__context__
+        said = str(why.at(definition(type(cell).call))).rstrip(".")
+        return f"the cell {type(cell).__name__} cannot be read: {said}"
     except Exception as error:  # the user's loop runs whatever goes wrong here
         return f"reading the cell {type(cell).__name__} fails: {type(error).__name__}: {error}"
     finally:

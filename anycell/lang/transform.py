@@ -80,7 +80,8 @@ def with_feedback(cell: Cell) -> Cell:
     """
     if set(cell.gate_sizes.values()) != {"H"}:
         given = f"{cell.name}, with gates of {cell.shown_width} units together"
-        refuse("cell", given, "a cell whose gates all have the hidden size H")
+        hint = "Call the layer's step in a loop, with the readout of its output as the next x."
+        refuse("cell", given, "a cell whose gates all have the hidden size H", hint)
     taken = {l.name for l in cell.linears} & {READOUT, FEEDBACK}
     if taken:
         given = f"{cell.name}, which has a linear(..., {min(taken)!r})"

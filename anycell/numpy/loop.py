@@ -14,7 +14,7 @@ from anycell.numpy.check import STRICT
 from anycell.numpy.read import Read, Recording, Traced, execute, read_step, start
 from anycell.plan import Layer, Options, plan
 from anycell.plan.dtype import dtypes
-from anycell.read import Reading, Refused, Values, Variable, mapped, trees
+from anycell.read import Reading, Refused, Values, Variable, definition, mapped, trees
 from anycell.read.proof import STEPS, difference, starts
 
 Tree = Any  # an array, or a tuple, list or dict of trees
@@ -61,7 +61,7 @@ class loop:
         self.step = step
         self.text: str | None = None
         self.reason: str | None = None
-        self._read: dict[str, Read | str] = {}
+        self._read: dict[str, Read | Refused] = {}
 
     def __call__(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         """Runs the step over all of ``x[0], x[1], ...``.
@@ -86,7 +86,7 @@ class loop:
             call = _Call(self, x, state)
             result = call.run()
         except Refused as error:
-            self.reason = str(error)
+            self.reason = str(error.at(definition(self.step)))
             return self._loop(x, state)
         self.text = call.read.reading.text
         return result
@@ -170,8 +170,8 @@ class _Call:
         for leaf in leaves(after):
             if leaf.dtype != self.dtype:
                 raise Refused(
-                    f"the step makes a {leaf.dtype} state of a {self.dtype} one. Instead: give x, "
-                    "states and weights one dtype"
+                    f"the step makes a {leaf.dtype} state of a {self.dtype} one",
+                    "give x, states and weights one dtype",
                 )
         self.read = self._known()
 
@@ -185,10 +185,10 @@ class _Call:
                 self._prove(read)
                 self.owner._read[key] = read
             except Refused as error:
-                self.owner._read[key] = str(error)
+                self.owner._read[key] = error
         known = self.owner._read[key]
-        if isinstance(known, str):
-            raise Refused(known)
+        if isinstance(known, Refused):
+            raise known.with_traceback(None)
         return known
 
     def _prove(self, read: Read) -> None:

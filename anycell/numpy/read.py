@@ -183,7 +183,7 @@ def place() -> str:
 
 
 def _refuse(problem: str, instead: str = "the same in functions of NumPy") -> Any:
-    raise Refused(f"{place()}: this step has {problem}. Instead: {instead}.")
+    raise Refused(f"this step has {problem}", instead, place())
 
 
 def _record(function: Any, args: Any, kwargs: Any) -> Any:

@@ -9,9 +9,9 @@ from anycell.read.body import Body, Equation, Reader, Rule, Values, Variable, ro
 from anycell.read.functions import known
 from anycell.read.reading import Reading
 from anycell.read.trees import leaves, mapped
-from anycell.read.units import Outer, Refused, Value
+from anycell.read.units import Outer, Refused, Value, definition
 
 __all__ = [
     "Arrays", "Body", "Equation", "Outer", "Reader", "Reading", "Refused", "Rule", "Value",
-    "Values", "Variable", "known", "leaves", "mapped", "row",
+    "Values", "Variable", "definition", "known", "leaves", "mapped", "row",
 ]  # fmt: skip

@@ -156,6 +156,20 @@ class Functions:
     def softplus(self, value: Any, beta: float = 1) -> Any:
         return self.scaled(self.op("softplus", self.scaled(value, beta)), 1 / beta)
 
+    def logaddexp(self, a: Any, b: Any) -> Any:
+        """``log(exp(a) + exp(b))``, also where both are -inf."""
+        for number, other in ((a, b), (b, a)):
+            if known(number) == 0.0:
+                return self.op("softplus", other)
+        sides = [
+            self.op("add", more, self.op("softplus", self.op("sub", less, more)))
+            for more, less in ((a, b), (b, a))
+        ]
+        tie = self.op("add", self.op("mul", self.op("add", a, b), 0.5), math.log(2))
+        return self.op(
+            "where", self.op("eq", a, b), tie, self.op("where", self.op("ge", a, b), *sides)
+        )
+
     # -- functions of axes -----------------------------------------------------------------------
     def _axes(self, value: Value, axes: Any) -> tuple[int, ...]:
         rank = len(value.shape)

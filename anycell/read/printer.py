@@ -262,7 +262,10 @@ class _Printer:
             units = units[:1]
         key = units.tobytes()
         if key not in self.nodes:
-            self.nodes[key] = self._of(units)
+            try:
+                self.nodes[key] = self._of(units)
+            except Refused as refusal:
+                raise refusal.at(self.graph.owner(int(units[0])).where) from None
         return self.nodes[key]
 
     def _of(self, units: Units) -> Node:
@@ -321,8 +324,8 @@ class _Printer:
         place = number, order.tobytes()
         if place not in self.index:
             raise Refused(
-                "this step takes several units of a state together that it also takes apart. "
-                "Instead: give the state's parts names of their own, as states"
+                "this step takes several units of a state together that it also takes apart",
+                "give the state's parts names of their own, as states",
             )
         if (at == order).all():
             node = Node(f"s.{self.index[place]}", size=len(at))
@@ -337,7 +340,8 @@ class _Printer:
         if len(at) != 1:
             raise Refused(
                 f"this step uses the {source.op} of groups of units for other units than those of "
-                "its group. Instead: multiply by a matrix of zeros and ones"
+                "its group",
+                "multiply by a matrix of zeros and ones",
             )
         self.reduces = True
         units = source.operands[0][at[0]]
@@ -389,7 +393,8 @@ class _Printer:
         if others or not neighbours(places) or not np.array_equal(at, alike.reshape(-1)):
             raise Refused(
                 "this step multiplies parts of a state by matrices of their own, and uses the "
-                "products of the parts differently. Instead: write one product for each part."
+                "products of the parts differently",
+                "write one product for each part",
             )
         rows = np.arange(len(units) // heads)
         return self._output(operand, Matrix(source.fetch, rows, columns), len(at), heads)

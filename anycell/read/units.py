@@ -22,9 +22,12 @@ project x itself, however the projection is written.
 from __future__ import annotations
 
 import bisect
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -42,7 +45,33 @@ Run = Any  # a call: the arrays that its Outer values are computed from
 
 
 class Refused(Exception):
-    """A step that cannot be read; the message says what was met, where, and what to write."""
+    """A step that cannot be read.
+
+    Args:
+        problem: what was met.
+        instead: what to write instead.
+        where: the user's file and line.
+    """
+
+    def __init__(self, problem: str, instead: str = "", where: str = "") -> None:
+        super().__init__(problem, instead, where)
+        self.problem, self.instead, self.where = problem, instead, where
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        return f"{place}{self.problem}." + (f" Instead: {self.instead}." if self.instead else "")
+
+    def at(self, where: str) -> Refused:
+        """The same, at this place if its own is not known."""
+        return self if self.where else Refused(self.problem, self.instead, where)
+
+
+def definition(function: Any) -> str:
+    """The file and line where a function begins, "" for one that is not written in Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
 
 
 @dataclass(eq=False)
@@ -98,6 +127,7 @@ class Source:
             matrix [in, size], or [heads, in, size / heads].
         heads: of a product, its number of blocks.
         pieces: groups of units that are always used together, as arrays of positions.
+        where: the user's file and line.
     """
 
     sort: str
@@ -112,6 +142,7 @@ class Source:
     name: str = ""
     heads: int = 1
     pieces: list[np.ndarray] = field(default_factory=list)
+    where: str = ""
     kept: dict[str, Any] = field(default_factory=dict)  # functions of a call, made once
 
     @property
@@ -154,12 +185,11 @@ class Graph:
         self._apart: set[int] = set()
 
     def refuse(self, problem: str, instead: str = "") -> NoReturn:
-        place = f"{self.where}: " if self.where else ""
-        raise Refused(f"{place}{problem}." + (f" Instead: {instead}." if instead else ""))
+        raise Refused(problem, instead, self.where)
 
     # -- sources and values ----------------------------------------------------------------------
     def source(self, sort: str, size: int, kind: str = "", **more: Any) -> Source:
-        made = Source(sort, self._count, size, kind, **more)
+        made = Source(sort, self._count, size, kind, where=self.where, **more)
         self.sources.append(made)
         self._starts.append(made.start)
         self._count += size

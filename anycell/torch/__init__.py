@@ -8,7 +8,7 @@
 - ``Feedback(layer, readout)`` feeds a readout back to its layer: scheduled sampling, forecasts.
 - ``recurrence(cell, x, weights, ...)`` is the function behind them, on tensors of your own.
 - ``loop(module)`` and ``scan(step, init, xs)`` run steps as they are written, fused if they can be
-  read.
+  read; ``explain_scan`` says whether they can.
 - ``Quantized`` layers have weights of 8 bits; ``anycell.compress.quantize`` makes them.
 - ``accelerate(model)`` swaps the layers inside a model, ``restore(model)`` puts torch's own back;
   ``recurrent_layers(model)`` says what runs.
@@ -31,7 +31,7 @@ from anycell.torch import named
 from anycell.torch.accelerate import accelerate, recurrent_layers, restore
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.feedback import Feedback
-from anycell.torch.loop import loop, scan
+from anycell.torch.loop import explain_scan, loop, scan
 from anycell.torch.named import *  # noqa: F403
 from anycell.torch.primitive import recurrence
 from anycell.torch.quantized import Quantized
@@ -40,7 +40,7 @@ from anycell.torch.step import GRUCell, LSTMCell, RNNCell
 
 __all__ = [
     "GRU", "LSTM", "RNN", "Engine", "Feedback", "GRUCell", "LSTMCell", "Quantized", "RNNCell",
-    "accelerate", "loop", "recurrence", "recurrent_layers", "restore", "scan",
+    "accelerate", "explain_scan", "loop", "recurrence", "recurrent_layers", "restore", "scan",
 ]  # fmt: skip
 __all__ += named.__all__
 

@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from anycell.explanation import Explained, Explanation, about_layer
+from anycell.explanation import Explained, Explanation, about_layer, explain_read
 from anycell.layer.checks import Layout, boolean, describe, integer, refuse
 from anycell.plan import Engine
 from anycell.torch.arguments import TORCH
@@ -62,21 +62,23 @@ class Readings:
 
     def run(self, step: Step, around: Surroundings, key: Any, call: Steps, title: str) -> Any:
         """Runs a step over time; returns the output and the last state."""
-        plan: ReadStep | str
         tensors = around.tensors()
-        why = obstacle() or around.hooked()
-        if why is not None:
-            plan = why
-        else:
-            signature = call.signature(tensors)
-            known = self.plans.get((key, signature))
-            plan = known or self._read(step, around, key, signature, call, title)
-            if isinstance(plan, ReadStep):
-                plan = plan.unfit(call) or plan
-        self.last = plan
+        self.last = plan = self.plan(step, around, key, call, title, tensors)
         if isinstance(plan, str):
             return stepwise(step, call)
         return plan.replay(call, tensors)
+
+    def plan(
+        self, step: Step, around: Surroundings, key: Any, call: Steps, title: str,
+        tensors: Sequence[Tensor],
+    ) -> ReadStep | str:  # fmt: skip
+        """Returns the step as it was read, or why the step itself runs."""
+        if (why := obstacle() or around.hooked()) is not None:
+            return why
+        signature = call.signature(tensors)
+        known = self.plans.get((key, signature))
+        plan = known or self._read(step, around, key, signature, call, title)
+        return plan if isinstance(plan, str) else plan.unfit(call) or plan
 
     def _read(
         self, step: Step, around: Surroundings, key: Any, signature: Any, call: Steps, title: str
@@ -372,12 +374,60 @@ def scan(
     return _scan(step, init, xs, dim, reverse)
 
 
+def explain_scan(
+    step: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, dim: int = 0,
+    reverse: bool = False,
+) -> str:  # fmt: skip
+    """Says what ``scan`` does with these arguments, and why.
+
+    Returns:
+        what runs the step; and if it was read, the text of its cell, for those who want to keep it,
+        and what ``anycell.explain`` says of the cell.
+
+    Raises:
+        TypeError, ValueError: with the argument, what was given, what is expected.
+
+    Example:
+        >>> def step(h, x):
+        ...     h = torch.tanh(x + 0.5 * h)
+        ...     return h, h
+        >>> print(explain_scan(step, torch.zeros(2, 8), torch.zeros(5, 2, 8)).partition("\\n")[0])
+        A fused kernel runs this body.
+    """
+    said = functools.partial(explain_read, "A loop over the steps")
+    scanned = _scanned(step, init, xs, dim, reverse)
+    if scanned is None:
+        return said(None, "", "there are no steps")
+    readings, *arguments = scanned
+    plan = readings.plan(*arguments, arguments[1].tensors())
+    if isinstance(plan, str):
+        return said(None, "", plan)
+    if plan.engine.name not in ("cpu", "gpu"):
+        return said(None, "", f"no kernel runs its cell: {plan.engine.reason}")
+    return said(plan.reading, str(plan.recording.dtype).removeprefix("torch."))
+
+
 def _scan(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> tuple[Any, Any]:
+    scanned = _scanned(step, init, xs, dim, reverse)
+    if scanned is None:
+        return init, []
+    readings, *arguments = scanned
+    output, carry = readings.run(*arguments)
+    if dim:
+        dim %= pytree.tree_leaves(xs)[0].dim()
+        output = pytree.tree_map_only(
+            Tensor, lambda t: t.movedim(0, dim) if dim < t.dim() else t, output
+        )
+    return carry, output
+
+
+def _scanned(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> Any:
+    """The readings of a step, and the arguments of ``Readings.run``; None if there is no x."""
     if not callable(step):
         refuse("step", describe(step), "a function (carry, x) -> (carry, y)", "", TypeError)
     leaves, tree = _flat(xs)
     if not leaves:
-        return init, []
+        return None
     dim = integer("dim", dim, -leaves[0].dim(), leaves[0].dim() - 1) % leaves[0].dim()
     call = _call([x.movedim(dim, 0) for x in leaves] if dim else leaves, tree, init, False)
     call = call._replace(reverse=boolean("reverse", reverse))
@@ -389,12 +439,7 @@ def _scan(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> tuple[Any, 
         return y, carry
 
     title = getattr(step, "__name__", type(step).__name__)
-    output, carry = readings.run(turned, around, key, call, title)
-    if dim:
-        output = pytree.tree_map_only(
-            Tensor, lambda t: t.movedim(0, dim) if dim < t.dim() else t, output
-        )
-    return carry, output
+    return readings, turned, around, key, call, title
 
 
 def _readings_of(around: Surroundings) -> tuple[Readings, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from anycell.layer.checks import describe
-from anycell.read import Refused, proof
+from anycell.read import Refused, definition, proof
 from anycell.torch.around import Surroundings
 from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
@@ -22,8 +21,6 @@ from anycell.torch.stepwise import Step, Steps, stepwise
 
 def plan_of(step: Step, around: Surroundings, call: Steps, title: str) -> ReadStep | str:
     """Reads a step, and tries the reading; a string says why the step runs step by step."""
-    if not any(state.is_floating_point() for state in call.state):
-        return "the state has no floating-point tensor"
     device = call.xs[0].device
     devices = [device] if device.type == "cuda" else []
     try:
@@ -32,7 +29,7 @@ def plan_of(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
         ):  # fmt: skip
             return _proven(step, around, call, title)
     except Refused as refusal:
-        return str(refusal)
+        return str(refusal.at(_place(around.step)))
     except Exception as error:  # whatever a step does under a recording that it does not do alone
         where = raised(error)
         if "autograd.Function" in str(error) or "custom_function_call" in str(error):
@@ -50,7 +47,7 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
     restores them.
     """
     old = [(module, dict(module.__dict__)) for module in around.modules]
-    changed: list[str] = []
+    changed: list[tuple[str, str]] = []
     try:
         yield
     finally:
@@ -60,19 +57,20 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
             if names:
                 now.clear()
                 now.update(attributes)
-                changed.append(f"{_place(module)}the step changes {names[0]}")
+                changed.append((_place(module), f"the step changes {names[0]}"))
         for container, copy in around.containers:
             if not _alike(container, copy):
                 container.clear()
                 container.extend(copy) if type(container) is list else container.update(copy)
-                changed.append(f"the step changes a {type(container).__name__} around it")
+                changed.append(("", f"the step changes a {type(container).__name__} around it"))
     if changed:
-        raise Refused(f"{changed[0]}. Instead: return what changes as a part of the state.")
+        where, problem = changed[0]
+        raise Refused(problem, "return what changes as a part of the state", where)
 
 
-def _place(module: nn.Module) -> str:
-    code = getattr(type(module).forward, "__code__", None)
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}: " if code else ""
+def _place(step: Any) -> str:
+    """The file and line where a step begins."""
+    return definition(type(step).forward if isinstance(step, nn.Module) else step)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -83,7 +81,9 @@ def _alike(a: Any, b: Any) -> bool:
     return all(one is other for one, other in pairs) and (type(a) is list or [*a] == [*b])
 
 
-def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadStep | str:
+def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadStep:
+    if not any(state.is_floating_point() for state in call.state):
+        raise Refused("the state has no floating-point tensor")
     tensors = [tensor.detach() for tensor in around.tensors()]
     trees: list[Any] = []
 
@@ -97,8 +97,8 @@ def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
             changed = [label for now, before, label in pairs if now is not before]
         if changed:
             raise Refused(
-                f"the step assigns a new tensor to {changed[0]}. "
-                "Instead: return what changes as a part of the state."
+                f"the step assigns a new tensor to {changed[0]}",
+                "return what changes as a part of the state",
             )
         parts, output_tree = pytree.tree_flatten(output)
         after, state_tree = pytree.tree_flatten(state)
@@ -128,15 +128,16 @@ def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
         for var in equation.operands:
             if var in constants:
                 raise Refused(
-                    f"{equation.where}: this uses a tensor ({describe(var.constant)}) that is no "
-                    "parameter, buffer or attribute of a module, and no variable around the step. "
-                    "Instead: register it as a buffer."
-                )
+                    f"this uses a tensor ({describe(var.constant)}) that is no parameter, buffer "
+                    "or attribute of a module, and no variable around the step",
+                    "register it as a buffer", equation.where,
+                )  # fmt: skip
     for old, new in zip(recording.states, recording.after, strict=True):
         if (old.shape, old.dtype, old.axis) != (new.shape, new.dtype, new.axis):
             raise Refused(
                 f"a state of {old.dtype} {list(old.shape)} becomes {new.dtype} {list(new.shape)} "
-                "(for 3 rows). Instead: return states as they were passed"
+                "(for 3 rows)",
+                "return states as they were passed",
             )
     reader = Reader(recording, _labels(call), title)
     made = [v for equation in recording.equations for v in equation.results]
@@ -148,7 +149,7 @@ def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
         reason = _tried(step, around, plan, call)
         if reason is None:
             return plan
-    return f"{reason}. Instead: report it, with the step"
+    raise Refused(f"{reason}", "report it, with the step")
 
 
 def _of_rows(tensor: Tensor, rows: int) -> Tensor:

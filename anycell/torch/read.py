@@ -174,6 +174,7 @@ TABLE |= {
     A.leaky_relu: lambda reader, value, slope=0.01: reader.op("leaky_relu", value, slope),
     A.lerp: read.Reader.lerp,
     A.log_sigmoid_forward: lambda reader, value: [reader.op("log_sigmoid", value), None],
+    A.logaddexp: row("logaddexp"),
     A.logsumexp: read.Reader.logsumexp,
     A.masked_fill: lambda reader, value, mask, filled: reader.where(mask, filled, value),
     A.max: _reduced("max"),

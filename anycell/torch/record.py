@@ -264,9 +264,7 @@ def _of_user(file: str) -> bool:
 
 
 def _refuse(problem: str, instead: str = "", where: str | None = None) -> Any:
-    where = line() if where is None else where
-    place = f"{where}: " if where else ""
-    raise Refused(f"{place}{problem}." + (f" Instead: {instead}." if instead else ""))
+    raise Refused(problem, instead, line() if where is None else where)
 
 
 @dataclass(eq=False)
