@@ -1,4 +1,7 @@
-"""The fused engines against the reference: every cell, under every available instruction set."""
+"""The fused engines against the reference: every cell, under every available instruction set.
+
+One file, because all of it solves the same random problems by engines, dtypes and instruction sets.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -270,7 +270,10 @@ THRESHOLDS = {
     "layer/checks.py": {"MOST": None},  # a size beyond which it is a mistake
     "keras/graph.py": {"ROWS": None},  # of a batch to read a step with
     "keras/reading.py": {"MOST": None},  # of readings that are known
-    "torch/loop.py": {"_MOST": None, "_RESTLESS": None},  # of readings; both sides: test_torch_loop
+    "torch/loops.py": {
+        "_MOST": None,
+        "_RESTLESS": None,
+    },  # of readings; both sides: test_torch_loop
     "torch/planned.py": {"_MOST": None},  # of tapes
 }
 

@@ -10,7 +10,7 @@ from tolerances import LIMITS, error
 
 from anycell.lang.text import from_text
 from anycell.numpy import loop
-from anycell.numpy.loop import leaves
+from anycell.numpy.loops import leaves
 from tools import random_steps
 
 T, B, I, H = 6, 3, 5, 8

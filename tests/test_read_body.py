@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anycell.numpy.loop import _Call, loop
+from anycell.numpy.loops import _Call, loop
 from anycell.read import Body, Equation, Refused, Values, Variable, leaves, mapped
 
 T, B, H = 4, 3, 6

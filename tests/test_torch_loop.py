@@ -310,7 +310,7 @@ def test_a_variable_of_the_file_that_changes(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_number_that_changes_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not read again and again."""
-    monkeypatch.setattr(sys.modules["anycell.torch.loop"], "_RESTLESS", 3)
+    monkeypatch.setattr(sys.modules["anycell.torch.loops"], "_RESTLESS", 3)
     module = Switched().eval()
     layer = loop(module)
     x, h = inputs_of(module, 2)

@@ -81,16 +81,17 @@ def recurrence(
     if name not in FUSED:
         expected, hint = " or ".join(FUSED), "Choose one by KERAS_BACKEND."
         refuse("recurrence", f"Keras's backend {name!r}", expected, hint, NotImplementedError)
-    tensors = {
+    parts = {
         "x": x, "weights": weights, "state": state, "params": params, "gates": gates,
         "reset_state": reset_state, "recurrent_mask": recurrent_mask, "static": static,
     }  # fmt: skip
-    given = keras.tree.map_structure(_value, tensors)
+    given = keras.tree.map_structure(_value, parts)
     given |= {"mask": mask, "lengths": lengths, "resets": resets}
     given |= {"return_states": return_states, "engine": engine}
     results: tuple[Any, ...]
     if name == "tensorflow":
-        results = import_module("anycell.keras.tensors").recur_over(cell, given, options)
+        tensors = import_module("anycell.keras.tensors")
+        results = tensors.recur_over(recurrence, cell, given, options)
     else:
         results = import_module(f"anycell.{name}").recurrence(cell, **given, **options)
     return results

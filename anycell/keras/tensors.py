@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from anycell.keras.call import OF_STATES, Tensor, flags
-from anycell.keras.primitive import recurrence
 from anycell.keras.tensorflow import recur
 from anycell.lang.cell import Cell
 from anycell.layer.checks import (
@@ -36,10 +35,13 @@ from anycell.plan import Layer
 _OF_TENSORS = "x gates weights params state reset_state static recurrent_mask".split()
 
 
-def recur_over(cell: Cell, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+def recur_over(
+    function: Callable[..., Any], cell: Cell, given: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Any, ...]:
     """``anycell.keras.recurrence`` on TensorFlow.
 
     Args:
+        function: that one, which errors name.
         given: its arguments by name, but for the options.
     """
     check_cell(cell)
@@ -58,7 +60,7 @@ def recur_over(cell: Cell, given: Mapping[str, Any], options: Mapping[str, Any])
     _fit(name, series, series.shape, "as the weights", like)
     engine, mask, lengths, resets = (given[n] for n in ("engine", "mask", "lengths", "resets"))
     choice("engine", engine, None, "cpu", "reference")
-    how, seed = options_and_seed(options, recurrence)
+    how, seed = options_and_seed(options, function)
     wanted = check_return_states(cell, given["return_states"])
     if lengths is not None and (None in (steps, rows) or not _visible(lengths)):
         lengths = tf.convert_to_tensor(lengths)

@@ -18,7 +18,7 @@ from anycell.plan import Layer
 from anycell.read import Reading
 from anycell.torch import functional
 from anycell.torch.around import Surroundings
-from anycell.torch.loop import obstacle
+from anycell.torch.loops import obstacle
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of
 from anycell.torch.record import SKIPPED

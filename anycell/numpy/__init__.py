@@ -26,7 +26,7 @@ from anycell.numpy.dense import Dense, cross_entropy, mse
 from anycell.numpy.feedback import Feedback
 from anycell.numpy.gradients import check_gradients
 from anycell.numpy.layers import LSTM, RNN
-from anycell.numpy.loop import loop
+from anycell.numpy.loops import loop
 from anycell.numpy.named import *  # noqa: F403
 from anycell.numpy.normalise import BatchNorm, Standardise
 from anycell.numpy.optim import Adam, Trainable, clip_by_global_norm, clip_by_value

@@ -31,7 +31,7 @@ from anycell.torch import named
 from anycell.torch.accelerate import accelerate, recurrent_layers, restore
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.feedback import Feedback
-from anycell.torch.loop import explain_scan, loop, scan
+from anycell.torch.loops import explain_scan, loop, scan
 from anycell.torch.named import *  # noqa: F403
 from anycell.torch.primitive import recurrence
 from anycell.torch.quantized import Quantized

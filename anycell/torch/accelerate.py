@@ -17,7 +17,7 @@ from anycell.layer.checks import describe
 from anycell.torch import swap
 from anycell.torch.dropin import DropIn
 from anycell.torch.feedback import Feedback
-from anycell.torch.loop import loop
+from anycell.torch.loops import loop
 from anycell.torch.rnn import RNN
 from anycell.torch.step import GRUCell, LSTMCell, RNNCell
 
