@@ -273,7 +273,7 @@ THRESHOLDS = {
     "torch/loops.py": {
         "_MOST": None,
         "_RESTLESS": None,
-    },  # of readings; both sides: test_torch_loop
+    },  # of readings: test_torch_loop
     "torch/planned.py": {"_MOST": None},  # of tapes
 }
 
