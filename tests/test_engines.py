@@ -469,7 +469,7 @@ def test_gates_of_several_sizes_in_16_bits(
     cell: Cell, dtype: str, rng: np.random.Generator, ran: list[str]
 ) -> None:
     """Also states and gates of one number per row, of which no two fill a word of 32 bits."""
-    for rows in (3, 53):
+    for rows in (7, 53):  # gradients of one number per row are sums that cancel in some rows
         for situation in ({}, {"masked": True, "reverse": True}):
             problem = random_problem(cell, (4, rows, 33), rng, dtype, **situation)
             ran.clear()

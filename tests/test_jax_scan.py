@@ -676,7 +676,7 @@ def test_a_fault_of_the_reader_means_the_loop(monkeypatch: pytest.MonkeyPatch) -
 def test_what_no_kernel_runs_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     from anycell.jax import read
 
-    slow = SimpleNamespace(engine="reference", reason="it has none")
+    slow = SimpleNamespace(plan=SimpleNamespace(engine="reference", reason="it has none"))
     monkeypatch.setattr(read, "planned", lambda *_: slow)
     f = lambda h, x: (jnp.cos(h) + x.sum(), None)  # noqa: E731
     assert "no kernel runs its cell: it has none" in aj.explain_scan(f, START, XS)

@@ -270,10 +270,8 @@ THRESHOLDS = {
     "layer/checks.py": {"MOST": None},  # a size beyond which it is a mistake
     "keras/graph.py": {"ROWS": None},  # of a batch to read a step with
     "keras/reading.py": {"MOST": None},  # of readings that are known
-    "torch/loops.py": {
-        "_MOST": None,
-        "_RESTLESS": None,
-    },  # of readings: test_torch_loop
+    "keras/torch.py": {"_ROWS": None},  # of a batch to read a step with
+    "torch/loops.py": {"_MOST": None, "_RESTLESS": None},  # of readings: test_torch_loop
     "torch/planned.py": {"_MOST": None},  # of tapes
 }
 
