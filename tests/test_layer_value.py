@@ -75,3 +75,9 @@ def test_a_cell_that_is_not_known() -> None:
     del CELLS[name_of(Unheard.name, Unheard.key)]
     with pytest.raises(RuntimeError, match=r"cell Unheard-\w+ of this graph is not known.*Import"):
         Layer.read(text)
+
+
+def test_sizes() -> None:
+    """One unit has a symbol too, which nobody has to give a number."""
+    layer = Layer(cells.LSTM, (("H", 8), ("P", 3)))
+    assert [layer.size(symbol) for symbol in ("H", "P", "1")] == [8, 3, 1]

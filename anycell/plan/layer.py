@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from anycell.lang.cell import Cell
+from anycell.lang.cell import ONE, Cell
 from anycell.plan.call import Options
 from anycell.plan.plan import Plan
 
@@ -51,7 +51,7 @@ class Layer(NamedTuple):
 
     def size(self, symbol: str) -> int:
         """The number that a size symbol of the cell stands for."""
-        return dict(self.sizes)[symbol]
+        return 1 if symbol == ONE else dict(self.sizes)[symbol]
 
     @property
     def results(self) -> list[str]:
