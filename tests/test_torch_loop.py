@@ -39,6 +39,7 @@ from loop_cells import (
 from tolerances import LIMITS, error
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import anycell.torch
 from anycell.torch import loop, scan
@@ -66,6 +67,38 @@ def test_cells_are_read(name: str) -> None:
         assert fused.engine.name == "cpu", fused.engine.reason
     tapes = [tape for plan in fused._readings.plans.values() for tape in plan.tapes.values()]
     assert [type(tape) for tape in tapes] == [Tape, bool]  # of one row there was one call
+
+
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [
+        (lambda w: w.t()[2:5].t(), 1),
+        (lambda w: w.t()[4:].t()[:3], 2),  # of both axes
+        (lambda w: w.t()[:, None].squeeze(1).t(), 0),
+        (lambda w: w.t()[::2].t(), 3),  # strides differ
+        (lambda w: w.t()[2:5].neg().t(), 4),  # memory of its own
+    ],
+)
+def test_a_tape_makes_a_slice_of_a_view_at_once(
+    part: Callable[[Tensor], Tensor], count: int
+) -> None:
+    """Each operation takes as long as the kernel needs for a step."""
+    tape = Tape(
+        [torch.randn(4, 6)], lambda a: (part(a[0]), ()), {}, lambda arrays, between, kept: ()
+    )
+    operations: list[Any] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            operations.append(op)
+            return op(*args, **(kwargs or {}))
+
+    weight = torch.randn(4, 6)
+    with Seen():
+        made, _ = tape.enter([weight])
+    assert torch.equal(made, part(weight)) and len(operations) == count
 
 
 # -- what a call takes -----------------------------------------------------------------------------

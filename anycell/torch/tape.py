@@ -95,7 +95,7 @@ class Tape:
         return self._space["enter"], self._space["leave"]
 
     def _fold(self, node: Equation, results: set[Variable]) -> None:
-        """Finds what is an earlier tensor, and what is the same in all calls."""
+        """Finds what is an earlier tensor, or a slice of one, and what is the same in all calls."""
         inputs = node.operands
         if node.random:
             return
@@ -114,6 +114,9 @@ class Tape:
             if _same(made, tensor):
                 self._alias[node.results[0]] = self._real(before)
                 return
+            if before is not inputs[0] and (place := _slice(made, tensor)) is not None:
+                node.source, node.arguments, node.options = A.slice.Tensor, (before, *place), {}
+                vars(node).pop("operands", None)  # those of the operation that it was
             source = before.equation
             if source is None or source.op is A.detach or not source.operands:
                 return
@@ -173,6 +176,18 @@ def _detached(tree: Tree, name: str, made: dict[str, Tensor]) -> Tree:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _slice(part: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
+    """The axis, the start and the end of a view that is a slice of another."""
+    if part.stride() != whole.stride() or part.dtype != whole.dtype:
+        return None
+    axes = [k for k, (a, b) in enumerate(zip(part.shape, whole.shape, strict=True)) if a != b]
+    if len(axes) != 1 or not (step := part.stride(axes[0])):
+        return None
+    start, rest = divmod(part.storage_offset() - whole.storage_offset(), step)
+    end = start + part.shape[axes[0]]
+    return None if rest or start < 0 or end > whole.shape[axes[0]] else (axes[0], start, end)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
