@@ -168,9 +168,9 @@ class _Step(reference.Recurrence):
         a shape that only the running graph knows."""
         if len(value.shape) == 2 and (value.shape[0] != 1 or self.gates_x.shape[1] == 1):
             return value
-        states = zip(self.cell.states, self.state or (), strict=True)
-        full = next((s for declared, s in states if declared.size == size), self.gates_x[0])
-        return value + self.xp.zeros_like(full[:, : self.size[size]])
+        rows = self.gates_x[0] if self.state is None else self.state[0]
+        one = self.xp.zeros_like(rows[:, :1])
+        return value + (one + ops.zeros((self.size[size],), one.dtype))
 
     def _linear(self, node: Expr, t: int, values: Any) -> Tensor:
         """Does one matmul for all outputs of the node's matmul; the oracle does one for each."""

@@ -37,8 +37,10 @@ class Arrays(read.Arrays):
     @staticmethod
     def broadcast(array: Tensor, shape: Sequence[Any]) -> Tensor:
         """Repeats axes of one unit; axes whose size the graph does not know are whole."""
-        sizes = zip(array.shape.as_list(), shape, strict=True)
-        if all(n != 1 or (isinstance(size, int) and size == 1) for n, size in sizes):
+        if array.shape.rank == len(shape) and all(
+            n != 1 or (isinstance(size, int) and size == 1)
+            for n, size in zip(array.shape.as_list(), shape, strict=True)
+        ):
             return array
         return tf.broadcast_to(array, shape)
 

@@ -185,7 +185,7 @@ def _slice(part: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
     axes = [k for k, (a, b) in enumerate(zip(part.shape, whole.shape, strict=True)) if a != b]
     if len(axes) != 1 or not (step := part.stride(axes[0])):
         return None
-    start, rest = divmod(part.storage_offset() - whole.storage_offset(), step)
+    start, rest = divmod(int(part.storage_offset()) - int(whole.storage_offset()), step)
     end = start + part.shape[axes[0]]
     return None if rest or start < 0 or end > whole.shape[axes[0]] else (axes[0], start, end)
 
