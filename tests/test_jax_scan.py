@@ -563,7 +563,7 @@ def test_scans_within_scans() -> None:
     xs = jnp.stack([XS, -XS])
     agree(lax.scan(outer(aj.scan), START, xs), lax.scan(outer(lax.scan), START, xs))
     agree(aj.scan(outer(lax.scan), START, xs), lax.scan(outer(lax.scan), START, xs))
-    assert "the table has no scan" in aj.explain_scan(outer(lax.scan), START, xs)
+    assert "no cell has scan" in aj.explain_scan(outer(lax.scan), START, xs)
 
 
 def test_bfloat16() -> None:
@@ -683,6 +683,24 @@ def test_what_no_kernel_runs_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> 
     agree(aj.scan(f, START, XS), lax.scan(f, START, XS))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert "default device is of the kind gpu" in aj.explain_scan(plain(WEIGHTS), START, XS)
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["outer products", "sums"])
+def test_memories_that_only_grow_by_products_of_x(read: bool) -> None:
+    """XLA computes such products where it adds them; a kernel would read them from memory."""
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
+
+    def f(memory: Any, x: Any) -> Any:
+        keys, queries = x[:, :16], x[:, 16:32]
+        new = keys @ weight if read else keys[:, :, None] * queries[:, None]
+        memory = 0.9 * memory + (new[:, :, None] if read else new)
+        return memory, memory.sum(1)
+
+    xs = jnp.asarray(np.random.default_rng(1).normal(size=(7, 3, 32)), jnp.float32)
+    start = jnp.zeros((3, 4, 1) if read else (3, 16, 16), jnp.float32)
+    said = aj.explain_scan(f, start, xs)
+    assert said.startswith("A fused kernel") if read else "XLA's loop is faster" in said
+    agree(aj.scan(f, start, xs), lax.scan(f, start, xs))
 
 
 def test_outputs_ask_for_no_states_that_they_do_not_need() -> None:

@@ -586,7 +586,7 @@ REFUSED = {
     "this draws random numbers": lambda self, x, h: x + h * tf.random.uniform([H]),
     "has an effect on Refused.calls": counting,
     "has an effect on add_loss": adding,
-    "the table has no Lgamma of a value": lambda self, x, h: x + tf.math.lgamma(2.0 + ops.abs(h)),
+    "no cell has Lgamma of a value": lambda self, x, h: x + tf.math.lgamma(2.0 + ops.abs(h)),
 }  # fmt: skip
 
 
@@ -633,3 +633,48 @@ def test_export_and_xla_run_keras_loop(rng: np.random.Generator) -> None:
         assert ours.engine.name == "keras"
         assert np.array_equal(ours(x), theirs(x))
     assert_close(tf.function(ours, jit_compile=True)(x), theirs(x), "float32", "forward")
+
+
+# -- what may change between calls -----------------------------------------------------------------
+@pytest.mark.parametrize("change", ["a class", "a base", "a list in a dictionary", "a closure"])
+def test_the_next_call_sees_what_has_changed(change: str) -> None:
+    scale = 1.0
+
+    class Base(OfUnits):
+        leak = 1.0
+
+    class Changing(Base):
+        rate = 1.0
+
+        def build(self, input_shape: Any) -> None:
+            self.kernel = self.weight("kernel", I, H)
+            self.options = {"gains": [1.0]}
+
+        def call(self, inputs: Any, states: Any) -> Any:
+            gain = self.options["gains"][0] * self.rate * self.leak
+            h = ops.tanh(gain * ops.matmul(inputs, self.kernel) + scale * states[0])
+            return h, [h]
+
+    cell = Changing()
+    x = np.random.default_rng(0).normal(size=(B, T, I)).astype("float32")
+    ours, theirs = ak.RNN(cell), layers.RNN(cell)
+    before = [number(ours(x)) for _ in range(2)][1]
+    if change == "a closure":
+        scale = 2.0
+    elif change == "a list in a dictionary":
+        cell.options["gains"][0] = 2.0
+    else:
+        setattr(*((Changing, "rate") if change == "a class" else (Base, "leak")), 2.0)
+    after = number(ours(x))
+    assert_close(after, number(theirs(x)), "float32", "forward")
+    assert ours.engine.name == "cpu" and np.abs(after - before).max() > 1e-3
+
+
+@tensorflow
+def test_variables_are_sequences_too() -> None:
+    x = tf.Variable(np.random.default_rng(0).normal(size=(B, T, I)).astype("float32"))
+    cell = Minimal()
+    for layer in (ak.RNN(cell), ak.RNN(cell, return_sequences=True)):
+        for _ in range(3):
+            assert_close(number(layer(x)), number(layer(x.value())), "float32", "forward")
+        assert layer.engine.name == "cpu"

@@ -556,6 +556,8 @@ def test_functions_of_other_libraries_are_refused() -> None:
         (lambda x, r, s: x.a, {"params": "p"}, "(x, r, s, p)"),
         (lambda x, r, s, p: x.a, {"params": "p", "static": "e"}, "(x, r, s, p, e)"),
         (lambda x, r, s: x.a, {"state": ""}, "at least one state"),
+        (lambda x, r, s: x.a, {"state": " ".join(f"s{k}" for k in range(49))}, "at most 48"),
+        (lambda x, r, s: sum(linear(s.h, f"w{k}") for k in range(49)), {}, "at most 48"),
         (lambda x, r, s: x.a, {"gates": "a a"}, "a name appears twice"),
         (lambda x, r, s: x.a, {"state": "h h"}, "a name appears twice"),
         (lambda x, r, s, p: x.a, {"params": "p p"}, "a name appears twice"),

@@ -34,6 +34,7 @@ from anycell.plan import Layer, Plan
 from anycell.read import Equation, Reading, Refused, Values, Variable
 
 Array = Any
+SPREAD = 4  # times as many numbers as x has
 MANY, UNITS = 32, 1024  # parts and units of cells whose states have two axes, but no batch
 
 
@@ -118,6 +119,14 @@ class Body(read.Body):
             return [None]
         few = sum(map(math.prod, shapes)) <= UNITS
         return [*axes, None] if few else axes or [None]
+
+    def spread(self) -> int | None:
+        """How many numbers of each row of x the cell sees, if that is many times what x has."""
+        reading = self.reading
+        seen = sum(part.size for part in reading.gates)
+        have = sum(math.prod(v.shape) for v in self.x) / self.rows
+        many = not reading.projected and not reading.weights and seen > SPREAD * have
+        return seen if many else None
 
     @functools.cached_property
     def plan(self) -> Plan:

@@ -167,6 +167,11 @@ def road_of(closed: Any, consts: int, carries: int) -> Road:
         body = Body(closed, consts, carries)
         if body.plan.engine != "cpu":  # step by step, the loop itself is as fast
             raise Refused(f"no kernel runs its cell: {body.plan.reason}")
+        if (count := body.spread()) is not None:
+            raise Refused(
+                f"this step makes {count} numbers of each row of x, which a kernel would read from "
+                "memory, and multiplies no state by a matrix: XLA's loop is faster"
+            )
         text = re.sub(r" at 0x[0-9a-f]+", "", str(closed))
         key = hashlib.sha256(text.encode()).digest(), consts, carries
         if key not in _PROVED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -178,16 +179,35 @@ def _state_of(cell: Any) -> tuple[_Key, ...]:
     """
     state: list[_Key] = []
     for layer in _layers(cell):
-        kind = type(layer)
-        state.append((kind.__name__, "call", id(kind.call)))
+        kinds = [kind for kind in type(layer).__mro__ if not kind.__module__.startswith("keras.")]
+        for kind in kinds[:-1]:  # the last is object
+            for name, value in vars(kind).items():
+                if not name.startswith("__"):
+                    state.append((kind.__name__, name, _plain(value)))
         for name, value in vars(layer).items():
             if name not in _MASKS and name not in _OF_KERAS:
-                plain = value if isinstance(value, _PLAIN) else id(value)
-                length = len(value) if isinstance(value, (list, tuple, dict)) else 0
-                state.append((kind.__name__, name, plain, length))
+                state.append((type(layer).__name__, name, _plain(value)))
     return tuple(state)
 
 
+def _plain(value: Any, depth: int = 3) -> Any:
+    """A number or a word; the parts of a short collection; of a function also the variables that it
+    encloses; for all else its identity.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    parts: list[Any] = [
+        cell for cell in getattr(value, "__closure__", None) or () if cell != _EMPTY
+    ]
+    parts = [cell.cell_contents for cell in parts]
+    if isinstance(value, (list, tuple, dict)):
+        parts = [len(value), *(value.values() if isinstance(value, dict) else value)]
+    if depth == 0 or len(parts) > MOST:
+        return id(value), len(parts)
+    return id(value), *(_plain(part, depth - 1) for part in parts)
+
+
+_EMPTY = types.CellType()  # of a variable without a value
 # Attributes that Keras itself sets while it calls a layer.
 _OF_KERAS = {"_losses", "_loss_ids", "_parent_path", "built", "_called", "_lock"}
 

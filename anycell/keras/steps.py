@@ -257,6 +257,7 @@ def loop(
     In eager mode calls after the first of a sort are one call of a graph: the operations around
     the kernel are many, and small.
     """
+    sequences = tf.convert_to_tensor(sequences)  # it may be a variable
     flat = [sequences, *states, *others, *([] if mask is None else [mask])]
     counts = len(states), len(others)
     if not tf.executing_eagerly() or tf.config.functions_run_eagerly():

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from anycell.lang.declare import (
     INPUT,
+    MOST,
     ONE,
     PROJECTION,
     RECURRENT,
@@ -271,6 +272,11 @@ class Cell:
         self.next, self.declared = graph, dict(declared)
         self.broadcasts = ONE in self.declared_sizes | {d.size for d in declared.values()}
         self.linears = _linears(graph, declared)
+        if len(self.linears) > MOST:
+            problem = (
+                f"Cell {self.name} has {len(self.linears)} linears; a cell has at most {MOST}."
+            )
+            fail(problem, 'compute several outputs by one: linear(v, "name", gates="a b c").')
         self.fused = frozenset(n.attrs[1] for n in topological(graph) if n.op == "preact")
         self.learned = learned(self)
         leaves: dict[str, dict[Any, str]] = {
@@ -618,6 +624,9 @@ def cell(
     if not states:
         problem = "@cell(state=''): a cell needs at least one state; the first is its output."
         fail(problem, 'name one: state="h".')
+    if len(states) > MOST:
+        problem = f"@cell declares {len(states)} states; a cell has at most {MOST}."
+        fail(problem, 'give one of them a size of its own, such as state="h buffer:N".')
     once = () if static is None else tuple(Gate(n, z or "H") for n, z, _ in words(static, "static"))
     if static is not None and len(once) != 1:
         fail(

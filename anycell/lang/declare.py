@@ -14,6 +14,7 @@ from anycell.lang.expr import Expr, brief, fail, plain, shared_name
 
 RECURRENT = "hh"  # the matmul behind `r`
 PROJECTION = "ih"  # the matmul behind `x`, if the step computes it; see `with_projection`
+MOST = 48  # states of a cell, for each of which kernels have a bit of a word; and its linears
 ONE = "1"  # a size: one unit; such values combine with values of any size
 INPUT = "(input)"  # the size of that matmul's operand: a symbol that no cell can declare
 

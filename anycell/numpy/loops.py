@@ -161,7 +161,13 @@ class _Call:
         self.dtype = self.first[0].dtype
         self.recording, traced = start([array[0] for array in self.xs], self.first)
         count = len(self.xs)
-        output, after = owner.step(filled(x, traced[:count]), filled(state, traced[count:]))
+        before = filled(state, traced[count:])
+        output, after = owner.step(filled(x, traced[:count]), before)
+        if [*map(id, leaves(before))] != [*map(id, traced[count:])]:
+            raise Refused(
+                "the step changes the dictionary or list that holds its state",
+                "return the new state in a new one, such as {**state, 'h': h}",
+            )
         self.output, self.after = output, after
         self.recording.after += map(_variable, leaves(after))
         self.recording.outputs += map(_variable, leaves(output))

@@ -260,7 +260,7 @@ class Reader(Functions):
         graph.where, self.equation = equation.where, equation
         if rule is None:
             graph.refuse(
-                f"the table has no {equation.name} of a value that depends on a state",
+                f"no cell has {equation.name} of a value that depends on a state",
                 self.instead.get(
                     equation.op, "operations that cells have, as docs/cells.md lists them"
                 ),

@@ -18,6 +18,7 @@ import numpy as np
 
 from anycell import lang
 from anycell.lang.cell import ARRAYS
+from anycell.lang.declare import MOST
 from anycell.lang.text import from_text
 from anycell.read.affine import Affine, Constant, Matrix, affine
 from anycell.read.arrays import neighbours
@@ -249,6 +250,12 @@ class _Printer:
                     label = f"s{state}_{number}"
                 taken.add(label)
                 pieces.append(Piece(state, at, label))
+        if len(pieces) > MOST:
+            raise Refused(
+                f"parts of the states move apart, into {len(pieces)} states of a cell, which may "
+                f"have {MOST}",
+                "fewer parts, such as a shorter delay",
+            )
         return tuple(pieces)
 
     # -- expressions -----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,9 @@ class Surroundings:
         modules: the modules among them.
         labels: what the tensors are called.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
-        watched: variables of modules among them: the dictionary, the name, the value.
+        watched: variables of modules, attributes of classes and objects among them: the dictionary,
+            the name, the value.
+        cells: variables of enclosing functions, and their values.
         containers: lists and dictionaries among them, which may change in place, and copies.
     """
 
@@ -40,9 +42,10 @@ class Surroundings:
     guards: list[Any] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
-    watched: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    watched: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
+    cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
     containers: list[tuple[Any, Any]] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
+    seen: set[Any] = field(default_factory=set)
 
     @classmethod
     def of(cls, step: Any) -> Surroundings:
@@ -52,8 +55,8 @@ class Surroundings:
 
     @property
     def fresh(self) -> bool:
-        """Whether all variables of modules are what they were; False if containers may differ."""
-        if self.containers:
+        """Whether all variables are what they were; False if containers may differ."""
+        if self.containers or any(_content(cell) is not value for cell, value in self.cells):
             return False
         return all(holder.get(name) is value for holder, name, value in self.watched)
 
@@ -89,16 +92,36 @@ class Surroundings:
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
         self.guards.append(code)
+        names = frozenset(_names(code))
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         for label, cell in cells:
-            self._item(cell, "cell_contents", label)
-        variables = function.__globals__
-        for name in sorted({*_names(code)} & variables.keys()):
-            value = variables[name]
+            value = _content(cell)
             if not isinstance(value, Tensor):
-                self.watched.append((variables, name, value))
+                self.cells.append((cell, value))
+            self._item(cell, "cell_contents", label)
+            self._object(value, names)
+        variables = function.__globals__
+        for name in sorted(names & variables.keys()):
+            self._watch(variables, name, names)
             self._item(variables, name, name)
         self.guards.append(self._frozen(function.__defaults__))
+
+    def _watch(self, holder: Mapping[str, Any], name: str, names: frozenset[str]) -> None:
+        value = holder[name]
+        if not isinstance(value, Tensor):
+            self.watched.append((holder, name, value))
+            self._object(value, names)
+
+    def _object(self, value: Any, names: frozenset[str]) -> None:
+        """Watches the attributes of an object of the user's that code with these names may read."""
+        attributes = getattr(value, "__dict__", None)
+        known = isinstance(value, (*_WALKED, Tensor, type, types.ModuleType))
+        if known or type(attributes) is not dict or (id(value), names) in self.seen:
+            return
+        self.seen.add((id(value), names))
+        for name in sorted(names & attributes.keys()):
+            self._watch(attributes, name, names)
+            self.guards.append((name, self._frozen(attributes[name])))
 
     def _module(self, module: nn.Module) -> None:
         if any(module is other for other in self.modules):
@@ -113,14 +136,29 @@ class Surroundings:
         for name in [*module.__dict__]:
             if name not in _ORDINARY:
                 self._item(module.__dict__, name, name)
-        names, done = ["forward"], set()
+        names, done = ["forward"], set[str]()
         while names:  # methods that forward calls, with the variables that they read
             name = names.pop()
-            method = getattr(type(module), name, None)
-            if isinstance(method, types.FunctionType) and name not in done and _of_user(method):
-                done.add(name)
-                self.walk(method)
-                names += _names(method.__code__)
+            if name in done:
+                continue
+            done.add(name)
+            kinds = [kind for kind in type(module).__mro__ if not _of_torch(kind)]
+            for place, kind in enumerate(kinds):
+                if name in vars(kind):
+                    self.watched.append((vars(kind), name, vars(kind)[name]))
+                    self.watched += [(vars(nearer), name, None) for nearer in kinds[:place]]
+                    method = vars(kind)[name]
+                    method = getattr(method, "fget", None) or getattr(method, "__func__", method)
+                    if isinstance(method, types.FunctionType):
+                        self.walk(method)
+                        names += _names(method.__code__)
+                    else:
+                        self.guards.append((name, self._frozen(method)))
+                    break
+        read = frozenset(done)
+        for name, value in module.__dict__.items():
+            if name not in _ORDINARY:
+                self._object(value, read)
 
     def add(self, holder: Any, name: Any, label: str) -> None:
         """Adds a tensor in a dictionary or in the cell of a closure."""
@@ -184,6 +222,18 @@ class Surroundings:
 
 def _of_user(function: types.FunctionType) -> bool:
     return not function.__code__.co_filename.startswith(_TORCH)
+
+
+def _of_torch(kind: type) -> bool:
+    return kind is object or kind.__module__.partition(".")[0] == "torch"
+
+
+def _content(cell: types.CellType) -> Any:
+    """The value of a variable, None if it has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

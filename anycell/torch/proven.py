@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -89,12 +90,16 @@ def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
 
     def flat(tensors: list[Tensor], xs: list[Tensor], states: list[Tensor]) -> Any:
         with around.swapped(tensors):
-            output, state = step(
-                pytree.tree_unflatten(xs, call.x_tree),
-                pytree.tree_unflatten(states, call.state_tree),
-            )
+            before = pytree.tree_unflatten(states, call.state_tree)
+            output, state = step(pytree.tree_unflatten(xs, call.x_tree), before)
+            held = pytree.tree_leaves(before)
             pairs = zip(around.tensors(), tensors, around.labels, strict=True)
-            changed = [label for now, before, label in pairs if now is not before]
+            changed = [label for now, old, label in pairs if now is not old]
+        if len(held) != len(states) or any(map(operator.is_not, held, states)):
+            raise Refused(
+                "the step changes the dictionary or list that holds its state",
+                "return the new state in a new one, such as {**state, 'h': h}",
+            )
         if changed:
             raise Refused(
                 f"the step assigns a new tensor to {changed[0]}",

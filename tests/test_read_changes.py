@@ -1,0 +1,144 @@
+"""What a step reads from elsewhere may change between calls: the next call sees it."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anycell.lang.declare import MOST
+from anycell.numpy import loop as numpy_loop
+
+torch = pytest.importorskip("torch")
+from torch import Tensor, nn  # noqa: E402
+
+from anycell.torch import loop, scan  # noqa: E402
+
+X, H = torch.randn(6, 2, 3), torch.randn(2, 5)
+
+
+def by_hand(step: Any, state: Any = H) -> Tensor:
+    outputs = []
+    for x in X:
+        output, state = step(x, state)
+        outputs.append(output)
+    return torch.stack(outputs)
+
+
+class Base(nn.Module):
+    leak = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.u = nn.Linear(3, 5), nn.Linear(5, 5)
+        self.config = types.SimpleNamespace(scale=1.0)
+
+    @property
+    def rate(self) -> float:
+        return 0.5 * self.leak
+
+    @staticmethod
+    def act(value: Tensor) -> Tensor:
+        return torch.tanh(value)
+
+
+def cell_of() -> tuple[nn.Module, dict[str, Callable[[], None]]]:
+    """A cell, and functions that change something which it reads."""
+    temperature = 1.0
+
+    class Cell(Base):
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            value = self.w(x) * self.leak + self.u(h) * self.config.scale + self.rate
+            h = self.act(value / temperature)
+            return h, h
+
+    cell = Cell()
+
+    def enclosed() -> None:
+        nonlocal temperature
+        temperature = 3.0
+
+    def set_rate() -> None:
+        Cell.rate = property(lambda self: 2.0)  # type: ignore[assignment,method-assign]
+
+    return cell, {
+        "enclosed": enclosed,
+        "class": lambda: setattr(Cell, "leak", 2.0),
+        "base": lambda: setattr(Base, "leak", 3.0),
+        "method": lambda: setattr(Cell, "act", staticmethod(torch.sigmoid)),
+        "property": set_rate,
+        "object": lambda: setattr(cell.config, "scale", 4.0),
+    }
+
+
+@pytest.mark.parametrize("change", ["enclosed", "class", "base", "method", "property", "object"])
+def test_modules(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Base, "leak", 1.0)
+    cell, changes = cell_of()
+    layer = loop(cell)
+    for _ in range(3):
+        before = layer(X, H)[0]
+    torch.testing.assert_close(before, by_hand(cell))
+    changes[change]()
+    after = layer(X, H)[0]
+    torch.testing.assert_close(after, by_hand(cell))
+    assert layer.engine.name == "cpu", layer.engine.reason
+    assert (after - before).abs().max() > 1e-3
+
+
+def test_objects_around_a_function() -> None:
+    config, weight = (
+        types.SimpleNamespace(scale=1.0, inner=types.SimpleNamespace(n=1.0)),
+        X[0].T @ H,
+    )
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x @ weight * config.scale + h * config.inner.n)
+        return h, h
+
+    for name in ("", "scale", "n"):
+        if name:
+            setattr(config if name == "scale" else config.inner, name, 0.25)
+        turned = by_hand(lambda x, h: step(h, x))
+        torch.testing.assert_close(scan(step, H, X)[1], turned)
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_steps_that_write_into_their_state(framework: str) -> None:
+    tanh = torch.tanh if framework == "torch" else np.tanh
+
+    class Cell(nn.Module):
+        def forward(self, x: Any, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            state["h"] = tanh(x + state["h"])
+            return state["h"], state
+
+    cell = Cell()
+    if framework == "torch":
+        layer: Any = loop(cell)
+        output, _ = layer(X, {"h": X[0]})
+        reason = layer.engine.reason
+    else:
+        layer = numpy_loop(cell.forward)
+        output, _ = layer(X.numpy(), {"h": X[0].numpy()})
+        reason = layer.reason
+    assert "changes the dictionary or list that holds its state" in reason
+    tanh = torch.tanh
+    torch.testing.assert_close(torch.as_tensor(output), by_hand(cell, {"h": X[0]}))
+
+
+@pytest.mark.parametrize(("steps", "engine"), [(MOST - 1, "cpu"), (MOST, "torch")])
+def test_delays_are_states(steps: int, engine: str) -> None:
+    """A kernel has a bit for each state; more than a word of them would crash it."""
+
+    class Delay(nn.Module):
+        def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+            h, kept = state
+            h = torch.tanh(x + 0.5 * h + kept[:, -1])
+            return h, (h, torch.cat([h[:, None], kept[:, :-1]], 1))
+
+    cell, state = Delay(), (X[0], torch.randn(2, steps, 3))
+    layer = loop(cell)
+    torch.testing.assert_close(layer(X, state)[0], by_hand(cell, state))
+    assert layer.engine.name == engine
+    assert engine == "cpu" or f"may have {MOST}" in layer.engine.reason
