@@ -121,7 +121,7 @@ class Body(read.Body):
         return [*axes, None] if few else axes or [None]
 
     def spread(self) -> int | None:
-        """How many numbers of each row of x the cell sees, if that is many times what x has."""
+        """The count of numbers that the cell sees of each row of x, if x has far fewer; else None."""
         reading = self.reading
         seen = sum(part.size for part in reading.gates)
         have = sum(math.prod(v.shape) for v in self.x) / self.rows
