@@ -121,7 +121,7 @@ class Body(read.Body):
         return [*axes, None] if few else axes or [None]
 
     def spread(self) -> int | None:
-        """The count of numbers that the cell sees of each row of x, if x has far fewer; else None."""
+        """The count of numbers that the cell sees of a row of x, if x has far fewer; else None."""
         reading = self.reading
         seen = sum(part.size for part in reading.gates)
         have = sum(math.prod(v.shape) for v in self.x) / self.rows
