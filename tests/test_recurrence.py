@@ -283,3 +283,24 @@ def test_what_kernels_make_of_masked_output(word: str, masked: bool) -> None:
     assert options.apart(masked) is (masked and word == "zero")
     assert options.printed(masked) == Options(masked_output=word if masked else "zero")
     assert not options.unread().apart(masked)
+
+
+@cell(gates="g:1", state="h n:1")
+def OneGate(x, r, s):
+    """Its ``weight_ih`` has one row."""
+    return tanh(s.h + x.g), s.n
+
+
+@pytest.mark.parametrize(("inputs", "columns"), [(1, 1), (6, 1), (6, 3)])
+def test_gradients_of_one_row_of_a_matrix_by_columns(inputs: int, columns: int) -> None:
+    """Its strides do not say whether it is stored by rows or by columns."""
+    torch = pytest.importorskip("torch")
+    from anycell.torch import recurrence
+
+    whole = torch.randn(inputs, columns, dtype=torch.float64, requires_grad=True)
+    x, h = torch.randn(T, B, inputs, dtype=torch.float64), torch.zeros(B, H, dtype=torch.float64)
+    gradients = []
+    for weight in (whole.t()[:1], whole.t()[:1].clone(memory_format=torch.contiguous_format)):
+        output, _ = recurrence(OneGate, x, {"weight_ih": weight}, state=(h, None))
+        gradients += torch.autograd.grad(output.sum(), whole)
+    assert torch.equal(*gradients) and gradients[0][:, 0].abs().min() > 0

@@ -253,8 +253,12 @@ class _NativeGradients(WeightGradients):
 
 
 def _turned(weight: View) -> bool:
-    """Whether a matrix is stored by columns, as in Keras."""
-    return len(weight.shape) == 2 and weight.strides[0] == 1 != weight.strides[1]
+    """Whether a matrix is stored by columns, as in Keras; one row is stored either way."""
+    return (
+        len(weight.shape) == 2
+        and weight.shape[0] > 1
+        and weight.strides[0] == 1 != weight.strides[1]
+    )
 
 
 class _Direction:
