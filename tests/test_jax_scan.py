@@ -610,7 +610,7 @@ relu.defjvps(lambda d, y, v: 2 * d)
 REFUSED = {
     "matrix of this product depends on a state": lambda h, x: h @ (h.T @ h),
     "takes the sum over the rows of the batch": lambda h, x: (h - h.mean(0)) @ WEIGHTS["u"],
-    "table has no while": lambda h, x: lax.fori_loop(0, x[0, 0].astype(int), lambda i, a: a + 1, h),
+    "no cell has while": lambda h, x: lax.fori_loop(0, x[0, 0].astype(int), lambda i, a: a + 1, h),
     "jnp.where": lambda h, x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, h),
     "custom_vjp": lambda h, x: spike(h),
     "relu has a derivative of its own": lambda h, x: relu(h),
@@ -618,7 +618,7 @@ REFUSED = {
         jnp.take_along_axis(h, (x[:, :1] > 0).astype(int), 1) + h
     ),
     "start is not known": lambda h, x: h + lax.dynamic_slice_in_dim(h, (x[0, 0] > 0) * 1, 1, 1),
-    "no scatter of a value": lambda h, x: h.at[:, 0].set(0.0),
+    "no cell has scatter of a value": lambda h, x: h.at[:, 0].set(0.0),
     "converted from float32 to bfloat16": lambda h, x: h.astype(jnp.bfloat16).astype(jnp.float32),
     "numbers of int32 from a state": lambda h, x: (h * 3).astype(int).astype(jnp.float32),
     "without sorting": lambda h, x: jnp.sort(h),

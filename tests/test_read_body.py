@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "three operands": (lambda h: np.einsum("bi,ij,jk->bk", h, W, W), "einsum"),
     "rows that are summed": (lambda h: np.ones((B, B)) @ h, "the batch by a matrix"),
     "cumsum of all": (lambda h: h + h.cumsum()[:H], "cumsum of all axes"),
-    "no row of the table": (lambda h: np.arctan(h), "no np.arctan"),
+    "no row of the table": (lambda h: np.arctan(h), "no cell has np.arctan"),
 }
 
 

@@ -34,7 +34,7 @@ from anycell.plan import Layer, Plan
 from anycell.read import Equation, Reading, Refused, Values, Variable
 
 Array = Any
-SPREAD = 4  # times as many numbers as x has
+SPREAD, LEAST = 4, 64  # times as many numbers as x has, and how few never matter
 MANY, UNITS = 32, 1024  # parts and units of cells whose states have two axes, but no batch
 
 
@@ -125,8 +125,8 @@ class Body(read.Body):
         reading = self.reading
         seen = sum(part.size for part in reading.gates)
         have = sum(math.prod(v.shape) for v in self.x) / self.rows
-        many = not reading.projected and not reading.weights and seen > SPREAD * have
-        return seen if many else None
+        many = not reading.projected and not reading.weights and 0 < SPREAD * have < seen
+        return seen if many and seen > LEAST else None
 
     @functools.cached_property
     def plan(self) -> Plan:
