@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines import cpu
-from anycell.engines.cpu.driver import CALL, OF_CALL, NumbersOfCall
+from anycell.engines.cpu.driver import CALL, OF_CALL
 from anycell.layer.arguments import Array, Host
 from anycell.plan import LINE, Options, Plan
 from anycell.recent import add_recent
@@ -283,7 +283,8 @@ class Recipe:
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0
         address, pointers = block.address, self.host.pointers(given + made)
         table = address + self.table
-        of_call = NumbersOfCall(address, table, gang, 0, options.seed & _WORD, options.stream)
+        # The fields of OF_CALL; a named tuple would take a hundredth of a small call to make.
+        of_call = address, table, gang, 0, options.seed & _WORD, options.stream
         call = self.pack(self.address, table, *pointers, *self.fixed, *of_call)
         if cpu.check.ON:
             self.check(self, call, [*given, *made, *self.constants], block)

@@ -26,7 +26,6 @@ in the order of the arrays, even if a direction is reversed.
 from __future__ import annotations
 
 import functools
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -52,8 +51,7 @@ PASS = (
 # are no arrays: its memory, the tables in it, the gang of threads, and three numbers for random
 # masks.
 CALL = "head table".split()
-NumbersOfCall = namedtuple("NumbersOfCall", "block table gang first_row seed stream")
-OF_CALL = list(NumbersOfCall._fields)
+OF_CALL = "block table gang first_row seed stream".split()
 # A head: the template, and its length in numbers; the rows of ``PLACE``, and their count; the place
 # in the template where the first pass begins.
 HEAD = "template length places count first".split()
