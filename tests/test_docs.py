@@ -164,7 +164,10 @@ for module in "anycell", *(f"anycell.{n}" for n in "torch keras jax numpy compre
     for name in imported.__all__:
         public = getattr(imported, name)
         if callable(public) and public not in (anycell.CellError, anycell.Expr, anycell.Gates):
-            print(f"{module}.{name}", *inspect.signature(public).parameters)
+            made = public.__init__ if isinstance(public, type) else public
+            arguments = [*inspect.signature(made).parameters.values()]
+            shown = [p.name for p in arguments if p.name != "self" and p.kind < p.VAR_KEYWORD]
+            print(f"{module}.{name}", *shown)
 cells = importlib.import_module("anycell.cells")
 for name in cells.__all__:
     given = inspect.signature(getattr(cells, name).function).parameters.values()

@@ -703,6 +703,27 @@ def test_memories_that_only_grow_by_products_of_x(read: bool) -> None:
     agree(aj.scan(f, start, xs), lax.scan(f, start, xs))
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["", "stop_gradient"])
+def test_extremes_of_x_keep_their_derivative(held: bool) -> None:
+    """``jit(grad(vmap(...)))`` of JAX loses it for all steps at once, which a loop does not; where
+    it is not wanted, as in a softmax, all steps are computed at once.
+    """
+
+    def f(h: Any, x: Any) -> Any:
+        less = x - jnp.mean(x, axis=-1)[..., None]
+        most = jnp.max(jnp.split(less, 3, axis=-1)[2], axis=1, keepdims=True)
+        return jnp.tanh(h + x), lax.stop_gradient(most) if held else most
+
+    def gradient(scan: Any, xs: Any) -> Any:
+        return jax.jit(jax.grad(lambda xs: 3 * scan(f, jnp.zeros((3, 6)), xs)[1].sum()))(xs)
+
+    for seed in range(3):
+        xs = jnp.asarray(np.random.default_rng(seed).normal(size=(5, 3, 6)), jnp.float32)
+        agree(gradient(aj.scan, xs), gradient(lax.scan, xs))
+    text = str(jax.make_jaxpr(lambda xs: aj.scan(f, jnp.zeros((3, 6)), xs))(xs))
+    assert ("scan[" in text) != held
+
+
 def test_outputs_ask_for_no_states_that_they_do_not_need() -> None:
     """Only sequences of states that outputs read are computed."""
     carry = (START, START + 1)

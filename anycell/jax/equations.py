@@ -146,7 +146,29 @@ def at_all_steps(
         values = Values(dict(zip(moving, parts, strict=True)), execute, found(fixed))
         return [jnp.asarray(values[v]) for v in wanted]
 
-    return jax.vmap(one, axis_size=steps)(*moving.values()) if wanted else []
+    if not wanted:
+        return []
+    if _of_extremes(wanted, moving):
+        return list(jax.lax.scan(lambda _, xs: ((), one(*xs)), (), [*moving.values()], steps)[1])
+    return jax.vmap(one, axis_size=steps)(*moving.values())
+
+
+def _of_extremes(wanted: Sequence[Variable], known: Values) -> bool:
+    """Whether a derivative may pass through ``reduce_max`` or ``reduce_min``.
+
+    JAX gives it to those elements that equal the result. For all steps at once XLA on the CPU
+    (0.10.2) can compute the two differently, and the derivative is lost; in a loop it is not.
+    """
+    todo, seen = list(wanted), set(known)
+    while todo:
+        v = todo.pop()
+        name = "" if v in seen or v.equation is None else v.equation.name
+        if name in ("reduce_max", "reduce_min"):
+            return True
+        if name not in ("", "stop_gradient"):
+            todo += v.equation.operands  # type: ignore[union-attr]
+        seen.add(v)
+    return False
 
 
 def found(fixed: Values) -> Callable[[Variable], Array]:
