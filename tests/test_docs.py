@@ -166,7 +166,7 @@ for module in "anycell", *(f"anycell.{n}" for n in "torch keras jax numpy compre
         if callable(public) and public not in (anycell.CellError, anycell.Expr, anycell.Gates):
             made = public.__init__ if isinstance(public, type) else public
             arguments = [*inspect.signature(made).parameters.values()]
-            shown = [p.name for p in arguments if p.name != "self" and p.kind < p.VAR_KEYWORD]
+            shown = [p.name for p in arguments if p.name != "self" and not str(p).startswith("*")]
             print(f"{module}.{name}", *shown)
 cells = importlib.import_module("anycell.cells")
 for name in cells.__all__:
