@@ -164,9 +164,9 @@ for module in "anycell", *(f"anycell.{n}" for n in "torch keras jax numpy compre
     for name in imported.__all__:
         public = getattr(imported, name)
         if callable(public) and public not in (anycell.CellError, anycell.Expr, anycell.Gates):
-            made = public.__init__ if isinstance(public, type) else public
-            arguments = [*inspect.signature(made).parameters.values()]
-            shown = [p.name for p in arguments if p.name != "self" and not str(p).startswith("*")]
+            shown = [*inspect.signature(public).parameters]
+            if shown == ["args", "kwargs"]:  # of __new__
+                shown = [*inspect.signature(public.__init__).parameters][1:]
             print(f"{module}.{name}", *shown)
 cells = importlib.import_module("anycell.cells")
 for name in cells.__all__:
