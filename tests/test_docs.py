@@ -165,7 +165,7 @@ for module in "anycell", *(f"anycell.{n}" for n in "torch keras jax numpy compre
         public = getattr(imported, name)
         if callable(public) and public not in (anycell.CellError, anycell.Expr, anycell.Gates):
             shown = [*inspect.signature(public).parameters]
-            if shown == ["args", "kwargs"]:  # of __new__
+            if shown == ["args", "kwargs"] and "__init__" in vars(public):  # they are of __new__
                 shown = [*inspect.signature(public.__init__).parameters][1:]
             print(f"{module}.{name}", *shown)
 cells = importlib.import_module("anycell.cells")
