@@ -23,7 +23,7 @@ from jax_layers import Arrays, B, H, I, T, drawn, same  # noqa: E402
 
 import anycell.jax as aj  # noqa: E402
 from anycell.jax import composite, fused  # noqa: E402
-from anycell.jax.recurrence import planned, seed_words  # noqa: E402
+from anycell.jax.primitive import planned, seed_words  # noqa: E402
 
 X64 = jax if hasattr(jax, "enable_x64") else jax.experimental
 

@@ -20,7 +20,7 @@ require("jax", "anycell.jax", "jax")
 from anycell.jax import named
 from anycell.jax.layers import RNN
 from anycell.jax.named import *  # noqa: F403
-from anycell.jax.recurrence import recurrence
+from anycell.jax.primitive import recurrence
 from anycell.jax.scanning import explain_scan, scan
 from anycell.refusal import missing
 

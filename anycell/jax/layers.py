@@ -21,7 +21,7 @@ from anycell.jax.arguments import (
     check_key,
     refuse_kind,
 )
-from anycell.jax.recurrence import planned, run, seed_words
+from anycell.jax.primitive import planned, run, seed_words
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import (

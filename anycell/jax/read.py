@@ -28,7 +28,7 @@ from anycell.jax.equations import (
     place,
     variable,
 )
-from anycell.jax.recurrence import planned, recurrence
+from anycell.jax.primitive import planned, recurrence
 from anycell.jax.table import Reader
 from anycell.plan import Layer, Plan
 from anycell.read import Equation, Reading, Refused, Values, Variable

@@ -16,7 +16,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 import anycell.jax
 from anycell.engines import cpu
 from anycell.jax import fused
-from anycell.jax.recurrence import planned
+from anycell.jax.primitive import planned
 from anycell.jax.scanning import Traced
 from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
 from anycell.keras.composite import composite
