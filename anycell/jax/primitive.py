@@ -12,7 +12,8 @@ from anycell.engines import cpu
 from anycell.jax import fused, streaming
 from anycell.jax.arguments import JAX, as_arrays, check_array, check_key, known
 from anycell.lang.cell import Cell
-from anycell.layer.checks import Layout, check_cell, choice, refuse
+from anycell.layer.checks import check_cell, choice, refuse
+from anycell.layer.layers import Layout
 from anycell.layer.primitive import (
     arguments,
     check_input,

@@ -13,7 +13,6 @@ from anycell.keras.tensorflow import recur
 from anycell.lang.cell import Cell
 from anycell.layer.checks import (
     Frontend,
-    Layout,
     Shape,
     check_cell,
     choice,
@@ -21,6 +20,7 @@ from anycell.layer.checks import (
     dtype_of,
     refuse,
 )
+from anycell.layer.layers import Layout
 from anycell.layer.primitive import (
     arguments,
     check_input,
@@ -150,6 +150,7 @@ TENSORFLOW = Frontend(
     _counts,
     lambda flags: flags,
     lambda steps, counts, like: _within(tf.shape(like)[0], tf.constant(counts[0])),
+    tf.experimental.numpy,
 )
 
 

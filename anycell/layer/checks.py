@@ -204,60 +204,16 @@ class Frontend(NamedTuple):
         copy: makes a contiguous copy of flags: the backward pass reads them again, and the caller
             may have changed the original by then.
         below: from ``(steps, counts, like)``, whether each step is below each count, ``[T, B]``.
+        xp: the module of its functions with NumPy's names.
     """
 
     kind: Any
-    fit: Callable[[str, Any, Shape, str, Any], Any]
+    fit: Callable[[str, Any, Any, str, Any], Any]
     flags: Callable[[str, Any, Shape, str, Any], Any]
     counts: Callable[[str, Any, str], tuple[Any, bool]]
     copy: Callable[[Any], Any]
     below: Callable[[int, Any, Any], Any]
-
-
-class Layout(NamedTuple):
-    """The order of axes in users' arrays: steps or rows first, or one row without a batch."""
-
-    frontend: Frontend
-    like: Any
-    steps: int
-    rows: int
-    batch_first: bool = False
-    batched: bool = True
-
-    def valid(self, mask: Any, lengths: Any) -> Any:
-        """``mask`` and ``lengths`` as one mask, bool ``[T, B]``; None if neither is given."""
-        if mask is not None:
-            mask = self.flags("mask", mask)
-        if lengths is None:
-            return mask
-        shape = (self.rows,) if self.batched else ()
-        expected = f"integers {list(shape)}, the number of steps of each row"
-        counts, visible = self.frontend.counts("lengths", lengths, expected)
-        if counts.shape != shape:
-            refuse("lengths", describe(counts), expected, "Pass one length per row of the input.")
-        if visible and 0 not in shape:
-            for length in (int(counts.min()), int(counts.max())):
-                if not 0 <= length <= self.steps:
-                    expected = f"0 to {self.steps}, the steps of the input"
-                    hint = f"Pad the input, or clip the lengths to 0 to {self.steps}."
-                    refuse("lengths", f"a length of {length}", expected, hint)
-        within = self.frontend.below(self.steps, counts.reshape((1, -1)), self.like)
-        return within if mask is None else within & mask
-
-    def flags(self, name: str, value: Any) -> Any:
-        """Converts ``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
-        shape: Shape = (self.steps, self.rows)
-        axes = "(time, batch)"
-        if not self.batched:
-            shape, axes = (self.steps,), "(time)"
-        elif self.batch_first:
-            shape, axes = (self.rows, self.steps), "(batch, time)"
-        flags = self.frontend.flags(name, value, shape, axes, self.like)
-        if not self.batched:
-            flags = flags[:, None]
-        elif self.batch_first:
-            flags = flags.T
-        return self.frontend.copy(flags)
+    xp: Any
 
 
 def per_state(kind: str, states: Any, cell: Cell) -> tuple[Any, ...]:
