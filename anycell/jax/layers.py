@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ from anycell.layer.checks import (
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import of_layer, state_names
 from anycell.named import shown
-from anycell.plan import CallOptions, Engine, Layer, Options, takes
+from anycell.plan import ARRAYS, ArrayArguments, Engine, Layer, Options, Returning, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -201,24 +201,17 @@ class RNN(Explained):
                 params[name] = jnp.full(shape, value, dtype)
         return params
 
-    @takes()
+    @takes(ArrayArguments, Returning)
     def __call__(
         self,
         params: Mapping[str, Array],
         x: Array,
         state: State | None = None,
         *,
-        mask: Array | None = None,
-        lengths: Array | Sequence[int] | None = None,
-        resets: Array | None = None,
-        reset_state: State | None = None,
-        static: Array | None = None,
-        recurrent_mask: Array | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
         training: bool = False,
         seed: Any = None,
         engine: str | None = None,
-        **options: Unpack[CallOptions],
+        **arguments: Any,
     ) -> tuple[Any, ...]:
         """Runs whole sequences.
 
@@ -233,7 +226,7 @@ class RNN(Explained):
             training: applies dropout and the cell's random masks, which need a ``seed``: a key of
                 ``jax.random``, or an int.
             engine: "cpu", "reference" or None, see ``recurrence``.
-            {mask lengths resets reset_state static recurrent_mask return_states options}
+            {arguments}
 
         Returns:
             output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
@@ -246,8 +239,10 @@ class RNN(Explained):
                 do.
         """
         cell, directions = self.cell, 1 + self.bidirectional
-        params, (x, state, reset_state) = self._params(params), as_arrays((x, state, reset_state))
-        static, recurrent_mask = as_arrays((static, recurrent_mask))
+        options = {n: v for n, v in arguments.items() if n not in ARRAYS}
+        names = "reset_state", "static", "recurrent_mask"
+        params, (x, state) = self._params(params), as_arrays((x, state))
+        reset_state, static, recurrent_mask = as_arrays([arguments.get(name) for name in names])
         like = params["weight_ih_l0"]
         batched = self._check_input(x, like)
         x = x if batched else x[:, None]
@@ -260,8 +255,7 @@ class RNN(Explained):
         )  # fmt: skip
         layout = Layout(JAX, x, steps, rows, self.batch_first, batched)
         first = (rows,) if batched else ()
-        shared: dict[str, Any] = {"mask": layout.valid(mask, lengths)}
-        shared["resets"] = None if resets is None else layout.flags("resets", resets)
+        shared: dict[str, Any] = layout.of_steps(arguments)
         shape = (*first, self.sizes[cell.static_size])
         static = check_static(JAX, cell, static, shape, x)
         if recurrent_mask is not None:
@@ -277,7 +271,7 @@ class RNN(Explained):
                 wide = (one if batched else one[:, None] for one in checked)
                 states |= zip(state_names(kind, cell), wide, strict=True)
         words = seed_words(cell, seed) if training and self.draws else None
-        wanted = check_return_states(cell, return_states)
+        wanted = check_return_states(cell, arguments.get("return_states"))
         layer = planned(self._layer(), like.dtype, engine)
         finals, others = [], ()
         for k in range(self.num_layers):

@@ -244,6 +244,13 @@ class Layout(NamedTuple):
         within = self.frontend.below(self.steps, counts.reshape((1, -1)), self.like)
         return within if mask is None else within & mask
 
+    def of_steps(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The flags of a call's arguments, ``mask`` and ``resets``, that there are."""
+        mask = self.valid(arguments.get("mask"), arguments.get("lengths"))
+        resets = arguments.get("resets")
+        named = {} if mask is None else {"mask": mask}
+        return named if resets is None else {**named, "resets": self.flags("resets", resets)}
+
     def flags(self, name: str, value: Any) -> Any:
         """Converts ``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
         shape: Shape = (self.steps, self.rows)

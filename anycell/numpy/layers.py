@@ -32,7 +32,7 @@ from anycell.numpy.base import Array
 from anycell.numpy.host import host_of
 from anycell.numpy.streaming import Packed
 from anycell.numpy.typed import Arguments, Names, State
-from anycell.plan import CallOptions, Engine, Layer, Options, Plan, plan, takes
+from anycell.plan import ARRAYS, Engine, Layer, Options, Plan, Returning, plan, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -207,21 +207,14 @@ class RNN(Explained, base.Layer):
         return_states: Names, **arguments: Unpack[Arguments],
     ) -> tuple[Array, State, dict[str, Array]]: ...  # fmt: skip
 
-    @takes()
+    @takes(Arguments, Returning)
     def forward(
         self,
         x: npt.ArrayLike,
         state: State | None = None,
         *,
-        mask: npt.ArrayLike | None = None,
-        lengths: npt.ArrayLike | None = None,
-        resets: npt.ArrayLike | None = None,
-        reset_state: State | None = None,
-        static: npt.ArrayLike | None = None,
-        recurrent_mask: npt.ArrayLike | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
         training: bool = False,
-        **options: Unpack[CallOptions],
+        **arguments: Any,
     ) -> tuple[Any, ...]:
         """Runs whole sequences.
 
@@ -232,7 +225,7 @@ class RNN(Explained, base.Layer):
                 from the values that the cell declares, mostly zero.
             training: applies dropout and the cell's random masks, and keeps what ``backward``
                 needs. This includes x itself: do not write to x before ``backward``.
-            {mask lengths resets reset_state static recurrent_mask return_states options}
+            {arguments}
 
         Returns:
             output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
@@ -244,6 +237,9 @@ class RNN(Explained, base.Layer):
         x = check.array("x", x, self._layout(self.input_size), self.dtype)
         x = x.swapaxes(0, 1) if self.batch_first else x
         steps, rows = x.shape[:2]
+        options = {n: v for n, v in arguments.items() if n not in ARRAYS} if arguments else {}
+        static, recurrent_mask = arguments.get("static"), arguments.get("recurrent_mask")
+        reset_state, return_states = arguments.get("reset_state"), arguments.get("return_states")
         training = check.boolean("training", training)
         how = Options(
             reverse=(False, True)[: 1 + self.bidirectional],
@@ -255,8 +251,7 @@ class RNN(Explained, base.Layer):
         )
         layout = Layout(check.NUMPY, self, steps, rows, self.batch_first)
         shared = {
-            "mask": layout.valid(mask, lengths),
-            "resets": None if resets is None else layout.flags("resets", resets),
+            **layout.of_steps(arguments),
             "static": None if static is self.cell.static is None else self._static(static, rows),
         }
         if recurrent_mask is not None:

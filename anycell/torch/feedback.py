@@ -140,9 +140,7 @@ class Feedback(Fed, Explained, nn.Module):
             entering(TORCH, x, flags, width, quantized(learned) and x.dtype is torch.float32),
             arrays,
             [learned],
-            mask=mask,
-            lengths=lengths,
-            resets=resets,
+            {"mask": mask, "lengths": lengths, "resets": resets},
             batch_first=layer.batch_first,
         )
         return self.readout(output), final if len(final) > 1 else final[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +20,14 @@ from anycell.layer.checks import Layout, check_one_direction, check_options, des
 from anycell.layer.rounding import quantized
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import FLAGS, state_names
-from anycell.plan import Layer, Options, Plan, Sizes
+from anycell.plan import ARRAYS, Layer, Options, Plan, Sizes
 from anycell.torch import ops
 from anycell.torch.arguments import (
     TORCH,
     check_flags,
     check_recurrent_mask,
     check_states,
+    check_static,
     check_tensor,
 )
 from anycell.torch.composite import Arrays, Result, States
@@ -158,43 +159,42 @@ class Recurrent(Explained):
         cell: Cell,
         x: Tensor | PackedSequence,
         arrays: Arrays,
-        *,
+        arguments: Mapping[str, Any],
         plan: Plan | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | PackedSequence | None = None,
-        reset_state: Tensor | States | None = None,
-        recurrent_mask: Tensor | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
-        **options: Any,
     ) -> tuple[Any, ...]:
         """Runs a cell, and returns the result of the call.
 
         Args:
             cell: the module's cell.
             x: as users pass it, checked.
-            arrays: states and static by their public names, checked.
+            arrays: states by their public names, checked.
+            arguments: of the call, by name.
             plan: see ``Layer``.
-            mask, lengths, resets, reset_state, recurrent_mask, return_states, options: as users
-                pass them.
         """
+        options: dict[str, Any] = {}
+        if arguments:  # a comprehension would be one more call
+            options = {n: v for n, v in arguments.items() if n not in ARRAYS}
+        recurrent_mask, reset_state = arguments.get("recurrent_mask"), arguments.get("reset_state")
+        static = arguments.get("static")
         like = parts(x)[0] if isinstance(x, PackedSequence) else x
+        if static is not None or cell.static is not None:
+            shape = (*self._rows(x), dict(self._sizes)[cell.static_size])
+            arrays = {**arrays, "static": check_static(cell, static, shape, like)}
         if recurrent_mask is not None:
             check_recurrent_mask(cell, recurrent_mask, dict(self._sizes), self._rows(x), like)
             arrays = {**arrays, "recurrent_mask": recurrent_mask}
         if reset_state is not None:
             arrays = {**arrays, **self._named("reset_state", reset_state, self._rows(x), like)}
-        wanted = check_return_states(cell, return_states) if return_states else ()
+        wanted = arguments.get("return_states") or ()
+        wanted = check_return_states(cell, wanted) if wanted else ()
         output, final, others = sequence(
             self._call(cell, options, besides_output(wanted, cell) if wanted else (), plan),
             x,
             arrays,
             self._weights(cell),
+            arguments,
             batch_first=self.batch_first,
             dropout=self.dropout,
-            mask=mask,
-            lengths=lengths,
-            resets=resets,
         )
         if not wanted:
             return output, final if len(final) > 1 else final[0]
@@ -241,10 +241,8 @@ def sequence(
     x: Tensor | PackedSequence,
     arrays: Arrays,
     weights: Sequence[Arrays],
+    arguments: Mapping[str, Any],
     *,
-    mask: Tensor | None = None,
-    lengths: Lengths | None = None,
-    resets: Tensor | PackedSequence | None = None,
     batch_first: bool = False,
     dropout: float = 0.0,
 ) -> tuple[Any, States, tuple[Any, ...]]:
@@ -256,32 +254,28 @@ def sequence(
         arrays: states, static and recurrent_mask by their public names, without an axis of rows if
             x has no such axis.
         weights: the weights of each layer.
-        mask, lengths, resets: as users pass them.
+        arguments: mask, lengths and resets, among others, as users pass them.
         dropout: between layers, in training.
 
     Returns:
         the output and ``layer.sequences``, laid out as x; and the final states.
     """
     if isinstance(x, PackedSequence):
-        for name, value in (("mask", mask), ("lengths", lengths)):
-            if value is not None:
+        for name, value in arguments.items():
+            if value is not None and name in ARRAYS and ARRAYS[name].padded:
                 expected = "None with a PackedSequence, which has its own lengths"
                 refuse(name, describe(value), expected, "Pass a padded tensor, or leave it out.")
         run = torch.compiler.disable(_packed) if compiled() else _packed
-        return run(layer, x, arrays, weights, resets, dropout)
+        return run(layer, x, arrays, weights, arguments.get("resets"), dropout)
     batched = x.dim() == 3
     if not batched:
         x, arrays = x.unsqueeze(1), {name: t.unsqueeze(-2) for name, t in arrays.items()}
     elif batch_first:
         x = x.transpose(0, 1)
     tensors = {"x": x, **arrays}
-    if mask is not None or lengths is not None or resets is not None:
+    if arguments:
         layout = Layout(TORCH, x, x.shape[0], x.shape[1], batch_first, batched)
-        valid = layout.valid(mask, lengths)
-        if valid is not None:
-            tensors["mask"] = valid
-        if resets is not None:
-            tensors["resets"] = layout.flags("resets", resets)
+        tensors |= layout.of_steps(arguments)
     drop = functools.partial(F.dropout, p=dropout) if dropout and layer.options.training else None
     run = _in_its_dtype if autocast() else stack
     output, final, others = run(layer, tensors, weights, drop)
@@ -361,7 +355,28 @@ def layer_of(cell: Cell, sizes: Sizes, weight: Tensor, directions: int = 1) -> L
     return Layer(cell, sizes, Options((False, True)[:directions]), dtype)
 
 
-def leaf(module: Any, x: Proxy, state: Any, **arguments: Any) -> Any:
+def named(
+    names: Sequence[str], by_position: Sequence[Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All arguments of a call by name: torch.onnx's older exporter passes each by position.
+
+    Args:
+        names: of those that follow the state, in order.
+        by_position: values of the first of them.
+        arguments: those that went by name.
+    """
+    if len(by_position) > len(names):
+        hint = "Pass all but the first two by name."
+        refuse(
+            "arguments", f"{2 + len(by_position)}", f"{2 + len(names)} or fewer", hint, TypeError
+        )
+    first = dict(zip(names, by_position, strict=False))
+    for name in first.keys() & arguments.keys():
+        refuse(name, "two values", "one", "Pass it by name.", TypeError)
+    return {**first, **arguments}
+
+
+def leaf(module: Any, x: Proxy, state: Any, arguments: Mapping[str, Any]) -> Any:
     """Adds a module's call to a ``torch.fx`` graph as one node, like the calls of ``torch.nn``."""
     named = {name: value for name, value in arguments.items() if value is not None}
     positional = (x,) if state is None else (x, state)

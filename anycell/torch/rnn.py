@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,14 +25,15 @@ from anycell.layer.checks import (
     remedy,
 )
 from anycell.named import shown
-from anycell.plan import CallOptions, Engine, Layer, Sizes, takes
+from anycell.plan import ARRAYS, Engine, Layer, Returning, Sizes, takes
 from anycell.plan.layer import register
-from anycell.torch.arguments import check_device, check_layer, check_static
+from anycell.torch.arguments import check_device, check_layer
 from anycell.torch.composite import States
 from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.fused import autocast
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent, layer_of, leaf
+from anycell.torch.recurrent import Recurrent, layer_of, leaf, named
+from anycell.torch.typed import Arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,7 +116,7 @@ class OfCell(Explained, nn.Module):
         refuse("torch.jit.script", f"anycell's {name}", "modules of torch", hint, TypeError)
 
 
-@takes()
+@takes(Arguments, Returning)
 class RNN(Recurrent, OfCell):
     r"""Runs layers of any cell, as ``torch.nn.LSTM`` runs layers of one cell.
 
@@ -141,7 +142,7 @@ class RNN(Recurrent, OfCell):
             ``[T, input_size]``; or a ``PackedSequence``, and then output and resets are packed too.
         state: a tuple in the cell's order, ``[num_layers * D, B, H]`` each, D = 2 if bidirectional
             else 1; for one state, the tensor itself. Default: the values that the cell declares.
-        {mask lengths resets reset_state static recurrent_mask return_states options}
+        {arguments}
         output: ``[T, B, D * H]``, laid out as x: the first state of the last layer.
         final state: as ``state``, after each row's last step.
         a third result, if ``return_states``: a dictionary by names of states, each of the last
@@ -205,34 +206,23 @@ class RNN(Recurrent, OfCell):
         )
         self._create(named, device, dtype)
 
+    @takes(Arguments, Returning)
     def forward(
         self,
         x: Tensor | PackedSequence,
         state: Tensor | States | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | PackedSequence | None = None,
-        reset_state: Tensor | States | None = None,
-        static: Tensor | None = None,
-        recurrent_mask: Tensor | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
-        **options: Unpack[CallOptions],
+        *by_position: Any,
+        **arguments: Any,
     ) -> tuple[Any, ...]:
         """Returns the output and the final state; see the class."""
-        # No array is keyword-only: torch.onnx's older exporter passes all by position.
-        further: dict[str, Any] = {
-            "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
-            "recurrent_mask": recurrent_mask, "return_states": return_states, **options,
-        }  # fmt: skip
+        if by_position:
+            arguments = named([*ARRAYS], by_position, arguments)
         if isinstance(x, Proxy):
-            return leaf(self, x, state, static=static, **further)
+            return leaf(self, x, state, arguments)
         self._check_input(x)
         like = parts(x)[0] if isinstance(x, PackedSequence) else x
         arrays = {} if state is None else self._named("state", state, self._rows(x), like)
-        if static is not None or self.cell.static is not None:
-            shape = (*self._rows(x), self.sizes[self.cell.static_size])
-            arrays["static"] = check_static(self.cell, static, shape, like)
-        return self._run_cell(self.cell, x, arrays, **further)
+        return self._run_cell(self.cell, x, arrays, arguments)
 
     def _check_input(self, x: Any) -> None:
         """Checks the input of a call."""
