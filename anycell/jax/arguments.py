@@ -51,7 +51,7 @@ def check_key(name: str, value: Any, expected: str) -> Array:
 
 def check_array(name: str, value: Any, shape: Sequence[int], axes: str, like: Array) -> Array:
     """Returns ``value``; refuses all but arrays of this shape and of ``like``'s dtype."""
-    value, expected = as_arrays(value), f"{like.dtype} {list(shape)}, {axes}"
+    value, expected = as_arrays(value), f"{like.dtype} [{', '.join(map(str, shape))}], {axes}"
     if not isinstance(value, jax.Array):
         refuse_kind(name, value, expected)
     if value.shape != tuple(shape):
@@ -106,4 +106,4 @@ def _below(steps: int, counts: Array, like: Array) -> Array:
     return jnp.arange(steps, dtype=jnp.int32)[:, None] < counts.clip(0, most).astype(jnp.int32)
 
 
-JAX = Frontend(jax.Array, check_array, check_flags, _counts, lambda flags: flags, _below)
+JAX = Frontend(jax.Array, check_array, check_flags, _counts, lambda flags: flags, _below, jnp)

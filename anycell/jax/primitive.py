@@ -13,7 +13,8 @@ from anycell.jax import fused, streaming
 from anycell.jax.arguments import JAX, as_arrays, check_key, known
 from anycell.lang.cell import Cell
 from anycell.layer import checks
-from anycell.layer.checks import Layout, choice, refuse
+from anycell.layer.checks import choice, refuse
+from anycell.layer.layers import Stack
 from anycell.layer.primitive import SAYS, RecurrenceArguments, check_call
 from anycell.plan import Layer, plan, takes
 from anycell.plan.dtype import dtypes
@@ -70,13 +71,10 @@ def recurrence(
     call = check_call(
         JAX, recurrence, cell, x, weights, state, params, arguments, convert=as_arrays
     )
-    steps, rows, _ = call.x.shape
-    arrays = {"x": call.x, **call.learned, **call.arrays}
-    arrays |= Layout(JAX, call.x, steps, rows).of_steps(arguments)
     if call.layer.options.training and cell.keeps:
-        arrays["seed"] = seed_words(cell, key)
-    output, final, others = run(planned(call.layer, call.x.dtype, call.layer.engine), arrays)
-    return call.results(output, [s[0] for s in final], others)
+        call.learned["seed"] = seed_words(cell, key)
+    layer = planned(call.layer, call.x.dtype, call.layer.engine)
+    return call.results(Stack(JAX, run, layer, [call.learned]), arguments)
 
 
 def run(layer: Layer, arrays: Mapping[str, Any]) -> Any:

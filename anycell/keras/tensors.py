@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,14 @@ from anycell.keras.tensorflow import recur
 from anycell.lang.cell import Cell
 from anycell.layer.checks import (
     Frontend,
-    Layout,
     Shape,
     describe,
     dtype_of,
     refuse,
 )
+from anycell.layer.layers import Stack
 from anycell.layer.primitive import check_call
+from anycell.plan import Layer
 
 
 def recurrence(
@@ -37,18 +38,22 @@ def recurrence(
         within = _within(tf.shape(series)[0], tf.convert_to_tensor(lengths))
         mask = within if mask is None else within & flags("mask", mask)
         arguments |= {"lengths": None, "mask": mask}
-    arrays = {n: a[0] if n.startswith(OF_STATES) else a for n, a in call.arrays.items()}
-    arrays |= {"x": series, **call.learned}
-    arrays |= Layout(TENSORFLOW, series, steps, rows).of_steps(arguments)
     if call.layer.options.training and cell.keeps:
-        arrays["seed"] = _seed(call.seed)
-    for declared in cell.states:
-        shape = tf.shape(series)[1], call.layer.size(declared.size)
+        call.learned["seed"] = _seed(call.seed)
+    return call.results(Stack(TENSORFLOW, _run, call.layer, [call.learned]), arguments)
+
+
+def _run(layer: Layer, arrays: Mapping[str, Tensor]) -> Any:
+    """Runs a layer of one direction; see ``Stack``."""
+    x, states = arrays["x"], layer.cell.states
+    arrays = {n: a[0] if n.startswith(OF_STATES) else a for n, a in arrays.items()}
+    for declared in states:
         if f"state {declared.name}" not in arrays:
-            value = tf.constant(declared.initial, series.dtype)
-            arrays[f"state {declared.name}"] = tf.fill(shape, value)
-    output, values = recur(call.layer, arrays)
-    return call.results(output, values[: len(cell.states)], values[len(cell.states) :])
+            shape, value = (tf.shape(x)[1], layer.size(declared.size)), declared.initial
+            arrays[f"state {declared.name}"] = tf.fill(shape, tf.constant(value, x.dtype))
+    output, values = recur(layer, arrays)
+    final = [(state,) for state in values[: len(states)]]  # the axis of one direction
+    return output, final, values[len(states) :]
 
 
 def _with_features(name: str, series: Any) -> tuple[Any, None]:
@@ -125,6 +130,7 @@ TENSORFLOW = Frontend(
     _counts,
     lambda flags: flags,
     lambda steps, counts, like: _within(tf.shape(like)[0], tf.constant(counts[0])),
+    tf.experimental.numpy,
 )
 
 

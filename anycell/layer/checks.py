@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from anycell.lang.cell import ONE, Cell
 from anycell.lang.declare import RESERVED
-from anycell.plan import OF_CALL, OPTIONS
+from anycell.plan import ARRAYS, OF_CALL, OPTIONS
 from anycell.refusal import refuse as refuse
 
 Shape = tuple[int, ...]
@@ -204,67 +204,16 @@ class Frontend(NamedTuple):
         copy: makes a contiguous copy of flags: the backward pass reads them again, and the caller
             may have changed the original by then.
         below: from ``(steps, counts, like)``, whether each step is below each count, ``[T, B]``.
+        xp: the module of its functions with NumPy's names.
     """
 
     kind: Any
-    fit: Callable[[str, Any, Shape, str, Any], Any]
+    fit: Callable[[str, Any, Any, str, Any], Any]
     flags: Callable[[str, Any, Shape, str, Any], Any]
     counts: Callable[[str, Any, str], tuple[Any, bool]]
     copy: Callable[[Any], Any]
     below: Callable[[int, Any, Any], Any]
-
-
-class Layout(NamedTuple):
-    """The order of axes in users' arrays: steps or rows first, or one row without a batch."""
-
-    frontend: Frontend
-    like: Any
-    steps: int
-    rows: int
-    batch_first: bool = False
-    batched: bool = True
-
-    def valid(self, mask: Any, lengths: Any) -> Any:
-        """``mask`` and ``lengths`` as one mask, bool ``[T, B]``; None if neither is given."""
-        if mask is not None:
-            mask = self.flags("mask", mask)
-        if lengths is None:
-            return mask
-        shape = (self.rows,) if self.batched else ()
-        expected = f"integers {list(shape)}, the number of steps of each row"
-        counts, visible = self.frontend.counts("lengths", lengths, expected)
-        if counts.shape != shape:
-            refuse("lengths", describe(counts), expected, "Pass one length per row of the input.")
-        if visible and 0 not in shape:
-            for length in (int(counts.min()), int(counts.max())):
-                if not 0 <= length <= self.steps:
-                    expected = f"0 to {self.steps}, the steps of the input"
-                    hint = f"Pad the input, or clip the lengths to 0 to {self.steps}."
-                    refuse("lengths", f"a length of {length}", expected, hint)
-        within = self.frontend.below(self.steps, counts.reshape((1, -1)), self.like)
-        return within if mask is None else within & mask
-
-    def of_steps(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The flags of a call's arguments, ``mask`` and ``resets``, that there are."""
-        mask = self.valid(arguments.get("mask"), arguments.get("lengths"))
-        resets = arguments.get("resets")
-        named = {} if mask is None else {"mask": mask}
-        return named if resets is None else {**named, "resets": self.flags("resets", resets)}
-
-    def flags(self, name: str, value: Any) -> Any:
-        """Converts ``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
-        shape: Shape = (self.steps, self.rows)
-        axes = "(time, batch)"
-        if not self.batched:
-            shape, axes = (self.steps,), "(time)"
-        elif self.batch_first:
-            shape, axes = (self.rows, self.steps), "(batch, time)"
-        flags = self.frontend.flags(name, value, shape, axes, self.like)
-        if not self.batched:
-            flags = flags[:, None]
-        elif self.batch_first:
-            flags = flags.T
-        return self.frontend.copy(flags)
+    xp: Any
 
 
 def per_state(kind: str, states: Any, cell: Cell) -> tuple[Any, ...]:
@@ -338,16 +287,18 @@ def check_recurrent_mask(
 
 
 def check_options(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     names: Iterable[str] = OF_CALL,
     function: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """Checks the options that users pass by keyword, and returns them for ``Options``.
+    """Checks the options among the arguments of a call, and returns them for ``Options``.
 
     Args:
+        arguments: of the call by name, as users pass them.
         names: the options that may be passed.
         function: the function that was called; an error lists its other arguments.
     """
+    given = {name: value for name, value in arguments.items() if name not in ARRAYS}
     return {name: _option(name, value, names, function) for name, value in given.items()}
 
 

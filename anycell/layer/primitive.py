@@ -21,11 +21,13 @@ from anycell.layer.checks import (
     per_state,
     refuse,
 )
+from anycell.layer.layers import Stack
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import shapes
 from anycell.plan import (
     ARRAYS,
     OPTIONS,
+    REALS,
     ArrayArguments,
     GradientOptions,
     Layer,
@@ -85,17 +87,13 @@ class Call(NamedTuple):
     seed: int | None
     wanted: tuple[str, ...]
 
-    def results(self, output: Any, final: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
-        """The results of ``recurrence``.
-
-        Args:
-            final: the states after each row's last step, ``[B, size]``.
-            others: the sequences of ``layer.sequences``.
-        """
-        if not self.wanted:
-            return output, tuple(final)
-        by_state = by_name(self.wanted, self.layer.cell, output, others)
-        return output, tuple(final), by_state
+    def results(self, stack: Stack, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The results of ``recurrence``, which a stack of one layer runs."""
+        cell, wanted = self.layer.cell, self.wanted
+        others = besides_output(wanted, cell)
+        output, final, values = stack.sequence(self.x, self.arrays, arguments, others)
+        last = tuple([state[0] for state in final])
+        return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
 
 
 def check_call(
@@ -129,15 +127,12 @@ def check_call(
     check_input(frontend, cell, name, data, "weight_ih" not in learned, rows is not None)
     like = learned.get("weight_hh", [*learned.values(), data][0])
     rows = data.shape[1] if rows is None else rows
-    real = {n: convert(a) for n, a in arguments.items() if n in ARRAYS and ARRAYS[n].real}
+    real = {n: convert(a) for n, a in arguments.items() if n in REALS}
     arrays, sizes = fit_arrays(frontend, cell, data, learned, rows, like, convert(state), real)
     frontend.fit(name, data, data.shape, "as the weights", like)
     options, seed = check_rest(function, arguments, engines)
     wanted = check_return_states(cell, arguments.get("return_states"))
-    layer = Layer(
-        cell, tuple(sizes.items()), options, sequences=besides_output(wanted, cell),
-        engine=arguments.get("engine"),
-    )  # fmt: skip
+    layer = Layer(cell, tuple(sizes.items()), options, engine=arguments.get("engine"))
     return Call(layer, series, learned, arrays, seed, wanted)
 
 

@@ -154,5 +154,5 @@ def _as_it_is(name: str, value: Any, shape: Sequence[int], axes: str, like: Any)
     return value
 
 
-NUMPY = Frontend(np.ndarray, _converted, flags, _counts, np.ascontiguousarray, _below)
+NUMPY = Frontend(np.ndarray, _converted, flags, _counts, np.ascontiguousarray, _below, np)
 STRICT = NUMPY._replace(fit=_as_it_is)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from anycell.layer.checks import Layout, refuse
+from anycell.layer.checks import refuse
+from anycell.layer.layers import Layout
 from anycell.numpy import check
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import numpy_dtype

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from anycell import layer
 from anycell.lang.cell import Cell
-from anycell.layer.checks import Layout, check_cell, refuse
+from anycell.layer.checks import check_cell, refuse
+from anycell.layer.layers import Layout
 from anycell.layer.primitive import SAYS, check_input, check_rest, fit_arrays, learned_by_name
 from anycell.numpy import passes, threads
 from anycell.numpy.check import STRICT

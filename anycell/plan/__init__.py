@@ -9,6 +9,7 @@ from anycell.plan.call import (
     CODES,
     OF_CALL,
     OPTIONS,
+    REALS,
     ArrayArguments,
     CallOptions,
     Engine,
@@ -25,9 +26,9 @@ from anycell.plan.passes import HEAVY, MATMULS, passes
 from anycell.plan.plan import LINE, Plan, no_kernel_on_gpu, padded, plan
 
 __all__ = [
-    "ARRAYS", "CODES", "DTYPES", "FREE", "HEAVY", "LINE", "MATMULS", "OF_CALL", "OPTIONS", "Array",
-    "ArrayArguments", "CallOptions", "Dtype", "Engine", "FunctionOptions", "GradientOptions",
-    "Layer", "Options", "Plan", "Returning", "Sizes", "arrays", "gradient_roots", "in_sequence",
-    "multiplies_input", "no_kernel_on_gpu", "padded", "passes", "plan",
+    "ARRAYS", "CODES", "DTYPES", "FREE", "HEAVY", "LINE", "MATMULS", "OF_CALL", "OPTIONS", "REALS",
+    "Array", "ArrayArguments", "CallOptions", "Dtype", "Engine", "FunctionOptions",
+    "GradientOptions", "Layer", "Options", "Plan", "Returning", "Sizes", "arrays", "gradient_roots",
+    "in_sequence", "multiplies_input", "no_kernel_on_gpu", "padded", "passes", "plan",
     "recurrent_masks", "root_sizes", "scales_of", "takes",
 ]  # fmt: skip

@@ -193,6 +193,7 @@ ARRAYS: dict[str, Argument] = {
         "", "names of the states to return after every step, or True for all."
     ),
 }
+REALS = tuple(name for name, argument in ARRAYS.items() if argument.real)
 
 Array = Any  # of a framework without types
 

@@ -47,7 +47,7 @@ def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: T
     right = isinstance(value, Tensor) and value.shape == tuple(shape)
     if right and value.dtype == like.dtype and value.device == like.device:
         return value  # before ``expected`` is formatted, which takes longer than the checks
-    expected = f"{like.dtype} {list(shape)}, {axes}"
+    expected = f"{like.dtype} [{', '.join(map(str, shape))}], {axes}"
     if not isinstance(value, Tensor):
         hint = f"Pass torch.from_numpy({name})." if is_array(value) else "Pass a tensor."
         refuse(name, describe(value), expected, hint, TypeError)
@@ -56,7 +56,10 @@ def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: T
         hint = remedy(value, len(shape), hint) if name == "x" else hint
         refuse(name, describe(value), expected, hint)
     if value.dtype != like.dtype and not autocast():
-        refuse(name, describe(value), expected, f"Convert it: {name}.to({like.dtype}).")
+        hint = f"Convert it: {name}.to({like.dtype})."
+        if name == "x" and value.is_floating_point():
+            hint = f"{hint[:-1]}, or the layer: layer.to({value.dtype})."
+        refuse(name, describe(value), expected, hint)
     check_device(name, value, like.device)
     return value
 
@@ -133,7 +136,7 @@ def _below(steps: int, counts: Tensor, like: Tensor) -> Tensor:
     return torch.arange(steps, device=like.device).unsqueeze(1) < counts.to(like.device)
 
 
-TORCH = Frontend(Tensor, check_tensor, check_flags, _counts, _copy, _below)
+TORCH = Frontend(Tensor, check_tensor, check_flags, _counts, _copy, _below, torch)
 check_states = functools.partial(checks.check_states, TORCH)
 check_static = functools.partial(checks.check_static, TORCH)
 check_recurrent_mask = functools.partial(checks.check_recurrent_mask, TORCH)

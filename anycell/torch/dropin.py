@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from anycell.torch.functional import autocast_dtype, engine_of, memory
 from anycell.torch.fused import autocast, plan_on
 from anycell.torch.observers import compiled, observed, traced, transformed, watched
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Recurrent, leaf, named
+from anycell.torch.recurrent import Recurrent, leaf, named, stacked
 from anycell.torch.typed import DropInArguments
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # steps than CUDNN_STEPS always, because our launch from Python takes as long as some of its steps.
 CUDNNS, CUDNN_STEPS = (cells.LSTM, cells.LSTMP, cells.GRU), 16
 
-_ARRAYS = [name for name in ARRAYS if name != "static"]  # which torch's layers do not read
+_ARRAYS = [name for name in ARRAYS if name != "static"]  # which torch's cells do not read
 
 
 class DropIn(Recurrent):
@@ -98,8 +98,8 @@ class DropIn(Recurrent):
         if by_position:
             arguments = named(_ARRAYS, by_position, arguments)
         if isinstance(input, Proxy):
-            return leaf(self, input, hx, arguments)
-        if arguments:  # without any, torch's layer may run the call
+            return leaf(self, input, hx, **arguments)
+        if arguments:  # torch's layer may run a call that has none
             absent = [n for n, v in arguments.items() if v is None and n in ARRAYS]
             absent += ["return_states"] * (not arguments.get("return_states", True))
             arguments = {n: v for n, v in arguments.items() if n not in absent}
@@ -108,12 +108,12 @@ class DropIn(Recurrent):
         return super().forward(input, hx) if results is None else results  # type: ignore[misc]
 
     def _ours(
-        self, x: Any, states: tuple[Any, ...] | None, arguments: dict[str, Any]
+        self, x: Any, states: tuple[Any, ...] | None, arguments: Mapping[str, Any]
     ) -> tuple[Any, ...] | None:
         """Returns the result of a call; None if the parent must run it or raise its error.
 
         Args:
-            arguments: those that were given and that torch's layer does not take.
+            arguments: those that there are and that torch's layer does not take.
         """
         looked, cell = observed(), self.cell
         weight = self._parameters.get("weight_ih_l0")
@@ -135,7 +135,9 @@ class DropIn(Recurrent):
             arrays = dict(zip(state_names("state", cell), states, strict=True))
         # Under autocast, the dtype of the input may differ from the one the layer computes in.
         plan = None if looked or autocast() else plan
-        return self._run_cell(cell, x, arrays, arguments, plan)
+        layer, weights = self._call(cell, arguments, plan), self._weights(cell)
+        stack = stacked(layer, weights, x, self.batch_first, self.dropout)
+        return stack.call(x, None, arguments, arrays)
 
     def _fits(self, x: Any, states: Sequence[Any] | None, weight: Tensor) -> bool:
         """Returns whether input and states have the shape, device and dtype that torch requires."""

@@ -20,7 +20,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from anycell.explanation import Explained, Explanation, about_layer, explain_read
-from anycell.layer.checks import Layout, boolean, describe, integer, refuse
+from anycell.layer.checks import boolean, describe, integer, refuse
+from anycell.layer.layers import Layout
 from anycell.plan import Engine
 from anycell.torch.arguments import TORCH
 from anycell.torch.around import Surroundings

@@ -12,13 +12,12 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.lang.cell import Cell
 from anycell.layer.primitive import SAYS, check_call
 from anycell.plan import takes
-from anycell.plan.layer import register
+from anycell.plan.layer import OPTIONS, SEED, changed, register
 from anycell.torch import ops
 from anycell.torch.arguments import TORCH
-from anycell.torch.composite import OPTIONS, SEED, changed
 from anycell.torch.observers import compiled, exporting
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import draw_seed, sequence
+from anycell.torch.recurrent import draw_seed, stacked
 from anycell.torch.typed import RecurrenceArguments
 
 if TYPE_CHECKING:
@@ -82,8 +81,10 @@ def recurrence(
     options = call.layer.options
     options = changed(options, SEED, _seed(cell, options.training, call.seed))
     layer = changed(call.layer, OPTIONS, options)
-    output, final, others = sequence(layer, call.x, call.arrays, [call.learned], arguments)
-    return call.results(output, [s.squeeze(0) for s in final], others)
+    results = call.results
+    if compiled() and isinstance(call.x, PackedSequence):
+        results = torch.compiler.disable(results)
+    return results(stacked(layer, [call.learned], call.x), arguments)
 
 
 def _unpacked(name: str, series: Any) -> tuple[Any, int | None]:

@@ -14,25 +14,17 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
-from anycell.layer.checks import (
-    Shape,
-    boolean,
-    describe,
-    integer,
-    is_array,
-    number,
-    refuse,
-    remedy,
-)
+from anycell.layer.checks import Shape, boolean, describe, integer, number, refuse
+from anycell.layer.layers import check_input
 from anycell.named import shown
 from anycell.plan import ARRAYS, Engine, Layer, Returning, Sizes, takes
 from anycell.plan.layer import register
-from anycell.torch.arguments import check_device, check_layer
+from anycell.torch.arguments import TORCH, check_layer, check_tensor
 from anycell.torch.composite import States
 from anycell.torch.functional import engine_of, fused_plan
-from anycell.torch.fused import autocast
+from anycell.torch.observers import compiled
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Recurrent, layer_of, leaf, named
+from anycell.torch.recurrent import Recurrent, layer_of, leaf, named, stacked
 from anycell.torch.typed import Arguments
 
 if TYPE_CHECKING:
@@ -218,33 +210,24 @@ class RNN(Recurrent, OfCell):
         if by_position:
             arguments = named([*ARRAYS], by_position, arguments)
         if isinstance(x, Proxy):
-            return leaf(self, x, state, arguments)
-        self._check_input(x)
-        like = parts(x)[0] if isinstance(x, PackedSequence) else x
-        arrays = {} if state is None else self._named("state", state, self._rows(x), like)
-        return self._run_cell(self.cell, x, arrays, arguments)
-
-    def _check_input(self, x: Any) -> None:
-        """Checks the input of a call."""
+            return leaf(self, x, state, **arguments)
         packed = isinstance(x, PackedSequence)
-        axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
-        if packed:
-            x, axes = parts(x)[0], "[steps of all rows, {}]"
-        expected = axes.format(self.input_size)
-        if not isinstance(x, Tensor):
-            hint = "Pad sequences of several lengths, and pass lengths=."
-            hint = "Pass torch.from_numpy(x)." if is_array(x) else hint
-            refuse("x", describe(x), expected, hint, TypeError)
-        weight = self._like
-        if x.dim() not in ((2,) if packed else (2, 3)) or x.shape[-1] != self.input_size:
-            hint = f"The last axis is input_size; without a batch [time, {self.input_size}]."
-            hint = "The last axis is input_size." if packed else remedy(x, 3, hint)
-            refuse("x", describe(x), expected, hint)
-        if x.dtype != weight.dtype and not autocast():
-            hint = f"Convert it, x.to({weight.dtype})."
-            if x.is_floating_point():
-                hint = f"{hint[:-1]}, or the layer, layer.to({x.dtype})."
-            refuse("x", describe(x), f"{weight.dtype}, as the weights", hint)
-        check_device("x", x, weight.device)
-        if not packed and x.shape[int(self.batch_first and x.dim() == 3)] == 0:
-            refuse("x", describe(x), "one step or more", "Skip the call.")
+        if packed and compiled():
+            forward: Any = torch.compiler.disable(self.forward)
+            return forward(x, state, **arguments)
+        self._check_input(x, packed)
+        weights = self._weights(self.cell)
+        layer = self._call(self.cell, arguments)
+        stack = stacked(layer, weights, x, self.batch_first, self.dropout)
+        return stack.call(x, state, arguments)
+
+    def _check_input(self, x: Any, packed: bool) -> None:
+        """Checks the input of a call."""
+        if not packed:
+            check_input(TORCH, x, self.input_size, self.batch_first, self._like)
+            if x.shape[int(self.batch_first and x.dim() == 3)] == 0:
+                refuse("x", describe(x), "one step or more", "Skip the call.")
+            return
+        data, *_ = parts(x)
+        shape = (*data.shape[:1], self.input_size)
+        check_tensor("x", data, shape, "steps of all rows, input_size", self._like)
