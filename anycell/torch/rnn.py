@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,14 +17,15 @@ from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import Shape, boolean, describe, integer, number, refuse
 from anycell.layer.layers import check_input
 from anycell.named import shown
-from anycell.plan import CallOptions, Engine, Layer, Sizes, takes
+from anycell.plan import ARRAYS, Engine, Layer, Returning, Sizes, takes
 from anycell.plan.layer import register
 from anycell.torch.arguments import TORCH, check_layer, check_tensor
 from anycell.torch.composite import States
 from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.observers import compiled
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent, layer_of, leaf, stacked
+from anycell.torch.recurrent import Recurrent, layer_of, leaf, named, stacked
+from anycell.torch.typed import Arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -107,7 +108,7 @@ class OfCell(Explained, nn.Module):
         refuse("torch.jit.script", f"anycell's {name}", "modules of torch", hint, TypeError)
 
 
-@takes()
+@takes(Arguments, Returning)
 class RNN(Recurrent, OfCell):
     r"""Runs layers of any cell, as ``torch.nn.LSTM`` runs layers of one cell.
 
@@ -133,7 +134,7 @@ class RNN(Recurrent, OfCell):
             ``[T, input_size]``; or a ``PackedSequence``, and then output and resets are packed too.
         state: a tuple in the cell's order, ``[num_layers * D, B, H]`` each, D = 2 if bidirectional
             else 1; for one state, the tensor itself. Default: the values that the cell declares.
-        {mask lengths resets reset_state static recurrent_mask return_states options}
+        {arguments}
         output: ``[T, B, D * H]``, laid out as x: the first state of the last layer.
         final state: as ``state``, after each row's last step.
         a third result, if ``return_states``: a dictionary by names of states, each of the last
@@ -197,35 +198,26 @@ class RNN(Recurrent, OfCell):
         )
         self._create(named, device, dtype)
 
+    @takes(Arguments, Returning)
     def forward(
         self,
         x: Tensor | PackedSequence,
         state: Tensor | States | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | PackedSequence | None = None,
-        reset_state: Tensor | States | None = None,
-        static: Tensor | None = None,
-        recurrent_mask: Tensor | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
-        **options: Unpack[CallOptions],
+        *by_position: Any,
+        **arguments: Any,
     ) -> tuple[Any, ...]:
         """Returns the output and the final state; see the class."""
-        # No array is keyword-only: torch.onnx's older exporter passes all by position.
-        arguments = {
-            "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
-            "static": static, "recurrent_mask": recurrent_mask, "return_states": return_states,
-        }  # fmt: skip
-        arguments = {name: value for name, value in arguments.items() if value is not None}
+        if by_position:
+            arguments = named([*ARRAYS], by_position, arguments)
         if isinstance(x, Proxy):
-            return leaf(self, x, state, **arguments, **options)
+            return leaf(self, x, state, **arguments)
         packed = isinstance(x, PackedSequence)
         if packed and compiled():
             forward: Any = torch.compiler.disable(self.forward)
-            return forward(x, state, **arguments, **options)
+            return forward(x, state, **arguments)
         self._check_input(x, packed)
         weights = self._weights(self.cell)
-        layer = self._call(self.cell, options)
+        layer = self._call(self.cell, arguments)
         stack = stacked(layer, weights, x, self.batch_first, self.dropout)
         return stack.call(x, state, arguments)
 
