@@ -17,14 +17,14 @@ from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import Shape, boolean, describe, integer, number, refuse
 from anycell.layer.layers import check_input
 from anycell.named import shown
-from anycell.plan import ARRAYS, Engine, Layer, Returning, Sizes, takes
+from anycell.plan import Engine, Layer, Returning, Sizes, takes
 from anycell.plan.layer import register
 from anycell.torch.arguments import TORCH, check_layer, check_tensor
 from anycell.torch.composite import States
 from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.observers import compiled
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Recurrent, layer_of, leaf, named, stacked
+from anycell.torch.recurrent import Recurrent, layer_of, leaf, stacked
 from anycell.torch.typed import Arguments
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class RNN(Recurrent, OfCell):
     ) -> tuple[Any, ...]:
         """Returns the output and the final state; see the class."""
         if by_position:
-            arguments = named([*ARRAYS], by_position, arguments)
+            arguments = self._named(by_position, arguments)
         if isinstance(x, Proxy):
             return leaf(self, x, state, **arguments)
         packed = isinstance(x, PackedSequence)
