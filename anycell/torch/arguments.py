@@ -42,8 +42,12 @@ def check_layer(
     return check_sizes(cell, integer("hidden_size", hidden_size), sizes)
 
 
-def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: Tensor) -> Tensor:
-    """Returns ``value``; refuses all but tensors of this shape and ``like``'s dtype and device."""
+def check_tensor(
+    name: str, value: Any, shape: Sequence[int | str], axes: str, like: Tensor
+) -> Tensor:
+    """Returns ``value``; refuses all but tensors of this shape and ``like``'s dtype and device. No
+    tensor has a shape with words in it.
+    """
     right = isinstance(value, Tensor) and value.shape == tuple(shape)
     if right and value.dtype == like.dtype and value.device == like.device:
         return value  # before ``expected`` is formatted, which takes longer than the checks

@@ -228,6 +228,8 @@ class RNN(Recurrent, OfCell):
             if x.shape[int(self.batch_first and x.dim() == 3)] == 0:
                 refuse("x", describe(x), "one step or more", "Skip the call.")
             return
-        data, *_ = parts(x)
-        shape = (*data.shape[:1], self.input_size)
-        check_tensor("x", data, shape, "steps of all rows, input_size", self._like)
+        data, _ = parts(x)
+        shape: tuple[int | str, ...] = tuple(data.shape)
+        if len(shape) != 2 or shape[1] != self.input_size:
+            shape = "steps of all rows", self.input_size
+        check_tensor("x", data, shape, "as the weights", self._like)
