@@ -28,7 +28,7 @@ from anycell.engines.gpu.step import print_step
 from anycell.engines.gpu.text import Printed, Variant
 from anycell.plan import Plan, plan
 from anycell.torch import functional, fused
-from anycell.torch.device import DeviceHost
+from anycell.torch.framework import TorchDevice
 
 
 @pytest.fixture(autouse=True)
@@ -293,8 +293,8 @@ def test_layers_say_what_was_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If a direction is refused, the whole pass of both directions starts again."""
-    monkeypatch.setattr(DeviceHost, "limits", CARDS["T4"])
-    fused.host_of.cache_clear()  # its hosts hold their limits
+    monkeypatch.setattr(TorchDevice, "limits", CARDS["T4"])
+    TorchDevice.on.cache_clear()  # its hosts hold their limits
     layer = anycell.torch.RNN(cells.MGU, 3, 6, bidirectional=True, device=DEVICE)
     cell = anycell.torch.RNNCell(cells.MGU, 3, 6, device=DEVICE)
     x = torch.randn(4, 2, 3, device=DEVICE)
@@ -307,7 +307,7 @@ def test_layers_say_what_was_refused(
     for engine in (layer.engine, cell.engine):
         assert engine.name == "gpu"
         assert engine.reason.startswith(f"{plain}; {one}")
-    fused.host_of.cache_clear()
+    TorchDevice.on.cache_clear()
     page = str(anycell.explain(cells.MGU, 6, "float32", engine="gpu"))
     assert one in " ".join(page.split())
 
@@ -380,9 +380,9 @@ def test_tf32_follows_torch(name: str, value: Any, expected: bool, precision: No
     for part in path:
         place = getattr(place, part)
     setattr(place, last, value)
-    assert DeviceHost(torch.float32, torch.device("cuda")).tf32 is expected
-    assert not DeviceHost(torch.bfloat16, torch.device("cuda")).tf32
-    assert not DeviceHost(torch.float32, torch.device("cpu")).tf32
+    assert TorchDevice(torch.float32, torch.device("cuda")).tf32 is expected
+    assert not TorchDevice(torch.bfloat16, torch.device("cuda")).tf32
+    assert not TorchDevice(torch.float32, torch.device("cpu")).tf32
 
 
 def test_few_are_tried() -> None:

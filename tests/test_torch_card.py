@@ -16,7 +16,7 @@ from tolerances import assert_close
 import anycell
 from anycell import cells
 from anycell.torch import fused, ops
-from anycell.torch.device import DeviceHost
+from anycell.torch.framework import TorchDevice
 
 gpu = pytest.mark.gpu
 TIERS = (pytest.param(2, marks=SLOW), 1, 3)
@@ -65,7 +65,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture(params=TIERS)
 def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(DeviceHost, "tier", request.param)
+    monkeypatch.setattr(TorchDevice, "tier", request.param)
     return request.param
 
 

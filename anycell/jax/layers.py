@@ -13,28 +13,17 @@ import jax.numpy as jnp
 from anycell.engines.cpu import isa
 from anycell.explanation import Explained
 from anycell.jax import streaming
-from anycell.jax.arguments import (
-    JAX,
-    as_arrays,
-    check_array,
-    check_flags,
-    check_key,
-    refuse_kind,
-)
+from anycell.jax.framework import Jax, as_arrays, check_key, refuse_kind
 from anycell.jax.primitive import planned, run, seed_words
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import (
-    Layout,
     boolean,
     check_cell,
     check_names,
     check_one_direction,
     check_options,
-    check_recurrent_mask,
     check_sizes,
-    check_states,
-    check_static,
     describe,
     integer,
     is_array,
@@ -42,6 +31,7 @@ from anycell.layer.checks import (
     refuse,
     remedy,
 )
+from anycell.layer.framework import Layout
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import of_layer, state_names
 from anycell.named import shown
@@ -258,14 +248,14 @@ class RNN(Explained):
             reverse=(False, True)[:directions], training=training, checkpoint=self.checkpoint,
             **check_options(options, function=type(self).__call__),
         )  # fmt: skip
-        layout = Layout(JAX, x, steps, rows, self.batch_first, batched)
+        layout = Layout(Jax, x, steps, rows, self.batch_first, batched)
         first = (rows,) if batched else ()
         shared: dict[str, Any] = {"mask": layout.valid(mask, lengths)}
         shared["resets"] = None if resets is None else layout.flags("resets", resets)
         shape = (*first, self.sizes[cell.static_size])
-        static = check_static(JAX, cell, static, shape, x)
+        static = Jax.check_static(cell, static, shape, x)
         if recurrent_mask is not None:
-            check_recurrent_mask(JAX, cell, recurrent_mask, self.sizes, first, x)
+            Jax.check_recurrent_mask(cell, recurrent_mask, self.sizes, first, x)
         for name, array in (("static", static), ("recurrent_mask", recurrent_mask)):
             unbatched = array is not None and not batched
             shared[name] = array[..., None, :] if unbatched else array
@@ -273,7 +263,7 @@ class RNN(Explained):
         for kind, given in (("state", state), ("reset_state", reset_state)):
             if given is not None:
                 whole = (self.num_layers * directions, *first)
-                checked = check_states(JAX, kind, given, cell, self.sizes, whole, x)
+                checked = Jax.check_states(kind, given, cell, self.sizes, whole, x)
                 wide = (one if batched else one[:, None] for one in checked)
                 states |= zip(state_names(kind, cell), wide, strict=True)
         words = seed_words(cell, seed) if training and self.draws else None
@@ -392,9 +382,9 @@ class RNN(Explained):
         params, x = self._params(params), as_arrays(x)
         rows: Any = x.shape[:-1] if isinstance(x, jax.Array) and x.ndim in (1, 2) else ("B",)
         axes, axis = "one step" if rows else f"or [B, {self.input_size}], one step", 0
-        x = check_array("x", x, (*rows, self.input_size), axes, params["weight_ih_l0"])
+        x = Jax.check_array("x", x, (*rows, self.input_size), axes, params["weight_ih_l0"])
         if resets is not None:
-            resets = check_flags("resets", resets, rows, "a flag per row", x)[None]
+            resets = Jax.check_flags("resets", resets, rows, "a flag per row", x)[None]
         if self.batch_first and rows:
             axis, resets = 1, None if resets is None else resets.swapaxes(0, 1)
         further: dict[str, Any] = {"static": static, "resets": resets, "reset_state": reset_state}
@@ -417,7 +407,7 @@ class RNN(Explained):
         first, *_ = shapes
         what = f"by the sizes of the layer and the dtype of {first}"
         for name, shape in shapes.items():
-            check_array(name, params[name], shape, what, params[first])
+            Jax.check_array(name, params[name], shape, what, params[first])
         return params
 
     def _check_input(self, x: Any, like: Array) -> bool:

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from anycell.engines import cpu
 from anycell.jax import fused, streaming
-from anycell.jax.arguments import JAX, as_arrays, check_array, check_key, known
+from anycell.jax.framework import Jax, as_arrays, check_key, known
 from anycell.lang.cell import Cell
-from anycell.layer.checks import Layout, check_cell, choice, refuse
+from anycell.layer.checks import check_cell, choice, refuse
+from anycell.layer.framework import Layout
 from anycell.layer.primitive import (
     arguments,
     check_input,
@@ -91,22 +92,22 @@ def recurrence(
     """
     check_cell(cell)
     weights, params = as_arrays(weights), as_arrays({} if params is None else params)
-    named = learned_by_name(JAX, cell, cell.learned, weights=weights, params=params)
+    named = learned_by_name(Jax, cell, cell.learned, weights=weights, params=params)
     name, series = as_arrays(input_of(x, gates, named))
-    check_input(JAX, cell, name, series, "weight_ih" not in named)
+    check_input(Jax, cell, name, series, "weight_ih" not in named)
     like = named.get("weight_hh", [*named.values(), series][0])
     state, reset_state, static, recurrent_mask = as_arrays(
         (state, reset_state, static, recurrent_mask)
     )
     steps, rows, _ = series.shape
     arrays, sizes = arguments(
-        JAX, cell, series, named, rows, like, state, reset_state, static, recurrent_mask
+        Jax, cell, series, named, rows, like, state, reset_state, static, recurrent_mask
     )
-    check_array(name, series, series.shape, "as the weights", like)
+    Jax.check_array(name, series, series.shape, "as the weights", like)
     key = options.pop("seed", None)
     how, _ = options_and_seed(options, recurrence)
     wanted = check_return_states(cell, return_states)
-    layout = Layout(JAX, series, steps, rows)
+    layout = Layout(Jax, series, steps, rows)
     arrays |= {"x": series, "mask": layout.valid(mask, lengths), **named}
     arrays["resets"] = None if resets is None else layout.flags("resets", resets)
     if how.training and cell.keeps:

@@ -8,21 +8,19 @@ from typing import Any
 
 from anycell.lang.cell import ONE, Cell
 from anycell.layer.checks import (
-    Frontend,
     check_options,
-    check_recurrent_mask,
-    check_static,
     describe,
     dtype_of,
     per_state,
     refuse,
 )
+from anycell.layer.framework import Framework
 from anycell.layer.signature import shapes
 from anycell.plan import OPTIONS, Options
 
 
 def learned_by_name(
-    frontend: Frontend, cell: Cell, names: Sequence[str], **arguments: Any
+    framework: type[Framework], cell: Cell, names: Sequence[str], **arguments: Any
 ) -> dict[str, Any]:
     """Collects the arrays that a cell learns from dictionaries by ``names``; leaves out None."""
     learned: dict[str, Any] = {}
@@ -38,8 +36,8 @@ def learned_by_name(
                 expected = f"each name of cell {cell.name} once: {known}"
                 refuse(argument, f"{name!r}, {problem}", expected, "Leave it out.")
             if value is not None:
-                if not isinstance(value, frontend.kind):
-                    expected = f"a {frontend.kind.__name__}"
+                if not isinstance(value, framework.kind):
+                    expected = f"a {framework.kind.__name__}"
                     refuse(name, describe(value), expected, "Convert it.", TypeError)
                 learned[name] = value
     return learned
@@ -58,7 +56,7 @@ def input_of(x: Any, gates: Any, named: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def check_input(
-    frontend: Frontend, cell: Cell, name: str, x: Any, projected: bool, packed: bool = False
+    framework: type[Framework], cell: Cell, name: str, x: Any, projected: bool, packed: bool = False
 ) -> None:
     """Refuses an x that is not ``[time, batch, input size]``, or ``[..., gates]`` if projected."""
     width = cell.shown_width
@@ -67,8 +65,8 @@ def check_input(
     hint = "RNN(cell, ...) takes other layouts."
     if projected:
         hint = f"Without weight_ih pass the input projected onto the gates {' '.join(cell.gates)}."
-    if not isinstance(x, frontend.kind):
-        refuse(name, describe(x), f"{expected}, a {frontend.kind.__name__}", hint, TypeError)
+    if not isinstance(x, framework.kind):
+        refuse(name, describe(x), f"{expected}, a {framework.kind.__name__}", hint, TypeError)
     count = x.shape[-1] if len(x.shape) == 3 - packed else 0
     if (count == 0 and cell.gates) or (projected and _unfit(cell, count)):
         refuse(name, describe(x), expected, hint)
@@ -81,7 +79,7 @@ def _unfit(cell: Cell, width: int) -> bool:
 
 
 def arguments(
-    frontend: Frontend,
+    framework: type[Framework],
     cell: Cell,
     x: Any,
     learned: Mapping[str, Any],
@@ -106,14 +104,14 @@ def arguments(
         direction; and the sizes.
     """
     states = {
-        kind: _states(frontend, kind, given, cell)
+        kind: _states(framework, kind, given, cell)
         for kind, given in (("state", state), ("reset_state", reset_state))
     }
     sizes = _sizes(cell, x, learned, static, states["state"])
     for name, shape in shapes(cell, sizes, x.shape[-1], True).items():
         what = f"which cell {cell.name} learns with H = {sizes['H']}"
         if name in learned:
-            frontend.fit(name, learned[name], shape, what, like)
+            framework.check_array(name, learned[name], shape, what, like)
         elif name not in ("weight_ih", "bias_ih", "bias_hh"):
             expected = f"{dtype_of(like)} {list(shape)}, {what}"
             refuse(name, "nothing", expected, "Pass it among the weights.")
@@ -123,13 +121,15 @@ def arguments(
             if value is not None:
                 size = sizes[declared.size]
                 shape = (size,) if len(value.shape) == 1 else (rows, size)
-                value = frontend.fit(kind, value, shape, f"the state {declared.name!r}", like)
+                value = framework.check_array(
+                    kind, value, shape, f"the state {declared.name!r}", like
+                )
                 arrays[f"{kind} {declared.name}"] = value[None]
     if static is not None or cell.static is not None:
         shape = rows, sizes[cell.static_size]
-        arrays["static"] = check_static(frontend, cell, static, shape, like)
+        arrays["static"] = framework.check_static(cell, static, shape, like)
     if recurrent_mask is not None:
-        mask = check_recurrent_mask(frontend, cell, recurrent_mask, sizes, (rows,), like)
+        mask = framework.check_recurrent_mask(cell, recurrent_mask, sizes, (rows,), like)
         arrays["recurrent_mask"] = mask
     return arrays, sizes
 
@@ -146,14 +146,14 @@ def options_and_seed(
     return Options(**checked), seed
 
 
-def _states(frontend: Frontend, kind: str, given: Any, cell: Cell) -> tuple[Any, ...]:
+def _states(framework: type[Framework], kind: str, given: Any, cell: Cell) -> tuple[Any, ...]:
     """An array or None for each state."""
     if given is None:
         return (None,) * len(cell.states)
     values = per_state(kind, given, cell)
     axes = (2,) if kind == "state" else (1, 2)
     for name, value in zip(cell.state_names, values, strict=True):
-        array = isinstance(value, frontend.kind)
+        array = isinstance(value, framework.kind)
         if value is not None and (not array or len(value.shape) not in axes):
             expected = f"[B, size] for the state {name!r}"
             refuse(kind, describe(value), expected, "Pass None for the declared value.", TypeError)

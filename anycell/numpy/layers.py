@@ -15,21 +15,18 @@ from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places
 from anycell.layer.checks import (
-    Layout,
     check_one_direction,
     check_options,
-    check_recurrent_mask,
-    check_states,
-    check_static,
     refuse,
 )
+from anycell.layer.framework import Layout
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import of_layer, state_names
 from anycell.layer.stream import Stream
 from anycell.named import shown
 from anycell.numpy import base, check, initializers, passes, threads
 from anycell.numpy.base import Array
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 from anycell.numpy.streaming import Packed
 from anycell.numpy.typed import Arguments, Names, State
 from anycell.plan import CallOptions, Engine, Layer, Options, Plan, plan, takes
@@ -253,15 +250,15 @@ class RNN(Explained, base.Layer):
             checkpoint=check_checkpoint(self.checkpoint),
             **(check_options(options, function=type(self).forward) if options else {}),
         )
-        layout = Layout(check.NUMPY, self, steps, rows, self.batch_first)
+        layout = Layout(Numpy, self, steps, rows, self.batch_first)
         shared = {
             "mask": layout.valid(mask, lengths),
             "resets": None if resets is None else layout.flags("resets", resets),
             "static": None if static is self.cell.static is None else self._static(static, rows),
         }
         if recurrent_mask is not None:
-            shared["recurrent_mask"] = check_recurrent_mask(
-                check.NUMPY, self.cell, recurrent_mask, self.sizes, (rows,), self
+            shared["recurrent_mask"] = Numpy.check_recurrent_mask(
+                self.cell, recurrent_mask, self.sizes, (rows,), self
             )
         names = state_names("state", self.cell)
         states = dict(zip(names, self._states("state", state, rows), strict=True))
@@ -366,7 +363,7 @@ class RNN(Explained, base.Layer):
         packed, chosen = Packed(self.cell, self._parameters), self.plan
         if chosen.engine == "cpu" and not chosen.types.mixed:
             weights = [self._learned(k) for k in range(self.num_layers)]
-            packed.stream = Stream(host_of(self.dtype), chosen, weights, threads.current())
+            packed.stream = Stream(Numpy.of(self.dtype.name), chosen, weights, threads.current())
         self._prepared = packed
         return self
 
@@ -435,7 +432,7 @@ class RNN(Explained, base.Layer):
         """Checks the states; None makes them of ``start``, or else of the declared values."""
         cell, first = self.cell, (self.num_layers * (1 + self.bidirectional), rows)
         if states is not None:
-            return check_states(check.NUMPY, name, states, cell, self.sizes, first, self)
+            return Numpy.check_states(name, states, cell, self.sizes, first, self)
         return [
             np.full((*first, self.sizes[s.size]), s.initial if start is None else start, self.dtype)
             for s in cell.states
@@ -457,7 +454,7 @@ class RNN(Explained, base.Layer):
 
     def _static(self, static: npt.ArrayLike | None, rows: int) -> Array | None:
         shape = rows, self.sizes[self.cell.static_size]
-        return check_static(check.NUMPY, self.cell, static, shape, self)
+        return Numpy.check_static(self.cell, static, shape, self)
 
     def _directions(self, k: int) -> slice:
         """The slice of a layer's directions among the directions of all layers."""

@@ -10,7 +10,7 @@ import numpy as np
 from anycell.layer.checks import describe, refuse
 from anycell.layer.primitive import arguments
 from anycell.numpy import passes, threads
-from anycell.numpy.check import STRICT
+from anycell.numpy.framework import Strict
 from anycell.numpy.read import Read, Recording, Traced, execute, read_step, start
 from anycell.plan import Layer, Options, plan
 from anycell.plan.dtype import dtypes
@@ -266,7 +266,7 @@ def _recurrence(
     static = call.get("static")
     state = tuple(np.ascontiguousarray(s) for s in call["state"])
     arrays, sizes = arguments(
-        STRICT, cell, series, learned, run.rows, series, state, call.get("reset_state"), static,
+        Strict, cell, series, learned, run.rows, series, state, call.get("reset_state"), static,
         None,
     )  # fmt: skip
     names = tuple(n for k in wanted for n in reading.names_of(k))

@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from anycell import layer
 from anycell.lang.cell import Cell
-from anycell.layer.checks import Layout, check_cell, choice, refuse
+from anycell.layer.checks import check_cell, choice, refuse
+from anycell.layer.framework import Layout
 from anycell.layer.primitive import arguments, check_input, learned_by_name, options_and_seed
 from anycell.numpy import passes, threads
-from anycell.numpy.check import STRICT
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy, Strict
 from anycell.plan import OPTIONS, FunctionOptions, Layer, plan, takes
 from anycell.plan.dtype import dtypes
 
@@ -84,21 +84,21 @@ def recurrence(
         ((10, 2, 8), True)
     """
     check_cell(cell)
-    check_input(STRICT, cell, "gates_x", gates_x, projected=True)
+    check_input(Strict, cell, "gates_x", gates_x, projected=True)
     if not gates_x.dtype.isnative or gates_x.dtype.name not in dtypes("cpu"):
         expected = f"one of {', '.join(dtypes('cpu'))}"
         refuse("gates_x", f"dtype {gates_x.dtype}", expected, "Convert it.", TypeError)
     steps, rows, _ = gates_x.shape
     params = {} if params is None else params
     names = [name for name in cell.learned if name not in ("weight_ih", "bias_ih")]
-    learned = learned_by_name(STRICT, cell, names, weights=weights, params=params)
+    learned = learned_by_name(Strict, cell, names, weights=weights, params=params)
     arrays, sizes = arguments(
-        STRICT, cell, gates_x, learned, rows, gates_x, state, reset_state, static, recurrent_mask
+        Strict, cell, gates_x, learned, rows, gates_x, state, reset_state, static, recurrent_mask
     )
     choice("engine", engine, None, "cpu", "reference")
     stepped = layer.stepped(cell, recurrent_mask)
     chosen = plan(stepped, sizes["H"], gates_x.dtype.name, engine, sizes)
-    layout = Layout(STRICT, gates_x, steps, rows)
+    layout = Layout(Strict, gates_x, steps, rows)
     arrays |= {"x": gates_x, "mask": layout.valid(mask, lengths), **learned}
     arrays["resets"] = None if resets is None else layout.flags("resets", resets)
     how, seed = options_and_seed(options, recurrence, _OPTIONS)
@@ -109,7 +109,7 @@ def recurrence(
     if chosen.engine == "reference":
         outputs, finals, *_ = passes.composite(Layer(cell, tuple(sizes.items()), how), arrays)
     else:
-        host = host_of(chosen.dtype)
+        host = Numpy.of(chosen.dtype)
         arrays = {name: array for name, array in arrays.items() if array is not None}
         outputs, finals, _ = layer.forward(host, chosen, arrays, how, keep=False)
     return outputs, tuple([final[0] for final in finals])

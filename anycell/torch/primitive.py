@@ -22,8 +22,8 @@ from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.plan import OPTIONS, FunctionOptions, Layer, takes
 from anycell.plan.layer import register
 from anycell.torch import ops
-from anycell.torch.arguments import TORCH, check_tensor
 from anycell.torch.composite import SEED, changed
+from anycell.torch.framework import Torch
 from anycell.torch.observers import compiled, exporting
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, draw_seed, sequence
@@ -97,17 +97,17 @@ def recurrence(
     if not compiled():
         register(cell)
     params = {} if params is None else params
-    named = learned_by_name(TORCH, cell, cell.learned, weights=weights, params=params)
+    named = learned_by_name(Torch, cell, cell.learned, weights=weights, params=params)
     name, series = input_of(x, gates, named)
     packed = isinstance(series, PackedSequence)
     data: Any = parts(series)[0] if packed else series
-    check_input(TORCH, cell, name, data, "weight_ih" not in named, packed)
+    check_input(Torch, cell, name, data, "weight_ih" not in named, packed)
     rows = int(parts(series)[1][0]) if packed else data.shape[1]
     like = named.get("weight_hh", [*named.values(), data][0])
     arrays, sizes = arguments(
-        TORCH, cell, data, named, rows, like, state, reset_state, static, recurrent_mask
+        Torch, cell, data, named, rows, like, state, reset_state, static, recurrent_mask
     )
-    check_tensor(name, data, data.shape, "as the weights", like)
+    Torch.check_array(name, data, data.shape, "as the weights", like)
     choice("engine", engine, None, "cpu", "gpu", "reference")
     how, seed = options_and_seed(options, recurrence)
     how = changed(how, SEED, _seed(cell, how.training, seed))

@@ -16,23 +16,17 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint
-from anycell.layer.checks import Layout, check_one_direction, check_options, describe, refuse
+from anycell.layer.checks import check_one_direction, check_options, describe, refuse
+from anycell.layer.framework import Layout
 from anycell.layer.rounding import quantized
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import FLAGS, state_names
 from anycell.plan import Layer, Options, Plan, Sizes
 from anycell.torch import ops
-from anycell.torch.arguments import (
-    TORCH,
-    check_flags,
-    check_recurrent_mask,
-    check_states,
-    check_tensor,
-)
 from anycell.torch.composite import Arrays, Result, States
+from anycell.torch.framework import Torch
 from anycell.torch.functional import autocast_dtype, stack
-from anycell.torch.fused import autocast
-from anycell.torch.observers import compiled, exporting, watched
+from anycell.torch.observers import autocast, compiled, exporting, watched
 from anycell.torch.packed import Packing, parts
 from anycell.torch.streaming import Prepared, elsewhere
 
@@ -143,10 +137,10 @@ class Recurrent(Explained):
         check_one_direction("step", self)
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         axes = "one step of the input"
-        check_tensor("x", x, (*rows, self.input_size), axes, self._like)
+        Torch.check_array("x", x, (*rows, self.input_size), axes, self._like)
         time = 1 if rows and self.batch_first else 0
         if resets is not None:
-            resets = check_flags("resets", resets, rows and rows[:1], "one per row", x)
+            resets = Torch.check_flags("resets", resets, rows and rows[:1], "one per row", x)
             resets = resets.unsqueeze(time)
         further = {"static": static, "resets": resets, "reset_state": reset_state}
         further = {name: value for name, value in further.items() if value is not None}
@@ -180,7 +174,7 @@ class Recurrent(Explained):
         """
         like = parts(x)[0] if isinstance(x, PackedSequence) else x
         if recurrent_mask is not None:
-            check_recurrent_mask(cell, recurrent_mask, dict(self._sizes), self._rows(x), like)
+            Torch.check_recurrent_mask(cell, recurrent_mask, dict(self._sizes), self._rows(x), like)
             arrays = {**arrays, "recurrent_mask": recurrent_mask}
         if reset_state is not None:
             arrays = {**arrays, **self._named("reset_state", reset_state, self._rows(x), like)}
@@ -212,7 +206,7 @@ class Recurrent(Explained):
     ) -> dict[str, Tensor]:
         """Checks ``state`` or ``reset_state``; returns its tensors by public names."""
         first = (self.num_layers * (1 + self.bidirectional), *rows)
-        checked = check_states(kind, states, self.cell, dict(self._sizes), first, like)
+        checked = Torch.check_states(kind, states, self.cell, dict(self._sizes), first, like)
         return dict(zip(state_names(kind, self.cell), checked, strict=True))
 
     def _call(
@@ -276,7 +270,7 @@ def sequence(
         x = x.transpose(0, 1)
     tensors = {"x": x, **arrays}
     if mask is not None or lengths is not None or resets is not None:
-        layout = Layout(TORCH, x, x.shape[0], x.shape[1], batch_first, batched)
+        layout = Layout(Torch, x, x.shape[0], x.shape[1], batch_first, batched)
         valid = layout.valid(mask, lengths)
         if valid is not None:
             tensors["mask"] = valid

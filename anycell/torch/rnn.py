@@ -15,8 +15,10 @@ from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import (
-    Shape,
     boolean,
+    check_cell,
+    check_names,
+    check_sizes,
     describe,
     integer,
     is_array,
@@ -24,13 +26,14 @@ from anycell.layer.checks import (
     refuse,
     remedy,
 )
+from anycell.layer.signature import Shape
 from anycell.named import shown
 from anycell.plan import CallOptions, Engine, Layer, Sizes, takes
 from anycell.plan.layer import register
-from anycell.torch.arguments import check_device, check_layer, check_static
 from anycell.torch.composite import States
+from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
-from anycell.torch.fused import autocast
+from anycell.torch.observers import autocast
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, Recurrent, layer_of, leaf
 
@@ -55,10 +58,16 @@ class OfCell(Explained, nn.Module):
         self, name: str, cell: Any, input_size: Any, hidden_size: Any, bias: Any, sizes: Any
     ) -> None:
         """Sets the attributes of a module of that name from the arguments of its constructor."""
-        self.sizes = check_layer(name, cell, input_size, hidden_size, sizes)
-        self.cell = cell
+        if isinstance(cell, int):  # called with the arguments of torch.nn's module of that name
+            hint = f"Pass one of anycell.cells: {name}(cells.RNN, {cell}, {input_size})."
+            expected = f"a cell, which anycell.torch.{name} takes first"
+            refuse("cell", describe(cell), expected, hint, TypeError)
+        check_cell(cell)
+        check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
+        self.input_size = integer("input_size", input_size)
+        self.sizes = check_sizes(cell, integer("hidden_size", hidden_size), sizes)
+        self.cell, self.hidden_size = cell, self.sizes["H"]
         register(cell)
-        self.input_size, self.hidden_size = int(input_size), self.sizes["H"]
         self.bias = boolean("bias", bias) and cell.bias
 
     def _create(self, named: Iterable[tuple[str, Shape]], device: Any, dtype: Any) -> None:
@@ -231,7 +240,7 @@ class RNN(Recurrent, OfCell):
         arrays = {} if state is None else self._named("state", state, self._rows(x), like)
         if static is not None or self.cell.static is not None:
             shape = (*self._rows(x), self.sizes[self.cell.static_size])
-            arrays["static"] = check_static(self.cell, static, shape, like)
+            arrays["static"] = Torch.check_static(self.cell, static, shape, like)
         return self._run_cell(self.cell, x, arrays, **further)
 
     def _check_input(self, x: Any) -> None:
@@ -255,6 +264,6 @@ class RNN(Recurrent, OfCell):
             if x.is_floating_point():
                 hint = f"{hint[:-1]}, or the layer, layer.to({x.dtype})."
             refuse("x", describe(x), f"{weight.dtype}, as the weights", hint)
-        check_device("x", x, weight.device)
+        Torch.check_device("x", x, weight.device)
         if not packed and x.shape[int(self.batch_first and x.dim() == 3)] == 0:
             refuse("x", describe(x), "one step or more", "Skip the call.")
