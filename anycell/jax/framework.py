@@ -159,10 +159,10 @@ class Jax(Framework):
 
     @classmethod
     def check_array(
-        cls, name: str, value: Any, shape: Sequence[int], axes: str, like: Array
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Array
     ) -> Array:
         """Returns ``value``; refuses all but arrays of this shape and of ``like``'s dtype."""
-        value, expected = as_arrays(value), f"{like.dtype} {list(shape)}, {axes}"
+        value, expected = as_arrays(value), f"{like.dtype} [{', '.join(map(str, shape))}], {axes}"
         if not isinstance(value, jax.Array):
             refuse_kind(name, value, expected)
         if value.shape != tuple(shape):
@@ -176,7 +176,7 @@ class Jax(Framework):
 
     @classmethod
     def check_flags(
-        cls, name: str, value: Any, shape: Sequence[int], axes: str, like: Array
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Array
     ) -> Array:
         """Converts flags of this shape to bool: from bool, or where they are not a mask, from any
         real dtype. Values that can be read must be 0 or 1; in a traced program every value but 0 is

@@ -13,7 +13,7 @@ from anycell.jax import fused, streaming
 from anycell.jax.framework import Jax, as_arrays, check_key, known
 from anycell.lang.cell import Cell
 from anycell.layer.checks import check_cell, choice, refuse
-from anycell.layer.framework import Layout
+from anycell.layer.layers import Layout
 from anycell.layer.primitive import (
     arguments,
     check_input,

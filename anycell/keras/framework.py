@@ -63,7 +63,7 @@ class TensorFlow(Numpy):
 
     @classmethod
     def check_array(
-        cls, name: str, value: Any, shape: Sequence[int | None], axes: str, like: Tensor
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Tensor
     ) -> Tensor:
         """Returns ``value``; refuses all but tensors of this shape, as far as it is known, and of
         ``like``'s dtype.
@@ -81,7 +81,7 @@ class TensorFlow(Numpy):
 
     @classmethod
     def check_flags(
-        cls, name: str, value: Any, shape: Sequence[int | None], axes: str, like: Tensor
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Tensor
     ) -> Tensor:
         """Converts flags of this shape to bool; outside of graphs, their values must be 0 or 1."""
         given = tf.convert_to_tensor(value)

@@ -13,7 +13,7 @@ from anycell.keras.framework import TensorFlow
 from anycell.keras.tensorflow import recur
 from anycell.lang.cell import Cell
 from anycell.layer.checks import check_cell, choice, refuse
-from anycell.layer.framework import Layout
+from anycell.layer.layers import Layout
 from anycell.layer.primitive import (
     arguments,
     check_input,

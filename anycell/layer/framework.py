@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from anycell.engines.cpu.check import Bounds, reach
 from anycell.engines.gpu.arrays import DeviceArrays
@@ -152,7 +152,7 @@ class Framework:
 
     @classmethod
     def check_array(
-        cls, name: str, value: Any, shape: Sequence[int], axes: str, like: Any
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Any
     ) -> Array:
         """Converts an argument to an array of that shape, with the dtype and the device of
         ``like``.
@@ -161,7 +161,7 @@ class Framework:
 
     @classmethod
     def check_flags(
-        cls, name: str, value: Any, shape: Sequence[int], axes: str, like: Any
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Any
     ) -> Array:
         """Converts an argument to booleans of that shape."""
         raise NotImplementedError
@@ -293,49 +293,3 @@ def extent(host: Framework, array: Array) -> Bounds:
     for span in reach("", address, array.dtype.itemsize, 1, tuple(axes)):
         return span.first, span.last
     return address, address
-
-
-class Layout(NamedTuple):
-    """The order of axes in users' arrays: steps or rows first, or one row without a batch."""
-
-    framework: type[Framework]
-    like: Any
-    steps: int
-    rows: int
-    batch_first: bool = False
-    batched: bool = True
-
-    def valid(self, mask: Any, lengths: Any) -> Any:
-        """``mask`` and ``lengths`` as one mask, bool ``[T, B]``; None if neither is given."""
-        if mask is not None:
-            mask = self.flags("mask", mask)
-        if lengths is None:
-            return mask
-        shape = (self.rows,) if self.batched else ()
-        expected = f"integers {list(shape)}, the number of steps of each row"
-        counts, visible = self.framework.check_counts("lengths", lengths, expected)
-        if counts.shape != shape:
-            refuse("lengths", describe(counts), expected, "Pass one length per row of the input.")
-        if visible and 0 not in shape:
-            for length in (int(counts.min()), int(counts.max())):
-                if not 0 <= length <= self.steps:
-                    expected = f"0 to {self.steps}, the steps of the input"
-                    hint = f"Pad the input, or clip the lengths to 0 to {self.steps}."
-                    refuse("lengths", f"a length of {length}", expected, hint)
-        within = self.framework.below(self.steps, counts.reshape((1, -1)), self.like)
-        return within if mask is None else within & mask
-
-    def flags(self, name: str, value: Any) -> Any:
-        """Converts ``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
-        shape: Shape = (self.steps, self.rows)
-        axes = "(time, batch)"
-        if not self.batched:
-            shape, axes = (self.steps,), "(time)"
-        elif self.batch_first:
-            shape, axes = (self.rows, self.steps), "(batch, time)"
-        flags = self.framework.check_flags(name, value, shape, axes, self.like)
-        if not self.batched:
-            flags = flags[:, None]
-        elif self.batch_first:
-            flags = flags.T
-        return self.framework.copy_flags(flags)

@@ -15,7 +15,7 @@ from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.checks import refuse
 from anycell.layer.feedback import BY_GATE, Fed, chance, check_layer, check_width, entering, fed
-from anycell.layer.framework import Layout
+from anycell.layer.layers import Layout
 from anycell.layer.rounding import rounded
 from anycell.numpy import base, check
 from anycell.numpy.base import Array

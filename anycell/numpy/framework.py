@@ -102,7 +102,7 @@ class Numpy(Framework):
 
     @classmethod
     def check_array(
-        cls, name: str, value: Any, shape: Sequence[int], axes: str, like: Any
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Any
     ) -> Array:
         if value is None:
             refuse(name, "None", f"{like.dtype} {list(shape)}, {axes}", "Pass an array.", TypeError)
@@ -110,7 +110,7 @@ class Numpy(Framework):
 
     @classmethod
     def check_flags(
-        cls, name: str, value: Any, shape: Sequence[int], axes: str, like: Any
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Any
     ) -> npt.NDArray[np.bool_]:
         return check.flags(name, value, shape, axes)
 
@@ -136,7 +136,7 @@ class Strict(Numpy):
 
     @classmethod
     def check_array(
-        cls, name: str, value: Any, shape: Sequence[int], axes: str, like: Any
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Any
     ) -> Array:
         if not isinstance(value, np.ndarray):
             expected = f"a NumPy array {list(shape)}, {axes}"

@@ -19,8 +19,7 @@ from anycell.layer.checks import (
     check_options,
     refuse,
 )
-from anycell.layer.framework import Layout
-from anycell.layer.sequences import besides_output, by_name, check_return_states
+from anycell.layer.layers import Stack, one_step
 from anycell.layer.signature import of_layer, state_names
 from anycell.layer.stream import Stream
 from anycell.named import shown
@@ -238,9 +237,12 @@ class RNN(Explained, base.Layer):
                 ``[T, B, D * size]``, laid out as x; ``masked_output`` sets their values at masked
                 steps.
         """
+        arguments = {
+            "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
+            "static": static, "recurrent_mask": recurrent_mask, "return_states": return_states,
+        }  # fmt: skip
+        arguments = {name: value for name, value in arguments.items() if value is not None}
         x = check.array("x", x, self._layout(self.input_size), self.dtype)
-        x = x.swapaxes(0, 1) if self.batch_first else x
-        steps, rows = x.shape[:2]
         training = check.boolean("training", training)
         how = Options(
             reverse=(False, True)[: 1 + self.bidirectional],
@@ -250,48 +252,37 @@ class RNN(Explained, base.Layer):
             checkpoint=check_checkpoint(self.checkpoint),
             **(check_options(options, function=type(self).forward) if options else {}),
         )
-        layout = Layout(Numpy, self, steps, rows, self.batch_first)
-        shared = {
-            "mask": layout.valid(mask, lengths),
-            "resets": None if resets is None else layout.flags("resets", resets),
-            "static": None if static is self.cell.static is None else self._static(static, rows),
-        }
-        if recurrent_mask is not None:
-            shared["recurrent_mask"] = Numpy.check_recurrent_mask(
-                self.cell, recurrent_mask, self.sizes, (rows,), self
-            )
-        names = state_names("state", self.cell)
-        states = dict(zip(names, self._states("state", state, rows), strict=True))
-        if reset_state is not None:
-            restored = self._states("reset_state", reset_state, rows)
-            states |= zip(state_names("reset_state", self.cell), restored, strict=True)
-        wanted = check_return_states(self.cell, return_states) if return_states else ()
-        sizes, chosen, saved = tuple(self.sizes.items()), self.plan, _Saved(wanted)
-        finals: list[passes.States] = []
-        for k in range(self.num_layers):
-            if k and training and self.dropout:
-                kept = self._generator.random(x.shape, np.float32) >= self.dropout
-                saved.dropped.append(kept * self.dtype.type(1.0 / (1.0 - self.dropout)))
-                x = x * saved.dropped[-1]
-            arrays = {"x": x, **shared, **self._learned(k)}
-            directions = self._directions(k)
-            arrays |= {name: values[directions] for name, values in states.items()}
-            ask = wanted and k + 1 == self.num_layers
-            last = besides_output(wanted, self.cell) if ask else ()
-            directed = how._replace(stream=k) if k else how
-            layer = Layer(self.cell, sizes, directed, sequences=last, plan=chosen)
-            x, final, others, pullback = passes.run(layer, arrays)
+        states: dict[str, Array] = {}
+        if state is None:  # so that the backward pass returns their gradients
+            rows = x.shape[0 if self.batch_first else 1]
+            initial = self._states("state", None, rows)
+            states = dict(zip(state_names("state", self.cell), initial, strict=True))
+        saved, weights = _Saved(), [self._learned(k) for k in range(self.num_layers)]
+
+        def run(layer: Layer, arrays: Mapping[str, Array]) -> Any:
+            *results, pullback = passes.run(layer, arrays)
             saved.pullbacks.append(pullback)
-            finals.append(final)
-        self._saved = saved if training else None
-        output = x.swapaxes(0, 1) if self.batch_first else x
+            return results
+
+        def drop(x: Array, k: int) -> Array:
+            kept = self._generator.random(x.shape, np.float32) >= self.dropout
+            saved.dropped.append(kept * self.dtype.type(1.0 / (1.0 - self.dropout)))
+            return x * saved.dropped[-1]
+
+        layer = Layer(self.cell, tuple(self.sizes.items()), how, plan=self.plan)
+        drops = drop if training and self.dropout else None
+        stack = Stack(Numpy, run, layer, weights, self.batch_first, drops)
+        output, final, *sequences = stack.call(x, state, arguments, states)
         saved.output_shape = output.shape
+        self._saved = saved if training else None
         if training or not output.flags.c_contiguous:
             output = output.copy()  # for the caller, because the backward pass reads the original
-        if not wanted:
-            return output, self._returned(finals)
-        others = [(o.swapaxes(0, 1) if self.batch_first else o).copy() for o in others]
-        return output, self._returned(finals), by_name(wanted, self.cell, output, others)
+        if not sequences:
+            return output, final
+        saved.wanted = tuple(sequences[0])
+        first = self.cell.state_names[0]
+        others = {n: output if n == first else a.copy() for n, a in sequences[0].items()}
+        return output, final, others
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -411,12 +402,11 @@ class RNN(Explained, base.Layer):
             given = len(x), x, states, static, threads.current(), resets, start
             output, new = packed.stream.step(*given)
             return output, tuple(new) if len(new) > 1 else new[0]
-        pending, axis = self._saved, 1 if self.batch_first else 0
-        resets = None if resets is None else np.expand_dims(resets, axis)
-        further: dict[str, Any] = {"static": static, "resets": resets, "reset_state": reset_state}
-        output, state = self.forward(np.expand_dims(x, axis), state, **further)
+        pending = self._saved
+        arguments = {"static": static, "resets": resets, "reset_state": reset_state}
+        results = one_step(Numpy, self, x, x, state, arguments, self.forward)
         self._saved = pending
-        return output.squeeze(axis), state
+        return results
 
     # -- arguments -------------------------------------------------------------------------------
     @property
@@ -473,7 +463,7 @@ class _Saved:
     states whose sequences it returned.
     """
 
-    wanted: tuple[str, ...]
+    wanted: tuple[str, ...] = ()
     output_shape: tuple[int, ...] = ()
     pullbacks: list[passes.Pullback] = field(default_factory=list)
     dropped: list[Array] = field(default_factory=list)  # between layers: 0, or 1 / (1 - dropout)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.layer.checks import refuse
-from anycell.layer.framework import Layout
+from anycell.layer.layers import Layout
 from anycell.numpy import check
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.check import numpy_dtype

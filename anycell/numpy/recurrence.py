@@ -16,7 +16,7 @@ import numpy.typing as npt
 from anycell import layer
 from anycell.lang.cell import Cell
 from anycell.layer.checks import check_cell, choice, refuse
-from anycell.layer.framework import Layout
+from anycell.layer.layers import Layout
 from anycell.layer.primitive import arguments, check_input, learned_by_name, options_and_seed
 from anycell.numpy import passes, threads
 from anycell.numpy.framework import Numpy, Strict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from anycell.torch.functional import autocast_dtype, engine_of
 from anycell.torch.fused import plan_on
 from anycell.torch.observers import autocast, compiled, observed, traced, transformed, watched
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent, leaf
+from anycell.torch.recurrent import Lengths, Recurrent, leaf, stacked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,34 +103,39 @@ class DropIn(Recurrent):
     ) -> tuple[Any, ...]:
         """Returns output, final state and, if wanted, sequences of states; see the class."""
         # No array is keyword-only: torch.onnx's older exporter passes all by position.
-        further: dict[str, Any] = dict(options) if options else {}
+        arguments: dict[str, Any] = {}
         for name, value in (
             ("mask", mask), ("lengths", lengths), ("resets", resets), ("reset_state", reset_state),
             ("recurrent_mask", recurrent_mask), ("return_states", return_states or None),
         ):  # fmt: skip
             if value is not None:
-                further[name] = value
+                arguments[name] = value
         if isinstance(input, Proxy):
-            return leaf(self, input, hx, **further)
+            return leaf(self, input, hx, **arguments, **options)
         states = None if hx is None else tuple(hx) if len(self.cell.states) > 1 else (hx,)
-        results = self._ours(input, states, further)
+        results = self._ours(input, states, arguments, options)
         return super().forward(input, hx) if results is None else results  # type: ignore[misc]
 
     def _ours(
-        self, x: Any, states: tuple[Any, ...] | None, further: dict[str, Any]
+        self,
+        x: Any,
+        states: tuple[Any, ...] | None,
+        arguments: dict[str, Any],
+        options: Mapping[str, Any],
     ) -> tuple[Any, ...] | None:
         """Returns the result of a call; None if the parent must run it or raise its error.
 
         Args:
-            further: the arguments that were given and that torch's layer does not take.
+            arguments, options: those that were given and that torch's layer does not take.
         """
         looked, cell = observed(), self.cell
         weight = self._parameters.get("weight_ih_l0")
         if weight is None:  # parametrised: computed at each access
             weight = self.weight_ih_l0
+        further = arguments or options
         plain, plan = not further and not (looked and transformed()), None
         if looked and compiled() and isinstance(x, PackedSequence):
-            return torch.compiler.disable(self._ours)(x, states, further)
+            return torch.compiler.disable(self._ours)(x, states, arguments, options)
         if looked and not further and traced():
             return None
         if not self._fits(x, states, weight):
@@ -144,7 +149,9 @@ class DropIn(Recurrent):
             arrays = dict(zip(state_names("state", cell), states, strict=True))
         # Under autocast, the dtype of the input may differ from the one the layer computes in.
         plan = None if looked or autocast() else plan
-        return self._run_cell(cell, x, arrays, plan=plan, **further)
+        layer, weights = self._call(cell, options, plan), self._weights(cell)
+        stack = stacked(layer, weights, x, self.batch_first, self.dropout)
+        return stack.call(x, None, arguments, arrays)
 
     def _fits(self, x: Any, states: Sequence[Any] | None, weight: Tensor) -> bool:
         """Returns whether input and states have the shape, device and dtype that torch requires."""

@@ -19,7 +19,7 @@ from anycell.plan.layer import register
 from anycell.torch.dropin import DropIn
 from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
-from anycell.torch.recurrent import Lengths, layer_of, sequence
+from anycell.torch.recurrent import Lengths, layer_of, stacked
 from anycell.torch.rnn import RNN
 
 
@@ -130,22 +130,14 @@ class Feedback(Fed, Explained, nn.Module):
         Torch.check_array("readout", weight, weight.shape, "as the weights of the layer", like)
         (weights,) = layer._weights(layer.cell)
         learned = fed(Torch.xp, weights, layer.hidden_size, weight, self.readout.bias)
-        rows = layer._rows(x)
-        arrays = {} if state is None else layer._named("state", state, rows, like)
-        if static is not None or layer.cell.static is not None:
-            shape = (*rows, layer.sizes[layer.cell.static_size])
-            arrays["static"] = Torch.check_static(layer.cell, static, shape, like)
-        output, final, _ = sequence(
-            layer._call(self._made[1], {})._replace(sizes=self._sizes),
-            entering(Torch.xp, x, flags, width, quantized(learned) and x.dtype is torch.float32),
-            arrays,
-            [learned],
-            mask=mask,
-            lengths=lengths,
-            resets=resets,
-            batch_first=layer.batch_first,
+        run = layer._call(self._made[1], {})._replace(sizes=self._sizes)
+        stack = stacked(run, [learned], x, layer.batch_first)
+        series = entering(
+            Torch.xp, x, flags, width, quantized(learned) and x.dtype is torch.float32
         )
-        return self.readout(output), final if len(final) > 1 else final[0]
+        arguments = {"mask": mask, "lengths": lengths, "resets": resets, "static": static}
+        output, final = stack.call(series, state, arguments)
+        return self.readout(output), final
 
     if TYPE_CHECKING:
 

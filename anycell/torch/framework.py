@@ -153,7 +153,7 @@ class Torch(Framework):
 
     @classmethod
     def check_array(
-        cls, name: str, value: Any, shape: Sequence[int], axes: str, like: Tensor
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Tensor
     ) -> Tensor:
         """Returns ``value``; refuses all but tensors of this shape and ``like``'s dtype and
         device.
@@ -161,7 +161,7 @@ class Torch(Framework):
         right = isinstance(value, Tensor) and value.shape == tuple(shape)
         if right and value.dtype == like.dtype and value.device == like.device:
             return value  # before ``expected`` is formatted, which takes longer than the checks
-        expected = f"{like.dtype} {list(shape)}, {axes}"
+        expected = f"{like.dtype} [{', '.join(map(str, shape))}], {axes}"
         if not isinstance(value, Tensor):
             hint = f"Pass torch.from_numpy({name})." if is_array(value) else "Pass a tensor."
             refuse(name, describe(value), expected, hint, TypeError)
@@ -170,7 +170,10 @@ class Torch(Framework):
             hint = remedy(value, len(shape), hint) if name == "x" else hint
             refuse(name, describe(value), expected, hint)
         if value.dtype != like.dtype and not autocast():
-            refuse(name, describe(value), expected, f"Convert it: {name}.to({like.dtype}).")
+            hint = f"Convert it: {name}.to({like.dtype})."
+            if name == "x" and value.is_floating_point():
+                hint = f"{hint[:-1]}, or the layer: layer.to({value.dtype})."
+            refuse(name, describe(value), expected, hint)
         cls.check_device(name, value, like.device)
         return value
 
@@ -183,7 +186,7 @@ class Torch(Framework):
 
     @classmethod
     def check_flags(
-        cls, name: str, value: Any, shape: Sequence[int], axes: str, like: Tensor
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Tensor
     ) -> Tensor:
         """Converts flags of this shape, such as ``mask`` or ``resets``, to bool; refuses all
         else.

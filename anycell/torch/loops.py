@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from anycell.explanation import Explained, Explanation, about_layer, explain_read
 from anycell.layer.checks import boolean, describe, integer, refuse
-from anycell.layer.framework import Layout
+from anycell.layer.layers import Layout
 from anycell.plan import Engine
 from anycell.torch.around import Surroundings
 from anycell.torch.framework import Torch

@@ -20,13 +20,12 @@ from anycell.layer.primitive import (
 )
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.plan import OPTIONS, FunctionOptions, Layer, takes
-from anycell.plan.layer import register
+from anycell.plan.layer import SEED, changed, register
 from anycell.torch import ops
-from anycell.torch.composite import SEED, changed
 from anycell.torch.framework import Torch
 from anycell.torch.observers import compiled, exporting
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, draw_seed, sequence
+from anycell.torch.recurrent import Lengths, draw_seed, stacked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -113,10 +112,14 @@ def recurrence(
     how = changed(how, SEED, _seed(cell, how.training, seed))
     wanted = check_return_states(cell, return_states)
     others = besides_output(wanted, cell)
-    layer = Layer(cell, tuple(sizes.items()), how, sequences=others, engine=engine)
-    output, final, values = sequence(
-        layer, series, arrays, [named], mask=mask, lengths=lengths, resets=resets
-    )
+    layer = Layer(cell, tuple(sizes.items()), how, engine=engine)
+    of_steps = {"mask": mask, "lengths": lengths, "resets": resets}
+
+    def run() -> Any:
+        return stacked(layer, [named], series).sequence(series, arrays, of_steps, others)
+
+    run = torch.compiler.disable(run) if packed and compiled() else run
+    output, final, values = run()
     last = tuple([s.squeeze(0) for s in final])
     return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
 

@@ -21,11 +21,10 @@ from anycell.layer.checks import (
     check_sizes,
     describe,
     integer,
-    is_array,
     number,
     refuse,
-    remedy,
 )
+from anycell.layer.layers import check_input
 from anycell.layer.signature import Shape
 from anycell.named import shown
 from anycell.plan import CallOptions, Engine, Layer, Sizes, takes
@@ -33,9 +32,9 @@ from anycell.plan.layer import register
 from anycell.torch.composite import States
 from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
-from anycell.torch.observers import autocast
+from anycell.torch.observers import compiled
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent, layer_of, leaf
+from anycell.torch.recurrent import Lengths, Recurrent, layer_of, leaf, stacked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -229,41 +228,30 @@ class RNN(Recurrent, OfCell):
     ) -> tuple[Any, ...]:
         """Returns the output and the final state; see the class."""
         # No array is keyword-only: torch.onnx's older exporter passes all by position.
-        further: dict[str, Any] = {
+        arguments = {
             "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
-            "recurrent_mask": recurrent_mask, "return_states": return_states, **options,
+            "static": static, "recurrent_mask": recurrent_mask, "return_states": return_states,
         }  # fmt: skip
+        arguments = {name: value for name, value in arguments.items() if value is not None}
         if isinstance(x, Proxy):
-            return leaf(self, x, state, static=static, **further)
-        self._check_input(x)
-        like = parts(x)[0] if isinstance(x, PackedSequence) else x
-        arrays = {} if state is None else self._named("state", state, self._rows(x), like)
-        if static is not None or self.cell.static is not None:
-            shape = (*self._rows(x), self.sizes[self.cell.static_size])
-            arrays["static"] = Torch.check_static(self.cell, static, shape, like)
-        return self._run_cell(self.cell, x, arrays, **further)
-
-    def _check_input(self, x: Any) -> None:
-        """Checks the input of a call."""
+            return leaf(self, x, state, **arguments, **options)
         packed = isinstance(x, PackedSequence)
-        axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
-        if packed:
-            x, axes = parts(x)[0], "[steps of all rows, {}]"
-        expected = axes.format(self.input_size)
-        if not isinstance(x, Tensor):
-            hint = "Pad sequences of several lengths, and pass lengths=."
-            hint = "Pass torch.from_numpy(x)." if is_array(x) else hint
-            refuse("x", describe(x), expected, hint, TypeError)
-        weight = self._like
-        if x.dim() not in ((2,) if packed else (2, 3)) or x.shape[-1] != self.input_size:
-            hint = f"The last axis is input_size; without a batch [time, {self.input_size}]."
-            hint = "The last axis is input_size." if packed else remedy(x, 3, hint)
-            refuse("x", describe(x), expected, hint)
-        if x.dtype != weight.dtype and not autocast():
-            hint = f"Convert it, x.to({weight.dtype})."
-            if x.is_floating_point():
-                hint = f"{hint[:-1]}, or the layer, layer.to({x.dtype})."
-            refuse("x", describe(x), f"{weight.dtype}, as the weights", hint)
-        Torch.check_device("x", x, weight.device)
-        if not packed and x.shape[int(self.batch_first and x.dim() == 3)] == 0:
-            refuse("x", describe(x), "one step or more", "Skip the call.")
+        if packed and compiled():
+            forward: Any = torch.compiler.disable(self.forward)
+            return forward(x, state, **arguments, **options)
+        self._check_input(x, packed)
+        weights = self._weights(self.cell)
+        layer = self._call(self.cell, options)
+        stack = stacked(layer, weights, x, self.batch_first, self.dropout)
+        return stack.call(x, state, arguments)
+
+    def _check_input(self, x: Any, packed: bool) -> None:
+        """Checks the input of a call."""
+        if not packed:
+            check_input(Torch, x, self.input_size, self.batch_first, self._like)
+            if x.shape[int(self.batch_first and x.dim() == 3)] == 0:
+                refuse("x", describe(x), "one step or more", "Skip the call.")
+            return
+        data, *_ = parts(x)
+        shape = (*data.shape[:1], self.input_size)
+        Torch.check_array("x", data, shape, "steps of all rows, input_size", self._like)
