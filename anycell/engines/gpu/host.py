@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from anycell.engines.gpu.capacity import Device
+from anycell.lang.cell import Cell
 
 Array = Any
 
@@ -20,7 +21,6 @@ class GpuHost(Protocol):
         dtype: the framework's dtype for the plan.
         wide_states: False: states are kept in the plan's dtype, and only at borders in float32.
         ordinal: the number of the device in CUDA.
-        tf32: whether matmuls may round float32 operands to 19 bits.
         limits: the device's properties for ``capacity``; None if kernels are interpreted.
         tier: forces a tier; None lets ``capacity`` choose.
         replay: runs a call of tier 3 like ``steps.run_plainly``, but from captured graphs of
@@ -33,12 +33,15 @@ class GpuHost(Protocol):
     wide_states: bool
     dtype: Any
     ordinal: int
-    tf32: bool
     limits: Device | None
     tier: int | None
     replay: Callable[..., None] | None
     trouble: Array
     patience: int
+
+    def tf32(self, cell: Cell) -> bool:
+        """Whether a cell's matmuls may round float32 operands to 19 bits."""
+        ...
 
     def stream(self) -> int:
         """CUDA's handle of the current stream; 0 for the default stream."""
