@@ -26,6 +26,8 @@ from anycell.torch.framework import TorchDevice  # noqa: E402
 
 CARDS = {device.name: device for device in capacity.DEVICES}
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if CARD else torch.device("cpu")
+if CARD:  # as installed, layers that cuDNN has may round to TF32, which tests of float32 must not
+    torch.backends.cudnn.allow_tf32 = False
 SLOW = [] if CARD else [pytest.mark.slow]  # marks of tests that are slow in the interpreter only
 # The environment of a new process, in which Triton compiles instead of interpreting.
 COMPILES = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}

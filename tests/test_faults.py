@@ -85,7 +85,7 @@ STARTS = [cold, empty, warm, damaged, crowded]
 
 
 def fetch(name: str = NAME) -> tuple[bytes, bool]:
-    return jit._cached(name, lambda: CODE)
+    return jit.cached(name, lambda: CODE)
 
 
 def clear(cache: Path) -> None:

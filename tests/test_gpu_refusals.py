@@ -344,8 +344,9 @@ def test_a_card_without_a_driver(there: bool, cards: pytest.MonkeyPatch) -> None
 def precision() -> Iterator[None]:
     """Resets torch's precision settings, and restores them after a test."""
     backends = torch.backends
-    places = [backends, backends.cuda.matmul]
+    places = [backends, backends.cuda.matmul, backends.cudnn, getattr(backends.cudnn, "rnn", None)]
     before = [getattr(p, "fp32_precision", None) for p in places]
+    enabled = backends.cudnn.enabled
 
     def choose(values: list[str | None]) -> None:
         for place, value in zip(places, values, strict=True):
@@ -353,9 +354,10 @@ def precision() -> Iterator[None]:
                 place.fp32_precision = value
 
     # A setting of matmuls alone, left by other tests, would hide the setting of everything.
-    choose([value and "none" for value in before])
+    choose([value and "none" for value in before[:2]] + before[2:])
     yield
     choose(before)
+    backends.cudnn.enabled = enabled
 
 
 NEWER = pytest.mark.skipif(
@@ -364,25 +366,34 @@ NEWER = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
+    ("name", "value", "matmuls", "layers"),
     [
-        ("cuda.matmul.allow_tf32", True, True),
-        ("cuda.matmul.allow_tf32", False, False),
-        pytest.param("cuda.matmul.fp32_precision", "tf32", True, marks=NEWER),
-        pytest.param("cuda.matmul.fp32_precision", "ieee", False, marks=NEWER),
-        pytest.param("fp32_precision", "tf32", True, marks=NEWER),
+        ("cuda.matmul.allow_tf32", True, True, True),
+        ("cuda.matmul.allow_tf32", False, False, True),
+        ("cudnn.allow_tf32", False, False, False),
+        ("cudnn.enabled", False, False, False),
+        pytest.param("cuda.matmul.fp32_precision", "tf32", True, True, marks=NEWER),
+        pytest.param("cuda.matmul.fp32_precision", "ieee", False, True, marks=NEWER),
+        pytest.param("cudnn.rnn.fp32_precision", "ieee", False, False, marks=NEWER),
+        pytest.param("fp32_precision", "tf32", True, True, marks=NEWER),
     ],
 )
-def test_tf32_follows_torch(name: str, value: Any, expected: bool, precision: None) -> None:
-    """TF32 follows all of torch's settings; the old ones are unreadable after a new one is set."""
+def test_tf32_follows_torch(
+    name: str, value: Any, matmuls: bool, layers: bool, precision: None
+) -> None:
+    """TF32 follows all of torch's settings; the old ones are unreadable after a new one is set.
+    Layers that cuDNN has follow its own setting, which allows TF32 as installed.
+    """
     *path, last = name.split(".")
     place: Any = torch.backends
     for part in path:
         place = getattr(place, part)
     setattr(place, last, value)
-    assert TorchDevice(torch.float32, torch.device("cuda")).tf32 is expected
-    assert not TorchDevice(torch.bfloat16, torch.device("cuda")).tf32
-    assert not TorchDevice(torch.float32, torch.device("cpu")).tf32
+    host = TorchDevice(torch.float32, torch.device("cuda"))
+    assert host.tf32(cells.PeepholeLSTM) is matmuls
+    assert {host.tf32(cell) for cell in (cells.LSTM, cells.GRU, cells.LSTMP)} == {layers}
+    assert not TorchDevice(torch.bfloat16, torch.device("cuda")).tf32(cells.LSTM)
+    assert not TorchDevice(torch.float32, torch.device("cpu")).tf32(cells.LSTM)
 
 
 def test_few_are_tried() -> None:

@@ -76,7 +76,7 @@ def test_what_is_faster_than_cudnn(
     dtype: str, tf32: bool, hidden: int, steps: int, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The choice on an H100 depends on dtype, size and steps; in training, on both passes."""
-    host = SimpleNamespace(limits=CARDS["H100"], tf32=tf32)
+    host = SimpleNamespace(limits=CARDS["H100"], tf32=lambda cell: tf32)
     monkeypatch.setattr(TorchDevice, "on", lambda *_: host)
     chosen = plan(cells.LSTM, hidden, dtype, "gpu")
     assert dropin._beats_cudnn(chosen, torch.device("cuda"), steps, 16) is ours

@@ -137,7 +137,7 @@ def without_a_card(device: str, tf32: bool) -> Iterator[None]:
         mock.patch.dict(fused.ENGINES, {"cpu": "gpu"}),
         mock.patch.object(launch, "_driver", lambda: Driver(card)),
         mock.patch.object(TorchDevice, "limits", card),
-        mock.patch.object(TorchDevice, "tf32", tf32),
+        mock.patch.object(TorchDevice, "tf32", lambda host, cell: tf32),
         mock.patch.object(TorchDevice, "matmul", nothing),
         mock.patch.object(TorchDevice, "matmul_add", nothing),
     ):

@@ -237,7 +237,6 @@ class DeviceFramework(Framework, DeviceArrays):
 
     Attributes:
         wide_states: False: states are kept in the plan's dtype, and only at borders in float32.
-        tf32: whether matmuls may round float32 operands to 19 bits.
         tier: forces a tier; None lets ``capacity`` choose.
         trouble: an int32 in memory that host and device both reach; kernels of tier 2 set it when
             their programs give up waiting for one another.
@@ -248,8 +247,8 @@ class DeviceFramework(Framework, DeviceArrays):
     tier: int | None = None
     patience: int
 
-    @property
-    def tf32(self) -> bool:
+    def tf32(self, cell: Cell) -> bool:
+        """Whether a cell's matmuls may round float32 operands to 19 bits."""
         raise NotImplementedError
 
     @property

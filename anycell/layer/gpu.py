@@ -228,7 +228,7 @@ class _DirectionPass:
         self.variant = self._variant(backward, keep)
         # The choices that may run the pass, the best first.
         self.choices = capacity.choices(
-            plan, host.limits, backward, host.tier, self.batch, host.tf32
+            plan, host.limits, backward, host.tier, self.batch, host.tf32(plan.cell)
         )
         self.choice, self.kernels = self._kernels()
         self.matrices = [_used(host, plan, l, self.w[l.weight]) for l in plan.cell.linears]

@@ -233,12 +233,13 @@ def _beats_cudnn(plan: Plan, device: torch.device, steps: int, rows: int) -> boo
     TF32 only tier 2 is faster: for the smaller sizes of tier 1, cuDNN has such kernels too.
     """
     host = TorchDevice.on(plan.dtype, device)
-    if steps < CUDNN_STEPS or plan.cell is cells.LSTMP or not (plan.types.mixed or host.tf32):
+    tf32 = host.tf32(plan.cell)
+    if steps < CUDNN_STEPS or plan.cell is cells.LSTMP or not (plan.types.mixed or tf32):
         return False
     whole = (1, 2) if plan.dtype == "bfloat16" else (2,)
     passes = (False, True) if torch.is_grad_enabled() else (False,)
     return all(
-        capacity.choose(plan, host.limits, backward, batch=rows, tf32=host.tf32).tier in whole
+        capacity.choose(plan, host.limits, backward, batch=rows, tf32=tf32).tier in whole
         for backward in passes
     )
 

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from anycell import cells
 from anycell.engines import cpu
 from anycell.engines.gpu import launch
 from anycell.engines.gpu.capacity import Device
 from anycell.lang import namespaces
+from anycell.lang.cell import Cell
 from anycell.layer.checks import describe, is_array, refuse, remedy
 from anycell.layer.framework import DeviceFramework, Framework
 from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS, Shape
@@ -285,17 +287,19 @@ class TorchDevice(DeviceFramework, Torch):
         index = self.device.index if self.on_card else 0
         return torch.cuda.current_device() if index is None else index
 
-    @property
-    def tf32(self) -> bool:
-        """Whether torch's own matmuls may round float32 to TF32. torch has two settings: reading
-        the older one is an error once a program has used the newer one.
+    def tf32(self, cell: Cell) -> bool:
+        """Whether torch's own loop of a cell may round float32 to TF32: for a layer of cuDNN's, as
+        torch's setting for these says, otherwise as the one for matmuls says. torch has older
+        settings too: reading one is an error once a program has used the newer one.
         """
         if not self.on_card or self.dtype is not torch.float32:
             return False
-        matmul = torch.backends.cuda.matmul
-        if hasattr(matmul, "fp32_precision"):  # since PyTorch 2.9
-            return matmul.fp32_precision == "tf32"
-        return matmul.allow_tf32
+        cudnn, newer = torch.backends.cudnn, "fp32_precision"  # since PyTorch 2.9
+        of_cudnn = cudnn.enabled and cell in (cells.LSTM, cells.GRU, cells.LSTMP)
+        backend = cudnn.rnn if of_cudnn else torch.backends.cuda.matmul
+        if hasattr(backend, newer):
+            return backend.fp32_precision == "tf32"
+        return cudnn.allow_tf32 if of_cudnn else backend.allow_tf32
 
     @functools.cached_property
     def replay(self) -> Replays | None:
