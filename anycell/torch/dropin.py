@@ -19,10 +19,10 @@ from anycell.layer import check_checkpoint
 from anycell.layer.signature import state_names
 from anycell.plan import ARRAYS, Engine, Plan, Returning, Sizes, takes
 from anycell.torch import ops
-from anycell.torch.device import host_of
-from anycell.torch.functional import autocast_dtype, engine_of, memory
-from anycell.torch.fused import autocast, plan_on
-from anycell.torch.observers import compiled, observed, traced, transformed, watched
+from anycell.torch.framework import TorchDevice, memory
+from anycell.torch.functional import autocast_dtype, engine_of
+from anycell.torch.fused import plan_on
+from anycell.torch.observers import autocast, compiled, observed, traced, transformed, watched
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Recurrent, leaf, stacked
 from anycell.torch.typed import DropInArguments
@@ -217,13 +217,14 @@ def _beats_cudnn(plan: Plan, device: torch.device, steps: int, rows: int) -> boo
     In bfloat16 they are faster if one launch runs a whole sequence (tiers 1 and 2). In float16 and
     TF32 only tier 2 is faster: for the smaller sizes of tier 1, cuDNN has such kernels too.
     """
-    host = host_of(getattr(torch, plan.dtype), device)
-    if steps < CUDNN_STEPS or plan.cell is cells.LSTMP or not (plan.types.mixed or host.tf32):
+    host = TorchDevice.on(plan.dtype, device)
+    tf32 = host.tf32(plan.cell)
+    if steps < CUDNN_STEPS or plan.cell is cells.LSTMP or not (plan.types.mixed or tf32):
         return False
     whole = (1, 2) if plan.dtype == "bfloat16" else (2,)
     passes = (False, True) if torch.is_grad_enabled() else (False,)
     return all(
-        capacity.choose(plan, host.limits, backward, batch=rows, tf32=host.tf32).tier in whole
+        capacity.choose(plan, host.limits, backward, batch=rows, tf32=tf32).tier in whole
         for backward in passes
     )
 

@@ -19,11 +19,10 @@ from anycell.layer.checks import check_one_direction, check_options, refuse
 from anycell.layer.layers import Stack, one_step
 from anycell.plan import ARRAYS, Layer, Options, Plan, Sizes
 from anycell.torch import ops
-from anycell.torch.arguments import TORCH
 from anycell.torch.composite import Arrays, States
+from anycell.torch.framework import Torch
 from anycell.torch.functional import autocast_dtype, in_its_dtype, run_layer
-from anycell.torch.fused import autocast
-from anycell.torch.observers import compiled, exporting, watched
+from anycell.torch.observers import autocast, compiled, exporting, watched
 from anycell.torch.packed import Packing, parts
 from anycell.torch.streaming import Prepared, elsewhere
 
@@ -134,7 +133,7 @@ class Recurrent(Explained):
                     return results
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
         call: Any = self
-        return one_step(TORCH, self, x, self._like, state, arguments, call)
+        return one_step(Torch, self, x, self._like, state, arguments, call)
 
     def _rows(self, x: Tensor | PackedSequence) -> tuple[int, ...]:
         """Returns the batch axis of other tensors, such as states: ``(B,)``, or () without one."""
@@ -197,7 +196,7 @@ def stacked(
             return packing.pad(F.dropout(packing.pack(t), dropout))
 
     run = in_its_dtype if autocast() else run_layer
-    return Stack(TORCH, run, layer, weights, batch_first, drop, packing)
+    return Stack(Torch, run, layer, weights, batch_first, drop, packing)
 
 
 def learned(module: Any, cell: Cell, layer: str = "", directions: int = 1) -> Arrays:

@@ -14,13 +14,23 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
-from anycell.layer.checks import Shape, boolean, describe, integer, number, refuse
+from anycell.layer.checks import (
+    boolean,
+    check_cell,
+    check_names,
+    check_sizes,
+    describe,
+    integer,
+    number,
+    refuse,
+)
 from anycell.layer.layers import check_input
+from anycell.layer.signature import Shape
 from anycell.named import shown
 from anycell.plan import Engine, Layer, Returning, Sizes, takes
 from anycell.plan.layer import register
-from anycell.torch.arguments import TORCH, check_layer, check_tensor
 from anycell.torch.composite import States
+from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.observers import compiled
 from anycell.torch.packed import parts
@@ -48,10 +58,16 @@ class OfCell(Explained, nn.Module):
         self, name: str, cell: Any, input_size: Any, hidden_size: Any, bias: Any, sizes: Any
     ) -> None:
         """Sets the attributes of a module of that name from the arguments of its constructor."""
-        self.sizes = check_layer(name, cell, input_size, hidden_size, sizes)
-        self.cell = cell
+        if isinstance(cell, int):  # called with the arguments of torch.nn's module of that name
+            hint = f"Pass one of anycell.cells: {name}(cells.RNN, {cell}, {input_size})."
+            expected = f"a cell, which anycell.torch.{name} takes first"
+            refuse("cell", describe(cell), expected, hint, TypeError)
+        check_cell(cell)
+        check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
+        self.input_size = integer("input_size", input_size)
+        self.sizes = check_sizes(cell, integer("hidden_size", hidden_size), sizes)
+        self.cell, self.hidden_size = cell, self.sizes["H"]
         register(cell)
-        self.input_size, self.hidden_size = int(input_size), self.sizes["H"]
         self.bias = boolean("bias", bias) and cell.bias
 
     def _create(self, named: Iterable[tuple[str, Shape]], device: Any, dtype: Any) -> None:
@@ -224,7 +240,7 @@ class RNN(Recurrent, OfCell):
     def _check_input(self, x: Any, packed: bool) -> None:
         """Checks the input of a call."""
         if not packed:
-            check_input(TORCH, x, self.input_size, self.batch_first, self._like)
+            check_input(Torch, x, self.input_size, self.batch_first, self._like)
             if x.shape[int(self.batch_first and x.dim() == 3)] == 0:
                 refuse("x", describe(x), "one step or more", "Skip the call.")
             return
@@ -232,4 +248,4 @@ class RNN(Recurrent, OfCell):
         shape: tuple[int | str, ...] = tuple(data.shape)
         if len(shape) != 2 or shape[1] != self.input_size:
             shape = "steps of all rows", self.input_size
-        check_tensor("x", data, shape, "as the weights", self._like)
+        Torch.check_array("x", data, shape, "as the weights", self._like)
