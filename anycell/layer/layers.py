@@ -91,19 +91,23 @@ class Layout(NamedTuple):
             mask = self.flags("mask", mask)
         if lengths is None:
             return mask
+        within = self.below("lengths", lengths)
+        return within if mask is None else within & mask
+
+    def below(self, name: str, lengths: Any) -> Array:
+        """Whether each step is below its row's length, bool ``[T, B]``."""
         shape = self.first
-        expected = f"integers {list(shape)}, the number of steps of each row"
-        counts, visible = self.framework.check_counts("lengths", lengths, expected)
+        expected = f"integers {list(shape)}, a number of steps for each row"
+        counts, visible = self.framework.check_counts(name, lengths, expected)
         if counts.shape != shape:
-            refuse("lengths", describe(counts), expected, "Pass one length per row of the input.")
+            refuse(name, describe(counts), expected, "Pass one length per row of the input.")
         if visible and 0 not in shape:
             for length in (int(counts.min()), int(counts.max())):
                 if not 0 <= length <= self.steps:
                     expected = f"0 to {self.steps}, the steps of the input"
                     hint = f"Pad the input, or clip the lengths to 0 to {self.steps}."
-                    refuse("lengths", f"a length of {length}", expected, hint)
-        within = self.framework.below(self.steps, counts.reshape((1, -1)), self.like)
-        return within if mask is None else within & mask
+                    refuse(name, f"a length of {length}", expected, hint)
+        return self.framework.below(self.steps, counts.reshape((1, -1)), self.like)
 
     def flags(self, name: str, value: Any) -> Array:
         """Converts ``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
