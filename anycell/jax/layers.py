@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from anycell.engines.cpu import isa
 from anycell.explanation import Explained
 from anycell.jax import streaming
-from anycell.jax.arguments import JAX, as_arrays, check_array, check_key
+from anycell.jax.framework import Jax, as_arrays, check_key
 from anycell.jax.primitive import planned, run, seed_words
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
@@ -230,7 +230,7 @@ class RNN(Explained):
         params, (x, state) = self._params(params), as_arrays((x, state))
         arguments |= as_arrays({n: a for n, a in arguments.items() if n in REALS})
         like, directions = params["weight_ih_l0"], 1 + self.bidirectional
-        check_input(JAX, x, self.input_size, self.batch_first, like)
+        check_input(Jax, x, self.input_size, self.batch_first, like)
         training = boolean("training", training)
         how = Options(
             reverse=(False, True)[:directions], training=training, checkpoint=self.checkpoint,
@@ -246,7 +246,7 @@ class RNN(Explained):
             if f"packed_l{k}" in params:
                 weights[k]["packed"] = params[f"packed_l{k}"]
         drop = partial(self._dropped, words) if training and self.dropout else None
-        stack = Stack(JAX, run, layer, weights, self.batch_first, drop)
+        stack = Stack(Jax, run, layer, weights, self.batch_first, drop)
         return stack.call(x, state, arguments)
 
     def initial_state(self, batch: int | None, dtype: Any = jnp.float32) -> State:
@@ -333,7 +333,7 @@ class RNN(Explained):
         params = self._params(params)
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
         return one_step(
-            JAX,
+            Jax,
             self,
             as_arrays(x),
             params["weight_ih_l0"],
@@ -358,7 +358,7 @@ class RNN(Explained):
         first, *_ = shapes
         what = f"by the sizes of the layer and the dtype of {first}"
         for name, shape in shapes.items():
-            check_array(name, params[name], shape, what, params[first])
+            Jax.check_array(name, params[name], shape, what, params[first])
         return params
 
     def _dropped(self, words: Array, x: Array, k: int) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from anycell.engines import cpu
 from anycell.jax import fused, streaming
-from anycell.jax.arguments import JAX, as_arrays, check_key, known
+from anycell.jax.framework import Jax, as_arrays, check_key, known
 from anycell.lang.cell import Cell
 from anycell.layer import checks
 from anycell.layer.checks import choice, refuse
@@ -69,12 +69,12 @@ def recurrence(
     """
     key = arguments.pop("seed", None)  # which may be one of JAX
     call = check_call(
-        JAX, recurrence, cell, x, weights, state, params, arguments, convert=as_arrays
+        Jax, recurrence, cell, x, weights, state, params, arguments, convert=as_arrays
     )
     if call.layer.options.training and cell.keeps:
         call.learned["seed"] = seed_words(cell, key)
     layer = planned(call.layer, call.x.dtype, call.layer.engine)
-    return call.results(Stack(JAX, run, layer, [call.learned]), arguments)
+    return call.results(Stack(Jax, run, layer, [call.learned]), arguments)
 
 
 def run(layer: Layer, arrays: Mapping[str, Any]) -> Any:

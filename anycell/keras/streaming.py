@@ -19,7 +19,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.stream import Stream
 from anycell.layer.view import value
 from anycell.numpy import check, threads
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,7 +107,7 @@ class Steps:
             arrays = {name: value(weight) for name, weight in view.learned[0].items()}
             weights = {n: np.array(ops.convert_to_numpy(a), dtype) for n, a in arrays.items()}
             plan: Any = planned(view.layer._replace(dtype=dtype))
-            stream = Stream(host_of(np.dtype(dtype)), plan, [weights], threads.current())
+            stream = Stream(Numpy.of(dtype), plan, [weights], threads.current())
         self._prepared = Packed(stream, me)
         return self
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from anycell.lang.cell import ONE, Cell
 from anycell.lang.declare import RESERVED
 from anycell.plan import ARRAYS, OF_CALL, OPTIONS
 from anycell.refusal import refuse as refuse
 
-Shape = tuple[int, ...]
 MOST = (1 << 31) - 1  # the largest size; frameworks report products of sizes that are too large
 
 
@@ -188,32 +187,7 @@ def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[
     return known
 
 
-# -- arrays of a call ------------------------------------------------------------------------------
-
-
-class Frontend(NamedTuple):
-    """The functions with which the checks below handle the arrays of a framework.
-
-    Attributes:
-        kind: the class of its arrays.
-        fit: converts ``(name, value, shape, axes, like)`` to an array of that shape, with the dtype
-            and the device of ``like``; errors describe the array by ``axes``.
-        flags: converts the same arguments to booleans.
-        counts: converts ``(name, value, expected)`` to an array of whole numbers, and says whether
-            their values can be read.
-        copy: makes a contiguous copy of flags: the backward pass reads them again, and the caller
-            may have changed the original by then.
-        below: from ``(steps, counts, like)``, whether each step is below each count, ``[T, B]``.
-        xp: the module of its functions with NumPy's names.
-    """
-
-    kind: Any
-    fit: Callable[[str, Any, Any, str, Any], Any]
-    flags: Callable[[str, Any, Shape, str, Any], Any]
-    counts: Callable[[str, Any, str], tuple[Any, bool]]
-    copy: Callable[[Any], Any]
-    below: Callable[[int, Any, Any], Any]
-    xp: Any
+# -- arguments of a call --------------------------------------------------------------------------
 
 
 def per_state(kind: str, states: Any, cell: Cell) -> tuple[Any, ...]:
@@ -232,64 +206,11 @@ def per_state(kind: str, states: Any, cell: Cell) -> tuple[Any, ...]:
     return values
 
 
-def check_states(
-    frontend: Frontend,
-    kind: str,
-    states: Any,
-    cell: Cell,
-    sizes: Mapping[str, int],
-    first: Shape,
-    like: Any,
-) -> tuple[Any, ...]:
-    """``states`` as a tuple; each must be ``[*first, size]``."""
-    values = states if isinstance(states, (tuple, list)) else (states,)
-    if len(values) != len(cell.states):
-        per_state(kind, states, cell)  # raises
-    fitted: tuple[Any, ...] = ()
-    for state, value in zip(cell.states, values, strict=True):
-        shape = (*first, sizes[state.size])
-        fitted += (frontend.fit(kind, value, shape, f"the state {state.name!r}", like),)
-    return fitted
-
-
-def check_static(frontend: Frontend, cell: Cell, static: Any, shape: Shape, like: Any) -> Any:
-    """Returns the input per sequence; it must be given if, and only if, the cell declares one."""
-    if cell.static is not None:
-        axes = f"the input {cell.static!r} of cell {cell.name}, once per sequence"
-        return frontend.fit("static", static, shape, axes, like)
-    if static is not None:
-        expected = f"None, because cell {cell.name} declares no static input"
-        hint = 'Declare it, @cell(static="e"), or leave it out.'
-        refuse("static", describe(static), expected, hint, TypeError)
-    return None
-
-
-def check_recurrent_mask(
-    frontend: Frontend, cell: Cell, mask: Any, sizes: Mapping[str, int], rows: Shape, like: Any
-) -> Any:
-    """Returns the mask, ``[*rows, size]``, or ``[G, *rows, size]`` for one per gate. Refuses it if
-    the cell has no matmul behind `r`.
-    """
-    if not any(l.recurrent for l in cell.linears):
-        named = ", ".join(l.name for l in cell.linears) or "none"
-        expected = (
-            f"None for cell {cell.name}, which has no matmul behind `r` to mask (its matmuls: "
-            f"{named})"
-        )
-        hint = "Draw the mask in the cell, with keep()."
-        refuse("recurrent_mask", describe(mask), expected, hint)
-    first, count = cell.states[0], len(cell.gates)
-    shape = (*rows, sizes[first.size])
-    axes = f"of the state {first.name!r}, optionally after an axis of {count} gates"
-    if len(getattr(mask, "shape", ())) == len(shape) + 1:
-        shape = (count, *shape)
-    return frontend.fit("recurrent_mask", mask, shape, axes, like)
-
-
 def check_options(
     arguments: Mapping[str, Any],
     names: Iterable[str] = OF_CALL,
     function: Callable[..., Any] | None = None,
+    others: Container[str] = ARRAYS,
 ) -> dict[str, Any]:
     """Checks the options among the arguments of a call, and returns them for ``Options``.
 
@@ -297,9 +218,10 @@ def check_options(
         arguments: of the call by name, as users pass them.
         names: the options that may be passed.
         function: the function that was called; an error lists its other arguments.
+        others: the arguments that are not options.
     """
-    given = {name: value for name, value in arguments.items() if name not in ARRAYS}
-    return {name: _option(name, value, names, function) for name, value in given.items()}
+    options = [name for name in arguments if name not in others]
+    return {name: _option(name, arguments[name], names, function) for name in options}
 
 
 def _option(

@@ -11,19 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.layer.checks import (
-    Frontend,
-    Shape,
     check_one_direction,
-    check_recurrent_mask,
-    check_states,
-    check_static,
     describe,
     dtype_of,
     refuse,
     remedy,
 )
+from anycell.layer.framework import Framework
 from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.layer.signature import state_names
+from anycell.layer.signature import Shape, state_names
 from anycell.plan import Layer
 from anycell.plan.layer import OPTIONS, SEQUENCES, STREAM, changed
 
@@ -39,7 +35,7 @@ NOTHING: Mapping[str, Any] = {}
 class Layout(NamedTuple):
     """The order of axes in users' arrays: steps or rows first, or one row without a batch."""
 
-    framework: Frontend
+    framework: type[Framework]
     like: Any
     steps: int
     rows: int
@@ -47,7 +43,7 @@ class Layout(NamedTuple):
     batched: bool = True
 
     @classmethod
-    def of(cls, framework: Frontend, x: Array, batch_first: bool) -> Layout:
+    def of(cls, framework: type[Framework], x: Array, batch_first: bool) -> Layout:
         """The layout of x: ``[T, B, I]``, ``[B, T, I]`` if ``batch_first``, or ``[T, I]``."""
         if len(x.shape) == 2:
             return cls(framework, x, x.shape[0], 1, batch_first, False)
@@ -95,19 +91,23 @@ class Layout(NamedTuple):
             mask = self.flags("mask", mask)
         if lengths is None:
             return mask
+        within = self.below("lengths", lengths)
+        return within if mask is None else within & mask
+
+    def below(self, name: str, lengths: Any) -> Array:
+        """Whether each step is below its row's length, bool ``[T, B]``."""
         shape = self.first
-        expected = f"integers {list(shape)}, the number of steps of each row"
-        counts, visible = self.framework.counts("lengths", lengths, expected)
+        expected = f"integers {list(shape)}, a number of steps for each row"
+        counts, visible = self.framework.check_counts(name, lengths, expected)
         if counts.shape != shape:
-            refuse("lengths", describe(counts), expected, "Pass one length per row of the input.")
+            refuse(name, describe(counts), expected, "Pass one length per row of the input.")
         if visible and 0 not in shape:
             for length in (int(counts.min()), int(counts.max())):
                 if not 0 <= length <= self.steps:
                     expected = f"0 to {self.steps}, the steps of the input"
                     hint = f"Pad the input, or clip the lengths to 0 to {self.steps}."
-                    refuse("lengths", f"a length of {length}", expected, hint)
-        within = self.framework.below(self.steps, counts.reshape((1, -1)), self.like)
-        return within if mask is None else within & mask
+                    refuse(name, f"a length of {length}", expected, hint)
+        return self.framework.below(self.steps, counts.reshape((1, -1)), self.like)
 
     def flags(self, name: str, value: Any) -> Array:
         """Converts ``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
@@ -117,12 +117,12 @@ class Layout(NamedTuple):
             shape, axes = (self.steps,), "(time)"
         elif self.batch_first:
             shape, axes = (self.rows, self.steps), "(batch, time)"
-        flags = self.framework.flags(name, value, shape, axes, self.like)
+        flags = self.framework.check_flags(name, value, shape, axes, self.like)
         if not self.batched:
             flags = flags[:, None]
         elif self.batch_first:
             flags = flags.T
-        return self.framework.copy(flags)
+        return self.framework.copy_flags(flags)
 
 
 class Stack(NamedTuple):
@@ -138,7 +138,7 @@ class Stack(NamedTuple):
         layout: of the arrays of a call, if the shape of x does not tell it.
     """
 
-    framework: Frontend
+    framework: type[Framework]
     run: Callable[[Layer, Arrays], Results]
     layer: Layer
     weights: Sequence[Arrays]
@@ -235,14 +235,14 @@ class Stack(NamedTuple):
         first = len(self.weights) * len(layer.options.reverse), *rows
         for kind, states in (("state", state), ("reset_state", arguments.get("reset_state"))):
             if states is not None:
-                checked = check_states(framework, kind, states, cell, sizes, first, like)
+                checked = framework.check_states(kind, states, cell, sizes, first, like)
                 named.update(zip(state_names(kind, cell), checked, strict=True))
         static, mask = arguments.get("static"), arguments.get("recurrent_mask")
         if static is not None or cell.static is not None:
             shape = *rows, sizes[cell.static_size]
-            named["static"] = check_static(framework, cell, static, shape, like)
+            named["static"] = framework.check_static(cell, static, shape, like)
         if mask is not None:
-            mask = check_recurrent_mask(framework, cell, mask, sizes, rows, like)
+            mask = framework.check_recurrent_mask(cell, mask, sizes, rows, like)
             named["recurrent_mask"] = mask
         return named
 
@@ -250,23 +250,25 @@ class Stack(NamedTuple):
 # -- what layers of all frontends have in common ---------------------------------------------------
 
 
-def check_input(framework: Frontend, x: Any, width: int, batch_first: bool, like: Array) -> Array:
+def check_input(
+    framework: type[Framework], x: Any, width: int, batch_first: bool, like: Array
+) -> Array:
     """Returns x; refuses all but ``[T, B, width]``, ``[B, T, width]`` if ``batch_first``, or
     ``[T, width]``, with the dtype and the device of ``like``.
     """
     axes = *(("batch", "time") if batch_first else ("time", "batch")), width
     if isinstance(x, framework.kind):
         if len(x.shape) in (2, 3) and x.shape[-1] == width:
-            return framework.fit("x", x, x.shape, "as the weights", like)
+            return framework.check_array("x", x, x.shape, "as the weights", like)
         hint = f"The last axis is input_size; without a batch [time, {width}]."
         expected = f"{dtype_of(like)} [{', '.join(map(str, axes))}]"
         refuse("x", describe(x), expected, remedy(x, 3, hint))
     what = "padded if sequences have several lengths, which are then passed as lengths="
-    return framework.fit("x", x, axes, what, like)
+    return framework.check_array("x", x, axes, what, like)
 
 
 def one_step(
-    framework: Frontend,
+    framework: type[Framework],
     layer: Any,
     x: Any,
     like: Array,
@@ -285,11 +287,11 @@ def one_step(
     batched = isinstance(x, framework.kind) and len(x.shape) == 2
     rows = tuple(x.shape[:1]) if batched else ()
     axes = "one step" if batched else f"or [B, {layer.input_size}], one step"
-    x = framework.fit("x", x, (*rows, layer.input_size), axes, like)
+    x = framework.check_array("x", x, (*rows, layer.input_size), axes, like)
     axis = 1 if batched and layer.batch_first else 0
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if "resets" in arguments:
-        resets = framework.flags("resets", arguments["resets"], rows, "one per row", x)
+        resets = framework.check_flags("resets", arguments["resets"], rows, "one per row", x)
         arguments["resets"] = resets[:, None] if axis else resets[None]
     output, new = call(x[:, None] if axis else x[None], state, **arguments)
     return output.squeeze(axis), new

@@ -5,22 +5,20 @@ frontend.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.lang.cell import ONE, Cell
 from anycell.layer.checks import (
-    Frontend,
     check_cell,
     check_options,
-    check_recurrent_mask,
-    check_static,
     choice,
     describe,
     dtype_of,
     per_state,
     refuse,
 )
+from anycell.layer.framework import Framework
 from anycell.layer.layers import Stack
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import shapes
@@ -97,7 +95,7 @@ class Call(NamedTuple):
 
 
 def check_call(
-    frontend: Frontend,
+    framework: type[Framework],
     function: Callable[..., Any],
     cell: Cell,
     x: Any,
@@ -106,8 +104,8 @@ def check_call(
     params: Any,
     arguments: Mapping[str, Any],
     *,
-    convert: Callable[[Any], Any] = lambda values: values,
-    unpack: Callable[[str, Any], tuple[Any, int | None]] = lambda name, series: (series, None),
+    convert: Callable[[Any], Any] | None = None,
+    unpack: Callable[[str, Any], tuple[Any, int | None]] | None = None,
     engines: tuple[str, ...] = ("cpu", "reference"),
 ) -> Call:
     """Checks a call of ``recurrence``, but for flags.
@@ -115,21 +113,23 @@ def check_call(
     Args:
         function: ``recurrence`` of the frontend; errors list its arguments.
         cell, x, weights, state, params, arguments: as users pass them.
-        convert: makes arrays of what stands for arrays, in a tuple or dictionary too.
+        convert: makes arrays of what stands for arrays, in tuples and dictionaries.
         unpack: from the name of the input, and the input, its array, and of a packed one the rows.
         engines: that users may ask for.
     """
     check_cell(cell)
-    weights, params = convert(weights), convert({} if params is None else params)
-    learned = learned_by_name(frontend, cell, cell.learned, weights=weights, params=params)
-    name, series = _input(convert(x), convert(arguments.get("gates")), learned)
-    data, rows = unpack(name, series)
-    check_input(frontend, cell, name, data, "weight_ih" not in learned, rows is not None)
+    real: dict[str, Any] = {name: arguments.get(name) for name in ("gates", *REALS)}
+    params = {} if params is None else params
+    if convert is not None:
+        x, weights, state, params, real = convert((x, weights, state, params, real))
+    learned = learned_by_name(framework, cell, cell.learned, weights=weights, params=params)
+    name, series = _input(x, real["gates"], learned)
+    data, rows = unpack(name, series) if unpack else (series, None)
+    check_input(framework, cell, name, data, "weight_ih" not in learned, rows is not None)
     like = learned.get("weight_hh", [*learned.values(), data][0])
     rows = data.shape[1] if rows is None else rows
-    real = {n: convert(a) for n, a in arguments.items() if n in REALS}
-    arrays, sizes = fit_arrays(frontend, cell, data, learned, rows, like, convert(state), real)
-    frontend.fit(name, data, data.shape, "as the weights", like)
+    arrays, sizes = fit_arrays(framework, cell, data, learned, rows, like, state, real)
+    framework.check_array(name, data, data.shape, "as the weights", like)
     options, seed = check_rest(function, arguments, engines)
     wanted = check_return_states(cell, arguments.get("return_states"))
     layer = Layer(cell, tuple(sizes.items()), options, engine=arguments.get("engine"))
@@ -140,7 +140,7 @@ def check_rest(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
     engines: tuple[str, ...] = ("cpu", "reference"),
-    refused: Container[str] = (),
+    without: tuple[str, ...] = (),
 ) -> tuple[Options, int | None]:
     """The options of one direction, without a seed, and the seed that the user passes.
 
@@ -148,20 +148,18 @@ def check_rest(
         function: ``recurrence`` of the frontend; errors list its arguments.
         arguments: of a call, by name.
         engines: that users may ask for.
-        refused: arguments that the frontend does not have.
+        without: arguments that the frontend does not have.
     """
     choice("engine", arguments.get("engine"), None, *engines)
-    known = {"gates": None, "engine": None, **ARRAYS}
-    names = [name for name in OPTIONS if name not in refused]
-    given = {n: v for n, v in arguments.items() if n not in known or n in refused}
-    checked = check_options(given, names, function)
+    others = {"gates", "engine", *ARRAYS}.difference(without)
+    checked = check_options(arguments, OPTIONS.keys() - {*without}, function, others)
     seed = checked.pop("seed", None)
     checked["reverse"] = (checked.get("reverse", False),)
     return Options(**checked), seed
 
 
 def learned_by_name(
-    frontend: Frontend, cell: Cell, names: Sequence[str], **arguments: Any
+    framework: type[Framework], cell: Cell, names: Sequence[str], **arguments: Any
 ) -> dict[str, Any]:
     """Collects the arrays that a cell learns from dictionaries by ``names``; leaves out None."""
     learned: dict[str, Any] = {}
@@ -177,8 +175,8 @@ def learned_by_name(
                 expected = f"each name of cell {cell.name} once: {known}"
                 refuse(argument, f"{name!r}, {problem}", expected, "Leave it out.")
             if value is not None:
-                if not isinstance(value, frontend.kind):
-                    expected = f"a {frontend.kind.__name__}"
+                if not isinstance(value, framework.kind):
+                    expected = f"a {framework.kind.__name__}"
                     refuse(name, describe(value), expected, "Convert it.", TypeError)
                 learned[name] = value
     return learned
@@ -197,7 +195,7 @@ def _input(x: Any, gates: Any, named: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def check_input(
-    frontend: Frontend, cell: Cell, name: str, x: Any, projected: bool, packed: bool = False
+    framework: type[Framework], cell: Cell, name: str, x: Any, projected: bool, packed: bool = False
 ) -> None:
     """Refuses an x that is not ``[time, batch, input size]``, or ``[..., gates]`` if projected."""
     width = cell.shown_width
@@ -206,8 +204,8 @@ def check_input(
     hint = "RNN(cell, ...) takes other layouts."
     if projected:
         hint = f"Without weight_ih pass the input projected onto the gates {' '.join(cell.gates)}."
-    if not isinstance(x, frontend.kind):
-        refuse(name, describe(x), f"{expected}, a {frontend.kind.__name__}", hint, TypeError)
+    if not isinstance(x, framework.kind):
+        refuse(name, describe(x), f"{expected}, a {framework.kind.__name__}", hint, TypeError)
     count = x.shape[-1] if len(x.shape) == 3 - packed else 0
     if (count == 0 and cell.gates) or (projected and _unfit(cell, count)):
         refuse(name, describe(x), expected, hint)
@@ -220,7 +218,7 @@ def _unfit(cell: Cell, width: int) -> bool:
 
 
 def fit_arrays(
-    frontend: Frontend,
+    framework: type[Framework],
     cell: Cell,
     x: Any,
     learned: Mapping[str, Any],
@@ -245,14 +243,14 @@ def fit_arrays(
     """
     static, recurrent_mask = arguments.get("static"), arguments.get("recurrent_mask")
     states = {
-        kind: _states(frontend, kind, given, cell)
+        kind: _states(framework, kind, given, cell)
         for kind, given in (("state", state), ("reset_state", arguments.get("reset_state")))
     }
     sizes = _sizes(cell, x, learned, static, states["state"])
     for name, shape in shapes(cell, sizes, x.shape[-1], True).items():
         what = f"which cell {cell.name} learns with H = {sizes['H']}"
         if name in learned:
-            frontend.fit(name, learned[name], shape, what, like)
+            framework.check_array(name, learned[name], shape, what, like)
         elif name not in ("weight_ih", "bias_ih", "bias_hh"):
             expected = f"{dtype_of(like)} {list(shape)}, {what}"
             refuse(name, "nothing", expected, "Pass it among the weights.")
@@ -262,25 +260,27 @@ def fit_arrays(
             if value is not None:
                 size = sizes[declared.size]
                 shape = (size,) if len(value.shape) == 1 else (rows, size)
-                value = frontend.fit(kind, value, shape, f"the state {declared.name!r}", like)
+                value = framework.check_array(
+                    kind, value, shape, f"the state {declared.name!r}", like
+                )
                 arrays[f"{kind} {declared.name}"] = value[None]
     if static is not None or cell.static is not None:
         shape = rows, sizes[cell.static_size]
-        arrays["static"] = check_static(frontend, cell, static, shape, like)
+        arrays["static"] = framework.check_static(cell, static, shape, like)
     if recurrent_mask is not None:
-        mask = check_recurrent_mask(frontend, cell, recurrent_mask, sizes, (rows,), like)
+        mask = framework.check_recurrent_mask(cell, recurrent_mask, sizes, (rows,), like)
         arrays["recurrent_mask"] = mask
     return arrays, sizes
 
 
-def _states(frontend: Frontend, kind: str, given: Any, cell: Cell) -> tuple[Any, ...]:
+def _states(framework: type[Framework], kind: str, given: Any, cell: Cell) -> tuple[Any, ...]:
     """An array or None for each state."""
     if given is None:
         return (None,) * len(cell.states)
     values = per_state(kind, given, cell)
     axes = (2,) if kind == "state" else (1, 2)
     for name, value in zip(cell.state_names, values, strict=True):
-        array = isinstance(value, frontend.kind)
+        array = isinstance(value, framework.kind)
         if value is not None and (not array or len(value.shape) not in axes):
             expected = f"[B, size] for the state {name!r}"
             refuse(kind, describe(value), expected, "Pass None for the declared value.", TypeError)

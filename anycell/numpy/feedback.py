@@ -20,6 +20,7 @@ from anycell.layer.rounding import rounded
 from anycell.numpy import base, check
 from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
+from anycell.numpy.framework import Numpy
 from anycell.numpy.layers import RNN
 from anycell.numpy.typed import State
 from anycell.plan import Engine, Layer, scales_of
@@ -195,7 +196,7 @@ class Feedback(Fed, Explained, base.Layer):
         if np.ndim(forced) == 1:
             flags = check.flags("forced", forced, (steps,))[:, None]
         else:
-            layout = Layout(check.NUMPY, self, steps, rows, self.layer.batch_first)
+            layout = Layout(Numpy, self, steps, rows, self.layer.batch_first)
             flags = layout.flags("forced", forced)
         return np.broadcast_to(flags, (steps, rows))
 

@@ -17,8 +17,6 @@ from anycell.layer import check_checkpoint, parameters, places
 from anycell.layer.checks import (
     check_one_direction,
     check_options,
-    check_states,
-    check_static,
     refuse,
 )
 from anycell.layer.layers import Stack, one_step
@@ -27,7 +25,7 @@ from anycell.layer.stream import Stream
 from anycell.named import shown
 from anycell.numpy import base, check, initializers, passes, threads
 from anycell.numpy.base import Array
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 from anycell.numpy.streaming import Packed
 from anycell.numpy.typed import Arguments, Names, State
 from anycell.plan import Engine, Layer, Options, Plan, Returning, plan, takes
@@ -261,7 +259,7 @@ class RNN(Explained, base.Layer):
 
         layer = Layer(self.cell, tuple(self.sizes.items()), how, plan=self.plan)
         drops = drop if training and self.dropout else None
-        stack = Stack(check.NUMPY, run, layer, weights, self.batch_first, drops)
+        stack = Stack(Numpy, run, layer, weights, self.batch_first, drops)
         output, final, *sequences = stack.call(x, state, arguments, states)
         saved.output_shape = output.shape
         self._saved = saved if training else None
@@ -344,7 +342,7 @@ class RNN(Explained, base.Layer):
         packed, chosen = Packed(self.cell, self._parameters), self.plan
         if chosen.engine == "cpu" and not chosen.types.mixed:
             weights = [self._learned(k) for k in range(self.num_layers)]
-            packed.stream = Stream(host_of(self.dtype), chosen, weights, threads.current())
+            packed.stream = Stream(Numpy.of(self.dtype.name), chosen, weights, threads.current())
         self._prepared = packed
         return self
 
@@ -394,7 +392,7 @@ class RNN(Explained, base.Layer):
             return output, tuple(new) if len(new) > 1 else new[0]
         pending = self._saved
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
-        results = one_step(check.NUMPY, self, x, x, state, arguments, self.forward)
+        results = one_step(Numpy, self, x, x, state, arguments, self.forward)
         self._saved = pending
         return results
 
@@ -412,7 +410,7 @@ class RNN(Explained, base.Layer):
         """Checks the states; None makes them of ``start``, or else of the declared values."""
         cell, first = self.cell, (self.num_layers * (1 + self.bidirectional), rows)
         if states is not None:
-            return check_states(check.NUMPY, name, states, cell, self.sizes, first, self)
+            return Numpy.check_states(name, states, cell, self.sizes, first, self)
         return [
             np.full((*first, self.sizes[s.size]), s.initial if start is None else start, self.dtype)
             for s in cell.states
@@ -434,7 +432,7 @@ class RNN(Explained, base.Layer):
 
     def _static(self, static: npt.ArrayLike | None, rows: int) -> Array | None:
         shape = rows, self.sizes[self.cell.static_size]
-        return check_static(check.NUMPY, self.cell, static, shape, self)
+        return Numpy.check_static(self.cell, static, shape, self)
 
     def _directions(self, k: int) -> slice:
         """The slice of a layer's directions among the directions of all layers."""

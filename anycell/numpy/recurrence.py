@@ -19,8 +19,7 @@ from anycell.layer.checks import check_cell, refuse
 from anycell.layer.layers import Layout
 from anycell.layer.primitive import SAYS, check_input, check_rest, fit_arrays, learned_by_name
 from anycell.numpy import passes, threads
-from anycell.numpy.check import STRICT
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy, Strict
 from anycell.numpy.typed import RecurrenceArguments
 from anycell.plan import Layer, plan, takes
 from anycell.plan.dtype import dtypes
@@ -32,7 +31,7 @@ Array = npt.NDArray[np.floating]
 
 
 # There is no backward pass to save memory for, and the input is projected.
-_REFUSED = "checkpoint", "gates", "return_states"
+_WITHOUT = "checkpoint", "gates", "return_states"
 
 
 @takes(RecurrenceArguments, **SAYS)
@@ -77,19 +76,19 @@ def recurrence(
         ((10, 2, 8), True)
     """
     check_cell(cell)
-    check_input(STRICT, cell, "gates_x", gates_x, projected=True)
+    check_input(Strict, cell, "gates_x", gates_x, projected=True)
     if not gates_x.dtype.isnative or gates_x.dtype.name not in dtypes("cpu"):
         expected = f"one of {', '.join(dtypes('cpu'))}"
         refuse("gates_x", f"dtype {gates_x.dtype}", expected, "Convert it.", TypeError)
     steps, rows, _ = gates_x.shape
     params = {} if params is None else params
     names = [name for name in cell.learned if name not in ("weight_ih", "bias_ih")]
-    learned = learned_by_name(STRICT, cell, names, weights=weights, params=params)
-    arrays, sizes = fit_arrays(STRICT, cell, gates_x, learned, rows, gates_x, state, arguments)
-    options, seed = check_rest(recurrence, arguments, refused=_REFUSED)
+    learned = learned_by_name(Strict, cell, names, weights=weights, params=params)
+    arrays, sizes = fit_arrays(Strict, cell, gates_x, learned, rows, gates_x, state, arguments)
+    options, seed = check_rest(recurrence, arguments, without=_WITHOUT)
     stepped = layer.stepped(cell, arguments.get("recurrent_mask"))
     chosen = plan(stepped, sizes["H"], gates_x.dtype.name, arguments.get("engine"), sizes)
-    arrays |= Layout(STRICT, gates_x, steps, rows).of_steps(arguments)
+    arrays |= Layout(Strict, gates_x, steps, rows).of_steps(arguments)
     arrays |= {"x": gates_x, **learned}
     if options.training and cell.keeps and seed is None:
         refuse("seed", "None", "an int", f"Pass a seed: in training cell {cell.name} draws masks.")
@@ -98,6 +97,6 @@ def recurrence(
     if chosen.engine == "reference":
         outputs, finals, *_ = passes.composite(Layer(cell, tuple(sizes.items()), options), arrays)
     else:
-        host = host_of(chosen.dtype)
+        host = Numpy.of(chosen.dtype)
         outputs, finals, _ = layer.forward(host, chosen, arrays, options, keep=False)
     return outputs, tuple([final[0] for final in finals])

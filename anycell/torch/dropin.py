@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +19,12 @@ from anycell.layer import check_checkpoint
 from anycell.layer.signature import state_names
 from anycell.plan import ARRAYS, Engine, Plan, Returning, Sizes, takes
 from anycell.torch import ops
-from anycell.torch.device import host_of
-from anycell.torch.functional import autocast_dtype, engine_of, memory
-from anycell.torch.fused import autocast, plan_on
-from anycell.torch.observers import compiled, observed, traced, transformed, watched
+from anycell.torch.framework import TorchDevice, memory
+from anycell.torch.functional import autocast_dtype, engine_of
+from anycell.torch.fused import plan_on
+from anycell.torch.observers import autocast, compiled, observed, traced, transformed, watched
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Recurrent, leaf, named, stacked
+from anycell.torch.recurrent import Recurrent, leaf, stacked
 from anycell.torch.typed import DropInArguments
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 # On a GPU, cuDNN runs these cells in calls without our arguments, unless ``_beats_cudnn``; in fewer
 # steps than CUDNN_STEPS always, because our launch from Python takes as long as some of its steps.
 CUDNNS, CUDNN_STEPS = (cells.LSTM, cells.LSTMP, cells.GRU), 16
-
-_ARRAYS = [name for name in ARRAYS if name != "static"]  # which torch's cells do not read
 
 
 class DropIn(Recurrent):
@@ -46,6 +44,7 @@ class DropIn(Recurrent):
     """
 
     _parent: type[nn.RNNBase]
+    _arrays = tuple(name for name in ARRAYS if name != "static")  # which torch's cells do not read
     _parameters: dict[str, Any]
     proj_size: int
 
@@ -96,19 +95,19 @@ class DropIn(Recurrent):
     ) -> tuple[Any, ...]:
         """Returns output, final state and, if wanted, sequences of states; see the class."""
         if by_position:
-            arguments = named(_ARRAYS, by_position, arguments)
+            arguments = self._named(by_position, arguments)
         if isinstance(input, Proxy):
             return leaf(self, input, hx, **arguments)
         if arguments:  # torch's layer may run a call that has none
-            absent = [n for n, v in arguments.items() if v is None and n in ARRAYS]
-            absent += ["return_states"] * (not arguments.get("return_states", True))
-            arguments = {n: v for n, v in arguments.items() if n not in absent}
+            if not arguments.get("return_states", True):
+                del arguments["return_states"]
+            arguments = {n: v for n, v in arguments.items() if v is not None or n not in ARRAYS}
         states = None if hx is None else tuple(hx) if len(self.cell.states) > 1 else (hx,)
         results = self._ours(input, states, arguments)
         return super().forward(input, hx) if results is None else results  # type: ignore[misc]
 
     def _ours(
-        self, x: Any, states: tuple[Any, ...] | None, arguments: Mapping[str, Any]
+        self, x: Any, states: tuple[Any, ...] | None, arguments: dict[str, Any]
     ) -> tuple[Any, ...] | None:
         """Returns the result of a call; None if the parent must run it or raise its error.
 
@@ -218,13 +217,14 @@ def _beats_cudnn(plan: Plan, device: torch.device, steps: int, rows: int) -> boo
     In bfloat16 they are faster if one launch runs a whole sequence (tiers 1 and 2). In float16 and
     TF32 only tier 2 is faster: for the smaller sizes of tier 1, cuDNN has such kernels too.
     """
-    host = host_of(getattr(torch, plan.dtype), device)
-    if steps < CUDNN_STEPS or plan.cell is cells.LSTMP or not (plan.types.mixed or host.tf32):
+    host = TorchDevice.on(plan.dtype, device)
+    tf32 = host.tf32(plan.cell)
+    if steps < CUDNN_STEPS or plan.cell is cells.LSTMP or not (plan.types.mixed or tf32):
         return False
     whole = (1, 2) if plan.dtype == "bfloat16" else (2,)
     passes = (False, True) if torch.is_grad_enabled() else (False,)
     return all(
-        capacity.choose(plan, host.limits, backward, batch=rows, tf32=host.tf32).tier in whole
+        capacity.choose(plan, host.limits, backward, batch=rows, tf32=tf32).tier in whole
         for backward in passes
     )
 

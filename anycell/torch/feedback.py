@@ -16,9 +16,9 @@ from anycell.layer.feedback import Fed, chance, check_layer, check_width, enteri
 from anycell.layer.rounding import quantized
 from anycell.plan import Engine, Layer, Sizes
 from anycell.plan.layer import register
-from anycell.torch.arguments import check_flags, check_states, check_tensor
 from anycell.torch.dropin import DropIn
-from anycell.torch.functional import TORCH, engine_of, fused_plan
+from anycell.torch.framework import Torch
+from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.recurrent import Lengths, layer_of, stacked
 from anycell.torch.rnn import RNN
 
@@ -125,14 +125,16 @@ class Feedback(Fed, Explained, nn.Module):
             expected = f"{axes.format(layer.input_size)}, the series in the first {count} column(s)"
             refuse("x", describe(x), expected, "Pass a tensor of that shape.")
         flags, width, like = self._forced(forced, x), self.readout.out_features, layer._like
-        check_tensor("x", x, x.shape, "as the weights", like)
+        Torch.check_array("x", x, x.shape, "as the weights", like)
         weight = self.readout.weight
-        check_tensor("readout", weight, weight.shape, "as the weights of the layer", like)
+        Torch.check_array("readout", weight, weight.shape, "as the weights of the layer", like)
         (weights,) = layer._weights(layer.cell)
-        learned = fed(TORCH, weights, layer.hidden_size, weight, self.readout.bias)
+        learned = fed(Torch.xp, weights, layer.hidden_size, weight, self.readout.bias)
         run = layer._call(self._made[1], {})._replace(sizes=self._sizes)
         stack = stacked(run, [learned], x, layer.batch_first)
-        series = entering(TORCH, x, flags, width, quantized(learned) and x.dtype is torch.float32)
+        series = entering(
+            Torch.xp, x, flags, width, quantized(learned) and x.dtype is torch.float32
+        )
         arguments = {"mask": mask, "lengths": lengths, "resets": resets, "static": static}
         output, final = stack.call(series, state, arguments)
         return self.readout(output), final
@@ -150,23 +152,23 @@ class Feedback(Fed, Explained, nn.Module):
             static: Tensor | None = None, resets: Tensor | None = None,
         ) -> tuple[Tensor, Any]: ...  # fmt: skip
 
-    _namespace = staticmethod(lambda array: TORCH)
+    _namespace = staticmethod(lambda array: Torch.xp)
 
     def _one_step(self, x: Any) -> Tensor:
         rows = x.shape[0] if isinstance(x, Tensor) and x.dim() == 2 else 1
         shape = rows, self.layer.input_size
-        return check_tensor("x", x, shape, "one step of each row", self.layer._like)
+        return Torch.check_array("x", x, shape, "one step of each row", self.layer._like)
 
     def _before(self, x: Tensor, state: Any) -> Sequence[Tensor]:
         layer, first = self.layer, (1, len(x))
         sizes = dict(layer._sizes)
         if state is not None:
-            return check_states("state", state, layer.cell, sizes, first, layer._like)
+            return Torch.check_states("state", state, layer.cell, sizes, first, layer._like)
         states = layer.cell.states
         return [layer._like.new_full((*first, sizes[s.size]), s.initial) for s in states]
 
     def _flags(self, name: str, value: Any, x: Tensor) -> Tensor:
-        return check_flags(name, value, (len(x),), "one per row", x)
+        return Torch.check_flags(name, value, (len(x),), "one per row", x)
 
     def _forced(self, forced: Any, x: Tensor) -> Tensor:
         """Returns ``forced`` as flags, laid out as x."""
@@ -180,6 +182,6 @@ class Feedback(Fed, Explained, nn.Module):
             expected = f"a bool tensor {list(shape)}, laid out as x, or a probability"
             refuse("forced", describe(forced), expected, "Pass one of them.", TypeError)
         if forced.dim() == 1:
-            flags = check_flags("forced", forced, (steps,), "of all rows", x)
+            flags = Torch.check_flags("forced", forced, (steps,), "of all rows", x)
             return (flags if self.layer.batch_first else flags.unsqueeze(1)).expand(shape)
-        return check_flags("forced", forced, shape, f"laid out as x, or [{steps}]", x)
+        return Torch.check_flags("forced", forced, shape, f"laid out as x, or [{steps}]", x)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
-from anycell.lang.namespaces import namespace
 from anycell.layer import stepped
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import SCALES, with_integers
@@ -19,6 +18,7 @@ from anycell.layer.view import sharded
 from anycell.plan import Engine, Layer, Plan, Sizes, scales_of
 from anycell.torch import fused, ops
 from anycell.torch.composite import Arrays, Result, composite
+from anycell.torch.framework import ENGINES, Torch
 from anycell.torch.fused import enter
 from anycell.torch.observers import (
     ORDINARY,
@@ -36,7 +36,7 @@ def run_layer(layer: Layer, arrays: Arrays) -> Result:
     if SCALES in arrays and not _multiplies_integers(arrays):
         arrays = dequantized(arrays)
     elif SCALES in arrays:
-        arrays = with_integers(TORCH, arrays)
+        arrays = with_integers(Torch.xp, arrays)
     x, engine = arrays["x"], layer.engine
     plan: Plan | str = "asked for"
     if layer.plan is None and (observed() or type(x) not in ORDINARY):
@@ -127,9 +127,6 @@ def _plan_for(layer: Layer, arrays: Arrays) -> Plan | str:
     return layer.plan or fused_plan(cell, layer.sizes, like)
 
 
-TORCH = namespace(torch.empty(0))  # torch.compile cannot look it up
-
-
 def _multiplies_integers(arrays: Arrays) -> bool:
     """Returns whether the kernels for integers may run: for an input in float32 on the CPU, without
     gradients, and if those who observe the call can see it as one operator.
@@ -177,21 +174,11 @@ def plain(tensors: Iterable[Any], dtype: torch.dtype, shapes: Iterable[tuple[int
     return True
 
 
-def memory(x: Tensor) -> bool:
-    """Whether ``x`` is plain memory on a device with kernels, which excludes a FakeTensor."""
-    return (
-        type(x) in ORDINARY
-        and x.device.type in fused.ENGINES
-        and x.layout is torch.strided
-        and not x.is_neg()
-    )
-
-
 def autocast_dtype(weight: Tensor) -> torch.dtype:
     """Returns the dtype in which a layer computes: like torch's own layers, autocast's dtype if
     autocast is on for the weight's device, unless the weight is float64; else the weight's dtype.
     """
     kind = weight.device.type
-    if weight.dtype is torch.float64 or kind not in fused.ENGINES:
+    if weight.dtype is torch.float64 or kind not in ENGINES:
         return weight.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anycell.layer.checks import describe, refuse
 from anycell.plan import ARRAYS
-from anycell.torch.arguments import as_flags
+from anycell.torch.framework import Torch
 from anycell.torch.observers import transformed
 
 
@@ -120,7 +120,7 @@ class Packing(NamedTuple):
         if not all(a is b or (a is not None and b is not None and a.equal(b)) for a, b in pairs):
             hint = "Pack both with the same lengths and enforce_sorted."
             refuse(name, "a PackedSequence of other lengths or order", "those of the input", hint)
-        flags = as_flags(name, value.data, f"torch.bool [{len(like.data)}]")
+        flags = Torch.booleans(name, value.data, f"torch.bool [{len(like.data)}]")
         return self.pad(flags).contiguous()
 
 

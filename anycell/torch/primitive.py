@@ -14,7 +14,7 @@ from anycell.layer.primitive import SAYS, check_call
 from anycell.plan import takes
 from anycell.plan.layer import OPTIONS, SEED, changed, register
 from anycell.torch import ops
-from anycell.torch.arguments import TORCH
+from anycell.torch.framework import Torch
 from anycell.torch.observers import compiled, exporting
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import draw_seed, stacked
@@ -73,7 +73,7 @@ def recurrence(
     """
     engines = "cpu", "gpu", "reference"
     call = check_call(
-        TORCH, recurrence, cell, x, weights, state, params, arguments, unpack=_unpacked,
+        Torch, recurrence, cell, x, weights, state, params, arguments, unpack=_unpacked,
         engines=engines,
     )  # fmt: skip
     if not compiled():

@@ -14,17 +14,27 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
-from anycell.layer.checks import Shape, boolean, describe, integer, number, refuse
+from anycell.layer.checks import (
+    boolean,
+    check_cell,
+    check_names,
+    check_sizes,
+    describe,
+    integer,
+    number,
+    refuse,
+)
 from anycell.layer.layers import check_input
+from anycell.layer.signature import Shape
 from anycell.named import shown
-from anycell.plan import ARRAYS, Engine, Layer, Returning, Sizes, takes
+from anycell.plan import Engine, Layer, Returning, Sizes, takes
 from anycell.plan.layer import register
-from anycell.torch.arguments import TORCH, check_layer, check_tensor
 from anycell.torch.composite import States
+from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.observers import compiled
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Recurrent, layer_of, leaf, named, stacked
+from anycell.torch.recurrent import Recurrent, layer_of, leaf, stacked
 from anycell.torch.typed import Arguments
 
 if TYPE_CHECKING:
@@ -48,10 +58,16 @@ class OfCell(Explained, nn.Module):
         self, name: str, cell: Any, input_size: Any, hidden_size: Any, bias: Any, sizes: Any
     ) -> None:
         """Sets the attributes of a module of that name from the arguments of its constructor."""
-        self.sizes = check_layer(name, cell, input_size, hidden_size, sizes)
-        self.cell = cell
+        if isinstance(cell, int):  # called with the arguments of torch.nn's module of that name
+            hint = f"Pass one of anycell.cells: {name}(cells.RNN, {cell}, {input_size})."
+            expected = f"a cell, which anycell.torch.{name} takes first"
+            refuse("cell", describe(cell), expected, hint, TypeError)
+        check_cell(cell)
+        check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
+        self.input_size = integer("input_size", input_size)
+        self.sizes = check_sizes(cell, integer("hidden_size", hidden_size), sizes)
+        self.cell, self.hidden_size = cell, self.sizes["H"]
         register(cell)
-        self.input_size, self.hidden_size = int(input_size), self.sizes["H"]
         self.bias = boolean("bias", bias) and cell.bias
 
     def _create(self, named: Iterable[tuple[str, Shape]], device: Any, dtype: Any) -> None:
@@ -208,7 +224,7 @@ class RNN(Recurrent, OfCell):
     ) -> tuple[Any, ...]:
         """Returns the output and the final state; see the class."""
         if by_position:
-            arguments = named([*ARRAYS], by_position, arguments)
+            arguments = self._named(by_position, arguments)
         if isinstance(x, Proxy):
             return leaf(self, x, state, **arguments)
         like = self._like
@@ -218,7 +234,7 @@ class RNN(Recurrent, OfCell):
                 return forward(x, state, **arguments)
             _check_packed(parts(x)[0], self.input_size, like)
         else:
-            check_input(TORCH, x, self.input_size, self.batch_first, like)
+            check_input(Torch, x, self.input_size, self.batch_first, like)
             if x.shape[int(self.batch_first and x.dim() == 3)] == 0:
                 refuse("x", describe(x), "one step or more", "Skip the call.")
         weights = self._weights(self.cell)
@@ -232,4 +248,4 @@ def _check_packed(data: Tensor, width: int, like: Tensor) -> None:
     shape: tuple[int | str, ...] = tuple(data.shape)
     if len(shape) != 2 or shape[1] != width:
         shape = "steps of all rows", width
-    check_tensor("x", data, shape, "as the weights", like)
+    Torch.check_array("x", data, shape, "as the weights", like)
