@@ -19,7 +19,7 @@ from anycell.layer.checks import (
 )
 from anycell.layer.framework import Framework
 from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.layer.signature import Shape, state_names
+from anycell.layer.signature import OF_STATES, Shape, state_names
 from anycell.plan import Layer
 from anycell.plan.layer import OPTIONS, SEQUENCES, STREAM, changed
 
@@ -28,7 +28,6 @@ Arrays = Mapping[str, Array]  # by the names of ``layer.signature``; absent arra
 # The output ``[T, B, D * size]``, the final states ``[layers * D, B, size]``, and the sequences of
 # further states, laid out as the output.
 Results = tuple[Array, Sequence[Array], Sequence[Array]]
-OF_STATES = "state ", "reset_state "  # how the names begin that have an axis of directions
 NOTHING: Mapping[str, Any] = {}
 
 
