@@ -245,7 +245,7 @@ class RNN(Explained):
                 weights[k]["seed"] = words
             if f"packed_l{k}" in params:
                 weights[k]["packed"] = params[f"packed_l{k}"]
-        drop = partial(self._dropped, words) if training and self.dropout else None
+        drop = partial(self._dropped, words=words) if training and self.dropout else None
         stack = Stack(Jax, run, layer, weights, self.batch_first, drop)
         return stack.call(x, state, arguments)
 
@@ -328,6 +328,7 @@ class RNN(Explained):
             >>> output.shape
             (5, 2, 8)
         """
+        check_one_direction("step", self)
         if isinstance(params, Prepared):
             params = params.of_step(self)
         params = self._params(params)
@@ -361,7 +362,7 @@ class RNN(Explained):
             Jax.check_array(name, params[name], shape, what, params[first])
         return params
 
-    def _dropped(self, words: Array, x: Array, k: int) -> Array:
+    def _dropped(self, x: Array, k: int, words: Array) -> Array:
         """The input of layer k > 0 in training."""
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         key = jax.random.fold_in(key, _DROPPED + k)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.layer.checks import (
-    check_one_direction,
     describe,
     dtype_of,
     refuse,
@@ -282,7 +281,6 @@ def one_step(
         arguments: of the step: static, resets ``[B]`` or ``[]``, and reset_state.
         call: the layer's.
     """
-    check_one_direction("step", layer)
     batched = isinstance(x, framework.kind) and len(x.shape) == 2
     rows = tuple(x.shape[:1]) if batched else ()
     axes = "one step" if batched else f"or [B, {layer.input_size}], one step"
@@ -290,7 +288,7 @@ def one_step(
     axis = 1 if batched and layer.batch_first else 0
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if "resets" in arguments:
-        resets = framework.check_flags("resets", arguments["resets"], rows, "one per row", x)
+        resets = framework.check_flags("resets", arguments["resets"], rows, "a flag per row", x)
         arguments["resets"] = resets[:, None] if axis else resets[None]
     output, new = call(x[:, None] if axis else x[None], state, **arguments)
     return output.squeeze(axis), new

@@ -131,6 +131,7 @@ class Recurrent(Explained):
                 results = prepared.step(x, state, static, resets, reset_state)
                 if results is not None:
                     return results
+        check_one_direction("step", self)
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
         call: Any = self
         return one_step(Torch, self, x, self._like, state, arguments, call)
