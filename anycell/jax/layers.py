@@ -333,15 +333,8 @@ class RNN(Explained):
             params = params.of_step(self)
         params = self._params(params)
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
-        return one_step(
-            Jax,
-            self,
-            as_arrays(x),
-            params["weight_ih_l0"],
-            state,
-            as_arrays(arguments),
-            partial(self, params),
-        )
+        call, like = partial(self, params), params["weight_ih_l0"]
+        return one_step(Jax, self, call, as_arrays(x), like, state, arguments)
 
     def _params(self, params: Any) -> dict[str, Array]:
         """Checks parameters."""

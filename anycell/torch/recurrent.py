@@ -133,8 +133,7 @@ class Recurrent(Explained):
                     return results
         check_one_direction("step", self)
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
-        call: Any = self
-        return one_step(Torch, self, x, self._like, state, arguments, call)
+        return one_step(Torch, self, self, x, self._like, state, arguments)
 
     def _named(self, by_position: Sequence[Any], arguments: dict[str, Any]) -> dict[str, Any]:
         """All arguments of a call by name: torch.onnx's older exporter passes each by position.
