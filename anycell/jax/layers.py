@@ -31,7 +31,7 @@ from anycell.layer.checks import (
     number,
     refuse,
 )
-from anycell.layer.layers import Stack, check_input, one_step
+from anycell.layer.layers import AXES, Stack, check_input, one_step
 from anycell.layer.signature import of_layer
 from anycell.named import shown
 from anycell.plan import REALS, ArrayArguments, Engine, Layer, Options, Returning, takes
@@ -230,7 +230,7 @@ class RNN(Explained):
         params, (x, state) = self._params(params), as_arrays((x, state))
         arguments |= as_arrays({n: a for n, a in arguments.items() if n in REALS})
         like, directions = params["weight_ih_l0"], 1 + self.bidirectional
-        check_input(Jax, x, self.input_size, self.batch_first, like)
+        check_input(Jax, x, (*AXES[self.batch_first], self.input_size), like)
         training = boolean("training", training)
         how = Options(
             reverse=(False, True)[:directions], training=training, checkpoint=self.checkpoint,

@@ -29,6 +29,7 @@ Arrays = Mapping[str, Array]  # by the names of ``layer.signature``; absent arra
 # further states, laid out as the output.
 Results = tuple[Array, Sequence[Array], Sequence[Array]]
 NOTHING: Arrays = {}
+AXES = ("time", "batch"), ("batch", "time")  # the second if the batch comes first
 
 
 class Layout(NamedTuple):
@@ -236,21 +237,20 @@ class Stack(NamedTuple):
 # -- what layers of all frontends have in common ---------------------------------------------------
 
 
-def check_input(
-    framework: type[Framework], x: Any, width: int, batch_first: bool, like: Array
-) -> Array:
-    """Returns x; refuses all but ``[T, B, width]``, ``[B, T, width]`` if ``batch_first``, or
-    ``[T, width]``, with the dtype and the device of ``like``.
+def check_input(framework: type[Framework], x: Any, axes: Sequence[Any], like: Array) -> None:
+    """Refuses all but an x of these axes, of which the last is a number, with the dtype and the
+    device of ``like``. If there are three axes, x may lack the batch.
     """
-    axes = *(("batch", "time") if batch_first else ("time", "batch")), width
-    if isinstance(x, framework.kind):
-        if len(x.shape) in (2, 3) and x.shape[-1] == width:
-            return framework.check_array("x", x, x.shape, "as the weights", like)
-        hint = f"The last axis is input_size; without a batch [time, {width}]."
-        expected = f"{dtype_of(like)} [{', '.join(map(str, axes))}]"
-        refuse("x", describe(x), expected, remedy(x, 3, hint))
     what = "padded if sequences have several lengths, which are then passed as lengths="
-    return framework.check_array("x", x, axes, what, like)
+    if isinstance(x, framework.kind):
+        if len(x.shape) not in (2, len(axes)) or x.shape[-1] != axes[-1]:
+            hint = "The last axis is input_size."
+            if len(axes) == 3:
+                hint = f"{hint[:-1]}; without a batch [time, {axes[-1]}]."
+            expected = f"{dtype_of(like)} [{', '.join(map(str, axes))}]"
+            refuse("x", describe(x), expected, remedy(x, len(axes), hint))
+        axes, what = x.shape, "as the weights"
+    framework.check_array("x", x, axes, what, like)
 
 
 def one_step(
