@@ -113,7 +113,7 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
             initial_state = self.layer.get_initial_state(ops.shape(sequences)[0])
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
         given = self._given(forced, sequences)
-        with self.layer._beside(None, resets):
+        with self.layer._beside(resets=resets):
             _, y, final = self.inner_loop(sequences, states, mask, bool(training), given=given)
         return [y, *(ops.cast(s, self.compute_dtype) for s in final)] if self.return_state else y
 
