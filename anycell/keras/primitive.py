@@ -12,8 +12,9 @@ from anycell.keras.backends import as_written
 from anycell.keras.call import Tensor
 from anycell.keras.rule import FUSED
 from anycell.lang.cell import Cell
+from anycell.layer import primitive
 from anycell.layer.checks import refuse
-from anycell.layer.primitive import SAYS, RecurrenceArguments
+from anycell.layer.primitive import RecurrenceArguments
 from anycell.plan import takes
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @as_written
-@takes(RecurrenceArguments, **SAYS)
+@takes(RecurrenceArguments, about=primitive.__doc__)
 def recurrence(
     cell: Cell,
     x: Tensor | None,

@@ -1,5 +1,27 @@
-"""``recurrence``, one direction of one layer: its arguments, documented and checked for every
-frontend.
+"""``recurrence``, one direction of one layer: documented and checked here for every frontend.
+
+Its arguments, besides the arrays and options of every call, and its results:
+
+    cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the arrays.
+    x: ``[T, B, I]``. If ``weights`` have no ``weight_ih``, x must be projected already, like
+        ``gates``.
+    weights: what the layer learns, by public names (``cell.learned``). W is the sum of the gates'
+        sizes, G*H where each has H units: ``weight_ih`` ``[W, I]`` and ``weight_hh`` ``[W, size of
+        the first state]``, with rows in the cell's order of gates, in ``weight_hh`` of those of
+        size H only; optionally ``bias_ih`` and ``bias_hh`` with the same rows; ``weight_<name>``
+        and ``bias_<name>`` of each further matmul, ``[out, in]`` or ``[heads, out/heads,
+        in/heads]``; each parameter of the cell, ``[size]``. A value of None means that the weight
+        is absent.
+    state: ``[B, size]`` per state, or the array itself for one state; None, for all states or one
+        of them, is the declared value. ``reset_state`` may also be ``[size]``.
+    params: the cell's parameters, if they are kept apart from the weights.
+    gates: ``[T, B, W]``, laid out as x, the input's projection onto the gates, side by side, in
+        place of x: ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, if
+        given.
+    output: ``[T, B, size of the first state]``, laid out as x.
+    final: a tuple of the states ``[B, size]`` after each row's last step.
+    states: with ``return_states``, a dictionary of ``[T, B, size]``, laid out as x, by names of
+        states; at masked steps see ``masked_output``.
 """
 
 from __future__ import annotations
@@ -32,30 +54,6 @@ from anycell.plan import (
     Options,
     Returning,
 )
-
-# Sentences of docstrings about the arguments of ``recurrence`` that only it has, and its results.
-SAYS = {
-    "cell": "a cell of G gates. Its hidden size H, and its other sizes, follow from the arrays.",
-    "x": "``[T, B, I]``. If ``weights`` have no ``weight_ih``, x must be projected already, like "
-    "``gates``.",
-    "weights": "what the layer learns, by public names (``cell.learned``). W is the sum of the "
-    "gates' sizes, G*H where each has H units: ``weight_ih`` ``[W, I]`` and ``weight_hh`` "
-    "``[W, size of the first state]``, with rows in the cell's order of gates, in ``weight_hh`` of "
-    "those of size H only; optionally ``bias_ih`` and ``bias_hh`` with the same rows; "
-    "``weight_<name>`` and ``bias_<name>`` of each further matmul, ``[out, in]`` or ``[heads, "
-    "out/heads, in/heads]``; each parameter of the cell, ``[size]``. A value of None means that "
-    "the weight is absent.",
-    "state": "``[B, size]`` per state, or the array itself for one state; None, for all states or "
-    "one of them, is the declared value. ``reset_state`` may also be ``[size]``.",
-    "params": "the cell's parameters, if they are kept apart from the weights.",
-    "gates": "``[T, B, W]``, laid out as x, the input's projection onto the gates, side by side, "
-    "in place of x: ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, "
-    "if given.",
-    "output": "``[T, B, size of the first state]``, laid out as x.",
-    "final": "a tuple of the states ``[B, size]`` after each row's last step.",
-    "states": "with ``return_states``, a dictionary of ``[T, B, size]``, laid out as x, by names "
-    "of states; at masked steps see ``masked_output``.",
-}
 
 
 class RecurrenceArguments(ArrayArguments, Returning, GradientOptions, total=False):

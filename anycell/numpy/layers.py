@@ -27,7 +27,7 @@ from anycell.numpy import base, check, initializers, passes, threads
 from anycell.numpy.base import Array
 from anycell.numpy.framework import Numpy
 from anycell.numpy.streaming import Packed
-from anycell.numpy.typed import Arguments, Names, State
+from anycell.numpy.typed import Arguments, Arrays, Names, State
 from anycell.plan import Engine, Layer, Options, Plan, Returning, plan, takes
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class RNN(Explained, base.Layer):
         return_states: Names, **arguments: Unpack[Arguments],
     ) -> tuple[Array, State, dict[str, Array]]: ...  # fmt: skip
 
-    @takes(Arguments, Returning)
+    @takes(Arrays, Returning)
     def forward(
         self,
         x: npt.ArrayLike,

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from anycell import layer
 from anycell.lang.cell import Cell
+from anycell.layer import primitive
 from anycell.layer.checks import check_cell, refuse
 from anycell.layer.layers import Layout
-from anycell.layer.primitive import SAYS, check_input, check_rest, fit_arrays, learned_by_name
+from anycell.layer.primitive import check_input, check_rest, fit_arrays, learned_by_name
 from anycell.numpy import passes, threads
 from anycell.numpy.framework import Numpy, Strict
 from anycell.numpy.typed import RecurrenceArguments
@@ -34,7 +35,7 @@ Array = npt.NDArray[np.floating]
 _WITHOUT = "checkpoint", "gates", "return_states"
 
 
-@takes(RecurrenceArguments, **SAYS)
+@takes(RecurrenceArguments, about=primitive.__doc__)
 def recurrence(
     cell: Cell,
     gates_x: Array,

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.layer.checks import describe, refuse
-from anycell.plan import ARRAYS
+from anycell.plan import REALS
 from anycell.torch.framework import Torch
 from anycell.torch.observers import transformed
+
+_TAKEN = "resets", "return_states", *REALS  # of the arguments of a call; a packed x has lengths
 
 
 def parts(packed: PackedSequence) -> tuple[Tensor, Tensor]:
@@ -69,7 +71,7 @@ class Packing(NamedTuple):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Pads x, and orders the rows of the other tensors as it; mask and resets are added."""
         for name, value in arguments.items():
-            if value is not None and name in ARRAYS and ARRAYS[name].padded:
+            if value is not None and name not in _TAKEN:
                 expected = "None with a PackedSequence, which has its own lengths"
                 hint = "Pass a padded tensor, or leave it out."
                 refuse(name, describe(value), expected, hint)

@@ -45,7 +45,7 @@ class Recurrent(Explained):
     training: bool
     weight_ih_l0: Tensor
     checkpoint: str | int | None = None  # see RNN
-    _arrays = tuple(ARRAYS)  # that a call takes
+    _arrays = ARRAYS  # that a call takes
     _forward_pre_hooks: dict[int, Any]
     _forward_hooks: dict[int, Any]
     _sizes: Any
