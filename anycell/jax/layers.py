@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from anycell.layer.checks import (
 from anycell.layer.layers import Stack, check_input, one_step
 from anycell.layer.signature import of_layer
 from anycell.named import shown
-from anycell.plan import CallOptions, Engine, Layer, Options, takes
+from anycell.plan import REALS, ArrayArguments, Engine, Layer, Options, Returning, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -190,24 +190,17 @@ class RNN(Explained):
                 params[name] = jnp.full(shape, value, dtype)
         return params
 
-    @takes()
+    @takes(ArrayArguments, Returning)
     def __call__(
         self,
         params: Mapping[str, Array],
         x: Array,
         state: State | None = None,
         *,
-        mask: Array | None = None,
-        lengths: Array | Sequence[int] | None = None,
-        resets: Array | None = None,
-        reset_state: State | None = None,
-        static: Array | None = None,
-        recurrent_mask: Array | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
         training: bool = False,
         seed: Any = None,
         engine: str | None = None,
-        **options: Unpack[CallOptions],
+        **arguments: Any,
     ) -> tuple[Any, ...]:
         """Runs whole sequences.
 
@@ -222,7 +215,7 @@ class RNN(Explained):
             training: applies dropout and the cell's random masks, which need a ``seed``: a key of
                 ``jax.random``, or an int.
             engine: "cpu", "reference" or None, see ``recurrence``.
-            {mask lengths resets reset_state static recurrent_mask return_states options}
+            {arguments}
 
         Returns:
             output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
@@ -234,19 +227,14 @@ class RNN(Explained):
             TypeError, ValueError: with the argument, what was given, what is expected, and what to
                 do.
         """
-        params = self._params(params)
-        x, state, arguments = as_arrays(
-            (x, state, {
-                "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
-                "static": static, "recurrent_mask": recurrent_mask, "return_states": return_states,
-            })
-        )  # fmt: skip
+        params, (x, state) = self._params(params), as_arrays((x, state))
+        arguments |= as_arrays({n: a for n, a in arguments.items() if n in REALS})
         like, directions = params["weight_ih_l0"], 1 + self.bidirectional
         check_input(Jax, x, self.input_size, self.batch_first, like)
         training = boolean("training", training)
         how = Options(
             reverse=(False, True)[:directions], training=training, checkpoint=self.checkpoint,
-            **check_options(options, function=type(self).__call__),
+            **check_options(arguments, function=type(self).__call__),
         )  # fmt: skip
         layer = planned(self._layer()._replace(options=how), like.dtype, engine)
         words = seed_words(self.cell, seed) if training and self.draws else None

@@ -14,7 +14,7 @@ from typing import Any
 
 from anycell.lang.cell import ONE, Cell
 from anycell.lang.declare import RESERVED
-from anycell.plan import OF_CALL, OPTIONS
+from anycell.plan import ARRAYS, OF_CALL, OPTIONS
 from anycell.refusal import refuse as refuse
 
 MOST = (1 << 31) - 1  # the largest size; frameworks report products of sizes that are too large
@@ -207,16 +207,18 @@ def per_state(kind: str, states: Any, cell: Cell) -> tuple[Any, ...]:
 
 
 def check_options(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     names: Iterable[str] = OF_CALL,
     function: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """Checks the options that users pass by keyword, and returns them for ``Options``.
+    """Checks the options among the arguments of a call, and returns them for ``Options``.
 
     Args:
+        arguments: of the call by name, as users pass them.
         names: the options that may be passed.
         function: the function that was called; an error lists its other arguments.
     """
+    given = {name: value for name, value in arguments.items() if name not in ARRAYS}
     return {name: _option(name, value, names, function) for name, value in given.items()}
 
 

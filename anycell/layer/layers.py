@@ -167,10 +167,11 @@ class Stack(NamedTuple):
         if arguments or state is not None or cell.static is not None:
             layout = layout or Layout.of(self.framework, x, self.batch_first)
             arrays = {**arrays, **self._of_rows(layout, state, arguments)}
-            wanted = check_return_states(cell, arguments.get("return_states"))
+            if arguments.get("return_states") is not None:
+                wanted = check_return_states(cell, arguments["return_states"])
         others = besides_output(wanted, cell) if wanted else ()
         output, final, values = self.sequence(x, arrays, arguments, others, layout)
-        last = final if len(final) > 1 else final[0]
+        last = tuple(final) if len(final) > 1 else final[0]
         return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
 
     def sequence(
@@ -258,7 +259,7 @@ def check_input(
         hint = f"The last axis is input_size; without a batch [time, {width}]."
         expected = f"{dtype_of(like)} [{', '.join(map(str, axes))}]"
         refuse("x", describe(x), expected, remedy(x, 3, hint))
-    what = "padded if sequences have several lengths, which lengths= says"
+    what = "padded if sequences have several lengths, which are then passed as lengths="
     return framework.check_array("x", x, axes, what, like)
 
 

@@ -28,7 +28,7 @@ from anycell.numpy.base import Array
 from anycell.numpy.framework import Numpy
 from anycell.numpy.streaming import Packed
 from anycell.numpy.typed import Arguments, Names, State
-from anycell.plan import CallOptions, Engine, Layer, Options, Plan, plan, takes
+from anycell.plan import Engine, Layer, Options, Plan, Returning, plan, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -203,21 +203,14 @@ class RNN(Explained, base.Layer):
         return_states: Names, **arguments: Unpack[Arguments],
     ) -> tuple[Array, State, dict[str, Array]]: ...  # fmt: skip
 
-    @takes()
+    @takes(Arguments, Returning)
     def forward(
         self,
         x: npt.ArrayLike,
         state: State | None = None,
         *,
-        mask: npt.ArrayLike | None = None,
-        lengths: npt.ArrayLike | None = None,
-        resets: npt.ArrayLike | None = None,
-        reset_state: State | None = None,
-        static: npt.ArrayLike | None = None,
-        recurrent_mask: npt.ArrayLike | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
         training: bool = False,
-        **options: Unpack[CallOptions],
+        **arguments: Any,
     ) -> tuple[Any, ...]:
         """Runs whole sequences.
 
@@ -228,7 +221,7 @@ class RNN(Explained, base.Layer):
                 from the values that the cell declares, mostly zero.
             training: applies dropout and the cell's random masks, and keeps what ``backward``
                 needs. This includes x itself: do not write to x before ``backward``.
-            {mask lengths resets reset_state static recurrent_mask return_states options}
+            {arguments}
 
         Returns:
             output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
@@ -237,11 +230,6 @@ class RNN(Explained, base.Layer):
                 ``[T, B, D * size]``, laid out as x; ``masked_output`` sets their values at masked
                 steps.
         """
-        arguments = {
-            "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
-            "static": static, "recurrent_mask": recurrent_mask, "return_states": return_states,
-        }  # fmt: skip
-        arguments = {name: value for name, value in arguments.items() if value is not None}
         x = check.array("x", x, self._layout(self.input_size), self.dtype)
         training = check.boolean("training", training)
         how = Options(
@@ -250,7 +238,7 @@ class RNN(Explained, base.Layer):
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
             threads=threads.current(),
             checkpoint=check_checkpoint(self.checkpoint),
-            **(check_options(options, function=type(self).forward) if options else {}),
+            **(check_options(arguments, function=type(self).forward) if arguments else {}),
         )
         states: dict[str, Array] = {}
         if state is None:  # so that the backward pass returns their gradients

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.layer.checks import describe, refuse
+from anycell.plan import ARRAYS
 from anycell.torch.framework import Torch
 from anycell.torch.observers import transformed
 
@@ -67,11 +68,11 @@ class Packing(NamedTuple):
         self, x: PackedSequence, arrays: Mapping[str, Tensor], arguments: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Pads x, and orders the rows of the other tensors as it; mask and resets are added."""
-        for name in ("mask", "lengths"):
-            if arguments.get(name) is not None:
+        for name, value in arguments.items():
+            if value is not None and name in ARRAYS and ARRAYS[name].padded:
                 expected = "None with a PackedSequence, which has its own lengths"
                 hint = "Pass a padded tensor, or leave it out."
-                refuse(name, describe(arguments[name]), expected, hint)
+                refuse(name, describe(value), expected, hint)
         tensors = {}
         for name, t in arrays.items():
             for_all = name.startswith("reset_state ") and t.dim() == 2  # one value for all rows

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint
-from anycell.layer.checks import check_one_direction, check_options
+from anycell.layer.checks import check_one_direction, check_options, refuse
 from anycell.layer.layers import Stack, one_step
 from anycell.plan import Layer, Options, Plan, Sizes
 from anycell.torch import ops
@@ -140,8 +140,8 @@ class Recurrent(Explained):
             return (int(parts(x)[1][0]),)
         return (x.shape[0 if self.batch_first else 1],) if x.dim() == 3 else ()
 
-    def _call(self, cell: Cell, given: Mapping[str, Any], plan: Plan | None = None) -> Layer:
-        """The arguments of a call of this module besides its tensors; ``given`` are options."""
+    def _call(self, cell: Cell, arguments: Mapping[str, Any], plan: Plan | None = None) -> Layer:
+        """The layer of a call of this module, with the options among the call's arguments."""
         training, seed = self.training, 0
         if training and (ops.draws(cell) if plan is None and compiled() else cell.keeps):
             seed = draw_seed()
@@ -149,7 +149,7 @@ class Recurrent(Explained):
         if checkpoint is not None:
             check_checkpoint(checkpoint)
         kind: Any = type(self)
-        named = check_options(given, function=kind.forward) if given else {}
+        named = check_options(arguments, function=kind.forward) if arguments else {}
         options = Options(reverse, training=training, seed=seed, checkpoint=checkpoint, **named)
         sizes = self._sizes if plan is None else tuple(plan.sizes.items())  # saves a call
         return Layer(cell, sizes, options, plan=plan)
@@ -196,6 +196,24 @@ def layer_of(cell: Cell, sizes: Sizes, weight: Tensor, directions: int = 1) -> L
     """The layer of a module with this weight."""
     dtype = str(autocast_dtype(weight)).removeprefix("torch.")
     return Layer(cell, sizes, Options((False, True)[:directions]), dtype)
+
+
+def named(
+    names: Sequence[str], by_position: Sequence[Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All arguments of a call by name: torch.onnx's older exporter passes each by position.
+
+    Args:
+        names: of those that follow the state, in order.
+        by_position: values of the first of them.
+        arguments: those that went by name.
+    """
+    first = dict(zip(names, by_position, strict=False))
+    if len(first) < len(by_position) or first.keys() & arguments.keys():
+        given = f"{len(by_position)} by position, and {', '.join(arguments) or 'none'} by name"
+        expected = f"each of {', '.join(names)} once or less"
+        refuse("arguments", given, expected, "Pass all by name.", TypeError)
+    return {**first, **arguments}
 
 
 def leaf(module: Any, x: Proxy, state: Any, **arguments: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,14 +27,15 @@ from anycell.layer.checks import (
 from anycell.layer.layers import check_input
 from anycell.layer.signature import Shape
 from anycell.named import shown
-from anycell.plan import CallOptions, Engine, Layer, Sizes, takes
+from anycell.plan import ARRAYS, Engine, Layer, Returning, Sizes, takes
 from anycell.plan.layer import register
 from anycell.torch.composite import States
 from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.observers import compiled
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent, layer_of, leaf, stacked
+from anycell.torch.recurrent import Recurrent, layer_of, leaf, named, stacked
+from anycell.torch.typed import Arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -123,7 +124,7 @@ class OfCell(Explained, nn.Module):
         refuse("torch.jit.script", f"anycell's {name}", "modules of torch", hint, TypeError)
 
 
-@takes()
+@takes(Arguments, Returning)
 class RNN(Recurrent, OfCell):
     r"""Runs layers of any cell, as ``torch.nn.LSTM`` runs layers of one cell.
 
@@ -149,7 +150,7 @@ class RNN(Recurrent, OfCell):
             ``[T, input_size]``; or a ``PackedSequence``, and then output and resets are packed too.
         state: a tuple in the cell's order, ``[num_layers * D, B, H]`` each, D = 2 if bidirectional
             else 1; for one state, the tensor itself. Default: the values that the cell declares.
-        {mask lengths resets reset_state static recurrent_mask return_states options}
+        {arguments}
         output: ``[T, B, D * H]``, laid out as x: the first state of the last layer.
         final state: as ``state``, after each row's last step.
         a third result, if ``return_states``: a dictionary by names of states, each of the last
@@ -213,45 +214,38 @@ class RNN(Recurrent, OfCell):
         )
         self._create(named, device, dtype)
 
+    @takes(Arguments, Returning)
     def forward(
         self,
         x: Tensor | PackedSequence,
         state: Tensor | States | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | PackedSequence | None = None,
-        reset_state: Tensor | States | None = None,
-        static: Tensor | None = None,
-        recurrent_mask: Tensor | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
-        **options: Unpack[CallOptions],
+        *by_position: Any,
+        **arguments: Any,
     ) -> tuple[Any, ...]:
         """Returns the output and the final state; see the class."""
-        # No array is keyword-only: torch.onnx's older exporter passes all by position.
-        arguments = {
-            "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
-            "static": static, "recurrent_mask": recurrent_mask, "return_states": return_states,
-        }  # fmt: skip
-        arguments = {name: value for name, value in arguments.items() if value is not None}
+        if by_position:
+            arguments = named([*ARRAYS], by_position, arguments)
         if isinstance(x, Proxy):
-            return leaf(self, x, state, **arguments, **options)
-        packed = isinstance(x, PackedSequence)
-        if packed and compiled():
-            forward: Any = torch.compiler.disable(self.forward)
-            return forward(x, state, **arguments, **options)
-        self._check_input(x, packed)
+            return leaf(self, x, state, **arguments)
+        like = self._like
+        if isinstance(x, PackedSequence):
+            if compiled():
+                forward: Any = torch.compiler.disable(self.forward)
+                return forward(x, state, **arguments)
+            _check_packed(parts(x)[0], self.input_size, like)
+        else:
+            check_input(Torch, x, self.input_size, self.batch_first, like)
+            if x.shape[int(self.batch_first and x.dim() == 3)] == 0:
+                refuse("x", describe(x), "one step or more", "Skip the call.")
         weights = self._weights(self.cell)
-        layer = self._call(self.cell, options)
+        layer = self._call(self.cell, arguments)
         stack = stacked(layer, weights, x, self.batch_first, self.dropout)
         return stack.call(x, state, arguments)
 
-    def _check_input(self, x: Any, packed: bool) -> None:
-        """Checks the input of a call."""
-        if not packed:
-            check_input(Torch, x, self.input_size, self.batch_first, self._like)
-            if x.shape[int(self.batch_first and x.dim() == 3)] == 0:
-                refuse("x", describe(x), "one step or more", "Skip the call.")
-            return
-        data, *_ = parts(x)
-        shape = (*data.shape[:1], self.input_size)
-        Torch.check_array("x", data, shape, "steps of all rows, input_size", self._like)
+
+def _check_packed(data: Tensor, width: int, like: Tensor) -> None:
+    """Refuses values of a packed input that do not have this width, or the dtype of ``like``."""
+    shape: tuple[int | str, ...] = tuple(data.shape)
+    if len(shape) != 2 or shape[1] != width:
+        shape = "steps of all rows", width
+    Torch.check_array("x", data, shape, "as the weights", like)
