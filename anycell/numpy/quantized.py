@@ -87,7 +87,7 @@ def quantize(model: RNN | Feedback, data: Iterable[Any] | None) -> Quantized | F
         result.layer, result.readout = small, copy.deepcopy(model.readout)
         for fed in (run, result):
             fed._saved, fed._generator = None, copy.deepcopy(model._generator)
-        result._fed_layer()  # raises if its readout cannot be rounded
+        result._learned()  # raises if its readout cannot be rounded
     if data is not None:
         runs = [(run, result, small)]
         measure(run, runs, "forward", lambda results: results[0].astype(np.float64), data)
