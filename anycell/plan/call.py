@@ -231,28 +231,22 @@ def takes(*typed: type, about: str | None = None) -> Callable[[Documented], Docu
                 r"^( +)\{([a-z_ ]+)\}$", entries, function.__doc__, flags=re.M
             )
         if inspect.isfunction(function):
-            signature, kind, shown = inspect.signature(function), inspect.Parameter, names
+            kinds, signature = inspect.Parameter, inspect.signature(function)
             *parameters, rest = signature.parameters.values()
-            how: Any = kind.KEYWORD_ONLY
-            behind = []
-            if parameters[-1].kind is kind.VAR_POSITIONAL:
-                shown, behind = [n for n in names if n in ARRAYS], [rest.replace(name="options")]
-                how, _ = kind.POSITIONAL_OR_KEYWORD, parameters.pop()
-            here = [parameter.name for parameter in parameters]
+            kind: Any = kinds.KEYWORD_ONLY
+            shown = [name for name in names if name not in signature.parameters]
+            if parameters[-1].kind is kinds.VAR_POSITIONAL:
+                kind, shown = kinds.POSITIONAL_OR_KEYWORD, [n for n in shown if n in ARRAYS]
+                parameters[-1] = rest.replace(name="options")
             for name in shown:
-                if name not in here:
-                    hint = types[name].__forward_arg__
-                    parameters.append(kind(name, how, default=_default(name), annotation=hint))
-            whole = signature.replace(parameters=[*parameters, *behind])
+                start = OPTIONS[name].start if name in OPTIONS else ...
+                default = Options._field_defaults.get(name) if start is ... else start
+                hint = types[name].__forward_arg__
+                parameters.append(kinds(name, kind, default=default, annotation=hint))
+            by_name = kinds.KEYWORD_ONLY
+            parameters.sort(key=lambda p: (p.kind, p.kind is by_name and p.name not in ARRAYS))
+            whole = signature.replace(parameters=parameters)
             function.__signature__ = whole  # type: ignore[attr-defined]
         return function
 
     return declare
-
-
-def _default(name: str) -> Any:
-    """The default of an argument, which for arrays is None."""
-    if name not in OPTIONS:
-        return None
-    start = OPTIONS[name].start
-    return Options._field_defaults[name] if start is ... else start
