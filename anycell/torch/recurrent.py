@@ -149,7 +149,7 @@ class Recurrent(Explained):
             arguments: those that went by name.
         """
         first = dict(zip(self._arrays, by_position, strict=False))
-        if len(first) < len(by_position) or first.keys() & arguments.keys():
+        if len({**first, **arguments}) < len(by_position) + len(arguments):
             given = f"{len(by_position)} by position, and {', '.join(arguments) or 'none'} by name"
             expected = f"each of {', '.join(self._arrays)} once or less"
             refuse("arguments", given, expected, "Pass all by name.", TypeError)
