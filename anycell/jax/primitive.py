@@ -15,8 +15,8 @@ from anycell.lang.cell import Cell
 from anycell.layer import checks, primitive
 from anycell.layer.checks import choice, refuse
 from anycell.layer.layers import Stack
-from anycell.layer.primitive import RecurrenceArguments, check_call
-from anycell.plan import Layer, plan, takes
+from anycell.layer.primitive import check_call
+from anycell.plan import Layer, RecurrenceArguments, plan, takes
 from anycell.plan.dtype import dtypes
 
 if TYPE_CHECKING:

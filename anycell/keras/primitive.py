@@ -14,8 +14,7 @@ from anycell.keras.rule import FUSED
 from anycell.lang.cell import Cell
 from anycell.layer import primitive
 from anycell.layer.checks import refuse
-from anycell.layer.primitive import RecurrenceArguments
-from anycell.plan import takes
+from anycell.plan import RecurrenceArguments, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

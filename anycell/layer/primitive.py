@@ -43,23 +43,7 @@ from anycell.layer.checks import (
 from anycell.layer.framework import Framework
 from anycell.layer.layers import Stack
 from anycell.layer.signature import shapes
-from anycell.plan import (
-    ARRAYS,
-    OPTIONS,
-    REALS,
-    ArrayArguments,
-    GradientOptions,
-    Layer,
-    Options,
-    Returning,
-)
-
-
-class RecurrenceArguments(ArrayArguments, Returning, GradientOptions, total=False):
-    """The arguments of ``recurrence`` by name, where arrays have no types."""
-
-    gates: Any
-    engine: str | None
+from anycell.plan import ARRAYS, OPTIONS, REALS, Layer, Options
 
 
 class Call(NamedTuple):

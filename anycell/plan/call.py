@@ -179,6 +179,13 @@ class Returning(TypedDict, total=False):
     return_states: bool | str | Sequence[str] | None
 
 
+class RecurrenceArguments(ArrayArguments, Returning, GradientOptions, total=False):
+    """The arguments of ``recurrence`` by name, where arrays have no types."""
+
+    gates: Array | None
+    engine: str | None
+
+
 ARRAYS = *(n for n in ArrayArguments.__annotations__ if n not in OPTIONS), "return_states"
 REALS = "reset_state", "static", "recurrent_mask"  # which have the dtype of x
 
