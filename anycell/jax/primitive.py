@@ -80,7 +80,7 @@ def recurrence(
 def run(layer: Layer, arrays: Mapping[str, Any]) -> Any:
     """Runs a layer; see ``fused.run``."""
     layer = layer._replace(options=layer.options._replace(threads=cpu.threads.current()))
-    return (streaming if "packed" in arrays else fused).run(layer, arrays)
+    return (streaming if "packed" in arrays else fused).run(layer, dict(arrays))
 
 
 def planned(layer: Layer, dtype: Any, engine: str | None = None) -> Layer:

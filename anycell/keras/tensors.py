@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from anycell.keras.call import OF_STATES, Tensor, flags
+from anycell.keras.call import Tensor, flags
 from anycell.keras.framework import TensorFlow
 from anycell.keras.primitive import recurrence as public
 from anycell.keras.tensorflow import recur
@@ -18,6 +18,7 @@ from anycell.layer.checks import (
 )
 from anycell.layer.layers import Stack
 from anycell.layer.primitive import check_call
+from anycell.layer.signature import OF_STATES
 from anycell.plan import Layer
 
 

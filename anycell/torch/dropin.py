@@ -145,15 +145,17 @@ class DropIn(Recurrent):
             data, sizes, *_ = x
             if data.dim() != 2 or int(sizes.sum()) != len(data):
                 return False
+            rows: tuple[int, ...] = (int(sizes[0]),)
         else:
             dims = x.dim() if isinstance(x, Tensor) else 0
             if dims not in (2, 3) or x.shape[int(self.batch_first and dims == 3)] == 0:
                 return False
+            rows = (x.shape[not self.batch_first],) if dims == 3 else ()
         if data.shape[-1] != self.input_size:
             return False
         tensors = [data]
         if states is not None:
-            first = (self.num_layers * (1 + self.bidirectional), *self._rows(x))
+            first = (self.num_layers * (1 + self.bidirectional), *rows)
             width = {"H": self.hidden_size, "P": self.proj_size}
             wanted = [(*first, width[state.size]) for state in self.cell.states]
             if wanted != [tuple(s.shape) if isinstance(s, Tensor) else None for s in states]:

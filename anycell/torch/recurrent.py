@@ -23,7 +23,7 @@ from anycell.torch.composite import Arrays, States
 from anycell.torch.framework import Torch
 from anycell.torch.functional import autocast_dtype, in_its_dtype, run_layer
 from anycell.torch.observers import autocast, compiled, exporting, watched
-from anycell.torch.packed import Packing, parts
+from anycell.torch.packed import Packing
 from anycell.torch.streaming import Prepared, elsewhere
 
 if TYPE_CHECKING:
@@ -131,15 +131,9 @@ class Recurrent(Explained):
                 results = prepared.step(x, state, static, resets, reset_state)
                 if results is not None:
                     return results
+        check_one_direction("step", self)
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
-        call: Any = self
-        return one_step(Torch, self, x, self._like, state, arguments, call)
-
-    def _rows(self, x: Tensor | PackedSequence) -> tuple[int, ...]:
-        """Returns the batch axis of other tensors, such as states: ``(B,)``, or () without one."""
-        if isinstance(x, PackedSequence):
-            return (int(parts(x)[1][0]),)
-        return (x.shape[0 if self.batch_first else 1],) if x.dim() == 3 else ()
+        return one_step(Torch, self, self, x, self._like, state, arguments)
 
     def _named(self, by_position: Sequence[Any], arguments: dict[str, Any]) -> dict[str, Any]:
         """All arguments of a call by name: torch.onnx's older exporter passes each by position.

@@ -24,7 +24,7 @@ from anycell.layer.checks import (
     number,
     refuse,
 )
-from anycell.layer.layers import check_input
+from anycell.layer.layers import AXES, check_input
 from anycell.layer.signature import Shape
 from anycell.named import shown
 from anycell.plan import Engine, Layer, Returning, Sizes, takes
@@ -227,25 +227,17 @@ class RNN(Recurrent, OfCell):
             arguments = self._named(by_position, arguments)
         if isinstance(x, Proxy):
             return leaf(self, x, state, **arguments)
-        like = self._like
         if isinstance(x, PackedSequence):
             if compiled():
                 forward: Any = torch.compiler.disable(self.forward)
                 return forward(x, state, **arguments)
-            _check_packed(parts(x)[0], self.input_size, like)
+            axes = "steps of all rows", self.input_size
+            check_input(Torch, parts(x)[0], axes, self._like)
         else:
-            check_input(Torch, x, self.input_size, self.batch_first, like)
+            check_input(Torch, x, (*AXES[self.batch_first], self.input_size), self._like)
             if x.shape[int(self.batch_first and x.dim() == 3)] == 0:
                 refuse("x", describe(x), "one step or more", "Skip the call.")
         weights = self._weights(self.cell)
         layer = self._call(self.cell, arguments)
         stack = stacked(layer, weights, x, self.batch_first, self.dropout)
         return stack.call(x, state, arguments)
-
-
-def _check_packed(data: Tensor, width: int, like: Tensor) -> None:
-    """Refuses values of a packed input that do not have this width, or the dtype of ``like``."""
-    shape: tuple[int | str, ...] = tuple(data.shape)
-    if len(shape) != 2 or shape[1] != width:
-        shape = "steps of all rows", width
-    Torch.check_array("x", data, shape, "as the weights", like)
