@@ -24,13 +24,15 @@ Networks*, 2015.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anycell.lang.namespaces import Array, Namespace
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.checks import number, refuse
 from anycell.layer.framework import Framework
+from anycell.layer.layers import Arrays, Stack
+from anycell.layer.rounding import quantized
 from anycell.plan import scales_of
 
 if TYPE_CHECKING:
@@ -99,10 +101,19 @@ class Fed:
     layer: Any
     readout: Any
 
-    # What a frontend says about its layers.
+    @property
+    def _like(self) -> Any:
+        """Has the dtype and the device of all arrays."""
+        return self.layer
 
-    _like: Any  # has the dtype and the device of all arrays
-    _width: int  # Y
+    @property
+    def _width(self) -> int:
+        """Y."""
+        raise NotImplementedError
+
+    def _parts(self) -> tuple[Mapping[str, Array], Array, Array | None]:
+        """What the layer learns, and the weight ``[Y, size]`` and the bias of the readout."""
+        raise NotImplementedError
 
     def _draw(self, like: Array) -> Array:
         """Random numbers in [0, 1), of the shape of ``like``."""
@@ -112,15 +123,32 @@ class Fed:
         """The readout, ``[B, Y]``, of outputs ``[B, size]``."""
         return self.readout(outputs)
 
-    # What follows from it.
+    def _xp(self, array: Array) -> Namespace:
+        return self.framework.xp
 
     def _layer(self) -> Any:
         layer = self.layer._layer()
         sizes = (*layer.sizes, (OUTPUT, self._width))
         return layer._replace(cell=with_feedback(layer.cell), sizes=sizes)
 
-    def _xp(self, array: Array) -> Namespace:
-        return self.framework.xp
+    def _run(
+        self, x: Any, state: Any, forced: Any, stack: Callable[[Arrays], Stack], **arguments: Any
+    ) -> tuple[Array, Array, Any]:
+        """Runs whole sequences: returns where the series was given, the outputs and the last state.
+
+        Args:
+            stack: makes the stack of the fed cell, of what it learns.
+            arguments: of the call, as users pass them.
+        """
+        framework, x, (learned, weight, bias) = self.framework, self._sequence(x), self._parts()
+        what = "as the weights of the layer"
+        framework.check_array("readout", weight, weight.shape, what, self._like)
+        flags = self._forced(forced, x, self.layer.batch_first)
+        learned = fed(framework.xp, learned, self.layer.hidden_size, weight, bias)
+        rounds = quantized(learned) and x.dtype == framework.xp.float32
+        series = entering(framework.xp, x, flags, self._width, rounds)
+        output, final = stack(learned).call(series, state, arguments)
+        return flags, output, final
 
     def _sequence(self, x: Any) -> Array:
         """x, checked."""

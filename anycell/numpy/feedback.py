@@ -11,19 +11,18 @@ import numpy.typing as npt
 
 from anycell.explanation import Explained
 from anycell.lang.transform import with_feedback
-from anycell.layer import check_checkpoint
 from anycell.layer.checks import refuse
-from anycell.layer.feedback import BY_GATE, Fed, check_layer, check_width, entering, fed
-from anycell.layer.layers import Stack
+from anycell.layer.feedback import BY_GATE, Fed, check_layer, check_width
+from anycell.layer.layers import Arrays, Stack
 from anycell.layer.rounding import rounded
 from anycell.layer.signature import state_names
-from anycell.numpy import base, check, passes, threads
+from anycell.numpy import base, check, passes
 from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
 from anycell.numpy.framework import Numpy
 from anycell.numpy.layers import RNN
 from anycell.numpy.typed import State
-from anycell.plan import Engine, Layer, Options, Plan, plan, scales_of
+from anycell.plan import Engine, Layer, Plan, plan, scales_of
 
 
 class Feedback(Fed, Explained, base.Layer):
@@ -104,22 +103,16 @@ class Feedback(Fed, Explained, base.Layer):
         return Engine(chosen.engine, chosen.reason)
 
     def _plan(self) -> Plan:
-        layer = self._layer()
-        engine = "cpu" if self._rounds else None
+        layer, engine = self._layer(), "cpu" if self.layer.plan.types.quantized else None
         return plan(layer.cell, self.layer.hidden_size, layer.dtype, engine, dict(layer.sizes))
-
-    @property
-    def _rounds(self) -> bool:
-        """Whether the layer's weights have 8 bits."""
-        return self.layer.plan.types.quantized
-
-    @property
-    def _like(self) -> RNN:
-        return self.layer
 
     @property
     def _width(self) -> int:
         return self.readout.output_size
+
+    def _parts(self) -> tuple[Arrays, Array, Array | None]:
+        readout = self.readout.parameters
+        return self.layer._learned(0), readout["weight"], readout.get("bias")
 
     def _draw(self, like: Array) -> Array:
         if self.layer.batch_first:  # the same numbers for either layout
@@ -154,34 +147,31 @@ class Feedback(Fed, Explained, base.Layer):
         Returns:
             y ``[T, B, Y]``, laid out as x, and the state, as in ``RNN.forward``.
         """
-        layer, x, training = self.layer, self._sequence(x), check.boolean("training", training)
-        flags = check.numbers("forced", forced)
-        flags = self._forced(flags if flags.ndim else flags.item(), x, layer.batch_first)
-        if training and self._rounds:
-            layer._refuse()
-        draws = training and layer.cell.keeps
-        options = Options(
-            training=training,
-            seed=int(layer._generator.integers(1 << 63)) if draws else 0,
-            threads=threads.current(),
-            checkpoint=check_checkpoint(layer.checkpoint),
-        )
-        this = self._layer()._replace(options=options, plan=self._plan())
-        pullbacks = list[passes.Pullback]()
+        layer, pullbacks = self.layer, list[passes.Pullback]()
+        how = layer._options(training)
 
-        def run(layer: Layer, arrays: Mapping[str, Array]) -> Any:
-            output, final, others, pullback = passes.run(layer, arrays)
+        def run(this: Layer, arrays: Arrays) -> Any:
+            output, final, others, pullback = passes.run(this, arrays)
             pullbacks.append(pullback)
             return output, tuple(final), others
 
-        stack = Stack(Numpy, run, this, [self._learned()], layer.batch_first)
-        rows = x.shape[0 if layer.batch_first else 1]
-        series = entering(Numpy.xp, x, flags, self._width, self._rounds)
-        arguments = {"mask": mask, "lengths": lengths, "resets": resets, "static": static}
+        def stack(learned: Arrays) -> Stack:
+            this = self._layer()._replace(options=how, plan=self._plan())
+            if this.plan.types.quantized:
+                integers, scales = rounded(learned["weight_readout"], "weight", "readout")
+                both = {"weight_readout": integers, scales_of("weight_readout"): scales}
+                learned = {**learned, **both}
+            return Stack(Numpy, run, this, [learned], layer.batch_first)
+
+        array, flags = self._sequence(x), check.numbers("forced", forced)
         # Given always, so that the backward pass returns their gradients.
-        output, final = stack.call(series, layer._states("state", state, rows), arguments)
-        self._saved = (pullbacks[0], flags) if training else None
-        return self.readout.forward(output, training=training), final
+        states = layer._states("state", state, array.shape[0 if layer.batch_first else 1])
+        flags, output, final = self._run(
+            array, states, flags if flags.ndim else flags.item(), stack,
+            mask=mask, lengths=lengths, resets=resets, static=static,
+        )  # fmt: skip
+        self._saved = (pullbacks[0], flags) if how.training else None
+        return self.readout.forward(output, training=how.training), final
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -222,14 +212,3 @@ class Feedback(Fed, Explained, base.Layer):
         d_x[..., : self._width] *= flags[..., None]
         state = [grads[name] for name in state_names("state", layer.cell)]
         return np.ascontiguousarray(d_x[..., :-1]), layer._returned([state])
-
-    def _learned(self) -> dict[str, Array]:
-        """What the layer of the fed cell learns, and scales of 8-bit weights."""
-        layer, readout = self.layer, self.readout
-        weight = readout.parameters["weight"]
-        bias = readout.parameters.get("bias", np.zeros(readout.output_size, layer.dtype))
-        learned = fed(Numpy.xp, layer._learned(0), layer.hidden_size, weight, bias)
-        if self._rounds:
-            integers, scales = rounded(weight, "weight", "readout")
-            learned |= {"weight_readout": integers, scales_of("weight_readout"): scales}
-        return learned

@@ -231,15 +231,7 @@ class RNN(Explained, base.Layer):
                 steps.
         """
         x = check.array("x", x, self._layout(self.input_size), self.dtype)
-        training = check.boolean("training", training)
-        how = Options(
-            reverse=(False, True)[: 1 + self.bidirectional],
-            training=training,
-            seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
-            threads=threads.current(),
-            checkpoint=check_checkpoint(self.checkpoint),
-            **(check_options(arguments, function=type(self).forward) if arguments else {}),
-        )
+        how = self._options(training, **arguments)
         states: dict[str, Array] = {}
         if state is None:  # so that the backward pass returns their gradients
             rows = x.shape[0 if self.batch_first else 1]
@@ -274,6 +266,18 @@ class RNN(Explained, base.Layer):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+    def _options(self, training: Any, **arguments: Any) -> Options:
+        """The options of a call, among its arguments."""
+        training = check.boolean("training", training)
+        return Options(
+            reverse=(False, True)[: 1 + self.bidirectional],
+            training=training,
+            seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
+            threads=threads.current(),
+            checkpoint=None if self.checkpoint is None else check_checkpoint(self.checkpoint),
+            **(check_options(arguments, function=type(self).forward) if arguments else {}),
+        )
 
     def backward(
         self,

@@ -11,8 +11,8 @@ from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.checks import refuse
-from anycell.layer.feedback import Fed, check_layer, check_width, entering, fed
-from anycell.layer.rounding import quantized
+from anycell.layer.feedback import Fed, check_layer, check_width
+from anycell.layer.layers import Arrays, Stack
 from anycell.plan import Engine
 from anycell.plan.layer import register
 from anycell.torch.dropin import DropIn
@@ -105,6 +105,10 @@ class Feedback(Fed, Explained, nn.Module):
     def _width(self) -> int:
         return self.readout.out_features
 
+    def _parts(self) -> tuple[Arrays, Tensor, Tensor | None]:
+        (learned,) = self.layer._weights(self.layer.cell)
+        return learned, self.readout.weight, self.readout.bias
+
     def _draw(self, like: Tensor) -> Tensor:
         return torch.rand(like.shape, device=like.device)
 
@@ -120,21 +124,17 @@ class Feedback(Fed, Explained, nn.Module):
         static: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """Returns y and the final state; see the class."""
-        layer, (weight, bias) = self.layer, (self.readout.weight, self.readout.bias)
+        layer = self.layer
         if self._made[0] is not layer.cell:  # replaced, for instance by other hyperparameters
             self._made = self._fed()
-        x = self._sequence(x)
-        what = "as the weights of the layer"
-        Torch.check_array("readout", weight, weight.shape, what, layer._like)
-        (weights,) = layer._weights(layer.cell)
-        learned = fed(Torch.xp, weights, layer.hidden_size, weight, bias)
-        flags = self._forced(forced, x, layer.batch_first)
-        rounds = quantized(learned) and x.dtype is torch.float32
-        series = entering(Torch.xp, x, flags, self._width, rounds)
-        sizes = (*layer._sizes, (OUTPUT, self._width))
-        run = layer._call(self._made[1], {})._replace(sizes=sizes)
+
+        def stack(learned: Arrays) -> Stack:
+            sizes = (*layer._sizes, (OUTPUT, self._width))
+            run = layer._call(self._made[1], {})._replace(sizes=sizes)
+            return stacked(run, [learned], x, layer.batch_first)
+
         arguments = {"mask": mask, "lengths": lengths, "resets": resets, "static": static}
-        output, final = stacked(run, [learned], x, layer.batch_first).call(series, state, arguments)
+        _, output, final = self._run(x, state, forced, stack, **arguments)
         return self.readout(output), final
 
     if TYPE_CHECKING:
