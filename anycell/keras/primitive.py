@@ -67,8 +67,7 @@ def recurrence(
         refuse("recurrence", f"Keras's backend {name!r}", expected, hint, NotImplementedError)
     parts, arguments = keras.tree.map_structure(_value, ((x, weights, state, params), arguments))
     module = import_module("anycell.keras.tensors" if name == "tensorflow" else f"anycell.{name}")
-    results: tuple[Any, ...] = module.recurrence(cell, *parts, **arguments)
-    return results
+    return module.recurrence(cell, *parts, **arguments)
 
 
 def _value(leaf: Any) -> Any:

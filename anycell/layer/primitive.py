@@ -95,11 +95,10 @@ def check_call(
         engines: that users may ask for.
     """
     check_cell(cell)
-    params = {} if params is None else params
     if convert is not None:
         x, weights, state, params = convert((x, weights, state, params))
         arguments |= convert({n: a for n, a in arguments.items() if n in ("gates", *REALS)})
-    learned = learned_by_name(framework, cell, cell.learned, weights=weights, params=params)
+    learned = learned_by_name(framework, cell, cell.learned, weights, params)
     name, series = _input(x, arguments.get("gates"), learned)
     data, rows = unpack(name, series) if unpack else (series, None)
     check_input(framework, cell, name, data, "weight_ih" not in learned, rows is not None)
@@ -135,12 +134,12 @@ def check_rest(
 
 
 def learned_by_name(
-    framework: type[Framework], cell: Cell, names: Sequence[str], **arguments: Any
+    framework: type[Framework], cell: Cell, names: Sequence[str], weights: Any, params: Any
 ) -> dict[str, Any]:
     """Collects the arrays that a cell learns from dictionaries by ``names``; leaves out None."""
     learned: dict[str, Any] = {}
     known = ", ".join(names) or "no names"
-    for argument, mapping in arguments.items():
+    for argument, mapping in (("weights", weights), ("params", {} if params is None else params)):
         if not isinstance(mapping, Mapping):
             hint = "Pass a dictionary."
             expected = f"a dictionary of arrays by name: {known}"
@@ -201,7 +200,7 @@ def fit_arrays(
     rows: int,
     like: Any,
     state: Any,
-    arguments: dict[str, Any],
+    arguments: Any,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """The states of a call, and the sizes of all symbols of its cell.
 

@@ -80,10 +80,9 @@ def recurrence(
     if not gates_x.dtype.isnative or gates_x.dtype.name not in dtypes("cpu"):
         expected = f"one of {', '.join(dtypes('cpu'))}"
         refuse("gates_x", f"dtype {gates_x.dtype}", expected, "Convert it.", TypeError)
-    _, rows, _ = gates_x.shape
-    params = {} if params is None else params
     names = [name for name in cell.learned if name not in ("weight_ih", "bias_ih")]
-    learned = learned_by_name(Strict, cell, names, weights=weights, params=params)
+    learned = learned_by_name(Strict, cell, names, weights, params)
+    rows = gates_x.shape[1]
     states, sizes = fit_arrays(Strict, cell, gates_x, learned, rows, gates_x, state, arguments)
     options, seed = check_rest(recurrence, arguments, without=_WITHOUT)
     if options.training and cell.keeps and seed is None:
@@ -91,6 +90,6 @@ def recurrence(
     options = options._replace(seed=seed or 0, threads=threads.current())
     chosen = plan(cell, sizes["H"], gates_x.dtype.name, arguments.get("engine"), sizes)
     layer = Layer(cell, tuple(sizes.items()), options, plan=chosen)
-    stack = Stack(Strict, lambda *given: passes.run(*given, keep=False)[:3], layer, [learned])
+    stack = Stack(Strict, lambda one, on: passes.run(one, on, keep=False)[:3], layer, [learned])
     output, final = Call(layer, gates_x, learned, states, seed).results(stack, arguments)
     return output, final
