@@ -246,7 +246,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "anycell", root / "anycell", ignore=ignore)
     parts = blocks("CONTRIBUTING.md")
     janet, export, _, row, function, emit, kernel, exported, *parts = parts
-    dtype, field, name, line, array, untyped, of_torch, of_numpy, act, *_ = parts
+    dtype, field, name, line, about, untyped, of_torch, of_numpy, act, *_ = parts
     (root / "anycell/cells/janet.py").unlink()
     remove(root / "anycell/cells/__init__.py", export, ' "JANET",')
     remove(root / "anycell/plan/dtype.py", dtype)
@@ -261,7 +261,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (above,) = re.findall(r"`forward` above `([^`]+)`", text)
     insert(root / "anycell/layer/forward.py", f"    {above}:", textwrap.indent(line, "    "))
-    insert(root / "anycell/plan/call.py", "}\nREALS", array)
+    insert(root / "anycell/plan/call.py", '    """\n\n    mask: Array', about)
     insert(root / "anycell/plan/call.py", "\n\nclass Returning", untyped)
     insert(root / "anycell/torch/typed.py", "\n\nclass Arguments", of_torch)
     insert(root / "anycell/numpy/typed.py", "\n\nclass Arguments", of_numpy)
@@ -447,8 +447,8 @@ def test_the_files_of_an_array() -> None:
     table = [line for line in section.splitlines() if line.startswith("| `")]
     listed = re.findall(r"`(anycell/[\w/]+\.py)`", "\n".join(table))
     assert len(listed) <= 4
-    for name in ("lengths", "recurrent_mask", "return_states"):
-        declared = re.compile(rf'^    ("{name}": Argument|{name}: )', re.MULTILINE)
+    for name in ("lengths", "return_states"):
+        declared = re.compile(rf"^    {name}: ", re.MULTILINE)
         package = ROOT / "anycell"
         where = [path for path in package.rglob("*.py") if declared.search(path.read_text("utf-8"))]
         assert {path.relative_to(ROOT).as_posix() for path in where} <= {*listed}, name

@@ -12,11 +12,11 @@ from anycell.engines import cpu
 from anycell.jax import fused, streaming
 from anycell.jax.framework import Jax, as_arrays, check_key, known
 from anycell.lang.cell import Cell
-from anycell.layer import checks
+from anycell.layer import checks, primitive
 from anycell.layer.checks import choice, refuse
 from anycell.layer.layers import Stack
-from anycell.layer.primitive import SAYS, RecurrenceArguments, check_call
-from anycell.plan import Layer, plan, takes
+from anycell.layer.primitive import check_call
+from anycell.plan import Layer, RecurrenceArguments, plan, takes
 from anycell.plan.dtype import dtypes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Array = Any
 
 
-@takes(RecurrenceArguments, **SAYS)
+@takes(RecurrenceArguments, about=primitive.__doc__)
 def recurrence(
     cell: Cell,
     x: Array | None,

@@ -12,16 +12,16 @@ from anycell.keras.backends import as_written
 from anycell.keras.call import Tensor
 from anycell.keras.rule import FUSED
 from anycell.lang.cell import Cell
+from anycell.layer import primitive
 from anycell.layer.checks import refuse
-from anycell.layer.primitive import SAYS, RecurrenceArguments
-from anycell.plan import takes
+from anycell.plan import RecurrenceArguments, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
 @as_written
-@takes(RecurrenceArguments, **SAYS)
+@takes(RecurrenceArguments, about=primitive.__doc__)
 def recurrence(
     cell: Cell,
     x: Tensor | None,
@@ -67,8 +67,7 @@ def recurrence(
         refuse("recurrence", f"Keras's backend {name!r}", expected, hint, NotImplementedError)
     parts, arguments = keras.tree.map_structure(_value, ((x, weights, state, params), arguments))
     module = import_module("anycell.keras.tensors" if name == "tensorflow" else f"anycell.{name}")
-    results: tuple[Any, ...] = module.recurrence(cell, *parts, **arguments)
-    return results
+    return module.recurrence(cell, *parts, **arguments)
 
 
 def _value(leaf: Any) -> Any:

@@ -144,7 +144,7 @@ class Steps:
         eager = hasattr(x, "numpy")  # symbols of a graph lack this method
         if packed.serves(me) and eager and not recorded((x, *given, static)):
             return self._packed_step(packed.stream, x, given, static)  # type: ignore[arg-type]
-        with me._beside(static, None), backend.AutocastScope(dtype):
+        with me._beside(static=static), backend.AutocastScope(dtype):
             last, _, final = me.inner_loop(ops.expand_dims(x, 1), given, None, False)
         return last, list(final)
 

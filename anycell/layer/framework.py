@@ -2,8 +2,9 @@
 
 An instance handles arrays of one dtype. Those of ``Framework`` lie in the memory of the CPU, those
 of ``DeviceFramework`` on one device. What needs no dtype belongs to the class, which the checks of
-users' arguments take as it is.
+users' arguments take as it is. A method without a body is the framework's to define.
 """
+# mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
@@ -62,7 +63,6 @@ class Framework:
     @classmethod
     def dtype_named(cls, name: str) -> Any:
         """The framework's dtype of that name."""
-        raise NotImplementedError
 
     @functools.cached_property
     def eight_bits(self) -> Self:
@@ -81,23 +81,18 @@ class Framework:
         strides are not multiples of its element size. Returns None for dtypes other than this one
         (or with ``wide``, the one of ``wide`` arrays), and for other devices.
         """
-        raise NotImplementedError
 
     def layout(self, arrays: Mapping[Any, Array]) -> tuple[Any, ...]:
         """A hashable key of all that ``fit`` looks at, for all arrays except flags."""
-        raise NotImplementedError
 
     def as_flags(self, array: Array) -> Array | None:
         """Returns bool or uint8 flags as contiguous uint8; None for other dtypes and devices."""
-        raise NotImplementedError
 
     def widen(self, array: Array) -> Array:
         """Returns the array in the dtype of ``wide``; the array itself if it has that dtype."""
-        raise NotImplementedError
 
     def narrow(self, array: Array) -> Array:
         """Returns the array in this dtype; the array itself if it has that dtype."""
-        raise NotImplementedError
 
     def split(self, array: Array, sizes: Sequence[int], /) -> Sequence[Array]:
         """The parts of an array of one axis, of these sizes."""
@@ -108,43 +103,34 @@ class Framework:
 
     def empty(self, shape: Shape) -> Array:
         """An array of that shape, whose numbers may be anything."""
-        raise NotImplementedError
 
     def zeros(self, shape: Shape) -> Array:
         """An array of zeros."""
-        raise NotImplementedError
 
     def lasting(self, shape: Shape) -> Array:
         """An array like ``empty``'s, for values of every step; see ``engines.cpu.memory``."""
-        raise NotImplementedError
 
     def template(self, shape: Shape) -> Array:
         """A stand-in for an array of that shape, with at most one number; for ``like``."""
-        raise NotImplementedError
 
     def like(self, array: Array, /) -> Array:
         """An array like ``empty``'s, with the shape of a contiguous array or a ``template``; made
         in half the time.
         """
-        raise NotImplementedError
 
     # -- addresses ---------------------------------------------------------------------------------
 
     def pointer(self, array: Array, /) -> int:
         """The address of the first element."""
-        raise NotImplementedError
 
     def pointers(self, arrays: Iterable[Array]) -> Iterable[int]:
         """The addresses of several arrays, faster than by calls of ``pointer``."""
-        raise NotImplementedError
 
     def strides(self, array: Array, /) -> Shape:
         """The strides of an array that fits, in elements."""
-        raise NotImplementedError
 
     def misaligned(self, arrays: Iterable[Array]) -> bool:
         """Whether the address of any array is not a multiple of its element size."""
-        raise NotImplementedError
 
     # -- arguments of users' calls -----------------------------------------------------------------
     # ``like`` has the dtype and the device that arrays must have. Errors describe an array by
@@ -157,19 +143,16 @@ class Framework:
         """Converts an argument to an array of that shape, with the dtype and the device of
         ``like``.
         """
-        raise NotImplementedError
 
     @classmethod
     def check_flags(
         cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Any
     ) -> Array:
         """Converts an argument to booleans of that shape."""
-        raise NotImplementedError
 
     @classmethod
     def check_counts(cls, name: str, value: Any, expected: str) -> tuple[Array, bool]:
         """Converts an argument to whole numbers, and says whether their values can be read."""
-        raise NotImplementedError
 
     @classmethod
     def copy_flags(cls, flags: Array) -> Array:
@@ -179,7 +162,6 @@ class Framework:
     @classmethod
     def below(cls, steps: int, counts: Array, like: Any) -> Array:
         """Whether each step is below each of ``counts [1, B]``, ``[T, B]``."""
-        raise NotImplementedError
 
     @classmethod
     def check_states(
@@ -238,8 +220,6 @@ class DeviceFramework(Framework, DeviceArrays):
     Attributes:
         wide_states: False: states are kept in the plan's dtype, and only at borders in float32.
         tier: forces a tier; None lets ``capacity`` choose.
-        trouble: an int32 in memory that host and device both reach; kernels of tier 2 set it when
-            their programs give up waiting for one another.
         patience: the nanoseconds after which a program gives up.
     """
 
@@ -249,41 +229,36 @@ class DeviceFramework(Framework, DeviceArrays):
 
     def tf32(self, cell: Cell) -> bool:
         """Whether a cell's matmuls may round float32 operands to 19 bits."""
-        raise NotImplementedError
 
     @property
     def trouble(self) -> Array:
-        raise NotImplementedError
+        """An int32 in memory that host and device both reach; kernels of tier 2 set it when their
+        programs give up waiting for one another.
+        """
 
     def empty(self, shape: Shape, wide: bool = False) -> Array:
-        raise NotImplementedError
+        """An array of that shape, whose numbers may be anything."""
 
     def zeros(self, shape: Shape, wide: bool = False) -> Array:
-        raise NotImplementedError
+        """An array of zeros."""
 
     def rounded(self, array: Array) -> Array:
         """The array in the plan's dtype, contiguous; the array itself if it is so already."""
-        raise NotImplementedError
 
     def numbers(self, values: Sequence[float]) -> Array:
         """A float32 array on the device."""
-        raise NotImplementedError
 
     def flags(self, count: int) -> Array:
         """An array of ``count`` zeros, int32."""
-        raise NotImplementedError
 
     def matmul_add(self, a: Array, b: Array, out: Array) -> None:
         """``out += a @ b``, as ``matmul``."""
-        raise NotImplementedError
 
     def summed(self, array: Array) -> Array:
         """The sum of the rows of a matrix: wide, and never rounded on the way."""
-        raise NotImplementedError
 
     def masked(self, x: Array, mask: Array) -> Array:
         """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, even in place of NaN."""
-        raise NotImplementedError
 
 
 def extent(host: Framework, array: Array) -> Bounds:

@@ -1,5 +1,27 @@
-"""``recurrence``, one direction of one layer: its arguments, documented and checked for every
-frontend.
+"""``recurrence``, one direction of one layer: documented and checked here for every frontend.
+
+Its arguments, besides the arrays and options of every call, and its results:
+
+    cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the arrays.
+    x: ``[T, B, I]``. If ``weights`` have no ``weight_ih``, x must be projected already, like
+        ``gates``.
+    weights: what the layer learns, by public names (``cell.learned``). W is the sum of the gates'
+        sizes, G*H where each has H units: ``weight_ih`` ``[W, I]`` and ``weight_hh`` ``[W, size of
+        the first state]``, with rows in the cell's order of gates, in ``weight_hh`` of those of
+        size H only; optionally ``bias_ih`` and ``bias_hh`` with the same rows; ``weight_<name>``
+        and ``bias_<name>`` of each further matmul, ``[out, in]`` or ``[heads, out/heads,
+        in/heads]``; each parameter of the cell, ``[size]``. A value of None means that the weight
+        is absent.
+    state: ``[B, size]`` per state, or the array itself for one state; None, for all states or one
+        of them, is the declared value. ``reset_state`` may also be ``[size]``.
+    params: the cell's parameters, if they are kept apart from the weights.
+    gates: ``[T, B, W]``, laid out as x, the input's projection onto the gates, side by side, in
+        place of x: ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, if
+        given.
+    output: ``[T, B, size of the first state]``, laid out as x.
+    final: a tuple of the states ``[B, size]`` after each row's last step.
+    states: with ``return_states``, a dictionary of ``[T, B, size]``, laid out as x, by names of
+        states; at masked steps see ``masked_output``.
 """
 
 from __future__ import annotations
@@ -20,49 +42,8 @@ from anycell.layer.checks import (
 )
 from anycell.layer.framework import Framework
 from anycell.layer.layers import Stack
-from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import shapes
-from anycell.plan import (
-    ARRAYS,
-    OPTIONS,
-    REALS,
-    ArrayArguments,
-    GradientOptions,
-    Layer,
-    Options,
-    Returning,
-)
-
-# Sentences of docstrings about the arguments of ``recurrence`` that only it has, and its results.
-SAYS = {
-    "cell": "a cell of G gates. Its hidden size H, and its other sizes, follow from the arrays.",
-    "x": "``[T, B, I]``. If ``weights`` have no ``weight_ih``, x must be projected already, like "
-    "``gates``.",
-    "weights": "what the layer learns, by public names (``cell.learned``). W is the sum of the "
-    "gates' sizes, G*H where each has H units: ``weight_ih`` ``[W, I]`` and ``weight_hh`` "
-    "``[W, size of the first state]``, with rows in the cell's order of gates, in ``weight_hh`` of "
-    "those of size H only; optionally ``bias_ih`` and ``bias_hh`` with the same rows; "
-    "``weight_<name>`` and ``bias_<name>`` of each further matmul, ``[out, in]`` or ``[heads, "
-    "out/heads, in/heads]``; each parameter of the cell, ``[size]``. A value of None means that "
-    "the weight is absent.",
-    "state": "``[B, size]`` per state, or the array itself for one state; None, for all states or "
-    "one of them, is the declared value. ``reset_state`` may also be ``[size]``.",
-    "params": "the cell's parameters, if they are kept apart from the weights.",
-    "gates": "``[T, B, W]``, laid out as x, the input's projection onto the gates, side by side, "
-    "in place of x: ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, "
-    "if given.",
-    "output": "``[T, B, size of the first state]``, laid out as x.",
-    "final": "a tuple of the states ``[B, size]`` after each row's last step.",
-    "states": "with ``return_states``, a dictionary of ``[T, B, size]``, laid out as x, by names "
-    "of states; at masked steps see ``masked_output``.",
-}
-
-
-class RecurrenceArguments(ArrayArguments, Returning, GradientOptions, total=False):
-    """The arguments of ``recurrence`` by name, where arrays have no types."""
-
-    gates: Any
-    engine: str | None
+from anycell.plan import ARRAYS, OPTIONS, REALS, Layer, Options
 
 
 class Call(NamedTuple):
@@ -72,26 +53,21 @@ class Call(NamedTuple):
         layer: one direction, with the engine that the user asks for, and without a seed.
         x: the input, or the projected input, as the user passes it.
         learned: what the cell learns, by name.
-        arrays: states, with an axis of one direction, and ``real`` arrays, by the names of
-            ``signature``.
+        states: by the names of ``signature``, with an axis of one direction.
         seed: as the user passes it.
-        wanted: the states to return after every step.
     """
 
     layer: Layer
     x: Any
     learned: dict[str, Any]
-    arrays: dict[str, Any]
+    states: dict[str, Any]
     seed: int | None
-    wanted: tuple[str, ...]
 
     def results(self, stack: Stack, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """The results of ``recurrence``, which a stack of one layer runs."""
-        cell, wanted = self.layer.cell, self.wanted
-        others = besides_output(wanted, cell)
-        output, final, values = stack.sequence(self.x, self.arrays, arguments, others)
-        last = tuple([state[0] for state in final])
-        return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
+        output, final, *sequences = stack.call(self.x, None, arguments, self.states)
+        final = final if len(self.layer.cell.states) > 1 else (final,)
+        return (output, tuple([state[0] for state in final]), *sequences)
 
 
 def check_call(
@@ -102,13 +78,14 @@ def check_call(
     weights: Any,
     state: Any,
     params: Any,
-    arguments: Mapping[str, Any],
+    arguments: Any,
     *,
     convert: Callable[[Any], Any] | None = None,
     unpack: Callable[[str, Any], tuple[Any, int | None]] | None = None,
     engines: tuple[str, ...] = ("cpu", "reference"),
 ) -> Call:
-    """Checks a call of ``recurrence``, but for flags.
+    """Checks what distinguishes a call of ``recurrence`` from one of a layer; ``Stack`` checks the
+    rest. Takes the ``reset_state`` out of the arguments.
 
     Args:
         function: ``recurrence`` of the frontend; errors list its arguments.
@@ -118,22 +95,20 @@ def check_call(
         engines: that users may ask for.
     """
     check_cell(cell)
-    real: dict[str, Any] = {name: arguments.get(name) for name in ("gates", *REALS)}
-    params = {} if params is None else params
     if convert is not None:
-        x, weights, state, params, real = convert((x, weights, state, params, real))
-    learned = learned_by_name(framework, cell, cell.learned, weights=weights, params=params)
-    name, series = _input(x, real["gates"], learned)
+        x, weights, state, params = convert((x, weights, state, params))
+        arguments |= convert({n: a for n, a in arguments.items() if n in ("gates", *REALS)})
+    learned = learned_by_name(framework, cell, cell.learned, weights, params)
+    name, series = _input(x, arguments.get("gates"), learned)
     data, rows = unpack(name, series) if unpack else (series, None)
     check_input(framework, cell, name, data, "weight_ih" not in learned, rows is not None)
     like = learned.get("weight_hh", [*learned.values(), data][0])
     rows = data.shape[1] if rows is None else rows
-    arrays, sizes = fit_arrays(framework, cell, data, learned, rows, like, state, real)
+    states, sizes = fit_arrays(framework, cell, data, learned, rows, like, state, arguments)
     framework.check_array(name, data, data.shape, "as the weights", like)
     options, seed = check_rest(function, arguments, engines)
-    wanted = check_return_states(cell, arguments.get("return_states"))
     layer = Layer(cell, tuple(sizes.items()), options, engine=arguments.get("engine"))
-    return Call(layer, series, learned, arrays, seed, wanted)
+    return Call(layer, series, learned, states, seed)
 
 
 def check_rest(
@@ -159,12 +134,12 @@ def check_rest(
 
 
 def learned_by_name(
-    framework: type[Framework], cell: Cell, names: Sequence[str], **arguments: Any
+    framework: type[Framework], cell: Cell, names: Sequence[str], weights: Any, params: Any
 ) -> dict[str, Any]:
     """Collects the arrays that a cell learns from dictionaries by ``names``; leaves out None."""
     learned: dict[str, Any] = {}
     known = ", ".join(names) or "no names"
-    for argument, mapping in arguments.items():
+    for argument, mapping in (("weights", weights), ("params", {} if params is None else params)):
         if not isinstance(mapping, Mapping):
             hint = "Pass a dictionary."
             expected = f"a dictionary of arrays by name: {known}"
@@ -225,9 +200,9 @@ def fit_arrays(
     rows: int,
     like: Any,
     state: Any,
-    arguments: Mapping[str, Any],
+    arguments: Any,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Arrays of a call besides x and flags, and the sizes of all symbols of its cell.
+    """The states of a call, and the sizes of all symbols of its cell.
 
     Args:
         x: as ``check_input`` takes it.
@@ -235,18 +210,17 @@ def fit_arrays(
         rows: the batch.
         like: an array with the dtype and the device that all arrays must have.
         state: as users pass it.
-        arguments: of the call by name, as users pass them.
+        arguments: of the call by name, as users pass them; ``reset_state`` is taken out.
 
     Returns:
-        arrays by the names of ``signature``, without what is learned, states with an axis of one
-        direction; and the sizes.
+        the states, and those that resets restore, by the names of ``signature``, with an axis of
+        one direction; and the sizes.
     """
-    static, recurrent_mask = arguments.get("static"), arguments.get("recurrent_mask")
     states = {
         kind: _states(framework, kind, given, cell)
-        for kind, given in (("state", state), ("reset_state", arguments.get("reset_state")))
+        for kind, given in (("state", state), ("reset_state", arguments.pop("reset_state", None)))
     }
-    sizes = _sizes(cell, x, learned, static, states["state"])
+    sizes = _sizes(cell, x, learned, arguments.get("static"), states["state"])
     for name, shape in shapes(cell, sizes, x.shape[-1], True).items():
         what = f"which cell {cell.name} learns with H = {sizes['H']}"
         if name in learned:
@@ -264,12 +238,6 @@ def fit_arrays(
                     kind, value, shape, f"the state {declared.name!r}", like
                 )
                 arrays[f"{kind} {declared.name}"] = value[None]
-    if static is not None or cell.static is not None:
-        shape = rows, sizes[cell.static_size]
-        arrays["static"] = framework.check_static(cell, static, shape, like)
-    if recurrent_mask is not None:
-        mask = framework.check_recurrent_mask(cell, recurrent_mask, sizes, (rows,), like)
-        arrays["recurrent_mask"] = mask
     return arrays, sizes
 
 

@@ -108,11 +108,8 @@ class Numpy(Framework):
             refuse(name, "None", f"{like.dtype} {list(shape)}, {axes}", "Pass an array.", TypeError)
         return check.array(name, value, shape, like.dtype, axes)
 
-    @classmethod
-    def check_flags(
-        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Any
-    ) -> npt.NDArray[np.bool_]:
-        return check.flags(name, value, shape, axes)
+    check_flags = staticmethod(check.flags)
+    copy_flags = staticmethod(np.ascontiguousarray)
 
     @classmethod
     def check_counts(cls, name: str, value: Any, expected: str) -> tuple[npt.NDArray[Any], bool]:
@@ -121,10 +118,6 @@ class Numpy(Framework):
             hint = f"Convert them: {name}.astype(int)."
             refuse(name, describe(counts), expected, hint, TypeError)
         return counts.astype(np.int64), True
-
-    @classmethod
-    def copy_flags(cls, flags: Array) -> Array:
-        return np.ascontiguousarray(flags)
 
     @classmethod
     def below(cls, steps: int, counts: Array, like: Any) -> Array:

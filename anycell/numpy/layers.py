@@ -27,7 +27,7 @@ from anycell.numpy import base, check, initializers, passes, threads
 from anycell.numpy.base import Array
 from anycell.numpy.framework import Numpy
 from anycell.numpy.streaming import Packed
-from anycell.numpy.typed import Arguments, Names, State
+from anycell.numpy.typed import Arguments, Arrays, Names, State
 from anycell.plan import Engine, Layer, Options, Plan, Returning, plan, takes
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class RNN(Explained, base.Layer):
         return_states: Names, **arguments: Unpack[Arguments],
     ) -> tuple[Array, State, dict[str, Array]]: ...  # fmt: skip
 
-    @takes(Arguments, Returning)
+    @takes(Arrays, Returning)
     def forward(
         self,
         x: npt.ArrayLike,
@@ -231,15 +231,7 @@ class RNN(Explained, base.Layer):
                 steps.
         """
         x = check.array("x", x, self._layout(self.input_size), self.dtype)
-        training = check.boolean("training", training)
-        how = Options(
-            reverse=(False, True)[: 1 + self.bidirectional],
-            training=training,
-            seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
-            threads=threads.current(),
-            checkpoint=check_checkpoint(self.checkpoint),
-            **(check_options(arguments, function=type(self).forward) if arguments else {}),
-        )
+        how = self._options(training, **arguments)
         states: dict[str, Array] = {}
         if state is None:  # so that the backward pass returns their gradients
             rows = x.shape[0 if self.batch_first else 1]
@@ -274,6 +266,18 @@ class RNN(Explained, base.Layer):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+    def _options(self, training: Any, **arguments: Any) -> Options:
+        """The options of a call, among its arguments."""
+        training = check.boolean("training", training)
+        return Options(
+            reverse=(False, True)[: 1 + self.bidirectional],
+            training=training,
+            seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
+            threads=threads.current(),
+            checkpoint=None if self.checkpoint is None else check_checkpoint(self.checkpoint),
+            **(check_options(arguments, function=type(self).forward) if arguments else {}),
+        )
 
     def backward(
         self,

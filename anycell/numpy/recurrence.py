@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from anycell import layer
 from anycell.lang.cell import Cell
+from anycell.layer import primitive
 from anycell.layer.checks import check_cell, refuse
-from anycell.layer.layers import Layout
-from anycell.layer.primitive import SAYS, check_input, check_rest, fit_arrays, learned_by_name
+from anycell.layer.layers import Stack
+from anycell.layer.primitive import Call, check_input, check_rest, fit_arrays, learned_by_name
 from anycell.numpy import passes, threads
-from anycell.numpy.framework import Numpy, Strict
+from anycell.numpy.framework import Strict
 from anycell.numpy.typed import RecurrenceArguments
 from anycell.plan import Layer, plan, takes
 from anycell.plan.dtype import dtypes
@@ -34,7 +34,7 @@ Array = npt.NDArray[np.floating]
 _WITHOUT = "checkpoint", "gates", "return_states"
 
 
-@takes(RecurrenceArguments, **SAYS)
+@takes(RecurrenceArguments, about=primitive.__doc__)
 def recurrence(
     cell: Cell,
     gates_x: Array,
@@ -80,23 +80,16 @@ def recurrence(
     if not gates_x.dtype.isnative or gates_x.dtype.name not in dtypes("cpu"):
         expected = f"one of {', '.join(dtypes('cpu'))}"
         refuse("gates_x", f"dtype {gates_x.dtype}", expected, "Convert it.", TypeError)
-    steps, rows, _ = gates_x.shape
-    params = {} if params is None else params
     names = [name for name in cell.learned if name not in ("weight_ih", "bias_ih")]
-    learned = learned_by_name(Strict, cell, names, weights=weights, params=params)
-    arrays, sizes = fit_arrays(Strict, cell, gates_x, learned, rows, gates_x, state, arguments)
+    learned = learned_by_name(Strict, cell, names, weights, params)
+    rows = gates_x.shape[1]
+    states, sizes = fit_arrays(Strict, cell, gates_x, learned, rows, gates_x, state, arguments)
     options, seed = check_rest(recurrence, arguments, without=_WITHOUT)
-    stepped = layer.stepped(cell, arguments.get("recurrent_mask"))
-    chosen = plan(stepped, sizes["H"], gates_x.dtype.name, arguments.get("engine"), sizes)
-    arrays |= Layout(Strict, gates_x, steps, rows).of_steps(arguments)
-    arrays |= {"x": gates_x, **learned}
     if options.training and cell.keeps and seed is None:
         refuse("seed", "None", "an int", f"Pass a seed: in training cell {cell.name} draws masks.")
     options = options._replace(seed=seed or 0, threads=threads.current())
-    finals: passes.States
-    if chosen.engine == "reference":
-        outputs, finals, *_ = passes.composite(Layer(cell, tuple(sizes.items()), options), arrays)
-    else:
-        host = Numpy.of(chosen.dtype)
-        outputs, finals, _ = layer.forward(host, chosen, arrays, options, keep=False)
-    return outputs, tuple([final[0] for final in finals])
+    chosen = plan(cell, sizes["H"], gates_x.dtype.name, arguments.get("engine"), sizes)
+    layer = Layer(cell, tuple(sizes.items()), options, plan=chosen)
+    stack = Stack(Strict, lambda one, on: passes.run(one, on, keep=False)[:3], layer, [learned])
+    output, final = Call(layer, gates_x, learned, states, seed).results(stack, arguments)
+    return output, final

@@ -16,6 +16,7 @@ from anycell.plan.call import (
     FunctionOptions,
     GradientOptions,
     Options,
+    RecurrenceArguments,
     Returning,
     takes,
 )
@@ -28,7 +29,7 @@ from anycell.plan.plan import LINE, Plan, no_kernel_on_gpu, padded, plan
 __all__ = [
     "ARRAYS", "CODES", "DTYPES", "FREE", "HEAVY", "LINE", "MATMULS", "OF_CALL", "OPTIONS", "REALS",
     "Array", "ArrayArguments", "CallOptions", "Dtype", "Engine", "FunctionOptions",
-    "GradientOptions", "Layer", "Options", "Plan", "Returning", "Sizes", "arrays", "gradient_roots",
-    "in_sequence", "multiplies_input", "no_kernel_on_gpu", "padded", "passes", "plan",
-    "recurrent_masks", "root_sizes", "scales_of", "takes",
+    "GradientOptions", "Layer", "Options", "Plan", "RecurrenceArguments", "Returning", "Sizes",
+    "arrays", "gradient_roots", "in_sequence", "multiplies_input", "no_kernel_on_gpu", "padded",
+    "passes", "plan", "recurrent_masks", "root_sizes", "scales_of", "takes",
 ]  # fmt: skip

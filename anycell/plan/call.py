@@ -1,14 +1,14 @@
 """The arrays and the options of a call.
 
-They are declared only here. A row of ``ARRAYS`` holds the name of an array, its axes, and its
-sentence for docstrings. A field of ``Options`` holds the name, the default, the accepted values,
-how kernels read the option, and its sentence. These rows determine the check of user input
-(``layer.checks.check_options``), the entries in the tables of CPU kernels, and the variants of GPU
-kernels. An option that changes a step also has code in the engines; an option that only the layer
-obeys has its code in the layer.
+They are declared only here. A field of ``ArrayArguments`` holds the name of an array, and its
+docstring the axes and a sentence for docstrings of calls. A field of ``Options`` holds the name,
+the default, the accepted values, how kernels read the option, and its sentence. These rows
+determine the check of user input (``layer.checks.check_options``), the entries in the tables of CPU
+kernels, and the variants of GPU kernels. An option that changes a step also has code in the
+engines; an option that only the layer obeys has its code in the layer.
 
-A call takes both by name, as one dictionary, ``**arguments``. The types of a frontend's arrays are
-in a ``TypedDict`` of the frontend, from which ``takes`` makes signatures and docstrings.
+A call takes both by name, as one dictionary, ``**arguments``. Where arrays have types, these are in
+a ``TypedDict`` of the frontend. From all this ``takes`` makes signatures and docstrings.
 """
 
 from __future__ import annotations
@@ -138,68 +138,28 @@ CODES = {name: option.codes for name, option in OPTIONS.items() if option.codes}
 OF_CALL = tuple(name for name, option in OPTIONS.items() if not option.attribute)
 
 
-class Argument(NamedTuple):
-    """A row of the table of arrays.
-
-    Attributes:
-        axes: its axes; T is the number of steps, B that of rows.
-        says: the sentence for docstrings.
-        real: whether it has the dtype of x.
-        padded: whether only a padded input takes it, because a packed one has its own lengths.
-    """
-
-    axes: str
-    says: str
-    real: bool = False
-    padded: bool = False
-
-
-STEPS = "T, B"  # the axes of flags, bool or 0 and 1, which users lay out as x
-
-ARRAYS: dict[str, Argument] = {
-    "mask": Argument(
-        STEPS,
-        "bool, laid out as x, False where a step does nothing: the state is held, and values there "
-        "have no influence, not even NaN.",
-        padded=True,
-    ),
-    "lengths": Argument(
-        "B",
-        "integers from 0 to T, the number of steps of each row. The reverse direction starts at "
-        "each row's end. With a mask, a step runs only where both allow it.",
-        padded=True,
-    ),
-    "resets": Argument(
-        STEPS,
-        "laid out as x, True where an episode starts. Each direction runs each episode by itself: "
-        "it replaces the state before the first step of the episode, or the reverse direction the "
-        "state before the last step of the episode that ends there. bool, or 0 and 1 of any real "
-        "dtype.",
-    ),
-    "reset_state": Argument(
-        "",
-        "the state that resets restore, laid out as the initial state; it may be learned. Default: "
-        "the values that the cell declares.",
-        real=True,
-    ),
-    "static": Argument("B, size", "the input per sequence of a cell that declares one.", real=True),
-    "recurrent_mask": Argument(
-        "B, H",
-        "or ``[G, B, H]`` for one per gate, where H is the size of the first state: multiplies "
-        "that state before the recurrent matmul in all layers and directions.",
-        real=True,
-    ),
-    "return_states": Argument(
-        "", "names of the states to return after every step, or True for all."
-    ),
-}
-REALS = tuple(name for name, argument in ARRAYS.items() if argument.real)
-
-Array = Any  # of a framework without types
+Array = Any  # of a framework whose arrays have no type
 
 
 class ArrayArguments(CallOptions, total=False):
-    """The arguments of a call by name, where arrays have no types: in JAX and Keras."""
+    """The arrays of a call by name, with their axes: T is the number of steps, B that of rows.
+
+    Attributes:
+        mask: ``[T, B]``, bool, laid out as x, False where a step does nothing: the state is held,
+            and values there have no influence, not even NaN.
+        lengths: ``[B]``, integers from 0 to T, the number of steps of each row. The reverse
+            direction starts at each row's end. With a mask, a step runs only where both allow it.
+        resets: ``[T, B]``, laid out as x, True where an episode starts. Each direction runs each
+            episode by itself: it replaces the state before the first step of the episode, or the
+            reverse direction the state before the last step of the episode that ends there. bool,
+            or 0 and 1 of any real dtype.
+        reset_state: the state that resets restore, laid out as the initial state; it may be
+            learned. Default: the values that the cell declares.
+        static: ``[B, size]``, the input per sequence of a cell that declares one.
+        recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate, where H is the size of the
+            first state: multiplies that state before the recurrent matmul in all layers and
+            directions.
+    """
 
     mask: Array | None
     lengths: Array | Sequence[int] | None
@@ -210,9 +170,24 @@ class ArrayArguments(CallOptions, total=False):
 
 
 class Returning(TypedDict, total=False):
-    """The argument of calls that return the states of every step."""
+    """The argument of calls that can return the states of every step.
+
+    Attributes:
+        return_states: names of the states to return after every step, or True for all.
+    """
 
     return_states: bool | str | Sequence[str] | None
+
+
+class RecurrenceArguments(ArrayArguments, Returning, GradientOptions, total=False):
+    """The arguments of ``recurrence`` by name, where arrays have no types."""
+
+    gates: Array | None
+    engine: str | None
+
+
+ARRAYS = *(n for n in ArrayArguments.__annotations__ if n not in OPTIONS), "return_states"
+REALS = "reset_state", "static", "recurrent_mask"  # which have the dtype of x
 
 
 class Engine(NamedTuple):
@@ -228,7 +203,11 @@ class Engine(NamedTuple):
     reason: str
 
 
-def takes(*typed: type, **says: str) -> Callable[[Documented], Documented]:
+# In a docstring, what it says about a name.
+_SENTENCE = re.compile(r"^( +)(\w+): (.+(?:\n\1 +.+)*)", re.MULTILINE)
+
+
+def takes(*typed: type, about: str | None = None) -> Callable[[Documented], Documented]:
     """Declares that a function takes these arguments by name, as ``**arguments``. Its signature
     shows them. A function that has ``*by_position`` too takes arrays also by position, in the order
     of ``ARRAYS``.
@@ -238,16 +217,14 @@ def takes(*typed: type, **says: str) -> Callable[[Documented], Documented]:
 
     Args:
         typed: a ``TypedDict`` or several, which have the types.
-        says: sentences about names that are neither arrays nor options.
+        about: a docstring with sentences about names that are neither arrays nor options.
     """
     types = {name: hint for one in typed for name, hint in one.__annotations__.items()}
     names = [n for n in dict.fromkeys((*ARRAYS, *OPTIONS, *types)) if n in types]
-    for name in names:
-        if name in ARRAYS:
-            axes, sentence, *_ = ARRAYS[name]
-            says[name] = f"``[{axes}]``, {sentence}" if axes else sentence
-        elif name in OPTIONS:
-            says[name] = OPTIONS[name].says
+    says = {name: option.says for name, option in OPTIONS.items()}
+    for text in (ArrayArguments.__doc__, Returning.__doc__, about):
+        for _, name, sentence in _SENTENCE.findall(text or ""):
+            says[name] = " ".join(sentence.split())
 
     def entries(line: re.Match[str]) -> str:
         known = [name for name in names if name in says]
@@ -261,28 +238,22 @@ def takes(*typed: type, **says: str) -> Callable[[Documented], Documented]:
                 r"^( +)\{([a-z_ ]+)\}$", entries, function.__doc__, flags=re.M
             )
         if inspect.isfunction(function):
-            signature, kind, shown = inspect.signature(function), inspect.Parameter, names
+            kinds, signature = inspect.Parameter, inspect.signature(function)
             *parameters, rest = signature.parameters.values()
-            how: Any = kind.KEYWORD_ONLY
-            behind = []
-            if parameters[-1].kind is kind.VAR_POSITIONAL:
-                shown, behind = [n for n in names if n in ARRAYS], [rest.replace(name="options")]
-                how, _ = kind.POSITIONAL_OR_KEYWORD, parameters.pop()
-            here = [parameter.name for parameter in parameters]
+            kind: Any = kinds.KEYWORD_ONLY
+            shown = [name for name in names if name not in signature.parameters]
+            if parameters[-1].kind is kinds.VAR_POSITIONAL:
+                kind, shown = kinds.POSITIONAL_OR_KEYWORD, [n for n in shown if n in ARRAYS]
+                parameters[-1] = rest.replace(name="options")
             for name in shown:
-                if name not in here:
-                    hint = types[name].__forward_arg__
-                    parameters.append(kind(name, how, default=_default(name), annotation=hint))
-            whole = signature.replace(parameters=[*parameters, *behind])
+                start = OPTIONS[name].start if name in OPTIONS else ...
+                default = Options._field_defaults.get(name) if start is ... else start
+                hint = types[name].__forward_arg__
+                parameters.append(kinds(name, kind, default=default, annotation=hint))
+            by_name = kinds.KEYWORD_ONLY
+            parameters.sort(key=lambda p: (p.kind, p.kind is by_name and p.name not in ARRAYS))
+            whole = signature.replace(parameters=parameters)
             function.__signature__ = whole  # type: ignore[attr-defined]
         return function
 
     return declare
-
-
-def _default(name: str) -> Any:
-    """The default of an argument, which for arrays is None."""
-    if name not in OPTIONS:
-        return None
-    start = OPTIONS[name].start
-    return Options._field_defaults[name] if start is ... else start

@@ -10,9 +10,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.layer.checks import describe, refuse
-from anycell.plan import ARRAYS
+from anycell.plan import ARRAYS, REALS
 from anycell.torch.framework import Torch
 from anycell.torch.observers import transformed
+
+# The arguments of a call that only a padded x takes: a packed one has its own lengths.
+_PADDED = {*ARRAYS}.difference(REALS, ("resets", "return_states"))
 
 
 def parts(packed: PackedSequence) -> tuple[Tensor, Tensor]:
@@ -58,7 +61,7 @@ class Packing(NamedTuple):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Pads x, and orders the rows of the other tensors as it; mask and resets are added."""
         for name, value in arguments.items():
-            if value is not None and name in ARRAYS and ARRAYS[name].padded:
+            if value is not None and name in _PADDED:
                 expected = "None with a PackedSequence, which has its own lengths"
                 hint = "Pass a padded tensor, or leave it out."
                 refuse(name, describe(value), expected, hint)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
-from anycell.layer.primitive import SAYS, check_call
+from anycell.layer import primitive
+from anycell.layer.primitive import check_call
 from anycell.plan import takes
 from anycell.plan.layer import OPTIONS, SEED, changed, register
 from anycell.torch import ops
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 Given = Tensor | None
 
 
-@takes(RecurrenceArguments, **SAYS)
+@takes(RecurrenceArguments, about=primitive.__doc__)
 def recurrence(
     cell: Cell,
     x: Tensor | PackedSequence | None,

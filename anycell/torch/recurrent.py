@@ -45,7 +45,7 @@ class Recurrent(Explained):
     training: bool
     weight_ih_l0: Tensor
     checkpoint: str | int | None = None  # see RNN
-    _arrays = tuple(ARRAYS)  # that a call takes
+    _arrays = ARRAYS  # that a call takes
     _forward_pre_hooks: dict[int, Any]
     _forward_hooks: dict[int, Any]
     _sizes: Any
@@ -143,7 +143,7 @@ class Recurrent(Explained):
             arguments: those that went by name.
         """
         first = dict(zip(self._arrays, by_position, strict=False))
-        if len(first) < len(by_position) or first.keys() & arguments.keys():
+        if len({**first, **arguments}) < len(by_position) + len(arguments):
             given = f"{len(by_position)} by position, and {', '.join(arguments) or 'none'} by name"
             expected = f"each of {', '.join(self._arrays)} once or less"
             refuse("arguments", given, expected, "Pass all by name.", TypeError)
