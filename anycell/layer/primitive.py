@@ -95,11 +95,6 @@ def check_call(
         engines: that users may ask for.
     """
     check_cell(cell)
-<<<<<<< HEAD
-=======
-    real: dict[str, Any] = {name: arguments.get(name) for name in ("gates", *REALS)}
-    params = {} if params is None else params
->>>>>>> framework
     if convert is not None:
         x, weights, state, params = convert((x, weights, state, params))
         arguments |= convert({n: a for n, a in arguments.items() if n in ("gates", *REALS)})
@@ -109,11 +104,7 @@ def check_call(
     check_input(framework, cell, name, data, "weight_ih" not in learned, rows is not None)
     like = learned.get("weight_hh", [*learned.values(), data][0])
     rows = data.shape[1] if rows is None else rows
-<<<<<<< HEAD
     states, sizes = fit_arrays(framework, cell, data, learned, rows, like, state, arguments)
-=======
-    arrays, sizes = fit_arrays(framework, cell, data, learned, rows, like, state, real)
->>>>>>> framework
     framework.check_array(name, data, data.shape, "as the weights", like)
     options, seed = check_rest(function, arguments, engines)
     layer = Layer(cell, tuple(sizes.items()), options, engine=arguments.get("engine"))

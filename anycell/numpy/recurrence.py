@@ -81,20 +81,10 @@ def recurrence(
         expected = f"one of {', '.join(dtypes('cpu'))}"
         refuse("gates_x", f"dtype {gates_x.dtype}", expected, "Convert it.", TypeError)
     names = [name for name in cell.learned if name not in ("weight_ih", "bias_ih")]
-<<<<<<< HEAD
     learned = learned_by_name(Strict, cell, names, weights, params)
     rows = gates_x.shape[1]
     states, sizes = fit_arrays(Strict, cell, gates_x, learned, rows, gates_x, state, arguments)
     options, seed = check_rest(recurrence, arguments, without=_WITHOUT)
-=======
-    learned = learned_by_name(Strict, cell, names, weights=weights, params=params)
-    arrays, sizes = fit_arrays(Strict, cell, gates_x, learned, rows, gates_x, state, arguments)
-    options, seed = check_rest(recurrence, arguments, without=_WITHOUT)
-    stepped = layer.stepped(cell, arguments.get("recurrent_mask"))
-    chosen = plan(stepped, sizes["H"], gates_x.dtype.name, arguments.get("engine"), sizes)
-    arrays |= Layout(Strict, gates_x, steps, rows).of_steps(arguments)
-    arrays |= {"x": gates_x, **learned}
->>>>>>> framework
     if options.training and cell.keeps and seed is None:
         refuse("seed", "None", "an int", f"Pass a seed: in training cell {cell.name} draws masks.")
     options = options._replace(seed=seed or 0, threads=threads.current())
