@@ -6,7 +6,7 @@ every weight once. The Python around it must be short: at 64 units it takes long
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines import cpu
@@ -18,47 +18,97 @@ from anycell.layer.checks import refuse
 from anycell.layer.forward import allocate_states, project
 from anycell.layer.pass_tables import PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, View, dense
-from anycell.layer.signature import DENSE, state_names
+from anycell.layer.signature import DENSE, places, state_names
 from anycell.layer.signature import states as states_of
 from anycell.plan import Options, Plan, plan
 from anycell.recent import add_recent
 
 FORMS = 32  # the largest number of kept recipes, which depend on rows and on what is given
+Holder = tuple[dict[str, Any], str | None]  # an attribute, or the attributes themselves
 
 
-class _Layer:
-    """A layer: its plan, and its weights as its kernel reads them."""
+class Prepared:
+    """What a layer keeps for its steps: its weights, packed, and what they were packed from.
 
-    def __init__(self, host: Host, whole: Plan, w: Mapping[str, Array], threads: int) -> None:
-        inputs = w["weight_ih"].shape[1]
-        self.host, self.learned = host, contract.weights(host, whole, w, inputs)
-        self.plan = projecting(whole, inputs)
-        self.packed: cpu.Block | None = None
-        draft = Draft(host, {}, Options(threads=threads))
-        run = self.run(draft, {"x": draft.constant(host.empty((1, 1, inputs)))})
-        run.begin = run.steps
-        finish(draft, [run]).run([], draft.options)
+    It serves that layer only, and only while the layer has this cell and finds the very arrays, in
+    the very places, that it had. Libraries copy layers, and their attributes, in many ways; a copy
+    may bring this object along, but it is stale there. Copies by ``deepcopy`` and pickles do not
+    carry the weights.
 
-    def run(self, draft: Draft, views: dict[str, View]) -> PassTables:
-        """A pass of the layer, which packs its weights if it is the first.
+    Attributes:
+        stream: runs the steps; None where no kernel does.
+        attributes: of the layer.
+        places: dictionaries in which the layer looks for arrays, with a name, and what is there.
+        counts: those of writes that a framework makes known, and what they were.
+    """
+
+    stream: Stream | None = None
+    attributes: dict[str, Any] | None = None
+
+    def __init__(
+        self, layer: Any = None, holders: Iterable[Holder] = (), kinds: Any = (), names: Any = ()
+    ) -> None:
+        """Notes what a layer has; without one, the object is stale from the start.
 
         Args:
-            views: all arrays except those that the layer learns.
+            holders: the dictionaries in which the layer looks for arrays, one after the other.
+            kinds: the classes of arrays.
+            names: of arrays that the layer looks for, and may find one day.
         """
-        for name, array in self.learned.items():
-            view = draft.keep(array, *extent(self.host, array))
-            strides = self.host.strides(array)
-            views[name] = view._replace(shape=tuple(array.shape), strides=strides)
-        known = self.packed is not None
+        if layer is None:
+            return
+        self.attributes, self.cell, missing = vars(layer), layer.cell, {*names}
+        self.places: list[tuple[dict[str, Any], str, Any]] = []
+        self.counts: list[tuple[Writes, int]] = []
+        for attributes, kind in holders:
+            holder = attributes
+            if kind is not None:
+                holder = attributes[kind]
+                self.places.append((attributes, kind, holder))
+            arrays = {name: a for name, a in holder.items() if isinstance(a, kinds)}
+            missing -= arrays.keys()
+            arrays |= dict.fromkeys(missing)
+            self.places += [(holder, name, array) for name, array in arrays.items()]
 
-        def packed(size: int) -> View:
-            block = self.packed = self.packed or cpu.Block(size)
-            return draft.keep(block, block.address, block.address + block.size)
+    def stale(self, layer: Any) -> bool:
+        """Whether the weights are another layer's, or have changed, as far as one can tell."""
+        if layer.__dict__ is not self.attributes or layer.cell is not self.cell:
+            return True
+        for place, name, value in self.places:
+            if place.get(name) is not value:
+                return True
+        for writes, count in self.counts:  # noqa: SIM110  (runs at every step)
+            if writes.count != count:
+                return True
+        return False
 
-        run = PassTables(draft, self.plan, draft.options, False, False, views, packed)
-        if known:
-            draft.put(run.base + run.kernel.shared["pack"], 0)
-        return run
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prepared, ()
+
+
+class Writes:
+    """Counts writes to arrays, by those who make them."""
+
+    count = 0
+
+
+def names_of(layer: Any) -> list[str]:
+    """The names of all that the layers of one direction may learn."""
+    learned, layers = layer.cell.learned, range(layer.num_layers)
+    return [name for k in layers for name in places(learned, k, 1).values()]
+
+
+def steps(plan: Plan | str) -> bool:
+    """Whether a kernel steps by a plan, which may be the reason why there is none."""
+    return isinstance(plan, Plan) and plan.engine == "cpu" and not plan.types.mixed
+
+
+class _Packed(NamedTuple):
+    """A layer: the plan of its step, what it learns, and that as its kernel reads it."""
+
+    plan: Plan
+    learned: Mapping[str, Array]
+    block: cpu.Block
 
 
 def projecting(whole: Plan, inputs: int) -> Plan:
@@ -100,7 +150,7 @@ class Stream:
         self.host, self.plan, cell = host, plan, plan.cell
         self.static, self.static_width = cell.static, plan.static_width
         self.target = cpu.isa.current()
-        self.layers = [_Layer(host, plan, w, threads) for w in weights]
+        self.layers = [self._pack(w, threads) for w in weights]
         self.width = weights[0]["weight_ih"].shape[1]
         self.shape = [(len(weights), size) for _, size in states_of(plan)]
         self.before, self.restored = (state_names(k, cell) for k in ("state", "reset_state"))
@@ -154,6 +204,20 @@ class Stream:
         made = recipe.run(given, recipe.options)
         return made[output], [made[final] for final in finals]
 
+    def _pack(self, weights: Mapping[str, Array], threads: int) -> _Packed:
+        """Packs the weights of a layer."""
+        inputs, blocks = weights["weight_ih"].shape[1], list[cpu.Block]()
+        learned = contract.weights(self.host, self.plan, weights, inputs)
+        draft = Draft(self.host, learned, Options(threads=threads))
+
+        def packed(size: int) -> View:
+            blocks.append(cpu.Block(size))
+            return _kept(draft, blocks[0])
+
+        recipe = draft_packing(draft, self.plan, inputs, packed)
+        recipe.run([learned[name] for name in recipe.names], draft.options)
+        return _Packed(projecting(self.plan, inputs), learned, blocks[0])
+
     def _draft(self, rows: int, threads: int, given: Mapping[str, Array]) -> _Step:
         """Drafts the step for this number of rows, and for arrays of these names."""
         if cpu.isa.current() is not self.target:
@@ -170,14 +234,15 @@ class Stream:
         parted = {*self.before, *self.restored}
         for k, layer in enumerate(self.layers):
             of_layer = {n: _part(v, k) if n in parted else v for n, v in views.items()}
-            run = layer.run(draft, of_layer | {"x": _one(entering)})
-            project(run)
-            allocate_states(run, 1, False, False)
-            after = [_part(final, k) for final in finals]
-            names = (f"final {name}" for name in self.plan.cell.state_names)
-            run.place_parts(dict(zip(names, after, strict=True)))
+            for name, array in layer.learned.items():
+                view = draft.keep(array, *extent(self.host, array))
+                strides = self.host.strides(array)
+                of_layer[name] = view._replace(shape=tuple(array.shape), strides=strides)
+            of_layer |= {"x": _one(entering), "packed": _kept(draft, layer.block)}
+            runs.append(
+                _one_step(draft, layer.plan, of_layer, [_part(final, k) for final in finals])
+            )
             entering = finals[0].at(k)
-            runs.append(run)
         output = draft.new((rows, self.shape[0][1]))
         runs[-1].place("out", output)
         if threads > 1 and all(run.parts < 2 for run in runs):
@@ -186,23 +251,29 @@ class Stream:
         return _Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
 
 
-# ---- packed weights among the arrays of a call ---------------------------------------------------
-def draft_packing(host: Host, whole: Plan, weights: Mapping[str, Array], threads: int) -> Recipe:
-    """Drafts the packing of a layer's weights, which makes one array of bytes.
+# ---- one layer -----------------------------------------------------------------------------------
+def draft_packing(
+    draft: Draft, whole: Plan, inputs: int, packed: Callable[[int], View] | None = None
+) -> Recipe:
+    """Ends a draft of the packing of a layer's weights, which are the arrays of the draft.
 
     Args:
-        host: of arrays of bytes.
         whole: the plan of the layer, see ``projecting``.
-        weights: what the layer learns, by name.
+        inputs: the last axis of x.
+        packed: returns the memory of packed weights from its size; None for an array that the call
+            makes.
     """
-    draft = Draft(host, weights, Options(threads=threads))
-    inputs = weights["weight_ih"].shape[1]
-    x = draft.constant(host.empty((1, 1, inputs)))
-    views = draft.views | {"x": x}
+    x = draft.constant(draft.host.empty((1, 1, inputs)))
+    packed = packed or (lambda size: draft.new((size,), "zeros"))  # also what is between weights
     run = PassTables(
-        draft, projecting(whole, inputs), draft.options, False, False, views,
-        lambda size: draft.new((size,), "zeros"),  # also between and after the weights
-    )  # fmt: skip
+        draft,
+        projecting(whole, inputs),
+        draft.options,
+        False,
+        False,
+        draft.views | {"x": x},
+        packed,
+    )
     run.begin = run.steps
     return finish(draft, [run])
 
@@ -215,24 +286,35 @@ def draft_step(host: Host, whole: Plan, arrays: Mapping[str, Array], threads: in
         arrays: by the names of ``signature``, with the weights as ``packed``; x is ``[1, B, I]``.
     """
     draft = Draft(host, arrays, Options(threads=threads))
-    views = dict(draft.views)
-    packed, (_, rows, inputs) = views.pop("packed"), views["x"].shape
-    run = PassTables(
-        draft, projecting(whole, inputs), draft.options, False, False, views, lambda _: packed
-    )
-    draft.put(run.base + run.kernel.shared["pack"], 0)
+    _, rows, inputs = draft.views["x"].shape
+    finals = [draft.new((1, rows, size)) for _, size in states_of(whole)]
+    run = _one_step(draft, projecting(whole, inputs), draft.views, finals)
     if threads > 1 and run.parts < 2:
         return draft_step(host, whole, arrays, 1)  # without a gang of threads
+    recipe = finish(draft, [run])
+    for name, final in zip(state_names("state", whole.cell), finals, strict=True):
+        if name in arrays:
+            recipe.aliases[recipe.names.index(name)] = recipe.number(final)
+    return recipe
+
+
+def _one_step(
+    draft: Draft, plan: Plan, views: Mapping[str, View], finals: Sequence[View]
+) -> PassTables:
+    """A pass of one step of a layer on ``packed`` weights, which writes the states after it."""
+    views = dict(views)
+    packed = views.pop("packed")
+    run = PassTables(draft, plan, draft.options, False, False, views, lambda _: packed)
+    draft.put(run.base + run.kernel.shared["pack"], 0)
     project(run)
     allocate_states(run, 1, False, False)
-    names = run.plan.cell.state_names
-    finals = [draft.new((1, rows, size)) for _, size in states_of(run.plan)]
-    run.place_parts({f"final {n}": final for n, final in zip(names, finals, strict=True)})
-    recipe = finish(draft, [run])
-    for name, final in zip(names, finals, strict=True):
-        if f"state {name}" in arrays:
-            recipe.aliases[recipe.names.index(f"state {name}")] = recipe.number(final)
-    return recipe
+    names = [f"final {name}" for name in plan.cell.state_names]
+    run.place_parts(dict(zip(names, finals, strict=True)))
+    return run
+
+
+def _kept(draft: Draft, block: cpu.Block) -> View:
+    return draft.keep(block, block.address, block.address + block.size)
 
 
 def _dense(view: View) -> View:

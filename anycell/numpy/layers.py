@@ -25,11 +25,9 @@ from anycell.layer.checks import (
 )
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import of_layer, state_names
-from anycell.layer.stream import Stream
 from anycell.named import shown
 from anycell.numpy import base, check, initializers, passes, threads
 from anycell.numpy.base import Array
-from anycell.numpy.host import host_of
 from anycell.numpy.streaming import Packed
 from anycell.numpy.typed import Arguments, Names, State
 from anycell.plan import CallOptions, Engine, Layer, Options, Plan, plan, takes
@@ -363,11 +361,7 @@ class RNN(Explained, base.Layer):
             ValueError: for a bidirectional layer, which needs the end before the start.
         """
         check_one_direction("prepare", self)
-        packed, chosen = Packed(self.cell, self._parameters), self.plan
-        if chosen.engine == "cpu" and not chosen.types.mixed:
-            weights = [self._learned(k) for k in range(self.num_layers)]
-            packed.stream = Stream(host_of(self.dtype), chosen, weights, threads.current())
-        self._prepared = packed
+        self._prepared = Packed(self)
         return self
 
     def step(
@@ -403,7 +397,7 @@ class RNN(Explained, base.Layer):
         if resets is not None:
             resets = check.flags("resets", resets, (len(x),)).view(np.uint8)
         packed = self._prepared
-        if packed is not None and packed.stale(self.cell, self._parameters):
+        if packed is not None and packed.stale(self):
             packed = self.prepare()._prepared
         if packed is not None and packed.stream is not None:
             states = None if state is None else self._states("state", state, len(x))

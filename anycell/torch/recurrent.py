@@ -34,7 +34,7 @@ from anycell.torch.functional import autocast_dtype, stack
 from anycell.torch.fused import autocast
 from anycell.torch.observers import compiled, exporting, watched
 from anycell.torch.packed import Packing, parts
-from anycell.torch.streaming import Prepared, elsewhere
+from anycell.torch.streaming import Packed, elsewhere
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,7 +88,7 @@ class Recurrent(Explained):
             ValueError: for a bidirectional layer, which needs the end before the start.
         """
         check_one_direction("prepare", self)
-        object.__setattr__(self, "_prepared", Prepared(self))
+        object.__setattr__(self, "_prepared", Packed(self))
         return self
 
     def step(
