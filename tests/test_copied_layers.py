@@ -447,15 +447,15 @@ def test_a_module_within_is_exchanged() -> None:
 @needs_torch
 def test_two_modules_that_share_weights_pack_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each keeps what it has packed, while they step in turns."""
-    from anycell.torch.streaming import Packed
+    from anycell.torch import streaming
 
-    packs, pack = [], Packed._pack
+    packs: list[Any] = []
 
-    def watched(self: Any, *arguments: Any) -> Any:
-        packs.append(self)
-        return pack(self, *arguments)
+    def watched(*arguments: Any) -> Any:
+        packs.append(Stream(*arguments))
+        return packs[-1]
 
-    monkeypatch.setattr(Packed, "_pack", watched)
+    monkeypatch.setattr(streaming, "Stream", watched)
     first, x = at.LSTM(INPUTS, UNITS).prepare(), torch.randn(ROWS, INPUTS)
     second = copy.copy(first)
     with torch.no_grad():

@@ -10,6 +10,7 @@ of training. ``factorize`` turns the weights in a step into products of two smal
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -110,7 +111,7 @@ def shrink(
     if np.ndim(keep) == 0:
         kept = model.strongest(_number(keep, model.count), multiple)
     else:
-        kept = _indices(keep, model.count, model.layers * model.directions, model.split)
+        kept = _indices(keep, model.count, len(model.places), model.split)
     indices: dict[int, tuple[Any, tuple[Any, ...]]] = {}
     for weight, index in model.taken(kept):
         place = id(getattr(weight, "variable", weight))  # two biases may be one variable
@@ -287,6 +288,7 @@ class _Model:
     Attributes:
         size, count: symbol and number of the units.
         split: the number of equal parts into which heads and groups divide the units.
+        places: layer and direction, in the order of states.
         columns: whether the layer's output consists of these units.
         reads: the weights of the readouts.
     """
@@ -301,6 +303,7 @@ class _Model:
         self.cell, self.sizes = described.cell, dict(described.sizes)
         self.axes, self.layers = units.axes(self.cell), len(self.weights)
         self.directions = len(described.options.reverse)
+        self.places = [*itertools.product(range(self.layers), range(self.directions))]
         known = [symbol for symbol in self.sizes if symbol != ONE]
         if size not in known:
             refuse("size", repr(size), f"one of {', '.join(known)}", "Pass one of them.")
@@ -344,17 +347,16 @@ class _Model:
         them.
         """
         totals = []
-        for k in range(self.layers):
-            for d in range(self.directions):
-                parts = []
-                for name, weight in self.learned(k, d).items():
-                    if len(weight.shape) > 1:
-                        sizes = {**self.sizes, INPUT: weight.shape[-1]}
-                        square = array_of(weight) ** 2
-                        parts += units.sums(self.axes[name], sizes, square, self.size)
-                columns = slice(d * self.count, (d + 1) * self.count)
-                readers = [array_of(weight)[:, columns] ** 2 for weight in self.readers(k)]
-                totals.append(sum([*parts, *(namespace(r).sum(r, 0) for r in readers)]))
+        for k, d in self.places:
+            parts = []
+            for name, weight in self.learned(k, d).items():
+                if len(weight.shape) > 1:
+                    sizes = {**self.sizes, INPUT: weight.shape[-1]}
+                    square = array_of(weight) ** 2
+                    parts += units.sums(self.axes[name], sizes, square, self.size)
+            columns = slice(d * self.count, (d + 1) * self.count)
+            readers = [array_of(weight)[:, columns] ** 2 for weight in self.readers(k)]
+            totals.append(sum([*parts, *(namespace(r).sum(r, 0) for r in readers)]))
         xp = namespace(totals[0])
         total = xp.stack(totals)
         zeros = xp.zeros_like(total)
@@ -370,15 +372,14 @@ class _Model:
     def taken(self, kept: Indices) -> list[tuple[Any, tuple[Any, ...]]]:
         """Every array that may lose elements, and the index that takes the others."""
         indices = []
-        for k in range(self.layers):
-            for d in range(self.directions):
-                learned = self.learned(k, d)
-                sizes = {**self.sizes, INPUT: learned["weight_ih"].shape[1]}
-                here = {self.size: kept[k * self.directions + d]}
-                if k and self.columns:
-                    here[INPUT] = self.outputs(kept, k - 1)
-                for name, array in learned.items():
-                    indices.append((array, units.taken(self.axes[name], sizes, here)))
+        for (k, d), units_kept in zip(self.places, kept, strict=True):
+            learned = self.learned(k, d)
+            sizes = {**self.sizes, INPUT: learned["weight_ih"].shape[1]}
+            here = {self.size: units_kept}
+            if k and self.columns:
+                here[INPUT] = self.outputs(kept, k - 1)
+            for name, array in learned.items():
+                indices.append((array, units.taken(self.axes[name], sizes, here)))
         last = self.outputs(kept, self.layers - 1)
         for weight in self.readers(self.layers - 1):
             indices.append((weight, (np.arange(weight.shape[0])[:, None], last)))

@@ -26,8 +26,8 @@ from anycell.jax.fused import Arrays, Flat
 from anycell.jax.host import JaxHost, host_of
 from anycell.layer.checks import refuse
 from anycell.layer.recipe import Draft, Recipe, recipe_of
-from anycell.layer.signature import FLAGS, of_a_matmul, of_layer
-from anycell.layer.stream import draft_packing, draft_step, steps
+from anycell.layer.signature import FLAGS, of_layer
+from anycell.layer.stream import draft_packing, draft_step, steps, unpacked
 from anycell.plan import Layer, Options
 
 _BYTES: Any = JaxHost(np.dtype(np.uint8))
@@ -75,7 +75,7 @@ def _pack_elsewhere(*flat: Array, layer: Layer) -> Flat:
 
 
 def _run_step(*flat: Array, layer: Layer) -> Flat:
-    arrays = {name: array for name, array in layer.named(flat).items() if not of_a_matmul(name)}
+    arrays = unpacked(layer.plan, layer.named(flat))
     host, threads = host_of(layer.plan.dtype), layer.options.threads
     flags = tuple(name for name in FLAGS if name in arrays)
     key = "stepping", layer.plan, threads, host.layout(arrays), flags

@@ -93,11 +93,10 @@ class KerasCompression(Compression, of=[keras.layers.Layer]):
 
     def quantized(self, layer: Any) -> Quantized:
         described, learned = self.describe(layer), weights_of(layer, parts=True)
-        for variable in layer.cell.weights:
-            if variable.dtype != "float32" or layer.cell.compute_dtype != "float32":
-                given = f"{layer.name} of {layer.dtype_policy.name}"
-                hint = "Copy its weights to a layer of that dtype."
-                refuse("model", given, "float32, from which weights are rounded", hint)
+        if {layer.cell.compute_dtype, *(v.dtype for v in layer.cell.weights)} != {"float32"}:
+            given = f"{layer.name} of {layer.dtype_policy.name}"
+            hint = "Copy its weights to a layer of that dtype."
+            refuse("model", given, "float32, from which weights are rounded", hint)
         new = Quantized(described.cell, **_arguments(layer, described.cell, dict(described.sizes)))
         new.build(_input_shape(layer))
         scales = new.cell._scales

@@ -55,9 +55,10 @@ class Packed(Prepared):
     """The packed weights of a layer, and the variables and functions that they belong to."""
 
     def __init__(self, layer: Any) -> None:
-        self.of_cell = of_cell = vars(layer.cell)
-        holders: list[Any] = [(of_cell, n) for n in (None, "_further") if n is None or n in of_cell]
-        super().__init__(layer, holders, (keras.Variable, Callable))
+        kinds: Any = keras.Variable, Callable
+        self.of_cell = vars(layer.cell)
+        holders = self.of_cell, getattr(layer.cell, "_further", {})
+        self.note(layer, [(h, n) for h in holders for n, v in h.items() if isinstance(v, kinds)])
         dtype = layer.cell.compute_dtype
         plan: Any = planned(described(layer)._replace(dtype=dtype))
         here = layer.engine.name == "cpu" and keras.backend.backend() != "jax"

@@ -108,13 +108,12 @@ class Compression:
 
             return both
 
-        given: Sequence[Any] | None = None
+        given: list[Any] | None = None
         with replaced((run[0], self.method, with_other(*run)) for run in runs):
-            named: Mapping[str, Any]
             for batch in data:
-                given, named = batch if isinstance(batch, tuple) else (batch,), {}
-                if isinstance(batch, tuple) and batch and isinstance(batch[-1], dict):
-                    *given, named = batch
+                given = [*batch] if isinstance(batch, tuple) else [batch]
+                together = isinstance(batch, tuple) and batch and isinstance(batch[-1], dict)
+                named = given.pop() if together else {}
                 try:
                     call(*given, **named)
                 except TypeError as error:

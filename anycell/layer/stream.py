@@ -13,18 +13,17 @@ from anycell.engines import cpu
 from anycell.lang.cell import INPUT
 from anycell.lang.transform import with_projection
 from anycell.layer import Array, Host, contract
-from anycell.layer.arguments import extent
 from anycell.layer.checks import refuse
 from anycell.layer.forward import allocate_states, project
-from anycell.layer.pass_tables import PassTables, finish
+from anycell.layer.pass_tables import PassTables, Views, finish
 from anycell.layer.recipe import Draft, Recipe, View, dense
-from anycell.layer.signature import DENSE, places, state_names
+from anycell.layer.signature import DENSE, of_a_matmul, places, state_names
 from anycell.layer.signature import states as states_of
 from anycell.plan import Options, Plan, plan
 from anycell.recent import add_recent
 
 FORMS = 32  # the largest number of kept recipes, which depend on rows and on what is given
-Holder = tuple[dict[str, Any], str | None]  # an attribute, or the attributes themselves
+Place = tuple[dict[str, Any], str]
 
 
 class Prepared:
@@ -37,7 +36,7 @@ class Prepared:
 
     Attributes:
         stream: runs the steps; None where no kernel does.
-        attributes: of the layer.
+        attributes: of the layer; None in an object that is stale from the start.
         places: dictionaries in which the layer looks for arrays, with a name, and what is there.
         counts: those of writes that a framework makes known, and what they were.
     """
@@ -45,30 +44,11 @@ class Prepared:
     stream: Stream | None = None
     attributes: dict[str, Any] | None = None
 
-    def __init__(
-        self, layer: Any = None, holders: Iterable[Holder] = (), kinds: Any = (), names: Any = ()
-    ) -> None:
-        """Notes what a layer has; without one, the object is stale from the start.
-
-        Args:
-            holders: the dictionaries in which the layer looks for arrays, one after the other.
-            kinds: the classes of arrays.
-            names: of arrays that the layer looks for, and may find one day.
-        """
-        if layer is None:
-            return
-        self.attributes, self.cell, missing = vars(layer), layer.cell, {*names}
-        self.places: list[tuple[dict[str, Any], str, Any]] = []
-        self.counts: list[tuple[Writes, int]] = []
-        for attributes, kind in holders:
-            holder = attributes
-            if kind is not None:
-                holder = attributes[kind]
-                self.places.append((attributes, kind, holder))
-            arrays = {name: a for name, a in holder.items() if isinstance(a, kinds)}
-            missing -= arrays.keys()
-            arrays |= dict.fromkeys(missing)
-            self.places += [(holder, name, array) for name, array in arrays.items()]
+    def note(self, layer: Any, places: Iterable[Place], writes: Iterable[Writes] = ()) -> None:
+        """Notes what a layer has in places where it looks for arrays, and counts of writes."""
+        self.attributes, self.cell = layer.__dict__, layer.cell
+        self.places = [(place, name, place.get(name)) for place, name in places]
+        self.counts = [(each, each.count) for each in writes]
 
     def stale(self, layer: Any) -> bool:
         """Whether the weights are another layer's, or have changed, as far as one can tell."""
@@ -104,21 +84,31 @@ def steps(plan: Plan | str) -> bool:
 
 
 class _Packed(NamedTuple):
-    """A layer: the plan of its step, what it learns, and that as its kernel reads it."""
+    """A layer: the plan of its step, its packed weights, and the arrays that are not packed."""
 
     plan: Plan
-    learned: Mapping[str, Array]
     block: cpu.Block
+    others: dict[str, Array]
 
 
 def projecting(whole: Plan, inputs: int) -> Plan:
     """The plan of a step: the kernel also multiplies the input, of this width, unless gates have
     sizes of their own.
     """
-    if set(whole.cell.gate_sizes.values()) != {"H"}:
+    if not _can_project(whole):
         return whole
     sizes = {**whole.sizes, INPUT: inputs}
     return plan(with_projection(whole.cell), sizes["H"], whole.dtype, sizes=sizes)
+
+
+def unpacked(whole: Plan, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays that a step reads beside the packed weights, see ``projecting``."""
+    inside = _can_project(whole)
+    return {name: array for name, array in arrays.items() if not (inside and of_a_matmul(name))}
+
+
+def _can_project(whole: Plan) -> bool:
+    return set(whole.cell.gate_sizes.values()) == {"H"}
 
 
 class _Step(NamedTuple):
@@ -216,7 +206,7 @@ class Stream:
 
         recipe = draft_packing(draft, self.plan, inputs, packed)
         recipe.run([learned[name] for name in recipe.names], draft.options)
-        return _Packed(projecting(self.plan, inputs), learned, blocks[0])
+        return _Packed(projecting(self.plan, inputs), blocks[0], unpacked(self.plan, learned))
 
     def _draft(self, rows: int, threads: int, given: Mapping[str, Array]) -> _Step:
         """Drafts the step for this number of rows, and for arrays of these names."""
@@ -225,24 +215,14 @@ class Stream:
             expected = f"{self.target.name!r}, for which the weights are packed"
             refuse("step", current, expected, "Call prepare() again.", RuntimeError)
         draft = Draft(self.host, given, Options(threads=threads))
-        shapes = [(len(self.layers), rows, size) for _, size in self.shape]
-        finals = [draft.new(shape) for shape in shapes]
         views = {name: _dense(view) for name, view in draft.views.items()}
         if "resets" in views:
             views["resets"] = views["resets"]._replace(shape=(1, 1, rows), strides=(rows, rows, 1))
-        entering, runs = views.pop("x"), []
-        parted = {*self.before, *self.restored}
-        for k, layer in enumerate(self.layers):
-            of_layer = {n: _part(v, k) if n in parted else v for n, v in views.items()}
-            for name, array in layer.learned.items():
-                view = draft.keep(array, *extent(self.host, array))
-                strides = self.host.strides(array)
-                of_layer[name] = view._replace(shape=tuple(array.shape), strides=strides)
-            of_layer |= {"x": _one(entering), "packed": _kept(draft, layer.block)}
-            runs.append(
-                _one_step(draft, layer.plan, of_layer, [_part(final, k) for final in finals])
-            )
-            entering = finals[0].at(k)
+        layers = [
+            {n: draft.constant(a) for n, a in l.others.items()} | {"packed": _kept(draft, l.block)}
+            for l in self.layers
+        ]
+        runs, finals = _steps(draft, [layer.plan for layer in self.layers], views, layers)
         output = draft.new((rows, self.shape[0][1]))
         runs[-1].place("out", output)
         if threads > 1 and all(run.parts < 2 for run in runs):
@@ -251,7 +231,6 @@ class Stream:
         return _Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
 
 
-# ---- one layer -----------------------------------------------------------------------------------
 def draft_packing(
     draft: Draft, whole: Plan, inputs: int, packed: Callable[[int], View] | None = None
 ) -> Recipe:
@@ -263,17 +242,10 @@ def draft_packing(
         packed: returns the memory of packed weights from its size; None for an array that the call
             makes.
     """
-    x = draft.constant(draft.host.empty((1, 1, inputs)))
+    plan, views = projecting(whole, inputs), dict(draft.views)
+    views["x"] = draft.constant(draft.host.empty((1, 1, inputs)))
     packed = packed or (lambda size: draft.new((size,), "zeros"))  # also what is between weights
-    run = PassTables(
-        draft,
-        projecting(whole, inputs),
-        draft.options,
-        False,
-        False,
-        draft.views | {"x": x},
-        packed,
-    )
+    run = PassTables(draft, plan, draft.options, False, False, views, packed)
     run.begin = run.steps
     return finish(draft, [run])
 
@@ -286,31 +258,48 @@ def draft_step(host: Host, whole: Plan, arrays: Mapping[str, Array], threads: in
         arrays: by the names of ``signature``, with the weights as ``packed``; x is ``[1, B, I]``.
     """
     draft = Draft(host, arrays, Options(threads=threads))
-    _, rows, inputs = draft.views["x"].shape
-    finals = [draft.new((1, rows, size)) for _, size in states_of(whole)]
-    run = _one_step(draft, projecting(whole, inputs), draft.views, finals)
-    if threads > 1 and run.parts < 2:
+    views = dict(draft.views)
+    layer = {name: views.pop(name) for name in ("packed", *whole.cell.learned) if name in views}
+    views["x"] = views["x"].at(0)
+    plan = projecting(whole, views["x"].shape[1])
+    runs, finals = _steps(draft, [plan], views, [layer])
+    if threads > 1 and runs[0].parts < 2:
         return draft_step(host, whole, arrays, 1)  # without a gang of threads
-    recipe = finish(draft, [run])
+    recipe = finish(draft, runs)
     for name, final in zip(state_names("state", whole.cell), finals, strict=True):
         if name in arrays:
             recipe.aliases[recipe.names.index(name)] = recipe.number(final)
     return recipe
 
 
-def _one_step(
-    draft: Draft, plan: Plan, views: Mapping[str, View], finals: Sequence[View]
-) -> PassTables:
-    """A pass of one step of a layer on ``packed`` weights, which writes the states after it."""
-    views = dict(views)
-    packed = views.pop("packed")
-    run = PassTables(draft, plan, draft.options, False, False, views, lambda _: packed)
-    draft.put(run.base + run.kernel.shared["pack"], 0)
-    project(run)
-    allocate_states(run, 1, False, False)
-    names = [f"final {name}" for name in plan.cell.state_names]
-    run.place_parts(dict(zip(names, finals, strict=True)))
-    return run
+def _steps(
+    draft: Draft, plans: Sequence[Plan], views: Views, layers: Sequence[Views]
+) -> tuple[list[PassTables], list[View]]:
+    """The passes of a step, layer by layer, and the states after it, ``[layers, rows, size]`` each.
+
+    Args:
+        views: the arrays that the layers share, and the states of all; x is ``[rows, I]``.
+        layers: the others, with the packed weights as ``packed``.
+    """
+    entering, runs, cell = views["x"], [], plans[0].cell
+    finals = [draft.new((len(layers), entering.shape[0], n)) for _, n in states_of(plans[0])]
+    parted = {*state_names("state", cell), *state_names("reset_state", cell)}
+    for k, (of_step, layer) in enumerate(zip(plans, layers, strict=True)):
+        arrays = {n: _part(v, k) if n in parted else v for n, v in views.items()}
+        arrays |= {**layer, "x": _one(entering)}
+        packed = arrays.pop("packed")
+        run = PassTables(
+            draft, of_step, draft.options, False, False, arrays,
+            lambda _: packed,  # noqa: B023  (called at once)
+        )  # fmt: skip
+        draft.put(run.base + run.kernel.shared["pack"], 0)
+        project(run)
+        allocate_states(run, 1, False, False)
+        names = [f"final {name}" for name in cell.state_names]
+        run.place_parts({n: _part(final, k) for n, final in zip(names, finals, strict=True)})
+        entering = finals[0].at(k)
+        runs.append(run)
+    return runs, finals
 
 
 def _kept(draft: Draft, block: cpu.Block) -> View:

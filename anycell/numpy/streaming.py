@@ -28,11 +28,12 @@ class Packed(Prepared):
     """The packed weights of a layer, and the very arrays that they were packed from."""
 
     def __init__(self, layer: Any) -> None:
-        super().__init__(layer, [(vars(layer), "_parameters")], np.ndarray, names_of(layer))
+        arrays = layer._parameters
+        places = [(vars(layer), "_parameters"), *((arrays, n) for n in {*arrays, *names_of(layer)})]
         with _LOCK:
-            ids = [id(_memory(array)) for array in layer._parameters.values()]
+            ids = [id(_memory(array)) for array in arrays.values()]
             writes = [_WRITES.setdefault(key, Writes()) for key in ids]
-        self.counts = [(each, each.count) for each in writes]
+        self.note(layer, places, writes)
         if steps(layer.plan):
             weights = [layer._learned(k) for k in range(layer.num_layers)]
             self.stream = Stream(host_of(layer.dtype), layer.plan, weights, threads.current())

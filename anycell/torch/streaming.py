@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from anycell.layer.rounding import quantized
-from anycell.layer.stream import Prepared, Stream, Writes, names_of, steps
-from anycell.plan import Plan
+from anycell.layer.stream import Place, Prepared, Stream, Writes, names_of, steps
 from anycell.torch.functional import fused_plan, memory, plain
 from anycell.torch.fused import autocast
 from anycell.torch.host import HOSTS, threads
@@ -28,12 +26,16 @@ class Packed(Prepared):
         if observed():  # then it is stale, and packs at its first step
             return
         owners = _modules(module)  # a child holds the originals of a parametrised weight
-        # Weights that are attributes are not parameters, as in replicas.
-        kinds = "_parameters", "_buffers", None
-        holders = [(owner.__dict__, kind) for owner, _ in owners for kind in kinds]
-        super().__init__(module, holders, Tensor, names_of(module))
+        places: list[Place] = []
+        for held in (owner.__dict__ for owner, _ in owners):
+            places += [(held, "_parameters"), (held, "_buffers")]
+            for tensors in (held["_parameters"], held["_buffers"], held):  # as in replicas
+                places += [(tensors, n) for n, t in tensors.items() if isinstance(t, Tensor)]
+        for name in names_of(module):  # those that the module lacks may appear
+            if module._parameters.get(name) is None:
+                places += [(t, name) for t in (module._parameters, module._buffers, vars(module))]
         _watch()
-        self.counts = [(_FUSED, _FUSED.count)]
+        self.note(module, places, [_FUSED])
         # Autograd does not count writes to tensors made in inference mode. An alias is kept,
         # because freed memory may become that of the next weight.
         self.stamps = [
@@ -49,16 +51,11 @@ class Packed(Prepared):
         plan: Any = fused_plan(module.cell, module._sizes, module.weight_ih_l0)
         if steps(plan):
             with torch.no_grad():
-                self.stream = self._pack(module, plan)
-
-    def _pack(self, module: Any, plan: Plan) -> Stream | None:
-        weights = module._weights(module.cell)
-        for learned in weights:
-            kinds = (self.dtype, torch.int8) if quantized(learned) else (self.dtype,)
-            if not all(memory(t) and t.dtype in kinds for t in learned.values()):
-                return None
-        detached = [{name: t.detach() for name, t in learned.items()} for learned in weights]
-        return Stream(HOSTS[plan.dtype], plan, detached, threads())
+                weights = module._weights(module.cell)
+            weights = [{name: t.detach() for name, t in learned.items()} for learned in weights]
+            tensors, kinds = [t for w in weights for t in w.values()], (self.dtype, torch.int8)
+            if all(memory(t) and t.dtype in kinds for t in tensors):
+                self.stream = Stream(HOSTS[plan.dtype], plan, weights, threads())
 
     def stale(self, module: Any) -> bool:
         if super().stale(module):
