@@ -601,6 +601,15 @@ def test_copies_of_numpy_layers(
     assert len(taken) > 20, "steps run on packed weights"
 
 
+def test_an_array_appears_beside_the_others() -> None:
+    layer, rng = an.GRU(INPUTS, UNITS, bias=False, seed=0).prepare(), np.random.default_rng(0)
+    before = layer.step(X)[0]
+    for name in ("bias_ih_l0", "bias_hh_l0"):
+        layer._parameters[name] = rng.standard_normal(3 * UNITS).astype(np.float32)
+    assert_close(layer.step(X)[0], layer.forward(X[None])[0][0], "float32", "forward")
+    assert not np.array_equal(layer.step(X)[0], before)
+
+
 def test_a_shallow_copy_keeps_its_units() -> None:
     """Units that are removed from a layer stay in a copy of it."""
     layer = an.LSTM(INPUTS, 2 * UNITS, seed=0).prepare()
