@@ -195,8 +195,42 @@ def test_records_have_one_class_each() -> None:
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
     ]
-    names = "Engine", "Host", "Option", "Options", "Plan"
+    names = "Engine", "Framework", "Option", "Options", "Plan"
     assert {name: classes.count(name) for name in names} == dict.fromkeys(names, 1)
+
+
+def test_a_framework_has_one_class() -> None:
+    """In the file of that name in its frontend, with subclasses beside it, and no other class of
+    the package has so many of its methods.
+    """
+    classes = [
+        (path.relative_to(PACKAGE).as_posix(), node)
+        for path in sources()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+    ]
+    bases = {"Framework", "DeviceFramework", "Numpy"}
+    heirs = [(place, node.name) for place, node in classes if bases & _names(node.bases)]
+    assert heirs == [
+        ("jax/framework.py", "Jax"),
+        ("keras/framework.py", "TensorFlow"),
+        ("layer/framework.py", "DeviceFramework"),
+        ("numpy/framework.py", "Numpy"),
+        ("numpy/framework.py", "Strict"),
+        ("torch/framework.py", "Torch"),
+        ("torch/framework.py", "TorchDevice"),
+    ]
+    (operations,) = (_methods(node) for _, node in classes if node.name == "Framework")
+    alike = {place for place, node in classes if len(_methods(node) & operations) > 3}
+    assert alike == {place for place, _ in heirs}
+
+
+def _names(bases: list[ast.expr]) -> set[str]:
+    return {base.id for base in bases if isinstance(base, ast.Name)}
+
+
+def _methods(class_: ast.ClassDef) -> set[str]:
+    return {n.name for n in class_.body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"}
 
 
 def fields(class_: ast.ClassDef) -> set[str]:

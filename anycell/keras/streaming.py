@@ -19,7 +19,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.compression import array_of
 from anycell.layer.stream import Prepared, Stream, steps
 from anycell.numpy import check, threads
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,7 +65,7 @@ class Packed(Prepared):
         if here and steps(plan) and not hasattr(layer, "rounded"):
             learned = weights_of(layer, parts=True).items()
             weights = {n: np.array(ops.convert_to_numpy(array_of(w)), dtype) for n, w in learned}
-            self.stream = Stream(host_of(np.dtype(dtype)), plan, [weights], threads.current())
+            self.stream = Stream(Numpy.of(dtype), plan, [weights], threads.current())
 
     def stale(self, layer: Any) -> bool:
         return super().stale(layer) or vars(layer.cell) is not self.of_cell

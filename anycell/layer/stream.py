@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from anycell.engines import cpu
 from anycell.lang.cell import INPUT
 from anycell.lang.transform import with_projection
-from anycell.layer import Array, Host, contract
+from anycell.layer import Array, contract
 from anycell.layer.checks import refuse
 from anycell.layer.forward import allocate_states, project
+from anycell.layer.framework import Framework
 from anycell.layer.pass_tables import PassTables, Views, finish
 from anycell.layer.recipe import Draft, Recipe, View, dense
 from anycell.layer.signature import DENSE, of_a_matmul, places, state_names
@@ -132,7 +133,7 @@ class Stream:
 
     def __init__(
         self,
-        host: Host,
+        host: Framework,
         plan: Plan,
         weights: Sequence[Mapping[str, Array]],
         threads: int,
@@ -250,7 +251,7 @@ def draft_packing(
     return finish(draft, [run])
 
 
-def draft_step(host: Host, whole: Plan, arrays: Mapping[str, Array], threads: int) -> Recipe:
+def draft_step(host: Framework, whole: Plan, arrays: Mapping[str, Array], threads: int) -> Recipe:
     """Drafts a step of one layer, which makes the states after it, ``[1, B, size]`` each.
 
     Args:

@@ -10,6 +10,7 @@ import numpy as np
 
 from anycell.lang.cell import Cell
 from anycell.layer.compression import Compression, arguments
+from anycell.layer.rounding import rounded
 from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
 from anycell.numpy.feedback import Feedback
@@ -74,7 +75,7 @@ class NumpyCompression(Compression, of=[RNN, Feedback]):
         new = copy.copy(model)
         new.layer, new.readout = small[model.layer], copy.deepcopy(model.readout)
         new._generator = copy.deepcopy(model._generator)  # it forces the same random steps
-        new._fed_layer()  # raises if its readout cannot be rounded
+        rounded(new.readout.parameters["weight"], "weight", "readout")  # raises if it cannot be
         return new
 
     def runs(self, model: Any, parts: Iterable[Any], small: Mapping[Any, Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from anycell.layer import ENDS, backward, forward, stepped
 from anycell.layer.sequences import keeping, sequences
 from anycell.layer.signature import state_names
 from anycell.layer.steps import directions
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 from anycell.plan import Layer
 from anycell.plan import plan as make_plan
 
@@ -53,7 +53,7 @@ def fused(layer: Layer, arrays: Named) -> Result:
         plan = make_plan(cell, plan.hidden_size, plan.dtype, "cpu", plan.sizes)
     if wanted:  # the kernel keeps them like values for the backward pass
         plan, options = keeping(plan, wanted), options._replace(checkpoint=None)
-    host, keep = host_of(plan.dtype), options.training or bool(wanted)
+    host, keep = Numpy.of(plan.dtype), options.training or bool(wanted)
     arrays = {name: array for name, array in arrays.items() if array is not None}
     output, final, kept = forward(host, plan, arrays, options, keep=keep)
     others = sequences(layer, arrays, kept) if kept and wanted else []

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from anycell.layer.rounding import described, rounded_weights
 from anycell.numpy.layers import RNN
-from anycell.plan import Plan, plan
+from anycell.plan import Options, Plan, plan
 
 
 class Quantized(RNN):
@@ -42,11 +42,10 @@ class Quantized(RNN):
         shown = super().__repr__().removesuffix(f", dtype={self.dtype.name!r})")
         return f"{shown}; {described(self.arrays, self.error)})"
 
-    def forward(self, x: npt.ArrayLike, *args: Any, **options: Any) -> tuple[Any, ...]:
-        """Runs whole sequences as ``RNN`` does, without training."""
-        if options.get("training"):
+    def _options(self, training: Any, **arguments: Any) -> Options:
+        if training:
             self._refuse()
-        return super().forward(x, *args, **options)
+        return super()._options(training, **arguments)
 
     def backward(self, grad_output: npt.ArrayLike, *args: Any) -> NoReturn:
         """Raises NotImplementedError: weights of 8 bits have no gradients."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from anycell.layer.checks import refuse
 from anycell.layer.stream import Prepared, Stream, Writes, names_of, steps
 from anycell.numpy import threads
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 
 Array = npt.NDArray[Any]
 
@@ -36,7 +36,7 @@ class Packed(Prepared):
         self.note(layer, places, writes)
         if steps(layer.plan):
             weights = [layer._learned(k) for k in range(layer.num_layers)]
-            self.stream = Stream(host_of(layer.dtype), layer.plan, weights, threads.current())
+            self.stream = Stream(Numpy.of(layer.dtype.name), layer.plan, weights, threads.current())
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.layer.checks import describe, refuse
-from anycell.torch.arguments import as_flags
+from anycell.plan import ARRAYS
+from anycell.torch.framework import Torch
 from anycell.torch.observers import transformed
 
 
@@ -21,15 +23,18 @@ def parts(packed: PackedSequence) -> tuple[Tensor, Tensor]:
 
 
 class Packing(NamedTuple):
-    """The places of the rows of a ``PackedSequence``.
+    """The layout of a ``PackedSequence``: the places of its rows. It does what ``layers.Layout``
+    does.
 
     Attributes:
+        packed: the sequence.
         steps, rows: T and B of the padded tensor.
         mask: bool ``[T, B]``, rows in the order of packing; None if all rows have T steps.
         places: the index of each packed row among T * B, ``[N]``; None if all rows have T steps.
         order, back: from the caller's rows to the packed ones, and back; None if both are the same.
     """
 
+    packed: PackedSequence
     steps: int
     rows: int
     mask: Tensor | None
@@ -43,10 +48,49 @@ class Packing(NamedTuple):
         data, sizes, order, back = packed
         steps, rows = len(sizes), int(sizes[0])
         if int(sizes[-1]) == rows:
-            return cls(steps, rows, None, None, order, back)
+            return cls(packed, steps, rows, None, None, order, back)
         mask = torch.arange(rows, device=sizes.device) < sizes.unsqueeze(1)
         places = mask.flatten().nonzero().squeeze(1)
-        return cls(steps, rows, mask.to(data.device), places.to(data.device), order, back)
+        places = places.to(data.device)
+        return cls(packed, steps, rows, mask.to(data.device), places, order, back)
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and the device of the sequence."""
+        return parts(self.packed)[0]
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The batch axis of tensors that have no axis of steps."""
+        return (self.rows,)
+
+    def enter(
+        self, x: PackedSequence, arrays: Mapping[str, Tensor], arguments: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Pads x, and orders the rows of the other tensors as it; mask and resets are added."""
+        for name, value in arguments.items():
+            if value is not None and name in ARRAYS and ARRAYS[name].padded:
+                expected = "None with a PackedSequence, which has its own lengths"
+                hint = "Pass a padded tensor, or leave it out."
+                refuse(name, describe(value), expected, hint)
+        tensors = {}
+        for name, t in arrays.items():
+            for_all = name.startswith("reset_state ") and t.dim() == 2  # one value for all rows
+            tensors[name] = t if for_all else _rows(t, self.order)
+        if self.mask is not None:
+            tensors["mask"] = self.mask
+        if arguments.get("resets") is not None:
+            tensors["resets"] = self.alike("resets", arguments["resets"])
+        return self.pad(parts(x)[0]), tensors
+
+    def leave(
+        self, output: Tensor, final: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> tuple[PackedSequence, tuple[Tensor, ...], list[PackedSequence]]:
+        """Packs the sequences, and orders the rows of the final states as users' tensors."""
+        packed, *values = [
+            PackedSequence(self.pack(t), *self.packed[1:]) for t in (output, *others)
+        ]
+        return packed, tuple([_rows(s, self.back) for s in final]), values
 
     def pad(self, data: Tensor) -> Tensor:
         """Pads ``[N, ...]`` to ``[T, B, ...]``, with arbitrary values, which the mask hides."""
@@ -66,8 +110,9 @@ class Packing(NamedTuple):
             return rows.index_select(0, self.places)
         return _Gather.apply(rows, self.places, len(rows))
 
-    def alike(self, name: str, value: Any, like: PackedSequence) -> Tensor:
+    def alike(self, name: str, value: Any) -> Tensor:
         """Unpacks flags per step, packed as the input is, to bool ``[T, B]``."""
+        like = self.packed
         if not isinstance(value, PackedSequence):
             expected, hint = "a PackedSequence, like the input", "Pack it like the input."
             refuse(name, describe(value), expected, hint, TypeError)
@@ -75,8 +120,13 @@ class Packing(NamedTuple):
         if not all(a is b or (a is not None and b is not None and a.equal(b)) for a, b in pairs):
             hint = "Pack both with the same lengths and enforce_sorted."
             refuse(name, "a PackedSequence of other lengths or order", "those of the input", hint)
-        flags = as_flags(name, value.data, f"torch.bool [{len(like.data)}]")
+        flags = Torch.booleans(name, value.data, f"torch.bool [{len(like.data)}]")
         return self.pad(flags).contiguous()
+
+
+def _rows(t: Tensor, order: Tensor | None) -> Tensor:
+    """Reorders the rows of ``[..., B, size]``."""
+    return t if order is None else t.index_select(-2, order)
 
 
 # The two are transposes. Autograd's own for index_select adds up row by row, ten times as slowly.

@@ -13,7 +13,7 @@ from anycell.layer.compression import arguments, sharded
 from anycell.layer.rounding import described, integers, rounded_weights
 from anycell.layer.signature import of_layer
 from anycell.torch.composite import Arrays
-from anycell.torch.functional import TORCH
+from anycell.torch.framework import Torch
 from anycell.torch.rnn import RNN
 
 
@@ -93,6 +93,6 @@ class Rounding(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """``scale * round(weight / scale)``."""
         with torch.no_grad():
-            whole, scales = integers(TORCH, weight)
+            whole, scales = integers(Torch.xp, weight)
             error = whole * scales.unsqueeze(-1) - weight
         return weight + error

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anycell.layer.stream import Place, Prepared, Stream, Writes, names_of, steps
-from anycell.torch.functional import fused_plan, memory, plain
-from anycell.torch.fused import autocast
-from anycell.torch.host import HOSTS, threads
-from anycell.torch.observers import observed
+from anycell.torch.framework import Torch, memory
+from anycell.torch.functional import fused_plan, plain
+from anycell.torch.observers import autocast, observed
+from anycell.torch.threads import threads
 
 
 class Packed(Prepared):
@@ -55,7 +55,7 @@ class Packed(Prepared):
             weights = [{name: t.detach() for name, t in learned.items()} for learned in weights]
             tensors, kinds = [t for w in weights for t in w.values()], (self.dtype, torch.int8)
             if all(memory(t) and t.dtype in kinds for t in tensors):
-                self.stream = Stream(HOSTS[plan.dtype], plan, weights, threads())
+                self.stream = Stream(Torch.of(plan.dtype), plan, weights, threads())
 
     def stale(self, module: Any) -> bool:
         if super().stale(module):
