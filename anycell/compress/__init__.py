@@ -392,7 +392,7 @@ class _Model:
 
 
 def _framework(argument: str, given: Any) -> Any:
-    """How layers of a framework are compressed, for a layer, or for a model with layers."""
+    """Looks up the ``Compression`` of a layer, or of a model with layers; refuses others."""
     framework = compression(given)
     if framework is not None and (argument == "model" or isinstance(given, framework.layers)):
         if argument == "layer":

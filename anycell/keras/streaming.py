@@ -89,7 +89,6 @@ class Steps:
         """
         me: Any = self
         self._forwards("prepare")
-        described(me)  # raises for a layer without weights
         self._prepared = Packed(me)
         return self
 

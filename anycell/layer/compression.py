@@ -24,7 +24,7 @@ Runs = list[tuple[Any, Any, Any]]
 
 
 class Compression:
-    """How layers of a framework are compressed. A subclass adds
+    """Compresses layers of a framework. A subclass adds
 
         weights(layer)                  per layer what its directions learn, by name; refuses layers
                                         whose weights cannot be replaced
@@ -56,11 +56,11 @@ class Compression:
         _KNOWN.update(dict.fromkeys(of, cls()))
 
     def describe(self, layer: Any) -> Any:
-        """Its cell, sizes and directions, a ``plan.Layer``."""
+        """The ``plan.Layer`` with a layer's cell, sizes and directions."""
         return layer._layer()
 
     def learned(self: Any, layer: Any) -> Any:
-        """Its weights, with those that are parts of another weight."""
+        """The weights of a layer, with those that are parts of another weight."""
         return self.weights(layer)
 
     # -- weights of 8 bits -----------------------------------------------------------------------
@@ -80,7 +80,7 @@ class Compression:
         return isinstance(part, self.layers) and not getattr(part, "rounded", False)
 
     def runs(self: Any, model: Any, parts: Iterable[Any], small: Mapping[Any, Any]) -> Runs:
-        """What to measure: triples of a layer in the model, the layer that runs beside it on the
+        """The measurements: triples of a layer in the model, the layer that runs beside it on the
         same arguments, and the quantized layer whose error the difference is.
         """
         fed = [p for p in parts if isinstance(p, self.feedback) and p.layer in small]
@@ -135,7 +135,7 @@ class Compression:
 
 
 def compression(value: Any) -> Any:
-    """How layers of the framework of a layer or model are compressed; None for other objects."""
+    """The ``Compression`` for a layer or model; None for other objects."""
     # Layers of Keras may be modules of torch: the first class that is known decides.
     return next((_KNOWN[kind] for kind in type(value).__mro__ if kind in _KNOWN), None)
 

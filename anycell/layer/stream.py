@@ -28,7 +28,7 @@ Place = tuple[dict[str, Any], str]
 
 
 class Prepared:
-    """What a layer keeps for its steps: its weights, packed, and what they were packed from.
+    """The packed weights of a layer, for its steps, and what they were packed from.
 
     It serves that layer only, and only while the layer has this cell and finds the very arrays, in
     the very places, that it had. Libraries copy layers, and their attributes, in many ways; a copy

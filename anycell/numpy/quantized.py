@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import numpy.typing as npt
-
 from anycell.layer.rounding import described, rounded_weights
 from anycell.numpy.layers import RNN
 from anycell.plan import Options, Plan, plan
@@ -44,14 +42,11 @@ class Quantized(RNN):
 
     def _options(self, training: Any, **arguments: Any) -> Options:
         if training:
-            self._refuse()
+            self.backward()
         return super()._options(training, **arguments)
 
-    def backward(self, grad_output: npt.ArrayLike, *args: Any) -> NoReturn:
+    def backward(self, *args: Any, **arguments: Any) -> NoReturn:
         """Raises NotImplementedError: weights of 8 bits have no gradients."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
         raise NotImplementedError(
             "training: given True, or a call of backward(), for weights of 8 bits, which have no "
             "gradients. Train the float32 layer, and quantize it afterwards."
