@@ -21,6 +21,7 @@ Source: Williams & Zipser, *A Learning Algorithm for Continually Running Fully R
 Networks*, 1989; Bengio et al., *Scheduled Sampling for Sequence Prediction with Recurrent Neural
 Networks*, 2015.
 """
+# mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
@@ -109,15 +110,12 @@ class Fed:
     @property
     def _width(self) -> int:
         """Y."""
-        raise NotImplementedError
 
     def _parts(self) -> tuple[Mapping[str, Array], Array, Array | None]:
         """What the layer learns, and the weight ``[Y, size]`` and the bias of the readout."""
-        raise NotImplementedError
 
     def _draw(self, like: Array) -> Array:
         """Random numbers in [0, 1), of the shape of ``like``."""
-        raise NotImplementedError
 
     def _read(self, outputs: Array) -> Array:
         """The readout, ``[B, Y]``, of outputs ``[B, size]``."""

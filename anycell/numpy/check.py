@@ -124,9 +124,9 @@ def features(name: str, value: Any, size: int, dtype: npt.DTypeLike) -> Array:
 
 
 def flags(
-    name: str, value: Any, shape: Sequence[int | str], axes: str = "", like: Any = None
+    name: str, value: Any, shape: Sequence[int | str], axes: str = ""
 ) -> npt.NDArray[np.bool_]:
-    """Returns ``value`` as a copy of booleans; all numbers must be 0 or 1. ``like`` is ignored."""
+    """Returns ``value`` as a copy of booleans; all numbers must be 0 or 1."""
     values = array(name, value, shape, numbers(name, value).dtype, axes)
     flags = values.astype(bool)
     if not np.array_equal(flags, values):

@@ -199,12 +199,11 @@ class Feedback(Fed, Explained, base.Layer):
         d = np.ascontiguousarray(d.swapaxes(0, 1)) if layer.batch_first else d
         d_states = layer._states("grad_state", grad_state, d.shape[1], start=0.0)
         grads = pullback(d, d_states, {})
-        learned = {name: grads[name] for name in layer._learned(0)}
-        for name in BY_GATE.keys() & learned.keys():
-            learned[name] = learned[name][: -layer.hidden_size]
-        learned["weight_ih"] = np.ascontiguousarray(learned["weight_ih"][:, :-1])
-        learned["weight_ih"][:, : self._width] += grads["weight_feedback"]
-        layer._grads = {f"{name}_l0": array for name, array in learned.items()}
+        for name in BY_GATE.keys() & grads.keys():
+            grads[name] = grads[name][: -layer.hidden_size]
+        grads["weight_ih"] = np.ascontiguousarray(grads["weight_ih"][:, :-1])
+        grads["weight_ih"][:, : self._width] += grads["weight_feedback"]
+        layer._grads = {name: grads[name.removesuffix("_l0")] for name in layer.parameters}
         layer.grad_static = grads.get("static")
         for name in readout.grads:
             readout._grads[name] += grads[f"{name}_readout"]

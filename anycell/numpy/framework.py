@@ -108,8 +108,15 @@ class Numpy(Framework):
             refuse(name, "None", f"{like.dtype} {list(shape)}, {axes}", "Pass an array.", TypeError)
         return check.array(name, value, shape, like.dtype, axes)
 
-    check_flags = staticmethod(check.flags)
-    copy_flags = staticmethod(np.ascontiguousarray)
+    @classmethod
+    def check_flags(
+        cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Any
+    ) -> Array:
+        return check.flags(name, value, shape, axes)
+
+    @classmethod
+    def copy_flags(cls, flags: Array) -> Array:
+        return np.ascontiguousarray(flags)
 
     @classmethod
     def check_counts(cls, name: str, value: Any, expected: str) -> tuple[npt.NDArray[Any], bool]:
