@@ -7,8 +7,10 @@ one. A frontend has a subclass of ``Compression``, which is looked up by the cla
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,21 +97,18 @@ class Compression:
         """Runs a model, and other layers beside its own; sets the ``error`` of quantized layers."""
         sums: dict[Any, list[tuple[float, float]]] = {small: [] for _, _, small in runs}
 
-        def with_other(layer: Any, other: Any, small: Any) -> Callable[..., Any]:
-            run = getattr(layer, self.method)
+        def both(run: Any, beside: Any, small: Any, *args: Any, **options: Any) -> Any:
+            with self.beside():
+                output = self.output(beside(*args, **options))
+            results = run(*args, **options)
+            right = self.output(results)
+            sums[small].append((float(((output - right) ** 2).sum()), float((right**2).sum())))
+            return results
 
-            def both(*args: Any, **options: Any) -> Any:
-                with self.beside():
-                    output = self.output(getattr(other, self.method)(*args, **options))
-                results = run(*args, **options)
-                right = self.output(results)
-                sums[small].append((float(((output - right) ** 2).sum()), float((right**2).sum())))
-                return results
-
-            return both
-
+        run = operator.attrgetter(self.method)
+        methods = [(l, self.method, partial(both, run(l), run(o), small)) for l, o, small in runs]
         given: list[Any] | None = None
-        with replaced((run[0], self.method, with_other(*run)) for run in runs):
+        with replaced(methods):
             for batch in data:
                 given = [*batch] if isinstance(batch, tuple) else [batch]
                 together = isinstance(batch, tuple) and batch and isinstance(batch[-1], dict)

@@ -91,6 +91,12 @@ class _Packed(NamedTuple):
     block: cpu.Block
     others: dict[str, Array]
 
+    def views(self, draft: Draft) -> dict[str, View]:
+        """The arrays of the layer, in a draft."""
+        first = self.block.address
+        packed = draft.keep(self.block, first, first + self.block.size)
+        return {name: draft.constant(a) for name, a in self.others.items()} | {"packed": packed}
+
 
 def projecting(whole: Plan, inputs: int) -> Plan:
     """The plan of a step: the kernel also multiplies the input, of this width, unless gates have
@@ -203,7 +209,7 @@ class Stream:
 
         def packed(size: int) -> View:
             blocks.append(cpu.Block(size))
-            return _kept(draft, blocks[0])
+            return draft.keep(blocks[0], blocks[0].address, blocks[0].address + size)
 
         recipe = draft_packing(draft, self.plan, inputs, packed)
         recipe.run([learned[name] for name in recipe.names], draft.options)
@@ -219,10 +225,7 @@ class Stream:
         views = {name: _dense(view) for name, view in draft.views.items()}
         if "resets" in views:
             views["resets"] = views["resets"]._replace(shape=(1, 1, rows), strides=(rows, rows, 1))
-        layers = [
-            {n: draft.constant(a) for n, a in l.others.items()} | {"packed": _kept(draft, l.block)}
-            for l in self.layers
-        ]
+        layers = [layer.views(draft) for layer in self.layers]
         runs, finals = _steps(draft, [layer.plan for layer in self.layers], views, layers)
         output = draft.new((rows, self.shape[0][1]))
         runs[-1].place("out", output)
@@ -301,10 +304,6 @@ def _steps(
         entering = finals[0].at(k)
         runs.append(run)
     return runs, finals
-
-
-def _kept(draft: Draft, block: cpu.Block) -> View:
-    return draft.keep(block, block.address, block.address + block.size)
 
 
 def _dense(view: View) -> View:
