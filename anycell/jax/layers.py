@@ -31,7 +31,7 @@ from anycell.layer.checks import (
     number,
     refuse,
 )
-from anycell.layer.layers import Stack, check_input, one_step
+from anycell.layer.layers import AXES, Stack, check_input, one_step
 from anycell.layer.signature import of_layer
 from anycell.named import shown
 from anycell.plan import REALS, ArrayArguments, Engine, Layer, Options, Returning, takes
@@ -230,7 +230,7 @@ class RNN(Explained):
         params, (x, state) = self._params(params), as_arrays((x, state))
         arguments |= as_arrays({n: a for n, a in arguments.items() if n in REALS})
         like, directions = params["weight_ih_l0"], 1 + self.bidirectional
-        check_input(Jax, x, self.input_size, self.batch_first, like)
+        check_input(Jax, x, (*AXES[self.batch_first], self.input_size), like)
         training = boolean("training", training)
         how = Options(
             reverse=(False, True)[:directions], training=training, checkpoint=self.checkpoint,
@@ -245,7 +245,7 @@ class RNN(Explained):
                 weights[k]["seed"] = words
             if f"packed_l{k}" in params:
                 weights[k]["packed"] = params[f"packed_l{k}"]
-        drop = partial(self._dropped, words) if training and self.dropout else None
+        drop = partial(self._dropped, words=words) if training and self.dropout else None
         stack = Stack(Jax, run, layer, weights, self.batch_first, drop)
         return stack.call(x, state, arguments)
 
@@ -328,19 +328,13 @@ class RNN(Explained):
             >>> output.shape
             (5, 2, 8)
         """
+        check_one_direction("step", self)
         if isinstance(params, Prepared):
             params = params.of_step(self)
         params = self._params(params)
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
-        return one_step(
-            Jax,
-            self,
-            as_arrays(x),
-            params["weight_ih_l0"],
-            state,
-            as_arrays(arguments),
-            partial(self, params),
-        )
+        call, like = partial(self, params), params["weight_ih_l0"]
+        return one_step(Jax, self, call, as_arrays(x), like, state, arguments)
 
     def _params(self, params: Any) -> dict[str, Array]:
         """Checks parameters."""
@@ -361,7 +355,7 @@ class RNN(Explained):
             Jax.check_array(name, params[name], shape, what, params[first])
         return params
 
-    def _dropped(self, words: Array, x: Array, k: int) -> Array:
+    def _dropped(self, x: Array, k: int, words: Array) -> Array:
         """The input of layer k > 0 in training."""
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         key = jax.random.fold_in(key, _DROPPED + k)

@@ -78,10 +78,9 @@ def recurrence(
 
 
 def run(layer: Layer, arrays: Mapping[str, Any]) -> Any:
-    """Runs a layer; see ``fused.run``. None stands for an array that is not given."""
+    """Runs a layer; see ``fused.run``."""
     layer = layer._replace(options=layer.options._replace(threads=cpu.threads.current()))
-    given = {n: a for n, a in arrays.items() if a is not None}
-    return (streaming if "packed" in given else fused).run(layer, given)
+    return (streaming if "packed" in arrays else fused).run(layer, dict(arrays))
 
 
 def planned(layer: Layer, dtype: Any, engine: str | None = None) -> Layer:

@@ -36,7 +36,6 @@ from tensorflow.python.saved_model import save_context
 from anycell.engines import cpu
 from anycell.keras.call import (
     KERNELS,
-    OF_STATES,
     Arrays,
     Result,
     Tensor,
@@ -52,6 +51,7 @@ from anycell.layer import Kept, backward, forward, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import quantized, with_integers
 from anycell.layer.sequences import keeping
+from anycell.layer.signature import OF_STATES
 from anycell.plan import Layer, Options, plan
 
 Array = npt.NDArray[Any]

@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from anycell.keras.call import OF_STATES, Tensor, flags
+from anycell.keras.call import Tensor, flags
 from anycell.keras.framework import TensorFlow
 from anycell.keras.primitive import recurrence as public
 from anycell.keras.tensorflow import recur
 from anycell.lang.cell import Cell
-from anycell.layer.checks import refuse
+from anycell.layer.checks import (
+    refuse,
+)
 from anycell.layer.layers import Stack
 from anycell.layer.primitive import check_call
+from anycell.layer.signature import OF_STATES
 from anycell.plan import Layer
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -210,6 +210,7 @@ def check_options(
     arguments: Mapping[str, Any],
     names: Iterable[str] = OF_CALL,
     function: Callable[..., Any] | None = None,
+    others: Container[str] = ARRAYS,
 ) -> dict[str, Any]:
     """Checks the options among the arguments of a call, and returns them for ``Options``.
 
@@ -217,9 +218,10 @@ def check_options(
         arguments: of the call by name, as users pass them.
         names: the options that may be passed.
         function: the function that was called; an error lists its other arguments.
+        others: the arguments that are not options.
     """
-    given = {name: value for name, value in arguments.items() if name not in ARRAYS}
-    return {name: _option(name, value, names, function) for name, value in given.items()}
+    options = [name for name in arguments if name not in others]
+    return {name: _option(name, arguments[name], names, function) for name in options}
 
 
 def _option(

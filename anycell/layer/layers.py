@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.layer.checks import (
-    check_one_direction,
     describe,
     dtype_of,
     refuse,
@@ -19,17 +18,18 @@ from anycell.layer.checks import (
 )
 from anycell.layer.framework import Framework
 from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.layer.signature import Shape, state_names
+from anycell.layer.signature import OF_STATES, Shape, state_names
 from anycell.plan import Layer
 from anycell.plan.layer import OPTIONS, SEQUENCES, STREAM, changed
 
 Array = Any
+Names = tuple[str, ...]
 Arrays = Mapping[str, Array]  # by the names of ``layer.signature``; absent arrays have no entry
 # The output ``[T, B, D * size]``, the final states ``[layers * D, B, size]``, and the sequences of
 # further states, laid out as the output.
 Results = tuple[Array, Sequence[Array], Sequence[Array]]
-OF_STATES = "state ", "reset_state "  # how the names begin that have an axis of directions
-NOTHING: Mapping[str, Any] = {}
+NOTHING: Arrays = {}
+AXES = ("time", "batch"), ("batch", "time")  # the second if the batch comes first
 
 
 class Layout(NamedTuple):
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
         """The batch axis of arrays that have no axis of steps: ``(B,)``, or () without a batch."""
         return (self.rows,) if self.batched else ()
 
-    def enter(self, x: Array, arrays: Arrays, arguments: Mapping[str, Any]) -> tuple[Array, Arrays]:
+    def enter(self, x: Array, arrays: Arrays, arguments: Arrays) -> tuple[Array, Arrays]:
         """x as ``[T, B, I]``, and the other arrays with an axis of rows, mask and resets added."""
         flags = self.of_steps(arguments)
         if not self.batched:
@@ -73,7 +73,7 @@ class Layout(NamedTuple):
             output, others = output.swapaxes(0, 1), [a.swapaxes(0, 1) for a in others]
         return output, final, others
 
-    def of_steps(self, arguments: Mapping[str, Any]) -> dict[str, Array]:
+    def of_steps(self, arguments: Arrays) -> dict[str, Array]:
         """The flags of each step and row among the arguments of a call, bool ``[T, B]``: "mask",
         which combines mask and lengths, and "resets". Absent ones have no entry.
         """
@@ -91,19 +91,23 @@ class Layout(NamedTuple):
             mask = self.flags("mask", mask)
         if lengths is None:
             return mask
+        within = self.below("lengths", lengths)
+        return within if mask is None else within & mask
+
+    def below(self, name: str, lengths: Any) -> Array:
+        """Whether each step is below its row's length, bool ``[T, B]``."""
         shape = self.first
-        expected = f"integers {list(shape)}, the number of steps of each row"
-        counts, visible = self.framework.check_counts("lengths", lengths, expected)
+        expected = f"integers {list(shape)}, a number of steps for each row"
+        counts, visible = self.framework.check_counts(name, lengths, expected)
         if counts.shape != shape:
-            refuse("lengths", describe(counts), expected, "Pass one length per row of the input.")
+            refuse(name, describe(counts), expected, "Pass one length per row of the input.")
         if visible and 0 not in shape:
             for length in (int(counts.min()), int(counts.max())):
                 if not 0 <= length <= self.steps:
                     expected = f"0 to {self.steps}, the steps of the input"
                     hint = f"Pad the input, or clip the lengths to 0 to {self.steps}."
-                    refuse("lengths", f"a length of {length}", expected, hint)
-        within = self.framework.below(self.steps, counts.reshape((1, -1)), self.like)
-        return within if mask is None else within & mask
+                    refuse(name, f"a length of {length}", expected, hint)
+        return self.framework.below(self.steps, counts.reshape((1, -1)), self.like)
 
     def flags(self, name: str, value: Any) -> Array:
         """Converts ``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
@@ -142,13 +146,7 @@ class Stack(NamedTuple):
     drop: Callable[[Array, int], Array] | None = None
     layout: Any = None  # has the methods of ``Layout``
 
-    def call(
-        self,
-        x: Array,
-        state: Any = None,
-        arguments: Mapping[str, Any] = NOTHING,
-        arrays: Arrays = NOTHING,
-    ) -> tuple[Any, ...]:
+    def call(self, x: Array, state: Any, arguments: Arrays, arrays: Arrays = NOTHING) -> Any:
         """Runs whole sequences, and returns what users get.
 
         Args:
@@ -163,7 +161,7 @@ class Stack(NamedTuple):
             dictionary of sequences by name. Sequences are laid out as x.
         """
         cell, layout = self.layer.cell, self.layout
-        wanted: tuple[str, ...] = ()
+        wanted: Names = ()
         if arguments or state is not None or cell.static is not None:
             layout = layout or Layout.of(self.framework, x, self.batch_first)
             arrays = {**arrays, **self._of_rows(layout, state, arguments)}
@@ -175,12 +173,7 @@ class Stack(NamedTuple):
         return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
 
     def sequence(
-        self,
-        x: Array,
-        arrays: Arrays,
-        arguments: Mapping[str, Any] = NOTHING,
-        others: tuple[str, ...] = (),
-        layout: Any = None,
+        self, x: Array, arrays: Arrays, arguments: Arrays, others: Names = (), layout: Any = None
     ) -> Results:
         """Runs whole sequences on arrays that were checked.
 
@@ -221,9 +214,7 @@ class Stack(NamedTuple):
         join = self.framework.xp.concatenate
         return x, tuple([join(states) for states in zip(*finals, strict=True)]), values
 
-    def _of_rows(
-        self, layout: Layout, state: Any, arguments: Mapping[str, Any]
-    ) -> dict[str, Array]:
+    def _of_rows(self, layout: Layout, state: Any, arguments: Arrays) -> dict[str, Array]:
         """The arrays of a call that have no axis of steps, checked, by name."""
         framework, layer = self.framework, self.layer
         named: dict[str, Array] = {}
@@ -246,48 +237,41 @@ class Stack(NamedTuple):
 # -- what layers of all frontends have in common ---------------------------------------------------
 
 
-def check_input(
-    framework: type[Framework], x: Any, width: int, batch_first: bool, like: Array
-) -> Array:
-    """Returns x; refuses all but ``[T, B, width]``, ``[B, T, width]`` if ``batch_first``, or
-    ``[T, width]``, with the dtype and the device of ``like``.
+def check_input(framework: type[Framework], x: Any, axes: Sequence[Any], like: Array) -> None:
+    """Refuses all but an x of these axes, of which the last is a number, with the dtype and the
+    device of ``like``. If there are three axes, x may lack the batch.
     """
-    axes = *(("batch", "time") if batch_first else ("time", "batch")), width
-    if isinstance(x, framework.kind):
-        if len(x.shape) in (2, 3) and x.shape[-1] == width:
-            return framework.check_array("x", x, x.shape, "as the weights", like)
-        hint = f"The last axis is input_size; without a batch [time, {width}]."
-        expected = f"{dtype_of(like)} [{', '.join(map(str, axes))}]"
-        refuse("x", describe(x), expected, remedy(x, 3, hint))
     what = "padded if sequences have several lengths, which are then passed as lengths="
-    return framework.check_array("x", x, axes, what, like)
+    if isinstance(x, framework.kind):
+        if len(x.shape) not in (2, len(axes)) or x.shape[-1] != axes[-1]:
+            hint = "The last axis is input_size."
+            if len(axes) == 3:
+                hint = f"{hint[:-1]}; without a batch [time, {axes[-1]}]."
+            expected = f"{dtype_of(like)} [{', '.join(map(str, axes))}]"
+            refuse("x", describe(x), expected, remedy(x, len(axes), hint))
+        axes, what = x.shape, "as the weights"
+    framework.check_array("x", x, axes, what, like)
 
 
 def one_step(
-    framework: type[Framework],
-    layer: Any,
-    x: Any,
-    like: Array,
-    state: Any,
-    arguments: Mapping[str, Any],
-    call: Callable[..., tuple[Array, Any]],
-) -> tuple[Array, Any]:
+    framework: type[Framework], layer: Any, call: Any, x: Any, like: Array, state: Any,
+    arguments: Arrays,
+) -> tuple[Array, Any]:  # fmt: skip
     """Runs one step as a call with a sequence of length 1.
 
     Args:
+        call: of the layer.
         x: ``[B, input_size]`` or ``[input_size]``.
         arguments: of the step: static, resets ``[B]`` or ``[]``, and reset_state.
-        call: the layer's.
     """
-    check_one_direction("step", layer)
     batched = isinstance(x, framework.kind) and len(x.shape) == 2
     rows = tuple(x.shape[:1]) if batched else ()
     axes = "one step" if batched else f"or [B, {layer.input_size}], one step"
     x = framework.check_array("x", x, (*rows, layer.input_size), axes, like)
     axis = 1 if batched and layer.batch_first else 0
-    arguments = {name: value for name, value in arguments.items() if value is not None}
-    if "resets" in arguments:
-        resets = framework.check_flags("resets", arguments["resets"], rows, "one per row", x)
-        arguments["resets"] = resets[:, None] if axis else resets[None]
-    output, new = call(x[:, None] if axis else x[None], state, **arguments)
+    further = {name: value for name, value in arguments.items() if value is not None}
+    if "resets" in further:
+        resets = framework.check_flags("resets", further["resets"], rows, "a flag per row", x)
+        further["resets"] = resets[:, None] if axis else resets[None]
+    output, new = call(x[:, None] if axis else x[None], state, **further)
     return output.squeeze(axis), new

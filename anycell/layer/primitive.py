@@ -5,7 +5,7 @@ frontend.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.lang.cell import ONE, Cell
@@ -104,8 +104,8 @@ def check_call(
     params: Any,
     arguments: Mapping[str, Any],
     *,
-    convert: Callable[[Any], Any] = lambda values: values,
-    unpack: Callable[[str, Any], tuple[Any, int | None]] = lambda name, series: (series, None),
+    convert: Callable[[Any], Any] | None = None,
+    unpack: Callable[[str, Any], tuple[Any, int | None]] | None = None,
     engines: tuple[str, ...] = ("cpu", "reference"),
 ) -> Call:
     """Checks a call of ``recurrence``, but for flags.
@@ -113,20 +113,22 @@ def check_call(
     Args:
         function: ``recurrence`` of the frontend; errors list its arguments.
         cell, x, weights, state, params, arguments: as users pass them.
-        convert: makes arrays of what stands for arrays, in a tuple or dictionary too.
+        convert: makes arrays of what stands for arrays, in tuples and dictionaries.
         unpack: from the name of the input, and the input, its array, and of a packed one the rows.
         engines: that users may ask for.
     """
     check_cell(cell)
-    weights, params = convert(weights), convert({} if params is None else params)
+    real: dict[str, Any] = {name: arguments.get(name) for name in ("gates", *REALS)}
+    params = {} if params is None else params
+    if convert is not None:
+        x, weights, state, params, real = convert((x, weights, state, params, real))
     learned = learned_by_name(framework, cell, cell.learned, weights=weights, params=params)
-    name, series = _input(convert(x), convert(arguments.get("gates")), learned)
-    data, rows = unpack(name, series)
+    name, series = _input(x, real["gates"], learned)
+    data, rows = unpack(name, series) if unpack else (series, None)
     check_input(framework, cell, name, data, "weight_ih" not in learned, rows is not None)
     like = learned.get("weight_hh", [*learned.values(), data][0])
     rows = data.shape[1] if rows is None else rows
-    real = {n: convert(a) for n, a in arguments.items() if n in REALS}
-    arrays, sizes = fit_arrays(framework, cell, data, learned, rows, like, convert(state), real)
+    arrays, sizes = fit_arrays(framework, cell, data, learned, rows, like, state, real)
     framework.check_array(name, data, data.shape, "as the weights", like)
     options, seed = check_rest(function, arguments, engines)
     wanted = check_return_states(cell, arguments.get("return_states"))
@@ -138,7 +140,7 @@ def check_rest(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
     engines: tuple[str, ...] = ("cpu", "reference"),
-    refused: Container[str] = (),
+    without: tuple[str, ...] = (),
 ) -> tuple[Options, int | None]:
     """The options of one direction, without a seed, and the seed that the user passes.
 
@@ -146,13 +148,11 @@ def check_rest(
         function: ``recurrence`` of the frontend; errors list its arguments.
         arguments: of a call, by name.
         engines: that users may ask for.
-        refused: arguments that the frontend does not have.
+        without: arguments that the frontend does not have.
     """
     choice("engine", arguments.get("engine"), None, *engines)
-    known = {"gates": None, "engine": None, **ARRAYS}
-    names = [name for name in OPTIONS if name not in refused]
-    given = {n: v for n, v in arguments.items() if n not in known or n in refused}
-    checked = check_options(given, names, function)
+    others = {"gates", "engine", *ARRAYS}.difference(without)
+    checked = check_options(arguments, OPTIONS.keys() - {*without}, function, others)
     seed = checked.pop("seed", None)
     checked["reverse"] = (checked.get("reverse", False),)
     return Options(**checked), seed

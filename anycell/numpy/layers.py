@@ -391,7 +391,7 @@ class RNN(Explained, base.Layer):
             return output, tuple(new) if len(new) > 1 else new[0]
         pending = self._saved
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
-        results = one_step(Numpy, self, x, x, state, arguments, self.forward)
+        results = one_step(Numpy, self, self.forward, x, x, state, arguments)
         self._saved = pending
         return results
 

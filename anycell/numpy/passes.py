@@ -34,7 +34,7 @@ def run(layer: Layer, arrays: Named) -> Result:
 
     Args:
         layer: with its plan.
-        arrays: by name; None stands for a missing array.
+        arrays: by name.
 
     Returns:
         outputs ``[T, B, D * size]``, the final states ``[D, B, size]``, the wanted sequences, laid
@@ -54,7 +54,6 @@ def fused(layer: Layer, arrays: Named) -> Result:
     if wanted:  # the kernel keeps them like values for the backward pass
         plan, options = keeping(plan, wanted), options._replace(checkpoint=None)
     host, keep = Numpy.of(plan.dtype), options.training or bool(wanted)
-    arrays = {name: array for name, array in arrays.items() if array is not None}
     output, final, kept = forward(host, plan, arrays, options, keep=keep)
     others = sequences(layer, arrays, kept) if kept and wanted else []
 

@@ -31,7 +31,7 @@ Array = npt.NDArray[np.floating]
 
 
 # There is no backward pass to save memory for, and the input is projected.
-_REFUSED = "checkpoint", "gates", "return_states"
+_WITHOUT = "checkpoint", "gates", "return_states"
 
 
 @takes(RecurrenceArguments, **SAYS)
@@ -85,7 +85,7 @@ def recurrence(
     names = [name for name in cell.learned if name not in ("weight_ih", "bias_ih")]
     learned = learned_by_name(Strict, cell, names, weights=weights, params=params)
     arrays, sizes = fit_arrays(Strict, cell, gates_x, learned, rows, gates_x, state, arguments)
-    options, seed = check_rest(recurrence, arguments, refused=_REFUSED)
+    options, seed = check_rest(recurrence, arguments, without=_WITHOUT)
     stepped = layer.stepped(cell, arguments.get("recurrent_mask"))
     chosen = plan(stepped, sizes["H"], gates_x.dtype.name, arguments.get("engine"), sizes)
     arrays |= Layout(Strict, gates_x, steps, rows).of_steps(arguments)

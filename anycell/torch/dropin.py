@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from anycell.torch.functional import autocast_dtype, engine_of
 from anycell.torch.fused import plan_on
 from anycell.torch.observers import autocast, compiled, observed, traced, transformed, watched
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Recurrent, leaf, named, stacked
+from anycell.torch.recurrent import Recurrent, leaf, stacked
 from anycell.torch.typed import DropInArguments
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 # On a GPU, cuDNN runs these cells in calls without our arguments, unless ``_beats_cudnn``; in fewer
 # steps than CUDNN_STEPS always, because our launch from Python takes as long as some of its steps.
 CUDNNS, CUDNN_STEPS = (cells.LSTM, cells.LSTMP, cells.GRU), 16
-
-_ARRAYS = [name for name in ARRAYS if name != "static"]  # which torch's cells do not read
 
 
 class DropIn(Recurrent):
@@ -46,6 +44,7 @@ class DropIn(Recurrent):
     """
 
     _parent: type[nn.RNNBase]
+    _arrays = tuple(name for name in ARRAYS if name != "static")  # which torch's cells do not read
     _parameters: dict[str, Any]
     proj_size: int
 
@@ -96,19 +95,19 @@ class DropIn(Recurrent):
     ) -> tuple[Any, ...]:
         """Returns output, final state and, if wanted, sequences of states; see the class."""
         if by_position:
-            arguments = named(_ARRAYS, by_position, arguments)
+            arguments = self._named(by_position, arguments)
         if isinstance(input, Proxy):
             return leaf(self, input, hx, **arguments)
         if arguments:  # torch's layer may run a call that has none
-            absent = [n for n, v in arguments.items() if v is None and n in ARRAYS]
-            absent += ["return_states"] * (not arguments.get("return_states", True))
-            arguments = {n: v for n, v in arguments.items() if n not in absent}
+            if not arguments.get("return_states", True):
+                del arguments["return_states"]
+            arguments = {n: v for n, v in arguments.items() if v is not None or n not in ARRAYS}
         states = None if hx is None else tuple(hx) if len(self.cell.states) > 1 else (hx,)
         results = self._ours(input, states, arguments)
         return super().forward(input, hx) if results is None else results  # type: ignore[misc]
 
     def _ours(
-        self, x: Any, states: tuple[Any, ...] | None, arguments: Mapping[str, Any]
+        self, x: Any, states: tuple[Any, ...] | None, arguments: dict[str, Any]
     ) -> tuple[Any, ...] | None:
         """Returns the result of a call; None if the parent must run it or raise its error.
 
@@ -146,15 +145,17 @@ class DropIn(Recurrent):
             data, sizes, *_ = x
             if data.dim() != 2 or int(sizes.sum()) != len(data):
                 return False
+            rows: tuple[int, ...] = (int(sizes[0]),)
         else:
             dims = x.dim() if isinstance(x, Tensor) else 0
             if dims not in (2, 3) or x.shape[int(self.batch_first and dims == 3)] == 0:
                 return False
+            rows = (x.shape[not self.batch_first],) if dims == 3 else ()
         if data.shape[-1] != self.input_size:
             return False
         tensors = [data]
         if states is not None:
-            first = (self.num_layers * (1 + self.bidirectional), *self._rows(x))
+            first = (self.num_layers * (1 + self.bidirectional), *rows)
             width = {"H": self.hidden_size, "P": self.proj_size}
             wanted = [(*first, width[state.size]) for state in self.cell.states]
             if wanted != [tuple(s.shape) if isinstance(s, Tensor) else None for s in states]:

@@ -28,41 +28,30 @@ class Packing(NamedTuple):
 
     Attributes:
         packed: the sequence.
-        steps, rows: T and B of the padded tensor.
+        like: its values, ``[N, ...]``.
+        steps: T of the padded tensor.
+        first: ``(B,)``, the batch axis of tensors that have no axis of steps.
         mask: bool ``[T, B]``, rows in the order of packing; None if all rows have T steps.
         places: the index of each packed row among T * B, ``[N]``; None if all rows have T steps.
-        order, back: from the caller's rows to the packed ones, and back; None if both are the same.
     """
 
     packed: PackedSequence
+    like: Tensor
     steps: int
-    rows: int
-    mask: Tensor | None
-    places: Tensor | None
-    order: Tensor | None
-    back: Tensor | None
+    first: tuple[int]
+    mask: Tensor | None = None
+    places: Tensor | None = None
 
     @classmethod
     def of(cls, packed: PackedSequence) -> Packing:
         """The packing of a sequence, from its ``batch_sizes``, which are on the CPU."""
-        data, sizes, order, back = packed
+        data, sizes = parts(packed)
         steps, rows = len(sizes), int(sizes[0])
         if int(sizes[-1]) == rows:
-            return cls(packed, steps, rows, None, None, order, back)
+            return cls(packed, data, steps, (rows,))
         mask = torch.arange(rows, device=sizes.device) < sizes.unsqueeze(1)
-        places = mask.flatten().nonzero().squeeze(1)
-        places = places.to(data.device)
-        return cls(packed, steps, rows, mask.to(data.device), places, order, back)
-
-    @property
-    def like(self) -> Tensor:
-        """A tensor with the dtype and the device of the sequence."""
-        return parts(self.packed)[0]
-
-    @property
-    def first(self) -> tuple[int, ...]:
-        """The batch axis of tensors that have no axis of steps."""
-        return (self.rows,)
+        places = mask.flatten().nonzero().squeeze(1).to(data.device)
+        return cls(packed, data, steps, (rows,), mask.to(data.device), places)
 
     def enter(
         self, x: PackedSequence, arrays: Mapping[str, Tensor], arguments: Mapping[str, Any]
@@ -76,11 +65,11 @@ class Packing(NamedTuple):
         tensors = {}
         for name, t in arrays.items():
             for_all = name.startswith("reset_state ") and t.dim() == 2  # one value for all rows
-            tensors[name] = t if for_all else _rows(t, self.order)
+            tensors[name] = t if for_all else _rows(t, self.packed[2])
         if self.mask is not None:
             tensors["mask"] = self.mask
         if arguments.get("resets") is not None:
-            tensors["resets"] = self.alike("resets", arguments["resets"])
+            tensors["resets"] = self.flags("resets", arguments["resets"])
         return self.pad(parts(x)[0]), tensors
 
     def leave(
@@ -90,16 +79,16 @@ class Packing(NamedTuple):
         packed, *values = [
             PackedSequence(self.pack(t), *self.packed[1:]) for t in (output, *others)
         ]
-        return packed, tuple([_rows(s, self.back) for s in final]), values
+        return packed, tuple([_rows(s, self.packed[3]) for s in final]), values
 
     def pad(self, data: Tensor) -> Tensor:
         """Pads ``[N, ...]`` to ``[T, B, ...]``, with arbitrary values, which the mask hides."""
-        count = self.steps * self.rows
+        count = self.steps * self.first[0]
         if self.places is not None and transformed():
             data = data.new_zeros(count, *data.shape[1:]).index_copy(0, self.places, data)
         elif self.places is not None:
             data = _Spread.apply(data, self.places, count, False)
-        return data.unflatten(0, (self.steps, self.rows))
+        return data.unflatten(0, (self.steps, *self.first))
 
     def pack(self, padded: Tensor) -> Tensor:
         """Packs ``[T, B, ...]`` to ``[N, ...]``."""
@@ -110,17 +99,16 @@ class Packing(NamedTuple):
             return rows.index_select(0, self.places)
         return _Gather.apply(rows, self.places, len(rows))
 
-    def alike(self, name: str, value: Any) -> Tensor:
+    def flags(self, name: str, value: Any) -> Tensor:
         """Unpacks flags per step, packed as the input is, to bool ``[T, B]``."""
-        like = self.packed
         if not isinstance(value, PackedSequence):
             expected, hint = "a PackedSequence, like the input", "Pack it like the input."
             refuse(name, describe(value), expected, hint, TypeError)
-        pairs = zip(value[1:], like[1:], strict=True)
+        pairs = zip(value[1:], self.packed[1:], strict=True)
         if not all(a is b or (a is not None and b is not None and a.equal(b)) for a, b in pairs):
             hint = "Pack both with the same lengths and enforce_sorted."
             refuse(name, "a PackedSequence of other lengths or order", "those of the input", hint)
-        flags = Torch.booleans(name, value.data, f"torch.bool [{len(like.data)}]")
+        flags = Torch.booleans(name, value.data, f"torch.bool [{len(self.like)}]")
         return self.pad(flags).contiguous()
 
 

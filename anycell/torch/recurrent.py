@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +17,13 @@ from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint
 from anycell.layer.checks import check_one_direction, check_options, refuse
 from anycell.layer.layers import Stack, one_step
-from anycell.plan import Layer, Options, Plan, Sizes
+from anycell.plan import ARRAYS, Layer, Options, Plan, Sizes
 from anycell.torch import ops
 from anycell.torch.composite import Arrays, States
 from anycell.torch.framework import Torch
 from anycell.torch.functional import autocast_dtype, in_its_dtype, run_layer
 from anycell.torch.observers import autocast, compiled, exporting, watched
-from anycell.torch.packed import Packing, parts
+from anycell.torch.packed import Packing
 from anycell.torch.streaming import Packed, elsewhere
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Recurrent(Explained):
     training: bool
     weight_ih_l0: Tensor
     checkpoint: str | int | None = None  # see RNN
+    _arrays = tuple(ARRAYS)  # that a call takes
     _forward_pre_hooks: dict[int, Any]
     _forward_hooks: dict[int, Any]
     _sizes: Any
@@ -130,18 +131,28 @@ class Recurrent(Explained):
                 results = prepared.step(x, state, static, resets, reset_state)
                 if results is not None:
                     return results
+        check_one_direction("step", self)
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
-        call: Any = self
-        return one_step(Torch, self, x, self._like, state, arguments, call)
+        return one_step(Torch, self, self, x, self._like, state, arguments)
 
-    def _rows(self, x: Tensor | PackedSequence) -> tuple[int, ...]:
-        """Returns the batch axis of other tensors, such as states: ``(B,)``, or () without one."""
-        if isinstance(x, PackedSequence):
-            return (int(parts(x)[1][0]),)
-        return (x.shape[0 if self.batch_first else 1],) if x.dim() == 3 else ()
+    def _named(self, by_position: Sequence[Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        """All arguments of a call by name: torch.onnx's older exporter passes each by position.
 
-    def _call(self, cell: Cell, arguments: Mapping[str, Any], plan: Plan | None = None) -> Layer:
-        """The layer of a call of this module, with the options among the call's arguments."""
+        Args:
+            by_position: of the arrays that follow the state, the first ones.
+            arguments: those that went by name.
+        """
+        first = dict(zip(self._arrays, by_position, strict=False))
+        if len(first) < len(by_position) or first.keys() & arguments.keys():
+            given = f"{len(by_position)} by position, and {', '.join(arguments) or 'none'} by name"
+            expected = f"each of {', '.join(self._arrays)} once or less"
+            refuse("arguments", given, expected, "Pass all by name.", TypeError)
+        return {**first, **arguments}
+
+    def _call(self, cell: Cell, arguments: dict[str, Any], plan: Plan | None = None) -> Layer:
+        """The layer of a call of this module, with the options that it takes out of the call's
+        arguments.
+        """
         training, seed = self.training, 0
         if training and (ops.draws(cell) if plan is None and compiled() else cell.keeps):
             seed = draw_seed()
@@ -149,7 +160,11 @@ class Recurrent(Explained):
         if checkpoint is not None:
             check_checkpoint(checkpoint)
         kind: Any = type(self)
-        named = check_options(arguments, function=kind.forward) if arguments else {}
+        named: dict[str, Any] = {}
+        if arguments:
+            named = check_options(arguments, function=kind.forward, others=kind._arrays)
+            for name in named:
+                del arguments[name]
         options = Options(reverse, training=training, seed=seed, checkpoint=checkpoint, **named)
         sizes = self._sizes if plan is None else tuple(plan.sizes.items())  # saves a call
         return Layer(cell, sizes, options, plan=plan)
@@ -196,24 +211,6 @@ def layer_of(cell: Cell, sizes: Sizes, weight: Tensor, directions: int = 1) -> L
     """The layer of a module with this weight."""
     dtype = str(autocast_dtype(weight)).removeprefix("torch.")
     return Layer(cell, sizes, Options((False, True)[:directions]), dtype)
-
-
-def named(
-    names: Sequence[str], by_position: Sequence[Any], arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """All arguments of a call by name: torch.onnx's older exporter passes each by position.
-
-    Args:
-        names: of those that follow the state, in order.
-        by_position: values of the first of them.
-        arguments: those that went by name.
-    """
-    first = dict(zip(names, by_position, strict=False))
-    if len(first) < len(by_position) or first.keys() & arguments.keys():
-        given = f"{len(by_position)} by position, and {', '.join(arguments) or 'none'} by name"
-        expected = f"each of {', '.join(names)} once or less"
-        refuse("arguments", given, expected, "Pass all by name.", TypeError)
-    return {**first, **arguments}
 
 
 def leaf(module: Any, x: Proxy, state: Any, **arguments: Any) -> Any:

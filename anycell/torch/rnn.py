@@ -24,17 +24,17 @@ from anycell.layer.checks import (
     number,
     refuse,
 )
-from anycell.layer.layers import check_input
+from anycell.layer.layers import AXES, check_input
 from anycell.layer.signature import Shape
 from anycell.named import shown
-from anycell.plan import ARRAYS, Engine, Layer, Returning, Sizes, takes
+from anycell.plan import Engine, Layer, Returning, Sizes, takes
 from anycell.plan.layer import register
 from anycell.torch.composite import States
 from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.observers import compiled
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Recurrent, layer_of, leaf, named, stacked
+from anycell.torch.recurrent import Recurrent, layer_of, leaf, stacked
 from anycell.torch.typed import Arguments
 
 if TYPE_CHECKING:
@@ -224,28 +224,20 @@ class RNN(Recurrent, OfCell):
     ) -> tuple[Any, ...]:
         """Returns the output and the final state; see the class."""
         if by_position:
-            arguments = named([*ARRAYS], by_position, arguments)
+            arguments = self._named(by_position, arguments)
         if isinstance(x, Proxy):
             return leaf(self, x, state, **arguments)
-        like = self._like
         if isinstance(x, PackedSequence):
             if compiled():
                 forward: Any = torch.compiler.disable(self.forward)
                 return forward(x, state, **arguments)
-            _check_packed(parts(x)[0], self.input_size, like)
+            axes = "steps of all rows", self.input_size
+            check_input(Torch, parts(x)[0], axes, self._like)
         else:
-            check_input(Torch, x, self.input_size, self.batch_first, like)
+            check_input(Torch, x, (*AXES[self.batch_first], self.input_size), self._like)
             if x.shape[int(self.batch_first and x.dim() == 3)] == 0:
                 refuse("x", describe(x), "one step or more", "Skip the call.")
         weights = self._weights(self.cell)
         layer = self._call(self.cell, arguments)
         stack = stacked(layer, weights, x, self.batch_first, self.dropout)
         return stack.call(x, state, arguments)
-
-
-def _check_packed(data: Tensor, width: int, like: Tensor) -> None:
-    """Refuses values of a packed input that do not have this width, or the dtype of ``like``."""
-    shape: tuple[int | str, ...] = tuple(data.shape)
-    if len(shape) != 2 or shape[1] != width:
-        shape = "steps of all rows", width
-    Torch.check_array("x", data, shape, "as the weights", like)
