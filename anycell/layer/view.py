@@ -1,19 +1,41 @@
-"""Layers of every frontend, as ``anycell.compress`` sees them."""
+"""Layers of every frontend, as ``anycell.compress`` and ``anycell.export`` see them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from anycell.lang.cell import ONE
+from anycell.lang.expr import Expr
 from anycell.lang.namespaces import Array, namespace
 from anycell.layer.checks import refuse
 from anycell.plan import Layer
 
 TOLD = "input_size num_layers bias batch_first dropout bidirectional checkpoint".split()
+
+
+class Affine(NamedTuple):
+    """``weight @ x + bias``, with the weight ``[out, in]``."""
+
+    weight: Any
+    bias: Any = None
+
+
+class Pointwise(NamedTuple):
+    """A function of the numbers of one step, in the cell language: ``function(x, *arrays)``."""
+
+    function: Callable[..., Expr]
+    arrays: tuple[Any, ...] = ()
+
+
+class FedBack(NamedTuple):
+    """A layer whose readout is its next input."""
+
+    view: View
+    readout: Affine
 
 
 class View(NamedTuple):
