@@ -372,6 +372,8 @@ def _export(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="path/to/file.py:NAME of a model or a list of layers, or a .keras file")
     add("--out", type=Path, required=True, metavar="DIR", help="folder for the files")
+    targets = "c for C99 source (default), or a machine: x86-64-avx2, aarch64, cortex-m4, ..."
+    add("--target", default="c", metavar="T", help=targets)
     add("--name", default="model", help="of the files and functions (default: model)")
 
 
@@ -380,7 +382,8 @@ def export(options: argparse.Namespace) -> int:
     import anycell
 
     try:
-        files = anycell.export(find_model(options.model), options.out, name=options.name)
+        how = {"target": options.target, "name": options.name}
+        files = anycell.export(find_model(options.model), options.out, **how)
     except (TypeError, ValueError) as error:  # a layer or a name that cannot be exported
         raise UsageError(" ".join(str(error).split())) from error
     except OSError as error:

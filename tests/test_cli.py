@@ -138,10 +138,13 @@ def test_explain(own: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "train.py", tmp_path / "out"
     file.write_text("from anycell.numpy import GRU\nnet = GRU(1, 4)\nepochs = 3\n")
-    assert cli.main(["export", f"{file}:net", "--out", str(out), "--name", "gru"]) == 0
+    options = ["--out", str(out), "--name", "gru"]
+    assert cli.main(["export", f"{file}:net", *options]) == 0
     assert capsys.readouterr().out.split()[1:] == [
         f"{out}/gru.c,", f"{out}/gru.h,", f"{out}/gru_test.c,", f"{out}/CMakeLists.txt",
     ]  # fmt: skip
+    assert cli.main(["export", f"{file}:net", *options, "--target", "cortex-m4"]) == 0
+    assert (out / "gru.o").read_bytes()[:4] == b"\x7fELF" and capsys.readouterr()
     for model, folder, problem in (
         (f"{file}:ney", out, "defines no 'ney' (did you mean net"),
         (f"{file}:epochs", out, "model: given int; expected a layer or model"),

@@ -19,6 +19,9 @@ from tolerances import assert_close
 import anycell
 from anycell import Cell, cell, cells, numpy
 from anycell import lang as f
+from anycell.engines.cpu import isa
+from anycell.engines.cpu.ir import X86
+from anycell.exporter import machine
 from anycell.exporter.program import Program
 from anycell.numpy import RNN, Dense, Feedback, Standardise
 from anycell.numpy.compress import view_of
@@ -31,24 +34,34 @@ pytestmark = pytest.mark.skipif(
     shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc"
 )
 
+HERE = [f"x86-64{end}" for end, isa_ in (("", "generic"), ("-avx2", "avx2"), ("-avx512", "avx512"))
+        if X86 and isa.runs(isa_)] or ["aarch64"]  # fmt: skip
+
 
 def compiled(model: Any, folder: Path, **options: Any) -> Path:
-    """Exports a model, and compiles it; the test program runs."""
+    """Exports a model, and makes a library of it; the test program runs."""
     files = [file.name for file in anycell.export(model, folder, **options)]
     name = files[0].partition(".")[0]
-    for command in (
+    commands = [
         [*CC, "-fPIC", "-c", files[0]],
         [*CC, f"{name}_test.c", f"{name}.o", "-lm", "-o", "test"],
         ["./test"],
         ["gcc", "-shared", f"{name}.o", "-lm", "-o", f"{name}.so"],
-    ):
+    ]
+    source = files[0].endswith(".c")
+    for command in commands if source else commands[1:]:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
-    symbols = subprocess.run(["nm", f"{name}.o"], cwd=folder, capture_output=True, text=True).stdout
-    kinds = {line[-1]: line[-2] for line in map(str.split, symbols.splitlines())}
-    assert {symbol for symbol, kind in kinds.items() if kind == "U"} <= MATH
+    kinds = symbols(folder / f"{name}.o")
+    assert {symbol for symbol, kind in kinds.items() if kind == "U"} <= (MATH if source else set())
     assert not set(kinds.values()) & set("bBdDC"), "no variables"
     return folder / f"{name}.so"
+
+
+def symbols(file: Path) -> dict[str, str]:
+    """The kinds of the symbols of an object file, as ``nm`` calls them."""
+    said = subprocess.run(["nm", file], capture_output=True, text=True, check=True).stdout
+    return {line[-1]: line[-2] for line in map(str.split, said.splitlines())}
 
 
 def run(library: Path, x: Array, blocks: int = 1) -> Array:
@@ -100,7 +113,7 @@ def Everything(x: Any, r: Any, s: Any) -> Any:
         v
         + f.where(b > 0, 1.0, -1.0) * f.softmax(v, groups=2)
         + f.max(v, groups=3)
-        - f.sum(v, groups=2) / 3
+        - f.sum(v, groups=2) / 9
         + f.mean(v)
     )
     h = f.tanh(f.where((a < 0) | (b >= 1), f.layer_norm(v, 0.1, groups=2), 0.5 * v)) * f.sigmoid(
@@ -128,13 +141,78 @@ def test_every_cell_in_two_layers(cell: Cell, tmp_path: Path, rng: np.random.Gen
     assert np.array_equal(run(library, row, blocks=4), run(library, row))
 
 
+@pytest.mark.parametrize("target", ["c", HERE[-1]])
 @pytest.mark.parametrize("ones", [False, True])
-def test_a_random_cell(ones: bool, seed: int, tmp_path: Path, rng: np.random.Generator) -> None:
-    """Against the graph node by node, whose ``run`` the other tests compare with layers."""
+def test_a_random_cell(
+    ones: bool, target: str, seed: int, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Against the graph node by node, whose ``run`` other tests compare with layers."""
     layer = perturbed(RNN(random_cell(seed, 6, ones), 3, 6, dtype="float64"), rng)
-    program = Program([view_of(layer)])
+    check(layer, target, tmp_path, rng)
+
+
+def check(model: RNN, target: str, folder: Path, rng: np.random.Generator) -> None:
+    """Compares a library with the graph, sample by sample and in blocks."""
+    program = Program([view_of(model)])
     x = rng.standard_normal((9, program.inputs)).astype(np.float32)
-    assert_close(run(compiled(layer, tmp_path), x), program.run(x), "float32", "forward")
+    library = compiled(model, folder, target=target)
+    out = run(library, x)
+    assert_close(out, program.run(x), "float32", "forward")
+    assert np.array_equal(run(library, x, blocks=4), out)
+
+
+# Cells that differ in stages, and numbers of units: of a part of a vector, of several in a loop.
+OBJECTS = [
+    (cells.LSTM, 64), (cells.LayerNormGRU, 33), (cells.LSTMP, 20), (cells.sLSTM(heads=2), 6),
+    (cells.NAS, 1), (Everything, 18), (Rows, 7), (Sized, 100), (Tied, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", HERE)
+@pytest.mark.parametrize(("cell", "units"), OBJECTS, ids=repr)
+@pytest.mark.sample(every=2)
+def test_machine_code(
+    cell: Cell, units: int, target: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    layer = RNN(cell, 3, units, num_layers=2, seed=0, **sizes_of(cell))
+    check(layer, target, tmp_path, rng)
+
+
+# How the files of each format begin: with a name, and the number of the machine behind it.
+FORMATS = {
+    **dict.fromkeys(("x86-64", "x86-64-avx2", "x86-64-avx512"), b"\x7fELF\x02>"),
+    "aarch64": b"\x7fELF\x02\xb7", "riscv64": b"\x7fELF\x02\xf3",
+    **dict.fromkeys(("armv7", "cortex-m4", "cortex-m55"), b"\x7fELF\x01("),
+    "x86-64-macos": b"\xcf\xfa\xed\xfe\x07\x00\x00\x01",
+    "aarch64-macos": b"\xcf\xfa\xed\xfe\x0c\x00\x00\x01",
+    "x86-64-windows": b"d\x86", "aarch64-windows": b"d\xaa", "wasm32": b"\x00asm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", machine.PLATFORMS)
+def test_every_target_compiles(target: str, tmp_path: Path) -> None:
+    """With the functions of the header, and no others where GNU's ``nm`` can read the format."""
+    layer = RNN(cells.PeepholeLSTM, 3, 6, num_layers=2, seed=0)
+    file, *_ = anycell.export(layer, tmp_path, target=target, name="net")
+    code, begin = file.read_bytes(), FORMATS[target]
+    elf = begin[:1] == b"\x7f"
+    assert code[:5] + code[18:19] == begin if elf else code.startswith(begin)
+    functions = {f"net_{n}" for n in ("version", "state_size", "reset", "step", "process")}
+    assert all(function.encode() in code for function in functions)
+    assert b"memcpy" not in code and b"memset" not in code
+    if elf or target == "x86-64-windows":
+        kinds = symbols(file)
+        assert {name for name, kind in kinds.items() if kind == "T"} == functions
+        # Microsoft's marker of files with floating point, which every program has.
+        assert {name for name, kind in kinds.items() if kind == "U"} <= {"_fltused"}
+
+
+def test_code_is_short(tmp_path: Path) -> None:
+    layers = [numpy.LSTM(1, 20, seed=0), Dense(20, 1, seed=1)]
+    for target in HERE:
+        file, *_ = anycell.export(layers, tmp_path, target=target)
+        said = subprocess.run(["size", "-A", file], capture_output=True, text=True).stdout
+        assert int(re.findall(r"\.text +(\d+)", said)[0]) < 12 << 10
 
 
 def test_layers_of_numpy(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -216,7 +294,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ([layer, anycell.numpy.BatchNorm(6)], {}, "BatchNorm(6"),
         (RNN(cells.LSTM, 3, 6, bidirectional=True), {}, "which runs in reverse"),
         (anycell.compress.quantize(layer), {}, "weights in float32"),
-        (layer, {"target": "pdp11"}, "target: given 'pdp11'; expected one of c"),
+        (layer, {"target": "pdp11"}, "target: given 'pdp11'; expected one of c, x86-64"),
         (layer, {"name": "My net"}, "name: given 'My net'; expected a name that C accepts"),
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
@@ -263,20 +341,22 @@ def test_the_program_of_the_guide(tmp_path: Path, rng: np.random.Generator) -> N
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake: apt-get install cmake")
-def test_cmake_builds_and_tests_it(tmp_path: Path) -> None:
-    anycell.export(RNN(cells.GRU, 3, 6, seed=0), tmp_path, name="gru")
+@pytest.mark.parametrize("target", ["c", HERE[0]])
+def test_cmake_builds_and_tests_it(target: str, tmp_path: Path) -> None:
+    anycell.export(RNN(cells.GRU, 3, 6, seed=0), tmp_path, target=target, name="gru")
     for command in ("cmake -B build .", "cmake --build build", "ctest --test-dir build"):
         done = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "100% tests passed, 0 tests failed out of 1" in done.stdout
 
 
-def test_denormal_numbers_do_not_outlive_a_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["c", HERE[0]])
+def test_denormal_numbers_do_not_outlive_a_call(target: str, tmp_path: Path) -> None:
     """A decaying state becomes 0, and the caller's mode stays."""
     layer = RNN(cells.JANET, 1, 6, bias=False, seed=0)
     for name, parameter in layer.parameters.items():
         parameter[...] *= name != "weight_hh_l0"
-    library = compiled(layer, tmp_path)
+    library = compiled(layer, tmp_path, target=target)
     x = np.zeros((400, 1), np.float32)
     x[0] = 1.0
     out = np.abs(run(library, x))

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from anycell.exporter import c
+from anycell.exporter import c, machine
 from anycell.exporter.program import Part, Program
 from anycell.exporter.schedule import schedule
 from anycell.layer.checks import refuse
 from anycell.layer.view import FedBack
 from anycell.requirement import installed
 
-TARGETS = ("c",)
+TARGETS = ("c", *machine.PLATFORMS)
 VERSION = 1  # of the functions in the header
 STEPS = 32  # of the test vector
 
@@ -30,8 +30,9 @@ def export(
     """Writes a trained model as a C library: the computation and the weights, and nothing else.
 
     The library computes one row in float32, sample by sample or block by block. It allocates
-    nothing, takes no locks, has no variables of its own, and calls nothing but functions of
-    ``math.h``: it may run in an audio callback or on a microcontroller. The caller owns the state::
+    nothing, takes no locks, has no variables of its own, and as source calls nothing but functions
+    of ``math.h``, as machine code nothing at all: it may run in an audio callback or on a
+    microcontroller. The caller owns the state::
 
         float state[MODEL_STATE_SIZE];
         model_reset(state);
@@ -46,12 +47,14 @@ def export(
             is appended to each sample, and for ``Feedback`` a number that is 1 where a step is not
             forced (the series must be 0 there), else 0.
         out: a folder, which is made if there is none. Files of the same names are replaced.
-        target: "c", C99 source.
+        target: "c" for C99 source, or a machine for an object file: "x86-64", "x86-64-avx2",
+            "x86-64-avx512", "aarch64" and "riscv64" of Linux; "x86-64-macos", "aarch64-macos",
+            "x86-64-windows", "aarch64-windows"; "armv7", "cortex-m4", "cortex-m55"; "wasm32".
         name: of the files, and what names in the header begin with.
 
     Returns:
-        the files: source, header, a test program with inputs and expected outputs, and a
-        ``CMakeLists.txt``, which builds the library and runs the test.
+        the files: source or object file, header, a test program with inputs and expected outputs,
+        and a ``CMakeLists.txt``, which builds the library and runs the test.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected; for a
@@ -69,19 +72,25 @@ def export(
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         expected = "a name that C accepts, in lower case: letters, digits and _"
         refuse("name", repr(name), expected)
-    program = Program(_parts(model))
-    plan = schedule(program)
-    texts = {
-        f"{name}.c": c.source(program, plan, name),
-        f"{name}.h": _header(program, name),
-        f"{name}_test.c": _test(program, name),
-        "CMakeLists.txt": CMAKE.format(name=name),
+    platform = machine.PLATFORMS.get(target)
+    program = Program(_parts(model), 1 if platform is None else platform.lanes)
+    order = schedule(program)
+    library = f"{name}.c" if platform is None else f"{name}.o"
+    if platform is None:
+        code = c.source(program, order, name).encode()
+    else:
+        code = machine.compiled(program, order, platform, name)
+    files = {
+        library: code,
+        f"{name}.h": _header(program, name).encode(),
+        f"{name}_test.c": _test(program, name).encode(),
+        "CMakeLists.txt": CMAKE.format(name=name, library=library).encode(),
     }
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    for file, text in texts.items():
-        (folder / file).write_text(text, encoding="utf-8")
-    return [folder / file for file in texts]
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    return [folder / file for file in files]
 
 
 def _parts(model: Any) -> Iterator[Part | FedBack]:
@@ -135,7 +144,7 @@ size_t {name}_state_size(void);
 /* Begins a sequence. */
 void {name}_reset(float *state);
 
-/* Runs one step: from {upper}_INPUTS numbers to {upper}_OUTPUTS numbers, which may not overlap. */
+/* Runs one step: from {upper}_INPUTS to {upper}_OUTPUTS numbers, which may not overlap. */
 void {name}_step(float *state, const float *in, float *out);
 
 /* Runs many steps. */
@@ -181,7 +190,8 @@ set(CMAKE_C_STANDARD 99)
 if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)
 endif()
-add_library({name} STATIC {name}.c)
+add_library({name} STATIC {library})
+set_target_properties({name} PROPERTIES LINKER_LANGUAGE C)
 target_include_directories({name} PUBLIC ${{CMAKE_CURRENT_SOURCE_DIR}})
 if(NOT MSVC)
   target_compile_options({name} PRIVATE -O3 -fno-math-errno -fno-trapping-math)

@@ -49,15 +49,17 @@ class Program:
     number)``; a product is ``linear(*operands)`` with the numbers of their matrices.
 
     Attributes:
-        inputs, outputs: how many numbers a step takes and gives.
+        inputs, outputs, state_size: how many numbers a step takes and gives, and all states have.
         output: the last layer's output.
         memories: the states of all layers.
         matrices: weights ``[out, in]``, each with its bias ``[out]``.
         params: vectors.
+        lanes: how many numbers a vector has, which each state begins; at most as many as given,
+            and fewer if vectors of the largest state would be filled badly.
         ends: the outputs of all layers.
     """
 
-    def __init__(self, parts: Iterable[Part | FedBack]) -> None:
+    def __init__(self, parts: Iterable[Part | FedBack], lanes: int = 1) -> None:
         self.memories: list[Memory] = []
         self.matrices: list[tuple[Array, Array]] = []
         self.params: list[Array] = []
@@ -82,12 +84,14 @@ class Program:
         roots = [node, *self.ends, *(memory.new for memory in self.memories)]
         merged = iter(rewrite(roots, self._merge(roots)))
         self.output, self.ends = next(merged), [next(merged) for _ in self.ends]
-        self.memories = [memory._replace(new=next(merged)) for memory in self.memories]
-
-    @property
-    def state_size(self) -> int:
-        """How many numbers all states have."""
-        return sum(memory.at.size for memory in self.memories)
+        largest = max((memory.at.size for memory in self.memories), default=lanes)
+        while lanes > 4 and padded(largest, lanes) > 1.25 * largest:
+            lanes //= 2
+        self.lanes, self.state_size = lanes, 0
+        for k, (at, initial, _, layer) in enumerate(self.memories):
+            at = at._replace(first=self.state_size)
+            self.memories[k] = Memory(at, initial, next(merged), layer)
+            self.state_size += padded(at.size, lanes)
 
     def size(self, node: Expr, known: Mapping[Expr, int]) -> int:
         """How many numbers a value has; 1 fits any other."""
@@ -134,7 +138,7 @@ class Program:
                 cell,
             )  # fmt: skip
             for state, value in zip(cell.states, new, strict=True):
-                at = Place("state", self.state_size, sizes[state.size])
+                at = Place("state", 0, sizes[state.size])
                 self.memories.append(Memory(at, state.initial, value, len(self.ends)))
             # A copy if it is an old state, which the step overwrites.
             node = Expr("stop_gradient", (new[0],)) if new[0].op == "state" else new[0]
@@ -252,6 +256,11 @@ class Program:
         whole = np.broadcast_to(args[0], width)[None]
         reduced = TABLE[node.op].meaning(namespace(row), whole, groups)[0]
         return reduced[:1] if groups == 1 else reduced
+
+
+def padded(size: int, lanes: int) -> int:
+    """The numbers of whole vectors that hold ``size`` numbers."""
+    return -(-size // lanes) * lanes
 
 
 def float32(weight: Any) -> Array:

@@ -6,13 +6,14 @@ one stage leaves to another are arrays; all others live inside one turn of a loo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from anycell.exporter.program import Array, Place, Program
+from anycell.exporter.program import Array, Place, Program, padded
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import is_boolean, is_reduction
 
@@ -23,7 +24,8 @@ class Product(NamedTuple):
     """``to = bias + sum of weights[k] @ operands[k]``, for all products of the same operands.
 
     Attributes:
-        weights: ``[in, out]`` for each operand; ``out`` counts all products side by side.
+        weights: ``[in, out]`` for each operand; ``out`` counts all products side by side, each
+            filled up to whole vectors.
     """
 
     operands: tuple[Expr, ...]
@@ -157,12 +159,14 @@ def _products(program: Program, done: Schedule, nodes: Sequence[Expr]) -> list[P
     stages = []
     for operands, members in groups.items():
         blocks = [[program.matrices[k] for k in node.attrs] for node in members]
-        weights = [np.concatenate([b[i][0] for b in blocks]).T for i in range(len(operands))]
-        bias = np.concatenate([sum(b for _, b in block) for block in blocks])
-        to = done.room(len(bias))
-        at = 0
-        for node, block in zip(members, blocks, strict=True):
-            done.places[node] = Place(to.array, at, len(block[0][1]))
-            at += len(block[0][1])
-        stages.append(Product(operands, tuple(map(np.ascontiguousarray, weights)), bias, to))
+        sizes = [len(block[0][1]) for block in blocks]
+        ends = list(itertools.accumulate(padded(size, program.lanes) for size in sizes))
+        weights = [np.zeros((w.shape[1], ends[-1]), np.float32) for w, _ in blocks[0]]
+        bias, to = np.zeros(ends[-1], np.float32), done.room(ends[-1])
+        for node, block, size, first in zip(members, blocks, sizes, [0, *ends], strict=False):
+            done.places[node] = Place(to.array, first, size)
+            for all_, (weight, added) in zip(weights, block, strict=True):
+                all_[:, first : first + size] = weight.T
+                bias[first : first + size] += added
+        stages.append(Product(operands, tuple(weights), bias, to))
     return stages
