@@ -79,8 +79,8 @@ def find_model(origin: str) -> object:
     if origin.endswith(".keras"):
         if not Path(origin).is_file():
             raise UsageError(f"there is no file {origin}")
-        need("anycell.keras", "a .keras file")
-        return need("keras", "a .keras file").saving.load_model(origin)
+        loaded: object = need("anycell.keras.exported", "a .keras file").load(origin)
+        return loaded
     if not path.endswith(".py"):
         raise UsageError(f"{origin}: expected path/to/file.py:NAME of a model, or a .keras file")
     defined = vars(_module(Path(path)))

@@ -17,7 +17,7 @@ from test_docs import blocks
 from tolerances import assert_close
 
 import anycell
-from anycell import Cell, cell, cells, numpy
+from anycell import Cell, cell, cells, cli, numpy
 from anycell import lang as f
 from anycell.engines.cpu import isa
 from anycell.engines.cpu.ir import X86
@@ -127,6 +127,7 @@ FURTHER = [Everything, Rows, Sized, Tied, cells.sLSTM(heads=2), cells.GRU(reset_
 
 
 @pytest.mark.parametrize("cell", [*EVERY, *FURTHER], ids=repr)
+@pytest.mark.sample(every=2)
 def test_every_cell_in_two_layers(cell: Cell, tmp_path: Path, rng: np.random.Generator) -> None:
     layer = perturbed(RNN(cell, 3, 6, num_layers=2, dtype="float64", **sizes_of(cell)), rng)
     x, further = rng.standard_normal((9, 1, 3)).astype(np.float32), {}
@@ -207,6 +208,18 @@ def test_every_target_compiles(target: str, tmp_path: Path) -> None:
         assert {name for name, kind in kinds.items() if kind == "U"} <= {"_fltused"}
 
 
+def test_what_compilers_say(tmp_path: Path) -> None:
+    """A compiler of C++ reads the header; one that may reorder sums is told not to."""
+    anycell.export(RNN(cells.GRU, 3, 6, seed=0), tmp_path)
+    check = ["g++", "-Wall", "-Wextra", "-Werror", "-pedantic", "-x", "c++", "-fsyntax-only"]
+    if shutil.which("g++"):
+        subprocess.run([*check, "model.h"], cwd=tmp_path, check=True)
+    command = ["gcc", "-ffast-math", "-c", "model.c"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode and "compile this file without -ffast-math" in said.stderr
+    subprocess.run([*command, "-fno-fast-math"], cwd=tmp_path, check=True)
+
+
 def test_code_is_short(tmp_path: Path) -> None:
     layers = [numpy.LSTM(1, 20, seed=0), Dense(20, 1, seed=1)]
     for target in HERE:
@@ -278,6 +291,10 @@ def test_a_sequential_of_keras(tmp_path: Path, rng: np.random.Generator) -> None
     x = rng.standard_normal((1, 9, 3)).astype(np.float32)
     expected = keras.ops.convert_to_numpy(model(x))[0]
     assert_close(run(compiled(model, tmp_path), x[0]), expected, "float32", "forward")
+    model.save(tmp_path / "net.keras")
+    saved = [str(tmp_path / "net.keras"), "--out", str(tmp_path / "again")]
+    assert cli.main(["export", *saved]) == 0
+    assert (tmp_path / "again/model.c").read_text() == (tmp_path / "model.c").read_text()
     feedback = ours.Feedback(ours.LSTM(7), layers.Dense(1))
     expected = keras.ops.convert_to_numpy(feedback(x))[0]
     rows = np.concatenate([x[0], np.zeros((9, 1), np.float32)], 1)

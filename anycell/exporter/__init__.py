@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from anycell.exporter import c, machine
-from anycell.exporter.program import Part, Program
+from anycell.exporter.program import VERSION, Part, Program
 from anycell.exporter.schedule import schedule
 from anycell.layer.checks import refuse
 from anycell.layer.view import FedBack
 from anycell.requirement import installed
 
 TARGETS = ("c", *machine.PLATFORMS)
-VERSION = 1  # of the functions in the header
 STEPS = 32  # of the test vector
 
 
@@ -70,22 +69,10 @@ def export(
     if target not in TARGETS:
         refuse("target", repr(target), f"one of {', '.join(TARGETS)}")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        expected = "a name that C accepts, in lower case: letters, digits and _"
-        refuse("name", repr(name), expected)
+        refuse("name", repr(name), "a name that C accepts: small letters, digits and _")
     platform = machine.PLATFORMS.get(target)
     program = Program(_parts(model), 1 if platform is None else platform.lanes)
-    order = schedule(program)
-    library = f"{name}.c" if platform is None else f"{name}.o"
-    if platform is None:
-        code = c.source(program, order, name).encode()
-    else:
-        code = machine.compiled(program, order, platform, name)
-    files = {
-        library: code,
-        f"{name}.h": _header(program, name).encode(),
-        f"{name}_test.c": _test(program, name).encode(),
-        "CMakeLists.txt": CMAKE.format(name=name, library=library).encode(),
-    }
+    files = _files(program, platform, name)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     for file, content in files.items():
@@ -109,96 +96,27 @@ def _parts(model: Any) -> Iterator[Part | FedBack]:
     refuse("model", type(model).__name__, expected, "See anycell.export.", TypeError)
 
 
-def _header(program: Program, name: str) -> str:
-    sizes = {"VERSION": VERSION, "INPUTS": program.inputs, "OUTPUTS": program.outputs,
-             "STATE_SIZE": program.state_size or 1}  # fmt: skip
-    defined = "\n".join(f"#define {name.upper()}_{key} {size}" for key, size in sizes.items())
-    return HEADER.format(name=name, upper=name.upper(), defined=defined, anycell=installed())
-
-
-def _test(program: Program, name: str) -> str:
+def _files(program: Program, platform: machine.Platform | None, name: str) -> dict[str, bytes]:
+    """The contents of the files, by their names."""
+    order = schedule(program)
     x = np.random.default_rng(0).standard_normal((STEPS, program.inputs)).astype(np.float32)
-    tables = c.table("in", x), c.table("expected", program.run(x).astype(np.float32))
-    return TEST.format(name=name, upper=name.upper(), tables="\n".join(tables), steps=STEPS)
-
-
-HEADER = """\
-/* {name}, written by anycell {anycell}. Arrays are float, one sample after the other. */
-#ifndef {upper}_H
-#define {upper}_H
-
-#include <stddef.h>
-
-{defined}
-
-#ifdef __cplusplus
-extern "C" {{
-#endif
-
-/* {upper}_VERSION of the library, to compare with this header's. */
-int {name}_version(void);
-
-/* Bytes of a state, of {upper}_STATE_SIZE numbers. */
-size_t {name}_state_size(void);
-
-/* Begins a sequence. */
-void {name}_reset(float *state);
-
-/* Runs one step: from {upper}_INPUTS to {upper}_OUTPUTS numbers, which may not overlap. */
-void {name}_step(float *state, const float *in, float *out);
-
-/* Runs many steps. */
-void {name}_process(float *state, const float *in, float *out, size_t steps);
-
-#ifdef __cplusplus
-}}
-#endif
-#endif
-"""
-TEST = """\
-/* Runs {name} on random inputs, and compares with what Python computed. */
-#include "{name}.h"
-#include <math.h>
-#include <stdio.h>
-
-{tables}
-
-static float largest(const float *out) {{
-    float error = 0.0f;
-    for (int i = 0; i < {steps} * {upper}_OUTPUTS; i++)
-        error = fmaxf(error, fabsf(out[i] - expected[i]) / (1.0f + fabsf(expected[i])));
-    return error;
-}}
-
-int main(void) {{
-    static float state[{upper}_STATE_SIZE], out[{steps} * {upper}_OUTPUTS];
-    {name}_reset(state);
-    {name}_process(state, in, out, {steps});
-    float error = largest(out);
-    {name}_reset(state);
-    for (int t = 0; t < {steps}; t++)
-        {name}_step(state, in + t * {upper}_INPUTS, out + t * {upper}_OUTPUTS);
-    error = fmaxf(error, largest(out));
-    printf("largest error: %g\\n", error);
-    return {name}_version() != {upper}_VERSION || !(error < 1e-5f);
-}}
-"""
-CMAKE = """\
-cmake_minimum_required(VERSION 3.10)
-project({name} C)
-set(CMAKE_C_STANDARD 99)
-if(NOT CMAKE_BUILD_TYPE)
-  set(CMAKE_BUILD_TYPE Release)
-endif()
-add_library({name} STATIC {library})
-set_target_properties({name} PROPERTIES LINKER_LANGUAGE C)
-target_include_directories({name} PUBLIC ${{CMAKE_CURRENT_SOURCE_DIR}})
-if(NOT MSVC)
-  target_compile_options({name} PRIVATE -O3 -fno-math-errno -fno-trapping-math)
-  target_link_libraries({name} PUBLIC m)
-endif()
-enable_testing()
-add_executable({name}_test {name}_test.c)
-target_link_libraries({name}_test {name})
-add_test({name} {name}_test)
-"""
+    tables = c.table("in", x) + "\n" + c.table("expected", program.run(x).astype(np.float32))
+    sizes = {name: getattr(program, name) for name in ("inputs", "outputs", "state_size")}
+    library = f"{name}.c" if platform is None else f"{name}.o"
+    filled = {
+        "model.h": sizes | {"version": VERSION, "anycell": installed()},
+        "model_test.c": {"steps": STEPS, "tables": tables},
+        "CMakeLists.txt": {"library": library},
+    }
+    if platform is None:
+        files = {}
+        filled = {"model.c": c.texts(program, order)} | filled
+    else:
+        files = {library: machine.compiled(program, order, platform, name)}
+    for file, values in filled.items():
+        text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+        text = text.replace("MODEL", name.upper()).replace("model", name)
+        for key, value in values.items():
+            text = text.replace(f"@{key}@", str(value))
+        files[file.replace("model", name)] = text.encode()
+    return files

@@ -1,7 +1,7 @@
-"""A program as C99: a readable source with the weights inside.
+"""A program as C99: a readable source with the weights inside, from the template ``model.c``.
 
-Functions such as ``tanh`` are those of the CPU engine: ``Functions`` prints the instructions of its
-table as C. Only sine, cosine, the error function and powers are those of ``math.h``.
+Functions such as ``tanh`` are those of the CPU engine: the instructions of its table, printed as C.
+Only sine, cosine, the error function and powers are those of ``math.h``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from anycell.engines.cpu.ir import Builder, Module, Target, Value
+from anycell.engines.cpu.ir import Builder, Module, Target
 from anycell.engines.cpu.ops import EMIT
 from anycell.exporter.program import Array, Place, Program
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
@@ -31,70 +31,13 @@ LIBRARY = {"sqrt": "sqrtf", "abs": "fabsf", "sin": "sinf", "cos": "cosf", "erf":
            "pow": "powf"}  # fmt: skip
 WIDTH = 60  # an expression wider than this gets a line of its own
 
-# Numbers below 1e-38 take a processor a hundred times as long, and a decaying state ends there.
-FLUSH = """\
-#if defined(__SSE__) || defined(_M_X64)
-#include <xmmintrin.h>
-#define FLUSH(run) do { \\
-        const unsigned mode = _mm_getcsr(); \\
-        _mm_setcsr(mode | 0x8040u); \\
-        run; \\
-        _mm_setcsr(mode); \\
-    } while (0)
-#elif defined(__aarch64__) && defined(__GNUC__)
-#define FLUSH(run) do { \\
-        unsigned long mode; \\
-        __asm__ __volatile__("mrs %0, fpcr" : "=r"(mode)); \\
-        __asm__ __volatile__("msr fpcr, %0" : : "r"(mode | 1ul << 24) : "memory"); \\
-        run; \\
-        __asm__ __volatile__("msr fpcr, %0" : : "r"(mode) : "memory"); \\
-    } while (0)
-#else
-#define FLUSH(run) do { run; } while (0)
-#endif
-"""
-MULTIPLY = """\
-/* to += weight x, with the weight by columns */
-static void multiply(const float *weight, const float *x, float *restrict to, int in, int out) {
-    int i = 0;
-    for (; i + 4 <= in; i += 4, weight += 4 * out)
-        for (int j = 0; j < out; j++)
-            to[j] += (x[i] * weight[j] + x[i + 1] * weight[out + j])
-                + (x[i + 2] * weight[2 * out + j] + x[i + 3] * weight[3 * out + j]);
-    for (; i < in; i++, weight += out)
-        for (int j = 0; j < out; j++)
-            to[j] += x[i] * weight[j];
-}
-"""
-STEP = """\
-static void step(float *restrict state, const float *restrict in, float *restrict out) {{
-{body}
-}}
-"""
-CALLS = """\
-int {name}_version(void) {{ return {upper}_VERSION; }}
 
-size_t {name}_state_size(void) {{ return {upper}_STATE_SIZE * sizeof(float); }}
-
-void {name}_reset(float *state) {{
-{reset}
-}}
-
-void {name}_step(float *state, const float *in, float *out) {{
-    FLUSH(step(state, in, out));
-}}
-
-void {name}_process(float *state, const float *in, float *out, size_t steps) {{
-    FLUSH(for (size_t t = 0; t < steps; t++)
-        step(state, in + {inputs} * t, out + {outputs} * t));
-}}
-"""
-
-
-def source(program: Program, schedule: Schedule, name: str) -> str:
-    """The text of the file: tables, functions, and the calls of the header."""
-    body, functions = list[str](), Functions()
-    tables = [f'#include "{name}.h"\n#include <math.h>\n#include <stdint.h>\n\n{FLUSH}']
+def texts(program: Program, schedule: Schedule) -> dict[str, str]:
+    """What ``model.c`` lacks: its tables, functions and the bodies of a step and of a reset."""
+    body, tables, functions = list[str](), list[str](), dict[str, str]()
+    if schedule.rooms:
+        rooms = ", ".join(f"{room}[{size}]" for room, size in schedule.rooms.items())
+        body += textwrap.wrap(f"    float {rooms};", 92, subsequent_indent=8 * " ")
     for number, stage in enumerate(schedule.stages):
         if isinstance(stage, Product):
             tables.append(table(f"b{number}", stage.bias))
@@ -105,25 +48,12 @@ def source(program: Program, schedule: Schedule, name: str) -> str:
         else:
             body += _fold(stage, schedule)
     tables += [table(f"p{k}", array) for k, array in enumerate(program.params)]
-    if schedule.rooms:
-        rooms = ", ".join(f"{room}[{size}]" for room, size in schedule.rooms.items()) + ";"
-        body.insert(0, textwrap.fill(f"float {rooms}", 92, initial_indent=4 * " ",
-                                     subsequent_indent=8 * " "))  # fmt: skip
-    for array in ("state", "in"):
-        if not any(re.search(rf"\b{array}\b", line) for line in body):
-            body.insert(0, f"    (void){array};")
     reset = [
         f"    for (int j = 0; j < {m.at.size}; j++) {_at(m.at)} = {_number(m.initial)};"
         for m in program.memories
     ]
-    multiply = [MULTIPLY] * any(isinstance(stage, Product) for stage in schedule.stages)
-    return "\n".join([
-        *tables, "", *functions.texts(), *multiply, STEP.format(body="\n".join(body)),
-        CALLS.format(
-            name=name, upper=name.upper(), reset="\n".join(reset or ["    (void)state;"]),
-            inputs=program.inputs, outputs=program.outputs,
-        ),
-    ])  # fmt: skip
+    lines = {"functions": functions.values(), "tables": tables, "step": body, "reset": reset}
+    return {name: "\n".join(of_name) for name, of_name in lines.items()}
 
 
 def _number(value: float) -> str:
@@ -188,7 +118,7 @@ def _fold(stage: Fold, schedule: Schedule) -> Iterator[str]:
 class _Turn:
     """The text of a loop over units."""
 
-    def __init__(self, loop: Loop, schedule: Schedule, functions: Functions) -> None:
+    def __init__(self, loop: Loop, schedule: Schedule, functions: dict[str, str]) -> None:
         self.loop, self.schedule, self.functions = loop, schedule, functions
         self.names: dict[Expr, str] = {}
 
@@ -232,13 +162,15 @@ class _Turn:
             return f"({PREFIX[node.op]}{args[0]})" if PREFIX[node.op] else args[0]
         if node.op == "where":
             return f"({' '.join([args[0], '?', args[1], ':', args[2]])})"
-        name = LIBRARY.get(node.op) or self.functions.name(node.op, len(args))
+        name = LIBRARY.get(node.op, f"{node.op}_")
+        if node.op not in LIBRARY and node.op not in self.functions:
+            self.functions[node.op] = _function(node.op, len(args))
         return f"{name}({', '.join(args)})"
 
 
 # -- functions -------------------------------------------------------------------------------------
 
-TYPES = {"float": "float", "double": "double", "i1": "int", "i32": "uint32_t", "i64": "uint64_t"}
+TYPES = {"float": "float", "i1": "int", "i32": "uint32_t"}
 SIGNS = {
     "fadd": "+", "fsub": "-", "fmul": "*", "fdiv": "/", "add": "+", "sub": "-", "mul": "*",
     "shl": "<<", "lshr": ">>", "and": "&", "or": "|", "xor": "^",
@@ -248,89 +180,62 @@ COMPARISONS = {
     "une": "{} != {}", "eq": "{} == {}", "ne": "{} != {}", "ult": "!({} >= {})",
     "uno": "{0} != {0} || {1} != {1}", "one": "{0} < {1} || {0} > {1}",
 }  # fmt: skip
-CASTS = {
-    name: f"""\
-static inline {to} {name}({of} x) {{
-    union {{ {of} of; {to} to; }} both;
-    both.of = x;
-    return both.to;
-}}
-"""
-    for name, of, to in (("float_of", "uint32_t", "float"), ("bits_of", "float", "uint32_t"))
-}
 
 
-class Functions:
-    """The functions of the language that a source calls."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-
-    def name(self, op: str, arguments: int) -> str:
-        """The name of a function; it will be printed."""
-        if op not in self._names:
-            names = ["x", "y", "z"][:arguments]
-            module = Module(Target("c", bits=32, registers=16, fma=False, x86=False), "float")
-            params = ", ".join(f"float {name}" for name in names)
-            b = _InC(module, op, params)
-            result = EMIT[op](b, *b.args)
-            head = f"static inline float {op}_({params}) {{"
-            last = f"    return {b.c(result.text, 'float')};"
-            self._names[op] = "\n".join([head, *b.texts, last, "}\n"])
-        return f"{op}_"
-
-    def texts(self) -> list[str]:
-        """The text of each function, and before them what they call."""
-        text = "\n".join(self._names.values())
-        return [*(cast for name, cast in CASTS.items() if name in text), text]
+def _function(op: str, arguments: int) -> str:
+    """The text of a function of the language."""
+    params = ", ".join(f"float {name}" for name in "xyz"[:arguments])
+    module = Module(Target("c", bits=32, registers=16, fma=False, x86=False), "float")
+    b = _InC(module, op, params, "float")
+    result = EMIT[op](b, *b.args)
+    head = f"static inline float {op}_({params}) {{"
+    return "\n".join([head, *b.texts(), f"    return {_operand(result.text, 'float')};", "}\n"])
 
 
 class _InC(Builder):
-    """A builder that writes each instruction as a line of C; for scalars, without branches."""
+    """A builder whose instructions can be read as lines of C: scalars, without branches."""
 
-    def __init__(self, module: Module, name: str, params: str) -> None:
-        super().__init__(module, name, params, "float")
-        self.texts: list[str] = []
+    def texts(self) -> Iterator[str]:
+        """The lines."""
+        (block,) = self._blocks
+        for line in block.lines:
+            name, _, instruction = line.partition(" = ")
+            type, text = _instruction(instruction)
+            yield f"    const {TYPES[type]} {_operand(name, type)} = {text};"
 
-    def _emit(self, type: str, text: str) -> Value:
-        value = super()._emit(type, text)
-        self.texts.append(
-            f"    const {TYPES[type]} {self.c(value.text, type)} = {self._in_c(text)};"
-        )
-        return value
 
-    def c(self, text: str, type: str) -> str:
-        """A value or a constant."""
-        if text.startswith("%"):
-            return text[1:].replace(".", "")
-        if type == "float":
-            return _number(struct.unpack("<d", struct.pack("<Q", int(text, 16)))[0])
-        if type == "i1":
-            return str(int(text == "true"))
-        return f"{int(text) % 2**32}u"
+def _operand(text: str, type: str) -> str:
+    """A value or a constant of LLVM as C spells it."""
+    if text.startswith("%"):
+        return text[1:].replace(".", "")
+    if type == "float":
+        return _number(struct.unpack("<d", struct.pack("<Q", int(text, 16)))[0])
+    return str(int(text == "true")) if type == "i1" else f"{int(text) % 2**32}u"
 
-    def _in_c(self, text: str) -> str:
-        opcode, _, rest = text.partition(" ")
-        if opcode == "call":
-            function, values = rest.partition("@llvm.")[2].rstrip(")").split("(")
-            args = [self.c(*reversed(value.split(" "))) for value in values.split(", ")]
-            called = function.partition(".")[0]
-            return (
-                "{} * {} + {}".format(*args)
-                if called == "fmuladd"
-                else f"{called}f({', '.join(args)})"
-            )
-        if opcode == "bitcast":
-            (type, value), to = rest.partition(" to ")[0].split(" "), rest.rpartition(" ")[2]
-            return f"{'float' if to == 'float' else 'bits'}_of({self.c(value, type)})"
-        if opcode == "select":
-            args = [self.c(*reversed(value.split(" "))) for value in rest.split(", ")]
-            return "{} ? {} : {}".format(*args)
-        how = ""
-        if opcode in ("fcmp", "icmp"):
-            how, _, rest = rest.partition(" ")
-        type, _, values = rest.partition(" ")
-        args = [self.c(value, type) for value in values.split(", ")]
-        if opcode == "fneg":
-            return f"-{args[0]}"
-        return COMPARISONS[how].format(*args) if how else f"{args[0]} {SIGNS[opcode]} {args[1]}"
+
+def _instruction(text: str) -> tuple[str, str]:
+    """The type and the expression of an instruction of LLVM."""
+    opcode, _, rest = text.partition(" ")
+    how, rest = rest.split(" ", 1) if opcode in ("fcmp", "icmp") else ("", rest)
+    if opcode == "call":  # float @llvm.fabs.f32(float %x)
+        opcode, rest = re.findall(r"@llvm\.(\w+)[.\w]*\((.*)\)", rest)[0]
+    values = rest.partition(" to ")[0].split(", ")
+    type = values[0].partition(" ")[0]
+    args = []
+    for value in values:  # a type that is not repeated is that of the first
+        kind, _, name = value.rpartition(" ")
+        args.append(_operand(name, kind or type))
+    if opcode == "bitcast":
+        to = rest.rpartition(" ")[2]
+        return to, f"{'float' if to == 'float' else 'bits'}_of({args[0]})"
+    if how:
+        return "i1", COMPARISONS[how].format(*args)
+    if opcode == "select":
+        return values[1].partition(" ")[0], "{} ? {} : {}".format(*args)
+    if opcode == "fmuladd":
+        return type, "{} * {} + {}".format(*args)
+    if opcode == "fneg":
+        return type, f"-{args[0]}"
+    if opcode in SIGNS:
+        return type, f"{args[0]} {SIGNS[opcode]} {args[1]}"
+    return type, f"{opcode}f({', '.join(args)})"

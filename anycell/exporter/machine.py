@@ -16,7 +16,7 @@ import numpy as np
 from anycell.engines.cpu import jit
 from anycell.engines.cpu.ir import Builder, Module, Target, Value
 from anycell.engines.cpu.ops import EMIT
-from anycell.exporter.program import Array, Place, Program, padded
+from anycell.exporter.program import VERSION, Array, Place, Program, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
 from anycell.lang.expr import Expr
 
@@ -242,7 +242,7 @@ class _Printer:
     def _calls(self, program: Program, name: str) -> None:
         """The functions of the header."""
         word, module = self.platform.word, self.module
-        for what, value in (("version", 1), ("state_size", 4 * program.state_size)):
+        for what, value in (("version", VERSION), ("state_size", 4 * program.state_size)):
             type = "i32" if what == "version" else word
             b = module.function(f"{name}_{what}", "", type)
             b.ret(b.value(value, type))

@@ -21,6 +21,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.feedback import fed
 from anycell.layer.view import Affine, FedBack, Pointwise, View, numbers
 
+VERSION = 1  # of the functions in the header
 Array = npt.NDArray[np.float32]
 Part = View | Affine | Pointwise
 
@@ -92,6 +93,7 @@ class Program:
             at = at._replace(first=self.state_size)
             self.memories[k] = Memory(at, initial, next(merged), layer)
             self.state_size += padded(at.size, lanes)
+        self.state_size = self.state_size or lanes  # C has no arrays of no numbers
 
     def size(self, node: Expr, known: Mapping[Expr, int]) -> int:
         """How many numbers a value has; 1 fits any other."""

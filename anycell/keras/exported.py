@@ -62,6 +62,11 @@ def parts(model: Any) -> Iterator[Part]:
         refuse("model", f"the layer {model.name} ({kind.__name__})", expected, hint, TypeError)
 
 
+def load(path: str) -> Any:
+    """The model of a ``.keras`` file."""
+    return keras.saving.load_model(path)
+
+
 def _affine(layer: Any) -> Affine:
     return Affine(Weight(layer.kernel), None if layer.bias is None else Weight(layer.bias))
 
