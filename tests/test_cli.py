@@ -141,7 +141,8 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--out", str(out), "--name", "gru"]
     assert cli.main(["export", f"{file}:net", *options]) == 0
     assert capsys.readouterr().out.split()[1:] == [
-        f"{out}/gru.c,", f"{out}/gru.h,", f"{out}/gru_test.c,", f"{out}/CMakeLists.txt",
+        f"{out}/gru.c,", f"{out}/gru.h,", f"{out}/gru.hpp,", f"{out}/gru_test.c,",
+        f"{out}/CMakeLists.txt",
     ]  # fmt: skip
     assert cli.main(["export", f"{file}:net", *options, "--target", "cortex-m4"]) == 0
     assert (out / "gru.o").read_bytes()[:4] == b"\x7fELF" and capsys.readouterr()

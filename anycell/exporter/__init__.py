@@ -52,8 +52,8 @@ def export(
         name: of the files, and what names in the header begin with.
 
     Returns:
-        the files: source or object file, header, a test program with inputs and expected outputs,
-        and a ``CMakeLists.txt``, which builds the library and runs the test.
+        the files: source or object file, header, a class of C++, a test program with inputs and
+        expected outputs, and a ``CMakeLists.txt``, which builds the library and runs the test.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected; for a
@@ -64,7 +64,7 @@ def export(
         >>> import anycell.numpy as layers
         >>> model = [layers.LSTM(1, 20, seed=0), layers.Dense(20, 1, seed=1)]
         >>> [file.name for file in export(model, tempfile.mkdtemp())]
-        ['model.c', 'model.h', 'model_test.c', 'CMakeLists.txt']
+        ['model.c', 'model.h', 'model.hpp', 'model_test.c', 'CMakeLists.txt']
     """
     if target not in TARGETS:
         refuse("target", repr(target), f"one of {', '.join(TARGETS)}")
@@ -105,6 +105,7 @@ def _files(program: Program, platform: machine.Platform | None, name: str) -> di
     library = f"{name}.c" if platform is None else f"{name}.o"
     filled = {
         "model.h": sizes | {"version": VERSION, "anycell": installed()},
+        "model.hpp": {},
         "model_test.c": {"steps": STEPS, "tables": tables},
         "CMakeLists.txt": {"library": library},
     }

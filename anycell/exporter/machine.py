@@ -226,8 +226,8 @@ class _Printer:
     def _fold_groups(self, node: Expr, groups: int, count: int, empty: float) -> None:
         """One number after the other."""
         b, of, to = self.b, self.order.places[node.args[0]], self.order.places[node]
-        tail = to.size // self.lanes * self.lanes
-        b.store(b.value(0.0, b.vec), self._address(to, tail))
+        if tail := to.size % self.lanes:  # the lanes beyond the last unit have a value, too
+            b.store(b.value(0.0, b.vec), self._address(to, to.size - tail))
         with b.loop(0, groups * count, count) as first:
             total = b.variable(empty, "float")
             with b.loop(first, first + count) as j:
