@@ -1,6 +1,7 @@
 """``anycell.export``: what a C compiler makes of it computes what Python computes."""
 
 import ctypes
+import json
 import platform
 import re
 import shutil
@@ -28,7 +29,7 @@ from anycell.numpy.compress import view_of
 
 Array = npt.NDArray[Any]
 CC = ["gcc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O2"]
-MATH = {"sqrtf", "sinf", "cosf", "erff", "powf"}  # the functions that a library may call
+MATH = {"sqrtf", "sinf", "cosf", "sincosf", "erff", "powf"}  # the functions that a library may call
 
 pytestmark = pytest.mark.skipif(
     shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc"
@@ -206,6 +207,65 @@ def test_every_target_compiles(target: str, tmp_path: Path) -> None:
         assert {name for name, kind in kinds.items() if kind == "T"} == functions
         # Microsoft's marker of files with floating point, which every program has.
         assert {name for name, kind in kinds.items() if kind == "U"} <= {"_fltused"}
+
+
+SCRIPT = """
+import { readFileSync } from "node:fs";
+import { load, INPUTS, OUTPUTS } from "./net.mjs";
+
+const bytes = readFileSync("net.wasm"), x = JSON.parse(readFileSync("x.json"));
+const stream = await load(bytes), other = await load(bytes);
+const half = INPUTS * Math.floor(x.length / INPUTS / 2);
+const blocks = [x.slice(0, half), x.slice(half)].map((part) => [...stream.process(part)]);
+stream.reset();
+const all = [stream, other].map((one) => [...one.process(x)]);
+console.log(JSON.stringify([blocks.flat(), ...all, OUTPUTS]));
+"""
+
+
+def in_node(layer: RNN, x: Array, folder: Path) -> Array:
+    """Exports a layer to WebAssembly, and runs it in Node: in blocks, again, and another stream."""
+    names = [file.name for file in anycell.export(layer, folder, target="wasm32", name="net")]
+    assert names[:2] == ["net.o", "net.wasm"] and names[-1] == "net.mjs"
+    (folder / "x.json").write_text(json.dumps(x.ravel().tolist()))
+    (folder / "run.mjs").write_text(SCRIPT)
+    said = subprocess.run(["node", "run.mjs"], cwd=folder, capture_output=True, text=True)
+    assert not said.returncode, said.stderr
+    *outputs, width = json.loads(said.stdout)
+    first, *others = (np.reshape(np.array(out, np.float32), (-1, width)) for out in outputs)
+    assert all(np.array_equal(first, other) for other in others)
+    return first
+
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="apt-get install nodejs")
+
+
+@needs_node
+@pytest.mark.parametrize(("cell", "units"), [(cells.LSTM, 8), (Everything, 24), (Rows, 150)])
+def test_webassembly(cell: Cell, units: int, tmp_path: Path, rng: np.random.Generator) -> None:
+    """It runs without a linker; in the last case in memory that has to grow."""
+    layer = RNN(cell, 3, units, num_layers=2, seed=0, **sizes_of(cell))
+    program, steps = Program([view_of(layer)]), 200 if units > 100 else 9
+    x = 0.3 * rng.standard_normal((steps, program.inputs)).astype(np.float32)
+    assert_close(in_node(layer, x, tmp_path), program.run(x), "float32", "forward")
+
+
+@cell(gates="a", state="h")
+def Turning(x: Any, r: Any, s: Any) -> Any:
+    """Angles of any size, which take products of 128 bits."""
+    return f.sin(x.a) + 0.5 * f.cos(x.a)
+
+
+@pytest.mark.parametrize("target", ["c", HERE[-1], pytest.param("wasm32", marks=needs_node)])
+def test_many_turns(target: str, tmp_path: Path) -> None:
+    layer = RNN(Turning, 1, 6, bias=False)
+    layer.parameters["weight_ih_l0"][:, 0] = range(1, 7)
+    x = np.array([[0.0], [3.0], [1e5], [-7e6], [2.0**80]], np.float32)
+    if target == "wasm32":
+        out = in_node(layer, x, tmp_path)
+    else:
+        out = run(compiled(layer, tmp_path, target=target), x)
+    assert_close(out, Program([view_of(layer)]).run(x), "float32", "forward")
 
 
 CPLUSPLUS = """

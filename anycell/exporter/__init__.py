@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from anycell.exporter import c, machine
-from anycell.exporter.program import VERSION, Part, Program
+from anycell.exporter import c, machine, wasm
+from anycell.exporter.program import VERSION, Part, Program, padded
 from anycell.exporter.schedule import schedule
 from anycell.layer.checks import refuse
 from anycell.layer.view import FedBack
@@ -21,6 +21,7 @@ from anycell.requirement import installed
 
 TARGETS = ("c", *machine.PLATFORMS)
 STEPS = 32  # of the test vector
+STACK = 1 << 16  # bytes of stack in WebAssembly, besides what a step keeps there
 
 
 def export(
@@ -53,7 +54,8 @@ def export(
 
     Returns:
         the files: source or object file, header, a class of C++, a test program with inputs and
-        expected outputs, and a ``CMakeLists.txt``, which builds the library and runs the test.
+        expected outputs, and a ``CMakeLists.txt``, which builds the library and runs the test. For
+        "wasm32" also a module that runs as it is, and a script of JavaScript that loads it.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected; for a
@@ -103,17 +105,21 @@ def _files(program: Program, platform: machine.Platform | None, name: str) -> di
     tables = c.table("in", x) + "\n" + c.table("expected", program.run(x).astype(np.float32))
     sizes = {name: getattr(program, name) for name in ("inputs", "outputs", "state_size")}
     library = f"{name}.c" if platform is None else f"{name}.o"
-    filled = {
+    filled: dict[str, dict[str, Any]] = {
         "model.h": sizes | {"version": VERSION, "anycell": installed()},
         "model.hpp": {},
         "model_test.c": {"steps": STEPS, "tables": tables},
         "CMakeLists.txt": {"library": library},
     }
+    files = dict[str, bytes]()
     if platform is None:
-        files = {}
         filled = {"model.c": c.texts(program, order)} | filled
     else:
-        files = {library: machine.compiled(program, order, platform, name)}
+        files[library] = code = machine.compiled(program, order, platform, name)
+        if platform.triple.startswith("wasm"):
+            files[f"{name}.wasm"], end = wasm.runnable(code, machine.FUNCTIONS)
+            stack = padded(end + STACK + 4 * sum(order.rooms.values()), 64)
+            filled["model.mjs"] = sizes | {"stack": stack}
     for file, values in filled.items():
         text = (Path(__file__).parent / file).read_text(encoding="utf-8")
         text = text.replace("MODEL", name.upper()).replace("model", name)

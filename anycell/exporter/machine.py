@@ -20,6 +20,8 @@ from anycell.exporter.program import VERSION, Array, Place, Program, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
 from anycell.lang.expr import Expr
 
+FUNCTIONS = "version", "state_size", "reset", "step", "process"  # the last ones of a file
+
 
 class Platform(NamedTuple):
     """What LLVM calls a machine, and its vectors: their bits and how many registers there are."""
@@ -242,24 +244,25 @@ class _Printer:
     def _calls(self, program: Program, name: str) -> None:
         """The functions of the header."""
         word, module = self.platform.word, self.module
-        for what, value in (("version", VERSION), ("state_size", 4 * program.state_size)):
-            type = "i32" if what == "version" else word
-            b = module.function(f"{name}_{what}", "", type)
-            b.ret(b.value(value, type))
-        b = module.function(f"{name}_reset", "ptr state")
+        version, state_size, reset, step, process = (f"{name}_{called}" for called in FUNCTIONS)
+        b = module.function(version, "", "i32")
+        b.ret(b.value(VERSION, "i32"))
+        b = module.function(state_size, "", word)
+        b.ret(b.value(4 * program.state_size, word))
+        b = module.function(reset, "ptr state")
         for memory in program.memories:
             first = b.value(memory.initial, b.vec)
             with b.loop(0, padded(memory.at.size, self.lanes), self.lanes) as j:
                 b.store(first, b.gep(b.gep(b.args[0], memory.at.first), j))
         arrays = "ptr state, ptr in, ptr out"
-        b = module.function(f"{name}_step", arrays)
+        b = module.function(step, arrays)
         with _flushed(b, self.platform):
             b.call("step", *b.args)
-        b = module.function(f"{name}_process", f"{arrays}, {word} steps")
+        b = module.function(process, f"{arrays}, {word} steps")
         state, into, out, steps = b.args
         with _flushed(b, self.platform), b.loop(0, b.zext(steps, "i64")) as t:
-            step = b.gep(into, t * program.inputs), b.gep(out, t * program.outputs)
-            b.call("step", state, *step)
+            sample = b.gep(into, t * program.inputs), b.gep(out, t * program.outputs)
+            b.call("step", state, *sample)
 
 
 @contextmanager
