@@ -14,7 +14,7 @@ import numpy as np
 
 from anycell.exporter import c, machine, wasm
 from anycell.exporter.program import VERSION, Part, Program, padded
-from anycell.exporter.schedule import schedule
+from anycell.exporter.schedule import Schedule
 from anycell.layer.checks import refuse
 from anycell.layer.view import FedBack
 from anycell.requirement import installed
@@ -100,7 +100,7 @@ def _parts(model: Any) -> Iterator[Part | FedBack]:
 
 def _files(program: Program, platform: machine.Platform | None, name: str) -> dict[str, bytes]:
     """The contents of the files, by their names."""
-    order = schedule(program)
+    order = Schedule(program)
     x = np.random.default_rng(0).standard_normal((STEPS, program.inputs)).astype(np.float32)
     tables = c.table("in", x) + "\n" + c.table("expected", program.run(x).astype(np.float32))
     sizes = {name: getattr(program, name) for name in ("inputs", "outputs", "state_size")}
