@@ -24,8 +24,8 @@ from anycell.engines.cpu import isa
 from anycell.engines.cpu.ir import X86
 from anycell.exporter import machine
 from anycell.exporter.program import Program
+from anycell.layer.parts import Recurrent
 from anycell.numpy import RNN, Dense, Feedback, Standardise
-from anycell.numpy.compress import view_of
 
 Array = npt.NDArray[Any]
 CC = ["gcc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O2"]
@@ -155,7 +155,7 @@ def test_a_random_cell(
 
 def check(model: RNN, target: str, folder: Path, rng: np.random.Generator) -> None:
     """Compares a library with the graph, sample by sample and in blocks."""
-    program = Program([view_of(model)])
+    program = Program([Recurrent.of(model)])
     x = rng.standard_normal((9, program.inputs)).astype(np.float32)
     library = compiled(model, folder, target=target)
     out = run(library, x)
@@ -245,7 +245,7 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="apt-get in
 def test_webassembly(cell: Cell, units: int, tmp_path: Path, rng: np.random.Generator) -> None:
     """It runs without a linker; in the last case in memory that has to grow."""
     layer = RNN(cell, 3, units, num_layers=2, seed=0, **sizes_of(cell))
-    program, steps = Program([view_of(layer)]), 200 if units > 100 else 9
+    program, steps = Program([Recurrent.of(layer)]), 200 if units > 100 else 9
     x = 0.3 * rng.standard_normal((steps, program.inputs)).astype(np.float32)
     assert_close(in_node(layer, x, tmp_path), program.run(x), "float32", "forward")
 
@@ -265,7 +265,7 @@ def test_many_turns(target: str, tmp_path: Path) -> None:
         out = in_node(layer, x, tmp_path)
     else:
         out = run(compiled(layer, tmp_path, target=target), x)
-    assert_close(out, Program([view_of(layer)]).run(x), "float32", "forward")
+    assert_close(out, Program([Recurrent.of(layer)]).run(x), "float32", "forward")
 
 
 CPLUSPLUS = """
