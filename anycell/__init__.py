@@ -16,7 +16,7 @@ __version__: str
 # compiler.
 _LAZY = {name: f"anycell.{name}" for name in "compress jax keras layouts numpy tf1 torch".split()}
 _LAZY |= {"explain": "anycell.explanation", "recurrence": "anycell.numpy.recurrence"}
-_LAZY["threads"] = "anycell.engines.cpu.threads"
+_LAZY |= {"threads": "anycell.engines.cpu.threads", "export": "anycell.exporter"}
 
 if TYPE_CHECKING:
     from anycell import compress as compress
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from anycell import torch as torch
     from anycell.engines.cpu.threads import threads as threads
     from anycell.explanation import explain as explain
+    from anycell.exporter import export as export
     from anycell.numpy.recurrence import recurrence as recurrence
 
 # Frontends are left out: a star import would import every framework.
-__all__ = ["cells", "explain", "layouts", "recurrence", "threads"]
+__all__ = ["cells", "explain", "export", "layouts", "recurrence", "threads"]
 __all__ += lang.__all__
 
 

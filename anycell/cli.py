@@ -1,4 +1,4 @@
-"""``python -m anycell``: bench, explain, doctor, cache, demo."""
+"""``python -m anycell``: bench, explain, export, doctor, cache, demo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anycell.engines.cpu.pool import MOST
 from anycell.machine import usable_cores
 from anycell.plan.dtype import DTYPES, dtypes
 from anycell.requirement import install
-from anycell.usage import UsageError, built_in, did_you_mean, find_cell, find_cells
+from anycell.usage import UsageError, built_in, did_you_mean, find_cell, find_cells, find_model
 
 Handler = Callable[[argparse.Namespace], int]
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"  # in a checkout only
@@ -75,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     for handler, text, add in (
         (bench, "measure against torch.nn and others, after checking that results agree", _bench),
         (explain, "what becomes of a cell: equations, backward, kernel", _explain),
+        (export, "a trained model as a C library: source, header, test, CMakeLists.txt", _export),
         (doctor, "what is installed, what is used, and whether it works", None),
         (cache, "where compiled kernels are kept, and how large they are; clear it", _cache),
         (demo, "train a model on a real series, and draw what came out", None),
@@ -361,6 +362,34 @@ def explain(options: argparse.Namespace) -> int:
         Path(options.svg).write_text(page.svg(), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--svg {options.svg}: {error.strerror or error}") from None
+    return 0
+
+
+# -- export ----------------------------------------------------------------------------------------
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", help="path/to/file.py:NAME of a model or a list of layers, or a .keras file")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for the files")
+    targets = "c for C99 source (default), or a machine: x86-64-avx2, aarch64, cortex-m4, ..."
+    add("--target", default="c", metavar="T", help=targets)
+    add("--name", default="model", help="of the files and functions (default: model)")
+
+
+def export(options: argparse.Namespace) -> int:
+    """Writes the files of ``anycell.export``, and prints their names."""
+    import anycell
+
+    try:
+        how = {"target": options.target, "name": options.name}
+        files = anycell.export(find_model(options.model), options.out, **how)
+    except (TypeError, ValueError) as error:  # a layer or a name that cannot be exported
+        raise UsageError(" ".join(str(error).split())) from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"--out {options.out} cannot be used: {reason}") from None
+    print("written:", ", ".join(map(str, files)))
     return 0
 
 

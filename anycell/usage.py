@@ -73,6 +73,23 @@ def find_cell(origin: str) -> Cell:
     return known[origin]
 
 
+def find_model(origin: str) -> object:
+    """A model by ``path/to/file.py:NAME``, or from a ``.keras`` file."""
+    path, _, name = origin.rpartition(":")
+    if origin.endswith(".keras"):
+        if not Path(origin).is_file():
+            raise UsageError(f"there is no file {origin}")
+        loaded: object = need("anycell.keras.exported", "a .keras file").load(origin)
+        return loaded
+    if not path.endswith(".py"):
+        raise UsageError(f"{origin}: expected path/to/file.py:NAME of a model, or a .keras file")
+    defined = vars(_module(Path(path)))
+    if name not in defined:
+        names = sorted(known for known in defined if not known.startswith("_"))
+        raise UsageError(f"{path} defines no {name!r}{did_you_mean(name, names)}")
+    return defined[name]
+
+
 def built_in() -> dict[str, Cell]:
     """The cells of ``anycell.cells`` by their names."""
     return _cells(cells)

@@ -23,7 +23,7 @@ FLOORS = """
     explanation named read | reports, layers of cells, steps read as written
     numpy torch | names, weights, defaults and errors of a framework
     jax
-    compress keras | smaller layers
+    compress exporter keras | smaller layers, layers without Python
     tf1
     anycell | the package's own names
     usage

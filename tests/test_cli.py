@@ -69,6 +69,10 @@ def says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
         (["doctor", "64"], "unknown arguments: 64\ntry: anycell doctor --help"),
         (["explain", "--svg"], "--svg draws one cell"),
         (["explain", "LSTM", "--svg", "/nowhere/at.svg"], "--svg /nowhere/at.svg: No such file"),
+        (["export", "model.py:net"], "the following arguments are required: --out"),
+        (["export", "LSTM", "--out", "out"], "LSTM: expected path/to/file.py:NAME of a model"),
+        (["export", "nowhere.py:net", "--out", "out"], "there is no file nowhere.py"),
+        (["export", "nowhere.keras", "--out", "out"], "there is no file nowhere.keras"),
     ],
 )
 def test_errors_are_kind(
@@ -129,6 +133,26 @@ def test_explain(own: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("GRU", f"{own}:Own"):
         assert cli.main(["explain", name, "--hidden", "32"]) == 0
         assert name.rpartition(":")[2] in capsys.readouterr().out
+
+
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "train.py", tmp_path / "out"
+    file.write_text("from anycell.numpy import GRU\nnet = GRU(1, 4)\nepochs = 3\n")
+    options = ["--out", str(out), "--name", "gru"]
+    assert cli.main(["export", f"{file}:net", *options]) == 0
+    assert capsys.readouterr().out.split()[1:] == [
+        f"{out}/gru.c,", f"{out}/gru.h,", f"{out}/gru.hpp,", f"{out}/gru_test.c,",
+        f"{out}/CMakeLists.txt",
+    ]  # fmt: skip
+    assert cli.main(["export", f"{file}:net", *options, "--target", "cortex-m4"]) == 0
+    assert (out / "gru.o").read_bytes()[:4] == b"\x7fELF" and capsys.readouterr()
+    for model, folder, problem in (
+        (f"{file}:ney", out, "defines no 'ney' (did you mean net"),
+        (f"{file}:epochs", out, "model: given int; expected a layer or model"),
+        (f"{file}:net", file / "out", f"--out {file}/out cannot be used: Not a directory"),
+    ):
+        status, said = says(["export", model, "--out", str(folder)], capsys)
+        assert status == 2 and problem in said and len(said.splitlines()) == 1
 
 
 def test_explain_lists_cells(own: str, capsys: pytest.CaptureFixture[str]) -> None:

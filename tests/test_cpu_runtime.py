@@ -121,7 +121,7 @@ def test_products_of_arm(name: str, dtype: str) -> None:
     triple = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
     machine = triple.create_target_machine(cpu=cpu, features=features, opt=3, reloc="pic")
     text = str(print_kernel(Layout(plan(cells.RNN, 8, dtype, "cpu"), False, target)))
-    code = machine.emit_assembly(jit._optimised(text, machine))
+    code = machine.emit_assembly(jit.optimised(text, machine))
     used = {word for word in ("sdot", "usdot", "bfdot") if f"\t{word}\t" in code}
     products = {("neondot", "int8"): {"sdot"}, ("neonbf16", "int8"): {"usdot"}}
     products["neonbf16", "bfloat16"] = {"bfdot"}

@@ -160,7 +160,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     assert "anycell/engines/cpu/gang.ll" in shipped  # what threads run
     assert "anycell/py.typed" in shipped
     assert {name.split("/")[0] for name in shipped} == {"anycell"}
-    assert {Path(name).suffix for name in shipped} <= {".py", ".pyi", ".json", ".ll", ".typed"}
+    assert {Path(name).suffix for name in shipped} <= {
+        ".py", ".pyi", ".json", ".ll", ".typed", ".c", ".h", ".hpp", ".mjs", ".txt",
+    }  # fmt: skip
     assert f"{info}licenses/LICENSE" in wheel.namelist()
 
 

@@ -120,7 +120,7 @@ def compile_here(cpu: str, features: str) -> None:
     machine = llvm.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="pic", codemodel="small"
     )
-    module = jit._optimised(sys.stdin.read(), machine)
+    module = jit.optimised(sys.stdin.read(), machine)
     sys.stdout.buffer.write(machine.emit_object(module))
 
 

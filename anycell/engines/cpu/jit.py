@@ -133,7 +133,7 @@ class Library:
         """The text compiled to assembly, for reading."""
         with _alone():
             machine = _machine(self.target)
-            return machine.emit_assembly(_optimised(self.text, machine))
+            return machine.emit_assembly(optimised(self.text, machine))
 
     def __repr__(self) -> str:
         return f"Library({', '.join(self._addresses)}; {self.target.name})"
@@ -226,7 +226,8 @@ def _machine(target: Target) -> Any:
     )
 
 
-def _optimised(text: str, machine: Any) -> Any:
+def optimised(text: str, machine: Any) -> Any:
+    """The module of a text, after the passes, for LLVM's target machine."""
     llvm = _llvm()
     module = llvm.parse_assembly(text, _context())
     module.triple = machine.triple
@@ -242,7 +243,7 @@ def _optimised(text: str, machine: Any) -> Any:
 
 def _object(text: str, symbols: Sequence[str], target: Target) -> bytes:
     machine = _machine(target)
-    module = _optimised(text, machine)
+    module = optimised(text, machine)
     for symbol in symbols:  # LLVM ends the process when asked for an undefined symbol
         try:
             defined = not module.get_function(symbol).is_declaration

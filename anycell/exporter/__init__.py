@@ -1,0 +1,129 @@
+"""``export``: a trained model as a program without Python."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anycell.exporter import c, machine, wasm
+from anycell.exporter.program import VERSION, Program, padded
+from anycell.exporter.schedule import Schedule
+from anycell.layer.checks import refuse
+from anycell.layer.parts import Part
+from anycell.requirement import installed
+
+TARGETS = ("c", *machine.PLATFORMS)
+STEPS = 32  # of the test vector
+STACK = 1 << 16  # bytes of stack in WebAssembly, besides what a step keeps there
+
+
+def export(
+    model: Any, out: str | os.PathLike[str], *, target: str = "c", name: str = "model"
+) -> list[Path]:
+    """Writes a trained model as a C library: the computation and the weights, and nothing else.
+
+    The library computes one row in float32, sample by sample or block by block. It allocates
+    nothing, takes no locks, has no variables of its own, and as source calls nothing but functions
+    of ``math.h``, as machine code nothing at all: it may run in an audio callback or on a
+    microcontroller. The caller owns the state::
+
+        float state[MODEL_STATE_SIZE];
+        model_reset(state);
+        model_step(state, in, out);             /* MODEL_INPUTS numbers to MODEL_OUTPUTS numbers */
+        model_process(state, in, out, steps);   /* the same for each of these steps */
+
+    Args:
+        model: a layer of ``anycell.torch``, ``anycell.keras`` or ``anycell.numpy`` of any cell,
+            also stacked, or ``Feedback``; an ``nn.Sequential`` or ``keras.Sequential`` of such
+            layers, linear layers, layer norms and activations; or a list of them, in order. The
+            output of a recurrent layer goes to the next layer at every step. A cell's static input
+            is appended to each sample, and for ``Feedback`` a number that is 1 where a step is not
+            forced (the series must be 0 there), else 0.
+        out: a folder, which is made if there is none. Files of the same names are replaced.
+        target: "c" for C99 source, or a machine for an object file: "x86-64", "x86-64-avx2",
+            "x86-64-avx512", "aarch64" and "riscv64" of Linux; "x86-64-macos", "aarch64-macos",
+            "x86-64-windows", "aarch64-windows"; "armv7", "cortex-m4", "cortex-m55"; "wasm32".
+        name: of the files, and what names in the header begin with.
+
+    Returns:
+        the files: source or object file, header, a class of C++, a test program with inputs and
+        expected outputs, and a ``CMakeLists.txt``, which builds the library and runs the test. For
+        "wasm32" also a module that runs as it is, and a script of JavaScript that loads it.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what was expected; for a
+            layer that is not among the above, one that runs in reverse, or weights of 8 bits.
+
+    Example:
+        >>> import tempfile
+        >>> import anycell.numpy as layers
+        >>> model = [layers.LSTM(1, 20, seed=0), layers.Dense(20, 1, seed=1)]
+        >>> [file.name for file in export(model, tempfile.mkdtemp())]
+        ['model.c', 'model.h', 'model.hpp', 'model_test.c', 'CMakeLists.txt']
+    """
+    if target not in TARGETS:
+        refuse("target", repr(target), f"one of {', '.join(TARGETS)}")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        refuse("name", repr(name), "a name that C accepts: small letters, digits and _")
+    platform = machine.PLATFORMS.get(target)
+    program = Program(_parts(model), 1 if platform is None else platform.lanes)
+    files = _files(program, platform, name)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    return [folder / file for file in files]
+
+
+def _parts(model: Any) -> Iterator[Part]:
+    """What a model computes, layer by layer."""
+    if isinstance(model, (list, tuple)):
+        for layer in model:
+            yield from _parts(layer)
+        return
+    for framework in ("keras", "torch", "numpy"):  # layers of Keras may be modules of torch
+        if f"anycell.{framework}" in sys.modules:
+            adapter = importlib.import_module(f"anycell.{framework}.exported")
+            if isinstance(model, adapter.KINDS):
+                yield from adapter.parts(model)
+                return
+    expected = "a layer or model of anycell.torch, anycell.keras or anycell.numpy, or a list"
+    refuse("model", type(model).__name__, expected, "See anycell.export.", TypeError)
+
+
+def _files(program: Program, platform: machine.Platform | None, name: str) -> dict[str, bytes]:
+    """The contents of the files, by their names."""
+    order = Schedule(program)
+    x = np.random.default_rng(0).standard_normal((STEPS, program.inputs)).astype(np.float32)
+    tables = c.table("in", x) + "\n" + c.table("expected", program.run(x).astype(np.float32))
+    sizes = {name: getattr(program, name) for name in ("inputs", "outputs", "state_size")}
+    library = f"{name}.c" if platform is None else f"{name}.o"
+    filled: dict[str, dict[str, Any]] = {
+        "model.h": sizes | {"version": VERSION, "anycell": installed()},
+        "model.hpp": {},
+        "model_test.c": {"steps": STEPS, "tables": tables},
+        "CMakeLists.txt": {"library": library},
+    }
+    files = dict[str, bytes]()
+    if platform is None:
+        filled = {"model.c": c.texts(program, order)} | filled
+    else:
+        files[library] = code = machine.compiled(program, order, platform, name)
+        if platform.triple.startswith("wasm"):
+            files[f"{name}.wasm"], end = wasm.runnable(code, machine.FUNCTIONS)
+            stack = padded(end + STACK + 4 * sum(order.rooms.values()), 64)
+            filled["model.mjs"] = sizes | {"stack": stack}
+    for file, values in filled.items():
+        text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+        text = text.replace("MODEL", name.upper()).replace("model", name)
+        for key, value in values.items():
+            text = text.replace(f"@{key}@", str(value))
+        files[file.replace("model", name)] = text.encode()
+    return files

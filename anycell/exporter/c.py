@@ -1,0 +1,241 @@
+"""A program as C99: a readable source with the weights inside, from the template ``model.c``.
+
+Functions such as ``tanh`` are those of the CPU engine: the instructions of its table, printed as C.
+Only sine, cosine, the error function and powers are those of ``math.h``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import struct
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from anycell.engines.cpu.ir import Builder, Module, Target
+from anycell.engines.cpu.ops import EMIT
+from anycell.exporter.program import Array, Place, Program
+from anycell.exporter.schedule import Fold, Loop, Product, Schedule
+from anycell.lang.expr import Expr
+from anycell.lang.ops import is_boolean
+
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+    "eq": "==", "ne": "!=", "logical_and": "&&", "logical_or": "||",
+}  # fmt: skip
+PREFIX = {"neg": "-", "logical_not": "!", "stop_gradient": ""}
+LIBRARY = {"sqrt": "sqrtf", "abs": "fabsf", "sin": "sinf", "cos": "cosf", "erf": "erff",
+           "pow": "powf"}  # fmt: skip
+WIDTH = 60  # an expression wider than this gets a line of its own
+
+
+def texts(program: Program, schedule: Schedule) -> dict[str, str]:
+    """What ``model.c`` lacks: its tables, functions and the bodies of a step and of a reset."""
+    body, tables, functions = list[str](), list[str](), dict[str, str]()
+    if schedule.rooms:
+        rooms = ", ".join(f"{room}[{size}]" for room, size in schedule.rooms.items())
+        body += textwrap.wrap(f"    float {rooms};", 92, subsequent_indent=8 * " ")
+    for number, stage in enumerate(schedule.stages):
+        if isinstance(stage, Product):
+            tables.append(table(f"b{number}", stage.bias))
+            tables += [table(f"w{number}_{k}", w) for k, w in enumerate(stage.weights)]
+            body += _product(number, stage, schedule)
+        elif isinstance(stage, Loop):
+            body += _Turn(stage, schedule, functions).lines()
+        else:
+            body += _fold(stage, schedule)
+    tables += [table(f"p{k}", array) for k, array in enumerate(program.params)]
+    reset = [
+        f"    for (int j = 0; j < {m.at.size}; j++) {_at(m.at)} = {_number(m.initial)};"
+        for m in program.memories
+    ]
+    lines = {"functions": functions.values(), "tables": tables, "step": body, "reset": reset}
+    return {name: "\n".join(of_name) for name, of_name in lines.items()}
+
+
+def _number(value: float) -> str:
+    """A float as C spells it."""
+    value = float(np.float32(value))
+    if value != value:
+        return "NAN"
+    if value in (float("inf"), float("-inf")):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    text = str(np.float32(value))
+    return text + ("f" if re.search(r"[.e]", text) else ".0f")
+
+
+def table(name: str, array: Array) -> str:
+    """An array as C spells it."""
+    numbers = [_number(value) for value in array.ravel().tolist()]
+    lines = [", ".join(numbers[k : k + 8]) for k in range(0, len(numbers), 8)]
+    return f"static const float {name}[{len(numbers)}] = {{\n    " + ",\n    ".join(lines) + "};"
+
+
+def _at(place: Place, index: str = "j") -> str:
+    """An element of an array."""
+    index = "0" if place.size == 1 else index
+    parts = [part for part in (str(place.first or ""), index) if part not in ("", "0")]
+    return f"{place.array}[{' + '.join(parts) or '0'}]"
+
+
+def _product(number: int, stage: Product, schedule: Schedule) -> Iterator[str]:
+    to = stage.to
+    yield f"    for (int j = 0; j < {to.size}; j++) {to.array}[j] = b{number}[j];"
+    for k, (operand, weight) in enumerate(zip(stage.operands, stage.weights, strict=True)):
+        place, (into, out) = schedule.places[operand], weight.shape
+        if place.size == into:
+            x = f"{place.array} + {place.first}" if place.first else place.array
+            yield f"    multiply(w{number}_{k}, {x}, {to.array}, {into}, {out});"
+        else:  # one number in place of many
+            yield f"    for (int i = 0; i < {into}; i++)"
+            x = f"&{_at(place)}"
+            yield f"        multiply(w{number}_{k} + {out} * i, {x}, {to.array}, 1, {out});"
+
+
+def _fold(stage: Fold, schedule: Schedule) -> Iterator[str]:
+    groups, width = stage.nodes[0].attrs
+    count = width // groups
+    yield "    {" if groups == 1 else f"    for (int g = 0; g < {groups}; g++) {{"
+    index = "j" if groups == 1 else f"{count} * g + j"
+    values = [_at(schedule.places[node.args[0]], index) for node in stage.nodes]
+    for k, node in enumerate(stage.nodes):
+        yield f"        float t{k} = {'-INFINITY' if node.op == 'max' else '0.0f'};"
+    yield f"        for (int j = 0; j < {count}; j++) {{"
+    for k, (node, value) in enumerate(zip(stage.nodes, values, strict=True)):
+        largest = f"t{k} = {value} > t{k} ? {value} : t{k};"
+        yield f"            {largest if node.op == 'max' else f't{k} += {value};'}"
+    yield "        }"
+    each = "" if groups == 1 else f"for (int j = 0; j < {count}; j++) "
+    for k, node in enumerate(stage.nodes):
+        total = f"t{k} / {_number(count)}" if node.op == "mean" else f"t{k}"
+        yield f"        {each}{_at(schedule.places[node], index)} = {total};"
+    yield "    }"
+
+
+class _Turn:
+    """The text of a loop over units."""
+
+    def __init__(self, loop: Loop, schedule: Schedule, functions: dict[str, str]) -> None:
+        self.loop, self.schedule, self.functions = loop, schedule, functions
+        self.names: dict[Expr, str] = {}
+
+    def lines(self) -> Iterator[str]:
+        loop, names = self.loop, itertools.count()
+        uses = Counter(arg for node in loop.nodes for arg in node.args)
+        stored = {node for node, _ in loop.stores}
+
+        def named(node: Expr, text: str) -> str:
+            self.names[node] = f"t{next(names)}"
+            text = text[1:-1] if text[0] == "(" else text
+            kind = "int" if is_boolean(node) else "float"
+            return f"        const {kind} {self.names[node]} = {text};"
+
+        yield "    {" if loop.size == 1 else f"    for (int j = 0; j < {loop.size}; j++) {{"
+        for node in loop.nodes:
+            text = self.names[node] = self._text(node)
+            if uses[node] > 1 or node in stored or len(text) > WIDTH:
+                yield named(node, text)
+        for node, _ in loop.stores:
+            if node not in self.names:  # an old value, before another overwrites it
+                yield named(node, self._value(node))
+        for node, place in loop.stores:
+            yield f"        {_at(place)} = {self.names[node]};"
+        yield "    }"
+
+    def _value(self, node: Expr) -> str:
+        if node in self.names:
+            return self.names[node]
+        if node.op == "const":
+            return _number(node.attrs[0])
+        return _at(self.schedule.places[node])
+
+    def _text(self, node: Expr) -> str:
+        args = [self._value(arg) for arg in node.args]
+        if node.op == "const":
+            return _number(node.attrs[0])
+        if node.op in INFIX:
+            return f"({args[0]} {INFIX[node.op]} {args[1]})"
+        if node.op in PREFIX:
+            return f"({PREFIX[node.op]}{args[0]})" if PREFIX[node.op] else args[0]
+        if node.op == "where":
+            return f"({' '.join([args[0], '?', args[1], ':', args[2]])})"
+        name = LIBRARY.get(node.op, f"{node.op}_")
+        if node.op not in LIBRARY and node.op not in self.functions:
+            self.functions[node.op] = _function(node.op, len(args))
+        return f"{name}({', '.join(args)})"
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+TYPES = {"float": "float", "i1": "int", "i32": "uint32_t"}
+SIGNS = {
+    "fadd": "+", "fsub": "-", "fmul": "*", "fdiv": "/", "add": "+", "sub": "-", "mul": "*",
+    "shl": "<<", "lshr": ">>", "and": "&", "or": "|", "xor": "^",
+}  # fmt: skip
+COMPARISONS = {
+    "oeq": "{} == {}", "olt": "{} < {}", "ole": "{} <= {}", "ogt": "{} > {}", "oge": "{} >= {}",
+    "une": "{} != {}", "eq": "{} == {}", "ne": "{} != {}", "ult": "!({} >= {})",
+    "uno": "{0} != {0} || {1} != {1}", "one": "{0} < {1} || {0} > {1}",
+}  # fmt: skip
+
+
+def _function(op: str, arguments: int) -> str:
+    """The text of a function of the language."""
+    params = ", ".join(f"float {name}" for name in "xyz"[:arguments])
+    module = Module(Target("c", bits=32, registers=16, fma=False, x86=False), "float")
+    b = _InC(module, op, params, "float")
+    result = EMIT[op](b, *b.args)
+    head = f"static inline float {op}_({params}) {{"
+    return "\n".join([head, *b.texts(), f"    return {_operand(result.text, 'float')};", "}\n"])
+
+
+class _InC(Builder):
+    """A builder whose instructions can be read as lines of C: scalars, without branches."""
+
+    def texts(self) -> Iterator[str]:
+        """The lines."""
+        (block,) = self._blocks
+        for line in block.lines:
+            name, _, instruction = line.partition(" = ")
+            type, text = _instruction(instruction)
+            yield f"    const {TYPES[type]} {_operand(name, type)} = {text};"
+
+
+def _operand(text: str, type: str) -> str:
+    """A value or a constant of LLVM as C spells it."""
+    if text.startswith("%"):
+        return text[1:].replace(".", "")
+    if type == "float":
+        return _number(struct.unpack("<d", struct.pack("<Q", int(text, 16)))[0])
+    return str(int(text == "true")) if type == "i1" else f"{int(text) % 2**32}u"
+
+
+def _instruction(text: str) -> tuple[str, str]:
+    """The type and the expression of an instruction of LLVM."""
+    opcode, _, rest = text.partition(" ")
+    how, rest = rest.split(" ", 1) if opcode in ("fcmp", "icmp") else ("", rest)
+    if opcode == "call":  # float @llvm.fabs.f32(float %x)
+        opcode, rest = re.findall(r"@llvm\.(\w+)[.\w]*\((.*)\)", rest)[0]
+    values = rest.partition(" to ")[0].split(", ")
+    type = values[0].partition(" ")[0]
+    args = []
+    for value in values:  # a type that is not repeated is that of the first
+        kind, _, name = value.rpartition(" ")
+        args.append(_operand(name, kind or type))
+    if opcode == "bitcast":
+        to = rest.rpartition(" ")[2]
+        return to, f"{'float' if to == 'float' else 'bits'}_of({args[0]})"
+    if how:
+        return "i1", COMPARISONS[how].format(*args)
+    if opcode == "select":
+        return values[1].partition(" ")[0], "{} ? {} : {}".format(*args)
+    if opcode == "fmuladd":
+        return type, "{} * {} + {}".format(*args)
+    if opcode == "fneg":
+        return type, f"-{args[0]}"
+    if opcode in SIGNS:
+        return type, f"{args[0]} {SIGNS[opcode]} {args[1]}"
+    return type, f"{opcode}f({', '.join(args)})"

@@ -1,0 +1,285 @@
+"""A program as machine code: an object file for one row, printed for LLVM like the CPU's kernels.
+
+Vectors hold units. A product keeps its sums in registers while it reads its weights once, in their
+order in memory. What lies beyond the last unit of a vector is never read by another unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from anycell.engines.cpu import jit
+from anycell.engines.cpu.ir import Builder, Module, Target, Value
+from anycell.engines.cpu.ops import EMIT
+from anycell.exporter.program import VERSION, Array, Place, Program, padded
+from anycell.exporter.schedule import Fold, Loop, Product, Schedule
+from anycell.lang.expr import Expr
+
+FUNCTIONS = "version", "state_size", "reset", "step", "process"  # the last ones of a file
+
+
+class Platform(NamedTuple):
+    """What LLVM calls a machine, and its vectors: their bits and how many registers there are."""
+
+    triple: str
+    cpu: str
+    features: str = ""
+    bits: int = 128
+    registers: int = 16
+    word: str = "i64"  # size_t
+    abi: str = ""
+
+    @property
+    def lanes(self) -> int:
+        """Floats in a vector."""
+        return self.bits // 32
+
+
+_LINUX, _AVX2, _AVX512 = "x86_64-unknown-linux-gnu", "x86-64-v3", "x86-64-v4"
+PLATFORMS = {
+    "x86-64": Platform(_LINUX, "x86-64"),
+    "x86-64-avx2": Platform(_LINUX, _AVX2, "", 256),
+    "x86-64-avx512": Platform(_LINUX, _AVX512, "", 256, 32),
+    "x86-64-macos": Platform("x86_64-apple-macosx11.0", _AVX2, "", 256),
+    "x86-64-windows": Platform("x86_64-pc-windows-msvc", _AVX2, "", 256),
+    "aarch64": Platform("aarch64-unknown-linux-gnu", "generic", "+neon", 128, 32),
+    "aarch64-macos": Platform("arm64-apple-macosx11.0", "apple-m1", "", 128, 32),
+    "aarch64-windows": Platform("aarch64-pc-windows-msvc", "generic", "+neon", 128, 32),
+    "armv7": Platform("armv7-unknown-linux-gnueabihf", "cortex-a7", "+neon", word="i32"),
+    "cortex-m4": Platform("thumbv7em-none-eabihf", "cortex-m4", "", 32, 16, "i32"),
+    "cortex-m55": Platform("thumbv8.1m.main-none-eabihf", "cortex-m55", "", 128, 8, "i32"),
+    "riscv64": Platform("riscv64-unknown-linux-gnu", "generic-rv64", "+m,+a,+f,+d,+c", 32, 32,
+                        abi="lp64d"),
+    "wasm32": Platform("wasm32-unknown-unknown", "generic", "+simd128", word="i32"),
+}  # fmt: skip
+
+
+@cache
+def _binding() -> Any:
+    """llvmlite's binding, for all machines."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return llvm
+
+
+def compiled(program: Program, order: Schedule, platform: Platform, name: str) -> bytes:
+    """Compiles a program to an object file."""
+    target = _binding().Target.from_triple(platform.triple)
+    bare = "none" in platform.triple or "wasm" in platform.triple
+    machine = target.create_target_machine(
+        cpu=platform.cpu, features=platform.features, opt=3, codemodel="small",
+        reloc="static" if bare else "pic", abiname=platform.abi,
+    )  # fmt: skip
+    text = str(_Printer(program, order, platform, name).module)
+    code: bytes = machine.emit_object(jit.optimised(text, machine))
+    return code
+
+
+class _Printer:
+    """Prints the module of a program.
+
+    Attributes:
+        bases: the address of each array.
+    """
+
+    def __init__(self, program: Program, order: Schedule, platform: Platform, name: str) -> None:
+        self.platform, self.order, self.lanes = platform, order, program.lanes
+        self.registers = platform.registers
+        x86 = platform.triple.startswith("x86")
+        fma = platform.bits > 32 and platform.cpu != "x86-64"
+        target = Target(name, 32 * self.lanes, platform.registers, fma, x86=x86)
+        self.module = Module(target, "float")
+        b = self.b = self.module.private(
+            "step", "ptr noalias state, ptr noalias in, ptr noalias out"
+        )
+        self.bases = dict(zip(("state", "in", "out"), b.args, strict=True))
+        for room, size in order.rooms.items():
+            self.bases[room] = b.alloca(b.vec, padded(size, self.lanes) // self.lanes)
+        for k, array in enumerate(program.params):
+            self.bases[f"p{k}"] = self._table(array[None])
+        for stage in order.stages:
+            if isinstance(stage, Product):
+                self._product(stage)
+            elif isinstance(stage, Loop):
+                self._loop(stage)
+            else:
+                self._fold(stage)
+        self._calls(program, name)
+
+    def _table(self, rows: Array) -> Value:
+        """Numbers in memory, each row filled up to whole vectors."""
+        beyond = padded(rows.shape[1], self.lanes) - rows.shape[1]
+        return self.module.table(np.pad(rows, ((0, 0), (0, beyond))).ravel().tolist(), "float")
+
+    def _address(self, place: Place, j: Value | int = 0) -> Value:
+        return self.b.gep(self.b.gep(self.bases[place.array], place.first), j)
+
+    def _number(self, place: Place, j: Value | int) -> Value:
+        """A number in all lanes."""
+        address = self._address(place, 0 if place.size == 1 else j)
+        return self.b.splat(self.b.load(address, "float"))
+
+    # -- products ----------------------------------------------------------------------------------
+    def _product(self, stage: Product) -> None:
+        lanes, most = self.lanes, self.registers * 3 // 4
+        vectors = len(stage.bias) // lanes
+        for first in range(0, vectors, most):
+            count = min(most, vectors - first)
+            self._block(stage, first * lanes, count, 2 if count <= most // 2 else 1)
+
+    def _block(self, stage: Product, first: int, count: int, ways: int) -> None:
+        """Columns of a product, ``count`` vectors of them. The sums of every other operand are
+        apart if there are two ``ways``: each sum waits for the one before.
+        """
+        b, lanes = self.b, self.lanes
+        columns = slice(first, first + count * lanes)
+        bias = self._table(stage.bias[None, columns])
+        sums = [b.variable(b.load(b.gep(bias, i * lanes))) for i in range(count)]
+        sums += [b.variable(b.value(0.0, b.vec)) for _ in range(count * (ways - 1))]
+
+        def add(k: Value | int, way: int) -> None:
+            x, row = self._number(place, k), b.gep(table, self.b.value(count * lanes) * k)
+            for i, total in enumerate(sums[way * count : (way + 1) * count]):
+                total.value = b.fma(x, b.load(b.gep(row, i * lanes)), total.value)
+
+        for operand, weight in zip(stage.operands, stage.weights, strict=True):
+            table, place = self._table(weight[:, columns]), self.order.places[operand]
+            whole = len(weight) // 2 * 2
+            with b.loop(0, whole, 2) as k:
+                add(k, 0)
+                add(k + 1, ways - 1)
+            if whole < len(weight):
+                add(b.value(whole), 0)
+        for i in range(count):
+            total = sums[i].value + sums[count + i].value if ways > 1 else sums[i].value
+            b.store(total, self._address(stage.to, first + i * lanes))
+
+    # -- loops over units --------------------------------------------------------------------------
+    def _loop(self, stage: Loop) -> None:
+        full = stage.size // self.lanes * self.lanes if stage.size > 1 else 0
+        if full > 2 * self.lanes:
+            with self.b.loop(0, full, self.lanes) as j:
+                self._turn(stage, j, self.lanes)
+        else:
+            for first in range(0, full, self.lanes):
+                self._turn(stage, first, self.lanes)
+        if full < stage.size:
+            self._turn(stage, full, stage.size - full)
+
+    def _turn(self, stage: Loop, j: Value | int, count: int) -> None:
+        """The values of ``count`` units from j on."""
+        b, values = self.b, dict[Expr, Value]()
+
+        def get(node: Expr) -> Value:
+            return values[node] if node in values else self._value(node, j, count)
+
+        for node in stage.nodes:
+            args = map(get, node.args)
+            values[node] = EMIT[node.op](b, *args) if node.args else get(node)
+        stored = [get(node) for node, _ in stage.stores]
+        for value, (_, place) in zip(stored, stage.stores, strict=True):
+            address = self._address(place, j)
+            if place.size == 1:
+                b.store(b.extract(value, 0), address)
+            elif place.array == "out" and count < self.lanes:
+                b.masked_store(value, address, b.lane_mask(b.value(count)))
+            else:
+                b.store(value, address)
+
+    def _value(self, node: Expr, j: Value | int, count: int) -> Value:
+        """A value that another stage has left, from unit j on."""
+        b = self.b
+        if node.op == "const":
+            return b.value(node.attrs[0], b.vec)
+        place = self.order.places[node]
+        if place.size == 1:
+            return self._number(place, 0)
+        if place.array == "in" and count < self.lanes:
+            mask = b.lane_mask(b.value(count))
+            return b.masked_load(self._address(place, j), mask, b.value(0.0, b.vec))
+        return b.load(self._address(place, j))
+
+    # -- reductions --------------------------------------------------------------------------------
+    def _fold(self, stage: Fold) -> None:
+        b, (groups, width) = self.b, stage.nodes[0].attrs
+        count = width // groups
+        for node in stage.nodes:
+            empty, to = -float("inf") if node.op == "max" else 0.0, self.order.places[node]
+            both = b.fmax if node.op == "max" else lambda x, y: x + y
+            if groups > 1:
+                self._fold_groups(node, groups, count, empty)
+                continue
+            total = b.variable(b.value(empty, b.vec))
+            for first in range(0, width, self.lanes):
+                value, left = self._value(node.args[0], first, width - first), width - first
+                if left < self.lanes:
+                    value = b.select(b.lane_mask(b.value(left)), value, empty)
+                total.value = both(total.value, value)
+            reduced = (b.reduce_max if node.op == "max" else b.reduce_add)(total.value)
+            b.store(reduced * (1.0 / count) if node.op == "mean" else reduced, self._address(to))
+
+    def _fold_groups(self, node: Expr, groups: int, count: int, empty: float) -> None:
+        """One number after the other."""
+        b, of, to = self.b, self.order.places[node.args[0]], self.order.places[node]
+        if tail := to.size % self.lanes:  # the lanes beyond the last unit have a value, too
+            b.store(b.value(0.0, b.vec), self._address(to, to.size - tail))
+        with b.loop(0, groups * count, count) as first:
+            total = b.variable(empty, "float")
+            with b.loop(first, first + count) as j:
+                value = b.load(self._address(of, 0 if of.size == 1 else j), "float")
+                both = b.fmax(total.value, value) if node.op == "max" else total.value + value
+                total.value = both
+            reduced = total.value * (1.0 / count) if node.op == "mean" else total.value
+            with b.loop(first, first + count) as j:
+                b.store(reduced, self._address(to, j))
+
+    # -- calls -------------------------------------------------------------------------------------
+    def _calls(self, program: Program, name: str) -> None:
+        """The functions of the header."""
+        word, module = self.platform.word, self.module
+        version, state_size, reset, step, process = (f"{name}_{called}" for called in FUNCTIONS)
+        b = module.function(version, "", "i32")
+        b.ret(b.value(VERSION, "i32"))
+        b = module.function(state_size, "", word)
+        b.ret(b.value(4 * program.state_size, word))
+        b = module.function(reset, "ptr state")
+        for memory in program.memories:
+            first = b.value(memory.initial, b.vec)
+            with b.loop(0, padded(memory.at.size, self.lanes), self.lanes) as j:
+                b.store(first, b.gep(b.gep(b.args[0], memory.at.first), j))
+        arrays = "ptr state, ptr in, ptr out"
+        b = module.function(step, arrays)
+        with _flushed(b, self.platform):
+            b.call("step", *b.args)
+        b = module.function(process, f"{arrays}, {word} steps")
+        state, into, out, steps = b.args
+        with _flushed(b, self.platform), b.loop(0, b.zext(steps, "i64")) as t:
+            sample = b.gep(into, t * program.inputs), b.gep(out, t * program.outputs)
+            b.call("step", state, *sample)
+
+
+@contextmanager
+def _flushed(b: Builder, platform: Platform) -> Iterator[None]:
+    """The context in which a function treats numbers below 1e-38 as 0, where a machine can."""
+    kind = platform.triple.partition("-")[0]
+    if kind == "x86_64":
+        before, within = b.alloca("i32"), b.alloca("i32")
+        b.intrinsic("llvm.x86.sse.stmxcsr", before, returns="void", overload=())
+        b.store(b.load(before, "i32") | 0x8040, within)
+        change = "llvm.x86.sse.ldmxcsr"
+    elif kind in ("aarch64", "arm64"):
+        before = b.intrinsic("llvm.aarch64.get.fpcr", returns="i64", overload=())
+        within, change = before | 1 << 24, "llvm.aarch64.set.fpcr"
+    else:
+        yield
+        return
+    b.intrinsic(change, within, returns="void", overload=())
+    yield
+    b.intrinsic(change, before, returns="void", overload=())

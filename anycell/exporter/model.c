@@ -1,0 +1,79 @@
+/* Written by anycell; see model.h. Where the compiler may reorder sums, functions are wrong. */
+#if defined(__FAST_MATH__)
+#error "compile this file without -ffast-math: append -fno-fast-math"
+#endif
+
+#include "model.h"
+#include <math.h>
+#include <stdint.h>
+
+/* Numbers below 1e-38 take a processor long, and a decaying state ends there: they become 0. */
+#if defined(__SSE__) || defined(_M_X64)
+#include <xmmintrin.h>
+#define FLUSH(run) do { \
+        const unsigned mode = _mm_getcsr(); \
+        _mm_setcsr(mode | 0x8040u); \
+        run; \
+        _mm_setcsr(mode); \
+    } while (0)
+#elif defined(__aarch64__) && defined(__GNUC__)
+#define FLUSH(run) do { \
+        uint64_t mode; \
+        __asm__ __volatile__("mrs %0, fpcr" : "=r"(mode)); \
+        __asm__ __volatile__("msr fpcr, %0" : : "r"(mode | 1u << 24) : "memory"); \
+        run; \
+        __asm__ __volatile__("msr fpcr, %0" : : "r"(mode) : "memory"); \
+    } while (0)
+#else
+#define FLUSH(run) do { run; } while (0)
+#endif
+
+static inline float float_of(uint32_t x) {
+    union { uint32_t of; float to; } both;
+    both.of = x;
+    return both.to;
+}
+
+static inline uint32_t bits_of(float x) {
+    union { float of; uint32_t to; } both;
+    both.of = x;
+    return both.to;
+}
+
+@functions@
+/* to += weight x, with the weight by columns */
+static inline void multiply(
+    const float *weight, const float *x, float *restrict to, int in, int out
+) {
+    int i = 0;
+    for (; i + 4 <= in; i += 4, weight += 4 * out)
+        for (int j = 0; j < out; j++)
+            to[j] += (x[i] * weight[j] + x[i + 1] * weight[out + j])
+                + (x[i + 2] * weight[2 * out + j] + x[i + 3] * weight[3 * out + j]);
+    for (; i < in; i++, weight += out)
+        for (int j = 0; j < out; j++)
+            to[j] += x[i] * weight[j];
+}
+
+@tables@
+
+static void step(float *restrict state, const float *restrict in, float *restrict out) {
+    (void)state, (void)in;
+@step@
+}
+
+int model_version(void) { return MODEL_VERSION; }
+
+size_t model_state_size(void) { return MODEL_STATE_SIZE * sizeof(float); }
+
+void model_reset(float *state) {
+    (void)state;
+@reset@
+}
+
+void model_step(float *state, const float *in, float *out) { FLUSH(step(state, in, out)); }
+
+void model_process(float *state, const float *in, float *out, size_t steps) {
+    FLUSH(for (size_t t = 0; t < steps; t++)
+        step(state, in + MODEL_INPUTS * t, out + MODEL_OUTPUTS * t));
+}

@@ -1,0 +1,26 @@
+/* The model as a class of C++, each object a stream with its own state. */
+#ifndef MODEL_HPP
+#define MODEL_HPP
+
+#include "model.h"
+#include <cstddef>
+
+namespace model {
+
+class Stream {
+public:
+    static constexpr std::size_t inputs = MODEL_INPUTS, outputs = MODEL_OUTPUTS;
+
+    Stream() { reset(); }
+    void reset() { model_reset(state); }
+    void step(const float *in, float *out) { model_step(state, in, out); }
+    void process(const float *in, float *out, std::size_t steps) {
+        model_process(state, in, out, steps);
+    }
+
+private:
+    alignas(64) float state[MODEL_STATE_SIZE];
+};
+
+} // namespace model
+#endif

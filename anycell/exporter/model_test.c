@@ -1,0 +1,27 @@
+/* Runs the model on random inputs, and compares with what Python computed. */
+#include "model.h"
+#include <math.h>
+#include <stdio.h>
+
+#define STEPS @steps@
+@tables@
+
+static float largest(const float *out) {
+    float error = 0.0f;
+    for (int i = 0; i < STEPS * MODEL_OUTPUTS; i++)
+        error = fmaxf(error, fabsf(out[i] - expected[i]) / (1.0f + fabsf(expected[i])));
+    return error;
+}
+
+int main(void) {
+    static float state[MODEL_STATE_SIZE], out[STEPS * MODEL_OUTPUTS];
+    model_reset(state);
+    model_process(state, in, out, STEPS);
+    float error = largest(out);
+    model_reset(state);
+    for (int t = 0; t < STEPS; t++)
+        model_step(state, in + t * MODEL_INPUTS, out + t * MODEL_OUTPUTS);
+    error = fmaxf(error, largest(out));
+    printf("largest error: %g\n", error);
+    return model_version() != MODEL_VERSION || !(error < 1e-5f);
+}

@@ -1,0 +1,312 @@
+"""A model as a program: one graph of a step, from the graphs of its cells and what lies between.
+
+It is for one row in evaluation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from anycell.lang.cell import ONE, Cell, Linear
+from anycell.lang.expr import Expr, const, is_const, rewrite, topological
+from anycell.lang.namespaces import namespace
+from anycell.lang.ops import TABLE, is_boolean, is_reduction
+from anycell.lang.transform import OUTPUT, with_feedback
+from anycell.layer.checks import refuse
+from anycell.layer.compression import numbers
+from anycell.layer.feedback import fed
+from anycell.layer.parts import Affine, FedBack, Part, Pointwise, Recurrent
+
+VERSION = 1  # of the functions in the header
+Array = npt.NDArray[np.float32]
+
+
+class Place(NamedTuple):
+    """Numbers in memory: the array, where in it they begin, and how many there are."""
+
+    array: str
+    first: int
+    size: int
+
+
+class Memory(NamedTuple):
+    """A state: its place in the caller's memory, its first value, and what replaces it."""
+
+    at: Place
+    initial: float
+    new: Expr
+    layer: int
+
+
+class Program:
+    """One step of a model.
+
+    Leaves of the graph are ``("input", place, size)``, ``("state", number)``, ``("param",
+    number)``; a product is ``linear(*operands)`` with the numbers of their matrices.
+
+    Attributes:
+        inputs, outputs, state_size: how many numbers a step takes and gives, and all states have.
+        output: the last layer's output.
+        memories: the states of all layers.
+        matrices: weights ``[out, in]``, each with its bias ``[out]``.
+        params: vectors.
+        lanes: how many numbers a vector has, which each state begins; at most as many as given,
+            and fewer if vectors of the largest state would be filled badly.
+        ends: the outputs of all layers.
+    """
+
+    def __init__(self, parts: Iterable[Part], lanes: int = 1) -> None:
+        self.memories: list[Memory] = []
+        self.matrices: list[tuple[Array, Array]] = []
+        self.params: list[Array] = []
+        opened = [part for whole in parts for part in _opened(whole)]
+        self.inputs = width = next(filter(None, map(_width, opened)), 0)
+        if not width:
+            hint = "Export a model that begins with a layer of known inputs."
+            refuse("model", "no layer with weights", "one at least", hint)
+        node, self.ends = Expr("input", (), (0, width)), list[Expr]()
+        for number, part in enumerate(opened):
+            if (_width(part) or width) != width:
+                expected = f"{width}, the outputs of the layer before it"
+                refuse("model", f"a layer {number} of {_width(part)} inputs", expected)
+            if isinstance(part, Affine):
+                node = self._product(node, float32(part.weight), _optional(part.bias))
+                width = len(self.matrices[-1][1])
+            elif isinstance(part, Pointwise):
+                node = self._pointwise(part, node, width)
+            else:
+                node, width = self._layers(part, node)
+        self.outputs = width
+        roots = [node, *self.ends, *(memory.new for memory in self.memories)]
+        merged = iter(rewrite(roots, self._merge(roots)))
+        self.output, self.ends = next(merged), [next(merged) for _ in self.ends]
+        largest = max((memory.at.size for memory in self.memories), default=lanes)
+        while lanes > 4 and padded(largest, lanes) > 1.25 * largest:
+            lanes //= 2
+        self.lanes, self.state_size = lanes, 0
+        for k, (at, initial, _, layer) in enumerate(self.memories):
+            at = at._replace(first=self.state_size)
+            self.memories[k] = Memory(at, initial, next(merged), layer)
+            self.state_size += padded(at.size, lanes)
+        self.state_size = self.state_size or lanes  # C has no arrays of no numbers
+
+    def size(self, node: Expr, known: Mapping[Expr, int]) -> int:
+        """How many numbers a value has; 1 fits any other."""
+        match node.op:
+            case "input":
+                return int(node.attrs[1])
+            case "state":
+                return self.memories[node.attrs[0]].at.size
+            case "param":
+                return len(self.params[node.attrs[0]])
+            case "linear":
+                return len(self.matrices[node.attrs[0]][1])
+        if is_reduction(node):
+            groups, width = node.attrs
+            return 1 if groups == 1 else int(width)
+        return max((known[arg] for arg in node.args), default=1)
+
+    # -- composition -------------------------------------------------------------------------------
+    def _pointwise(self, part: Pointwise, node: Expr, width: int) -> Expr:
+        """Adds a function after a node."""
+        params = {str(k): float32(array) for k, array in enumerate(part.arrays)}
+        x, leaves = Expr("x", (), ("",)), [Expr("param", (), (name,)) for name in params]
+        new = self._embed([part.function(x, *leaves)], {x: node}, params, {}, lambda _: width)
+        return new[0]
+
+    def _layers(self, part: Recurrent, node: Expr) -> tuple[Expr, int]:
+        """Adds recurrent layers after a node; returns their output and its width."""
+        cell, sizes = part.layer.cell, {ONE: 1, **dict(part.layer.sizes)}
+        if any(part.layer.options.reverse):
+            hint = "A program that runs step by step cannot begin at the end of a sequence."
+            refuse("model", f"{part.name}, which runs in reverse", "layers that do not", hint)
+        static = Expr("static", (), (cell.static,))
+        once = Expr("input", (), (self.inputs, sizes[cell.static_size]))
+        self.inputs += (cell.static is not None) * sizes[cell.static_size]
+        for learned in part.learned:
+            arrays = {name: float32(weight) for name, weight in learned.items()}
+            leaves = {Expr("x", (), (gate,)): self._gate(cell, sizes, gate, arrays, node)
+                      for gate in cell.gates}  # fmt: skip
+            leaves[static], first = once, len(self.memories)
+            for k, state in enumerate(cell.states):
+                leaves[Expr("state", (), (state.name,))] = Expr("state", (), (first + k,))
+            new = self._embed(
+                cell.next, leaves, arrays, sizes, lambda n: sizes[cell.sizes.get(n.args[0], "H")],
+                cell,
+            )  # fmt: skip
+            for state, value in zip(cell.states, new, strict=True):
+                at = Place("state", 0, sizes[state.size])
+                self.memories.append(Memory(at, state.initial, value, len(self.ends)))
+            # A copy if it is an old state, which the step overwrites.
+            node = Expr("stop_gradient", (new[0],)) if new[0].op == "state" else new[0]
+            self.ends.append(node)
+        return node, sizes[cell.states[0].size]
+
+    def _gate(
+        self, cell: Cell, sizes: Mapping[str, int], gate: str, arrays: Mapping[str, Array],
+        node: Expr,
+    ) -> Expr:  # fmt: skip
+        """The projected input of a gate."""
+        rows, bias = cell.places(sizes)[gate], arrays.get("bias_ih")
+        return self._product(node, arrays["weight_ih"][rows], None if bias is None else bias[rows])
+
+    def _embed(
+        self, roots: Sequence[Expr], leaves: Mapping[Expr, Expr], arrays: Mapping[str, Array],
+        sizes: Mapping[str, int], width: Callable[[Expr], int], cell: Cell | None = None,
+    ) -> list[Expr]:  # fmt: skip
+        """Rebuilds a graph on nodes of the program.
+
+        Args:
+            leaves: what stands for the leaves of the graph.
+            arrays: what the layer learns, by name.
+            width: the number of units that a reduction combines.
+        """
+        products: dict[tuple[Any, ...], Expr] = {}
+        matmuls = {l.name: l for l in cell.linears} if cell else {}
+
+        def product(node: Expr, operand: Expr) -> Expr:
+            name, output = node.attrs
+            key = name, output, operand
+            if key not in products:
+                products[key] = self._product(operand, *_rows(matmuls[name], output, arrays, sizes))
+            return products[key]
+
+        def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+            if node in leaves:
+                return leaves[node]
+            match node.op:
+                case "hyper":
+                    return const(cell.hyper[node.attrs[0]]) if cell else None
+                case "units":
+                    return const(sizes[node.attrs[0]])
+                case "keep":  # in evaluation
+                    return args[0]
+                case "param":
+                    self.params.append(arrays[node.attrs[0]])
+                    return Expr("param", (), (len(self.params) - 1,))
+                case "linear":
+                    return product(node, args[0])
+                case "preact":
+                    x = leaves[Expr("x", (), node.attrs[1:])]
+                    return Expr("add", (x, product(node, args[0])))
+            if is_reduction(node):
+                return Expr(node.op, args, (node.attrs[0], width(node)))
+            if args and all(map(is_const, args)) and not is_boolean(node) and node.op in TABLE:
+                numbers = [np.float64(arg.attrs[0]) for arg in args]
+                return const(TABLE[node.op].meaning(namespace(np.zeros(1)), *numbers))
+            return None
+
+        return rewrite(roots, rule)
+
+    def _product(self, operand: Expr, weight: Array, bias: Array | None) -> Expr:
+        zeros = np.zeros(len(weight), np.float32)
+        self.matrices.append((weight, zeros if bias is None else bias))
+        return Expr("linear", (operand,), (len(self.matrices) - 1,))
+
+    def _merge(self, roots: Sequence[Expr]) -> Callable[[Expr, tuple[Expr, ...]], Expr | None]:
+        """The rule that makes one product of a sum of two that nothing else reads."""
+        users = Counter([*roots, *(arg for node in topological(roots) for arg in node.args)])
+
+        def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+            if node.op != "add" or any(arg.op != "linear" for arg in args):
+                return None
+            a, b = args
+            if any(users[arg] > 1 for arg in node.args) or self.size(a, {}) != self.size(b, {}):
+                return None
+            return Expr("linear", a.args + b.args, a.attrs + b.attrs)
+
+        return rule
+
+    # -- what the model computes -------------------------------------------------------------------
+    def run(self, x: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+        """Runs the graph node by node, in float64: ``[T, inputs]`` to ``[T, outputs]``."""
+        roots = [self.output, *(memory.new for memory in self.memories)]
+        states: list[Any] = [np.full(memory.at.size, memory.initial) for memory in self.memories]
+        order, outputs = topological(roots), []
+        for row in np.asarray(x, np.float64):
+            values: dict[Expr, Any] = {}
+            for node in order:
+                args = [values[arg] for arg in node.args]
+                values[node] = self._value(node, args, row, states)
+            states = [np.broadcast_to(values[m.new], m.at.size) for m in self.memories]
+            outputs.append(np.broadcast_to(values[self.output], self.outputs))
+        return np.array(outputs).reshape(-1, self.outputs)
+
+    def _value(self, node: Expr, args: Sequence[Any], row: Any, states: Sequence[Any]) -> Any:
+        match node.op:
+            case "const":
+                return np.float64(node.attrs[0])
+            case "input":
+                place, size = node.attrs
+                return row[place : place + size]
+            case "state":
+                return states[node.attrs[0]]
+            case "param":
+                return self.params[node.attrs[0]].astype(np.float64)
+            case "linear":
+                pairs = [(self.matrices[k], v) for k, v in zip(node.attrs, args, strict=True)]
+                return sum(w @ np.broadcast_to(v, w.shape[1]) + b for (w, b), v in pairs)
+        if not is_reduction(node):
+            with np.errstate(all="ignore"):
+                return TABLE[node.op].meaning(namespace(row), *args)
+        groups, width = node.attrs
+        whole = np.broadcast_to(args[0], width)[None]
+        reduced = TABLE[node.op].meaning(namespace(row), whole, groups)[0]
+        return reduced[:1] if groups == 1 else reduced
+
+
+def padded(size: int, lanes: int) -> int:
+    """The numbers of whole vectors that hold ``size`` numbers."""
+    return -(-size // lanes) * lanes
+
+
+def float32(weight: Any) -> Array:
+    """A weight of any framework."""
+    return np.ascontiguousarray(numbers(weight), np.float32)
+
+
+def _optional(array: Any) -> Array | None:
+    return None if array is None else float32(array)
+
+
+def _opened(part: Part) -> list[Recurrent | Affine | Pointwise]:
+    """The part, or of a layer with feedback the layer of its fed cell, and the readout."""
+    if not isinstance(part, FedBack):
+        return [part]
+    (name, layer, weights), (weight, bias) = part.layers, part.readout
+    sizes = (*layer.sizes, (OUTPUT, len(weight)))
+    learned = {name: float32(array) for name, array in weights[0].items()}
+    hidden = layer.size("H")
+    both = [fed(namespace(np.zeros(1)), learned, hidden, float32(weight), _optional(bias))]
+    layer = layer._replace(cell=with_feedback(layer.cell), sizes=sizes)
+    return [Recurrent(name, layer, both), part.readout]
+
+
+def _width(part: Recurrent | Affine | Pointwise) -> int:
+    """The number of inputs of a part; 0 if it takes any."""
+    if isinstance(part, Recurrent):
+        return int(part.learned[0]["weight_ih"].shape[1])
+    arrays = (part.weight,) if isinstance(part, Affine) else part.arrays
+    return int(arrays[0].shape[-1]) if arrays else 0
+
+
+def _rows(
+    l: Linear, output: str, arrays: Mapping[str, Array], sizes: Mapping[str, int]
+) -> tuple[Array, Array | None]:
+    """The weight of one output of a matmul, ``[out, in]``, and its bias; heads become blocks."""
+    k, size = l.declared.index(output), sizes[l.out_size]
+    weight, bias = arrays[l.weight], arrays.get(l.bias_name)
+    rows = slice(k * size, (k + 1) * size)
+    if l.heads == 1:
+        block = weight[rows]
+    else:
+        high, wide = size // l.heads, weight.shape[-1]
+        block = np.zeros((size, wide * l.heads), np.float32)
+        for head, part in enumerate(weight[:, k * high : (k + 1) * high]):
+            block[head * high : (head + 1) * high, head * wide : (head + 1) * wide] = part
+    return block, None if bias is None else bias[rows]

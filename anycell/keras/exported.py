@@ -1,0 +1,93 @@
+"""What ``anycell.export`` takes from models of Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras import activations, layers
+
+from anycell import lang
+from anycell.keras.feedback import Feedback
+from anycell.keras.layers import Fused
+from anycell.keras.weights import Weight
+from anycell.lang.expr import Expr
+from anycell.layer.checks import refuse
+from anycell.layer.parts import Affine, FedBack, Part, Pointwise, Recurrent
+
+KINDS = keras.layers.Layer
+# Activations, and the functions of the cell language that they are.
+FUNCTIONS: dict[Any, Callable[..., Expr]] = {
+    activations.elu: lang.elu, activations.exponential: lang.exp,
+    activations.gelu: lang.gelu, activations.hard_sigmoid: lang.hard_sigmoid,
+    activations.log_sigmoid: lang.log_sigmoid, activations.relu: lang.relu,
+    activations.sigmoid: lang.sigmoid, activations.silu: lang.silu,
+    activations.softmax: lang.softmax, activations.softplus: lang.softplus,
+    activations.softsign: lang.softsign, activations.tanh: lang.tanh,
+}  # fmt: skip
+# In evaluation these return their input.
+NOTHING = (layers.InputLayer, layers.Dropout, layers.GaussianNoise, layers.GaussianDropout)
+
+
+def parts(model: Any) -> Iterator[Part]:
+    """Returns what a layer or model computes, layer by layer."""
+    kind: Any = type(model)
+    if kind is keras.Sequential:
+        for layer in model.layers:
+            yield from parts(layer)
+    elif isinstance(model, Feedback):
+        yield FedBack(Recurrent.of(model.layer), _affine(model.readout))
+    elif issubclass(kind, Fused) and not getattr(model, "rounded", False):
+        if model.go_backwards:
+            refuse("model", f"{model.name} with go_backwards=True", "a layer that goes forwards")
+        yield Recurrent.of(model)
+    elif kind is layers.Dense and model.built:
+        yield _affine(model)
+        yield from _activation(model)
+    elif kind is layers.Activation:
+        yield from _activation(model)
+    elif kind is layers.LayerNormalization and model.built and list(model.axis) == [-1]:
+        yield _norm(model)
+    elif kind not in NOTHING:
+        expected = (
+            "Sequential, layers of anycell.keras, Feedback, Dense, Activation or "
+            "LayerNormalization over the last axis, all of them built"
+        )
+        hint = (
+            "Export a list of the layers in their order. anycell.keras.accelerate turns layers of "
+            "Keras into ours; weights of 8 bits are exported before quantize."
+        )
+        refuse("model", f"the layer {model.name} ({kind.__name__})", expected, hint, TypeError)
+
+
+def load(path: str) -> Any:
+    """The model of a ``.keras`` file."""
+    return keras.saving.load_model(path)
+
+
+def _affine(layer: Any) -> Affine:
+    return Affine(Weight(layer.kernel), None if layer.bias is None else Weight(layer.bias))
+
+
+def _activation(layer: Any) -> Iterator[Part]:
+    """The activation of a layer."""
+    function = layer.activation
+    if function in FUNCTIONS:
+        yield Pointwise(FUNCTIONS[function])
+    elif function is not activations.linear:
+        known = ", ".join(known.__name__ for known in FUNCTIONS)
+        refuse("model", f"{layer.name} with the activation {function!r}", f"linear, {known}")
+
+
+def _norm(layer: Any) -> Pointwise:
+    """Layer normalisation, with what it learns."""
+    names = [name for name in ("gamma", "beta") if getattr(layer, name) is not None]
+    arrays = tuple(Weight(getattr(layer, name)) for name in names)
+
+    def normalised(v: Expr, *learned: Expr) -> Expr:
+        by_name = dict(zip(names, learned, strict=True))
+        normal = lang.layer_norm(v, layer.epsilon)
+        return by_name.get("gamma", 1.0) * normal + by_name.get("beta", 0.0)
+
+    return Pointwise(normalised, arrays)
