@@ -160,44 +160,28 @@ class Stack(NamedTuple):
             the output, the final states, or the only one, and if ``return_states`` asks for any, a
             dictionary of sequences by name. Sequences are laid out as x.
         """
-        cell, layout = self.layer.cell, self.layout
+        layer, layout = self.layer, self.layout
+        cell = layer.cell
         wanted: Names = ()
-        if arguments or state is not None or cell.static is not None:
-            layout = layout or Layout.of(self.framework, x, self.batch_first)
-            arrays = {**arrays, **self._of_rows(layout, state, arguments)}
-            if arguments.get("return_states") is not None:
-                wanted = check_return_states(cell, arguments["return_states"])
-        others = besides_output(wanted, cell) if wanted else ()
-        output, final, values = self.sequence(x, arrays, arguments, others, layout)
-        last = tuple(final) if len(final) > 1 else final[0]
-        return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
-
-    def sequence(
-        self, x: Array, arrays: Arrays, arguments: Arrays, others: Names = (), layout: Any = None
-    ) -> Results:
-        """Runs whole sequences on arrays that were checked.
-
-        Args:
-            x: laid out as users do.
-            arrays: states, static and recurrent_mask by the names of ``layer.signature``, without
-                an axis of rows if x has none.
-            arguments: as users pass them; only mask, lengths and resets are read.
-            others: the states besides the first whose sequences are wanted.
-            layout: of x, if it is known.
-        """
-        layout = layout or self.layout
-        if layout is None and (arguments or self.batch_first or len(x.shape) == 2):
+        more = arguments or state is not None or cell.static is not None
+        if layout is None and (more or self.batch_first or len(x.shape) == 2):
             layout = Layout.of(self.framework, x, self.batch_first)
+        if more:
+            arrays = {**arrays, **self._of_rows(layout, state, arguments)}
+            wanted = check_return_states(cell, arguments.get("return_states"))
         if layout is not None:
             x, arrays = layout.enter(x, arrays, arguments)
+        others = besides_output(wanted, cell) if wanted else ()
         if len(self.weights) == 1:
-            layer = changed(self.layer, SEQUENCES, others) if others else self.layer
+            layer = changed(layer, SEQUENCES, others) if others else layer
             results = self.run(layer, {"x": x, **arrays, **self.weights[0]})
         else:
             results = self._layers(x, arrays, others)
-        return results if layout is None else layout.leave(*results)
+        output, final, values = results if layout is None else layout.leave(*results)
+        last = tuple(final) if len(final) > 1 else final[0]
+        return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
 
-    def _layers(self, x: Array, arrays: Arrays, others: tuple[str, ...]) -> Results:
+    def _layers(self, x: Array, arrays: Arrays, others: Names) -> Results:
         """Runs layer after layer; only the last one returns sequences of states."""
         finals, count = [], len(self.layer.options.reverse)
         values: Sequence[Array] = ()
@@ -214,7 +198,7 @@ class Stack(NamedTuple):
         join = self.framework.xp.concatenate
         return x, tuple([join(states) for states in zip(*finals, strict=True)]), values
 
-    def _of_rows(self, layout: Layout, state: Any, arguments: Arrays) -> dict[str, Array]:
+    def _of_rows(self, layout: Any, state: Any, arguments: Arrays) -> dict[str, Array]:
         """The arrays of a call that have no axis of steps, checked, by name."""
         framework, layer = self.framework, self.layer
         named: dict[str, Array] = {}
