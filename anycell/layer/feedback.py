@@ -112,7 +112,7 @@ class Fed:
         """Y."""
 
     def _parts(self) -> tuple[Mapping[str, Array], Array, Array | None]:
-        """What the layer learns, and the weight ``[Y, size]`` and the bias of the readout."""
+        """The arrays that the layer learns, and the readout's weight ``[Y, size]`` and bias."""
 
     def _draw(self, like: Array) -> Array:
         """Random numbers in [0, 1), of the shape of ``like``."""
@@ -159,7 +159,7 @@ class Fed:
         return self.framework.check_array("x", x, shape, what, self._like)
 
     def _forced(self, forced: Any, x: Array, batch_first: bool) -> Array:
-        """Where the series is forced, bool, laid out as x.
+        """Flags of where the series is forced, bool, laid out as x.
 
         Args:
             forced: a probability, or flags as users pass them.

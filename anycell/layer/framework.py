@@ -1,4 +1,4 @@
-"""What ``anycell.layer`` asks of a framework: one class in ``framework.py`` of each frontend.
+"""The operations of a framework that layers need: one class in ``framework.py`` of each frontend.
 
 An instance handles arrays of one dtype. Those of ``Framework`` lie in the memory of the CPU, those
 of ``DeviceFramework`` on one device. What needs no dtype belongs to the class, which the checks of

@@ -1,4 +1,4 @@
-"""What the GPU engine asks of a framework."""
+"""The operations of a framework that the GPU engine needs."""
 
 from __future__ import annotations
 
