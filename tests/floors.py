@@ -23,7 +23,7 @@ FLOORS = """
     explanation named read | reports, layers of cells, steps read as written
     numpy torch | names, weights, defaults and errors of a framework
     jax
-    compress keras | smaller layers
+    compress keras onnx | smaller layers; files of ONNX
     tf1
     anycell | the package's own names
     usage

@@ -1,0 +1,314 @@
+"""``anycell.onnx``: nodes as layers, layers as nodes and scans, and both together."""
+
+import functools
+import importlib
+import pickle
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import python
+from tolerances import assert_close
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+from onnx.reference import ReferenceEvaluator  # noqa: E402
+
+import anycell  # noqa: E402
+from anycell import cells  # noqa: E402
+from anycell.onnx import export, load  # noqa: E402
+from anycell.onnx.cells import FUNCTIONS, Form, form_of  # noqa: E402
+
+OPS = {"LSTM": 4, "GRU": 3, "RNN": 1}  # and their numbers of gates
+CALL = "X", "sequence_lens", "initial_h", "initial_c"
+Arrays = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of NumPy run step by step: kernels of so many cells would take long to compile."""
+    layers = importlib.import_module("anycell.numpy.layers")
+    if "fused" not in request.fixturenames:
+        monkeypatch.setattr(layers, "plan", functools.partial(layers.plan, engine="reference"))
+
+
+@pytest.fixture
+def fused() -> None:
+    """Layers of NumPy run by kernels."""
+
+
+def model_of(op: str, arrays: Arrays, opset: int = 22, name: str = "it", **attributes: Any) -> Any:
+    """A model of one node, whose weights are constants."""
+    names = "X W R B sequence_lens initial_h initial_c P".split()[: 8 if op == "LSTM" else 6]
+    results = ["Y", "Y_h", "Y_c"][: 3 if op == "LSTM" else 2]
+    units = arrays["R"].shape[-1] if np.ndim(arrays["R"]) else 1
+    attributes = {"hidden_size": units, **attributes}
+    given = [n if n in arrays else "" for n in names]
+    node = helper.make_node(op, given, results, name=name, **attributes)
+    kinds = {n: helper.np_dtype_to_tensor_dtype(a.dtype) for n, a in arrays.items()}
+    inputs = [
+        helper.make_tensor_value_info(n, kinds[n], arrays[n].shape) for n in CALL if n in arrays
+    ]
+    outputs = [
+        helper.make_tensor_value_info(n, kinds["X"], [None] * (4 - (n != "Y"))) for n in results
+    ]
+    constants = [numpy_helper.from_array(a, n) for n, a in arrays.items() if n not in CALL]
+    graph = helper.make_graph([node], "g", inputs, outputs, constants)
+    opsets = [helper.make_opsetid("", opset)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10 if opset > 21 else 8)
+
+
+def run(model: Any, feeds: Arrays) -> list[Any]:
+    """What ONNX Runtime computes."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    providers = ["CPUExecutionProvider"]
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers)
+    return list(session.run(None, feeds))
+
+
+def called(arrays: Arrays) -> Arrays:
+    return {n: arrays[n] for n in CALL if n in arrays}
+
+
+def some(op: str, seed: int = 0, directions: int = 1, dtype: str = "float32") -> Arrays:
+    """Arrays of a small node."""
+    rng, gates, units = np.random.default_rng(seed), OPS[op], 6
+    shapes: dict[str, tuple[int, ...]] = {
+        "X": (5, 3, 4), "W": (directions, gates * units, 4), "R": (directions, gates * units, units),
+        "B": (directions, 2 * gates * units), "initial_h": (directions, 3, units),
+    }  # fmt: skip
+    if op == "LSTM":
+        shapes |= {"initial_c": shapes["initial_h"], "P": (directions, 3 * units)}
+    arrays: Arrays = {n: (0.5 * rng.normal(size=s)).astype(dtype) for n, s in shapes.items()}
+    return arrays | {"sequence_lens": np.array([5, 1, 3], np.int32)}
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+def cases(op: str) -> list[Any]:
+    node = importlib.import_module("onnx.backend.test.case.node")  # collects what is imported
+    importlib.import_module(f"{node.__name__}.{op.lower()}")
+    return [case for case in node._NodeTestCases if case.model.graph.node[0].op_type == op]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("op", OPS)
+def test_onnx_tests_of_nodes(op: str, framework: str) -> None:
+    """ONNX's own: all of them, and nothing else than our layers computes them."""
+    torch = pytest.importorskip("torch") if framework == "torch" else None
+    count = 0
+    for case in cases(op):
+        for inputs, outputs in case.data_sets:
+            (node,) = case.model.graph.node
+            arrays = dict(zip([name for name in node.input if name], inputs, strict=True))
+            model = onnx.ModelProto()
+            model.CopyFrom(case.model)
+            kept = [i for i in model.graph.input if i.name in CALL]
+            del model.graph.input[:]
+            model.graph.input.extend(kept)
+            constants = [numpy_helper.from_array(a, n) for n, a in arrays.items() if n not in CALL]
+            model.graph.initializer.extend(constants)
+            program, call = load(model, framework), called(arrays)
+            assert len(program.parts) == 1 and len(program.plan.steps) == 1
+            if torch is not None:
+                call = {name: torch.from_numpy(a) for name, a in call.items()}
+            results = program(**call)
+            results = results if isinstance(results, tuple) else (results,)
+            for result, right in zip(results, outputs, strict=True):
+                result = result if torch is None else result.detach().numpy()
+                assert_close(result, right, "float32", "runtime")
+            count += 1
+    assert count >= 6
+
+
+BOUNDED = ["HardSigmoid", "ScaledTanh", "Sigmoid", "Softsign", "Tanh"]
+
+
+def random_node(seed: int) -> tuple[str, Arrays, Arrays]:
+    """Op, arrays and attributes of a node that ONNX Runtime runs."""
+    rng = random.Random(seed)
+    op, direction = rng.choice([*OPS]), rng.choice(["forward", "reverse", "bidirectional"])
+    directions = 1 + (direction == "bidirectional")
+    arrays = some(op, seed, directions)
+    for name in ("B", "sequence_lens", "initial_h", "initial_c", "P"):
+        if rng.random() < 0.4:
+            arrays.pop(name, None)
+    attributes: Arrays = {"direction": direction}
+    if rng.random() < 0.4:
+        attributes["clip"] = rng.uniform(0.1, 1.0)
+    if rng.random() < 0.7:
+        count = {"LSTM": 3, "GRU": 2, "RNN": 1}[op]
+        tame = BOUNDED if op != "RNN" and "clip" not in attributes else [*FUNCTIONS]
+        chosen = []  # with gates and states that are not bounded, numbers would explode
+        for _ in range(directions):
+            chosen += [rng.choice(tame), *rng.choices([*FUNCTIONS], k=count - 1)]
+        functions = [FUNCTIONS[name] for name in chosen]
+        alphas = [rng.uniform(0.2, 0.8) for f in functions if f.alpha is not ...]
+        betas = [rng.uniform(0.2, 0.8) for f in functions if f.beta is not ...]
+        attributes |= {"activations": [n if op == "RNN" else rng.choice([n, n.lower()]) for n in chosen]}
+        attributes |= {"activation_alpha": alphas} if alphas else {}
+        attributes |= {"activation_beta": betas} if betas else {}
+    flag = {"LSTM": "input_forget", "GRU": "linear_before_reset"}.get(op)
+    if flag and rng.random() < 0.5:
+        attributes[flag] = rng.randint(0, 1)
+    return op, arrays, attributes
+
+
+def check_random(seeds: range) -> None:
+    for seed in seeds:
+        op, arrays, attributes = random_node(seed)
+        model = model_of(op, arrays, random.Random(seed).choice([7, 13, 14, 22]), **attributes)
+        want = run(model, called(arrays))
+        program = load(model, "numpy")
+        for result, right in zip(program["it"](**called(arrays)), want, strict=True):
+            assert_close(result, right, "float32", "runtime", axes=())
+
+
+def test_random_nodes() -> None:
+    check_random(range(40))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fused")
+def test_random_nodes_fused() -> None:
+    check_random(range(40, 50))
+
+
+@pytest.mark.slow
+def test_more_random_nodes() -> None:
+    check_random(range(100, 600))
+
+
+def by_onnx(model: Any, arrays: Arrays) -> list[Any]:
+    """What ONNX's own evaluator computes. It ignores lengths, activations, ``clip``."""
+    return list(ReferenceEvaluator(model).run(None, called(arrays)))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("op", OPS)
+def test_what_onnx_runtime_refuses(op: str, direction: str) -> None:
+    """Batches first, in float64."""
+    arrays = some(op, 7, 1 + (direction == "bidirectional"), "float64")
+    del arrays["sequence_lens"]
+    for name in called(arrays):
+        arrays[name] = arrays[name].swapaxes(0, 1)
+    model = model_of(op, arrays, layout=1, direction=direction)
+    with pytest.raises(Exception, match=r"layout == 1|double|NOT_IMPLEMENTED"):
+        run(model, called(arrays))
+    results = load(model, "numpy")["it"](**called(arrays))
+    for result, right in zip(results, by_onnx(model, arrays), strict=True):
+        assert_close(result, right, "float64", "forward")
+
+
+def test_what_onnx_runtime_computes_otherwise() -> None:
+    """A row of no steps keeps its state; ThresholdedRelu's threshold is 1."""
+    arrays = some("RNN")
+    arrays["sequence_lens"] = np.array([0, 5, 5], np.int32)
+    model = model_of("RNN", arrays)
+    _, h = load(model, "numpy")["it"](**called(arrays))
+    assert np.array_equal(h[:, 0], arrays["initial_h"][:, 0])
+    assert not run(model, called(arrays))[1][:, 0].any()
+    arrays = some("RNN") | {"R": np.zeros((1, 6, 6), np.float32)}
+    arrays["X"] *= 5
+    model = model_of("RNN", arrays, activations=["ThresholdedRelu"])
+    a = arrays["X"] @ arrays["W"][0].T + sum(np.split(arrays["B"][0], 2))
+    arrays.pop("sequence_lens")
+    (result, _), (other, _) = load(model, "numpy")["it"](arrays["X"]), run(model, called(some("RNN")))
+    assert_close(result[:, 0], np.where(a >= 1, a, 0), "float32", "forward")
+    assert other.shape == result.shape
+
+
+def test_weights_become_those_of_a_cell_of_ours() -> None:
+    """One of ``anycell.cells`` where one fits."""
+    usual = load(model_of("LSTM", some("LSTM")), "numpy")["it"][0]
+    assert usual.cell is cells.PeepholeLSTM and {"p_i_l0", "bias_hh_l0"} < {*usual.parameters}
+    arrays = some("GRU", directions=2)
+    both = load(model_of("GRU", arrays, direction="bidirectional", linear_before_reset=1), "numpy")
+    assert both["it"][0].cell == cells.GRU and both["it"][0].bidirectional
+    single = {n: a[:1] if n[0] in "WRB" else a for n, a in arrays.items()} | {"P": None}
+    del single["P"], single["initial_h"]
+    for attributes, cell in (
+        ({}, cells.GRU(reset_after=False)),
+        ({"clip": 3.0}, None),
+        ({"activations": ["Sigmoid", "Relu"]}, None),
+    ):
+        made = load(model_of("GRU", single, **attributes), "numpy")["it"][0].cell
+        assert made == cell if cell else made.name == "GRU" and made.structure
+    other = ["Tanh", "Tanh", "Relu", "Tanh"]
+    apart = load(model_of("GRU", arrays, direction="bidirectional", activations=other), "numpy")
+    assert [layer.bidirectional for layer in apart["it"].parts] == [False, False]
+    assert pickle.loads(pickle.dumps(apart["it"][0].cell)) == apart["it"][0].cell
+
+
+# -- models ----------------------------------------------------------------------------------------
+def feeds_of(layer: Any, inputs: str, steps: int, rows: int, seed: int) -> tuple[Arrays, Arrays]:
+    """Arguments of a call of a layer, and the inputs of its model."""
+    rng, first = np.random.default_rng(seed), bool(layer.batch_first)
+    shape = (rows, steps) if first else (steps, rows)
+
+    def real(*sizes: int) -> Any:
+        return rng.normal(size=sizes).astype(layer.dtype)
+
+    feeds: Arrays = {"x": real(*shape, layer.input_size)}
+    call: Arrays = {}
+    for name in inputs.split():
+        if name == "lengths":
+            call[name] = feeds[name] = rng.integers(1, steps + 1, rows)
+        elif name in ("mask", "resets"):
+            call[name] = feeds[name] = rng.random(shape) < 0.6
+        else:
+            count = layer.num_layers * (1 + layer.bidirectional)
+            sizes = [layer.sizes[state.size] for state in layer.cell.states]
+            states = tuple(np.abs(real(count, rows, size)) + 1 for size in sizes)
+            names = [f"{name}_{state}" for state in layer.cell.state_names]
+            feeds |= zip(names, states, strict=True)
+            call[name] = states if len(states) > 1 else states[0]
+    if layer.cell.static:
+        call["static"] = feeds["static"] = real(rows, layer.sizes[layer.cell.static_size])
+    return call, feeds
+
+
+def check_export(layer: Any, inputs: str = "", **options: Any) -> Any:
+    """The model of a layer computes what the layer does, for several numbers of steps and rows."""
+    model = export(layer, inputs=inputs, **options)
+    onnx.checker.check_model(model, full_check=True)
+    for seed, (steps, rows) in enumerate([(7, 2), (1, 3)]):
+        call, feeds = feeds_of(layer, inputs, steps, rows, seed)
+        output, final = layer(feeds["x"], **call, **options)
+        for result, right in zip(run(model, feeds), [output, *tuples(final)], strict=True):
+            assert_close(result, right, "float32", "runtime")
+    return model
+
+
+def tuples(states: Any) -> tuple[Any, ...]:
+    return states if isinstance(states, tuple) else (states,)
+
+
+def kinds(model: Any) -> set[str]:
+    return {node.op_type for node in model.graph.node} & {"LSTM", "GRU", "RNN", "Scan"}
+
+
+def numpy_layer(cell: Any, *sizes: Any, **options: Any) -> Any:
+    options |= {"P": 5} if "P" in cell.declared_sizes else {}
+    return anycell.numpy.RNN(cell, 3, 6, *sizes, initializer="torch", seed=1, **options)
+
+
+STANDARD = {"LSTM": "LSTM", "PeepholeLSTM": "LSTM", "GRU": "GRU", "RNN": "RNN"}
+
+
+@pytest.mark.parametrize("name", cells.__all__)
+def test_every_cell(name: str) -> None:
+    """With any number of steps; with lengths and resets in a stack of two directions."""
+    cell = getattr(cells, name)
+    assert kinds(check_export(numpy_layer(cell))) == {STANDARD.get(name, "Scan")}
+    deep = numpy_layer(cell, 2, bidirectional=True, batch_first=True)
+    inputs = "state lengths resets reset_state"
+    assert kinds(check_export(deep, inputs)) == {"Scan"}
+
+
