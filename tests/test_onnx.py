@@ -4,14 +4,13 @@ import functools
 import importlib
 import pickle
 import random
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from processes import python
+from random_cells import random_cell
 from tolerances import assert_close
 
 onnx = pytest.importorskip("onnx")
@@ -81,8 +80,9 @@ def some(op: str, seed: int = 0, directions: int = 1, dtype: str = "float32") ->
     """Arrays of a small node."""
     rng, gates, units = np.random.default_rng(seed), OPS[op], 6
     shapes: dict[str, tuple[int, ...]] = {
-        "X": (5, 3, 4), "W": (directions, gates * units, 4), "R": (directions, gates * units, units),
-        "B": (directions, 2 * gates * units), "initial_h": (directions, 3, units),
+        "X": (5, 3, 4), "W": (directions, gates * units, 4),
+        "R": (directions, gates * units, units), "B": (directions, 2 * gates * units),
+        "initial_h": (directions, 3, units),
     }  # fmt: skip
     if op == "LSTM":
         shapes |= {"initial_c": shapes["initial_h"], "P": (directions, 3 * units)}
@@ -97,7 +97,7 @@ def cases(op: str) -> list[Any]:
     return [case for case in node._NodeTestCases if case.model.graph.node[0].op_type == op]
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", OPS)
 def test_onnx_tests_of_nodes(op: str, framework: str) -> None:
     """ONNX's own: all of them, and nothing else than our layers computes them."""
@@ -151,7 +151,9 @@ def random_node(seed: int) -> tuple[str, Arrays, Arrays]:
         functions = [FUNCTIONS[name] for name in chosen]
         alphas = [rng.uniform(0.2, 0.8) for f in functions if f.alpha is not ...]
         betas = [rng.uniform(0.2, 0.8) for f in functions if f.beta is not ...]
-        attributes |= {"activations": [n if op == "RNN" else rng.choice([n, n.lower()]) for n in chosen]}
+        attributes |= {
+            "activations": [n if op == "RNN" else rng.choice([n, n.lower()]) for n in chosen]
+        }
         attributes |= {"activation_alpha": alphas} if alphas else {}
         attributes |= {"activation_beta": betas} if betas else {}
     flag = {"LSTM": "input_forget", "GRU": "linear_before_reset"}.get(op)
@@ -219,7 +221,10 @@ def test_what_onnx_runtime_computes_otherwise() -> None:
     model = model_of("RNN", arrays, activations=["ThresholdedRelu"])
     a = arrays["X"] @ arrays["W"][0].T + sum(np.split(arrays["B"][0], 2))
     arrays.pop("sequence_lens")
-    (result, _), (other, _) = load(model, "numpy")["it"](arrays["X"]), run(model, called(some("RNN")))
+    (result, _), (other, _) = (
+        load(model, "numpy")["it"](arrays["X"]),
+        run(model, called(some("RNN"))),
+    )
     assert_close(result[:, 0], np.where(a >= 1, a, 0), "float32", "forward")
     assert other.shape == result.shape
 
@@ -312,3 +317,259 @@ def test_every_cell(name: str) -> None:
     assert kinds(check_export(deep, inputs)) == {"Scan"}
 
 
+@pytest.mark.parametrize("ones", [False, True])
+def test_random_cells(ones: bool) -> None:
+    """Any graph: further matmuls, reductions of groups, values of one number per row."""
+    for seed in range(12):
+        cell = random_cell(seed, 6, ones)
+        check_export(numpy_layer(cell, bidirectional=seed % 2 == 0), "state mask resets")
+
+
+def test_masks_and_states() -> None:
+    """What is not a node's: masks, repeated outputs; and what is: lengths and states."""
+    layer = numpy_layer(cells.LSTM, 2, bidirectional=True)
+    assert kinds(check_export(layer, "state lengths")) == {"LSTM"}
+    assert kinds(check_export(layer, "lengths mask")) == {"Scan"}
+    assert kinds(check_export(layer, "mask resets", masked_output="repeat")) == {"Scan"}
+    assert kinds(check_export(layer, "lengths", masked_output="repeat")) == {"Scan"}
+    check_export(numpy_layer(cells.GRUD, bidirectional=True), "mask resets")
+    check_export(numpy_layer(cells.sLSTM(heads=2)), "resets")
+    exact = anycell.numpy.RNN(cells.sLSTM, 3, 6, dtype="float64", seed=0)
+    x = np.random.default_rng(0).normal(size=(4, 2, 3))
+    (result, *_) = run(export(exact), {"x": x})
+    assert_close(result, exact(x)[0], "float64", "forward")
+
+
+@pytest.mark.parametrize(
+    "cell", [cells.LSTM, cells.GRU, cells.PeepholeLSTM(gate_clip=0.5)], ids=str
+)
+def test_there_and_back(cell: Any) -> None:
+    """A model loads as the layer it was, also one of activations with numbers."""
+    layer = numpy_layer(cell, 2, bidirectional=True, batch_first=True)
+    call, feeds = feeds_of(layer, "state lengths", 4, 3, 0)
+    model = export(layer, inputs="state lengths")
+    again = load(model.SerializeToString(), "numpy")
+    assert again.plan.names == ["layer_0", "layer_1"] and again["layer_1"][0].cell == cell
+    output, final = layer(feeds["x"], **call)
+    for result, right in zip(again(**feeds), [output, *tuples(final)], strict=True):
+        assert np.array_equal(result, right)
+    for k, name in enumerate(again.plan.names):
+        for place, weight in again[name][0].parameters.items():
+            assert np.array_equal(weight, layer.parameters[place.replace("_l0", f"_l{k}")])
+
+
+def test_there_and_back_with_numbers() -> None:
+    arrays = some("LSTM", directions=2)
+    names = ["HardSigmoid", "LeakyRelu", "Affine"] * 2
+    numbers = {"activation_alpha": [0.3, 0.1, 0.5] * 2, "activation_beta": [0.4, 0.2] * 2}
+    node = {"direction": "bidirectional", "activations": names, "input_forget": 1, "clip": 2.0}
+    program = load(model_of("LSTM", arrays, **node, **numbers), "numpy")
+    layer = program["it"][0]
+    form = form_of(layer.cell)
+    assert isinstance(form, Form) and form.clip == 2.0 and form.flag and form.peepholes
+    again = load(export(layer), "numpy")["layer_0"][0]
+    assert again.cell == layer.cell and kinds(check_export(layer)) == {"LSTM"}
+    biasless = anycell.numpy.RNN(cells.GRU(reset_after=False), 3, 6, bias=False, seed=0)
+    assert load(export(biasless), "numpy")["layer_0"][0].bias is False
+
+
+# -- frameworks ------------------------------------------------------------------------------------
+def test_layers_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    at, x = anycell.torch, torch.randn(4, 2, 3)
+    for layer in (
+        at.LSTM(3, 6, 2, bidirectional=True), at.GRU(3, 6, batch_first=True),
+        at.LSTM(3, 6, proj_size=4), at.RNN(cells.JANET, 3, 6).to(torch.bfloat16).float(),
+    ):  # fmt: skip
+        layer.requires_grad_(False)
+        output, final = layer(x)
+        model = export(layer)
+        for result, right in zip(
+            run(model, {"x": x.numpy()}), [output, *tuples(final)], strict=True
+        ):
+            assert_close(result, right, "float32", "runtime")
+        if kinds(model) == {"Scan"}:
+            continue
+        again = load(model)
+        assert isinstance(again, torch.nn.Module) and len([*again.parameters()]) > 3
+        for result, right in zip(again(x), [output, *tuples(final)], strict=True):
+            assert torch.equal(result, right)
+        again(x)[0].sum().backward()
+        assert all(p.grad is not None for p in again.parameters())
+
+
+@pytest.mark.slow
+def test_layers_of_keras() -> None:
+    keras = pytest.importorskip("keras")
+    ak, x = anycell.keras, np.random.default_rng(0).normal(size=(2, 4, 3)).astype("float32")
+    for layer, kind in (
+        (ak.LSTM(6, return_sequences=True), "LSTM"),
+        (ak.GRU(6, return_sequences=True, reset_after=False), "GRU"),
+        (ak.GRU(6, return_sequences=True, activation="relu"), "GRU"),
+        (ak.SimpleRNN(6, return_sequences=True), "RNN"),
+        (ak.RNN(cells.JANET, 6, return_sequences=True), "Scan"),
+        (keras.layers.Bidirectional(ak.GRU(6, return_sequences=True)), "GRU"),
+        (ak.LSTM(6, return_sequences=True, activation="gelu"), "Scan"),
+    ):
+        output = np.asarray(layer(x))
+        model = export(layer)
+        assert kinds(model) == {kind}
+        assert_close(run(model, {"x": x})[0], output, "float32", "runtime")
+    with pytest.raises(ValueError, match=r"go_backwards=True; expected False\. Put it in"):
+        layer = ak.GRU(6, go_backwards=True)
+        layer(x)
+        export(layer)
+
+
+@pytest.mark.slow
+def test_layers_of_jax() -> None:
+    jax = pytest.importorskip("jax")
+    layer = anycell.jax.RNN(cells.LayerNormGRU, 3, 6, num_layers=2)
+    params, x = layer.init(jax.random.key(0)), np.ones((4, 2, 3), np.float32)
+    output, h = layer(params, jax.numpy.asarray(x))
+    for result, right in zip(run(export(layer, params=params), {"x": x}), (output, h), strict=True):
+        assert_close(result, right, "float32", "runtime")
+    with pytest.raises(TypeError, match="params: given None; expected the parameters of `init`"):
+        export(layer)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's exporters
+@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_models_of_torch(kind: str, dynamo: bool, tmp_path: Path) -> None:
+    """What torch's exporters write of layers and a readout loads, and trains."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            layer = getattr(torch.nn, kind)
+            self.layer = layer(3, 6, 2, batch_first=True, bidirectional=True)
+            self.readout = torch.nn.Linear(12, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.readout(self.layer(x)[0][:, -1])
+
+    model, x, path = Model().eval(), torch.randn(2, 4, 3), tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), path, dynamo=dynamo, verbose=False, input_names=["x"])
+    program = load(path)
+    assert len(program.plan.names) == 2
+    assert_close(program(x).detach(), model(x).detach(), "float32", "forward")
+    assert_close(load(path, "numpy")(x.numpy()), model(x).detach(), "float32", "runtime")
+    program(x).sum().backward()
+
+
+def test_needs_no_torch() -> None:
+    """Nor does anycell need onnx until it is asked for."""
+    said = python("""
+        import sys
+        sys.modules["torch"] = None
+        import anycell
+        assert "onnx" not in sys.modules
+        layer = anycell.numpy.GRU(3, 6)
+        print(type(anycell.onnx.load(anycell.onnx.export(layer), "numpy")).__module__)
+    """)
+    assert said == "anycell.numpy.onnx\n"
+
+
+# -- errors ----------------------------------------------------------------------------------------
+def refused(match: str, model: Any, error: type[Exception] = ValueError) -> None:
+    with pytest.raises(error, match=match):
+        load(model, "numpy")
+
+
+def test_malformed_models(tmp_path: Path) -> None:
+    arrays = some("LSTM")
+    for attributes, message in (
+        ({"direction": "backwards"}, "direction=b'backwards'; expected one of forward, reverse"),
+        ({"layout": 2}, "'it': given layout=2; expected 0 or 1"),
+        ({"clip": -1.0}, "clip=-1.0; expected a number above 0"),
+        ({"activations": ["Tanh"]}, r"activations=\['Tanh'\]; expected 3 names"),
+        ({"activations": ["Sin", "Tanh", "Tanh"]}, "'Sin'; expected one of Affine, Elu"),
+        ({"activations": ["Affine", "Tanh", "Tanh"]}, "Affine without its numbers; expected act"),
+        ({"hidden_size": 5}, r"R, float32 \[1, 24, 6\]; expected \[1, 24, 5\] of real numbers"),
+        ({"colour": 3}, r"checker refuses \(Unrecognized attribute: colour"),
+    ):
+        refused(message, model_of("LSTM", arrays, **attributes))
+    refused("direction=b'bidir", model_of("LSTM", arrays, direction="bidir"))
+    wrong = {"W": arrays["W"][0], "B": arrays["B"][:, :9], "P": arrays["P"].astype("float64")}
+    for name, array in (wrong | {"R": np.array(3.0, np.float32)}).items():
+        refused("; expected .* of real numbers", model_of("LSTM", {**arrays, name: array}))
+    refused(
+        "checker refuses \\(Node .*input 1 is marked single",
+        model_of("LSTM", {"R": arrays["R"], "X": arrays["X"]}),
+    )
+    open_ = model_of("GRU", some("GRU"))
+    del open_.graph.initializer[:]
+    open_.graph.input.extend(
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, [None] * (2 if n == "B" else 3))
+        for n in "WRB"
+    )
+    refused("GRU node 'it': given W, which is not known before it runs; expected a const", open_)
+    refused("opset 6; expected opset 7 or newer. Convert it", model_of("RNN", some("RNN"), 6))
+    refused("model: given one that ONNX's checker refuses", b"no model")
+    refused("model: given int; expected a path", 3, TypeError)
+    refused("", tmp_path / "none.onnx", FileNotFoundError)
+    scan = export(numpy_layer(cells.JANET))
+    refused("given .*Scan.*; expected a graph with LSTM, GRU or RNN nodes. Nodes inside", scan)
+    with pytest.raises(ValueError, match="framework: given 'jax'; expected 'torch' or 'numpy'"):
+        load(scan, "jax")
+
+
+def test_malformed_calls() -> None:
+    program = load(model_of("RNN", some("RNN")), "numpy")
+    for inputs, named in (((), {}), ((1,) * 9, {}), ((1,), {"X": 1}), ((), {"Z": 1})):
+        with pytest.raises(
+            TypeError, match=r"inputs: given .*; expected X, sequence_lens, initial"
+        ):
+            program(*inputs, **named)
+    with pytest.raises(KeyError, match="name: given 'that'; expected one of it"):
+        program["that"]
+    for layer, arguments, error, message in (
+        (3, {}, TypeError, "layer: given int; expected a layer of anycell.torch"),
+        (
+            anycell.numpy.LSTM(3, 6),
+            {"inputs": "hx"},
+            ValueError,
+            "'hx'; expected names among state",
+        ),
+        (anycell.numpy.LSTM(3, 6), {"inputs": "static"}, ValueError, "inputs: given 'static'"),
+        (
+            anycell.numpy.LSTM(3, 6),
+            {"masked_output": "no"},
+            ValueError,
+            "masked_output: given 'no'",
+        ),
+        (numpy_layer(cells.LSTM).cell, {}, TypeError, "layer: given Cell; expected a layer"),
+    ):
+        with pytest.raises(error, match=message):
+            export(layer, **arguments)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_damaged_models(count: int) -> None:
+    """Whatever bytes change: an error in words, or a model that loads."""
+    rng, models = random.Random(0), []
+    for op in OPS:
+        models.append(model_of(op, some(op)).SerializeToString())
+    models.append(export(numpy_layer(cells.GRU)).SerializeToString())
+    loaded = 0
+    for k in range(count):
+        data = bytearray(models[k % len(models)])
+        for _ in range(rng.randint(1, 4)):
+            place = rng.randrange(len(data))
+            change = rng.randrange(3)
+            if change == 0:
+                data[place] = rng.randrange(256)
+            elif change == 1:
+                del data[place : place + rng.randint(1, 9)]
+            else:
+                data[place:place] = rng.randbytes(rng.randint(1, 9))
+        try:
+            load(bytes(data), "numpy")
+            loaded += 1
+        except (ValueError, TypeError) as error:
+            assert "given" in str(error), error
+    assert 0 < loaded < count

@@ -5,36 +5,41 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
-from anycell.layer.checks import choice
+from anycell.layer.checks import check_options
 from anycell.layer.signature import ENDS, of_layer
 from anycell.layer.view import numbers, value
 from anycell.onnx.cells import FLAGS as FLAG
 from anycell.onnx.cells import FUNCTIONS, ORDERS, USUAL, Form, form_of, reordered, rows
 from anycell.onnx.scan import Graph, scan
-from anycell.plan import Layer
+from anycell.plan import CallOptions, Layer, takes
 from anycell.refusal import refuse
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Array = npt.NDArray[Any]
-Weights, Names = Mapping[str, Array], Mapping[str, str]
+Weights = Mapping[str, Array]
+Names = Mapping[str, str]
 OPSET, IR = 22, 10  # what ONNX Runtime 1.20 and newer run
 FLAGS = {"mask": "valid", "resets": "starts"}  # as ``scan`` calls them
 INPUTS = "state", "lengths", "mask", "resets", "reset_state", "static"
 
 
+@takes()
 def export(
     layer: Any,
     path: str | os.PathLike[str] | None = None,
     *,
     params: Mapping[str, Any] | None = None,
     inputs: str | Sequence[str] = (),
-    masked_output: str = "zero",
+    **options: Unpack[CallOptions],
 ) -> onnx.ModelProto:
     """Writes a trained layer as an ONNX model, for any number of steps and rows.
 
@@ -50,7 +55,7 @@ def export(
         inputs: what a call passes besides x, by the names of ``RNN``: "state", "lengths", "mask",
             "resets", "reset_state"; in one string, "state lengths", or a list. "static" is always
             among them where the cell has one.
-        masked_output: as in a call of the layer.
+        {options}
 
     Returns:
         the model, of opset 22, in evaluation: random masks are their means. Its inputs are ``x``,
@@ -75,8 +80,8 @@ def export(
     known = [name for name in INPUTS if name != "static" or cell.static]
     if unknown := sorted(wanted - {*known}):
         refuse("inputs", repr(unknown[0]), f"names among {', '.join(known)}", "Leave it out.")
-    choice("masked_output", masked_output, "zero", "repeat")
-    layer = layer._replace(options=layer.options._replace(masked_output=masked_output))
+    how = layer.options._replace(**check_options(options, function=export))
+    layer = layer._replace(options=how)
     graph, taken = Graph(layer.dtype), list[Any]()
 
     def take(name: str, *shape: str | int, kind: int = graph.kind) -> str:
@@ -104,7 +109,7 @@ def export(
                 every = take(f"{name}_{s.name}", directions * count, "rows", layer.size(s.size))
                 for k, part in enumerate(graph.split(every, [directions] * count, 0)):
                     states[k][f"{name} {s.name}"] = part
-    nodes = layer.dtype == "float32" and not (call or (lengths and masked_output == "repeat"))
+    nodes = layer.dtype == "float32" and not call and how.apart(True) >= bool(lengths)
     form = form_of(cell) if nodes else None
     if lengths and form is None:
         size = graph("Squeeze", graph("Shape", x, end=1))

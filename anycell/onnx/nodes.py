@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,18 +69,18 @@ def load(model: Any, framework: str = "torch") -> Any:
     if framework not in ("torch", "numpy"):
         refuse("framework", repr(framework), "'torch' or 'numpy'")
     frontend = importlib.import_module(f"anycell.{framework}.onnx")
-    graph, opset = _checked(model)
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    graph, opset, constants = _checked(model)
     steps, parts = list[tuple[onnx.NodeProto, str]](), dict[str, Any]()
     for node in graph.node:
         name = ""
         if node.op_type in ORDERS and node.domain in _ONNX:
             name = next(name for name in (node.name, *node.output) if name and name not in parts)
             parts[name] = _node(node, f"{node.op_type} node {name!r}", constants, frontend)
-        elif {*node.input} <= constants.keys() and node.domain in _ONNX:
-            known = [constants[name] for name in node.input]
-            constants |= zip(node.output, _run(node, opset, known, frontend), strict=True)
-            continue
+        elif {*node.input} <= constants.keys():
+            with contextlib.suppress(Exception):  # what cannot be computed now is left
+                known = [constants[name] for name in node.input]
+                constants |= zip(node.output, _run(node, opset, known, framework), strict=True)
+                continue
         steps.append((node, name))
     if not parts:
         given = ", ".join(sorted({node.op_type for node in graph.node})) or "no nodes"
@@ -87,20 +88,21 @@ def load(model: Any, framework: str = "torch") -> Any:
         refuse("model", given, "a graph with LSTM, GRU or RNN nodes", hint)
     inputs = [i.name for i in graph.input if i.name not in constants]
     outputs = [output.name for output in graph.output]
-    plan = Chain([*parts], steps, constants, inputs, outputs, opset, frontend)
+    plan = Chain([*parts], steps, constants, inputs, outputs, opset, framework)
     return frontend.Program(plan, parts.values())
 
 
-def _checked(model: Any) -> tuple[onnx.GraphProto, int]:
-    """The graph and the opset of a model that ONNX's checker accepts."""
+def _checked(model: Any) -> tuple[onnx.GraphProto, int, dict[str, Array]]:
+    """Graph, opset and constants of a model that ONNX's checker accepts."""
     if not isinstance(model, (str, bytes, os.PathLike, onnx.ModelProto)):
         expected = "a path, the bytes of a file, or an onnx.ModelProto"
         refuse("model", type(model).__name__, expected, error=TypeError)
     try:
         if not isinstance(model, onnx.ModelProto):
-            read = onnx.load_from_string if isinstance(model, bytes) else onnx.load
+            read: Any = onnx.load_from_string if isinstance(model, bytes) else onnx.load
             model = read(model)
         onnx.checker.check_model(model)
+        constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     except OSError:
         raise
     except Exception as error:  # of protobuf, of the checker, of data that does not decode
@@ -111,7 +113,7 @@ def _checked(model: Any) -> tuple[onnx.GraphProto, int]:
     if opset < OLDEST:
         hint = "Convert it with onnx.version_converter."
         refuse("model", f"opset {opset}", f"opset {OLDEST} or newer", hint)
-    return model.graph, opset
+    return model.graph, opset, constants
 
 
 _ONNX = "", "ai.onnx"  # the domain of ONNX's own operators
@@ -121,11 +123,11 @@ CALLED = "X", "sequence_lens", "initial_h", "initial_c"  # of these, what is no 
 
 def _node(node: onnx.NodeProto, title: str, constants: Mapping[str, Array], frontend: Any) -> Any:
     """A recurrent node: its layers, and how they are called."""
-    op, known = node.op_type, {"direction": b"forward", "layout": 0, "clip": None, "hidden_size": 0}
+    op, known = node.op_type, dict[str, Any](direction=b"forward", layout=0, clip=None)
     known |= {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     reverse, clip, layout = DIRECTIONS.get(known["direction"]), known["clip"], known["layout"]
     for name, right, expected in (
-        ("direction", reverse, b", ".join(DIRECTIONS).decode()),
+        ("direction", reverse, "one of forward, reverse, bidirectional"),
         ("layout", layout in (0, 1), "0 or 1"),
         ("clip", clip is None or clip > 0, "a number above 0"),
     ):
@@ -133,8 +135,8 @@ def _node(node: onnx.NodeProto, title: str, constants: Mapping[str, Array], fron
             refuse(title, f"{name}={known[name]!r}", expected)
     assert reverse is not None
     named = {name: given for name, given in zip(INPUTS, node.input, strict=False) if given}
-    arrays = {name: constants.get(named[name]) for name in "WRBP" if name in named}
-    _check(title, op, arrays, len(reverse), known["hidden_size"])
+    arrays: dict[str, Any] = {n: constants.get(named[n]) for n in "WRBP" if n in named}
+    _check(title, op, arrays, len(reverse), known.get("hidden_size"))
     usual = [name for name, *_ in USUAL[op]] * len(reverse)
     names = [name.decode() for name in known.get("activations", ())] or usual
     if len(names) != len(usual):
@@ -156,7 +158,7 @@ def _node(node: onnx.NodeProto, title: str, constants: Mapping[str, Array], fron
     return frontend.Program(Node(layout, (False,) if alike else reverse), layers)
 
 
-def _check(title: str, op: str, arrays: Mapping[str, Any], directions: int, size: int) -> None:
+def _check(title: str, op: str, arrays: Mapping[str, Any], directions: int, size: Any) -> None:
     """Checks the constants of a node."""
     for name, array in arrays.items():
         if array is None:
@@ -164,12 +166,8 @@ def _check(title: str, op: str, arrays: Mapping[str, Any], directions: int, size
             refuse(title, f"{name}, which is not known before it runs", "a constant", hint)
     units, width = (arrays[n].shape[-1] if arrays[n].ndim == 3 else 0 for n in "RW")
     count = len(ORDERS[op]) * units
-    shapes = {
-        "R": (count, size or units),
-        "W": (count, width),
-        "B": (2 * count,),
-        "P": (3 * units,),
-    }
+    shapes = {"R": (count, size or units), "W": (count, width), "B": (2 * count,)}
+    shapes["P"] = (3 * units,)
     for name, array in arrays.items():
         kind, shape = array.dtype, (directions, *shapes[name])
         if array.shape != shape or 0 in shape or kind.kind != "f" or kind != arrays["W"].dtype:
@@ -194,7 +192,7 @@ def _learned(form: Form, arrays: Mapping[str, Array], d: int) -> dict[str, Array
     """The weights of a direction, by the names of ``layer.signature``."""
     cell, parts = form.cell(), {"weight_ih": arrays["W"][d], "weight_hh": arrays["R"][d]}
     further = [l.weight for l in cell.linears if not l.recurrent]  # of a GRU that resets before
-    learned = dict.fromkeys(further, parts["weight_hh"][-parts["weight_hh"].shape[1]:])
+    learned = dict.fromkeys(further, parts["weight_hh"][-parts["weight_hh"].shape[1] :])
     if "B" in arrays:
         parts["bias_ih"], parts["bias_hh"] = np.split(arrays["B"][d].copy(), 2)
         for weight in learned.values():
@@ -230,16 +228,19 @@ class Node:
         def turned(array: Any) -> Any:
             return xp.swapaxes(array, 0, 1) if self.layout else array
 
-        x, first = turned(X), zip(names, (initial_h, initial_c), strict=False)
-        given = {n: turned(xp.array(value, X)) for n, value in first if value is not None}
+        x, states = turned(X), [initial_h, initial_c][: len(names)]
         ends = sequence_lens if sequence_lens is None else [int(length) for length in sequence_lens]
+        known = [turned(xp.array(state, X)) for state in states if state is not None]
+        if len(known) == 1 < len(names):
+            zeros = xp.zeros_like(known[0])
+            known = [zeros, *known] if initial_h is None else [*known, zeros]
         outputs, finals, d = [], [], 0
         for layer, reverse in zip(layers, self.reverse, strict=True):
             part = slice(d, d := d + 1 + layer.bidirectional)
-            state = [given.get(n, 0.0 * a)[part] for n in names for a in [*given.values()][:1]]
-            place = _backwards(x, ends) if reverse else slice(None)
-            state = None if not state else tuple(state) if len(names) > 1 else state[0]
-            output, final = layer(x[place], state, lengths=ends)
+            place: Any = _backwards(x, ends) if reverse else slice(None)
+            state = tuple(state[part] for state in known)
+            given = (state if len(names) > 1 else state[0]) if state else None
+            output, final = layer(x[place], given, lengths=ends)
             outputs.append(xp.reshape(output[place], (*x.shape[:2], 1 + layer.bidirectional, -1)))
             finals.append(final if len(names) > 1 else (final,))
         y = xp.concatenate(outputs, 2)
@@ -262,7 +263,7 @@ class Chain:
         steps: all nodes that run, with the name of the part, or "" of another operator.
         constants: by name.
         inputs, outputs: the names of what the model takes and returns.
-        frontend: its operators run on its arrays.
+        framework: whose arrays it takes.
     """
 
     names: list[str]
@@ -271,7 +272,7 @@ class Chain:
     inputs: list[str]
     outputs: list[str]
     opset: int
-    frontend: Any
+    framework: str
 
     def index(self, name: str) -> int:
         """The place of a part."""
@@ -292,19 +293,20 @@ class Chain:
                 arguments = dict(zip(INPUTS, taken, strict=False))
                 results = parts[self.index(name)](*map(arguments.get, CALLED))
             else:
-                results = _run(node, self.opset, taken, self.frontend)
+                results = _run(node, self.opset, taken, self.framework)
             values |= zip(node.output, results, strict=False)
         outputs = tuple(values[name] for name in self.outputs)
         return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _run(node: onnx.NodeProto, opset: int, inputs: Sequence[Any], frontend: Any) -> Sequence[Any]:
+def _run(node: onnx.NodeProto, opset: int, inputs: Sequence[Any], framework: str) -> Sequence[Any]:
     """The outputs of another operator: of NumPy's arrays by ONNX's own evaluator."""
     own = (np.ndarray, np.generic, type(None))
     foreign = [type(value).__name__ for value in inputs if not isinstance(value, own)]
     if not foreign:
         feeds = {name: value for name, value in zip(node.input, inputs, strict=True) if name}
         return list(ReferenceEvaluator(node, opsets={"": opset}).run(None, feeds))
+    frontend = importlib.import_module(f"anycell.{framework}.onnx")
     if node.op_type not in frontend.OPERATORS:
         hint = "Load it for NumPy, or call its recurrent nodes: program[name](X)."
         known = ", ".join(frontend.OPERATORS) or "arrays of NumPy"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class Graph:
         self.dtype, self.kind = np.dtype(dtype), helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
         self.nodes: list[NodeProto] = []
         self.constants: list[TensorProto] = [] if outer is None else outer.constants
-        self.numbers = itertools.count() if outer is None else outer.numbers
+        self.numbers: Iterator[int] = itertools.count() if outer is None else outer.numbers
 
     def name(self, of: str) -> str:
         """A new name."""
@@ -163,7 +163,9 @@ def _step(
     def softplus(a: Expr) -> Expr:
         if graph.dtype == np.float32:
             return ops.softplus(a)
-        return ops.maximum(a, 0.0) + ops.log(1.0 + ops.exp(-ops.abs(a)))  # ONNX Runtime has no other
+        return ops.maximum(a, 0.0) + ops.log(
+            1.0 + ops.exp(-ops.abs(a))
+        )  # ONNX Runtime has no other
 
     made = {**MADE, "softplus": softplus, "log_sigmoid": lambda a: -softplus(-a)}
 
@@ -172,13 +174,13 @@ def _step(
             return as_expr(cell.hyper[node.attrs[0]])
         return made[node.op](*args) if node.op in made else None
 
-    plain = rewritten(cell, simpler, cell.declared)
+    plain: Cell = rewritten(cell, simpler, cell.declared)
     parts = graph.split(gates, [sizes[size] for size in cell.gate_sizes.values()], -1)
     values = {Expr("x", (), (gate,)): x for gate, x in zip(cell.gates, parts, strict=True)}
     values |= {Expr("state", (), (n,)): s for n, s in zip(cell.state_names, states, strict=True)}
     values |= {Expr("static", (), (cell.static,)): static}
     full = {*values}  # nodes with a number for each row and unit; others broadcast
-    products: dict[str, str] = {}
+    products: dict[tuple[Any, ...], str] = {}
 
     def row(node: Expr, size: int) -> str:
         """A value with all its units."""
@@ -186,7 +188,7 @@ def _step(
         return value if node in full else graph("Expand", value, graph.integers(1, size))
 
     def value(node: Expr) -> str:
-        op, name = node.op, node.attrs[0] if node.attrs else ""
+        op, name = node.op, [*node.attrs, None][0]
         match op:
             case "const":
                 return graph.constant(name)
@@ -199,8 +201,8 @@ def _step(
                 if node.attrs not in products:
                     operand = row(l.operand, sizes[l.in_size])
                     products.update(_products(graph, l, sizes, weights, operand))
-                product, gate = products[node.attrs], values.get(Expr("x", (), node.attrs[1:]))
-                return product if op == "linear" else graph("Add", gate, product)
+                product, gate = products[node.attrs], Expr("x", (), node.attrs[1:])
+                return product if op == "linear" else graph("Add", values[gate], product)
             case "sum" | "mean" | "max":
                 one, (arg,) = plain.broadcasts and node.narrow, node.args
                 size = sizes[plain.sizes.get(arg, "H" if one else plain.sizes[node])]

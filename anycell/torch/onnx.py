@@ -67,8 +67,7 @@ def _slice(a: Tensor, starts: Any, ends: Any, axes: Any = None, steps: Any = Non
 
 
 def _gather(a: Tensor, indices: Any, axis: int = 0) -> Tensor:
-    places = torch.as_tensor(indices, dtype=torch.int64, device=a.device) % a.shape[axis]
-    return a.index_select(axis, places.reshape(-1)).unflatten(axis, places.shape)
+    return a[(slice(None),) * axis + (torch.as_tensor(indices, device=a.device),)]
 
 
 def _gemm(
