@@ -1,5 +1,6 @@
 """``anycell.onnx``: nodes as layers, layers as nodes and scans, and both together."""
 
+import copy
 import functools
 import importlib
 import pickle
@@ -169,6 +170,11 @@ def check_random(seeds: range) -> None:
         want = run(model, called(arrays))
         program = load(model, "numpy")
         for result, right in zip(program["it"](**called(arrays)), want, strict=True):
+            assert_close(result, right, "float32", "runtime", axes=())
+        batches = {n: a if a.ndim == 1 else a.swapaxes(0, 1) for n, a in called(arrays).items()}
+        other = load(model_of(op, arrays, layout=1, **attributes), "numpy")
+        for k, (result, right) in enumerate(zip(other["it"](**batches), want, strict=True)):
+            right = right.transpose(1, 0, 2) if k else right.transpose(2, 0, 1, 3)
             assert_close(result, right, "float32", "runtime", axes=())
 
 
@@ -374,6 +380,7 @@ def test_there_and_back_with_numbers() -> None:
 
 
 # -- frameworks ------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_layers_of_torch() -> None:
     torch = pytest.importorskip("torch")
     at, x = anycell.torch, torch.randn(4, 2, 3)
@@ -396,6 +403,76 @@ def test_layers_of_torch() -> None:
             assert torch.equal(result, right)
         again(x)[0].sum().backward()
         assert all(p.grad is not None for p in again.parameters())
+
+
+def test_operators_of_torch() -> None:
+    """They do what ONNX's own evaluator does."""
+    torch = pytest.importorskip("torch")
+    own = importlib.import_module("anycell.torch.onnx")
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.normal(size=shape).astype("float32") for shape in ((2, 1, 3), (2, 1, 3), (3, 4)))
+
+    def whole(*numbers: int) -> Any:
+        return np.array(numbers)
+
+    calls: list[tuple[str, list[Any], Arrays]] = [
+        (name, [a, b], {}) for name in ("Add", "Div", "Mul", "Sub")
+    ]
+    calls += [(name, [a], {}) for name in ("Identity", "Relu", "Shape", "Sigmoid", "Tanh")]
+    calls += [
+        ("MatMul", [a, c], {}), ("Cast", [a], {"to": 11}), ("Concat", [a, b, a], {"axis": -1}),
+        ("Gather", [a, np.array(-1)], {"axis": 2}), ("Gather", [a, whole(1, 0)], {}),
+        ("Gather", [a, np.array([[0, 1]])], {"axis": -1}), ("Shape", [a], {"start": 1}),
+        ("Gemm", [a[:, 0], c, c[0]], {"alpha": 2.0, "beta": 0.5}), ("Gemm", [a[:, 0], c], {}),
+        ("Gemm", [a[0].T, c.T, c[:1]], {"transA": 1, "transB": 1}),
+        ("Reshape", [a, whole(0, -1)], {}), ("Reshape", [a[:0], whole(0, 3)], {"allowzero": 1}),
+        ("Slice", [a, whole(0), whole(1)], {}), ("Softmax", [a], {}), ("Softmax", [a], {"axis": 0}),
+        ("Slice", [a, whole(-1, 0), whole(-9, 9), whole(2, 0), whole(-1, 1)], {}),
+        ("Slice", [a, whole(0), whole(3), whole(-1), whole(2)], {}),
+        ("Split", [a, whole(1, 2)], {"axis": 2}), ("Squeeze", [a, whole(1)], {}),
+        ("Transpose", [a], {"perm": [2, 0, 1]}), ("Unsqueeze", [a, whole(0, -1)], {}),
+    ]  # fmt: skip
+    assert {name for name, *_ in calls} == {*own.OPERATORS}
+    for name, arrays, attributes in calls:
+        names = [f"i{k}" for k in range(len(arrays))]
+        outputs = [f"o{k}" for k in range(1 + (name == "Split"))]
+        node = helper.make_node(name, names, outputs, **attributes)
+        rights = ReferenceEvaluator(node, opsets={"": 22}).run(
+            None, dict(zip(names, arrays, strict=True))
+        )
+        for tensors in ({0}, {k for k, array in enumerate(arrays) if array.dtype == np.float32}):
+            given = [torch.from_numpy(v) if k in tensors else v for k, v in enumerate(arrays)]
+            results = own.operator(name, given, **attributes)
+            results = results if isinstance(results, tuple) else (results,)
+            for result, right in zip(results, rights, strict=True):
+                assert_close(np.asarray(result), right, "float32", "forward")
+
+
+def test_programs_of_torch(tmp_path: Path) -> None:
+    """Are modules: they are copied, saved, compiled to other dtypes, and hold no other numbers."""
+    torch = pytest.importorskip("torch")
+    model = export(numpy_layer(cells.GRU, bidirectional=True), tmp_path / "gru.onnx")
+    program, x = load(str(tmp_path / "gru.onnx")), torch.randn(4, 2, 3)
+    assert model == onnx.load(tmp_path / "gru.onnx")
+    torch.save(program, tmp_path / "gru.pt")
+    for other in (copy.deepcopy(program), torch.load(tmp_path / "gru.pt", weights_only=False)):
+        assert torch.equal(other(x)[0], program(x)[0])
+    assert {name.rpartition(".")[2] for name in program.state_dict()} == {
+        f"{kind}_{of}_l0{end}" for kind in ("weight", "bias") for of in ("ih", "hh")
+        for end in ("", "_reverse")
+    }  # fmt: skip
+    assert program.double()(x.double())[0].dtype is torch.float64
+    strange = helper.make_node("Sin", ["Y"], ["Z"])
+    one = model_of("RNN", some("RNN"))
+    one.graph.node.append(strange)
+    one.graph.output[0].name = "Z"
+    feeds = {name: torch.from_numpy(a) for name, a in called(some("RNN")).items()}
+    with pytest.raises(ValueError, match=r"Sin node: given Tensor; expected Add, .*\. Load it for"):
+        load(one)(**feeds)
+    assert np.array_equal(
+        load(one)["it"](**feeds)[0].detach(),
+        load(model_of("RNN", some("RNN")))(**feeds)[0].detach(),
+    )
 
 
 @pytest.mark.slow
@@ -511,7 +588,7 @@ def test_malformed_models(tmp_path: Path) -> None:
     refused("opset 6; expected opset 7 or newer. Convert it", model_of("RNN", some("RNN"), 6))
     refused("model: given one that ONNX's checker refuses", b"no model")
     refused("model: given int; expected a path", 3, TypeError)
-    refused("", tmp_path / "none.onnx", FileNotFoundError)
+    refused("none.onnx", tmp_path / "none.onnx", FileNotFoundError)
     scan = export(numpy_layer(cells.JANET))
     refused("given .*Scan.*; expected a graph with LSTM, GRU or RNN nodes. Nodes inside", scan)
     with pytest.raises(ValueError, match="framework: given 'jax'; expected 'torch' or 'numpy'"):

@@ -150,14 +150,9 @@ def scan(
 
 
 def _step(
-    graph: Graph,
-    cell: Cell,
-    sizes: Mapping[str, int],
-    weights: Mapping[str, Array],
-    gates: str,
-    states: Sequence[str],
-    static: str,
-) -> list[str]:
+    graph: Graph, cell: Cell, sizes: Mapping[str, int], weights: Mapping[str, Array], gates: str,
+    states: Sequence[str], static: str,
+) -> list[str]:  # fmt: skip
     """Adds a step of a cell without its frame; returns the new states, ``[B, size]``."""
 
     def softplus(a: Expr) -> Expr:
@@ -168,10 +163,11 @@ def _step(
         )  # ONNX Runtime has no other
 
     made = {**MADE, "softplus": softplus, "log_sigmoid": lambda a: -softplus(-a)}
+    numbers: dict[str, Mapping[str, float]] = {"hyper": cell.hyper, "units": sizes}
 
     def simpler(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
-        if node.op == "hyper":
-            return as_expr(cell.hyper[node.attrs[0]])
+        if node.op in numbers:
+            return as_expr(numbers[node.op][node.attrs[0]])
         return made[node.op](*args) if node.op in made else None
 
     plain: Cell = rewritten(cell, simpler, cell.declared)
@@ -180,6 +176,7 @@ def _step(
     values |= {Expr("state", (), (n,)): s for n, s in zip(cell.state_names, states, strict=True)}
     values |= {Expr("static", (), (cell.static,)): static}
     full = {*values}  # nodes with a number for each row and unit; others broadcast
+    values |= {Expr("param", (), (n,)): graph.constant(weights[n]) for n in cell.param_names}
     products: dict[tuple[Any, ...], str] = {}
 
     def row(node: Expr, size: int) -> str:
@@ -187,33 +184,30 @@ def _step(
         value = values[node]
         return value if node in full else graph("Expand", value, graph.integers(1, size))
 
+    def reduced(node: Expr, groups: int) -> str:
+        """Of one group, a number for each row."""
+        one, (arg,) = plain.broadcasts and node.narrow, node.args
+        size = sizes[plain.sizes.get(arg, "H" if one else plain.sizes[node])]
+        shape, last = (groups, size // groups), graph.integers(-1)
+        if groups == 1:
+            return str(graph(OPERATORS[node.op], row(arg, size), last))
+        split = graph("Reshape", row(arg, size), graph.integers(-1, *shape))
+        spread = graph("Expand", graph(OPERATORS[node.op], split, last), graph.integers(1, *shape))
+        return str(graph("Reshape", spread, graph.integers(-1, size)))
+
     def value(node: Expr) -> str:
-        op, name = node.op, [*node.attrs, None][0]
-        match op:
-            case "const":
-                return graph.constant(name)
-            case "units":
-                return graph.constant(sizes[name])
-            case "param":
-                return graph.constant(weights[name])
-            case "linear" | "preact":
-                l = next(l for l in plain.linears if l.name == name)
-                if node.attrs not in products:
-                    operand = row(l.operand, sizes[l.in_size])
-                    products.update(_products(graph, l, sizes, weights, operand))
-                product, gate = products[node.attrs], Expr("x", (), node.attrs[1:])
-                return product if op == "linear" else graph("Add", values[gate], product)
-            case "sum" | "mean" | "max":
-                one, (arg,) = plain.broadcasts and node.narrow, node.args
-                size = sizes[plain.sizes.get(arg, "H" if one else plain.sizes[node])]
-                if name == 1:
-                    return graph(OPERATORS[op], row(arg, size), graph.integers(-1))
-                groups = name, size // name
-                split = graph("Reshape", row(arg, size), graph.integers(-1, *groups))
-                reduced = graph(OPERATORS[op], split, graph.integers(-1))
-                spread = graph("Expand", reduced, graph.integers(1, *groups))
-                return graph("Reshape", spread, graph.integers(-1, size))
-        return graph(OPERATORS[op], *(values[arg] for arg in node.args))
+        if node.op == "const":
+            return graph.constant(*node.attrs)
+        if is_reduction(node):
+            return reduced(node, *node.attrs)
+        if node.op not in ("linear", "preact"):
+            return str(graph(OPERATORS[node.op], *(values[arg] for arg in node.args)))
+        if node.attrs not in products:
+            l = next(l for l in plain.linears if l.name == node.attrs[0])
+            operand = row(l.operand, sizes[l.in_size])
+            products.update(_products(graph, l, sizes, weights, operand))
+        product, gate = products[node.attrs], Expr("x", (), node.attrs[1:])
+        return product if node.op == "linear" else str(graph("Add", values[gate], product))
 
     for node in topological(plain.next):
         if node not in values:

@@ -37,37 +37,33 @@ def layer(cell: Cell, weights: Mapping[str, np.ndarray[Any, Any]], **options: An
 
 
 def operator(name: str, inputs: Iterable[Any], **attributes: Any) -> Any:
-    """Runs an operator of ``OPERATORS``; its real numbers become tensors like its first tensor."""
+    """Runs an operator of ``OPERATORS``: arrays of real numbers become tensors, others lists."""
     like = next(value for value in inputs if isinstance(value, Tensor))
-    real = (isinstance(value, np.ndarray) and value.dtype.kind == "f" for value in inputs)
-    pairs = zip(inputs, real, strict=True)
-    return OPERATORS[name](*[like.new_tensor(v) if r else v for v, r in pairs], **attributes)
+
+    def taken(value: Any) -> Any:
+        if not isinstance(value, (np.ndarray, np.generic)):
+            return value
+        return like.new_tensor(value) if value.dtype.kind == "f" else value.tolist()
+
+    return OPERATORS[name](*map(taken, inputs), **attributes)
 
 
-def _numbers(value: Any) -> list[int]:
-    return [int(number) for number in value]
-
-
-def _reshape(a: Tensor, shape: Any, allowzero: int = 0) -> Tensor:
-    sizes = enumerate(_numbers(shape))
-    return a.reshape([a.shape[i] if n == 0 and not allowzero else n for i, n in sizes])
-
-
-def _unsqueeze(a: Tensor, axes: Any) -> Tensor:
-    for axis in sorted(axis % (a.dim() + len(axes)) for axis in _numbers(axes)):
+def _unsqueeze(a: Tensor, axes: list[int]) -> Tensor:
+    for axis in sorted(axis % (a.dim() + len(axes)) for axis in axes):
         a = a.unsqueeze(axis)
     return a
 
 
 def _slice(a: Tensor, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Tensor:
-    axes, steps = (range(len(starts)) if axes is None else axes), steps or [1] * len(starts)
-    for axis, *part in zip(*map(_numbers, (axes, starts, ends, steps)), strict=True):
+    axes, steps = axes or range(len(starts)), steps or [1] * len(starts)
+    for axis, *part in zip(axes, starts, ends, steps, strict=True):
         a = _gather(a, [*range(a.shape[axis])[slice(*part)]], axis)
     return a
 
 
 def _gather(a: Tensor, indices: Any, axis: int = 0) -> Tensor:
-    return a[(slice(None),) * axis + (torch.as_tensor(indices, device=a.device),)]
+    places = torch.as_tensor(indices, dtype=torch.int64, device=a.device)
+    return a[(slice(None),) * (axis % a.dim()) + (places,)]
 
 
 def _gemm(
@@ -77,31 +73,24 @@ def _gemm(
     return alpha * ((a.T if transA else a) @ (b.T if transB else b)) + beta * c
 
 
-_DTYPES = {
-    1: torch.float32, 6: torch.int32, 7: torch.int64, 9: torch.bool, 10: torch.float16,
-    11: torch.float64, 16: torch.bfloat16,
-}  # fmt: skip
-# What lies between recurrent nodes and behind them, in the order and by the names of ONNX.
+_DTYPES = {1: torch.float32, 6: torch.int32, 7: torch.int64, 9: torch.bool, 11: torch.float64}
+# What lies between recurrent nodes and behind them, with ONNX's arguments.
 OPERATORS: dict[str, Callable[..., Any]] = {
-    "Add": torch.add,
+    **{name: getattr(torch, name.lower()) for name in "Add Div MatMul Mul Relu Sub Tanh".split()},
     "Cast": lambda a, to: a.to(_DTYPES[to]),
     "Concat": lambda *parts, axis: torch.cat(parts, axis),
-    "Div": torch.div,
     "Gather": _gather,
     "Gemm": _gemm,
     "Identity": lambda a: a,
-    "MatMul": torch.matmul,
-    "Mul": torch.mul,
-    "Relu": torch.relu,
-    "Reshape": _reshape,
+    "Reshape": lambda a, shape, allowzero=0: a.reshape(
+        [a.shape[i] if n == 0 and not allowzero else n for i, n in enumerate(shape)]
+    ),
     "Shape": lambda a, start=0, end=None: np.array(a.shape[start:end]),
     "Sigmoid": torch.sigmoid,
     "Slice": _slice,
     "Softmax": lambda a, axis=-1: torch.softmax(a, axis),
-    "Split": lambda a, split, axis=0: a.split(_numbers(split), axis),
-    "Squeeze": lambda a, axes: a.squeeze(tuple(_numbers(axes))),
-    "Sub": torch.sub,
-    "Tanh": torch.tanh,
+    "Split": lambda a, split, axis=0: a.split(split, axis),
+    "Squeeze": lambda a, axes: a.squeeze(tuple(axes)),
     "Transpose": lambda a, perm: a.permute(perm),
     "Unsqueeze": _unsqueeze,
 }
