@@ -14,9 +14,7 @@ __version__: str
 
 # Frontends and engines load when first used: importing anycell imports no framework and no
 # compiler.
-_LAZY = {
-    name: f"anycell.{name}" for name in "compress jax keras layouts numpy onnx tf1 torch".split()
-}
+_LAZY = {n: f"anycell.{n}" for n in "compress jax keras layouts numpy onnx tf1 torch".split()}
 _LAZY |= {"explain": "anycell.explanation", "recurrence": "anycell.numpy.recurrence"}
 _LAZY["threads"] = "anycell.engines.cpu.threads"
 

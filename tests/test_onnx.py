@@ -22,8 +22,10 @@ from onnx.reference import ReferenceEvaluator  # noqa: E402
 
 import anycell  # noqa: E402
 from anycell import cells  # noqa: E402
+from anycell.lang.ops import TABLE  # noqa: E402
 from anycell.onnx import export, load  # noqa: E402
 from anycell.onnx.cells import FUNCTIONS, Form, form_of  # noqa: E402
+from anycell.onnx.scan import MADE, OPERATORS  # noqa: E402
 
 OPS = {"LSTM": 4, "GRU": 3, "RNN": 1}  # and their numbers of gates
 CALL = "X", "sequence_lens", "initial_h", "initial_c"
@@ -321,6 +323,10 @@ def test_every_cell(name: str) -> None:
     deep = numpy_layer(cell, 2, bidirectional=True, batch_first=True)
     inputs = "state lengths resets reset_state"
     assert kinds(check_export(deep, inputs)) == {"Scan"}
+
+
+def test_every_op_has_an_operator() -> None:
+    assert {*TABLE} == {*OPERATORS, *MADE, "log_sigmoid"}
 
 
 @pytest.mark.parametrize("ones", [False, True])

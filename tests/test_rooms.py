@@ -38,6 +38,7 @@ FRAMEWORKS = {
     "jax": {"bench", "jax", "keras"},
     "flax": {"bench", "jax"},
     "equinox": {"jax"},
+    "onnx": {"onnx"},
     "triton": {"engines.gpu"},
 }
 

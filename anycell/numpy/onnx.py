@@ -1,4 +1,4 @@
-"""What ``anycell.onnx.load`` needs of NumPy."""
+"""Gives ``anycell.onnx.load`` layers of NumPy."""
 
 from __future__ import annotations
 

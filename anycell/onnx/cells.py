@@ -53,7 +53,7 @@ ORDERS = {"LSTM": "i o f c".split(), "GRU": "z r h".split(), "RNN": ["h"]}  # of
 
 
 class Form(NamedTuple):
-    """What a node of ONNX computes in a step.
+    """A step as a node of ONNX computes it.
 
     Attributes:
         op: "LSTM", "GRU" or "RNN".

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,9 +38,9 @@ def load(model: Any, framework: str = "torch") -> Any:
 
         ``program(*inputs, **inputs)`` takes the inputs of the model, in order or by name, and
         returns its outputs, a tuple if there are several. In NumPy ONNX's own evaluator runs all
-        other nodes. In PyTorch only what lays arrays out may lie between recurrent nodes and behind
-        them, and readouts: see ``anycell.torch.onnx.OPERATORS``; numbers of such nodes are not
-        learned.
+        other nodes, but those with graphs inside. In PyTorch only what lays arrays out may lie
+        between recurrent nodes and behind them, and readouts: see ``anycell.torch.onnx.OPERATORS``;
+        numbers of such nodes are not learned.
 
         ``program[name]`` is a node, by its name, or its first output's where it has none;
         ``program.plan.names`` lists them. It is called as ONNX calls it,
@@ -53,7 +54,7 @@ def load(model: Any, framework: str = "torch") -> Any:
 
     As in ONNX Runtime, ``clip`` bounds the arguments of gates, not that of an LSTM's last
     activation; ``input_forget`` makes f = 1 - i; and ``activation_alpha`` has numbers for those
-    activations that take one.
+    activations that take one. A ``Scan``, as ``export`` writes it, is not read.
 
     Raises:
         ValueError, TypeError: with what was given, what is expected, and what to do.
@@ -74,18 +75,19 @@ def load(model: Any, framework: str = "torch") -> Any:
     for node in graph.node:
         name = ""
         if node.op_type in ORDERS and node.domain in _ONNX:
-            name = next(name for name in (node.name, *node.output) if name and name not in parts)
+            known = {*parts, ""}
+            name = next((n for n in (node.name, *node.output) if n not in known), f"{len(parts)}")
             parts[name] = _node(node, f"{node.op_type} node {name!r}", constants, frontend)
         elif {*node.input} <= constants.keys():
             with contextlib.suppress(Exception):  # what cannot be computed now is left
-                known = [constants[name] for name in node.input]
-                constants |= zip(node.output, _run(node, opset, known, framework), strict=True)
+                given = [constants[name] for name in node.input]
+                constants |= zip(node.output, _run(node, opset, given, framework), strict=True)
                 continue
         steps.append((node, name))
     if not parts:
-        given = ", ".join(sorted({node.op_type for node in graph.node})) or "no nodes"
+        kinds = ", ".join(sorted({node.op_type for node in graph.node})) or "no nodes"
         hint = "Nodes inside of Scan, Loop, If and functions are not read."
-        refuse("model", given, "a graph with LSTM, GRU or RNN nodes", hint)
+        refuse("model", kinds, "a graph with LSTM, GRU or RNN nodes", hint)
     inputs = [i.name for i in graph.input if i.name not in constants]
     outputs = [output.name for output in graph.output]
     plan = Chain([*parts], steps, constants, inputs, outputs, opset, framework)
@@ -204,7 +206,7 @@ def _learned(form: Form, arrays: Mapping[str, Array], d: int) -> dict[str, Array
 
 @dataclass
 class Node:
-    """How ONNX calls a recurrent node, whose parts are layers.
+    """The call of a recurrent node, as ONNX defines it; its parts are layers.
 
     Attributes:
         layout: 1 if the batch is the first axis, of states too.
@@ -257,7 +259,7 @@ def _backwards(x: Any, lengths: Sequence[int] | None) -> Any:
 
 @dataclass
 class Chain:
-    """How a model calls its parts, the recurrent nodes of these names.
+    """The call of a model; its parts are the recurrent nodes of these names.
 
     Attributes:
         steps: all nodes that run, with the name of the part, or "" of another operator.
@@ -305,7 +307,7 @@ def _run(node: onnx.NodeProto, opset: int, inputs: Sequence[Any], framework: str
     foreign = [type(value).__name__ for value in inputs if not isinstance(value, own)]
     if not foreign:
         feeds = {name: value for name, value in zip(node.input, inputs, strict=True) if name}
-        return list(ReferenceEvaluator(node, opsets={"": opset}).run(None, feeds))
+        return list(_evaluator(node.SerializeToString(), opset).run(None, feeds))
     frontend = importlib.import_module(f"anycell.{framework}.onnx")
     if node.op_type not in frontend.OPERATORS:
         hint = "Load it for NumPy, or call its recurrent nodes: program[name](X)."
@@ -314,3 +316,8 @@ def _run(node: onnx.NodeProto, opset: int, inputs: Sequence[Any], framework: str
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     results = frontend.operator(node.op_type, inputs, **attributes)
     return results if isinstance(results, (tuple, list)) else (results,)
+
+
+@functools.lru_cache(maxsize=1024)
+def _evaluator(node: bytes, opset: int) -> ReferenceEvaluator:
+    return ReferenceEvaluator(onnx.NodeProto.FromString(node), opsets={"": opset})

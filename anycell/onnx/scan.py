@@ -185,7 +185,7 @@ def _step(
         return value if node in full else graph("Expand", value, graph.integers(1, size))
 
     def reduced(node: Expr, groups: int) -> str:
-        """Of one group, a number for each row."""
+        """A reduction; of one group, it is one number for each row."""
         one, (arg,) = plain.broadcasts and node.narrow, node.args
         size = sizes[plain.sizes.get(arg, "H" if one else plain.sizes[node])]
         shape, last = (groups, size // groups), graph.integers(-1)

@@ -1,4 +1,4 @@
-"""What ``anycell.onnx.load`` needs of PyTorch."""
+"""Gives ``anycell.onnx.load`` modules of PyTorch, and ONNX's operators on tensors."""
 
 from __future__ import annotations
 
