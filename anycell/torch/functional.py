@@ -17,7 +17,7 @@ from anycell.layer.rounding import SCALES, with_integers
 from anycell.layer.signature import FLAGS, state_names
 from anycell.layer.view import sharded
 from anycell.plan import Engine, Layer, Plan, Sizes, scales_of
-from anycell.torch import exported, fused, ops
+from anycell.torch import fused, nodes, ops
 from anycell.torch.composite import (
     OPTIONS,
     SEQUENCES,
@@ -86,7 +86,7 @@ def run_layer(layer: Layer, arrays: Arrays) -> Result:
     x, engine = arrays["x"], layer.engine
     plan: Plan | str = "asked for"
     if layer.plan is None and (observed() or type(x) not in ORDINARY):
-        if torch.onnx.is_in_onnx_export() and (results := exported.run(layer, arrays)) is not None:
+        if torch.onnx.is_in_onnx_export() and (results := nodes.run(layer, arrays)) is not None:
             return results
         if engine != "reference" and _as_operator(arrays):
             results = ops.run(layer, arrays)
