@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from anycell.engines import reference
-from anycell.jax.host import Seed
+from anycell.jax.framework import Seed
 from anycell.lang.expr import Expr
 from anycell.lang.philox import MULTIPLIERS, ROUNDS, WEYL
 from anycell.layer.restarts import restarts

@@ -32,7 +32,7 @@ FLAGS = {"mask": "valid", "resets": "starts"}  # as ``scan`` calls them
 INPUTS = "state", "lengths", "mask", "resets", "reset_state", "static"
 
 
-@takes()
+@takes(CallOptions)
 def export(
     layer: Any,
     path: str | os.PathLike[str] | None = None,
@@ -55,7 +55,7 @@ def export(
         inputs: what a call passes besides x, by the names of ``RNN``: "state", "lengths", "mask",
             "resets", "reset_state"; in one string, "state lengths", or a list. "static" is always
             among them where the cell has one.
-        {options}
+        {arguments}
 
     Returns:
         the model, of opset 22, in evaluation: random masks are their means. Its inputs are ``x``,
@@ -80,7 +80,7 @@ def export(
     known = [name for name in INPUTS if name != "static" or cell.static]
     if unknown := sorted(wanted - {*known}):
         refuse("inputs", repr(unknown[0]), f"names among {', '.join(known)}", "Leave it out.")
-    how = layer.options._replace(**check_options(options, function=export))
+    how = layer.options._replace(**check_options(options, function=export, others=()))
     layer = layer._replace(options=how)
     graph, taken = Graph(layer.dtype), list[Any]()
 
