@@ -239,6 +239,10 @@ def test_a_parameter_in_two_places_is_refused() -> None:
     with pytest.raises(ValueError, match="layer: given one with a parameter in two places"):
         compress.shrink(layer, 8)
     assert layer(torch.zeros(3, 2, 16))[0].shape == (3, 2, 16)
+    tied = an.RNN(cells.LSTM, 16, 16, num_layers=2, seed=0)
+    tied._parameters["weight_ih_l1"] = tied._parameters["weight_ih_l0"]
+    with pytest.raises(ValueError, match="layer: given one with a parameter in two places"):
+        compress.shrink(tied, 8)
 
 
 def test_the_strongest_stay() -> None:

@@ -447,15 +447,15 @@ def test_a_module_within_is_exchanged() -> None:
 @needs_torch
 def test_two_modules_that_share_weights_pack_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each keeps what it has packed, while they step in turns."""
-    from anycell.torch.streaming import Prepared
+    from anycell.torch import streaming
 
-    packs, pack = [], Prepared._pack
+    packs: list[Any] = []
 
-    def watched(self: Any, *arguments: Any) -> Any:
-        packs.append(self)
-        return pack(self, *arguments)
+    def watched(*arguments: Any) -> Any:
+        packs.append(Stream(*arguments))
+        return packs[-1]
 
-    monkeypatch.setattr(Prepared, "_pack", watched)
+    monkeypatch.setattr(streaming, "Stream", watched)
     first, x = at.LSTM(INPUTS, UNITS).prepare(), torch.randn(ROWS, INPUTS)
     second = copy.copy(first)
     with torch.no_grad():
@@ -599,6 +599,15 @@ def test_copies_of_numpy_layers(
 
     try_all(layer, NUMPY_COPIES, edits, step, right, request)
     assert len(taken) > 20, "steps run on packed weights"
+
+
+def test_an_array_appears_beside_the_others() -> None:
+    layer, rng = an.GRU(INPUTS, UNITS, bias=False, seed=0).prepare(), np.random.default_rng(0)
+    before = layer.step(X)[0]
+    for name in ("bias_ih_l0", "bias_hh_l0"):
+        layer._parameters[name] = rng.standard_normal(3 * UNITS).astype(np.float32)
+    assert_close(layer.step(X)[0], layer.forward(X[None])[0][0], "float32", "forward")
+    assert not np.array_equal(layer.step(X)[0], before)
 
 
 def test_a_shallow_copy_keeps_its_units() -> None:

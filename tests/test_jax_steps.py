@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tolerances import assert_close
 
-from anycell import cells
+from anycell import cell, cells, sigmoid, tanh
 from anycell.engines import cpu
 from anycell.engines.cpu import isa
 
@@ -32,6 +32,12 @@ def x(rng: np.random.Generator) -> Any:
 @pytest.fixture
 def resets(rng: np.random.Generator) -> Any:
     return jnp.asarray(rng.random((T, B)) < 0.3)
+
+
+@cell(gates="f g e:P", state="h p:P")
+def Apart(x: Any, r: Any, s: Any) -> Any:
+    """Its gates have sizes of their own."""
+    return sigmoid(x.f + r.f) * s.h + tanh(x.g + r.g), 0.5 * (tanh(x.e) + s.p)
 
 
 def near(one: Any, other: Any) -> None:
@@ -82,7 +88,7 @@ def test_the_initial_state(cell: Any, sizes: Any, dtype: str, x: Any) -> None:
     ("cell", "sizes"),
     [
         (cells.LSTM, {}), (cells.GRU, {}), (cells.PeepholeLSTM, {}), (cells.LayerNormLSTM, {}),
-        (cells.LSTMP, {"P": 4}), (cells.sLSTM, {}),
+        (Apart, {"P": 4}), (cells.LSTMP, {"P": 4}), (cells.sLSTM, {}),
     ],
     ids=lambda c: c.name if hasattr(c, "name") else "",
 )  # fmt: skip

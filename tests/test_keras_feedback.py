@@ -18,9 +18,9 @@ import anycell  # noqa: E402
 import anycell.keras as ak  # noqa: E402
 import anycell.numpy as an  # noqa: E402
 from anycell import Cell, cell, cells, compress  # noqa: E402
+from anycell.keras import weights  # noqa: E402
 from anycell.keras.cells import GRU, LSTM, SimpleRNN  # noqa: E402
-from anycell.keras.weights import view_of  # noqa: E402
-from anycell.layer.view import numbers  # noqa: E402
+from anycell.layer.compression import numbers  # noqa: E402
 
 # Keras's matmul on torch is of float32.
 DTYPE = "float32" if BACKEND == "torch" else "float64"
@@ -37,7 +37,7 @@ LAYERS: list[tuple[Cell, Any]] = [
 
 def weights_of(layer: Any, parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Those of a layer of Keras by the names of NumPy's; of one bias the second half is 0."""
-    (learned,) = view_of(layer).weights
+    learned = weights.weights_of(layer)
     named = {f"{name}_l0": numbers(weight) for name, weight in learned.items()}
     assert named.keys() <= parameters.keys()
     return {name: np.zeros_like(array) for name, array in parameters.items()} | named

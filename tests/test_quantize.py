@@ -506,12 +506,25 @@ def test_training_with_rounded_weights(kind: str) -> None:
     [
         (lambda: compress.quantize(3), TypeError, "model: given int; expected a layer"),
         (lambda: compress.quantize(nn.LSTM(2, 3)), TypeError, "anycell.torch.accelerate"),
-        (lambda: compress.quantize(at.LSTM(2, 3).double()), ValueError, "a layer of torch.float64"),
-        (lambda: compress.quantize(an.LSTM(2, 3, dtype="float64")), ValueError, "dtype float64"),
+        (
+            lambda: compress.quantize(at.LSTM(2, 3).double()),
+            ValueError,
+            "float64; expected",
+        ),
+        (
+            lambda: compress.quantize(an.LSTM(2, 3, dtype="float64")),
+            ValueError,
+            "float64; expected",
+        ),
         (
             lambda: compress.quantize(compress.quantize(an.LSTM(2, 3))),
+            TypeError,
+            "given Quantized without a float32 layer of anycell.numpy",
+        ),
+        (
+            lambda: an.Quantized(compress.quantize(an.LSTM(2, 3))),
             ValueError,
-            "given a quantized layer",
+            "whose weight_ih_l0 is int8; expected float32",
         ),
         (lambda: compress.fake_quantize(nn.LSTM(2, 3)), TypeError, "layer: given LSTM; expected"),
         (lambda: compress.fake_quantize(an.LSTM(2, 3)), TypeError, "layer: given LSTM; expected"),

@@ -10,9 +10,8 @@ of training. ``factorize`` turns the weights in a step into products of two smal
 from __future__ import annotations
 
 import gc
-import importlib
+import itertools
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,8 +23,8 @@ from anycell.compress.units import Indices
 from anycell.lang.cell import INPUT, ONE
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import RANK, low_rank
-from anycell.layer import view as views
 from anycell.layer.checks import integer, refuse
+from anycell.layer.compression import array_of, compression, numbers
 from anycell.layer.signature import ENDS, place
 
 __all__ = ["factorize", "fake_quantize", "gradual", "low_rank", "quantize", "shrink", "unit_norms"]
@@ -112,9 +111,17 @@ def shrink(
     if np.ndim(keep) == 0:
         kept = model.strongest(_number(keep, model.count), multiple)
     else:
-        kept = _indices(keep, model.count, model.layers * model.directions, model.split)
-    taken, count = model.taken(kept), kept.shape[1]
-    model.adapter.take(model.view, model.readouts, taken, optimizer, size, count)
+        kept = _indices(keep, model.count, len(model.places), model.split)
+    indices: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+    for weight, index in model.taken(kept):
+        place = id(getattr(weight, "variable", weight))  # two biases may be one variable
+        _, before = indices.setdefault(place, (weight, index))
+        if any(not np.array_equal(a, b) for a, b in zip(before, index, strict=True)):
+            expected = "a parameter for each, because both places would have to keep the same units"
+            given, hint = "one with a parameter in two places", "Give each its own copy first."
+            refuse("layer", given, expected, hint)
+    taken = [*indices.values()]
+    model.framework.take(layer, model.readouts, taken, optimizer, (size, kept.shape[1]))
     return kept
 
 
@@ -189,13 +196,12 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
         >>> {n: a.shape for n, a in smaller.parameters.items() if n.startswith("weight_hh")}
         {'weight_hh_v_l0': (16, 64), 'weight_hh_u_l0': (192, 16)}
     """
-    adapter = _adapter("compress", "layer", layer)
-    _refuse_quantized(layer)
-    view = adapter.view_of(layer)
-    whole, ends = view.layer.cell, ENDS[: len(view.layer.options.reverse)]
-    cell = low_rank(whole, matmuls, bias="bias_ih" in view.weights[0])
+    framework = _framework("layer", layer)
+    learned, described = framework.learned(layer), framework.describe(layer)
+    whole, ends = described.cell, ENDS[: len(described.options.reverse)]
+    cell = low_rank(whole, matmuls, bias="bias_ih" in learned[0])
     rank = integer("rank", rank)
-    sizes, linears = {**dict(view.layer.sizes), RANK: rank}, []
+    sizes, linears = {**dict(described.sizes), RANK: rank}, []
     for l in whole.by_weight.values():
         most = min(l.shape(sizes)[-2:]) * l.heads
         if l.shared in cell.matmuls and rank > most:
@@ -203,12 +209,12 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
             refuse("rank", str(rank), expected, "Choose a lower one, or other matmuls.")
         linears += [(l, end) for end in ends if l.shared in cell.matmuls]
     cell.check_sizes(sizes)
-    learned: dict[str, Any] = {}
-    for k, arrays in enumerate(view.learned):
+    new: dict[str, Any] = {}
+    for k, arrays in enumerate(learned):
         # Kept apart: a matmul may have the name of another matmul's factor.
         arrays, made = dict(arrays), dict[str, Any]()
         for l, end in linears:
-            weight = views.numbers(arrays.pop(l.weight + end))
+            weight = numbers(arrays.pop(l.weight + end))
             if not np.isfinite(weight).all():
                 given = f"one whose {place(l.weight + end, k)} has infinities or NaN"
                 hint = "Other weights have no singular value decomposition."
@@ -217,8 +223,8 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
             made |= zip((f"{l.weight}_u{end}", f"{l.weight}_v{end}"), factors, strict=True)
             if l.bias_name + end in arrays:
                 made[f"{l.bias_name}_u{end}"] = arrays.pop(l.bias_name + end)
-        learned |= {place(name, k): array for name, array in (arrays | made).items()}
-    return adapter.like(view, cell, sizes, learned)
+        new |= {place(name, k): array for name, array in (arrays | made).items()}
+    return framework.like(layer, cell, sizes, new)
 
 
 def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
@@ -248,7 +254,7 @@ def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
         >>> small.arrays["weight_hh_l0"].dtype, small.error < 0.02
         (dtype('int8'), True)
     """
-    return _adapter("quantized", "model", model).quantize(model, data)
+    return _framework("model", model).quantize(model, data)
 
 
 def fake_quantize(layer: Any) -> Any:
@@ -269,11 +275,11 @@ def fake_quantize(layer: Any) -> Any:
     Source: Jacob et al., *Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference*, 2018.
     """
-    adapter = sys.modules.get("anycell.torch.quantized")
-    if adapter is None or not adapter.is_layer(layer):
+    framework = compression(layer)
+    if not hasattr(framework, "fake_quantize") or not framework.rounds(layer, layer):
         expected = "RNN, LSTM or GRU of anycell.torch"
         refuse("layer", type(layer).__name__, expected, "Quantize others once trained.", TypeError)
-    return adapter.fake_quantize(layer)
+    return framework.fake_quantize(layer)
 
 
 class _Model:
@@ -282,19 +288,22 @@ class _Model:
     Attributes:
         size, count: symbol and number of the units.
         split: the number of equal parts into which heads and groups divide the units.
+        places: layer and direction, in the order of states.
         columns: whether the layer's output consists of these units.
         reads: the weights of the readouts.
     """
 
     def __init__(self, layer: Any, readouts: Sequence[Any], size: str) -> None:
-        self.adapter, self.size = _adapter("compress", "layer", layer), size
+        self.framework, self.size = _framework("layer", layer), size
         several = isinstance(readouts, Sequence)
-        for part in (layer, *(readouts if several else ())):
-            _refuse_quantized(part)
-        self.view = view = self.adapter.view_of(layer)
-        self.cell, self.sizes = view.layer.cell, dict(view.layer.sizes)
-        self.axes, self.layers = units.axes(self.cell), len(view.weights)
-        self.directions = len(view.layer.options.reverse)
+        for readout in readouts if several else ():
+            _refuse_quantized(readout)
+        self.layer, self.weights = layer, self.framework.weights(layer)
+        described = self.framework.describe(layer)
+        self.cell, self.sizes = described.cell, dict(described.sizes)
+        self.axes, self.layers = units.axes(self.cell), len(self.weights)
+        self.directions = len(described.options.reverse)
+        self.places = [*itertools.product(range(self.layers), range(self.directions))]
         known = [symbol for symbol in self.sizes if symbol != ONE]
         if size not in known:
             refuse("size", repr(size), f"one of {', '.join(known)}", "Pass one of them.")
@@ -304,10 +313,10 @@ class _Model:
         first = self.cell.states[0].size
         width, self.reads, self.readouts = self.sizes[first] * self.directions, [], list(readouts)
         for readout in readouts:
-            weights = self.adapter.reads(readout)
+            weights = self.framework.reads(readout)
             if not weights or any(weight.shape[1] != width for weight in weights):
                 hint = "That is the width of the layer's output."
-                expected = self.adapter.READOUTS.format(width)
+                expected = self.framework.readouts.format(width)
                 refuse("readouts", repr(readout), expected, hint, TypeError)
             self.reads += weights
         self.count, self.split = self.sizes[size], units.parts(self.cell, size)
@@ -315,7 +324,7 @@ class _Model:
 
     def learned(self, k: int, d: int) -> dict[str, Any]:
         """The arrays that a direction of a layer learns, by their names."""
-        arrays, end = self.view.weights[k], ENDS[d]
+        arrays, end = self.weights[k], ENDS[d]
         return {n: arrays[n + end] for n in self.cell.learned if n + end in arrays}
 
     def readers(self, k: int) -> list[Any]:
@@ -328,9 +337,9 @@ class _Model:
         """Readouts of a ``Feedback`` around the layer, not passed, that would become too wide."""
         if not self.columns:
             return []
-        kind = importlib.import_module(f"{self.adapter.__package__}.feedback").Feedback
+        kind, parts = self.framework.feedback, _directions(self.layer)
         feedbacks = [o for o in gc.get_objects() if type(o) is kind and hasattr(o, "readout")]
-        reading = [f.readout for f in feedbacks if f.layer in self.view.parts]
+        reading = [f.readout for f in feedbacks if f.layer in parts]
         return [readout for readout in reading if all(readout is not r for r in self.readouts)]
 
     def norms(self) -> Any:
@@ -338,17 +347,16 @@ class _Model:
         them.
         """
         totals = []
-        for k in range(self.layers):
-            for d in range(self.directions):
-                parts = []
-                for name, weight in self.learned(k, d).items():
-                    if len(weight.shape) > 1:
-                        sizes = {**self.sizes, INPUT: weight.shape[-1]}
-                        square = views.value(weight) ** 2
-                        parts += units.sums(self.axes[name], sizes, square, self.size)
-                columns = slice(d * self.count, (d + 1) * self.count)
-                readers = [views.value(weight)[:, columns] ** 2 for weight in self.readers(k)]
-                totals.append(sum([*parts, *(namespace(r).sum(r, 0) for r in readers)]))
+        for k, d in self.places:
+            parts = []
+            for name, weight in self.learned(k, d).items():
+                if len(weight.shape) > 1:
+                    sizes = {**self.sizes, INPUT: weight.shape[-1]}
+                    square = array_of(weight) ** 2
+                    parts += units.sums(self.axes[name], sizes, square, self.size)
+            columns = slice(d * self.count, (d + 1) * self.count)
+            readers = [array_of(weight)[:, columns] ** 2 for weight in self.readers(k)]
+            totals.append(sum([*parts, *(namespace(r).sum(r, 0) for r in readers)]))
         xp = namespace(totals[0])
         total = xp.stack(totals)
         zeros = xp.zeros_like(total)
@@ -358,21 +366,20 @@ class _Model:
         """The units with the largest norms, per layer and direction."""
         step = math.lcm(multiple, self.split)
         wanted = min(self.count, -(-wanted // step) * step)
-        norms = views.numbers(self.norms())
+        norms = numbers(self.norms())
         return np.stack([units.select(row, wanted, self.split) for row in norms])
 
     def taken(self, kept: Indices) -> list[tuple[Any, tuple[Any, ...]]]:
         """Every array that may lose elements, and the index that takes the others."""
         indices = []
-        for k in range(self.layers):
-            for d in range(self.directions):
-                learned = self.learned(k, d)
-                sizes = {**self.sizes, INPUT: learned["weight_ih"].shape[1]}
-                here = {self.size: kept[k * self.directions + d]}
-                if k and self.columns:
-                    here[INPUT] = self.outputs(kept, k - 1)
-                for name, array in learned.items():
-                    indices.append((array, units.taken(self.axes[name], sizes, here)))
+        for (k, d), units_kept in zip(self.places, kept, strict=True):
+            learned = self.learned(k, d)
+            sizes = {**self.sizes, INPUT: learned["weight_ih"].shape[1]}
+            here = {self.size: units_kept}
+            if k and self.columns:
+                here[INPUT] = self.outputs(kept, k - 1)
+            for name, array in learned.items():
+                indices.append((array, units.taken(self.axes[name], sizes, here)))
         last = self.outputs(kept, self.layers - 1)
         for weight in self.readers(self.layers - 1):
             indices.append((weight, (np.arange(weight.shape[0])[:, None], last)))
@@ -384,13 +391,13 @@ class _Model:
         return (rows + self.count * np.arange(self.directions)[:, None]).reshape(-1)
 
 
-def _adapter(name: str, argument: str, given: Any) -> Any:
-    """Returns the module for the framework of a layer or model; imports no other framework."""
-    for framework in ("keras", "torch", "numpy"):  # layers of Keras may be modules of torch
-        if f"anycell.{framework}" in sys.modules:
-            adapter = importlib.import_module(f"anycell.{framework}.{name}")
-            if isinstance(given, adapter.KINDS):
-                return adapter
+def _framework(argument: str, given: Any) -> Any:
+    """Looks up the ``Compression`` of a layer, or of a model with layers; refuses others."""
+    framework = compression(given)
+    if framework is not None and (argument == "model" or isinstance(given, framework.layers)):
+        if argument == "layer":
+            _refuse_quantized(given)
+        return framework
     expected = "a layer of anycell.torch (RNN, LSTM, GRU), anycell.keras or anycell.numpy"
     expected += ", or a torch.nn.Module or keras.Model with such layers" * (argument == "model")
     hint = (
@@ -406,10 +413,14 @@ def _adapter(name: str, argument: str, given: Any) -> Any:
     refuse(argument, type(given).__name__, expected, hint, TypeError)
 
 
+def _directions(layer: Any) -> list[Any]:
+    """The layers of both directions of Keras's ``Bidirectional``; other layers themselves."""
+    return [getattr(layer, name, layer) for name in ("forward_layer", "backward_layer")]
+
+
 def _refuse_quantized(layer: Any) -> None:
-    """Refuses a layer or readout whose weights are integers, also within ``Bidirectional``."""
-    parts = [getattr(layer, name, layer) for name in ("forward_layer", "backward_layer")]
-    if any(getattr(part, "rounded", False) for part in parts):
+    """Refuses a layer or readout whose weights are integers."""
+    if any(getattr(part, "rounded", False) for part in _directions(layer)):
         hint = "Change the float32 layer, and quantize it afterwards."
         given = f"{type(layer).__name__} with weights of 8 bits"
         refuse("layer", given, "float32", hint, TypeError)

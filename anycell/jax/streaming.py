@@ -25,9 +25,9 @@ from anycell.jax.composite import Array, Results
 from anycell.jax.framework import Jax
 from anycell.jax.fused import Arrays, Flat
 from anycell.layer.checks import refuse
-from anycell.layer.recipe import recipe_of
-from anycell.layer.signature import FLAGS, of_a_matmul, of_layer
-from anycell.layer.stream import draft_packing, draft_step
+from anycell.layer.recipe import Draft, Recipe, recipe_of
+from anycell.layer.signature import FLAGS, of_layer
+from anycell.layer.stream import draft_packing, draft_step, steps, unpacked
 from anycell.plan import Layer, Options
 
 _BYTES: Any = Jax(np.dtype(np.uint8))
@@ -35,7 +35,7 @@ _BYTES: Any = Jax(np.dtype(np.uint8))
 
 def pack(layer: Layer, layers: int, params: Mapping[str, Array]) -> tuple[Array, ...]:
     """Packs the weights of each layer, if a kernel steps in the parameters' dtype."""
-    if layer.plan.engine != "cpu" or layer.plan.types.mixed:
+    if not steps(layer.plan):
         return ()
     packed = []
     for k in range(layers):
@@ -59,7 +59,12 @@ def run(layer: Layer, arrays: Arrays) -> Results:
 def _run_pack(*flat: Array, layer: Layer) -> Flat:
     arrays, threads = layer.named(flat), layer.options.threads
     key = "packing", layer.plan, threads, _BYTES.layout(arrays)
-    recipe = recipe_of(key, lambda: draft_packing(_BYTES, layer.plan, arrays, threads))
+
+    def draft() -> Recipe:
+        of_bytes = Draft(_BYTES, arrays, layer.options)
+        return draft_packing(of_bytes, layer.plan, arrays["weight_ih"].shape[1])
+
+    recipe = recipe_of(key, draft)
     return list(recipe.run([arrays[name] for name in recipe.names], layer.options))
 
 
@@ -70,7 +75,7 @@ def _pack_elsewhere(*flat: Array, layer: Layer) -> Flat:
 
 
 def _run_step(*flat: Array, layer: Layer) -> Flat:
-    arrays = {name: array for name, array in layer.named(flat).items() if not of_a_matmul(name)}
+    arrays = unpacked(layer.plan, layer.named(flat))
     host, threads = Jax.of(layer.plan.dtype), layer.options.threads
     flags = tuple(name for name in FLAGS if name in arrays)
     key = "stepping", layer.plan, threads, host.layout(arrays), flags

@@ -20,6 +20,7 @@ from anycell.requirement import require
 
 require("keras", "anycell.keras", "keras", ", or choose another backend by KERAS_BACKEND")
 
+from anycell.keras import compress as _compress  # noqa: F401  (anycell.compress looks it up)
 from anycell.keras import named
 from anycell.keras.accelerate import accelerate, recurrent_layers, restore
 from anycell.keras.cell import RNNCell

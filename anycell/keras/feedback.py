@@ -144,14 +144,10 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs one time step in inference; returns the results of a call for one step.
 
-        Only the states have to be kept: the readout of the first state is fed back. Inside, the
-        layer runs a ``step`` of its own; after ``prepare()`` that is a fast step, without
-        gradients. For a layer of 8 bits, results are those of a call up to the rounding of what is
-        fed back.
+        Only the states have to be kept. After ``prepare()`` it is a fast step, without gradients.
 
         Args:
-            x: ``[B, in]``, the series in the first Y columns. Where the step is not forced, the
-                series has no influence.
+            x: ``[B, in]``, the series in the first Y columns.
             states: as the previous step returned them; None for the initial states of a call.
             forced: whether the series is given: True or False, or bool ``[B]``.
             resets: bool ``[B]``, True where the state is replaced, before the step, by the initial

@@ -18,7 +18,7 @@ from anycell.numpy.framework import Array, Numpy
 
 NAMESPACE = KNOWN["tensorflow"] = Namespace(
     tf.experimental.numpy,
-    array=lambda value, like: tf.constant(value, like.dtype),
+    array=lambda value, like: tf.convert_to_tensor(value, like.dtype),
     cast=tf.cast,
     sigmoid=tf.sigmoid,
     erf=tf.math.erf,

@@ -104,9 +104,8 @@ class Fused(Steps, Keywords, Explained):
         if isinstance(step, str):
             return Facts(None, backend, gpu, obstacle=step, traced=traced)
         dropped = training and cell.recurrent_dropout and not self._dropped_by_kernel(step)
-        reset = (
-            _arguments.get().get("resets") is not None and not dropped
-        )  # Keras's loops cannot reset
+        # Keras's loops cannot reset.
+        reset = _arguments.get().get("resets") is not None and not dropped
         integers = hasattr(cell, "numbers") and backend != "jax"  # where their real numbers run
         me: Any = self
         layer = Layer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -14,10 +14,10 @@ from keras.src import backend  # the scope in which Keras calls layers has no pu
 from anycell.keras.backends import as_written, recorded
 from anycell.keras.call import Tensor, expect, flags, for_all, real, tensor
 from anycell.keras.rule import planned
-from anycell.keras.weights import view_of
+from anycell.keras.weights import described, weights_of
 from anycell.layer.checks import refuse
-from anycell.layer.stream import Stream
-from anycell.layer.view import value
+from anycell.layer.compression import array_of
+from anycell.layer.stream import Prepared, Stream, steps
 from anycell.numpy import check, threads
 from anycell.numpy.framework import Numpy
 
@@ -51,42 +51,31 @@ class Keywords:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-class Packed:
-    """The packed weights of a layer, and the variables and functions that they belong to.
+class Packed(Prepared):
+    """The packed weights of a layer, and the variables and functions that they belong to."""
 
-    They serve that layer only, and only while its cell has these variables and functions. Copies
-    and pickles do not carry them.
-    """
-
-    def __init__(self, stream: Stream | None = None, layer: Any = None) -> None:
-        self.stream = stream
-        if stream is None:
-            return
-        self.attributes, self.of_cell = vars(layer), vars(layer.cell)
+    def __init__(self, layer: Any) -> None:
+        kinds: Any = keras.Variable, Callable
+        self.of_cell = vars(layer.cell)
         holders = self.of_cell, getattr(layer.cell, "_further", {})
-        self.places = [
-            (holder, name, value)
-            for holder in holders
-            for name, value in holder.items()
-            if isinstance(value, keras.Variable) or callable(value)
-        ]
+        self.note(layer, [(h, n) for h in holders for n, v in h.items() if isinstance(v, kinds)])
+        dtype = layer.cell.compute_dtype
+        plan: Any = planned(described(layer)._replace(dtype=dtype))
+        here = layer.engine.name == "cpu" and keras.backend.backend() != "jax"
+        if here and steps(plan) and not hasattr(layer, "rounded"):
+            learned = weights_of(layer, parts=True).items()
+            weights = {n: np.array(ops.convert_to_numpy(array_of(w)), dtype) for n, w in learned}
+            self.stream = Stream(Numpy.of(dtype), plan, [weights], threads.current())
 
-    def serves(self, layer: Any) -> bool:
-        """Whether steps of the layer may run on these weights."""
-        if self.stream is None or vars(layer) is not self.attributes:
-            return False
-        same = vars(layer.cell) is self.of_cell
-        return same and all(holder.get(name) is value for holder, name, value in self.places)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Packed, ()
+    def stale(self, layer: Any) -> bool:
+        return super().stale(layer) or vars(layer.cell) is not self.of_cell
 
 
 class Steps:
     """Mixin of layers that can go one step at a time."""
 
     cell: Any
-    _prepared = Packed()
+    _prepared = Prepared()
 
     def prepare(self) -> Self:
         """Packs the weights, as they are now, for ``step``; returns the layer itself.
@@ -100,15 +89,7 @@ class Steps:
         """
         me: Any = self
         self._forwards("prepare")
-        view, stream = view_of(me), None
-        dtype, rounded = me.cell.compute_dtype, hasattr(me, "rounded")
-        fused = me.engine.name == "cpu" and keras.backend.backend() != "jax"
-        if fused and dtype in ("float32", "float64") and not rounded:
-            arrays = {name: value(weight) for name, weight in view.learned[0].items()}
-            weights = {n: np.array(ops.convert_to_numpy(a), dtype) for n, a in arrays.items()}
-            plan: Any = planned(view.layer._replace(dtype=dtype))
-            stream = Stream(Numpy.of(dtype), plan, [weights], threads.current())
-        self._prepared = Packed(stream, me)
+        self._prepared = Packed(me)
         return self
 
     @as_written
@@ -142,8 +123,9 @@ class Steps:
         given = self._begin(x, states, resets)
         packed = self._prepared
         eager = hasattr(x, "numpy")  # symbols of a graph lack this method
-        if packed.serves(me) and eager and not recorded((x, *given, static)):
-            return self._packed_step(packed.stream, x, given, static)  # type: ignore[arg-type]
+        stream = None if packed.stale(me) else packed.stream
+        if stream is not None and eager and not recorded((x, *given, static)):
+            return self._packed_step(stream, x, given, static)
         with me._beside(static=static), backend.AutocastScope(dtype):
             last, _, final = me.inner_loop(ops.expand_dims(x, 1), given, None, False)
         return last, list(final)

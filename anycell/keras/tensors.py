@@ -13,9 +13,7 @@ from anycell.keras.framework import TensorFlow
 from anycell.keras.primitive import recurrence as public
 from anycell.keras.tensorflow import recur
 from anycell.lang.cell import Cell
-from anycell.layer.checks import (
-    refuse,
-)
+from anycell.layer.checks import refuse
 from anycell.layer.layers import Stack
 from anycell.layer.primitive import check_call
 from anycell.layer.signature import OF_STATES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -14,7 +15,6 @@ from anycell.keras.cell import RNNCell
 from anycell.lang.namespaces import namespace
 from anycell.layer.checks import refuse
 from anycell.layer.signature import ENDS
-from anycell.layer.view import View
 from anycell.plan import Layer, Options
 
 Array = npt.NDArray[Any]
@@ -60,8 +60,8 @@ class Weight(NamedTuple):
         self.variable.assign(array)
 
 
-def view_of(layer: Any) -> View:
-    """Returns a view of the layer, or of both layers of ``Bidirectional``, with their cell.
+def directions(layer: Any) -> Sequence[Any]:
+    """The layer, or both layers of ``Bidirectional``.
 
     Raises:
         ValueError: for a layer that is not built, whose step is unknown, or whose directions are
@@ -81,9 +81,21 @@ def view_of(layer: Any) -> View:
             refuse("layer", given, "a layer of anycell.keras", hint)
         if not part.cell.built:
             raise ValueError(f"layer: given {layer.name}, which has no weights yet. Call it first.")
+    return parts
+
+
+def described(layer: Any) -> Layer:
+    """The cell, the sizes and the directions of a layer."""
+    first, *others = directions(layer)
+    return Layer(first._step(), first._sizes(), Options((False, True)[: 1 + len(others)]))
+
+
+def weights_of(layer: Any, parts: bool = False) -> dict[str, Any]:
+    """The weights of a layer by the names of ``anycell.layer.signature``; with ``parts``, also
+    those that are parts of another weight.
+    """
     weights: dict[str, Any] = {}
-    within: dict[str, Any] = {}
-    for part, end in zip(parts, ENDS, strict=False):
+    for part, end in zip(directions(layer), ENDS, strict=False):
         cell, bias = part.cell, part.cell.bias
         named = {"weight_ih": cell.kernel, "weight_hh": cell.recurrent_kernel}
         named |= getattr(cell, "_further", {})
@@ -91,8 +103,7 @@ def view_of(layer: Any) -> View:
         rows = () if bias is None else (None,) if len(bias.shape) == 1 else (0, 1)
         for name, row in zip(("bias_ih", "bias_hh"), rows, strict=False):
             weights[name + end] = Weight(bias, row)
-        if not isinstance(cell, RNNCell):  # a GRU that resets before the matmul has two in one
+        if parts and not isinstance(cell, RNNCell):  # a GRU that resets before the matmul has one
             further = part._further(ops.convert_to_tensor(cell.recurrent_kernel))
-            within |= {name + end: matrix for name, matrix in further.items()}
-    layer = Layer(parts[0]._step(), parts[0]._sizes(), Options((False, True)[: len(parts)]))
-    return View(parts, layer, [weights], [weights | within])
+            weights |= {name + end: matrix for name, matrix in further.items()}
+    return weights

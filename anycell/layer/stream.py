@@ -6,7 +6,7 @@ every weight once. The Python around it must be short: at 64 units it takes long
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines import cpu
@@ -15,60 +15,107 @@ from anycell.lang.transform import with_projection
 from anycell.layer import Array, contract
 from anycell.layer.checks import refuse
 from anycell.layer.forward import allocate_states, project
-from anycell.layer.framework import Framework, extent
-from anycell.layer.pass_tables import PassTables, finish
+from anycell.layer.framework import Framework
+from anycell.layer.pass_tables import PassTables, Views, finish
 from anycell.layer.recipe import Draft, Recipe, View, dense
-from anycell.layer.signature import DENSE, state_names
+from anycell.layer.signature import DENSE, of_a_matmul, places, state_names
 from anycell.layer.signature import states as states_of
 from anycell.plan import Options, Plan, plan
 from anycell.recent import add_recent
 
 FORMS = 32  # the largest number of kept recipes, which depend on rows and on what is given
+Place = tuple[dict[str, Any], str]
 
 
-class _Layer:
-    """A layer: its plan, and its weights as its kernel reads them."""
+class Prepared:
+    """The packed weights of a layer, for its steps, and what they were packed from.
 
-    def __init__(self, host: Framework, whole: Plan, w: Mapping[str, Array], threads: int) -> None:
-        inputs = w["weight_ih"].shape[1]
-        self.host, self.learned = host, contract.weights(host, whole, w, inputs)
-        self.plan = projecting(whole, inputs)
-        self.packed: cpu.Block | None = None
-        draft = Draft(host, {}, Options(threads=threads))
-        run = self.run(draft, {"x": draft.constant(host.empty((1, 1, inputs)))})
-        run.begin = run.steps
-        finish(draft, [run]).run([], draft.options)
+    It serves that layer only, and only while the layer has this cell and finds the very arrays, in
+    the very places, that it had. Libraries copy layers, and their attributes, in many ways; a copy
+    may bring this object along, but it is stale there. Copies by ``deepcopy`` and pickles do not
+    carry the weights.
 
-    def run(self, draft: Draft, views: dict[str, View]) -> PassTables:
-        """A pass of the layer, which packs its weights if it is the first.
+    Attributes:
+        stream: runs the steps; None where no kernel does.
+        attributes: of the layer; None in an object that is stale from the start.
+        places: dictionaries in which the layer looks for arrays, with a name, and what is there.
+        counts: those of writes that a framework makes known, and what they were.
+    """
 
-        Args:
-            views: all arrays except those that the layer learns.
-        """
-        for name, array in self.learned.items():
-            view = draft.keep(array, *extent(self.host, array))
-            strides = self.host.strides(array)
-            views[name] = view._replace(shape=tuple(array.shape), strides=strides)
-        known = self.packed is not None
+    stream: Stream | None = None
+    attributes: dict[str, Any] | None = None
 
-        def packed(size: int) -> View:
-            block = self.packed = self.packed or cpu.Block(size)
-            return draft.keep(block, block.address, block.address + block.size)
+    def note(self, layer: Any, places: Iterable[Place], writes: Iterable[Writes] = ()) -> None:
+        """Notes what a layer has in places where it looks for arrays, and counts of writes."""
+        self.attributes, self.cell = layer.__dict__, layer.cell
+        self.places = [(place, name, place.get(name)) for place, name in places]
+        self.counts = [(each, each.count) for each in writes]
 
-        run = PassTables(draft, self.plan, draft.options, False, False, views, packed)
-        if known:
-            draft.put(run.base + run.kernel.shared["pack"], 0)
-        return run
+    def stale(self, layer: Any) -> bool:
+        """Whether the weights are another layer's, or have changed, as far as one can tell."""
+        if layer.__dict__ is not self.attributes or layer.cell is not self.cell:
+            return True
+        for place, name, value in self.places:
+            if place.get(name) is not value:
+                return True
+        for writes, count in self.counts:  # noqa: SIM110  (runs at every step)
+            if writes.count != count:
+                return True
+        return False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prepared, ()
+
+
+class Writes:
+    """Counts writes to arrays, by those who make them."""
+
+    count = 0
+
+
+def names_of(layer: Any) -> list[str]:
+    """The names of all that the layers of one direction may learn."""
+    learned, layers = layer.cell.learned, range(layer.num_layers)
+    return [name for k in layers for name in places(learned, k, 1).values()]
+
+
+def steps(plan: Plan | str) -> bool:
+    """Whether a kernel steps by a plan, which may be the reason why there is none."""
+    return isinstance(plan, Plan) and plan.engine == "cpu" and not plan.types.mixed
+
+
+class _Packed(NamedTuple):
+    """A layer: the plan of its step, its packed weights, and the arrays that are not packed."""
+
+    plan: Plan
+    block: cpu.Block
+    others: dict[str, Array]
+
+    def views(self, draft: Draft) -> dict[str, View]:
+        """The arrays of the layer, in a draft."""
+        first = self.block.address
+        packed = draft.keep(self.block, first, first + self.block.size)
+        return {name: draft.constant(a) for name, a in self.others.items()} | {"packed": packed}
 
 
 def projecting(whole: Plan, inputs: int) -> Plan:
     """The plan of a step: the kernel also multiplies the input, of this width, unless gates have
     sizes of their own.
     """
-    if set(whole.cell.gate_sizes.values()) != {"H"}:
+    if not _can_project(whole):
         return whole
     sizes = {**whole.sizes, INPUT: inputs}
     return plan(with_projection(whole.cell), sizes["H"], whole.dtype, sizes=sizes)
+
+
+def unpacked(whole: Plan, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays that a step reads beside the packed weights, see ``projecting``."""
+    inside = _can_project(whole)
+    return {name: array for name, array in arrays.items() if not (inside and of_a_matmul(name))}
+
+
+def _can_project(whole: Plan) -> bool:
+    return set(whole.cell.gate_sizes.values()) == {"H"}
 
 
 class _Step(NamedTuple):
@@ -100,7 +147,7 @@ class Stream:
         self.host, self.plan, cell = host, plan, plan.cell
         self.static, self.static_width = cell.static, plan.static_width
         self.target = cpu.isa.current()
-        self.layers = [_Layer(host, plan, w, threads) for w in weights]
+        self.layers = [self._pack(w, threads) for w in weights]
         self.width = weights[0]["weight_ih"].shape[1]
         self.shape = [(len(weights), size) for _, size in states_of(plan)]
         self.before, self.restored = (state_names(k, cell) for k in ("state", "reset_state"))
@@ -154,6 +201,20 @@ class Stream:
         made = recipe.run(given, recipe.options)
         return made[output], [made[final] for final in finals]
 
+    def _pack(self, weights: Mapping[str, Array], threads: int) -> _Packed:
+        """Packs the weights of a layer."""
+        inputs, blocks = weights["weight_ih"].shape[1], list[cpu.Block]()
+        learned = contract.weights(self.host, self.plan, weights, inputs)
+        draft = Draft(self.host, learned, Options(threads=threads))
+
+        def packed(size: int) -> View:
+            blocks.append(cpu.Block(size))
+            return draft.keep(blocks[0], blocks[0].address, blocks[0].address + size)
+
+        recipe = draft_packing(draft, self.plan, inputs, packed)
+        recipe.run([learned[name] for name in recipe.names], draft.options)
+        return _Packed(projecting(self.plan, inputs), blocks[0], unpacked(self.plan, learned))
+
     def _draft(self, rows: int, threads: int, given: Mapping[str, Array]) -> _Step:
         """Drafts the step for this number of rows, and for arrays of these names."""
         if cpu.isa.current() is not self.target:
@@ -161,23 +222,11 @@ class Stream:
             expected = f"{self.target.name!r}, for which the weights are packed"
             refuse("step", current, expected, "Call prepare() again.", RuntimeError)
         draft = Draft(self.host, given, Options(threads=threads))
-        shapes = [(len(self.layers), rows, size) for _, size in self.shape]
-        finals = [draft.new(shape) for shape in shapes]
         views = {name: _dense(view) for name, view in draft.views.items()}
         if "resets" in views:
             views["resets"] = views["resets"]._replace(shape=(1, 1, rows), strides=(rows, rows, 1))
-        entering, runs = views.pop("x"), []
-        parted = {*self.before, *self.restored}
-        for k, layer in enumerate(self.layers):
-            of_layer = {n: _part(v, k) if n in parted else v for n, v in views.items()}
-            run = layer.run(draft, of_layer | {"x": _one(entering)})
-            project(run)
-            allocate_states(run, 1, False, False)
-            after = [_part(final, k) for final in finals]
-            names = (f"final {name}" for name in self.plan.cell.state_names)
-            run.place_parts(dict(zip(names, after, strict=True)))
-            entering = finals[0].at(k)
-            runs.append(run)
+        layers = [layer.views(draft) for layer in self.layers]
+        runs, finals = _steps(draft, [layer.plan for layer in self.layers], views, layers)
         output = draft.new((rows, self.shape[0][1]))
         runs[-1].place("out", output)
         if threads > 1 and all(run.parts < 2 for run in runs):
@@ -186,25 +235,21 @@ class Stream:
         return _Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
 
 
-# ---- packed weights among the arrays of a call ---------------------------------------------------
 def draft_packing(
-    host: Framework, whole: Plan, weights: Mapping[str, Array], threads: int
+    draft: Draft, whole: Plan, inputs: int, packed: Callable[[int], View] | None = None
 ) -> Recipe:
-    """Drafts the packing of a layer's weights, which makes one array of bytes.
+    """Ends a draft of the packing of a layer's weights, which are the arrays of the draft.
 
     Args:
-        host: of arrays of bytes.
         whole: the plan of the layer, see ``projecting``.
-        weights: what the layer learns, by name.
+        inputs: the last axis of x.
+        packed: returns the memory of packed weights from its size; None for an array that the call
+            makes.
     """
-    draft = Draft(host, weights, Options(threads=threads))
-    inputs = weights["weight_ih"].shape[1]
-    x = draft.constant(host.empty((1, 1, inputs)))
-    views = draft.views | {"x": x}
-    run = PassTables(
-        draft, projecting(whole, inputs), draft.options, False, False, views,
-        lambda size: draft.new((size,), "zeros"),  # also between and after the weights
-    )  # fmt: skip
+    plan, views = projecting(whole, inputs), dict(draft.views)
+    views["x"] = draft.constant(draft.host.empty((1, 1, inputs)))
+    packed = packed or (lambda size: draft.new((size,), "zeros"))  # also what is between weights
+    run = PassTables(draft, plan, draft.options, False, False, views, packed)
     run.begin = run.steps
     return finish(draft, [run])
 
@@ -218,23 +263,47 @@ def draft_step(host: Framework, whole: Plan, arrays: Mapping[str, Array], thread
     """
     draft = Draft(host, arrays, Options(threads=threads))
     views = dict(draft.views)
-    packed, (_, rows, inputs) = views.pop("packed"), views["x"].shape
-    run = PassTables(
-        draft, projecting(whole, inputs), draft.options, False, False, views, lambda _: packed
-    )
-    draft.put(run.base + run.kernel.shared["pack"], 0)
-    if threads > 1 and run.parts < 2:
+    layer = {name: views.pop(name) for name in ("packed", *whole.cell.learned) if name in views}
+    views["x"] = views["x"].at(0)
+    plan = projecting(whole, views["x"].shape[1])
+    runs, finals = _steps(draft, [plan], views, [layer])
+    if threads > 1 and runs[0].parts < 2:
         return draft_step(host, whole, arrays, 1)  # without a gang of threads
-    project(run)
-    allocate_states(run, 1, False, False)
-    names = run.plan.cell.state_names
-    finals = [draft.new((1, rows, size)) for _, size in states_of(run.plan)]
-    run.place_parts({f"final {n}": final for n, final in zip(names, finals, strict=True)})
-    recipe = finish(draft, [run])
-    for name, final in zip(names, finals, strict=True):
-        if f"state {name}" in arrays:
-            recipe.aliases[recipe.names.index(f"state {name}")] = recipe.number(final)
+    recipe = finish(draft, runs)
+    for name, final in zip(state_names("state", whole.cell), finals, strict=True):
+        if name in arrays:
+            recipe.aliases[recipe.names.index(name)] = recipe.number(final)
     return recipe
+
+
+def _steps(
+    draft: Draft, plans: Sequence[Plan], views: Views, layers: Sequence[Views]
+) -> tuple[list[PassTables], list[View]]:
+    """The passes of a step, layer by layer, and the states after it, ``[layers, rows, size]`` each.
+
+    Args:
+        views: the arrays that the layers share, and the states of all; x is ``[rows, I]``.
+        layers: the others, with the packed weights as ``packed``.
+    """
+    entering, runs, cell = views["x"], [], plans[0].cell
+    finals = [draft.new((len(layers), entering.shape[0], n)) for _, n in states_of(plans[0])]
+    parted = {*state_names("state", cell), *state_names("reset_state", cell)}
+    for k, (of_step, layer) in enumerate(zip(plans, layers, strict=True)):
+        arrays = {n: _part(v, k) if n in parted else v for n, v in views.items()}
+        arrays |= {**layer, "x": _one(entering)}
+        packed = arrays.pop("packed")
+        run = PassTables(
+            draft, of_step, draft.options, False, False, arrays,
+            lambda _: packed,  # noqa: B023  (called at once)
+        )  # fmt: skip
+        draft.put(run.base + run.kernel.shared["pack"], 0)
+        project(run)
+        allocate_states(run, 1, False, False)
+        names = [f"final {name}" for name in cell.state_names]
+        run.place_parts({n: _part(final, k) for n, final in zip(names, finals, strict=True)})
+        entering = finals[0].at(k)
+        runs.append(run)
+    return runs, finals
 
 
 def _dense(view: View) -> View:

@@ -20,6 +20,7 @@ written in NumPy.
 
 from typing import TYPE_CHECKING
 
+from anycell.numpy import compress as _compress  # noqa: F401  (anycell.compress looks it up)
 from anycell.numpy import initializers, named
 from anycell.numpy.base import Layer
 from anycell.numpy.dense import Dense, cross_entropy, mse

@@ -21,7 +21,6 @@ from anycell.layer.checks import (
 )
 from anycell.layer.layers import Stack, one_step
 from anycell.layer.signature import of_layer, state_names
-from anycell.layer.stream import Stream
 from anycell.named import shown
 from anycell.numpy import base, check, initializers, passes, threads
 from anycell.numpy.base import Array
@@ -343,11 +342,7 @@ class RNN(Explained, base.Layer):
             ValueError: for a bidirectional layer, which needs the end before the start.
         """
         check_one_direction("prepare", self)
-        packed, chosen = Packed(self.cell, self._parameters), self.plan
-        if chosen.engine == "cpu" and not chosen.types.mixed:
-            weights = [self._learned(k) for k in range(self.num_layers)]
-            packed.stream = Stream(Numpy.of(self.dtype.name), chosen, weights, threads.current())
-        self._prepared = packed
+        self._prepared = Packed(self)
         return self
 
     def step(
@@ -383,7 +378,7 @@ class RNN(Explained, base.Layer):
         if resets is not None:
             resets = check.flags("resets", resets, (len(x),)).view(np.uint8)
         packed = self._prepared
-        if packed is not None and packed.stale(self.cell, self._parameters):
+        if packed is not None and packed.stale(self):
             packed = self.prepare()._prepared
         if packed is not None and packed.stream is not None:
             states = None if state is None else self._states("state", state, len(x))

@@ -3,61 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from anycell.lang.cell import Cell
 from anycell.layer.checks import refuse
-from anycell.layer.stream import Stream
+from anycell.layer.stream import Prepared, Stream, Writes, names_of, steps
+from anycell.numpy import threads
+from anycell.numpy.framework import Numpy
 
 Array = npt.NDArray[Any]
 
 
-class _Count:
-    """Counts the writes of our own functions to an array."""
-
-    writes = 0
-
-
 # By the ``id`` of an array from which weights are packed. What was packed keeps both alive.
-_COUNTS: weakref.WeakValueDictionary[int, _Count] = weakref.WeakValueDictionary()
-_LOCK = threading.Lock()
+_WRITES: weakref.WeakValueDictionary[int, Writes] = weakref.WeakValueDictionary()
+_LOCK = Lock()
 
 
-class Packed:
-    """The packed weights of a cell, and the very arrays that they were packed from.
+class Packed(Prepared):
+    """The packed weights of a layer, and the very arrays that they were packed from."""
 
-    They serve any layer as long as it has this cell and these arrays, so they may be carried along
-    when a layer is copied.
-
-    Attributes:
-        stream: runs the steps; None where no kernel does.
-    """
-
-    def __init__(self, cell: Cell, arrays: Mapping[str, Array]) -> None:
-        self.stream: Stream | None = None
-        self.cell, self.arrays = cell, dict(arrays)
+    def __init__(self, layer: Any) -> None:
+        arrays = layer._parameters
+        places = [(vars(layer), "_parameters"), *((arrays, n) for n in {*arrays, *names_of(layer)})]
         with _LOCK:
-            ids = [id(_memory(array)) for array in self.arrays.values()]
-            counts = [_COUNTS.setdefault(key, _Count()) for key in ids]
-        self.counts = [(count, count.writes) for count in counts]
-
-    def stale(self, cell: Cell, arrays: Mapping[str, Array]) -> bool:
-        """Whether a layer has another cell or other arrays, or ours have been written to."""
-        if cell is not self.cell or len(arrays) != len(self.arrays):
-            return True
-        for name, array in self.arrays.items():
-            if arrays.get(name) is not array:
-                return True
-        for count, writes in self.counts:  # noqa: SIM110  (runs at every step)
-            if count.writes != writes:
-                return True
-        return False
+            ids = [id(_memory(array)) for array in arrays.values()]
+            writes = [_WRITES.setdefault(key, Writes()) for key in ids]
+        self.note(layer, places, writes)
+        if steps(layer.plan):
+            weights = [layer._learned(k) for k in range(layer.num_layers)]
+            self.stream = Stream(Numpy.of(layer.dtype.name), layer.plan, weights, threads.current())
 
 
 @contextlib.contextmanager
@@ -79,9 +58,9 @@ def writing(*layers: Mapping[str, Array]) -> Iterator[None]:
     finally:
         for arrays in layers:
             for array in arrays.values():
-                count = _COUNTS.get(id(_memory(array)))
-                if count is not None:
-                    count.writes += 1
+                writes = _WRITES.get(id(_memory(array)))
+                if writes is not None:
+                    writes.count += 1
 
 
 def _memory(array: Array) -> Array:

@@ -13,8 +13,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from anycell.layer.checks import check_options
+from anycell.layer.compression import array_of, compression, numbers
 from anycell.layer.signature import ENDS, of_layer
-from anycell.layer.view import numbers, value
 from anycell.onnx.cells import FLAGS as FLAG
 from anycell.onnx.cells import FUNCTIONS, ORDERS, USUAL, Form, form_of, reordered, rows
 from anycell.onnx.scan import Graph, scan
@@ -143,14 +143,14 @@ def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], bool]
     """A layer as a value, with its dtype; the weights of its layers; whether rows come first."""
     kinds = [k.__module__.split(".") for k in type(getattr(layer, "forward_layer", layer)).__mro__]
     framework = next((name[1] for name in kinds if name[0] == "anycell" and len(name) > 2), "")
-    adapter: Any = None
     if framework in ("torch", "numpy", "keras"):
-        adapter = importlib.import_module(f"anycell.{framework}.compress")
+        importlib.import_module(f"anycell.{framework}.compress")
+    known = compression(layer)
     if framework == "jax" and hasattr(layer, "init"):
         record, arrays = layer._layer(), layer._params(params)
         count = len(record.options.reverse)
         learned = [of_layer(record.cell, arrays, k, count) for k in range(layer.num_layers)]
-    elif adapter is None or not isinstance(layer, adapter.KINDS):
+    elif known is None or not isinstance(layer, known.layers):
         expected = "a layer of anycell.torch, anycell.numpy, anycell.keras or anycell.jax"
         hint = "anycell.torch.accelerate and anycell.keras.accelerate make these of others."
         refuse("layer", type(layer).__name__, expected, hint, TypeError)
@@ -158,9 +158,8 @@ def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], bool]
         hint = "Put it in Bidirectional, or export one that goes forwards and reverse x."
         refuse("layer", "go_backwards=True", "False", hint)
     else:
-        view = adapter.view_of(layer)
-        record, learned = view.layer, view.learned
-    kind = str(value(learned[0]["weight_ih"]).dtype)
+        record, learned = known.describe(layer), known.learned(layer)
+    kind = str(array_of(learned[0]["weight_ih"]).dtype)
     if "int" in kind:
         hint = "Export the layer before, and quantize the model by ONNX Runtime's own tool."
         refuse("layer", "weights of 8 bits", "real numbers", hint)

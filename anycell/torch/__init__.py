@@ -27,6 +27,7 @@ require("torch", "anycell.torch", extra="torch")
 
 from anycell.plan import Engine
 from anycell.refusal import missing
+from anycell.torch import compress as _compress  # noqa: F401  (anycell.compress looks it up)
 from anycell.torch import named
 from anycell.torch.accelerate import accelerate, recurrent_layers, restore
 from anycell.torch.dropin import GRU, LSTM

@@ -12,9 +12,9 @@ from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
 from anycell.layer import stepped
 from anycell.layer.checks import refuse
+from anycell.layer.compression import sharded
 from anycell.layer.rounding import SCALES, with_integers
 from anycell.layer.signature import FLAGS, state_names
-from anycell.layer.view import sharded
 from anycell.plan import Engine, Layer, Plan, Sizes, scales_of
 from anycell.torch import fused, nodes, ops
 from anycell.torch.composite import Arrays, Result, composite

@@ -24,7 +24,7 @@ from anycell.torch.framework import Torch
 from anycell.torch.functional import autocast_dtype, in_its_dtype, run_layer
 from anycell.torch.observers import autocast, compiled, exporting, watched
 from anycell.torch.packed import Packing
-from anycell.torch.streaming import Prepared, elsewhere
+from anycell.torch.streaming import Packed, elsewhere
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,7 +79,7 @@ class Recurrent(Explained):
             ValueError: for a bidirectional layer, which needs the end before the start.
         """
         check_one_direction("prepare", self)
-        object.__setattr__(self, "_prepared", Prepared(self))
+        object.__setattr__(self, "_prepared", Packed(self))
         return self
 
     def step(
