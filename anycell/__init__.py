@@ -14,7 +14,7 @@ __version__: str
 
 # Frontends and engines load when first used: importing anycell imports no framework and no
 # compiler.
-_LAZY = {name: f"anycell.{name}" for name in "compress jax keras layouts numpy tf1 torch".split()}
+_LAZY = {n: f"anycell.{n}" for n in "compress jax keras layouts numpy onnx tf1 torch".split()}
 _LAZY |= {"explain": "anycell.explanation", "recurrence": "anycell.numpy.recurrence"}
 _LAZY |= {"threads": "anycell.engines.cpu.threads", "export": "anycell.exporter"}
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from anycell import keras as keras
     from anycell import layouts as layouts
     from anycell import numpy as numpy
+    from anycell import onnx as onnx
     from anycell import tf1 as tf1
     from anycell import torch as torch
     from anycell.engines.cpu.threads import threads as threads

@@ -23,7 +23,11 @@ FLOORS = """
     explanation named read | reports, layers of cells, steps read as written
     numpy torch | names, weights, defaults and errors of a framework
     jax
+<<<<<<< HEAD
     compress exporter keras | smaller layers, layers without Python
+=======
+    compress keras onnx | smaller layers; files of ONNX
+>>>>>>> onnx
     tf1
     anycell | the package's own names
     usage

@@ -84,13 +84,13 @@ def test_pages_stay_short() -> None:
     assert sum(n for path, n in lengths.items() if docs in path.parents) <= 5_390
 
 
-PUBLIC = [f"anycell.{name}" for name in ("cells", "compress", "jax", "numpy", "torch")]
+PUBLIC = [f"anycell.{name}" for name in ("cells", "compress", "jax", "numpy", "onnx", "torch")]
 KERAS = pytest.param("anycell.keras", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("module", ["anycell", *PUBLIC, KERAS])
 def test_every_public_name_has_an_entry(module: str) -> None:
-    if module in ("anycell.jax", "anycell.keras", "anycell.torch"):
+    if module in ("anycell.jax", "anycell.keras", "anycell.onnx", "anycell.torch"):
         pytest.importorskip(module.removeprefix("anycell."))
     page = ROOT / "docs" / "api" / f"{module.rpartition('.')[2]}.md"
     entries = re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)

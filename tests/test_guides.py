@@ -172,14 +172,18 @@ def test_files_for_onnx_runtime(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
-    whole, steps, _ = blocks(DEPLOYING, "py")
+    first, *_ = blocks(DEPLOYING)
+    steps, whole, _ = blocks(DEPLOYING, "py")
     check = """
-    right = layer(x)[0].detach().numpy()
-    print(abs(output - right).max() < 1e-2, abs(y - right[-1:]).max() < 1e-6)
+    right = layer(torch.from_numpy(x))[0][-1:].detach().numpy()
+    print(abs(y - right).max() < 1e-6, torch.allclose(output, gru(torch.from_numpy(x))[0]))
     """
     script = tmp_path / "files.py"
-    script.write_text(whole + steps + textwrap.dedent(check), encoding="utf-8")
-    assert run(str(script), cwd=tmp_path).splitlines()[-1] == "True True"
+    check = textwrap.dedent(check)
+    last = "print(abs(output - layer(x)[0].detach().numpy()).max() < 1e-2)"
+    script.write_text(first + steps + check + whole + last, encoding="utf-8")
+    printed = run(str(script), cwd=tmp_path)
+    assert "True True" in printed and printed.splitlines()[-1] == "True"
     nodes = [node.op_type for node in onnx.load(tmp_path / "lstm-8-bits.onnx").graph.node]
     assert "DynamicQuantizeLSTM" in nodes and len(nodes) < 5
     sizes = [(tmp_path / f"{name}.onnx").stat().st_size for name in ("lstm", "lstm-8-bits")]
@@ -204,6 +208,7 @@ def test_a_file_for_tflite(layer: str, size: int, tmp_path: Path) -> None:
     """
     script = tmp_path / "file.py"
     code = convert.replace("keras.PeepholeLSTM", f"keras.{layer}") + textwrap.dedent(check)
+    code = f"import anycell\n{code}"
     script.write_text(code, encoding="utf-8")
     bytes_, right = run(str(script), cwd=tmp_path, KERAS_BACKEND="tensorflow").split()[-2:]
     assert right == "True" and 0.9 * size < int(bytes_) < 1.1 * size

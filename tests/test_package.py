@@ -81,6 +81,7 @@ def test_the_language_has_one_list_of_names() -> None:
             "keras", "tensorflow", "keras, and keras needs tensorflow, which is",
             "pip install tensorflow, or choose another backend by KERAS_BACK",
         ),
+        ("onnx", "onnx", "onnx, which is not installed.\n", install("onnx") + "."),
         ("tf1", "tensorflow", "tensorflow, which is", install("tensorflow") + "."),
     ],
 )  # fmt: skip

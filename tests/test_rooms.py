@@ -40,6 +40,7 @@ FRAMEWORKS = {
     "jax": {"bench", "jax", "keras"},
     "flax": {"bench", "jax"},
     "equinox": {"jax"},
+    "onnx": {"onnx"},
     "triton": {"engines.gpu"},
 }
 

@@ -50,6 +50,17 @@ class Model(nn.Module):
         return self.after(output)
 
 
+class Called(nn.Module):
+    """The output of a layer that is called with further arguments."""
+
+    def __init__(self, layer: nn.Module, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.layer, self.arguments = layer, arguments
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, **self.arguments)[0]
+
+
 def given_to(layer: nn.Module) -> Tensor:
     steps = isinstance(layer, (nn.RNNCellBase, at.RNNCell))
     return torch.randn(2, 3) if steps else torch.randn(3, 2, 3)
@@ -112,6 +123,36 @@ def test_onnx_of_other_lengths(kind: str) -> None:
         else:
             (output,) = run(None, {"x": x.numpy()})
             assert_close(output, model(x).detach(), "float32", "forward")
+
+
+@of_onnx
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch's exporter
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_cells_that_onnx_has(dynamo: bool) -> None:
+    """They become nodes, of any number of steps with the older exporter; not with a mask."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    x, mask = torch.randn(4, 2, 3), torch.ones(4, 2, dtype=torch.bool)
+    options = {} if dynamo else {"dynamic_axes": {"x": {0: "steps", 1: "rows"}}}
+    for cell, kind in (
+        (cells.LSTM, "LSTM"), (cells.GRU, "GRU"), (cells.RNN(nonlinearity="relu"), "RNN"),
+        (cells.GRU(reset_after=False), None), ("masked", None),
+    ):  # fmt: skip
+        masked = {"mask": mask} if cell == "masked" else {}
+        layer = at.RNN(cells.LSTM if masked else cell, 3, 5, 2, bidirectional=True)
+        model, file = Called(layer, masked).eval(), io.BytesIO()
+        torch.onnx.export(
+            model, (x,), file, input_names=["x"], dynamo=dynamo, verbose=False,
+            **(options if kind else {}),
+        )  # fmt: skip
+        nodes = [node.op_type for node in onnx.load_from_string(file.getvalue()).graph.node]
+        if not dynamo or kind != "RNN":  # which the newer exporter unrolls
+            assert nodes.count(kind) == (2 if kind else 0) and ("Tanh" in nodes) is (kind is None)
+        runtime = pytest.importorskip("onnxruntime")
+        run = runtime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"]).run
+        for other in (x,) if dynamo or kind is None else (x, torch.randn(6, 3, 3)):
+            (output,) = run(None, {"x": other.numpy()})
+            assert_close(output, model(other).detach(), "float32", "runtime")
 
 
 @of_onnx

@@ -16,7 +16,7 @@ from anycell.layer.compression import sharded
 from anycell.layer.rounding import SCALES, with_integers
 from anycell.layer.signature import FLAGS, state_names
 from anycell.plan import Engine, Layer, Plan, Sizes, scales_of
-from anycell.torch import fused, ops
+from anycell.torch import fused, nodes, ops
 from anycell.torch.composite import Arrays, Result, composite
 from anycell.torch.framework import ENGINES, Torch
 from anycell.torch.fused import enter
@@ -40,6 +40,8 @@ def run_layer(layer: Layer, arrays: Arrays) -> Result:
     x, engine = arrays["x"], layer.engine
     plan: Plan | str = "asked for"
     if layer.plan is None and (observed() or type(x) not in ORDINARY):
+        if torch.onnx.is_in_onnx_export() and (results := nodes.run(layer, arrays)) is not None:
+            return results
         if engine != "reference" and _as_operator(arrays):
             results = ops.run(layer, arrays)
             if results is not None:
