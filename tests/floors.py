@@ -23,11 +23,7 @@ FLOORS = """
     explanation named read | reports, layers of cells, steps read as written
     numpy torch | names, weights, defaults and errors of a framework
     jax
-<<<<<<< HEAD
-    compress exporter keras | smaller layers, layers without Python
-=======
-    compress keras onnx | smaller layers; files of ONNX
->>>>>>> onnx
+    compress exporter keras onnx | smaller layers, layers without Python
     tf1
     anycell | the package's own names
     usage
