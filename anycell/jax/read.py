@@ -172,23 +172,12 @@ class Body(read.Body):
             return_states=wanted or None, reverse=reverse, engine=engine,
         )  # fmt: skip
         sequences = {every[0]: output} | (dict(more[0]) if more else {})
-        last = list(first)
+        named = dict(zip(every, final, strict=True))
+        last, known = self.unpacked(reading, first, named, sequences, seen, reverse)
+        run.series |= known
         for k, values in zip(self.ahead, run.final, strict=True):
             last[k] = values
-        for k, number in enumerate(self.moving):
-            before, after = self.states[number], self.after[number]
-            last[number] = self._user(k, dict(zip(every, final, strict=True)))
-            if k in seen:
-                sequence = self._user(k, sequences)
-                start = jnp.asarray(first[number])[None]
-                parts = [sequence[1:], start] if reverse else [start, sequence[:-1]]
-                run.series[before] = jnp.concatenate(parts)
-                run.series[after] = sequence
         return [*last, *at_all_steps(self.outputs, run.series, run.values, steps)]
-
-    def _user(self, k: int, values: dict[str, Array]) -> Array:
-        state = self.reading.joined(k, values)
-        return state > 0.5 if self.states[self.moving[k]].boolean else state
 
 
 class Run:

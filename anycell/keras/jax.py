@@ -20,7 +20,7 @@ from anycell.jax.primitive import planned
 from anycell.jax.scanning import Traced
 from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
 from anycell.keras.composite import composite
-from anycell.keras.reading import LoopOptions, over_time
+from anycell.keras.reading import LoopCall, over_time
 from anycell.keras.rule import asked
 from anycell.layer.rounding import quantized
 from anycell.plan import Layer
@@ -93,27 +93,18 @@ def read_step(
     return reason if read is None else read
 
 
-def loop(
-    read: Any,
-    step: Step,
-    structure: Any,
-    sequences: Tensor,
-    states: Sequence[Tensor],
-    others: Sequence[Tensor],
-    mask: Tensor | None,
-    options: LoopOptions,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def loop(read: Any, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Runs a user's step by ``anycell.jax.scan``, which reads it again, see ``reading.loop``."""
 
     def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        body = _body(step, structure, others, options.zero)
-        inputs = x, None if mask is None else mask[..., None]
-        final, outputs = anycell.jax.scan(body, list(states), inputs, reverse=options.reverse)
-        return outputs[0 if options.reverse else -1], outputs, final
+        body = _body(call.step, call.step.structure, call.masks, call.options.zero)
+        inputs, reverse = (x, None if mask is None else mask[..., None]), call.options.reverse
+        final, outputs = anycell.jax.scan(body, list(call.states), inputs, reverse=reverse)
+        return outputs[0 if reverse else -1], outputs, final
 
     scope = contextlib.nullcontext() if in_stateless_scope() else keras.StatelessScope()
     with scope:  # a step that is traced must update no variable
-        return over_time(run, sequences, mask, options)
+        return over_time(run, call.sequences, call.mask, call.options)
 
 
 def _body(step: Step, structure: Any, others: Sequence[Tensor], zero: bool) -> Any:

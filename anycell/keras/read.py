@@ -137,7 +137,7 @@ class Reader(read.Reader):
 
 
 def _read(traced: Traced, name: str) -> Step:
-    body, states = traced.body, traced.states
+    states = traced.states
     for before, after in zip(states, traced.after, strict=True):
         if traced.shapes[before][:1] != (None,) or not before.floating:
             raise Refused(f"a state of {before.dtype} {traced.shapes[before]}")
@@ -147,11 +147,8 @@ def _read(traced: Traced, name: str) -> Step:
     step = Step(traced, Reader(traced).read([""] * len(states), name))
     if traced.output in traced.after:
         step.of_state = traced.after.index(traced.output)
-    else:
-        if traced.shapes[traced.output][:1] != (None,):
-            raise Refused("the output has no axis of the batch")
-        ends = {v for v in (*states, *traced.after) if v.kind == "S"}
-        step.reads = body.sources([traced.output], ends)
+    elif traced.shapes[traced.output][:1] != (None,):
+        raise Refused("the output has no axis of the batch")
     return step
 
 

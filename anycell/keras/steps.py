@@ -15,7 +15,7 @@ from anycell import read
 from anycell.engines import cpu
 from anycell.keras.call import Tensor
 from anycell.keras.graph import Traced, World
-from anycell.keras.reading import MOST, LoopOptions, masked, over_time
+from anycell.keras.reading import MOST, LoopCall, LoopOptions, masked, over_time
 from anycell.keras.rule import planned
 from anycell.keras.tensorflow import recur, watched
 from anycell.layer.sequences import besides_output, by_name
@@ -121,14 +121,12 @@ class Step:
 
     Attributes:
         of_state: the number of the state that the output is, or None.
-        reads: the states, before and after a step, that the output follows from if it is none.
         functions: its loops as graphs, for calls in eager mode; None after the first of a sort.
     """
 
     traced: Traced
     reading: Reading
     of_state: int | None = None
-    reads: set[Variable] = field(default_factory=set)
     functions: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -178,12 +176,8 @@ class Step:
         arrays = self._arrays(run, states)
         if mask is not None:
             arrays["mask"] = mask & arrays["mask"] if "mask" in arrays else mask
-        before = {name: k for k, name in enumerate(traced.states)}
-        after = {name: k for k, name in reversed(list(enumerate(traced.after)))}
-        wanted = {after.get(name, before.get(name, 0)) for name in self.reads}
-        if self.of_state is not None:
-            wanted = {self.of_state} if sequences else set()
-        names = [name for k in sorted(wanted) for name in reading.names_of(k)]
+        wanted = [self.of_state] * sequences if self.of_state is not None else traced.body.seen()
+        names = [name for k in wanted for name in reading.names_of(k)]
         first, *_ = every = reading.cell.state_names
         layer = Layer(
             reading.cell, self._sizes, Options((reverse,)).unread(),
@@ -193,20 +187,10 @@ class Step:
         plain = {name: tensor for name, tensor in plain.items() if tensor is not None}
         output, ends = recur(layer, arrays, plain, sure)
         named = dict(zip(every, ends, strict=False))
-        final = [reading.joined(k, named) for k in range(len(states))]
         values = by_name(names, reading.cell, output, ends[len(every) :])
-        series = {k: reading.joined(k, values) for k in wanted}
+        final, known = traced.body.unpacked(reading, states, named, values, wanted, reverse)
         if self.of_state is not None:
-            return series.get(self.of_state), final
-        known = {}
-        for name in self.reads:
-            if name in after:
-                known[name] = series[after[name]]
-            else:
-                k = before[name]
-                start, sequence = tf.cast(states[k], x.dtype)[None], series[k]
-                parts = [sequence[1:], start] if reverse else [start, sequence[:-1]]
-                known[name] = tf.concat(parts, 0)
+            return known.get(traced.output), final
         return run.after(traced.output, known), final
 
     def _arrays(self, run: Run, states: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -242,24 +226,15 @@ def plain_of(weight: Tensor) -> Tensor | None:
 OF_SEQUENCE = "static", "mask", "resets"
 
 
-def loop(
-    step: Step,
-    call: Any,
-    structure: Any,
-    sequences: Tensor,
-    states: Sequence[Tensor],
-    others: Sequence[Tensor],
-    mask: Tensor | None,
-    options: LoopOptions,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def loop(step: Step, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Runs a step that was read, see ``reading.loop``.
 
     In eager mode calls after the first of a sort are one call of a graph: the operations around
     the kernel are many, and small.
     """
-    sequences = tf.convert_to_tensor(sequences)  # it may be a variable
-    flat = [sequences, *states, *others, *([] if mask is None else [mask])]
-    counts = len(states), len(others)
+    sequences = tf.convert_to_tensor(call.sequences)  # it may be a variable
+    flat = [sequences, *call.states, *call.masks, *([] if call.mask is None else [call.mask])]
+    counts, options = (len(call.states), len(call.masks)), call.options
     if not tf.executing_eagerly() or tf.config.functions_run_eagerly():
         return _loop(step, options, counts, flat)
     outer = list(step.traced.outer.values())

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from anycell.keras.call import Arrays, Result, Tensor, lowered
-from anycell.keras.reading import CellStep, LoopOptions, masked, over_time
+from anycell.keras.reading import CellStep, LoopCall, masked, over_time
 from anycell.plan import Layer
 from anycell.read import Reading
 from anycell.torch import functional
@@ -86,7 +86,8 @@ def read_step(
     places = [(vars(variable), "_value", variable.path) for variable in variables]
     for holder, name, label in [*places, *((masks, k, f"mask {k}") for k in masks)]:
         around.add(holder, name, label)
-    plan = plan_of(one, around, sample, step.__name__)
+    one.__name__ = step.__name__
+    plan = plan_of(one, around, sample)
     return plan if isinstance(plan, str) else Step(plan, variables)
 
 
@@ -96,24 +97,16 @@ def _steps(x: Tensor, states: list[Tensor], *more: Any) -> Steps:
     return Steps([x], _LEAF, states, tree, True, x.shape[1], *more)
 
 
-def loop(
-    read: Step,
-    step: CellStep,
-    structure: Any,
-    sequences: Tensor,
-    states: Sequence[Tensor],
-    others: Sequence[Tensor],
-    mask: Tensor | None,
-    options: LoopOptions,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def loop(read: Step, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Runs a step that was read, see ``reading.loop``."""
-    tensors = [*(vars(variable)["_value"] for variable in read.variables), *others]
+    tensors = [*(vars(variable)["_value"] for variable in read.variables), *call.masks]
+    options = call.options
 
     def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        call = _steps(x, list(states), mask, None, None, options.reverse)
-        outputs, final = read.plan.replay(call, tensors)
+        steps = _steps(x, list(call.states), mask, None, None, options.reverse)
+        outputs, final = read.plan.replay(steps, tensors)
         if mask is not None and not options.zero:
             outputs = masked(outputs, mask, options, False)
         return outputs[0 if options.reverse else -1], outputs, final
 
-    return over_time(run, sequences, mask, options)
+    return over_time(run, call.sequences, call.mask, options)

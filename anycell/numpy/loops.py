@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from anycell.layer.checks import describe, refuse
 from anycell.layer.primitive import arguments
 from anycell.numpy import passes, threads
 from anycell.numpy.check import STRICT
-from anycell.numpy.read import Read, Recording, Traced, execute, read_step, start
+from anycell.numpy.read import Read, Traced, execute, read_step, start
 from anycell.plan import Layer, Options, plan
 from anycell.plan.dtype import dtypes
 from anycell.read import Reading, Refused, Values, Variable, definition, mapped, trees
@@ -226,26 +226,12 @@ class _Call:
         sequences, finals = _recurrence(
             reading, run, [first[k] for k in body.moving], wanted, engine
         )
-        last = list(first)
-        for place, k in enumerate(body.moving):
-            last[k] = reading.joined(place, finals)
-        whole = {body.moving[place]: reading.joined(place, sequences) for place in wanted}
-        return filled(self.output, self._outputs(body, run, first, whole)), filled(self.after, last)
-
-    def _outputs(
-        self, body: Recording, run: _Run, first: Sequence[Any], whole: Mapping[int, np.ndarray]
-    ) -> list[np.ndarray]:
-        """The outputs, from the states of all steps."""
-        known = {body.after[k]: array for k, array in whole.items()}
-        if all(v in known for v in body.outputs):
-            return [known[v] for v in body.outputs]
-        steps = []
-        for t, values in enumerate(run.known):
-            for k, array in whole.items():
-                values[body.states[k]] = first[k] if t == 0 else array[t - 1]
-                values[body.after[k]] = array[t]
-            steps.append([values[v] for v in body.outputs])
-        return [np.stack(parts) for parts in zip(*steps, strict=True)]
+        last, known = body.unpacked(reading, first, finals, sequences, wanted)
+        if any(v not in known for v in body.outputs):
+            for t, values in enumerate(run.known):
+                values |= {v: series[t] for v, series in known.items()}
+            known = {v: np.stack([values[v] for values in run.known]) for v in body.outputs}
+        return filled(self.output, [known[v] for v in body.outputs]), filled(self.after, last)
 
 
 def _variable(leaf: Any) -> Variable:

@@ -224,7 +224,11 @@ class _Printer:
     # -- expressions -----------------------------------------------------------------------------
     def _node(self, op: str, *operands: Expr) -> Expr:
         function = OPS.get(op) or getattr(lang, op, None) or functools.partial(apply, op)
-        return self._sized(function(*operands), max(self.sizes.get(o, 1) for o in operands))
+        try:
+            node = function(*operands)
+        except lang.CellError as error:
+            raise Refused(f"the language has no such cell: {error}") from error
+        return self._sized(node, max(self.sizes.get(o, 1) for o in operands))
 
     def _sized(self, node: Expr, size: int) -> Expr:
         self.sizes.setdefault(node, size)
@@ -436,7 +440,7 @@ class _Printer:
             text, cell, self.graph.arrays, size,
             {symbol[1:]: n for n, symbol in symbols.items() if symbol[1:].isalpha()},
             tuple(gates.values()), self.params, self.static, weights, self.pieces, self.flags,
-            self.axis, self.shapes,
+            self.axis, self.shapes, tuple(source.boolean for source in self.sources),
         )  # fmt: skip
 
     def _sort(self) -> None:

@@ -66,7 +66,8 @@ class Reading:
         weights: heads of each ``linear``, and the matrices of its outputs.
         pieces: the states of the cell.
         flags: resets or a mask, if the step has such a condition on all of its states.
-        axis, shapes: of the user's states: the axis of the batch, and the shapes.
+        axis, shapes, boolean: of the user's states: the axis of the batch; of each its shape, and
+            whether it is boolean.
     """
 
     text: str
@@ -82,6 +83,7 @@ class Reading:
     flags: Flags | None
     axis: int | None
     shapes: tuple[tuple[int, ...], ...]
+    boolean: tuple[bool, ...]
 
     # -- the arrays of a call --------------------------------------------------------------------
     def call(self, run: Run, first: Sequence[Any]) -> dict[str, Any]:
@@ -197,6 +199,7 @@ class Reading:
         whole = _joined(arrays, len(parts[0].shape) - 1, parts)
         if not neighbours(at := np.concatenate(order)):
             whole = arrays.index(whole, np.argsort(at))
+        whole = whole > 0.5 if self.boolean[state] else whole
         lead, rows = tuple(whole.shape[:-2]), whole.shape[-2]
         units = tuple(n for i, n in enumerate(self.shapes[state]) if i != self.axis)
         if self.axis is None:

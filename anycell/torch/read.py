@@ -5,7 +5,9 @@ What the table lacks is decomposed by torch's own rules while it is recorded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,12 +62,53 @@ def _gelu(reader: Reader, value: Any, approximate: str = "none") -> Any:
 
 
 def _hard_sigmoid(reader: Reader, value: Any) -> Any:
-    if reader.dtype == "float64":
-        reader.graph.refuse(
-            "the derivative of torch's hardsigmoid is a sixth that is rounded to float32",
-            "F.relu6(x + 3) / 6",
-        )
-    return reader.op("hard_sigmoid", value)
+    made = reader.op("hard_sigmoid", value)
+    if reader.dtype != "float64":
+        return made
+    # Its derivative is a sixth that torch rounds to float32.
+    line = reader.op("mul", reader.bounded(value, -3.0, 3.0), float(np.float32(1 / 6)))
+    return reader.op("add", line, reader.op("stop_gradient", reader.op("sub", made, line)))
+
+
+def _softplus(reader: Reader, value: Any, beta: float = 1, threshold: float = 20) -> Any:
+    """Above the threshold it is the value itself, though from 20 on the kernel's is that too."""
+    made = reader.softplus(value, beta)
+    if threshold >= 20:
+        return made
+    return reader.where(reader.op("gt", reader.scaled(value, beta), threshold), value, made)
+
+
+def _pad(reader: Reader, value: Any, pads: Sequence[int], number: float = 0) -> Any:
+    """A value with units of one number before and after it; a negative count leaves some out."""
+    for axis, low, high in zip(
+        reversed(range(value.ids.ndim)), pads[::2], pads[1::2], strict=False
+    ):
+        kept = [max(0, -low), value.shape[axis] - max(0, -high)]
+        cut = [slice(*kept) if i == axis else slice(None) for i in range(value.ids.ndim)]
+        value = Value(value.ids[tuple(cut)], value.boolean)
+        sides = [
+            reader.filled([count if i == axis else n for i, n in enumerate(value.shape)], number)
+            for count in (low, high)
+        ]
+        parts = [part for part in (sides[0], value, sides[1]) if part.shape[axis] > 0]
+        value = reader.structural(functools.partial(_joined, axis), *parts)
+    return value
+
+
+def _joined(axis: int, *ids: Tensor) -> Tensor:
+    return torch.cat(ids, axis)
+
+
+def _batch_norm(
+    reader: Reader, value: Any, weight: Any, bias: Any, mean: Any, variance: Any, *more: Any
+) -> list[Any]:
+    """Batch normalization in evaluation, an affine map of each feature."""
+    features = reader.structural(lambda ids: ids.movedim(1, -1), value)
+    inverse = replace(variance, get=lambda run: torch.rsqrt(variance.get(run) + more[-1]))
+    made = reader.op("mul", reader.op("sub", features, mean), inverse)
+    made = made if weight is None else reader.op("mul", made, weight)
+    made = made if bias is None else reader.op("add", made, bias)
+    return [reader.structural(lambda ids: ids.movedim(-1, 1), made), None, None]
 
 
 def _copy(reader: Reader, old: Any, new: Any, *_: Any) -> Any:
@@ -158,6 +201,7 @@ TABLE |= {
     A.bmm: _product("bxy,byz->bxz"),
     A.clamp: _clamp,
     A.clamp_max: lambda reader, value, high: reader.clamp(value, None, high),
+    A.constant_pad_nd: _pad,
     A.clamp_min: lambda reader, value, low: reader.clamp(value, low),
     A.copy: _copy,
     A.cumsum: row("cumsum"),
@@ -184,10 +228,11 @@ TABLE |= {
     A.minimum: row("smaller"),
     A.mm: _product("xy,yz->xz"),
     A.mv: _product("xy,y->x"),
+    A.native_batch_norm: _batch_norm,
     A.native_layer_norm: _layer_norm,
     A.pow: row("power"),
     A.rsub: lambda reader, a, b, alpha=1: reader.subtract(b, a, alpha),
-    A.softplus: lambda reader, value, beta=1, _=20: reader.softplus(value, beta),
+    A.softplus: _softplus,
     A.std: _variance,
     A.std_mean: _variance,
     A.sub: read.Reader.subtract,

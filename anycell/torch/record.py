@@ -174,7 +174,11 @@ class Recorder(TorchDispatchMode):
                 self.whole = outer
         made = op(*args, **kwargs)
         self._note(op, recorded, {k: self._recorded(v) for k, v in kwargs.items()}, made)
-        return made
+        if torch.is_grad_enabled() or packet is A.detach:
+            return made
+        with self:  # as the user's ``no_grad`` has it
+            several = isinstance(made, (tuple, list))
+            return type(made)(map(_detached, made)) if several else _detached(made)
 
     def _note(self, op: Any, args: list[Any], options: dict[str, Any], made: Any) -> None:
         packet = op.overloadpacket
@@ -221,6 +225,11 @@ class Recorder(TorchDispatchMode):
         made = op(*args, **kwargs)
         self._note(new, recorded, named, made)
         return made
+
+
+def _detached(value: Any) -> Any:
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return A.detach.default(value) if floats else value
 
 
 def _name(dtype: torch.dtype) -> str:
