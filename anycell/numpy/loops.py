@@ -124,7 +124,8 @@ class _Run:
     ) -> None:  # fmt: skip
         body = read.recording
         self.memo: dict[Any, Any] = {}
-        self.steps, self.dtype = len(xs[0]), first[0].dtype
+        self.steps = len(xs[0])
+        self.dtype = next(a.dtype for a, v in zip(first, body.states, strict=True) if v.floating)
         self.rows = first[body.moving[0]].shape[0] if read.reading.axis == 0 else 1
         self._fixed: dict[Variable, Any] = dict(zip(body.fixed, arrays, strict=True))
         self._fixed |= {v: first[k] for k, v in enumerate(body.states) if v.kind == "F"}
@@ -133,6 +134,12 @@ class _Run:
             Values({v: x[t] for v, x in self._x.items()}, execute, self._fixed.get)
             for t in range(self.steps)
         ]
+        self.last = [first[k] for k in body.ahead]  # the counters, which no float enters
+        for values in self.known:
+            values.update(
+                (body.states[k], now) for k, now in zip(body.ahead, self.last, strict=True)
+            )
+            self.last = [values[body.after[k]] for k in body.ahead]
 
     def fixed(self, v: Variable) -> np.ndarray:
         """A value of kind F."""
@@ -150,15 +157,19 @@ class _Call:
     def __init__(self, owner: loop, x: Tree, state: Tree) -> None:
         self.owner, self.x, self.state = owner, x, state
         self.xs, self.first = leaves(x), leaves(state)
-        for array in (*self.xs, *self.first):
-            if not isinstance(array, np.ndarray):
-                raise Refused(f"x and states have {describe(array)}; only arrays are read")
-        dtypes_ = {a.dtype for a in self.first}
-        if not self.first or len(dtypes_) != 1 or dtypes_.pop().name not in dtypes("cpu"):
+        for leaf in (*self.xs, *self.first):
+            counter = isinstance(leaf, (int, np.integer)) and any(leaf is s for s in self.first)
+            if not isinstance(leaf, np.ndarray) and not counter:
+                raise Refused(f"x and states have {describe(leaf)}; only arrays are read")
+        self.numbers = [isinstance(leaf, int) for leaf in self.first]
+        self.first = list(map(np.asarray, self.first))
+        reals = {a.dtype for a in self.first if a.dtype.kind not in "iub"}
+        if len(reals) != 1 or next(iter(reals)).name not in dtypes("cpu"):
             raise Refused(
-                f"states have one dtype of {', '.join(dtypes('cpu'))} where they are read"
+                f"states have one dtype of {', '.join(dtypes('cpu'))} where they are read, "
+                "besides counters"
             )
-        self.dtype = self.first[0].dtype
+        (self.dtype,) = reals
         self.recording, traced = start([array[0] for array in self.xs], self.first)
         count = len(self.xs)
         before = filled(state, traced[count:])
@@ -173,10 +184,10 @@ class _Call:
         self.recording.outputs += map(_variable, leaves(output))
         if len(self.recording.after) != len(self.first):
             raise Refused("the step returns a state of another structure than it is given")
-        for leaf in leaves(after):
-            if leaf.dtype != self.dtype:
+        for leaf, old in zip(leaves(after), self.first, strict=True):
+            if leaf.dtype != old.dtype:
                 raise Refused(
-                    f"the step makes a {leaf.dtype} state of a {self.dtype} one",
+                    f"the step makes a {leaf.dtype} state of a {old.dtype} one",
                     "give x, states and weights one dtype",
                 )
         self.read = self._known()
@@ -201,7 +212,10 @@ class _Call:
         short = [array[:STEPS] for array in self.xs]
         x = filled(self.x, short)
         for name, states in starts([array.shape for array in self.first]):
-            first = [state.astype(self.dtype) for state in states]
+            first = [
+                array if array.dtype != self.dtype else state.astype(self.dtype)
+                for array, state in zip(self.first, states, strict=True)
+            ]
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
                 mine = self._results(read, short, first, "reference")
@@ -227,6 +241,8 @@ class _Call:
             reading, run, [first[k] for k in body.moving], wanted, engine
         )
         last, known = body.unpacked(reading, first, finals, sequences, wanted)
+        for k, value in zip(body.ahead, run.last, strict=True):
+            last[k] = value.item() if self.numbers[k] else value
         if any(v not in known for v in body.outputs):
             for t, values in enumerate(run.known):
                 values |= {v: series[t] for v, series in known.items()}

@@ -318,9 +318,10 @@ def read_step(recording: Recording, name: str) -> Read:
     Raises:
         Refused: if it cannot be read.
     """
-    recording.sort()
+    recording.sort(k for k, v in enumerate(recording.states) if not v.floating)
     states = [recording.states[k] for k in recording.moving]
     batch = {v.shape[:1] for v in states}
     axis = 0 if len(batch) == 1 and max(len(v.shape) for v in states) > 1 else None
-    reader = Reader(recording, Arrays, axis, recording.states[0].dtype)
+    dtype = next(v.dtype for v in recording.states if v.floating)
+    reader = Reader(recording, Arrays, axis, dtype)
     return Read(recording, reader.read([""] * len(recording.states), name))
