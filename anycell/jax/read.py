@@ -64,6 +64,8 @@ class Body(read.Body):
         variables = dict(zip(jaxpr.invars, arguments, strict=True))
         for v, array in zip(jaxpr.constvars, closed.consts, strict=True):
             variables[v] = variable(v.aval, constant=array)
+        for v in arguments[consts:][:carries]:
+            v.kind = "S"
         results = inlined(jaxpr, variables, equations)
         super().__init__(
             arguments[:consts], arguments[consts + carries :], arguments[consts:][:carries],

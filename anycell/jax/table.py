@@ -8,23 +8,22 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
 from anycell import read
-from anycell.jax.equations import OPS, PACKAGE, origin
-from anycell.read import Equation, Variable, known, row
+from anycell.jax.equations import OPS, PACKAGE, execute, origin
+from anycell.read import Equation, Values, Variable, known, row
 
 # What to write in place of operations that people use in cells.
 INSTEAD = {
     "while": "operations without a loop within the step",
-    "scan": "the steps of the inner loop one after the other, if they are few",
+    "scan": "a loop of fewer turns, or their steps one after the other",
     "cond": "jnp.where(condition, a, b)",
     "sort": "a cell without sorting",
-    "dynamic_update_slice": "jnp.concatenate or jnp.where of what changes",
     "rem": "a counter of whole numbers, which no state of floats enters",
-    "scatter": "jnp.concatenate or jnp.where of what changes",
     "custom_vjp_call": "the function without custom_vjp, with jax.lax.stop_gradient where needed",
 }
 
@@ -40,9 +39,61 @@ class Arrays(read.Arrays):
 
 
 def _select_n(reader: Reader, condition: Any, *cases: Any, **_: Any) -> Any:
+    if isinstance(condition, tuple):  # the first that holds, or the first case
+        chosen = cases[0]
+        for one, case in zip(reversed(condition), reversed(cases), strict=True):
+            chosen = reader.where(one, case, chosen)
+        return chosen
     if len(cases) != 2 or not condition.boolean:
         reader.graph.refuse("this selects among more than two values", "jnp.where, once or nested")
     return reader.where(condition, cases[1], cases[0])
+
+
+def _argmax(reader: Reader, _: Any, **__: Any) -> Any:
+    """The number of the first of several conditions, as ``jnp.select`` computes it."""
+    (stacked,) = reader.equation.operands
+    made = stacked.equation
+    if made is None or made.name != "stack" or not stacked.boolean or made.options["axis"]:
+        reader.graph.refuse("this takes the place of a largest number", "jnp.where or jnp.select")
+    return tuple(map(reader.operand, made.operands))
+
+
+def _scatter(reader: Reader, value: Any, _: Any, more: Any, op: str = "", **params: Any) -> Any:
+    """Units in the places of others, which are known when the step is read."""
+    index = reader.equation.arguments[1]
+    with jax.ensure_compile_time_eval():
+        try:
+            places = Values({}, execute)[index]
+        except KeyError:
+            reader.graph.refuse(
+                "this changes units of a state at positions that are not known when the step is "
+                "read", "positions that are plain numbers, or jnp.where",
+            )  # fmt: skip
+        if op and not (params["unique_indices"] and isinstance(value, read.Value)):
+            reader.graph.refuse(f"this is an {op} at several positions", "jnp.where")
+        numbers = params["dimension_numbers"]
+        sizes = [math.prod(v.shape) for v in (value, more)]
+        old, new = np.split(np.arange(sum(sizes)), sizes[:1])
+        old, new = old.reshape(value.shape), new.reshape(more.shape)
+        at = np.asarray(jax.lax.scatter(old, places, new, numbers, mode=params["mode"]))
+    into = value
+    if op:
+        plain = reader.filled(value.shape, float(op == "mul"))
+        into = reader.graph.outside(plain, value.shape, reader.graph.view(value)[0])
+    moved = reader.structural(
+        lambda a, b: np.concatenate([a.reshape(-1), b.reshape(-1)])[at], into, more
+    )
+    return reader.op(op, value, moved) if op else moved
+
+
+def _update_slice(reader: Reader, value: Any, more: Any, *starts: Any, **_: Any) -> Any:
+    def run(ids: Any, new: Any) -> Any:
+        ids = np.array(ids)
+        ids[slices] = new
+        return ids
+
+    slices = _slices(reader, value.shape, starts, more.shape)
+    return reader.structural(run, value, more)
 
 
 def _custom_jvp(reader: Reader, *operands: Any, call_jaxpr: Any, **_: Any) -> Any:
@@ -112,17 +163,23 @@ def _gather(
 
 
 def _dynamic_slice(reader: Reader, value: Any, *starts: Any, slice_sizes: Any, **_: Any) -> Any:
+    slices = _slices(reader, value.shape, starts, slice_sizes)
+    return reader.structural(lambda ids: ids[slices], value)
+
+
+def _slices(
+    reader: Reader, shape: Sequence[int], starts: Sequence[Any], sizes: Sequence[int]
+) -> tuple[slice, ...]:
     numbers = [known(start) for start in starts]
     if any(number is None for number in numbers):
         reader.graph.refuse(
             "this takes a slice of a state whose start is not known when the step is read",
             "a start that is a plain number, or positions: jnp.take(h, start + jnp.arange(n), 1)",
         )
-    slices = [
+    return tuple(
         slice(at := int(np.clip(number or 0, 0, n - size)), at + size)
-        for number, size, n in zip(numbers, slice_sizes, value.shape, strict=True)
-    ]
-    return reader.structural(lambda ids: ids[tuple(slices)], value)
+        for number, size, n in zip(numbers, sizes, shape, strict=True)
+    )
 
 
 def _structural(name: str) -> read.Rule:
@@ -156,12 +213,14 @@ TABLE: dict[str, read.Rule] = {
     **OPS,
     **{name: _structural(name) for name in STRUCTURAL},
     "abs": row("rising_abs"),
+    "argmax": _argmax,
     "clamp": lambda reader, low, v, high, **_: reader.bounded(v, low, high),
     "convert_element_type": row("convert"),
     "cumsum": lambda reader, v, axis, reverse, **_: reader.cumsum(v, axis, reverse),
     "custom_jvp_call": _custom_jvp,
     "dot_general": _dot_general,
     "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _update_slice,
     "erfc": row("erfc"),
     "gather": _gather,
     "exp2": lambda reader, v, **_: reader.power(2.0, v),
@@ -174,6 +233,9 @@ TABLE: dict[str, read.Rule] = {
     "reduce_max": lambda reader, v, axes, **_: reader.max(v, axes),
     "reduce_min": lambda reader, v, axes, **_: reader.min(v, axes),
     "reduce_sum": lambda reader, v, axes, **_: reader.sum(v, axes),
+    "scatter": _scatter,
+    "scatter-add": functools.partial(_scatter, op="add"),
+    "scatter-mul": functools.partial(_scatter, op="mul"),
     "select_n": _select_n,
 }
 
@@ -185,6 +247,10 @@ class Reader(read.Reader):
 
     def __init__(self, body: Any, axis: int | None) -> None:
         super().__init__(body, Arrays, axis, body.dtype)
+
+    def _check(self, v: Variable) -> None:
+        if v.equation is None or v.equation.name != "argmax":  # a choice among conditions
+            super()._check(v)
 
     def differs(self, v: Variable) -> bool:
         axis, equation = self.axis, v.equation
