@@ -34,7 +34,7 @@ CALLS = {
 }  # fmt: skip
 
 
-MOST = 256  # equations of a loop within a step that are put in its place
+MOST = 128  # equations of a loop within a step that are put in its place
 
 
 def place(eqn: Any) -> str:
@@ -73,7 +73,7 @@ def inlined(
     Args:
         caller: the equation that calls the function of JAX that the jaxpr is in, if one does.
 
-    Those that follow from variables of kind S are of that kind, too.
+    Results are of the kind of the operands, F, X or S.
     """
 
     def of(atom: Any) -> Variable:
@@ -86,7 +86,7 @@ def inlined(
     for eqn in jaxpr.eqns:
         operands = [of(atom) for atom in eqn.invars]
         name = eqn.primitive.name
-        kind = "S" if any(v.kind == "S" for v in operands) else "F"
+        kind = max((v.kind for v in operands), key="FXS".index, default="F")
         if name in CALLS or (closed := _taken(eqn, operands, kind)) is not None:
             closed = eqn.params[CALLS[name]] if name in CALLS else closed
             operands = operands[name == "cond" :]
@@ -110,7 +110,7 @@ def inlined(
 
 def _taken(eqn: Any, operands: Sequence[Variable], kind: str) -> Any:
     """The jaxpr that stands for the one branch that a step takes, or for the few turns of a loop
-    that a state enters; None for others.
+    that a state enters; None for others. A loop over a part of x is none of a few turns.
     """
     params = eqn.params
     if eqn.primitive.name == "cond" and operands[0].number is not None:
@@ -119,7 +119,8 @@ def _taken(eqn: Any, operands: Sequence[Variable], kind: str) -> Any:
         return None
     closed, split = params["jaxpr"], params["num_consts"]
     end, turns = split + params["num_carry"], range(params["length"])
-    if len(turns) * len(closed.eqns) > MOST:
+    series_of_x = any(v.kind == "X" for v in operands[end:])
+    if series_of_x or len(turns) * len(closed.eqns) > MOST:
         return None
 
     def unrolled(*flat: Array) -> list[Array]:

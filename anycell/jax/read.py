@@ -30,7 +30,7 @@ from anycell.jax.equations import (
 )
 from anycell.jax.primitive import planned, recurrence
 from anycell.jax.table import Reader
-from anycell.plan import Layer, Plan
+from anycell.plan import Plan
 from anycell.read import Equation, Reading, Refused, Values, Variable
 
 Array = Any
@@ -64,8 +64,8 @@ class Body(read.Body):
         variables = dict(zip(jaxpr.invars, arguments, strict=True))
         for v, array in zip(jaxpr.constvars, closed.consts, strict=True):
             variables[v] = variable(v.aval, constant=array)
-        for v in arguments[consts:][:carries]:
-            v.kind = "S"
+        for k, v in enumerate(arguments[consts:]):
+            v.kind = "S" if k < carries else "X"
         results = inlined(jaxpr, variables, equations)
         super().__init__(
             arguments[:consts], arguments[consts + carries :], arguments[consts:][:carries],
@@ -133,9 +133,7 @@ class Body(read.Body):
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan of the cell, which says what runs it."""
-        reading = self.reading
-        sizes = ("H", reading.size), *reading.sizes.items()
-        return planned(Layer(reading.cell, sizes), self.dtype).plan
+        return planned(self.reading.layer, self.dtype).plan
 
     def _read(self, name: str, names: Sequence[str]) -> Reading:
         refusals: list[Refused] = []

@@ -20,7 +20,7 @@ from anycell.read import Equation, Values, Variable, known, row
 # What to write in place of operations that people use in cells.
 INSTEAD = {
     "while": "operations without a loop within the step",
-    "scan": "a loop of fewer turns, or their steps one after the other",
+    "scan": "a loop of few turns, or its steps one after the other",
     "cond": "jnp.where(condition, a, b)",
     "sort": "a cell without sorting",
     "rem": "a counter of whole numbers, which no state of floats enters",

@@ -499,8 +499,7 @@ class OfCell(DropIn, keras.layers.RNN):
         backend = keras.backend.backend()
         if isinstance(step, str):
             return Facts(None, backend, gpu, obstacle=step, traced=traced)
-        sizes = {**step.reading.sizes, "H": step.reading.size}
-        layer = Layer(step.reading.cell, tuple(sizes.items()), dtype=self.cell.compute_dtype)
+        layer = step.reading.layer._replace(dtype=self.cell.compute_dtype)
         return Facts(layer, backend, gpu, drop_in=True, traced=traced or reading.unreadable())
 
     def inner_loop(

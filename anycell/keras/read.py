@@ -44,7 +44,7 @@ def _structural(reader: Reader, *arguments: Any, **options: Any) -> Any:
     places = [v for v in reader.equation.operands if not (v.floating or v.boolean)]
     if any(v.kind != "F" for v in places):
         reader.graph.refuse("this takes positions or sizes from x or from a state")
-    return reader.structural(reader.equation.source, *arguments, **options)
+    return reader.moved(*arguments, **options)
 
 
 def _reduced(name: str) -> Rule:

@@ -19,8 +19,7 @@ from anycell.keras.reading import MOST, LoopCall, LoopOptions, masked, over_time
 from anycell.keras.rule import planned
 from anycell.keras.tensorflow import recur, watched
 from anycell.layer.sequences import besides_output, by_name
-from anycell.layer.signature import state_names
-from anycell.plan import Engine, Layer, Options, Sizes
+from anycell.plan import Engine, Options
 from anycell.read import Reading, Variable
 
 
@@ -130,14 +129,10 @@ class Step:
     functions: dict[Any, Any] = field(default_factory=dict)
 
     @property
-    def _sizes(self) -> Sizes:
-        return ("H", self.reading.size), *self.reading.sizes.items()
-
-    @property
     def engine(self) -> Engine:
         """The engine that runs the cell that was read, and why."""
         dtype = self.traced.dtypes[self.traced.states[0]].name
-        chosen = planned(Layer(self.reading.cell, self._sizes, dtype=dtype))
+        chosen = planned(self.reading.layer._replace(dtype=dtype))
         if isinstance(chosen, str):
             return Engine("composite", chosen)
         return Engine("cpu", f"read as it is written; {chosen.reason}")
@@ -173,15 +168,15 @@ class Step:
         """
         traced, reading = self.traced, self.reading
         run = Run(traced, x, dict(zip(traced.others, others, strict=True)), more)
-        arrays = self._arrays(run, states)
+        arrays = reading.arrays_of(run, states)
         if mask is not None:
             arrays["mask"] = mask & arrays["mask"] if "mask" in arrays else mask
         wanted = [self.of_state] * sequences if self.of_state is not None else traced.body.seen()
         names = [name for k in wanted for name in reading.names_of(k)]
         first, *_ = every = reading.cell.state_names
-        layer = Layer(
-            reading.cell, self._sizes, Options((reverse,)).unread(),
-            sequences=besides_output(names, reading.cell), outputs=first in names, engine=engine,
+        layer = reading.layer._replace(
+            options=Options((reverse,)).unread(), sequences=besides_output(names, reading.cell),
+            outputs=first in names, engine=engine,
         )  # fmt: skip
         plain = {n: plain_of(t) for n, t in arrays.items() if n.startswith("weight_")}
         plain = {name: tensor for name, tensor in plain.items() if tensor is not None}
@@ -192,16 +187,6 @@ class Step:
         if self.of_state is not None:
             return known.get(traced.output), final
         return run.after(traced.output, known), final
-
-    def _arrays(self, run: Run, states: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors of the layer, see ``keras.call.Arrays``."""
-        named = self.reading.call(run, states)
-        arrays = named.pop("weights")
-        arrays["x"] = named["gates"] if named["x"] is None else named["x"]
-        for kind in ("state", "reset_state"):
-            names, values = state_names(kind, self.reading.cell), named.get(kind, ())
-            arrays |= zip(names, values, strict=bool(values))
-        return arrays | {name: named[name] for name in OF_SEQUENCE if name in named}
 
 
 def plain_of(weight: Tensor) -> Tensor | None:
@@ -221,9 +206,6 @@ def plain_of(weight: Tensor) -> Tensor | None:
         if tf.get_static_value(axis) == rank - 2 and all(part is not None for part in plain):
             return tf.concat(plain, rank - 1)
     return None
-
-
-OF_SEQUENCE = "static", "mask", "resets"
 
 
 def loop(step: Step, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from anycell.layer.checks import describe, refuse
-from anycell.layer.primitive import arguments
+from anycell.layer.sequences import besides_output, by_name
 from anycell.numpy import passes, threads
-from anycell.numpy.check import STRICT
 from anycell.numpy.read import Read, Traced, execute, read_step, start
-from anycell.plan import Layer, Options, plan
+from anycell.plan import Options, plan
 from anycell.plan.dtype import dtypes
-from anycell.read import Reading, Refused, Values, Variable, definition, mapped, trees
+from anycell.read import STATES, Reading, Refused, Values, Variable, definition, mapped, trees
 from anycell.read.proof import STEPS, difference, starts
 
 Tree = Any  # an array, or a tuple, list or dict of trees
@@ -260,27 +259,21 @@ def _recurrence(
     reading: Reading, run: _Run, first: Sequence[Any], wanted: Sequence[int], engine: str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sequences of the wanted states, and all final states, by the cell's names."""
-    cell, call = reading.cell, reading.call(run, first)
-    learned = call["weights"]
-    series = call["gates"] if call["x"] is None else call["x"]
-    series = np.ascontiguousarray(series, run.dtype)
-    learned = {name: np.ascontiguousarray(a, run.dtype) for name, a in learned.items()}
-    static = call.get("static")
-    state = tuple(np.ascontiguousarray(s) for s in call["state"])
-    arrays, sizes = arguments(
-        STRICT, cell, series, learned, run.rows, series, state, call.get("reset_state"), static,
-        None,
-    )  # fmt: skip
-    names = tuple(n for k in wanted for n in reading.names_of(k))
-    others = tuple(dict.fromkeys(n for n in names if n != cell.state_names[0]))
-    chosen = plan(cell, sizes["H"], run.dtype.name, engine, sizes)
-    options = Options(threads=threads.current()).unread()
-    flags: dict[str, Any] = {name: call[name] for name in ("mask", "resets") if name in call}
-    how: dict[str, Any] = {"options": options, "sequences": others, "plan": chosen}
-    layer = Layer(cell, tuple(sizes.items()), **how)
-    output, finals, more, _ = passes.run(layer, {"x": series, **arrays, **learned, **flags})
-    sequences = {cell.state_names[0]: output, **dict(zip(others, more, strict=True))}
-    return sequences, dict(zip(cell.state_names, [f[0] for f in finals], strict=True))
+    cell = reading.cell
+    arrays = {
+        name: array if array.dtype == bool else np.ascontiguousarray(array, run.dtype)
+        for name, array in reading.arrays_of(run, first).items()
+    }
+    arrays |= {name: array[None] for name, array in arrays.items() if name.startswith(STATES)}
+    names = [name for k in wanted for name in reading.names_of(k)]
+    layer = reading.layer._replace(
+        options=Options(threads=threads.current()).unread(),
+        sequences=besides_output(names, cell),
+        plan=plan(cell, reading.size, run.dtype.name, engine, reading.sizes),
+    )
+    output, finals, more, _ = passes.run(layer, arrays)
+    final = dict(zip(cell.state_names, [f[0] for f in finals], strict=True))
+    return by_name(names, cell, output, more), final
 
 
 __all__ = ["loop"]

@@ -235,10 +235,6 @@ class Read:
 # -- rules -----------------------------------------------------------------------------------------
 
 
-def _structural(reader: Reader, *arguments: Any, **options: Any) -> Any:
-    return reader.structural(reader.equation.source, *arguments, **options)
-
-
 def _reduced(name: str) -> Rule:
     def rule(
         reader: Reader, value: Any, axis: Any = None, *, keepdims: Any = False, ddof: float = 0,
@@ -276,7 +272,7 @@ def _einsum(reader: Reader, equation: str, *operands: Any, **_: Any) -> Any:
     return reader.einsum(equation, *operands)
 
 
-TABLE: dict[Any, Rule] = dict.fromkeys(STRUCTURAL, _structural) | {
+TABLE: dict[Any, Rule] = dict.fromkeys(STRUCTURAL, read.Reader.moved) | {
     np.add: "add", np.subtract: "sub", np.multiply: "mul", np.divide: "div", np.negative: "neg",
     np.positive: "identity", np.exp: "exp", np.log: "log", np.log1p: "log1p", np.expm1: "expm1",
     np.sqrt: "sqrt", np.absolute: "abs", np.sign: "sign", np.square: "square", np.sin: "sin",

@@ -403,6 +403,10 @@ class Reader(Functions):
 
         return self.graph.structural(run, *operands)
 
+    def moved(self, *arguments: Any, **options: Any) -> Any:
+        """The result of the equation, if its own function only moves numbers."""
+        return self.structural(self.equation.source, *arguments, **options)
+
     def packed(self, ids: Array) -> Array:
         """Units as the framework's functions take them."""
         return ids

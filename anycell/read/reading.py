@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 
 from anycell import lang
+from anycell.layer.signature import state_names
+from anycell.plan import Layer
 from anycell.plan.call import HELD
 from anycell.read.affine import Affine, Constant, Matrix
 from anycell.read.arrays import neighbours
 from anycell.read.units import Run, Source
+
+STATES = "state", "reset_state"  # as the names of states in a call begin
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +89,22 @@ class Reading:
     shapes: tuple[tuple[int, ...], ...]
     boolean: tuple[bool, ...]
 
+    @functools.cached_property
+    def layer(self) -> Layer:
+        """The layer of the cell."""
+        return Layer(self.cell, (("H", self.size), *self.sizes.items()))
+
     # -- the arrays of a call --------------------------------------------------------------------
+    def arrays_of(self, run: Run, first: Sequence[Any]) -> dict[str, Any]:
+        """The arrays of the layer, by name, of ``call``."""
+        named = self.call(run, first)
+        x, gates, arrays = named.pop("x"), named.pop("gates", None), named.pop("weights")
+        for kind in STATES:
+            states = named.pop(kind, ())
+            arrays |= zip(state_names(kind, self.cell), states, strict=bool(states))
+        arrays |= {name: array for name, array in named.items() if name not in HELD}
+        return arrays | {"x": x if gates is None else gates}
+
     def call(self, run: Run, first: Sequence[Any]) -> dict[str, Any]:
         """The arguments of ``recurrence`` besides the cell.
 

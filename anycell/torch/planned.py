@@ -17,7 +17,7 @@ from anycell.layer.sequences import besides_output
 from anycell.layer.signature import state_names
 from anycell.plan import Engine, Layer, Options
 from anycell.plan.layer import register
-from anycell.read import Refused, Value, Variable
+from anycell.read import STATES, Refused, Value, Variable
 from anycell.recent import add_recent
 from anycell.torch.functional import engine_of, fused_plan, run_layer
 from anycell.torch.read import Reader
@@ -94,8 +94,7 @@ class ReadStep:
     @property
     def layer(self) -> Layer:
         """The layer of its cell."""
-        reading, dtype = self.reading, str(self.recording.dtype).removeprefix("torch.")
-        return Layer(reading.cell, (("H", reading.size), *reading.sizes.items()), dtype=dtype)
+        return self.reading.layer._replace(dtype=str(self.recording.dtype).removeprefix("torch."))
 
     # -- a call ----------------------------------------------------------------------------------
     def run(
@@ -189,9 +188,7 @@ class ReadStep:
         reading, mask = self.reading, call.mask
         loose = self.loose if mask is None else ()
         first = [call.state[k].detach() if k in loose else call.state[k] for k in self.moving]
-        named = reading.call(run, first)
-        gates, weights = named.pop("gates", None), named.pop("weights")
-        named["x"] = named["x"] if gates is None else gates
+        named = reading.arrays_of(run, first)
         inner = named.pop("mask", None)  # the step's own
         if mask is not None or inner is not None:
             both = [flags for flags in (mask, inner) if flags is not None]
@@ -199,13 +196,9 @@ class ReadStep:
         if call.resets is not None:
             named["resets"] = call.resets
             if call.restored is not None:
-                restored = [call.restored[k] for k in self.moving]
-                named["reset_state"] = tuple(reading.start(run, restored))
-        for kind in ("state", "reset_state"):
-            states = named.pop(kind, ())
-            names = state_names(kind, reading.cell)
-            named |= {n: s.unsqueeze(0) for n, s in zip(names, states, strict=bool(states))}
-        return {n: t for n, t in named.items() if isinstance(t, Tensor)} | weights
+                restored = reading.start(run, [call.restored[k] for k in self.moving])
+                named |= zip(state_names("reset_state", reading.cell), restored, strict=True)
+        return {n: t.unsqueeze(0) if n.startswith(STATES) else t for n, t in named.items()}
 
     def _recur(
         self, call: Steps, arrays: Mapping[str, Tensor], engine: str | None = None

@@ -43,10 +43,6 @@ class Arrays(read.Arrays):
 # -- rules -----------------------------------------------------------------------------------------
 
 
-def _structural(reader: Reader, *arguments: Any, **options: Any) -> Any:
-    return reader.structural(reader.equation.source, *arguments, **options)
-
-
 def _divide(reader: Reader, a: Any, b: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode is not None:
         reader.graph.refuse("this is a division that rounds", "a division without rounding_mode")
@@ -178,7 +174,7 @@ _STRUCTURAL = (
     A._reshape_alias, A.diagonal, A.repeat_interleave, A.as_strided, A.cat, A.stack,
     A.slice_scatter, A.select_scatter,
 )  # fmt: skip
-TABLE |= dict.fromkeys(_STRUCTURAL, _structural)
+TABLE |= dict.fromkeys(_STRUCTURAL, read.Reader.moved)
 TABLE |= dict.fromkeys((A.clone, A.alias, A.lift_fresh, A.contiguous), row("identity"))
 TABLE |= {
     A.sigmoid: "sigmoid", A.tanh: "tanh", A.relu: "relu", A.exp: "exp", A.log: "log",
