@@ -134,7 +134,8 @@ class Explained:
         """
         shown: dict[str, Any] = {"batch": batch, "backward": backward, "llvm": llvm}
         shown |= {"assembly": assembly, "triton": triton}
-        return about_layer(self._about(), self.engine, self._layer(), **shown)
+        text = getattr(self, "text", None)  # of a cell that was read
+        return about_layer(self._about(), self.engine, self._layer(), text, **shown)
 
 
 def about_layer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -15,13 +14,12 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from anycell.keras.call import Arrays, Result, Tensor, lowered
 from anycell.keras.reading import CellStep, LoopCall, masked, over_time
 from anycell.plan import Layer
-from anycell.read import Reading
+from anycell.read import Reading, places
 from anycell.torch import functional
 from anycell.torch.around import Surroundings
 from anycell.torch.loops import obstacle
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of
-from anycell.torch.record import SKIPPED
 from anycell.torch.stepwise import Steps
 
 
@@ -39,7 +37,7 @@ def run(layer: Layer, arrays: Arrays) -> Result:
 
 _LEAF = pytree.tree_structure(0)
 _ROWS = 4  # of the call that is read
-SKIPPED.append(str(Path(keras.__file__).parent))
+places.skip(keras)
 
 
 @dataclass(frozen=True, eq=False)

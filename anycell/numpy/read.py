@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +22,11 @@ from anycell.read import (
     Variable,
     leaves,
     mapped,
+    places,
     row,
 )
 
-PACKAGE = str(Path(__file__).parent.parent)
+places.skip(np)
 
 
 class Arrays(read.Arrays):
@@ -171,19 +170,8 @@ class Traced(NDArrayOperatorsMixin):
         _refuse(f"a conversion from {self.dtype} to {np.dtype(dtype)}")
 
 
-def place() -> str:
-    """The user's file and line that is being run."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(PACKAGE) and "numpy" not in Path(file).parts:
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
-
-
 def _refuse(problem: str, instead: str = "the same in functions of NumPy") -> Any:
-    raise Refused(f"this step has {problem}", instead, place())
+    raise Refused(f"this step has {problem}", instead, places.here())
 
 
 def _record(function: Any, args: Any, kwargs: Any) -> Any:
@@ -211,7 +199,7 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     arguments, options = mapped(converted, (tuple(args), kwargs))
     results = list(map(_variable, parts))
     recording.equations.append(
-        Equation(function, arguments, options, results, place(), name, function)
+        Equation(function, arguments, options, results, places.here(), name, function)
     )
     made = [Traced(recording, v, part) for v, part in zip(results, parts, strict=True)]
     return made if several else made[0]

@@ -256,10 +256,10 @@ class _Printer:
         if spread is not None and spread.sort == "reduction":
             operand = self.of(spread.operands[0].reshape(-1))
             return self._sized(getattr(lang, spread.op)(operand, groups=spread.size), size)
-        source = graph.owner(int(units[0]))
-        at = units - source.start
-        if at.min() < 0 or at.max() >= source.size:
+        known = graph.whole(units)
+        if known is None:
             raise Refused(JOINED)
+        source, at = known
         if source.kind != "S":
             part = affine(graph, units)
             if part is not None:

@@ -19,9 +19,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from anycell.explanation import Explained, Explanation, about_layer, explain_read
+from anycell.explanation import Explained, explain_read
 from anycell.layer.checks import Layout, boolean, describe, integer, refuse
-from anycell.plan import Engine
+from anycell.plan import Engine, Layer
 from anycell.recent import add_recent
 from anycell.torch.arguments import TORCH
 from anycell.torch.around import Surroundings
@@ -251,15 +251,11 @@ class loop(Explained, nn.Module):
         plan = self._readings.last
         return None if isinstance(plan, str) else plan.reading.text
 
-    def explain(self, **options: Any) -> Explanation:
-        """Describes the latest call: the engine that ran it, and why; then the ``@cell`` that was
-        read. The arguments are as in ``anycell.explain``.
-        """
-        about, layer = (
-            f"loop({type(self.module).__name__})",
-            getattr(self._readings.last, "layer", None),
-        )
-        return about_layer(about, self.engine, layer, self.text, **options)
+    def _about(self) -> str:
+        return f"loop({type(self.module).__name__})"
+
+    def _layer(self) -> Layer | None:
+        return getattr(self._readings.last, "layer", None)
 
 
 def _swapped(tensor: Tensor, rows: int) -> Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anycell.layer.checks import describe
-from anycell.read import Refused, definition, mapped, proof
+from anycell.read import Refused, definition, mapped, places, proof
 from anycell.torch.around import Surroundings
 from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
-from anycell.torch.record import ROWS, A, _record, raised, record
+from anycell.torch.record import ROWS, A, _record, record
 from anycell.torch.stepwise import Step, Steps, stepwise
 
 
@@ -34,7 +34,7 @@ def plan_of(step: Step, around: Surroundings, call: Steps) -> ReadStep | str:
     except Refused as refusal:
         return str(refusal.at(_place(around.step)))
     except Exception as error:  # whatever a step does under a recording that it does not do alone
-        where = raised(error)
+        where = f"{places.raised(error)}: ".removeprefix(": ")
         if "autograd.Function" in str(error) or "custom_function_call" in str(error):
             return (
                 f"{where}this calls a torch.autograd.Function, whose derivative only it knows. "
@@ -193,9 +193,7 @@ def _sample(call: Steps, rows: int, seed: int) -> tuple[list[Tensor], list[Tenso
             numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
             return numbers.to(device, tensor.dtype)
         tensor = tensor.detach()
-        return (
-            tensor[torch.arange(rows, device=device) % len(tensor)] if batched else tensor.clone()
-        )
+        return _of_rows(tensor, rows) if batched else tensor.clone()
 
     # A state without rows keeps its shape: the step must return it as it was.
     states = [like(t, call.has_rows(t, 0)) for t in call.state]
@@ -233,7 +231,7 @@ def _compared(
         constant = not now.requires_grad and any(holder is other for other in buffers)
         tensor.requires_grad_(tensor.is_floating_point() and not constant)
     for x in call.xs:
-        x = x.detach()[torch.arange(proof.STEPS, device=x.device) % len(x)]
+        x = _of_rows(x.detach(), proof.STEPS)
         x = x[:, :rows] if call.has_rows(x, 1) else x
         if x.is_floating_point():
             generator = torch.Generator().manual_seed(7)
@@ -291,11 +289,8 @@ def _started(like: Tensor, number: Any, call: Steps, rows: int, dtype: torch.dty
     if like.is_floating_point() or like.dtype is torch.bool:
         state = torch.as_tensor(number, device=like.device).to(dtype)
         return state.requires_grad_(state.is_floating_point())
-    return (
-        like.detach()[: rows if call.has_rows(like, 0) else None].clone()
-        if like.dim()
-        else like.detach().clone()
-    )
+    kept = like.detach()
+    return (kept[:rows] if call.has_rows(like, 0) else kept).clone()
 
 
 def _results(results: Any, leaves: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
