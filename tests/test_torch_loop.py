@@ -911,6 +911,8 @@ def test_layers_in_one_tensor_of_states(fused: bool) -> None:
     for _ in range(3):
         alike(results(layer, module, x, state), results(by_hand(module), module, x, state))
     assert layer.engine.name == ("cpu" if fused else "torch"), layer.engine.reason
+    one, start = inputs_of(module, rows=1)
+    check_trees(layer(one, start), by_hand(module)(one, start))
     short, end = layer(x, state, lengths=[2] * B)
     check_trees((short[:2], end), by_hand(module)(x[:2], state))
     resets = torch.zeros(T, B, dtype=torch.bool)

@@ -256,9 +256,11 @@ def _compared(
             else:
                 with around.swapped(tensors), _Casts(own, dtype):
                     expected = _results(stepwise(step, trial), leaves)
-        # The derivative of torch's hardsigmoid is rounded to float32.
+        # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
         rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
-        name = "float32" if rounded else str(dtype).removeprefix("torch.")
+        name = (
+            "float32" if rounded and own is not torch.float64 else str(dtype).removeprefix("torch.")
+        )
         reason = proof.difference(expected, mine, name, start)
         if reason is not None:
             return reason
