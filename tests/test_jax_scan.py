@@ -638,7 +638,9 @@ REFUSED = {
     "picks units of a state at positions that change": lambda h, x: (
         jnp.take_along_axis(h, (x[:, :1] > 0).astype(int), 1) + h
     ),
-    "start is not known": lambda h, x: h + lax.dynamic_slice_in_dim(h, (x[0, 0] > 0) * 1, 1, 1),
+    "this takes or changes units of a state": lambda h, x: (
+        h + lax.dynamic_slice_in_dim(h, (x[0, 0] > 0) * 1, 1, 1)
+    ),
     "positions that are not known": lambda h, x: h.at[:, (x[0, 0] > 0).astype(int)].set(0.0),
     "add at several positions": lambda h, x: h.at[:, jnp.arange(2) * 0].add(1.0),
     "the place of a largest number": lambda h, x: h * jnp.argmax(h, -1)[:, None],

@@ -14,8 +14,8 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from anycell import read
-from anycell.jax.equations import OPS, PACKAGE, execute, origin
-from anycell.read import Equation, Values, Variable, known, row
+from anycell.jax.equations import OPS, PACKAGE, evaluated, execute, origin
+from anycell.read import Equation, Values, Variable, row
 
 # What to write in place of operations that people use in cells.
 INSTEAD = {
@@ -58,42 +58,48 @@ def _argmax(reader: Reader, _: Any, **__: Any) -> Any:
     return tuple(map(reader.operand, made.operands))
 
 
-def _scatter(reader: Reader, value: Any, _: Any, more: Any, op: str = "", **params: Any) -> Any:
-    """Units in the places of others, which are known when the step is read."""
-    index = reader.equation.arguments[1]
+def _placed(reader: Reader, *operands: Any, function: Any = None, **_: Any) -> Any:
+    """Units that JAX's own function moves, on their positions, to places that are known."""
+    function = function or functools.partial(_alone, reader.equation.source)
+    numbers = Values({}, execute)
+    pairs = list(zip(reader.equation.arguments, operands, strict=True))
+    values = [o for v, o in pairs if v.floating or v.boolean]
+    sizes = [math.prod(value.shape) for value in values]
+    positions = iter(np.split(np.arange(sum(sizes), dtype=np.int32), np.cumsum(sizes)[:-1]))
     with jax.ensure_compile_time_eval():
         try:
-            places = Values({}, execute)[index]
+            at = function(*[
+                next(positions).reshape(v.shape) if v.floating or v.boolean else numbers[v]
+                for v, _ in pairs
+            ])  # fmt: skip
         except KeyError:
             reader.graph.refuse(
-                "this changes units of a state at positions that are not known when the step is "
-                "read", "positions that are plain numbers, or jnp.where",
+                "this takes or changes units of a state at positions that are not known when the "
+                "step is read", "positions that are plain numbers, or jnp.where",
             )  # fmt: skip
-        if op and not (params["unique_indices"] and isinstance(value, read.Value)):
+        places = np.asarray(at)
+    return reader.structural(
+        lambda *ids: np.concatenate([each.reshape(-1) for each in ids])[places], *values
+    )
+
+
+def _alone(eqn: Any, *arrays: Any) -> Any:
+    return evaluated(eqn, arrays)[0]
+
+
+def _combined(op: str) -> read.Rule:
+    """``at[].add`` and its like, as an operation on all units."""
+
+    def rule(reader: Reader, value: Any, index: Any, more: Any, **params: Any) -> Any:
+        if not params["unique_indices"] or not isinstance(value, read.Value):
             reader.graph.refuse(f"this is an {op} at several positions", "jnp.where")
-        numbers = params["dimension_numbers"]
-        sizes = [math.prod(v.shape) for v in (value, more)]
-        old, new = np.split(np.arange(sum(sizes)), sizes[:1])
-        old, new = old.reshape(value.shape), new.reshape(more.shape)
-        at = np.asarray(jax.lax.scatter(old, places, new, numbers, mode=params["mode"]))
-    into = value
-    if op:
         plain = reader.filled(value.shape, float(op == "mul"))
         into = reader.graph.outside(plain, value.shape, reader.graph.view(value)[0])
-    moved = reader.structural(
-        lambda a, b: np.concatenate([a.reshape(-1), b.reshape(-1)])[at], into, more
-    )
-    return reader.op(op, value, moved) if op else moved
+        options = {name: params[name] for name in ("dimension_numbers", "mode")}
+        function = functools.partial(jax.lax.scatter, **options)
+        return reader.op(op, value, _placed(reader, into, index, more, function=function))
 
-
-def _update_slice(reader: Reader, value: Any, more: Any, *starts: Any, **_: Any) -> Any:
-    def run(ids: Any, new: Any) -> Any:
-        ids = np.array(ids)
-        ids[slices] = new
-        return ids
-
-    slices = _slices(reader, value.shape, starts, more.shape)
-    return reader.structural(run, value, more)
+    return rule
 
 
 def _custom_jvp(reader: Reader, *operands: Any, call_jaxpr: Any, **_: Any) -> Any:
@@ -162,26 +168,6 @@ def _gather(
     return read.Value(ids.transpose(np.argsort([*new, *names.offset_dims])))
 
 
-def _dynamic_slice(reader: Reader, value: Any, *starts: Any, slice_sizes: Any, **_: Any) -> Any:
-    slices = _slices(reader, value.shape, starts, slice_sizes)
-    return reader.structural(lambda ids: ids[slices], value)
-
-
-def _slices(
-    reader: Reader, shape: Sequence[int], starts: Sequence[Any], sizes: Sequence[int]
-) -> tuple[slice, ...]:
-    numbers = [known(start) for start in starts]
-    if any(number is None for number in numbers):
-        reader.graph.refuse(
-            "this takes a slice of a state whose start is not known when the step is read",
-            "a start that is a plain number, or positions: jnp.take(h, start + jnp.arange(n), 1)",
-        )
-    return tuple(
-        slice(at := int(np.clip(number or 0, 0, n - size)), at + size)
-        for number, size, n in zip(numbers, sizes, shape, strict=True)
-    )
-
-
 def _structural(name: str) -> read.Rule:
     def rule(reader: Reader, *operands: Any, **params: Any) -> Any:
         return reader.structural(functools.partial(STRUCTURAL[name], params), *operands)
@@ -219,8 +205,8 @@ TABLE: dict[str, read.Rule] = {
     "cumsum": lambda reader, v, axis, reverse, **_: reader.cumsum(v, axis, reverse),
     "custom_jvp_call": _custom_jvp,
     "dot_general": _dot_general,
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _update_slice,
+    "dynamic_slice": _placed,
+    "dynamic_update_slice": _placed,
     "erfc": row("erfc"),
     "gather": _gather,
     "exp2": lambda reader, v, **_: reader.power(2.0, v),
@@ -233,9 +219,9 @@ TABLE: dict[str, read.Rule] = {
     "reduce_max": lambda reader, v, axes, **_: reader.max(v, axes),
     "reduce_min": lambda reader, v, axes, **_: reader.min(v, axes),
     "reduce_sum": lambda reader, v, axes, **_: reader.sum(v, axes),
-    "scatter": _scatter,
-    "scatter-add": functools.partial(_scatter, op="add"),
-    "scatter-mul": functools.partial(_scatter, op="mul"),
+    "scatter": _placed,
+    "scatter-add": _combined("add"),
+    "scatter-mul": _combined("mul"),
     "select_n": _select_n,
 }
 

@@ -61,7 +61,7 @@ class Product:
 
     @property
     def names(self) -> list[str]:
-        """What the outputs are called."""
+        """The outputs' names."""
         several = len(self.outputs) > 1
         return [f"{self.name}_{k}" * several or self.name for k in range(len(self.outputs))]
 

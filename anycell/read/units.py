@@ -306,8 +306,6 @@ class Graph:
             own = np.expand_dims(own, batch)
         ids = np.broadcast_to(own, shape)
         if axis is not None:
-            if shape[axis] != self.rows:  # joined with states along the axis of the batch
-                self.refuse("a value joined with a state has no axis of the batch")
             rows = np.arange(self.rows, dtype=np.int64) << ROW
             ids = ids + rows.reshape(-1, *[1] * (len(shape) - axis - 1))
         return Value(ids, outer.boolean)
@@ -521,8 +519,8 @@ class Graph:
     def _rows(
         self, value: Value, axes: tuple[int, ...], problem: str, instead: str
     ) -> tuple[int | None, tuple[int, ...], np.ndarray]:
-        """What is combined along axes: the axis of the batch among those that are left, the shape
-        of the other ones, and the units of each result ``[results, n]``.
+        """The axis of the batch among those that are left beside ``axes``, the shape of the other
+        ones, and the units that each result combines, ``[results, n]``.
         """
         free = [i for i in range(len(value.shape)) if i not in axes]
         lead = [value.shape[i] for i in free]

@@ -57,7 +57,7 @@ class Surroundings:
 
     @property
     def title(self) -> str:
-        """What the step is called."""
+        """The name of the step."""
         module = isinstance(self.step, nn.Module)
         title: str = getattr(type(self.step) if module else self.step, "__name__", "")
         return title or type(self.step).__name__

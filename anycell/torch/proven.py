@@ -273,8 +273,7 @@ class _Casts(TorchFunctionMode):
     def __init__(self, own: torch.dtype, dtype: torch.dtype) -> None:
         super().__init__()
         self.other = {own: dtype}
-        method = {"float32": "float", "float16": "half"}.get(str(own).partition(".")[2])
-        self.casts = getattr(Tensor, method) if method else None
+        self.casts = {torch.float32: Tensor.float, torch.float16: Tensor.half}.get(own)
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

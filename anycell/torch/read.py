@@ -5,7 +5,6 @@ What the table lacks is decomposed by torch's own rules while it is recorded.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -74,25 +73,12 @@ def _softplus(reader: Reader, value: Any, beta: float = 1, threshold: float = 20
     return reader.where(reader.op("gt", reader.scaled(value, beta), threshold), value, made)
 
 
-def _pad(reader: Reader, value: Any, pads: Sequence[int], number: float = 0) -> Any:
+def _pad(reader: Reader, value: Any, pads: Sequence[int], number: float = 0) -> Value:
     """A value with units of one number before and after it; a negative count leaves some out."""
-    for axis, low, high in zip(
-        reversed(range(value.ids.ndim)), pads[::2], pads[1::2], strict=False
-    ):
-        kept = [max(0, -low), value.shape[axis] - max(0, -high)]
-        cut = [slice(*kept) if i == axis else slice(None) for i in range(value.ids.ndim)]
-        value = Value(value.ids[tuple(cut)], value.boolean)
-        sides = [
-            reader.filled([count if i == axis else n for i, n in enumerate(value.shape)], number)
-            for count in (low, high)
-        ]
-        parts = [part for part in (sides[0], value, sides[1]) if part.shape[axis] > 0]
-        value = reader.structural(functools.partial(_joined, axis), *parts)
-    return value
-
-
-def _joined(axis: int, *ids: Tensor) -> Tensor:
-    return torch.cat(ids, axis)
+    positions = torch.arange(value.ids.size).reshape(value.shape)
+    at, axis = A.constant_pad_nd(positions, pads, -1).numpy(), reader.graph.view(value)[0]
+    filled = reader.graph.outside(reader.filled(at.shape, float(number)), at.shape, axis)
+    return Value(np.where(at < 0, filled.ids, value.ids.reshape(-1)[at]), value.boolean)
 
 
 def _batch_norm(

@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
         named = {k: self._recorded(v) for k, v in kwargs.items()}
         places = _places(target)
         for other in [*self.tensors.values()]:
-            same = other is not target and _storage(other) == _storage(target)
+            same = other is not target and storage(other) == storage(target)
             if same and np.intersect1d(places, _places(other)).size:
                 self.stale.add(self.vars[id(other)])
         self.stale.discard(var)
@@ -233,7 +233,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
+    """The memory that a tensor lies in."""
     return tensor.untyped_storage()._cdata
 
 

@@ -61,7 +61,8 @@ class Steps(NamedTuple):
         """Returns what a reading depends on."""
         shape = self.shape_of_row
         return (
-            self.x_tree, self.state_tree, self.turned, self.batched, self.batched and self.rows == 1,
+            self.x_tree, self.state_tree, self.turned, self.batched,
+            self.batched and self.rows == 1,
             tuple([(shape(t, 1), t.dtype, t.device) for t in self.xs]),
             tuple([(shape(t, 0), t.dtype) for t in self.state]),
             tuple([(t.shape, t.dtype) for t in tensors]),
