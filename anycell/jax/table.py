@@ -60,7 +60,7 @@ def _argmax(reader: Reader, _: Any, **__: Any) -> Any:
 
 def _placed(reader: Reader, *operands: Any, function: Any = None, **_: Any) -> Any:
     """Units that JAX's own function moves, on their positions, to places that are known."""
-    function = function or functools.partial(_alone, reader.equation.source)
+    function = function or (lambda *arrays: evaluated(reader.equation.source, arrays)[0])
     numbers = Values({}, execute)
     pairs = list(zip(reader.equation.arguments, operands, strict=True))
     values = [o for v, o in pairs if v.floating or v.boolean]
@@ -81,10 +81,6 @@ def _placed(reader: Reader, *operands: Any, function: Any = None, **_: Any) -> A
     return reader.structural(
         lambda *ids: np.concatenate([each.reshape(-1) for each in ids])[places], *values
     )
-
-
-def _alone(eqn: Any, *arrays: Any) -> Any:
-    return evaluated(eqn, arrays)[0]
 
 
 def _combined(op: str) -> read.Rule:

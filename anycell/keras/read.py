@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -178,23 +179,20 @@ def _compared(step: Step) -> str | None:
     watched |= {f"initial state {k}": state for k, state in enumerate(states)}
     more = {"dtype": kind, "variable": variables.__getitem__}
     results = []
-    for run in (_by_steps, _by_reading):
+    runs: Sequence[Any] = _by_steps, functools.partial(Step.run, engine="reference")
+    for run in runs:
         with tf.GradientTape() as tape:
             tape.watch(list(watched.values()))
-            output, final = run(step, x, states, others, more)
+            output, final = run(step, x, states, others, **more)
         named = {"the output": output}
         named |= {f"final state {k}": state for k, state in enumerate(final)}
         arriving = np.random.default_rng(1)
         weights = [tf.constant(arriving.normal(size=r.shape), kind) for r in named.values()]
         grads = tape.gradient(list(named.values()), watched, weights, unconnected_gradients="zero")
         named |= {f"the gradient of {name}": grad for name, grad in grads.items()}
-        results.append({name: _numbers(value) for name, value in named.items()})
+        results.append({name: tf.convert_to_tensor(v).numpy() for name, v in named.items()})
     expected, found = results
     return difference(expected, found, "float64", "random states and states of zeros")
-
-
-def _numbers(value: Any) -> np.ndarray:
-    return np.asarray(tf.convert_to_tensor(value).numpy())
 
 
 def _sample(outer: Any, rng: np.random.Generator) -> Tensor:
@@ -214,7 +212,7 @@ def _sample(outer: Any, rng: np.random.Generator) -> Tensor:
     return value * (1.0 + 0.1 * noise[0]) + 0.02 * noise[1]
 
 
-def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, more: Any) -> Any:
+def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, **more: Any) -> Any:
     traced, outputs = step.traced, []
     once = World(traced, x.shape[1], {}, **more)
     for one in tf.unstack(x):
@@ -224,7 +222,3 @@ def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, more: An
         outputs.append(world.value(traced.output))
         states = [world.value(v) for v in traced.after]
     return tf.stack(outputs), states
-
-
-def _by_reading(step: Step, x: Tensor, states: list[Tensor], others: Any, more: Any) -> Any:
-    return step.run(x, states, others, engine="reference", **more)

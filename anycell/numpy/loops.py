@@ -83,7 +83,7 @@ class loop:
         self.text = self.reason = None
         try:
             call = _Call(self, x, state)
-            result = call.run()
+            result = call.results(call.read, call.xs, call.first)
         except Refused as error:
             self.reason = str(error.at(definition(self.step)))
             return self._loop(x, state)
@@ -217,7 +217,7 @@ class _Call:
             ]
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
-                mine = self._results(read, short, first, "reference")
+                mine = self.results(read, short, first, "reference")
             expected, read_ = (
                 {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
                 for results in (step, mine)
@@ -226,11 +226,8 @@ class _Call:
             if reason is not None:
                 raise Refused(reason)
 
-    def run(self) -> tuple[Tree, Tree]:
-        return self._results(self.read, self.xs, self.first, None)
-
-    def _results(
-        self, read: Read, xs: Sequence[Any], first: Sequence[Any], engine: str | None
+    def results(
+        self, read: Read, xs: Sequence[Any], first: Sequence[Any], engine: str | None = None
     ) -> tuple[Tree, Tree]:
         body, reading = read.recording, read.reading
         run = _Run(read, self.recording.arrays, xs, first)

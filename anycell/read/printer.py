@@ -22,7 +22,7 @@ from anycell.lang.declare import MOST
 from anycell.lang.expr import Expr, apply, const, listing
 from anycell.lang.text import from_text
 from anycell.read.affine import Affine, Constant, Matrix, affine
-from anycell.read.arrays import neighbours
+from anycell.read.arrays import merged, neighbours
 from anycell.read.reading import Flags, Piece, Reading
 from anycell.read.units import Graph, Refused, Source, Units, Value, occurrences
 
@@ -435,7 +435,10 @@ class _Printer:
         names = ", ".join(sorted(used & set(lang.__all__)))
         text = f"from anycell import {names}\n\n\n" + "\n".join(lines) + "\n"
         cell = from_text(text)
-        weights = {p.name: (p.heads, tuple(_blocks(p))) for p in self.products.values()}
+        weights = {
+            product.name: (product.heads, tuple(merged(product.blocks, Matrix.joined)))
+            for product in self.products.values()
+        }
         return Reading(
             text, cell, self.graph.arrays, size,
             {symbol[1:]: n for n, symbol in symbols.items() if symbol[1:].isalpha()},
@@ -518,15 +521,6 @@ def _renamed(operand: Any, renamed: Sequence[tuple[Source, Source]]) -> Any:
             inside = (operand >= old.start) & (operand < old.start + old.size)
             operand = np.where(inside, operand - old.start + new.start, operand)
     return operand
-
-
-def _blocks(product: Product) -> list[Matrix]:
-    """The matrices of the outputs, with neighbouring columns of one matrix as one."""
-    blocks: list[Matrix] = []
-    for matrix in product.blocks:
-        joined = blocks[-1].joined(matrix) if blocks else None
-        blocks[len(blocks) - (joined is not None) :] = [joined or matrix]
-    return blocks
 
 
 def _number(value: float) -> Expr:

@@ -14,7 +14,7 @@ from anycell.layer.signature import state_names
 from anycell.plan import Layer
 from anycell.plan.call import HELD
 from anycell.read.affine import Affine, Constant, Matrix
-from anycell.read.arrays import neighbours
+from anycell.read.arrays import merged, neighbours
 from anycell.read.units import Run, Source
 
 STATES = "state", "reset_state"  # as the names of states in a call begin
@@ -153,12 +153,7 @@ class Reading:
     @functools.cached_property
     def _merged(self) -> list[Affine]:
         """The gates, with neighbours that are columns of the same matrices as one."""
-        merged: list[Affine] = []
-        for part in self.gates:
-            last = merged[-1] if merged else None
-            joined = last and _merge(last, part)
-            merged[len(merged) - bool(joined) :] = [joined or part]
-        return merged
+        return merged(self.gates, _merge)
 
     def _input(self, run: Run, weights: dict[str, Any]) -> Any:
         """The input of the layer; adds the weights of its projection to ``weights``."""

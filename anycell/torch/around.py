@@ -58,9 +58,8 @@ class Surroundings:
     @property
     def title(self) -> str:
         """The name of the step."""
-        module = isinstance(self.step, nn.Module)
-        title: str = getattr(type(self.step) if module else self.step, "__name__", "")
-        return title or type(self.step).__name__
+        title: str = getattr(self.step, "__name__", type(self.step).__name__)
+        return title
 
     @property
     def fresh(self) -> bool:

@@ -185,14 +185,11 @@ class loop(Explained, nn.Module):
         reverse: bool = False,
     ) -> tuple[Any, Any]:
         """Returns the output and the final state; see the class."""
-        arguments = x, state, mask, lengths, resets, reset_state, reverse
         if compiled():  # the graph breaks here
-            return torch.compiler.disable(self._forward)(*arguments)
-        return self._forward(*arguments)
-
-    def _forward(
-        self, x: Any, state: Any, mask: Any, lengths: Any, resets: Any, restored: Any, reverse: Any
-    ) -> tuple[Any, Any]:
+            return torch.compiler.disable(self.forward)(
+                x, state, mask=mask, lengths=lengths, resets=resets, reset_state=reset_state,
+                reverse=reverse,
+            )  # fmt: skip
         first = self.batch_first
         call = _call(*_flat(x), state, first)
         turned = call.batched and first
@@ -203,8 +200,8 @@ class loop(Explained, nn.Module):
             layout = Layout(TORCH, like, len(like), call.rows, first, call.batched)
             flags = None if resets is None else layout.flags("resets", resets)
             call = call._replace(mask=layout.valid(mask, lengths), resets=flags)
-        if restored is not None:
-            call = call._replace(restored=_restored(restored, call))
+        if reset_state is not None:
+            call = call._replace(restored=_restored(reset_state, call))
         if reverse is not False:
             call = call._replace(reverse=boolean("reverse", reverse))
         around = Surroundings(self.module) if call.why else self._surroundings()
@@ -371,8 +368,18 @@ def scan(
         torch.Size([5, 2, 8])
     """
     if compiled():
-        return torch.compiler.disable(_scan)(step, init, xs, dim, reverse)
-    return _scan(step, init, xs, dim, reverse)
+        return torch.compiler.disable(scan)(step, init, xs, dim=dim, reverse=reverse)
+    scanned = _scanned(step, init, xs, dim, reverse)
+    if scanned is None:
+        return init, []
+    readings, *arguments = scanned
+    output, carry = readings.run(*arguments)
+    if dim:
+        dim %= pytree.tree_leaves(xs)[0].dim()
+        output = pytree.tree_map_only(
+            Tensor, lambda t: t.movedim(0, dim) if dim < t.dim() else t, output
+        )
+    return carry, output
 
 
 def explain_scan(
@@ -406,20 +413,6 @@ def explain_scan(
     if plan.engine.name not in ("cpu", "gpu"):
         return said(None, "", f"no kernel runs its cell: {plan.engine.reason}")
     return said(plan.reading, str(plan.recording.dtype).removeprefix("torch."))
-
-
-def _scan(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> tuple[Any, Any]:
-    scanned = _scanned(step, init, xs, dim, reverse)
-    if scanned is None:
-        return init, []
-    readings, *arguments = scanned
-    output, carry = readings.run(*arguments)
-    if dim:
-        dim %= pytree.tree_leaves(xs)[0].dim()
-        output = pytree.tree_map_only(
-            Tensor, lambda t: t.movedim(0, dim) if dim < t.dim() else t, output
-        )
-    return carry, output
 
 
 def _scanned(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> Any:
