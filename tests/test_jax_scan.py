@@ -644,6 +644,7 @@ REFUSED = {
     "positions that are not known": lambda h, x: h.at[:, (x[0, 0] > 0).astype(int)].set(0.0),
     "add at several positions": lambda h, x: h.at[:, jnp.arange(2) * 0].add(1.0),
     "the place of a largest number": lambda h, x: h * jnp.argmax(h, -1)[:, None],
+    "of a largest number": lambda h, x: h * jnp.argmax(jnp.stack([h > 0, x[:, :1] > h]), 0),
     "a loop of few turns": lambda h, x: lax.fori_loop(0, 300, lambda k, v: jnp.sin(v), h),
     "converted from float32 to bfloat16": lambda h, x: h.astype(jnp.bfloat16).astype(jnp.float32),
     "numbers of int32 from a state": lambda h, x: (h * 3).astype(int).astype(jnp.float32),

@@ -51,9 +51,10 @@ def _select_n(reader: Reader, condition: Any, *cases: Any, **_: Any) -> Any:
 
 def _argmax(reader: Reader, _: Any, **__: Any) -> Any:
     """The number of the first of several conditions, as ``jnp.select`` computes it."""
-    (stacked,) = reader.equation.operands
-    made = stacked.equation
-    if made is None or made.name != "stack" or not stacked.boolean or made.options["axis"]:
+    (stacked,), (place,) = reader.equation.operands, reader.equation.results
+    made, uses = stacked.equation, {e.name for e in reader.body.equations if place in e.operands}
+    stack = made is not None and made.name == "stack" and made.options["axis"] == 0
+    if made is None or not stack or not stacked.boolean or uses != {"select_n"}:
         reader.graph.refuse("this takes the place of a largest number", "jnp.where or jnp.select")
     return tuple(map(reader.operand, made.operands))
 
