@@ -19,7 +19,7 @@ from anycell.read.proof import STEPS, difference
 
 
 def read_step(
-    call: Callable[..., Any], structure: Any, x: Any, states: Sequence[Any], others: Sequence[Any]
+    call: Callable[..., Any], x: Any, states: Sequence[Any], others: Sequence[Any]
 ) -> Step | str:
     """Traces a step, reads it, and proves the reading; see ``keras.jax.read_step``.
 

@@ -133,7 +133,7 @@ def _read(cell: Any, training: bool, sort: Sort) -> Any:
             return f"{type(layer).__name__} is read once it is built"
     before, losses = _state_of(cell), _losses(cell)
     try:
-        step = _home().read_step(CellStep(cell, training, sort.structure), *sort)
+        step = _home().read_step(CellStep(cell, training, sort.structure), *sort[1:])
         changed = _state_of(cell)
         if changed != before or _losses(cell) != losses:
             names = {a[:2] for a in {*changed} ^ {*before}}

@@ -59,9 +59,7 @@ def unreadable() -> str | None:
     return obstacle()
 
 
-def read_step(
-    step: CellStep, structure: Any, x: Any, states: Sequence[Any], others: Sequence[Any]
-) -> Step | str:
+def read_step(step: CellStep, x: Any, states: Sequence[Any], others: Sequence[Any]) -> Step | str:
     """Reads a step by ``anycell.torch``'s reader, and proves it; see ``keras.jax.read_step``."""
     if (why := unreadable()) is not None:
         return why
