@@ -80,7 +80,7 @@ def _placed(reader: Reader, *operands: Any, function: Any = None, **_: Any) -> A
             )  # fmt: skip
         places = np.asarray(at)
     return reader.structural(
-        lambda *ids: np.concatenate([each.reshape(-1) for each in ids])[places], *values
+        lambda *ids: np.concatenate([part.reshape(-1) for part in ids])[places], *values
     )
 
 

@@ -93,12 +93,12 @@ def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
     def flat(tensors: list[Tensor], xs: list[Tensor], states: list[Tensor]) -> Any:
         with around.swapped(tensors):
             before = call.state_of(states)
-            given = pytree.tree_leaves(before)
+            first = pytree.tree_leaves(before)
             output, state = step(pytree.tree_unflatten(xs, call.x_tree), before)
             held = pytree.tree_leaves(before)
             pairs = zip(around.tensors(), tensors, around.labels, strict=True)
             changed = [label for now, old, label in pairs if now is not old]
-        if len(held) != len(states) or any(map(operator.is_not, held, given)):
+        if len(held) != len(states) or any(map(operator.is_not, held, first)):
             raise Refused(
                 "the step changes the dictionary or list that holds its state",
                 "return the new state in a new one, such as {**state, 'h': h}",
