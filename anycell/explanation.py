@@ -133,9 +133,9 @@ class Explained:
         as in ``anycell.explain``.
         """
         shown: dict[str, Any] = {"batch": batch, "backward": backward, "llvm": llvm}
-        shown |= {"assembly": assembly, "triton": triton}
-        text = getattr(self, "text", None)  # of a cell that was read
-        return about_layer(self._about(), self.engine, self._layer(), text, **shown)
+        # The text is that of a cell that was read.
+        shown |= {"assembly": assembly, "triton": triton, "text": getattr(self, "text", None)}
+        return about_layer(self._about(), self.engine, self._layer(), **shown)
 
 
 def about_layer(

@@ -119,8 +119,7 @@ def _taken(eqn: Any, operands: Sequence[Variable], kind: str) -> Any:
         return None
     closed, split = params["jaxpr"], params["num_consts"]
     end, turns = split + params["num_carry"], range(params["length"])
-    series_of_x = any(v.kind == "X" for v in operands[end:])
-    if series_of_x or len(turns) * len(closed.eqns) > MOST:
+    if any(v.kind == "X" for v in operands[end:]) or len(turns) * len(closed.eqns) > MOST:
         return None
 
     def unrolled(*flat: Array) -> list[Array]:

@@ -58,8 +58,7 @@ class Surroundings:
     @property
     def title(self) -> str:
         """The name of the step."""
-        title: str = getattr(self.step, "__name__", type(self.step).__name__)
-        return title
+        return str(getattr(self.step, "__name__", type(self.step).__name__))
 
     @property
     def fresh(self) -> bool:
