@@ -133,7 +133,8 @@ class Explained:
         as in ``anycell.explain``.
         """
         shown: dict[str, Any] = {"batch": batch, "backward": backward, "llvm": llvm}
-        shown |= {"assembly": assembly, "triton": triton}
+        # The text is that of a cell that was read.
+        shown |= {"assembly": assembly, "triton": triton, "text": getattr(self, "text", None)}
         return about_layer(self._about(), self.engine, self._layer(), **shown)
 
 

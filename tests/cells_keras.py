@@ -2,7 +2,7 @@
 
 Each function draws the numbers of a cell and returns ``(cell, x, state)``: the cell as
 ``keras.layers.RNN`` takes it, its input [B, T, features], and its initial state, one array or a
-list. The weights are drawn when they are built.
+list. The weights are drawn when they are built. Or ``cell`` enters a class of cells.
 
 One file, because it is a list of cells, each of which is read by itself.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from corpus import BATCH, HIDDEN, INPUT, STEPS, Corpus, Numbers
+from corpus import BATCH, HIDDEN, INPUT, STEPS, Corpus, Numbers, cell
 from keras import layers, ops
 
 B, T, I, H = BATCH, STEPS, INPUT, HIDDEN
@@ -43,65 +43,59 @@ class Cell(layers.Layer):
 
 
 # -- LSTMs --------------------------------------------------------------------------------------
-@reads
-def basic_lstm(n: Numbers) -> Any:
+@cell(reads, two, H)
+class basic_lstm(layers.Layer):
     """Products of [x, h] with one matrix, as in TensorFlow 1, typed for Keras."""
 
-    class BasicLSTMCell(layers.Layer):
-        def __init__(self, num_units: int, forget_bias: float = 1.0, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
-            self.num_units, self.forget_bias = num_units, forget_bias
+    def __init__(self, num_units: int, forget_bias: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_units, self.forget_bias = num_units, forget_bias
 
-        @property
-        def state_size(self) -> Any:
-            return [self.num_units, self.num_units]
+    @property
+    def state_size(self) -> Any:
+        return [self.num_units, self.num_units]
 
-        @property
-        def output_size(self) -> int:
-            return self.num_units
+    @property
+    def output_size(self) -> int:
+        return self.num_units
 
-        def build(self, input_shape: Any) -> None:
-            depth = input_shape[-1] + self.num_units
-            self.w = self.add_weight(
-                name="kernel", shape=(depth, 4 * self.num_units), initializer="glorot_uniform"
-            )
-            self.b = self.add_weight(name="bias", shape=(4 * self.num_units,), initializer="zeros")
-            self.built = True
+    def build(self, input_shape: Any) -> None:
+        depth = input_shape[-1] + self.num_units
+        self.w = self.add_weight(
+            name="kernel", shape=(depth, 4 * self.num_units), initializer="glorot_uniform"
+        )
+        self.b = self.add_weight(name="bias", shape=(4 * self.num_units,), initializer="zeros")
+        self.built = True
 
-        def call(self, inputs: Any, states: Any) -> Any:
-            c, h = states
-            gates = tf.matmul(tf.concat([inputs, h], 1), self.w)
-            gates = tf.nn.bias_add(gates, self.b)
-            i, j, f, o = tf.split(value=gates, num_or_size_splits=4, axis=1)
-            new_c = c * tf.sigmoid(f + self.forget_bias) + tf.sigmoid(i) * tf.tanh(j)
-            new_h = tf.tanh(new_c) * tf.sigmoid(o)
-            return new_h, [new_c, new_h]
-
-    return two(n, BasicLSTMCell(H))
+    def call(self, inputs: Any, states: Any) -> Any:
+        c, h = states
+        gates = tf.matmul(tf.concat([inputs, h], 1), self.w)
+        gates = tf.nn.bias_add(gates, self.b)
+        i, j, f, o = tf.split(value=gates, num_or_size_splits=4, axis=1)
+        new_c = c * tf.sigmoid(f + self.forget_bias) + tf.sigmoid(i) * tf.tanh(j)
+        new_h = tf.tanh(new_c) * tf.sigmoid(o)
+        return new_h, [new_c, new_h]
 
 
-@reads
-def lstm_gate_layers(n: Numbers) -> Any:
+@cell(reads, two, H)
+class lstm_gate_layers(layers.Layer):
     """A dense layer for each gate, made in the constructor."""
 
-    class LSTMCell(layers.Layer):
-        def __init__(self, units: int, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
-            self.units = units
-            self.state_size = [units, units]
-            self.forget_gate = layers.Dense(units, activation="sigmoid")
-            self.input_gate = layers.Dense(units, activation="sigmoid")
-            self.output_gate = layers.Dense(units, activation="sigmoid")
-            self.candidate = layers.Dense(units, activation="tanh")
+    def __init__(self, units: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.units = units
+        self.state_size = [units, units]
+        self.forget_gate = layers.Dense(units, activation="sigmoid")
+        self.input_gate = layers.Dense(units, activation="sigmoid")
+        self.output_gate = layers.Dense(units, activation="sigmoid")
+        self.candidate = layers.Dense(units, activation="tanh")
 
-        def call(self, x: Any, states: Any) -> Any:
-            h, c = states
-            z = ops.concatenate([h, x], axis=-1)
-            c = self.forget_gate(z) * c + self.input_gate(z) * self.candidate(z)
-            h = self.output_gate(z) * ops.tanh(c)
-            return h, [h, c]
-
-    return two(n, LSTMCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        h, c = states
+        z = ops.concatenate([h, x], axis=-1)
+        c = self.forget_gate(z) * c + self.input_gate(z) * self.candidate(z)
+        h = self.output_gate(z) * ops.tanh(c)
+        return h, [h, c]
 
 
 @reads
@@ -135,54 +129,48 @@ def lstm_sliced_weights(n: Numbers) -> Any:
     return cell, x, tuple(state)
 
 
-@reads
-def lstm_peephole(n: Numbers) -> Any:
+@cell(reads, two, H)
+class lstm_peephole(layers.LSTMCell):
     """A subclass of Keras's own cell whose gates also see the cell."""
 
-    class PeepholeLSTMCell(layers.LSTMCell):
-        def build(self, input_shape: Any) -> None:
-            super().build(input_shape)
-            self.peep = [
-                self.add_weight(shape=(self.units,), name=f"peephole_{g}", initializer="ones")
-                for g in "ifo"
-            ]
+    def build(self, input_shape: Any) -> None:
+        super().build(input_shape)
+        self.peep = [
+            self.add_weight(shape=(self.units,), name=f"peephole_{g}", initializer="ones")
+            for g in "ifo"
+        ]
 
-        def call(self, inputs: Any, states: Any, training: Any = None) -> Any:
-            h, c = states
-            z = ops.matmul(inputs, self.kernel) + ops.matmul(h, self.recurrent_kernel) + self.bias
-            zi, zf, zc, zo = ops.split(z, 4, axis=1)
-            i = self.recurrent_activation(zi + self.peep[0] * c)
-            f = self.recurrent_activation(zf + self.peep[1] * c)
-            c = f * c + i * self.activation(zc)
-            o = self.recurrent_activation(zo + self.peep[2] * c)
-            h = o * self.activation(c)
-            return h, [h, c]
-
-    return two(n, PeepholeLSTMCell(H))
+    def call(self, inputs: Any, states: Any, training: Any = None) -> Any:
+        h, c = states
+        z = ops.matmul(inputs, self.kernel) + ops.matmul(h, self.recurrent_kernel) + self.bias
+        zi, zf, zc, zo = ops.split(z, 4, axis=1)
+        i = self.recurrent_activation(zi + self.peep[0] * c)
+        f = self.recurrent_activation(zf + self.peep[1] * c)
+        c = f * c + i * self.activation(zc)
+        o = self.recurrent_activation(zo + self.peep[2] * c)
+        h = o * self.activation(c)
+        return h, [h, c]
 
 
-@reads
-def lstm_layer_norm(n: Numbers) -> Any:
+@cell(reads, two, H)
+class lstm_layer_norm(layers.LSTMCell):
     """Keras's LSTM cell with layers of norm in it, as add-ons have had it."""
 
-    class LayerNormLSTMCell(layers.LSTMCell):
-        def __init__(self, units: int, **kwargs: Any) -> None:
-            super().__init__(units, **kwargs)
-            self.kernel_norm = layers.LayerNormalization(epsilon=1e-3)
-            self.recurrent_norm = layers.LayerNormalization(epsilon=1e-3)
-            self.state_norm = layers.LayerNormalization(epsilon=1e-3)
+    def __init__(self, units: int, **kwargs: Any) -> None:
+        super().__init__(units, **kwargs)
+        self.kernel_norm = layers.LayerNormalization(epsilon=1e-3)
+        self.recurrent_norm = layers.LayerNormalization(epsilon=1e-3)
+        self.state_norm = layers.LayerNormalization(epsilon=1e-3)
 
-        def call(self, inputs: Any, states: Any, training: Any = None) -> Any:
-            h, c = states
-            z = self.kernel_norm(ops.dot(inputs, self.kernel))
-            z = z + self.recurrent_norm(ops.dot(h, self.recurrent_kernel)) + self.bias
-            i, f, g, o = ops.split(z, 4, axis=-1)
-            i, f, o = ops.sigmoid(i), ops.sigmoid(f), ops.sigmoid(o)
-            c = self.state_norm(f * c + i * ops.tanh(g))
-            h = o * ops.tanh(c)
-            return h, [h, c]
-
-    return two(n, LayerNormLSTMCell(H))
+    def call(self, inputs: Any, states: Any, training: Any = None) -> Any:
+        h, c = states
+        z = self.kernel_norm(ops.dot(inputs, self.kernel))
+        z = z + self.recurrent_norm(ops.dot(h, self.recurrent_kernel)) + self.bias
+        i, f, g, o = ops.split(z, 4, axis=-1)
+        i, f, o = ops.sigmoid(i), ops.sigmoid(f), ops.sigmoid(o)
+        c = self.state_norm(f * c + i * ops.tanh(g))
+        h = o * ops.tanh(c)
+        return h, [h, c]
 
 
 @reads
@@ -253,57 +241,51 @@ def lstm_residual(n: Numbers) -> Any:
     return ResidualWrapper(layers.LSTMCell(H)), n(B, T, H), [n(B, H), n(B, H)]
 
 
-@reads
-def lstm_time_aware(n: Numbers) -> Any:
+@cell(reads, two, H)
+class lstm_time_aware(Cell):
     """The last feature of x is the time that has passed."""
 
-    class TLSTMCell(Cell):
-        def __init__(self, units: int, **kwargs: Any) -> None:
-            super().__init__(units, **kwargs)
-            self.state_size = [units, units]
+    def __init__(self, units: int, **kwargs: Any) -> None:
+        super().__init__(units, **kwargs)
+        self.state_size = [units, units]
 
-        def build(self, input_shape: Any) -> None:
-            self.decompose = self.kernel("decompose", self.units, self.units)
-            self.w = self.kernel("w", input_shape[-1] - 1, 4 * self.units)
-            self.u = self.kernel("u", self.units, 4 * self.units)
+    def build(self, input_shape: Any) -> None:
+        self.decompose = self.kernel("decompose", self.units, self.units)
+        self.w = self.kernel("w", input_shape[-1] - 1, 4 * self.units)
+        self.u = self.kernel("u", self.units, 4 * self.units)
 
-        def call(self, inputs: Any, states: Any) -> Any:
-            x, elapsed = inputs[:, :-1], inputs[:, -1:]
-            h, c = states
-            short = tf.tanh(tf.matmul(c, self.decompose))
-            c = c - short + short / tf.math.log(np.e + tf.abs(elapsed))
-            f, i, o, g = tf.split(tf.matmul(x, self.w) + tf.matmul(h, self.u), 4, axis=-1)
-            c = tf.sigmoid(f) * c + tf.sigmoid(i) * tf.tanh(g)
-            h = tf.sigmoid(o) * tf.tanh(c)
-            return h, [h, c]
-
-    return two(n, TLSTMCell(H))
+    def call(self, inputs: Any, states: Any) -> Any:
+        x, elapsed = inputs[:, :-1], inputs[:, -1:]
+        h, c = states
+        short = tf.tanh(tf.matmul(c, self.decompose))
+        c = c - short + short / tf.math.log(np.e + tf.abs(elapsed))
+        f, i, o, g = tf.split(tf.matmul(x, self.w) + tf.matmul(h, self.u), 4, axis=-1)
+        c = tf.sigmoid(f) * c + tf.sigmoid(i) * tf.tanh(g)
+        h = tf.sigmoid(o) * tf.tanh(c)
+        return h, [h, c]
 
 
-@reads
-def nas_cell(n: Numbers) -> Any:
-    class NASCell(Cell):
-        def __init__(self, units: int, **kwargs: Any) -> None:
-            super().__init__(units, **kwargs)
-            self.state_size = [units, units]
+@cell(reads, two, H)
+class nas_cell(Cell):
+    def __init__(self, units: int, **kwargs: Any) -> None:
+        super().__init__(units, **kwargs)
+        self.state_size = [units, units]
 
-        def build(self, input_shape: Any) -> None:
-            self.x = self.kernel("x", input_shape[-1], 8 * self.units)
-            self.h = self.kernel("h", self.units, 8 * self.units)
+    def build(self, input_shape: Any) -> None:
+        self.x = self.kernel("x", input_shape[-1], 8 * self.units)
+        self.h = self.kernel("h", self.units, 8 * self.units)
 
-        def call(self, x: Any, states: Any) -> Any:
-            c, h = states
-            u = tf.split(tf.matmul(x, self.x), 8, axis=1)
-            a = tf.split(tf.matmul(h, self.h), 8, axis=1)
-            s, t, r = tf.sigmoid, tf.tanh, tf.nn.relu
-            l1 = [s(u[0] + a[0]), r(u[1] + a[1]), s(u[2] + a[2]), r(u[3] * a[3])]
-            l1 += [t(u[4] + a[4]), s(u[5] + a[5]), t(u[6] + a[6]), s(u[7] + a[7])]
-            l2 = [t(t(l1[0] * l1[1]) + c), t(l1[2] + l1[3]), t(l1[4] * l1[5]), s(l1[6] + l1[7])]
-            c = l2[0] * l2[1]
-            h = t(c * t(l2[2] + l2[3]))
-            return h, [c, h]
-
-    return two(n, NASCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        c, h = states
+        u = tf.split(tf.matmul(x, self.x), 8, axis=1)
+        a = tf.split(tf.matmul(h, self.h), 8, axis=1)
+        s, t, r = tf.sigmoid, tf.tanh, tf.nn.relu
+        l1 = [s(u[0] + a[0]), r(u[1] + a[1]), s(u[2] + a[2]), r(u[3] * a[3])]
+        l1 += [t(u[4] + a[4]), s(u[5] + a[5]), t(u[6] + a[6]), s(u[7] + a[7])]
+        l2 = [t(t(l1[0] * l1[1]) + c), t(l1[2] + l1[3]), t(l1[4] * l1[5]), s(l1[6] + l1[7])]
+        c = l2[0] * l2[1]
+        h = t(c * t(l2[2] + l2[3]))
+        return h, [c, h]
 
 
 @reads
@@ -340,42 +322,36 @@ def slstm(n: Numbers) -> Any:
 
 
 # -- GRUs ---------------------------------------------------------------------------------------
-@reads
-def gru_by_hand(n: Numbers) -> Any:
-    class GRUCell(Cell):
-        def build(self, input_shape: Any) -> None:
-            for gate in "zrh":
-                setattr(self, f"W_{gate}", self.kernel(f"W_{gate}", input_shape[-1], self.units))
-                setattr(self, f"U_{gate}", self.kernel(f"U_{gate}", self.units, self.units))
-                setattr(self, f"b_{gate}", self.kernel(f"b_{gate}", 1, self.units))
+@cell(reads, one, H)
+class gru_by_hand(Cell):
+    def build(self, input_shape: Any) -> None:
+        for gate in "zrh":
+            setattr(self, f"W_{gate}", self.kernel(f"W_{gate}", input_shape[-1], self.units))
+            setattr(self, f"U_{gate}", self.kernel(f"U_{gate}", self.units, self.units))
+            setattr(self, f"b_{gate}", self.kernel(f"b_{gate}", 1, self.units))
 
-        def call(self, x: Any, states: Any) -> Any:
-            h_prev = states[0]
-            z = tf.sigmoid(x @ self.W_z + h_prev @ self.U_z + self.b_z)
-            r = tf.sigmoid(x @ self.W_r + h_prev @ self.U_r + self.b_r)
-            h = tf.tanh(x @ self.W_h + (r * h_prev) @ self.U_h + self.b_h)
-            h = (1 - z) * h_prev + z * h
-            return h, [h]
-
-    return one(n, GRUCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        h_prev = states[0]
+        z = tf.sigmoid(x @ self.W_z + h_prev @ self.U_z + self.b_z)
+        r = tf.sigmoid(x @ self.W_r + h_prev @ self.U_r + self.b_r)
+        h = tf.tanh(x @ self.W_h + (r * h_prev) @ self.U_h + self.b_h)
+        h = (1 - z) * h_prev + z * h
+        return h, [h]
 
 
-@reads
-def gru_subclass(n: Numbers) -> Any:
+@cell(reads, one, H, reset_after=False)
+class gru_subclass(layers.GRUCell):
     """Keras's own call, and a norm of what comes out of it."""
 
-    class NormedGRUCell(layers.GRUCell):
-        def build(self, input_shape: Any) -> None:
-            super().build(input_shape)
-            self.gain = self.add_weight(shape=(self.units,), name="gain", initializer="ones")
+    def build(self, input_shape: Any) -> None:
+        super().build(input_shape)
+        self.gain = self.add_weight(shape=(self.units,), name="gain", initializer="ones")
 
-        def call(self, inputs: Any, states: Any, training: Any = None) -> Any:
-            h, _ = super().call(inputs, states, training=training)
-            mean = ops.mean(h, axis=-1, keepdims=True)
-            h = self.gain * (h - mean) / ops.sqrt(ops.var(h, axis=-1, keepdims=True) + 1e-4)
-            return h, [h]
-
-    return one(n, NormedGRUCell(H, reset_after=False))
+    def call(self, inputs: Any, states: Any, training: Any = None) -> Any:
+        h, _ = super().call(inputs, states, training=training)
+        mean = ops.mean(h, axis=-1, keepdims=True)
+        h = self.gain * (h - mean) / ops.sqrt(ops.var(h, axis=-1, keepdims=True) + 1e-4)
+        return h, [h]
 
 
 @reads
@@ -415,23 +391,20 @@ def gru_d(n: Numbers) -> Any:
     return GRUDCell(H, 2), x, [n(B, H), n(B, 2)]
 
 
-@reads
-def gru_einsum(n: Numbers) -> Any:
-    class GRUCell(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w = self.kernel("w", 3, input_shape[-1], self.units)
-            self.u = self.kernel("u", 3, self.units, self.units)
+@cell(reads, one, H)
+class gru_einsum(Cell):
+    def build(self, input_shape: Any) -> None:
+        self.w = self.kernel("w", 3, input_shape[-1], self.units)
+        self.u = self.kernel("u", 3, self.units, self.units)
 
-        def call(self, x: Any, states: Any) -> Any:
-            h = states[0]
-            xs = tf.einsum("bi,giu->gbu", x, self.w)
-            hs = tf.einsum("bk,gku->gbu", h, self.u)
-            r, z = tf.sigmoid(xs[0] + hs[0]), tf.sigmoid(xs[1] + hs[1])
-            new = tf.tanh(xs[2] + r * hs[2])
-            h = z * h + (1.0 - z) * new
-            return h, [h]
-
-    return one(n, GRUCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        h = states[0]
+        xs = tf.einsum("bi,giu->gbu", x, self.w)
+        hs = tf.einsum("bk,gku->gbu", h, self.u)
+        r, z = tf.sigmoid(xs[0] + hs[0]), tf.sigmoid(xs[1] + hs[1])
+        new = tf.tanh(xs[2] + r * hs[2])
+        h = z * h + (1.0 - z) * new
+        return h, [h]
 
 
 @reads
@@ -457,121 +430,103 @@ def gru_resets(n: Numbers) -> Any:
 
 
 # -- Simple and continuous-time networks --------------------------------------------------------
-@reads
-def minimal_rnn(n: Numbers) -> Any:
+@cell(reads, one, H)
+class minimal_rnn(layers.Layer):
     """The cell of Keras's guide."""
 
-    class MinimalRNNCell(layers.Layer):
-        def __init__(self, units: int, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
-            self.units = units
-            self.state_size = units
+    def __init__(self, units: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.units = units
+        self.state_size = units
 
-        def build(self, input_shape: Any) -> None:
-            self.kernel = self.add_weight(
-                shape=(input_shape[-1], self.units), initializer="uniform", name="kernel"
-            )
-            self.recurrent_kernel = self.add_weight(
-                shape=(self.units, self.units), initializer="uniform", name="recurrent_kernel"
-            )
+    def build(self, input_shape: Any) -> None:
+        self.kernel = self.add_weight(
+            shape=(input_shape[-1], self.units), initializer="uniform", name="kernel"
+        )
+        self.recurrent_kernel = self.add_weight(
+            shape=(self.units, self.units), initializer="uniform", name="recurrent_kernel"
+        )
 
-        def call(self, inputs: Any, states: Any) -> Any:
-            prev_output = states[0]
-            h = ops.matmul(inputs, self.kernel)
-            output = h + ops.matmul(prev_output, self.recurrent_kernel)
-            return output, [output]
-
-    return one(n, MinimalRNNCell(H))
+    def call(self, inputs: Any, states: Any) -> Any:
+        prev_output = states[0]
+        h = ops.matmul(inputs, self.kernel)
+        output = h + ops.matmul(prev_output, self.recurrent_kernel)
+        return output, [output]
 
 
-@reads
-def ct_rnn(n: Numbers) -> Any:
-    class CTRNNCell(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w = self.kernel("w", input_shape[-1] + self.units, self.units)
-            self.b = self.kernel("b", 1, self.units)
-            self.tau = self.kernel("tau", 1, self.units)
+@cell(reads, one, H)
+class ct_rnn(Cell):
+    def build(self, input_shape: Any) -> None:
+        self.w = self.kernel("w", input_shape[-1] + self.units, self.units)
+        self.b = self.kernel("b", 1, self.units)
+        self.tau = self.kernel("tau", 1, self.units)
 
-        def call(self, x: Any, states: Any) -> Any:
-            h = states[0]
-            for _ in range(6):
-                f = tf.nn.tanh(tf.concat([x, h], axis=-1) @ self.w + self.b)
-                h = h + 0.1 * (f - h / (1.0 + tf.nn.softplus(self.tau)))
-            return h, [h]
-
-    return one(n, CTRNNCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        h = states[0]
+        for _ in range(6):
+            f = tf.nn.tanh(tf.concat([x, h], axis=-1) @ self.w + self.b)
+            h = h + 0.1 * (f - h / (1.0 + tf.nn.softplus(self.tau)))
+        return h, [h]
 
 
-@reads
-def liquid_time_constant(n: Numbers) -> Any:
-    class LTCCell(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w, self.u = self.kernel("w", I, self.units), self.kernel("u", H, self.units)
-            self.a, self.tau = self.kernel("a", 1, self.units), self.kernel("tau", 1, self.units)
+@cell(reads, one, H)
+class liquid_time_constant(Cell):
+    def build(self, input_shape: Any) -> None:
+        self.w, self.u = self.kernel("w", I, self.units), self.kernel("u", H, self.units)
+        self.a, self.tau = self.kernel("a", 1, self.units), self.kernel("tau", 1, self.units)
 
-        def call(self, x: Any, states: Any) -> Any:
-            h, dt = states[0], 0.2
-            drive = ops.matmul(x, self.w)
-            for _ in range(3):
-                f = ops.sigmoid(drive + ops.matmul(h, self.u))
-                h = ops.divide(h + dt * f * self.a, 1 + dt * (ops.exp(self.tau) + f))
-            return h, [h]
-
-    return one(n, LTCCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        h, dt = states[0], 0.2
+        drive = ops.matmul(x, self.w)
+        for _ in range(3):
+            f = ops.sigmoid(drive + ops.matmul(h, self.u))
+            h = ops.divide(h + dt * f * self.a, 1 + dt * (ops.exp(self.tau) + f))
+        return h, [h]
 
 
-@reads
-def recurrent_highway(n: Numbers) -> Any:
-    class RHNCell(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w = self.kernel("w", input_shape[-1], 2 * self.units)
-            self.r = [self.kernel(f"r{k}", self.units, 2 * self.units) for k in range(3)]
-            self.b = [self.kernel(f"b{k}", 2 * self.units) for k in range(3)]
+@cell(reads, one, H)
+class recurrent_highway(Cell):
+    def build(self, input_shape: Any) -> None:
+        self.w = self.kernel("w", input_shape[-1], 2 * self.units)
+        self.r = [self.kernel(f"r{k}", self.units, 2 * self.units) for k in range(3)]
+        self.b = [self.kernel(f"b{k}", 2 * self.units) for k in range(3)]
 
-        def call(self, x: Any, states: Any) -> Any:
-            s = states[0]
-            for depth in range(3):
-                z = ops.matmul(s, self.r[depth]) + self.b[depth]
-                if depth == 0:
-                    z = z + ops.matmul(x, self.w)
-                h, t = ops.tanh(z[:, : self.units]), ops.sigmoid(z[:, self.units :])
-                s = h * t + s * (1 - t)
-            return s, [s]
-
-    return one(n, RHNCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        s = states[0]
+        for depth in range(3):
+            z = ops.matmul(s, self.r[depth]) + self.b[depth]
+            if depth == 0:
+                z = z + ops.matmul(x, self.w)
+            h, t = ops.tanh(z[:, : self.units]), ops.sigmoid(z[:, self.units :])
+            s = h * t + s * (1 - t)
+        return s, [s]
 
 
-@reads
-def echo_state(n: Numbers) -> Any:
+@cell(reads, one, H)
+class echo_state(Cell):
     """A reservoir: weights that are not trained, a leak."""
 
-    class ESNCell(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w_in = self.add_weight(
-                shape=(input_shape[-1], self.units), trainable=False, name="w_in"
-            )
-            self.w = self.add_weight(shape=(self.units, self.units), trainable=False, name="w")
-            self.b = self.kernel("b", self.units)
+    def build(self, input_shape: Any) -> None:
+        self.w_in = self.add_weight(
+            shape=(input_shape[-1], self.units), trainable=False, name="w_in"
+        )
+        self.w = self.add_weight(shape=(self.units, self.units), trainable=False, name="w")
+        self.b = self.kernel("b", self.units)
 
-        def call(self, x: Any, states: Any) -> Any:
-            s = tf.tanh(tf.matmul(x, self.w_in) + tf.matmul(states[0], self.w) + self.b)
-            s = 0.3 * s + 0.7 * states[0]
-            return s, [s]
-
-    return one(n, ESNCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        s = tf.tanh(tf.matmul(x, self.w_in) + tf.matmul(states[0], self.w) + self.b)
+        s = 0.3 * s + 0.7 * states[0]
+        return s, [s]
 
 
-@reads
-def independent_units(n: Numbers) -> Any:
-    class IndRNNCell(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w, self.u = self.kernel("w", input_shape[-1], self.units), self.kernel("u", H)
+@cell(reads, one, H)
+class independent_units(Cell):
+    def build(self, input_shape: Any) -> None:
+        self.w, self.u = self.kernel("w", input_shape[-1], self.units), self.kernel("u", H)
 
-        def call(self, x: Any, states: Any) -> Any:
-            h = tf.nn.leaky_relu(tf.matmul(x, self.w) + tf.multiply(states[0], self.u), alpha=0.1)
-            return h, [h]
-
-    return one(n, IndRNNCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        h = tf.nn.leaky_relu(tf.matmul(x, self.w) + tf.multiply(states[0], self.u), alpha=0.1)
+        return h, [h]
 
 
 @either
@@ -662,81 +617,69 @@ def quasi_recurrent(n: Numbers) -> Any:
     return QRNNCell(H, I), n(B, T, I), [n(B, I), n(B, H)]
 
 
-@reads
-def dropout_asleep(n: Numbers) -> Any:
+@cell(reads, two, H)
+class dropout_asleep(Cell):
     """Keras's cell with dropout that is not on, in a cell of one's own with a layer of it."""
 
-    class Dropped(Cell):
-        def __init__(self, units: int, **kwargs: Any) -> None:
-            super().__init__(units, **kwargs)
-            self.state_size = [units, units]
-            self.inner, self.drop = layers.LSTMCell(units), layers.Dropout(0.3)
+    def __init__(self, units: int, **kwargs: Any) -> None:
+        super().__init__(units, **kwargs)
+        self.state_size = [units, units]
+        self.inner, self.drop = layers.LSTMCell(units), layers.Dropout(0.3)
 
-        def build(self, input_shape: Any) -> None:
-            self.inner.build(input_shape)
+    def build(self, input_shape: Any) -> None:
+        self.inner.build(input_shape)
 
-        def call(self, x: Any, states: Any, training: Any = None) -> Any:
-            h, states = self.inner(self.drop(x, training=training), states)
-            return self.drop(h, training=training), states
-
-    return two(n, Dropped(H))
+    def call(self, x: Any, states: Any, training: Any = None) -> Any:
+        h, states = self.inner(self.drop(x, training=training), states)
+        return self.drop(h, training=training), states
 
 
-@reads
-def oscillators(n: Numbers) -> Any:
-    class CoRNNCell(Cell):
-        def __init__(self, units: int, **kwargs: Any) -> None:
-            super().__init__(units, **kwargs)
-            self.state_size = [units, units]
+@cell(reads, two, H)
+class oscillators(Cell):
+    def __init__(self, units: int, **kwargs: Any) -> None:
+        super().__init__(units, **kwargs)
+        self.state_size = [units, units]
 
-        def build(self, input_shape: Any) -> None:
-            self.layer = layers.Dense(self.units)
-            self.layer.build((None, input_shape[-1] + 2 * self.units))
+    def build(self, input_shape: Any) -> None:
+        self.layer = layers.Dense(self.units)
+        self.layer.build((None, input_shape[-1] + 2 * self.units))
 
-        def call(self, x: Any, states: Any) -> Any:
-            y, z = states
-            z = z + 0.05 * (tf.tanh(self.layer(tf.concat([x, y, z], 1))) - 2.0 * y - 4.0 * z)
-            y = y + 0.05 * z
-            return y, [y, z]
-
-    return two(n, CoRNNCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        y, z = states
+        z = z + 0.05 * (tf.tanh(self.layer(tf.concat([x, y, z], 1))) - 2.0 * y - 4.0 * z)
+        y = y + 0.05 * z
+        return y, [y, z]
 
 
-@reads
-def deep_transition(n: Numbers) -> Any:
+@cell(reads, one, H)
+class deep_transition(Cell):
     """A small network of layers as the transition."""
 
-    class Deep(Cell):
-        def __init__(self, units: int, **kwargs: Any) -> None:
-            super().__init__(units, **kwargs)
-            self.net = keras.Sequential([layers.Dense(7, activation="gelu"), layers.Dense(units)])
+    def __init__(self, units: int, **kwargs: Any) -> None:
+        super().__init__(units, **kwargs)
+        self.net = keras.Sequential([layers.Dense(7, activation="gelu"), layers.Dense(units)])
 
-        def build(self, input_shape: Any) -> None:
-            self.net.build((None, input_shape[-1] + self.units))
+    def build(self, input_shape: Any) -> None:
+        self.net.build((None, input_shape[-1] + self.units))
 
-        def call(self, x: Any, states: Any) -> Any:
-            h = states[0] + 0.5 * ops.silu(self.net(ops.concatenate([x, states[0]], -1)))
-            return h, [h]
-
-    return one(n, Deep(H))
+    def call(self, x: Any, states: Any) -> Any:
+        h = states[0] + 0.5 * ops.silu(self.net(ops.concatenate([x, states[0]], -1)))
+        return h, [h]
 
 
-@reads
-def unit_norm(n: Numbers) -> Any:
+@cell(reads, one, H)
+class unit_norm(Cell):
     """A state of length one, and weights of columns of length one."""
 
-    class Unit(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w = self.kernel("w", input_shape[-1], self.units)
-            self.u = self.kernel("u", self.units, self.units)
+    def build(self, input_shape: Any) -> None:
+        self.w = self.kernel("w", input_shape[-1], self.units)
+        self.u = self.kernel("u", self.units, self.units)
 
-        def call(self, x: Any, states: Any) -> Any:
-            u = tf.math.l2_normalize(self.u, axis=0)
-            h = tf.nn.elu(x @ self.w + states[0] @ u)
-            h = h * tf.math.rsqrt(tf.reduce_sum(tf.square(h), axis=-1, keepdims=True) + 1e-3)
-            return h, [h]
-
-    return one(n, Unit(H))
+    def call(self, x: Any, states: Any) -> Any:
+        u = tf.math.l2_normalize(self.u, axis=0)
+        h = tf.nn.elu(x @ self.w + states[0] @ u)
+        h = h * tf.math.rsqrt(tf.reduce_sum(tf.square(h), axis=-1, keepdims=True) + 1e-3)
+        return h, [h]
 
 
 # -- What cannot be read ------------------------------------------------------------------------
@@ -784,35 +727,29 @@ def fast_weights(n: Numbers) -> Any:
     return FastWeights(H), n(B, T, I), [n(B, H), n(B, H, H)]
 
 
-@refused()
-def branch_on_data(n: Numbers) -> Any:
-    class Branch(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w = self.kernel("w", input_shape[-1], self.units)
-            self.u = self.kernel("u", self.units, self.units)
+@cell(refused(), one, H)
+class branch_on_data(Cell):
+    def build(self, input_shape: Any) -> None:
+        self.w = self.kernel("w", input_shape[-1], self.units)
+        self.u = self.kernel("u", self.units, self.units)
 
-        def call(self, x: Any, states: Any) -> Any:
-            z = tf.tanh(tf.matmul(x, self.w) + tf.matmul(states[0], self.u))
-            h = tf.cond(tf.reduce_sum(z) > 0, lambda: z * 0.5, lambda: z - 0.1)
-            return h, [h]
-
-    return one(n, Branch(H))
+    def call(self, x: Any, states: Any) -> Any:
+        z = tf.tanh(tf.matmul(x, self.w) + tf.matmul(states[0], self.u))
+        h = tf.cond(tf.reduce_sum(z) > 0, lambda: z * 0.5, lambda: z - 0.1)
+        return h, [h]
 
 
-@refused()
-def batch_norm(n: Numbers) -> Any:
-    class BNCell(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w = self.kernel("w", input_shape[-1], self.units)
-            self.u = self.kernel("u", self.units, self.units)
+@cell(refused(), one, H)
+class batch_norm(Cell):
+    def build(self, input_shape: Any) -> None:
+        self.w = self.kernel("w", input_shape[-1], self.units)
+        self.u = self.kernel("u", self.units, self.units)
 
-        def call(self, x: Any, states: Any) -> Any:
-            z = tf.matmul(states[0], self.u)
-            mean, var = tf.nn.moments(z, axes=[0])
-            h = tf.tanh(tf.matmul(x, self.w) + (z - mean) * tf.math.rsqrt(var + 1e-3))
-            return h, [h]
-
-    return one(n, BNCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        z = tf.matmul(states[0], self.u)
+        mean, var = tf.nn.moments(z, axes=[0])
+        h = tf.tanh(tf.matmul(x, self.w) + (z - mean) * tf.math.rsqrt(var + 1e-3))
+        return h, [h]
 
 
 @tf.custom_gradient
@@ -840,49 +777,40 @@ def spiking(n: Numbers) -> Any:
     return LIFCell(H), n(B, T, I), [np.zeros((B, H)), n(B, H)]
 
 
-@refused()
-def winners_take_all(n: Numbers) -> Any:
-    class KWTA(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w = self.kernel("w", input_shape[-1], self.units)
-            self.u = self.kernel("u", self.units, self.units)
+@cell(refused(), one, H)
+class winners_take_all(Cell):
+    def build(self, input_shape: Any) -> None:
+        self.w = self.kernel("w", input_shape[-1], self.units)
+        self.u = self.kernel("u", self.units, self.units)
 
-        def call(self, x: Any, states: Any) -> Any:
-            z = tf.tanh(tf.matmul(x, self.w) + tf.matmul(states[0], self.u))
-            least = tf.math.top_k(z, k=2).values[:, -1:]
-            h = tf.where(z >= least, z, tf.zeros_like(z))
-            return h, [h]
-
-    return one(n, KWTA(H))
+    def call(self, x: Any, states: Any) -> Any:
+        z = tf.tanh(tf.matmul(x, self.w) + tf.matmul(states[0], self.u))
+        least = tf.math.top_k(z, k=2).values[:, -1:]
+        h = tf.where(z >= least, z, tf.zeros_like(z))
+        return h, [h]
 
 
-@refused()
-def half_inside(n: Numbers) -> Any:
-    class HalfCell(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w = self.kernel("w", input_shape[-1], self.units)
-            self.u = self.kernel("u", self.units, self.units)
+@cell(refused(), one, H)
+class half_inside(Cell):
+    def build(self, input_shape: Any) -> None:
+        self.w = self.kernel("w", input_shape[-1], self.units)
+        self.u = self.kernel("u", self.units, self.units)
 
-        def call(self, x: Any, states: Any) -> Any:
-            z = tf.cast(tf.matmul(x, self.w) + tf.matmul(states[0], self.u), tf.float16)
-            h = tf.cast(tf.tanh(z), x.dtype)
-            return h, [h]
-
-    return one(n, HalfCell(H))
+    def call(self, x: Any, states: Any) -> Any:
+        z = tf.cast(tf.matmul(x, self.w) + tf.matmul(states[0], self.u), tf.float16)
+        h = tf.cast(tf.tanh(z), x.dtype)
+        return h, [h]
 
 
-@refused()
-def counts_its_calls(n: Numbers) -> Any:
+@cell(refused(), one, H)
+class counts_its_calls(Cell):
     """A variable that each step changes."""
 
-    class Counting(Cell):
-        def build(self, input_shape: Any) -> None:
-            self.w = self.kernel("w", input_shape[-1] + self.units, self.units)
-            self.seen = self.add_weight(shape=(), trainable=False, name="seen")
+    def build(self, input_shape: Any) -> None:
+        self.w = self.kernel("w", input_shape[-1] + self.units, self.units)
+        self.seen = self.add_weight(shape=(), trainable=False, name="seen")
 
-        def call(self, x: Any, states: Any) -> Any:
-            self.seen.assign_add(1.0)
-            h = tf.tanh(tf.concat([x, states[0]], 1) @ self.w)
-            return h, [h]
-
-    return one(n, Counting(H))
+    def call(self, x: Any, states: Any) -> Any:
+        self.seen.assign_add(1.0)
+        h = tf.tanh(tf.concat([x, states[0]], 1) @ self.w)
+        return h, [h]

@@ -2,7 +2,7 @@
 
 Each function draws the numbers of a module and returns ``(module, x, state)``. The module is called
 as ``module(x[t], state)``, and returns the new state, or a pair of the step's output and the new
-state. ``x`` is a tree of arrays whose first axis is time.
+state. ``x`` is a tree of arrays whose first axis is time. Or ``cell`` enters a class of modules.
 
 One file, because it is a list of cells, each of which is read by itself.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from corpus import BATCH, HIDDEN, INPUT, STEPS, Corpus, Numbers
+from corpus import BATCH, HIDDEN, INPUT, STEPS, Corpus, Numbers, cell
 from torch import nn
 
 B, T, I, H = BATCH, STEPS, INPUT, HIDDEN
@@ -49,77 +49,68 @@ def lstm_of_the_library(n: Numbers) -> Any:
     return paired(n, nn.LSTMCell(I, H))
 
 
-@reads
-def lstm_chunks(n: Numbers) -> Any:
-    class LSTMCell(nn.Module):
-        def __init__(self, input_size: int, hidden_size: int) -> None:
-            super().__init__()
-            self.i2h = nn.Linear(input_size, 4 * hidden_size)
-            self.h2h = nn.Linear(hidden_size, 4 * hidden_size)
+@cell(reads, paired, I, H)
+class lstm_chunks(nn.Module):
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.i2h = nn.Linear(input_size, 4 * hidden_size)
+        self.h2h = nn.Linear(hidden_size, 4 * hidden_size)
 
-        def forward(self, x: Any, state: Any) -> Any:
-            hx, cx = state
-            gates = self.i2h(x) + self.h2h(hx)
-            ingate, forgetgate, cellgate, outgate = gates.chunk(4, 1)
-            cy = torch.sigmoid(forgetgate) * cx + torch.sigmoid(ingate) * torch.tanh(cellgate)
-            hy = torch.sigmoid(outgate) * torch.tanh(cy)
-            return hy, (hy, cy)
-
-    return paired(n, LSTMCell(I, H))
+    def forward(self, x: Any, state: Any) -> Any:
+        hx, cx = state
+        gates = self.i2h(x) + self.h2h(hx)
+        ingate, forgetgate, cellgate, outgate = gates.chunk(4, 1)
+        cy = torch.sigmoid(forgetgate) * cx + torch.sigmoid(ingate) * torch.tanh(cellgate)
+        hy = torch.sigmoid(outgate) * torch.tanh(cy)
+        return hy, (hy, cy)
 
 
-@reads
-def lstm_gate_layers(n: Numbers) -> Any:
+@cell(reads, paired)
+class lstm_gate_layers(nn.Module):
     """A layer for each gate, on [h, x], and a prediction of each step."""
 
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.forget, self.input, self.candidate, self.output = (
-                nn.Linear(H + I, H) for _ in range(4)
-            )
-            self.head = nn.Linear(H, 2)
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget, self.input, self.candidate, self.output = (
+            nn.Linear(H + I, H) for _ in range(4)
+        )
+        self.head = nn.Linear(H, 2)
 
-        def forward(self, x: Any, state: Any) -> Any:
-            h, c = state
-            combined = torch.cat((h, x), dim=1)
-            f = self.forget(combined).sigmoid()
-            i = self.input(combined).sigmoid()
-            g = self.candidate(combined).tanh()
-            o = self.output(combined).sigmoid()
-            c = f * c + i * g
-            h = o * c.tanh()
-            return F.log_softmax(self.head(h), dim=-1), (h, c)
-
-    return paired(n, Cell())
+    def forward(self, x: Any, state: Any) -> Any:
+        h, c = state
+        combined = torch.cat((h, x), dim=1)
+        f = self.forget(combined).sigmoid()
+        i = self.input(combined).sigmoid()
+        g = self.candidate(combined).tanh()
+        o = self.output(combined).sigmoid()
+        c = f * c + i * g
+        h = o * c.tanh()
+        return F.log_softmax(self.head(h), dim=-1), (h, c)
 
 
-@reads
-def lstm_in_place(n: Numbers) -> Any:
+@cell(reads, paired)
+class lstm_in_place(nn.Module):
     """Slices of one product, and results that are changed or written in place."""
 
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.W = nn.Parameter(torch.empty(I, 4 * H))
-            self.U = nn.Parameter(torch.empty(H, 4 * H))
-            self.bias = nn.Parameter(torch.empty(4 * H))
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.empty(I, 4 * H))
+        self.U = nn.Parameter(torch.empty(H, 4 * H))
+        self.bias = nn.Parameter(torch.empty(4 * H))
 
-        def forward(self, x_t: Any, state: Any) -> Any:
-            h_t, c_t = state
-            gates = x_t @ self.W
-            gates += h_t @ self.U
-            gates.add_(self.bias)
-            i_t, f_t = gates[:, :H].sigmoid(), gates[:, H : H * 2].sigmoid()
-            g_t, o_t = gates[:, H * 2 : H * 3].tanh(), gates[:, H * 3 :].sigmoid()
-            both = torch.zeros(x_t.shape[0], 2 * H, dtype=x_t.dtype)
-            c_t = f_t * c_t
-            c_t += i_t * g_t
-            both[:, :H] = o_t * torch.tanh(c_t)
-            both[:, H:] = c_t
-            return both[:, :H], both[:, H:]
-
-    return paired(n, Cell())
+    def forward(self, x_t: Any, state: Any) -> Any:
+        h_t, c_t = state
+        gates = x_t @ self.W
+        gates += h_t @ self.U
+        gates.add_(self.bias)
+        i_t, f_t = gates[:, :H].sigmoid(), gates[:, H : H * 2].sigmoid()
+        g_t, o_t = gates[:, H * 2 : H * 3].tanh(), gates[:, H * 3 :].sigmoid()
+        both = torch.zeros(x_t.shape[0], 2 * H, dtype=x_t.dtype)
+        c_t = f_t * c_t
+        c_t += i_t * g_t
+        both[:, :H] = o_t * torch.tanh(c_t)
+        both[:, H:] = c_t
+        return both[:, :H], both[:, H:]
 
 
 class LSTMState(NamedTuple):
@@ -193,20 +184,17 @@ def lstm_projected(n: Numbers) -> Any:
     return drawn(Cell(), n), tensor(n(T, B, I)), (tensor(n(B, 3)), tensor(n(B, H)))
 
 
-@reads
-def lstm_coupled_gates(n: Numbers) -> Any:
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(I + H, 3 * H)
+@cell(reads, paired)
+class lstm_coupled_gates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(I + H, 3 * H)
 
-        def forward(self, x: Any, state: Any) -> Any:
-            h, c = state
-            f, o, g = self.lin(torch.hstack([x, h])).tensor_split(3, dim=1)
-            c = torch.lerp(g.tanh(), c, torch.sigmoid(f + 1))
-            return torch.sigmoid(o) * c.tanh(), c
-
-    return paired(n, Cell())
+    def forward(self, x: Any, state: Any) -> Any:
+        h, c = state
+        f, o, g = self.lin(torch.hstack([x, h])).tensor_split(3, dim=1)
+        c = torch.lerp(g.tanh(), c, torch.sigmoid(f + 1))
+        return torch.sigmoid(o) * c.tanh(), c
 
 
 @reads
@@ -279,22 +267,19 @@ def lstm_stacked(n: Numbers) -> Any:
     return drawn(Stack(), n), tensor(n(T, B, I)), state
 
 
-@reads
-def lstm_multiplicative(n: Numbers) -> Any:
-    class MultiplicativeLSTMCell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wmx, self.wmh = nn.Linear(I, H, bias=False), nn.Linear(H, H, bias=False)
-            self.wx, self.wh = nn.Linear(I, 4 * H, bias=False), nn.Linear(H, 4 * H)
+@cell(reads, paired)
+class lstm_multiplicative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wmx, self.wmh = nn.Linear(I, H, bias=False), nn.Linear(H, H, bias=False)
+        self.wx, self.wh = nn.Linear(I, 4 * H, bias=False), nn.Linear(H, 4 * H)
 
-        def forward(self, x: Any, state: Any) -> Any:
-            h, c = state
-            m = self.wmx(x) * self.wmh(h)
-            i, f, o, u = torch.chunk(self.wx(x) + self.wh(m), 4, dim=-1)
-            c = f.sigmoid() * c + i.sigmoid() * u.tanh()
-            return o.sigmoid() * c.tanh(), c
-
-    return paired(n, MultiplicativeLSTMCell())
+    def forward(self, x: Any, state: Any) -> Any:
+        h, c = state
+        m = self.wmx(x) * self.wmh(h)
+        i, f, o, u = torch.chunk(self.wx(x) + self.wh(m), 4, dim=-1)
+        c = f.sigmoid() * c + i.sigmoid() * u.tanh()
+        return o.sigmoid() * c.tanh(), c
 
 
 @reads
@@ -325,24 +310,21 @@ def slstm_heads(n: Numbers) -> Any:
     return drawn(SLSTMCell(), n), tensor(n(T, B, I)), state
 
 
-@reads
-def nas_cell(n: Numbers) -> Any:
-    class NASCell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x, self.h = nn.Linear(I, 8 * H), nn.Linear(H, 8 * H, bias=False)
+@cell(reads, paired)
+class nas_cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h = nn.Linear(I, 8 * H), nn.Linear(H, 8 * H, bias=False)
 
-        def forward(self, x: Any, state: Any) -> Any:
-            h, c = state
-            a, u = self.h(h).chunk(8, 1), self.x(x).chunk(8, 1)
-            s, t, r = torch.sigmoid, torch.tanh, F.relu
-            l1 = [s(u[0] + a[0]), r(u[1] + a[1]), s(u[2] + a[2]), r(u[3] * a[3])]
-            l1 += [t(u[4] + a[4]), s(u[5] + a[5]), t(u[6] + a[6]), s(u[7] + a[7])]
-            l2 = [t(t(l1[0] * l1[1]) + c), t(l1[2] + l1[3]), t(l1[4] * l1[5]), s(l1[6] + l1[7])]
-            c = l2[0] * l2[1]
-            return t(c * t(l2[2] + l2[3])), c
-
-    return paired(n, NASCell())
+    def forward(self, x: Any, state: Any) -> Any:
+        h, c = state
+        a, u = self.h(h).chunk(8, 1), self.x(x).chunk(8, 1)
+        s, t, r = torch.sigmoid, torch.tanh, F.relu
+        l1 = [s(u[0] + a[0]), r(u[1] + a[1]), s(u[2] + a[2]), r(u[3] * a[3])]
+        l1 += [t(u[4] + a[4]), s(u[5] + a[5]), t(u[6] + a[6]), s(u[7] + a[7])]
+        l2 = [t(t(l1[0] * l1[1]) + c), t(l1[2] + l1[3]), t(l1[4] * l1[5]), s(l1[6] + l1[7])]
+        c = l2[0] * l2[1]
+        return t(c * t(l2[2] + l2[3])), c
 
 
 # -- GRUs ---------------------------------------------------------------------------------------
@@ -351,68 +333,59 @@ def gru_of_the_library(n: Numbers) -> Any:
     return simple(n, nn.GRUCell(I, H))
 
 
-@reads
-def gru_equations(n: Numbers) -> Any:
-    class GRU(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for gate in "zrh":
-                setattr(self, f"W_{gate}", nn.Linear(I, H))
-                setattr(self, f"U_{gate}", nn.Linear(H, H, bias=False))
+@cell(reads, simple)
+class gru_equations(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for gate in "zrh":
+            setattr(self, f"W_{gate}", nn.Linear(I, H))
+            setattr(self, f"U_{gate}", nn.Linear(H, H, bias=False))
 
-        def forward(self, x: Any, h: Any) -> Any:
-            z = torch.sigmoid(self.W_z(x) + self.U_z(h))
-            r = torch.sigmoid(self.W_r(x) + self.U_r(h))
-            h_tilde = torch.tanh(self.W_h(x) + self.U_h(r * h))
-            return (1 - z) * h + z * h_tilde
-
-    return simple(n, GRU())
+    def forward(self, x: Any, h: Any) -> Any:
+        z = torch.sigmoid(self.W_z(x) + self.U_z(h))
+        r = torch.sigmoid(self.W_r(x) + self.U_r(h))
+        h_tilde = torch.tanh(self.W_h(x) + self.U_h(r * h))
+        return (1 - z) * h + z * h_tilde
 
 
-@reads
-def gru_functional(n: Numbers) -> Any:
+@cell(reads, simple)
+class gru_functional(nn.Module):
     """Two products with biases, the reset gate behind the second, by ``F.linear``."""
 
-    class GRUCell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w_ih = nn.Parameter(torch.empty(3 * H, I))
-            self.w_hh = nn.Parameter(torch.empty(3 * H, H))
-            self.b_ih, self.b_hh = (nn.Parameter(torch.empty(3 * H)) for _ in range(2))
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_ih = nn.Parameter(torch.empty(3 * H, I))
+        self.w_hh = nn.Parameter(torch.empty(3 * H, H))
+        self.b_ih, self.b_hh = (nn.Parameter(torch.empty(3 * H)) for _ in range(2))
 
-        def forward(self, x: Any, hidden: Any) -> Any:
-            gi = F.linear(x, self.w_ih, self.b_ih)
-            gh = torch.addmm(self.b_hh, hidden, self.w_hh.T)
-            i_r, i_i, i_n = gi.chunk(3, 1)
-            h_r, h_i, h_n = gh.chunk(3, 1)
-            resetgate = torch.sigmoid(i_r + h_r)
-            inputgate = torch.sigmoid(i_i + h_i)
-            newgate = torch.tanh(i_n + resetgate * h_n)
-            return newgate + inputgate * (hidden - newgate)
-
-    return simple(n, GRUCell())
+    def forward(self, x: Any, hidden: Any) -> Any:
+        gi = F.linear(x, self.w_ih, self.b_ih)
+        gh = torch.addmm(self.b_hh, hidden, self.w_hh.T)
+        i_r, i_i, i_n = gi.chunk(3, 1)
+        h_r, h_i, h_n = gh.chunk(3, 1)
+        resetgate = torch.sigmoid(i_r + h_r)
+        inputgate = torch.sigmoid(i_i + h_i)
+        newgate = torch.tanh(i_n + resetgate * h_n)
+        return newgate + inputgate * (hidden - newgate)
 
 
-@reads
-def gru_norm_as_in_world_models(n: Numbers) -> Any:
+@cell(reads, simple)
+class gru_norm_as_in_world_models(nn.Module):
     """One layer on [h, x], a layer norm, a bias of -1 on the update gate."""
 
-    class GRUCell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(I + H, 3 * H, bias=False)
-            self.norm = nn.LayerNorm(3 * H, eps=1e-3)
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(I + H, 3 * H, bias=False)
+        self.norm = nn.LayerNorm(3 * H, eps=1e-3)
 
-        def forward(self, inputs: Any, state: Any) -> Any:
-            parts = self.norm(self.layer(torch.cat([state, inputs], -1)))
-            reset, cand, update = torch.split(parts, [H] * 3, -1)
-            reset = torch.sigmoid(reset)
-            cand = torch.tanh(reset * cand)
-            update = torch.sigmoid(update - 1)
-            output = update * cand + (1 - update) * state
-            return output, output
-
-    return simple(n, GRUCell())
+    def forward(self, inputs: Any, state: Any) -> Any:
+        parts = self.norm(self.layer(torch.cat([state, inputs], -1)))
+        reset, cand, update = torch.split(parts, [H] * 3, -1)
+        reset = torch.sigmoid(reset)
+        cand = torch.tanh(reset * cand)
+        update = torch.sigmoid(update - 1)
+        output = update * cand + (1 - update) * state
+        return output, output
 
 
 @reads
@@ -501,20 +474,17 @@ def gru_d(n: Numbers) -> Any:
     return module, inputs, (h, tensor(n(B, I)))
 
 
-@reads
-def minimal_gated(n: Numbers) -> Any:
-    class MGU(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.cand = nn.Linear(I + H, H), nn.Linear(I + H, H)
-            self.act = nn.Hardtanh()
+@cell(reads, simple)
+class minimal_gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.cand = nn.Linear(I + H, H), nn.Linear(I + H, H)
+        self.act = nn.Hardtanh()
 
-        def forward(self, x: Any, h: Any) -> Any:
-            f = torch.clamp(0.2 * self.gate(torch.cat([x, h], 1)) + 0.5, 0, 1)
-            g = self.act(self.cand(torch.cat([x, f * h], 1)))
-            return h + f * (g - h)
-
-    return simple(n, MGU())
+    def forward(self, x: Any, h: Any) -> Any:
+        f = torch.clamp(0.2 * self.gate(torch.cat([x, h], 1)) + 0.5, 0, 1)
+        g = self.act(self.cand(torch.cat([x, f * h], 1)))
+        return h + f * (g - h)
 
 
 # -- Simple and continuous-time networks --------------------------------------------------------
@@ -523,36 +493,30 @@ def rnn_of_the_library(n: Numbers) -> Any:
     return simple(n, nn.RNNCell(I, H, nonlinearity="relu"))
 
 
-@reads
-def names_classifier(n: Numbers) -> Any:
+@cell(reads, simple)
+class names_classifier(nn.Module):
     """The network of the tutorial: i2h and i2o on [input, hidden]."""
 
-    class RNN(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.i2h, self.h2h, self.h2o = nn.Linear(I, H), nn.Linear(H, H), nn.Linear(H, 3)
-            self.softmax = nn.LogSoftmax(dim=1)
+    def __init__(self) -> None:
+        super().__init__()
+        self.i2h, self.h2h, self.h2o = nn.Linear(I, H), nn.Linear(H, H), nn.Linear(H, 3)
+        self.softmax = nn.LogSoftmax(dim=1)
 
-        def forward(self, x: Any, hidden: Any) -> Any:
-            hidden = F.tanh(self.i2h(x) + self.h2h(hidden))
-            return self.softmax(self.h2o(hidden)), hidden
-
-    return simple(n, RNN())
+    def forward(self, x: Any, hidden: Any) -> Any:
+        hidden = F.tanh(self.i2h(x) + self.h2h(hidden))
+        return self.softmax(self.h2o(hidden)), hidden
 
 
-@reads
-def jordan(n: Numbers) -> Any:
-    class Jordan(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.hidden = nn.Sequential(nn.Linear(I + H, 7), nn.Tanh())
-            self.out = nn.Linear(7, H)
+@cell(reads, simple)
+class jordan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Sequential(nn.Linear(I + H, 7), nn.Tanh())
+        self.out = nn.Linear(7, H)
 
-        def forward(self, x: Any, y: Any) -> Any:
-            y = self.out(self.hidden(torch.cat([x, y], -1)))
-            return y, y
-
-    return simple(n, Jordan())
+    def forward(self, x: Any, y: Any) -> Any:
+        y = self.out(self.hidden(torch.cat([x, y], -1)))
+        return y, y
 
 
 @reads
@@ -591,22 +555,19 @@ def clockwork(n: Numbers) -> Any:
     return module, x, (torch.tensor(0), h)
 
 
-@reads
-def ct_rnn(n: Numbers) -> Any:
-    class CTRNN(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.input2h, self.h2h = nn.Linear(I, H), nn.Linear(H, H)
-            self.readout = nn.Linear(H, 2)
-            self.alpha = 20 / 100
+@cell(reads, simple)
+class ct_rnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input2h, self.h2h = nn.Linear(I, H), nn.Linear(H, H)
+        self.readout = nn.Linear(H, 2)
+        self.alpha = 20 / 100
 
-        def forward(self, x: Any, hidden: Any) -> Any:
-            for _ in range(3):
-                h_new = torch.relu(self.input2h(x) + self.h2h(hidden))
-                hidden = hidden * (1 - self.alpha) + h_new * self.alpha
-            return self.readout(hidden), hidden
-
-    return simple(n, CTRNN())
+    def forward(self, x: Any, hidden: Any) -> Any:
+        for _ in range(3):
+            h_new = torch.relu(self.input2h(x) + self.h2h(hidden))
+            hidden = hidden * (1 - self.alpha) + h_new * self.alpha
+        return self.readout(hidden), hidden
 
 
 @reads
@@ -634,144 +595,120 @@ def liquid_closed_form(n: Numbers) -> Any:
     return module, (x, tensor(n.positive(T, B))), h
 
 
-@reads
-def recurrent_highway(n: Numbers) -> Any:
-    class RHN(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin_x = nn.Linear(I, 2 * H, bias=False)
-            self.lin_s = nn.ModuleList([nn.Linear(H, 2 * H) for _ in range(3)])
+@cell(reads, simple)
+class recurrent_highway(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin_x = nn.Linear(I, 2 * H, bias=False)
+        self.lin_s = nn.ModuleList([nn.Linear(H, 2 * H) for _ in range(3)])
 
-        def forward(self, x: Any, s: Any) -> Any:
-            for depth, lin in enumerate(self.lin_s):
-                both = lin(s) + self.lin_x(x) if depth == 0 else lin(s)
-                h, t = both[..., :H], both[..., H:]
-                h, t = torch.tanh(h), torch.sigmoid(t)
-                s = h * t + s * (1.0 - t)
-            return s
-
-    return simple(n, RHN())
+    def forward(self, x: Any, s: Any) -> Any:
+        for depth, lin in enumerate(self.lin_s):
+            both = lin(s) + self.lin_x(x) if depth == 0 else lin(s)
+            h, t = both[..., :H], both[..., H:]
+            h, t = torch.tanh(h), torch.sigmoid(t)
+            s = h * t + s * (1.0 - t)
+        return s
 
 
-@reads
-def weight_norm(n: Numbers) -> Any:
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x = nn.utils.parametrizations.weight_norm(nn.Linear(I, H))
-            self.h = nn.utils.parametrizations.weight_norm(nn.Linear(H, H, bias=False), dim=1)
+@cell(reads, simple)
+class weight_norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.utils.parametrizations.weight_norm(nn.Linear(I, H))
+        self.h = nn.utils.parametrizations.weight_norm(nn.Linear(H, H, bias=False), dim=1)
 
-        def forward(self, x: Any, h: Any) -> Any:
-            return torch.tanh(self.x(x) + self.h(h))
-
-    return simple(n, Cell())
+    def forward(self, x: Any, h: Any) -> Any:
+        return torch.tanh(self.x(x) + self.h(h))
 
 
-@reads
-def orthogonal(n: Numbers) -> Any:
+@cell(reads, simple)
+class orthogonal(nn.Module):
     """A recurrent matrix that is the exponential of a skew one, and modReLU."""
 
-    class ExpRNN(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.x = nn.Parameter(torch.empty(H, H)), nn.Linear(I, H, bias=False)
-            self.b = nn.Parameter(torch.empty(H))
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.x = nn.Parameter(torch.empty(H, H)), nn.Linear(I, H, bias=False)
+        self.b = nn.Parameter(torch.empty(H))
 
-        def forward(self, x: Any, h: Any) -> Any:
-            a = self.a.triu(diagonal=1)
-            z = self.x(x) + h @ torch.matrix_exp(a - a.t())
-            return torch.sign(z) * F.relu(z.abs() + self.b)
-
-    return simple(n, ExpRNN())
+    def forward(self, x: Any, h: Any) -> Any:
+        a = self.a.triu(diagonal=1)
+        z = self.x(x) + h @ torch.matrix_exp(a - a.t())
+        return torch.sign(z) * F.relu(z.abs() + self.b)
 
 
-@reads
-def oscillators(n: Numbers) -> Any:
-    class coRNNCell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.i2h = nn.Linear(I + 2 * H, H)
-            self.dt, self.gamma, self.epsilon = 0.04, 2.7, 4.7
+@cell(reads, paired)
+class oscillators(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.i2h = nn.Linear(I + 2 * H, H)
+        self.dt, self.gamma, self.epsilon = 0.04, 2.7, 4.7
 
-        def forward(self, x: Any, state: Any) -> Any:
-            hy, hz = state
-            inner = torch.tanh(self.i2h(torch.cat((x, hz, hy), 1)))
-            hz = hz + self.dt * (inner - self.gamma * hy - self.epsilon * hz)
-            hy = hy + self.dt * hz
-            return hy, hz
-
-    return paired(n, coRNNCell())
+    def forward(self, x: Any, state: Any) -> Any:
+        hy, hz = state
+        inner = torch.tanh(self.i2h(torch.cat((x, hz, hy), 1)))
+        hz = hz + self.dt * (inner - self.gamma * hy - self.epsilon * hz)
+        hy = hy + self.dt * hz
+        return hy, hz
 
 
-@reads
-def antisymmetric(n: Numbers) -> Any:
-    class AntisymmetricRNN(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.vh, self.vz = nn.Linear(I, H), nn.Linear(I, H)
-            self.w = nn.Parameter(torch.empty(H, H))
-            self.register_buffer("gamma_I", torch.eye(H, dtype=torch.float64) * 0.01)
+@cell(reads, simple)
+class antisymmetric(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vh, self.vz = nn.Linear(I, H), nn.Linear(I, H)
+        self.w = nn.Parameter(torch.empty(H, H))
+        self.register_buffer("gamma_I", torch.eye(H, dtype=torch.float64) * 0.01)
 
-        def forward(self, x: Any, h: Any) -> Any:
-            hw = h @ (self.w - self.w.T - self.gamma_I)
-            return h + 0.1 * torch.sigmoid(hw + self.vz(x)) * torch.tanh(hw + self.vh(x))
-
-    return simple(n, AntisymmetricRNN())
+    def forward(self, x: Any, h: Any) -> Any:
+        hw = h @ (self.w - self.w.T - self.gamma_I)
+        return h + 0.1 * torch.sigmoid(hw + self.vz(x)) * torch.tanh(hw + self.vh(x))
 
 
-@reads
-def independent_units(n: Numbers) -> Any:
-    class IndRNNCell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin, self.u = nn.Linear(I, H), nn.Parameter(torch.empty(H))
+@cell(reads, simple)
+class independent_units(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.u = nn.Linear(I, H), nn.Parameter(torch.empty(H))
 
-        def forward(self, x: Any, h: Any) -> Any:
-            return F.leaky_relu(torch.add(self.lin(x), torch.mul(h, self.u)), 0.1)
-
-    return simple(n, IndRNNCell())
+    def forward(self, x: Any, h: Any) -> Any:
+        return F.leaky_relu(torch.add(self.lin(x), torch.mul(h, self.u)), 0.1)
 
 
-@reads
-def low_rank_with_scalars(n: Numbers) -> Any:
-    class FastGRNNCell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.W1, self.W2 = nn.Parameter(torch.empty(I, 2)), nn.Parameter(torch.empty(2, H))
-            self.U1, self.U2 = nn.Parameter(torch.empty(H, 2)), nn.Parameter(torch.empty(2, H))
-            self.bias_gate = nn.Parameter(torch.empty(1, H))
-            self.bias_update = nn.Parameter(torch.empty(1, H))
-            self.zeta, self.nu = nn.Parameter(torch.empty(1, 1)), nn.Parameter(torch.empty(1, 1))
+@cell(reads, simple)
+class low_rank_with_scalars(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.W1, self.W2 = nn.Parameter(torch.empty(I, 2)), nn.Parameter(torch.empty(2, H))
+        self.U1, self.U2 = nn.Parameter(torch.empty(H, 2)), nn.Parameter(torch.empty(2, H))
+        self.bias_gate = nn.Parameter(torch.empty(1, H))
+        self.bias_update = nn.Parameter(torch.empty(1, H))
+        self.zeta, self.nu = nn.Parameter(torch.empty(1, 1)), nn.Parameter(torch.empty(1, 1))
 
-        def forward(self, x: Any, state: Any) -> Any:
-            w = torch.matmul(torch.matmul(x, self.W1), self.W2)
-            u = torch.matmul(torch.matmul(state, self.U1), self.U2)
-            pre = w + u
-            z, c = torch.sigmoid(pre + self.bias_gate), torch.tanh(pre + self.bias_update)
-            return z * state + (torch.sigmoid(self.zeta) * (1.0 - z) + torch.sigmoid(self.nu)) * c
-
-    return simple(n, FastGRNNCell())
+    def forward(self, x: Any, state: Any) -> Any:
+        w = torch.matmul(torch.matmul(x, self.W1), self.W2)
+        u = torch.matmul(torch.matmul(state, self.U1), self.U2)
+        pre = w + u
+        z, c = torch.sigmoid(pre + self.bias_gate), torch.tanh(pre + self.bias_update)
+        return z * state + (torch.sigmoid(self.zeta) * (1.0 - z) + torch.sigmoid(self.nu)) * c
 
 
 # -- Networks without a recurrent matrix --------------------------------------------------------
-@reads
-def simple_recurrent_unit(n: Numbers) -> Any:
-    class SRUCell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(I, 4 * H))
-            self.weight_c = nn.Parameter(torch.empty(2 * H))
-            self.bias = nn.Parameter(torch.empty(2, H))
+@cell(reads, simple)
+class simple_recurrent_unit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(I, 4 * H))
+        self.weight_c = nn.Parameter(torch.empty(2 * H))
+        self.bias = nn.Parameter(torch.empty(2, H))
 
-        def forward(self, x: Any, c: Any) -> Any:
-            u = (x @ self.weight).view(-1, H, 4)
-            v_f, v_r = self.weight_c.view(2, H)
-            f = (u[..., 1] + v_f * c + self.bias[0]).sigmoid()
-            r = (u[..., 2] + v_r * c + self.bias[1]).sigmoid()
-            c = u[..., 0] + (c - u[..., 0]) * f
-            return (c - u[..., 3]) * r + u[..., 3], c
-
-    return simple(n, SRUCell())
+    def forward(self, x: Any, c: Any) -> Any:
+        u = (x @ self.weight).view(-1, H, 4)
+        v_f, v_r = self.weight_c.view(2, H)
+        f = (u[..., 1] + v_f * c + self.bias[0]).sigmoid()
+        r = (u[..., 2] + v_r * c + self.bias[1]).sigmoid()
+        c = u[..., 0] + (c - u[..., 0]) * f
+        return (c - u[..., 3]) * r + u[..., 3], c
 
 
 @reads
@@ -792,20 +729,17 @@ def quasi_recurrent(n: Numbers) -> Any:
     return module, x, (tensor(n(B, I)), c)
 
 
-@reads
-def min_gru(n: Numbers) -> Any:
-    class MinGRU(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.to_hidden_and_gate = nn.Linear(I, 2 * H, bias=False)
+@cell(reads, simple)
+class min_gru(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_hidden_and_gate = nn.Linear(I, 2 * H, bias=False)
 
-        def forward(self, x: Any, prev: Any) -> Any:
-            hidden, gate = self.to_hidden_and_gate(x).chunk(2, dim=-1)
-            hidden = torch.where(hidden >= 0, hidden + 0.5, hidden.sigmoid())
-            out = torch.lerp(prev, hidden, gate.sigmoid())
-            return out, out
-
-    return simple(n, MinGRU())
+    def forward(self, x: Any, prev: Any) -> Any:
+        hidden, gate = self.to_hidden_and_gate(x).chunk(2, dim=-1)
+        hidden = torch.where(hidden >= 0, hidden + 0.5, hidden.sigmoid())
+        out = torch.lerp(prev, hidden, gate.sigmoid())
+        return out, out
 
 
 @reads
@@ -894,19 +828,16 @@ def dropout_asleep(n: Numbers) -> Any:
     return module.eval(), x, h
 
 
-@either
-def dropout_awake(n: Numbers) -> Any:
+@cell(either, simple)
+class dropout_awake(nn.Module):
     """Random numbers within a step, by the global generator, seeded before each loop."""
 
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.drop = nn.GRUCell(I, H), nn.Dropout(0.5)
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.drop = nn.GRUCell(I, H), nn.Dropout(0.5)
 
-        def forward(self, x: Any, h: Any) -> Any:
-            return self.drop(self.cell(x, h))
-
-    return simple(n, Cell())
+    def forward(self, x: Any, h: Any) -> Any:
+        return self.drop(self.cell(x, h))
 
 
 @reads
@@ -1003,37 +934,31 @@ def three_sizes(n: Numbers) -> Any:
     return drawn(Areas(), n), tensor(n(T, B, I)), state
 
 
-@reads
-def einsum_heads(n: Numbers) -> Any:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x, self.r = nn.Linear(I, 2 * H), nn.Parameter(torch.empty(2, 3, 3))
-            self.norm = nn.GroupNorm(2, H)
+@cell(reads, simple)
+class einsum_heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.r = nn.Linear(I, 2 * H), nn.Parameter(torch.empty(2, 3, 3))
+        self.norm = nn.GroupNorm(2, H)
 
-        def forward(self, x: Any, h: Any) -> Any:
-            z, g = torch.tensor_split(self.x(x), 2, dim=-1)
-            rec = torch.einsum("bnd,nde->bne", h.unflatten(-1, (2, 3)), self.r).flatten(-2)
-            h = torch.sigmoid(z) * h + F.gelu(g + rec)
-            return self.norm(h), h
-
-    return simple(n, Heads())
+    def forward(self, x: Any, h: Any) -> Any:
+        z, g = torch.tensor_split(self.x(x), 2, dim=-1)
+        rec = torch.einsum("bnd,nde->bne", h.unflatten(-1, (2, 3)), self.r).flatten(-2)
+        h = torch.sigmoid(z) * h + F.gelu(g + rec)
+        return self.norm(h), h
 
 
-@reads
-def rms_norm_residual(n: Numbers) -> Any:
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x, self.h = nn.Linear(I, H), nn.Linear(H, H)
-            self.scale = nn.Parameter(torch.empty(H))
+@cell(reads, simple)
+class rms_norm_residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h = nn.Linear(I, H), nn.Linear(H, H)
+        self.scale = nn.Parameter(torch.empty(H))
 
-        def forward(self, x: Any, h: Any) -> Any:
-            a = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
-            h = h + F.mish(self.x(x) + self.h(a))
-            return h.max(dim=-1).values, h
-
-    return simple(n, Cell())
+    def forward(self, x: Any, h: Any) -> Any:
+        a = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        h = h + F.mish(self.x(x) + self.h(a))
+        return h.max(dim=-1).values, h
 
 
 @either
@@ -1095,21 +1020,18 @@ def attention_over_encoder(n: Numbers) -> Any:
     return simple(n, Decoder())
 
 
-@either
-def changes_a_constant(n: Numbers) -> Any:
+@cell(either, simple)
+class changes_a_constant(nn.Module):
     """A counter that is a plain attribute, and so is one number at each call."""
 
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.RNNCell(I, H)
-            self.calls = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(I, H)
+        self.calls = 0
 
-        def forward(self, x: Any, h: Any) -> Any:
-            self.calls += 1
-            return self.cell(x, h)
-
-    return simple(n, Cell())
+    def forward(self, x: Any, h: Any) -> Any:
+        self.calls += 1
+        return self.cell(x, h)
 
 
 # -- What cannot be read ------------------------------------------------------------------------
@@ -1153,49 +1075,40 @@ def fast_weights(n: Numbers) -> Any:
     return module, x, (h, tensor(n(B, H, H)))
 
 
-@refused()
-def branch_on_data(n: Numbers) -> Any:
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.RNNCell(I, H), nn.RNNCell(I, H)
+@cell(refused(), simple)
+class branch_on_data(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.RNNCell(I, H), nn.RNNCell(I, H)
 
-        def forward(self, x: Any, h: Any) -> Any:
-            if h.sum() > 0:
-                return self.a(x, h)
-            return self.b(x, h)
-
-    return simple(n, Branch())
+    def forward(self, x: Any, h: Any) -> Any:
+        if h.sum() > 0:
+            return self.a(x, h)
+        return self.b(x, h)
 
 
-@refused("batch")
-def batch_norm(n: Numbers) -> Any:
-    class BNRNN(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x, self.h = nn.Linear(I, H), nn.Linear(H, H, bias=False)
-            self.bn = nn.BatchNorm1d(H, track_running_stats=False)
+@cell(refused("batch"), simple)
+class batch_norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h = nn.Linear(I, H), nn.Linear(H, H, bias=False)
+        self.bn = nn.BatchNorm1d(H, track_running_stats=False)
 
-        def forward(self, x: Any, h: Any) -> Any:
-            return torch.tanh(self.x(x) + self.bn(self.h(h)))
-
-    return simple(n, BNRNN())
+    def forward(self, x: Any, h: Any) -> Any:
+        return torch.tanh(self.x(x) + self.bn(self.h(h)))
 
 
-@refused()
-def batch_norm_running(n: Numbers) -> Any:
+@cell(refused(), simple)
+class batch_norm_running(nn.Module):
     """Buffers that each step changes."""
 
-    class BNRNN(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x, self.h = nn.Linear(I, H), nn.Linear(H, H, bias=False)
-            self.bn = nn.BatchNorm1d(H)
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h = nn.Linear(I, H), nn.Linear(H, H, bias=False)
+        self.bn = nn.BatchNorm1d(H)
 
-        def forward(self, x: Any, h: Any) -> Any:
-            return torch.tanh(self.bn(self.x(x)) + self.h(h))
-
-    return simple(n, BNRNN())
+    def forward(self, x: Any, h: Any) -> Any:
+        return torch.tanh(self.bn(self.x(x)) + self.h(h))
 
 
 class Spike(torch.autograd.Function):
@@ -1229,82 +1142,67 @@ def spiking(n: Numbers) -> Any:
     return module, x, (torch.zeros(B, H, dtype=torch.float64), mem)
 
 
-@refused()
-def rows_that_mix(n: Numbers) -> Any:
+@cell(refused(), simple)
+class rows_that_mix(nn.Module):
     """Each row sees its neighbour."""
 
-    class Neighbours(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.RNNCell(I, H)
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(I, H)
 
-        def forward(self, x: Any, h: Any) -> Any:
-            return self.cell(x, h + 0.1 * h.roll(1, dims=0))
-
-    return simple(n, Neighbours())
+    def forward(self, x: Any, h: Any) -> Any:
+        return self.cell(x, h + 0.1 * h.roll(1, dims=0))
 
 
-@either
-def binary_units(n: Numbers) -> Any:
+@cell(either, simple)
+class binary_units(nn.Module):
     """Signs whose derivative ``detach`` makes that of the values."""
 
-    class Binary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.RNNCell(I, H)
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(I, H)
 
-        def forward(self, x: Any, h: Any) -> Any:
-            h = self.cell(x, h)
-            return h + (torch.sign(h) - h).detach()
-
-    return simple(n, Binary())
+    def forward(self, x: Any, h: Any) -> Any:
+        h = self.cell(x, h)
+        return h + (torch.sign(h) - h).detach()
 
 
-@refused("topk|sort")
-def winners_take_all(n: Numbers) -> Any:
-    class KWTA(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.RNNCell(I, H)
+@cell(refused("topk|sort"), simple)
+class winners_take_all(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(I, H)
 
-        def forward(self, x: Any, h: Any) -> Any:
-            h = self.cell(x, h)
-            kept = h.topk(2, dim=-1).indices
-            return h * torch.zeros_like(h).scatter(-1, kept, 1.0)
-
-    return simple(n, KWTA())
+    def forward(self, x: Any, h: Any) -> Any:
+        h = self.cell(x, h)
+        kept = h.topk(2, dim=-1).indices
+        return h * torch.zeros_like(h).scatter(-1, kept, 1.0)
 
 
-@refused("float16|half|bits|cast")
-def half_inside(n: Numbers) -> Any:
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x, self.h = nn.Linear(I, H), nn.Linear(H, H)
+@cell(refused("float16|half|bits|cast"), simple)
+class half_inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h = nn.Linear(I, H), nn.Linear(H, H)
 
-        def forward(self, x: Any, h: Any) -> Any:
-            return torch.tanh((self.x(x) + self.h(h)).half()).to(h.dtype)
-
-    return simple(n, Cell())
+    def forward(self, x: Any, h: Any) -> Any:
+        return torch.tanh((self.x(x) + self.h(h)).half()).to(h.dtype)
 
 
-@refused()
-def appends_to_a_list(n: Numbers) -> Any:
+@cell(refused(), simple)
+class appends_to_a_list(nn.Module):
     """A side effect: what each step did is kept by the module."""
 
-    class Recorder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.history = nn.RNNCell(I, H), []
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.history = nn.RNNCell(I, H), []
 
-        def forward(self, x: Any, h: Any) -> Any:
-            if len(self.history) >= 2:
-                h = h + 0.1 * self.history[-2]
-            h = self.cell(x, h)
-            self.history.append(h)
-            return h
-
-    return simple(n, Recorder())
+    def forward(self, x: Any, h: Any) -> Any:
+        if len(self.history) >= 2:
+            h = h + 0.1 * self.history[-2]
+        h = self.cell(x, h)
+        self.history.append(h)
+        return h
 
 
 @refused()

@@ -50,6 +50,23 @@ class Entry:
         return self.make(Numbers(self.name))
 
 
+def cell(mark: Any, start: Any, *arguments: Any, **options: Any) -> Callable[[Any], Any]:
+    """Enters a class of cells, which are made with these arguments.
+
+    Args:
+        mark: says what should become of it: ``reads``, ``either`` or ``refused(...)``.
+        start: (numbers, cell) -> what a test gets.
+    """
+
+    def keep(kind: Any) -> Any:
+        make = lambda n: start(n, kind(*arguments, **options))  # noqa: E731
+        make.__name__ = kind.__name__
+        mark(make)
+        return kind
+
+    return keep
+
+
 @dataclass
 class Corpus:
     entries: list[Entry] = field(default_factory=list)

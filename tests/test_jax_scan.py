@@ -365,11 +365,31 @@ def compare(mine: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.sample(every=4)
 def test_cells_of_many_styles(name: str) -> None:
+    check_read(CASES[name])
+
+
+def check_read(case: Case) -> None:
     with X64.enable_x64(True):
-        at = jax.tree.map(jnp.asarray, CASES[name]._replace(make=0))._replace(make=CASES[name].make)
+        at = jax.tree.map(jnp.asarray, case._replace(make=0))._replace(make=case.make)
         told = aj.explain_scan(at.make(at.weights), at.init, at.xs)
         assert told.startswith("A fused kernel runs this body."), told
         compare(trial(aj.scan, at), trial(lax.scan, at))
+
+
+def test_places_turns_and_choices_that_are_fixed() -> None:
+    def make(w: Any) -> Any:
+        def f(h: Any, x: Any) -> Any:
+            v = jnp.tanh(x @ w[0] + h @ w[1]).at[:, 2].set(0.5).at[:, 1:3].add(h[:, :2])
+            v = lax.dynamic_update_slice(v.at[:, 0].mul(0.5), h[:, :2], (0, 4))
+            v = lax.fori_loop(0, 2, lambda k, v: jnp.tanh(v @ w[1]) / (k + 1), v)
+            v, parts = lax.scan(lambda v, k: (v + k, v * k), v, jnp.arange(2.0), reverse=True)
+            v = jnp.select([v > 0.5, v < -0.5], [v * 0.2, h], v + parts[1])
+            v = lax.switch(1, [jnp.sin, jnp.tanh], lax.cond(True, jnp.cos, jnp.sin, v))
+            return v, v
+
+        return f
+
+    check_read(Case(make, [W, U], draw(B, H), draw(T, B, I)))
 
 
 CORNERS = {
@@ -618,8 +638,14 @@ REFUSED = {
     "picks units of a state at positions that change": lambda h, x: (
         jnp.take_along_axis(h, (x[:, :1] > 0).astype(int), 1) + h
     ),
-    "start is not known": lambda h, x: h + lax.dynamic_slice_in_dim(h, (x[0, 0] > 0) * 1, 1, 1),
-    "no cell has scatter of a value": lambda h, x: h.at[:, 0].set(0.0),
+    "this takes or changes units of a state": lambda h, x: (
+        h + lax.dynamic_slice_in_dim(h, (x[0, 0] > 0) * 1, 1, 1)
+    ),
+    "positions that are not known": lambda h, x: h.at[:, (x[0, 0] > 0).astype(int)].set(0.0),
+    "add at several positions": lambda h, x: h.at[:, jnp.arange(2) * 0].add(1.0),
+    "the place of a largest number": lambda h, x: h * jnp.argmax(h, -1)[:, None],
+    "of a largest number": lambda h, x: h * jnp.argmax(jnp.stack([h > 0, x[:, :1] > h]), 0),
+    "a loop of few turns": lambda h, x: lax.fori_loop(0, 300, lambda k, v: jnp.sin(v), h),
     "converted from float32 to bfloat16": lambda h, x: h.astype(jnp.bfloat16).astype(jnp.float32),
     "numbers of int32 from a state": lambda h, x: (h * 3).astype(int).astype(jnp.float32),
     "without sorting": lambda h, x: jnp.sort(h),

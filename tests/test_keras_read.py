@@ -530,7 +530,7 @@ def test_an_operation_is_read(name: str) -> None:
         h = OPERATIONS[name](x, states[0])
         return h, [h]
 
-    read = read_step(step, [0], ((None, I), "float32"), [((None, 8), "float32")], [])
+    read = read_step(step, ((None, I), "float32"), [((None, 8), "float32")], [])
     assert not isinstance(read, str) and read.reading.cell.states
 
 

@@ -242,7 +242,7 @@ def test_a_step_gives_the_numbers_of_its_loop(
     ("name", "part"),
     [
         ("resets", "resets="), ("mask", "mask="), ("inverted_mask_and_resets", "mask="),
-        ("norm_of_groups", "mean(t0, groups=2)"), ("strides", 'gates="w0_0 w0_1 w0_2 w0_3")'),
+        ("norm_of_groups", "mean(t1, groups=2)"), ("strides", 'gates="w0_0 w0_1 w0_2 w0_3")'),
         ("state_of_one_unit", "s1:1"), ("unit_of_a_state", "x.g0"),
     ],
 )  # fmt: skip
@@ -263,6 +263,24 @@ def test_x_goes_in_as_it_is(name: str) -> None:
     assert not isinstance(read, str) and read.reading.projected
 
 
+@pytest.mark.parametrize("count", [0, np.int32(3), np.array(1), np.arange(B)[:, None]])
+def test_counters_are_computed_beforehand(count: Any) -> None:
+    """Also those of Python; a state of flags goes with the floats."""
+
+    def counted(x: Any, state: Any) -> Any:
+        h, t, seen = state
+        h = np.where(seen, h, np.tanh(h @ R + x.sum(-1, keepdims=True) * np.where(t % 2, 0.5, 2)))
+        return (h, t), (h, t + 1, seen | (h > 0.9))
+
+    run, state = loop(counted), (draw(B, H), count, np.zeros((B, H), bool))
+    expected, results = run._loop(X, state), run(X, state)
+    assert run.reason is None
+    for result, exact in zip(leaves(results), leaves(expected), strict=True):
+        assert np.asarray(result).dtype == np.asarray(exact).dtype
+        assert error(result, exact) <= LIMITS["float64", "forward"]
+    assert isinstance(results[1][1], int) == isinstance(count, int)
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "branch": (lambda x, h: (h, np.tanh(h) if h.sum() > 0 else h), "branch on a number"),
     "over the batch": (lambda x, h: (h, np.tanh(h - h.mean(0))), "the rows of the batch"),
@@ -273,6 +291,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "fewer bits": (lambda x, h: (h, h.astype(np.float16)), "a conversion from float64 to float16"),
     "other library": (lambda x, h: (h, float(h[0, 0]) * h), "a conversion of x or of a state"),
     "constant": (lambda x, h: (np.ones(3), h), "depends neither on x nor on a state"),
+    "counter of floats": (lambda x, s: (s[0], (np.tanh(s[0]), s[1] + (s[0] > 0).sum())), "int64"),
     "another dtype": (lambda x, h: (h, (h @ R.astype(np.complex128))), "complex128 state"),
 }
 
@@ -281,6 +300,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 def test_other_steps_run_as_they_are(name: str) -> None:
     function, part = REFUSED[name]
     run, h = loop(function), draw(B, H)
+    h = (h, np.array(0)) if name == "counter of floats" else h
     expected = run._loop(X, h)
     results = run(X, h)
     assert run.text is None and part in str(run.reason)

@@ -49,6 +49,8 @@ ROWS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "clip on one side": (lambda h: np.clip(h, a_min=0.0, a_max=None), "maximum("),
     "power of two": (lambda h: np.exp2(-h * h), "exp("),
     "square root": (lambda h: np.power(h * h + 1, 0.5) * 0.5, "sqrt("),
+    "negative zero": (lambda h: np.where(h > 9, -0.0, h), "where(s.s0 > 9, -0.0, s.s0)"),
+    "large number": (lambda h: np.minimum(h, 1e30), "minimum(s.s0, 1e+30)"),
     "cube": (lambda h: np.power(h, 3) * 0.1, "s.s0 * s.s0 * s.s0"),
     "finite": (lambda h: np.where(np.isfinite(h), h, 0.0) * 0.5, "where("),
     "condition of conditions": (

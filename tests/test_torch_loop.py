@@ -242,7 +242,6 @@ def test_wrong_arguments() -> None:
     x, h = torch.zeros(T, B, I), torch.zeros(B, H)
     for call, says in (
         (lambda: loop(lambda x, s: (x, s)), "module: given function"),
-        (lambda: layer(x, None), "state: given None; expected tensors"),
         (lambda: layer(x[:0], h), "x: given torch.float64.*one step or more"),
         (lambda: layer((x, x[1:]), h), "the same of all tensors of x"),
         (lambda: layer(x, h, lengths=[7, 1, 1, 1]), "lengths: given a length of 7"),
@@ -497,9 +496,8 @@ STEPS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "size of the batch": (lambda m, x, h: h / len(h), "the size of the batch"),
     "elsewhere": (lambda m, x, h: h * m.held.there, "no parameter, buffer or attribute"),
     "shape of values": (lambda m, x, h: h + h[h > 0].sum(), "shape depends on values"),
-    "rounded sixth": (lambda m, x, h: F.hardsigmoid(h), "relu6"),
+    "size of the call": (lambda m, x, h: h * 2 if len(h) > 2 else h, "else for another batch"),
     "autocast inside": (lambda m, x, h: autocast_inside(m, h), "is converted|differs by"),
-    "no gradient": (lambda m, x, h: no_gradient(h), "the gradient of"),
 }
 
 
@@ -809,8 +807,132 @@ def test_one_hot_ids_and_numbers_of_a_step() -> None:
     check_trees(masked[:, 0], torch.stack(expected)[:, 0])
 
 
+ORDINARY: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "softplus": lambda m, x, h: F.softplus(3 * h, beta=2.0),
+    "softplus up to a threshold": lambda m, x, h: F.softplus(3 * h, beta=2.0, threshold=3.0),
+    "zeros around": lambda m, x, h: F.pad(h[:, 1:-1] @ m.u[1:-1, 1:-1], (1, 1)),
+    "a number at the end": lambda m, x, h: F.pad(h @ m.u, (-1, 1), value=0.5),
+    "batch norm": lambda m, x, h: m.norm(h),
+    "a condition on the state": lambda m, x, h: h * (h > x[:, :1]),
+    "a condition on x": lambda m, x, h: h + (x[:, :1] > 0),
+    "without a gradient": lambda m, x, h: h * no_gradient(h),
+    "hardsigmoid": lambda m, x, h: F.hardsigmoid(4 * h),
+    "its own dtype": lambda m, x, h: (h * 0.5).to(h.dtype) + x[:, :1].to(m.u),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_things_are_read(name: str) -> None:
+    module = Refusing(ORDINARY[name]).eval()
+    module.norm.running_mean, module.norm.running_var = torch.randn(H), 1 + torch.rand(H)
+    layer = loop(module)
+    x, h = inputs_of(module)
+    for _ in range(3):
+        alike(results(layer, module, x, h), results(by_hand(module), module, x, h))
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
+@pytest.mark.parametrize("cast", [lambda h: h.float(), lambda h: h.to(torch.float32)])
+def test_a_step_may_name_its_dtype(cast: Callable[[Tensor], Tensor]) -> None:
+    """It is tried in float64, where the name would be a cast."""
+    module = Refusing(lambda m, x, h: cast(h * 0.5)).float()
+    layer = loop(module)
+    x, h = (t.float() for t in inputs_of(module))
+    check_trees(layer(x, h), by_hand(module)(x, h))
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
+def test_a_state_that_is_detached_has_no_gradient() -> None:
+    """As in the loop, where it is None; under a mask the state itself may be returned."""
+    module = Refusing(lambda m, x, h: h)
+    module.step = lambda m, x, h: m.lin(torch.cat([x, h.detach()], -1)).tanh()
+    module.forward = lambda x, h: (module.step(module, x, h),) * 2
+    layer = loop(module)
+    x, h = inputs_of(module)
+    h.requires_grad_()
+    for _ in range(3):
+        output, _ = layer(x, h)
+        assert layer.engine.name == "cpu", layer.engine.reason
+        assert torch.autograd.grad(output.sum(), h, allow_unused=True) == (None,)
+        _, last = layer(x, h, lengths=[T, 0, 1, 2])
+        (gradient,) = torch.autograd.grad(last.sum(), h)
+        assert gradient.sum(-1).tolist() == [0, H, 0, 0]
+
+
+class Counted(One):
+    """A state of a tensor, a number of Python and nothing."""
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        h, count, nothing = state
+        h = torch.tanh(h + x.sum(-1, True) * count)
+        return h, (h, count + 1, nothing)
+
+
+def test_states_that_are_no_tensors_run_in_the_loop() -> None:
+    layer = loop(Counted())
+    x, h = inputs_of(layer.module)
+    output, last = layer(x, (h, 1, None))
+    expected, end = by_hand(layer.module)(x, (h, 1, None))
+    check_trees((output, last[0]), (expected, end[0]))
+    assert last[1:] == (1 + T, None)
+    assert layer.engine.name == "torch" and "the state has int 1" in layer.engine.reason
+    with pytest.raises(ValueError, match="with a state or an output int 1"):
+        layer(x, (h, 1, None), lengths=[T, 0, 1, 2])
+    resets = torch.zeros(T, B, dtype=torch.bool)
+    check_trees(layer(x, (h, 1, None), resets=resets)[0], expected)
+    made, _ = loop(OfTorchGRU())(x, None)
+    assert made.shape == (T, B, H)
+
+
+class Layers(One):
+    """Two layers in one tensor of states, ``[layers, B, H]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList([nn.GRUCell(I, H), nn.GRUCell(H, H)])
+
+    def start(self, rows: int) -> Any:
+        return torch.randn(2, rows, H)
+
+    def forward(self, x: Tensor, state: Tensor) -> Any:
+        new = []
+        for cell, h in zip(self.cells, state, strict=True):
+            new.append(x := cell(x, h))
+        return x, torch.stack(new)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_layers_in_one_tensor_of_states(fused: bool) -> None:
+    module = Layers()
+    layer = loop(module)
+    if not fused:
+        module.register_forward_hook(lambda *_: None)
+    x, state = inputs_of(module)
+    for _ in range(3):
+        alike(results(layer, module, x, state), results(by_hand(module), module, x, state))
+    assert layer.engine.name == ("cpu" if fused else "torch"), layer.engine.reason
+    one, start = inputs_of(module, rows=1)
+    check_trees(layer(one, start), by_hand(module)(one, start))
+    short, end = layer(x, state, lengths=[2] * B)
+    check_trees((short[:2], end), by_hand(module)(x[:2], state))
+    resets = torch.zeros(T, B, dtype=torch.bool)
+    resets[2] = True
+    restored = torch.ones(2, B, H)
+    output, end = layer(x, state, resets=resets, reset_state=restored)
+    check_trees((output[2:], end), by_hand(module)(x[2:], restored))
+
+
+def test_one_step_is_the_module() -> None:
+    layer = loop(Concatenated())
+    x, state = inputs_of(layer.module, steps=1)
+    check_trees(layer(x, state), by_hand(layer.module)(x, state))
+    assert "one step takes less time" in layer.engine.reason
+    layer(*inputs_of(layer.module, steps=2))
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
 def test_hardsigmoid_in_float32() -> None:
-    module = Refusing(STEPS["rounded sixth"][0]).eval().float()
+    module = Refusing(ORDINARY["hardsigmoid"]).eval().float()
     layer = loop(module)
     x, h = (t.float() for t in inputs_of(module))
     output, _ = layer(x, h)

@@ -78,6 +78,27 @@ def test_scan_sees_new_variables() -> None:
     run(1.0, weight, nn.Linear(H, H))
 
 
+WEIGHT = torch.randn(H, H, dtype=torch.float64)
+
+
+def test_scan_sees_what_an_object_reads() -> None:
+    """A tensor among the variables of the file, in a method that is called."""
+
+    class Step:
+        gain = 0.5
+
+        def __call__(self, h: Tensor, x: Tensor) -> Any:
+            h = torch.tanh(h @ WEIGHT + x) * self.gain
+            return h, h
+
+    x, h, step = torch.randn(T, B, H), torch.zeros(B, H), Step()
+    assert explain_scan(step, h, x).startswith("A fused kernel runs this body.")
+    expected = h
+    for t in range(T):
+        expected, _ = step(expected, x[t])
+    check_trees(scan(step, h, x)[0], expected)
+
+
 def test_scan_of_nothing() -> None:
     h = torch.zeros(B, H)
     assert scan(lambda c, x: (c, x), h, []) == (h, [])

@@ -34,6 +34,9 @@ CALLS = {
 }  # fmt: skip
 
 
+MOST = 128  # equations of a loop within a step that are put in its place
+
+
 def place(eqn: Any) -> str:
     """The user's file and line of an equation, "" where JAX does not tell."""
     try:  # no public name
@@ -69,6 +72,8 @@ def inlined(
 
     Args:
         caller: the equation that calls the function of JAX that the jaxpr is in, if one does.
+
+    Results are of the kind of the operands, F, X or S.
     """
 
     def of(atom: Any) -> Variable:
@@ -81,8 +86,10 @@ def inlined(
     for eqn in jaxpr.eqns:
         operands = [of(atom) for atom in eqn.invars]
         name = eqn.primitive.name
-        if name in CALLS:
-            closed = eqn.params[CALLS[name]]
+        kind = max((v.kind for v in operands), key="FXS".index, default="F")
+        if name in CALLS or (closed := _taken(eqn, operands, kind)) is not None:
+            closed = eqn.params[CALLS[name]] if name in CALLS else closed
+            operands = operands[name == "cond" :]
             inner = getattr(closed, "jaxpr", closed)
             inside = dict(zip(inner.invars, operands, strict=True))
             for v, array in zip(inner.constvars, getattr(closed, "consts", ()), strict=True):
@@ -91,7 +98,7 @@ def inlined(
             own = origin(inner)[1].startswith(PACKAGE)
             results = inlined(inner, inside, equations, caller or (eqn if own else None))
         else:
-            results = [variable(v.aval) for v in eqn.outvars]
+            results = [variable(v.aval, kind=kind) for v in eqn.outvars]
             where = place(caller or eqn)
             equation = Equation(name, tuple(operands), eqn.params, results, where, name, eqn)
             for result in results:
@@ -99,6 +106,32 @@ def inlined(
             equations.append(equation)
         variables.update(zip(eqn.outvars, results, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
+
+
+def _taken(eqn: Any, operands: Sequence[Variable], kind: str) -> Any:
+    """The jaxpr that stands for the one branch that a step takes, or for the few turns of a loop
+    that a state enters; None for others. A loop over a part of x is none of a few turns.
+    """
+    params = eqn.params
+    if eqn.primitive.name == "cond" and operands[0].number is not None:
+        return params["branches"][int(operands[0].number)]
+    if eqn.primitive.name != "scan" or kind != "S":
+        return None
+    closed, split = params["jaxpr"], params["num_consts"]
+    end, turns = split + params["num_carry"], range(params["length"])
+    if any(v.kind == "X" for v in operands[end:]) or len(turns) * len(closed.eqns) > MOST:
+        return None
+
+    def unrolled(*flat: Array) -> list[Array]:
+        carry, series = list(flat[split:end]), dict[int, list[Array]]()
+        for t in reversed(turns) if params["reverse"] else turns:
+            now = [jax.lax.index_in_dim(x, t, keepdims=False) for x in flat[end:]]
+            made = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *flat[:split], *carry, *now)
+            carry, series[t] = made[: end - split], made[end - split :]
+        steps = zip(*[series[t] for t in turns], strict=True)
+        return [*carry, *[jnp.stack(parts) for parts in steps]]
+
+    return jax.make_jaxpr(unrolled)(*[atom.aval for atom in eqn.invars])
 
 
 def _folded(equation: Equation) -> float | None:
@@ -118,6 +151,8 @@ def _folded(equation: Equation) -> float | None:
             value = MEANINGS[op].meaning(NUMPY, *arrays)
     elif name in ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze"):
         value = arrays[0]
+    elif name == "clamp":
+        value = np.clip(arrays[1], arrays[0], arrays[2])
     else:
         return None
     return float(value if result.floating else np.asarray(value).astype(result.dtype))

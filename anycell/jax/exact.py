@@ -149,6 +149,9 @@ def _results(eqn: Any, operands: list[Array]) -> Sequence[Array]:
         return evaluate(getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()), *operands)
     if name == "scan":
         return _scan(params, operands)
+    if name == "cond":
+        closed = params["branches"][int(operands[0])]
+        return evaluate(closed.jaxpr, closed.consts, *operands[1:])
     op = OPS.get(name, "")
     if op == "identity":
         return operands

@@ -30,7 +30,7 @@ from anycell.jax.equations import (
 )
 from anycell.jax.primitive import planned, recurrence
 from anycell.jax.table import Reader
-from anycell.plan import Layer, Plan
+from anycell.plan import Plan
 from anycell.read import Equation, Reading, Refused, Values, Variable
 
 Array = Any
@@ -64,6 +64,8 @@ class Body(read.Body):
         variables = dict(zip(jaxpr.invars, arguments, strict=True))
         for v, array in zip(jaxpr.constvars, closed.consts, strict=True):
             variables[v] = variable(v.aval, constant=array)
+        for k, v in enumerate(arguments[consts:]):
+            v.kind = "S" if k < carries else "X"
         results = inlined(jaxpr, variables, equations)
         super().__init__(
             arguments[:consts], arguments[consts + carries :], arguments[consts:][:carries],
@@ -131,9 +133,7 @@ class Body(read.Body):
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan of the cell, which says what runs it."""
-        reading = self.reading
-        sizes = ("H", reading.size), *reading.sizes.items()
-        return planned(Layer(reading.cell, sizes), self.dtype).plan
+        return planned(self.reading.layer, self.dtype).plan
 
     def _read(self, name: str, names: Sequence[str]) -> Reading:
         refusals: list[Refused] = []
@@ -172,23 +172,12 @@ class Body(read.Body):
             return_states=wanted or None, reverse=reverse, engine=engine,
         )  # fmt: skip
         sequences = {every[0]: output} | (dict(more[0]) if more else {})
-        last = list(first)
+        named = dict(zip(every, final, strict=True))
+        last, known = self.unpacked(reading, first, named, sequences, seen, reverse)
+        run.series |= known
         for k, values in zip(self.ahead, run.final, strict=True):
             last[k] = values
-        for k, number in enumerate(self.moving):
-            before, after = self.states[number], self.after[number]
-            last[number] = self._user(k, dict(zip(every, final, strict=True)))
-            if k in seen:
-                sequence = self._user(k, sequences)
-                start = jnp.asarray(first[number])[None]
-                parts = [sequence[1:], start] if reverse else [start, sequence[:-1]]
-                run.series[before] = jnp.concatenate(parts)
-                run.series[after] = sequence
         return [*last, *at_all_steps(self.outputs, run.series, run.values, steps)]
-
-    def _user(self, k: int, values: dict[str, Array]) -> Array:
-        state = self.reading.joined(k, values)
-        return state > 0.5 if self.states[self.moving[k]].boolean else state
 
 
 class Run:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,15 +94,11 @@ def explain_scan(
     return explain_read("jax.lax.scan", read, "" if body is None else str(body.dtype), reason)
 
 
-@dataclass(frozen=True)
-class Road:
+class Road(NamedTuple):
     """The way a body runs: as a cell, or, for a reason, by ``lax.scan``."""
 
     body: Body | None
     reason: str = ""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.body, self.reason))
 
 
 class Traced:

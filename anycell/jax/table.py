@@ -8,23 +8,22 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
 from anycell import read
-from anycell.jax.equations import OPS, PACKAGE, origin
-from anycell.read import Equation, Variable, known, row
+from anycell.jax.equations import OPS, PACKAGE, evaluated, execute, origin
+from anycell.read import Equation, Values, Variable, row
 
 # What to write in place of operations that people use in cells.
 INSTEAD = {
     "while": "operations without a loop within the step",
-    "scan": "the steps of the inner loop one after the other, if they are few",
+    "scan": "a loop of few turns, or its steps one after the other",
     "cond": "jnp.where(condition, a, b)",
     "sort": "a cell without sorting",
-    "dynamic_update_slice": "jnp.concatenate or jnp.where of what changes",
     "rem": "a counter of whole numbers, which no state of floats enters",
-    "scatter": "jnp.concatenate or jnp.where of what changes",
     "custom_vjp_call": "the function without custom_vjp, with jax.lax.stop_gradient where needed",
 }
 
@@ -40,9 +39,64 @@ class Arrays(read.Arrays):
 
 
 def _select_n(reader: Reader, condition: Any, *cases: Any, **_: Any) -> Any:
+    if isinstance(condition, tuple):  # the first that holds, or the first case
+        chosen = cases[0]
+        for one, case in zip(reversed(condition), reversed(cases), strict=True):
+            chosen = reader.where(one, case, chosen)
+        return chosen
     if len(cases) != 2 or not condition.boolean:
         reader.graph.refuse("this selects among more than two values", "jnp.where, once or nested")
     return reader.where(condition, cases[1], cases[0])
+
+
+def _argmax(reader: Reader, _: Any, **__: Any) -> Any:
+    """The number of the first of several conditions, as ``jnp.select`` computes it."""
+    (stacked,), (place,) = reader.equation.operands, reader.equation.results
+    made, uses = stacked.equation, {e.name for e in reader.body.equations if place in e.operands}
+    stack = made is not None and made.name == "stack" and made.options["axis"] == 0
+    if made is None or not stack or not stacked.boolean or uses != {"select_n"}:
+        reader.graph.refuse("this takes the place of a largest number", "jnp.where or jnp.select")
+    return tuple(map(reader.operand, made.operands))
+
+
+def _placed(reader: Reader, *operands: Any, function: Any = None, **_: Any) -> Any:
+    """Units that JAX's own function moves, on their positions, to places that are known."""
+    function = function or (lambda *arrays: evaluated(reader.equation.source, arrays)[0])
+    numbers = Values({}, execute)
+    pairs = list(zip(reader.equation.arguments, operands, strict=True))
+    values = [o for v, o in pairs if v.floating or v.boolean]
+    sizes = [math.prod(value.shape) for value in values]
+    positions = iter(np.split(np.arange(sum(sizes), dtype=np.int32), np.cumsum(sizes)[:-1]))
+    with jax.ensure_compile_time_eval():
+        try:
+            at = function(*[
+                next(positions).reshape(v.shape) if v.floating or v.boolean else numbers[v]
+                for v, _ in pairs
+            ])  # fmt: skip
+        except KeyError:
+            reader.graph.refuse(
+                "this takes or changes units of a state at positions that are not known when the "
+                "step is read", "positions that are plain numbers, or jnp.where",
+            )  # fmt: skip
+        places = np.asarray(at)
+    return reader.structural(
+        lambda *ids: np.concatenate([part.reshape(-1) for part in ids])[places], *values
+    )
+
+
+def _combined(op: str) -> read.Rule:
+    """``at[].add`` and its like, as an operation on all units."""
+
+    def rule(reader: Reader, value: Any, index: Any, more: Any, **params: Any) -> Any:
+        if not params["unique_indices"] or not isinstance(value, read.Value):
+            reader.graph.refuse(f"this is an {op} at several positions", "jnp.where")
+        plain = reader.filled(value.shape, float(op == "mul"))
+        into = reader.graph.outside(plain, value.shape, reader.graph.view(value)[0])
+        options = {name: params[name] for name in ("dimension_numbers", "mode")}
+        function = functools.partial(jax.lax.scatter, **options)
+        return reader.op(op, value, _placed(reader, into, index, more, function=function))
+
+    return rule
 
 
 def _custom_jvp(reader: Reader, *operands: Any, call_jaxpr: Any, **_: Any) -> Any:
@@ -111,20 +165,6 @@ def _gather(
     return read.Value(ids.transpose(np.argsort([*new, *names.offset_dims])))
 
 
-def _dynamic_slice(reader: Reader, value: Any, *starts: Any, slice_sizes: Any, **_: Any) -> Any:
-    numbers = [known(start) for start in starts]
-    if any(number is None for number in numbers):
-        reader.graph.refuse(
-            "this takes a slice of a state whose start is not known when the step is read",
-            "a start that is a plain number, or positions: jnp.take(h, start + jnp.arange(n), 1)",
-        )
-    slices = [
-        slice(at := int(np.clip(number or 0, 0, n - size)), at + size)
-        for number, size, n in zip(numbers, slice_sizes, value.shape, strict=True)
-    ]
-    return reader.structural(lambda ids: ids[tuple(slices)], value)
-
-
 def _structural(name: str) -> read.Rule:
     def rule(reader: Reader, *operands: Any, **params: Any) -> Any:
         return reader.structural(functools.partial(STRUCTURAL[name], params), *operands)
@@ -156,12 +196,14 @@ TABLE: dict[str, read.Rule] = {
     **OPS,
     **{name: _structural(name) for name in STRUCTURAL},
     "abs": row("rising_abs"),
+    "argmax": _argmax,
     "clamp": lambda reader, low, v, high, **_: reader.bounded(v, low, high),
     "convert_element_type": row("convert"),
     "cumsum": lambda reader, v, axis, reverse, **_: reader.cumsum(v, axis, reverse),
     "custom_jvp_call": _custom_jvp,
     "dot_general": _dot_general,
-    "dynamic_slice": _dynamic_slice,
+    "dynamic_slice": _placed,
+    "dynamic_update_slice": _placed,
     "erfc": row("erfc"),
     "gather": _gather,
     "exp2": lambda reader, v, **_: reader.power(2.0, v),
@@ -174,6 +216,9 @@ TABLE: dict[str, read.Rule] = {
     "reduce_max": lambda reader, v, axes, **_: reader.max(v, axes),
     "reduce_min": lambda reader, v, axes, **_: reader.min(v, axes),
     "reduce_sum": lambda reader, v, axes, **_: reader.sum(v, axes),
+    "scatter": _placed,
+    "scatter-add": _combined("add"),
+    "scatter-mul": _combined("mul"),
     "select_n": _select_n,
 }
 
@@ -185,6 +230,10 @@ class Reader(read.Reader):
 
     def __init__(self, body: Any, axis: int | None) -> None:
         super().__init__(body, Arrays, axis, body.dtype)
+
+    def _check(self, v: Variable) -> None:
+        if v.equation is None or v.equation.name != "argmax":  # a choice among conditions
+            super()._check(v)
 
     def differs(self, v: Variable) -> bool:
         axis, equation = self.axis, v.equation

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -20,15 +18,10 @@ from tensorflow.python.eager import context  # eager mode within graphs has no p
 from tensorflow.python.framework.func_graph import func_graph_from_py_func
 
 from anycell.keras.call import Tensor
-from anycell.read import Body, Equation, Refused, Values, Variable, mapped
+from anycell.read import Body, Equation, Refused, Values, Variable, mapped, places
 
 ROWS = 3  # of the batch, where a number of rows is needed to read a step
-# Whose frames are not the user's.
-_PACKAGES = (
-    os.path.dirname(keras.__file__), os.path.dirname(tf.__file__), sysconfig.get_path("stdlib"),
-    str(Path(__file__).parent.parent),
-)  # fmt: skip
-_SITE = sysconfig.get_path("purelib")
+places.skip(keras, tf)
 # Operations with effects or with graphs inside, by how their names begin, and what errors say.
 _EFFECTS = {
     "Assign": ("changes a variable in a step", "keep the number as a state of the cell"),
@@ -76,7 +69,9 @@ class Traced:
                 # Keras puts the message in bold, between lines of its own.
                 text = str(error).split("\x1b[1m")[-1].split("\x1b[0m")[0].strip()
                 problem = text.splitlines()[0] if text else type(error).__name__
-                raise Refused(f"tracing the step fails: {problem}", where=_line(error)) from error
+                raise Refused(
+                    f"tracing the step fails: {problem}", where=places.raised(error)
+                ) from error
         self.shapes: dict[Variable, tuple[int | None, ...]] = {}
         self.dtypes: dict[Variable, Any] = {}
         self._known: dict[str, Variable] = {}  # by the names of tensors
@@ -129,7 +124,8 @@ class Traced:
                 v.number = float(np.reshape(v.constant, ()))
         if op.type in ("Const", "Placeholder", "NoOp"):
             return
-        where = _place(op.traceback)
+        frames = reversed(list(op.traceback))
+        where = places.place((frame.filename, frame.lineno) for frame in frames)
         kind = op.type.removeprefix("Stateless")
         for start, (problem, instead) in _EFFECTS.items():
             effect = op.op_def.is_stateful or start in ("While", "If", "Case", "PartitionedCall")
@@ -266,28 +262,6 @@ def _read(variable: Any) -> Tensor:
 def eagerly() -> Any:
     """A context in which TensorFlow computes at once, whatever is being traced."""
     return context.eager_mode()
-
-
-# -- whose line it is ------------------------------------------------------------------------------
-
-
-def _place(frames: Iterable[Any]) -> str:
-    """The user's file and line, from the frames of a traceback, the innermost last; "" if none."""
-    for frame in reversed(list(frames)):
-        file = frame.filename
-        if not file.startswith("<") and not _ours(file):
-            return f"{os.path.basename(file)}:{frame.lineno}"
-    return ""
-
-
-def _ours(file: str) -> bool:
-    package = next((p for p in _PACKAGES if file.startswith(p + os.sep)), None)
-    of_stdlib = package == _PACKAGES[2] and file.startswith(_SITE)
-    return package is not None and not of_stdlib
-
-
-def _line(error: BaseException) -> str:
-    return _place(inspect.getinnerframes(error.__traceback__) if error.__traceback__ else [])
 
 
 def _exact(frames: Iterable[Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,10 @@ from anycell.jax.primitive import planned
 from anycell.jax.scanning import Traced
 from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
 from anycell.keras.composite import composite
-from anycell.keras.reading import LoopOptions, over_time
+from anycell.keras.reading import CellStep, LoopCall, over_time
 from anycell.keras.rule import asked
 from anycell.layer.rounding import quantized
 from anycell.plan import Layer
-
-Step = Callable[[Tensor, list[Tensor], list[Tensor]], tuple[Tensor, list[Tensor]]]
 
 
 def refusal(x: Tensor | None = None) -> str | None:
@@ -70,14 +68,11 @@ def _words(drawn: Tensor) -> Tensor:
     return jnp.stack([low, (second >> 1) + (low < first)])
 
 
-def read_step(
-    step: Step, structure: Any, x: Any, states: Sequence[Any], others: Sequence[Any]
-) -> Any:
+def read_step(step: CellStep, x: Any, states: Sequence[Any], others: Sequence[Any]) -> Any:
     """Reads a user's step; returns an object with a ``reading``, or why it is not read.
 
     Args:
         step: from x, the states and further tensors, to the output and the new states.
-        structure: of the states.
         x, states, others: shapes, with None for the batch, and dtypes.
     """
 
@@ -86,38 +81,30 @@ def read_step(
         return jnp.zeros((*lead, *(2 if size is None else size for size in shape)), dtype)
 
     first, masks = list(map(zeros, states)), list(map(zeros, others))
-    body = _body(step, structure, masks, False)
+    body = _body(step, masks, False)
     with keras.StatelessScope():
         looped = functools.partial(jax.lax.scan, body, first, (zeros(x, 2), None))
         read, reason = Traced(looped).road()
     return reason if read is None else read
 
 
-def loop(
-    read: Any,
-    step: Step,
-    structure: Any,
-    sequences: Tensor,
-    states: Sequence[Tensor],
-    others: Sequence[Tensor],
-    mask: Tensor | None,
-    options: LoopOptions,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def loop(read: Any, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Runs a user's step by ``anycell.jax.scan``, which reads it again, see ``reading.loop``."""
 
     def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        body = _body(step, structure, others, options.zero)
-        inputs = x, None if mask is None else mask[..., None]
-        final, outputs = anycell.jax.scan(body, list(states), inputs, reverse=options.reverse)
-        return outputs[0 if options.reverse else -1], outputs, final
+        body = _body(call.step, call.masks, call.options.zero)
+        inputs, reverse = (x, None if mask is None else mask[..., None]), call.options.reverse
+        final, outputs = anycell.jax.scan(body, list(call.states), inputs, reverse=reverse)
+        return outputs[0 if reverse else -1], outputs, final
 
     scope = contextlib.nullcontext() if in_stateless_scope() else keras.StatelessScope()
     with scope:  # a step that is traced must update no variable
-        return over_time(run, sequences, mask, options)
+        return over_time(run, call.sequences, call.mask, call.options)
 
 
-def _body(step: Step, structure: Any, others: Sequence[Tensor], zero: bool) -> Any:
+def _body(step: CellStep, others: Sequence[Tensor], zero: bool) -> Any:
     """A step as ``scan`` takes it, which does at masked steps what Keras's loop does on JAX."""
+    structure = step.structure
     parts = structure if isinstance(structure, (list, tuple)) else [structure]
     count, ends = len(tree.flatten(structure)), len(tree.flatten(parts[-1]))
     first = count - ends if tree.is_nested(parts[0]) else 0  # the state that it repeats

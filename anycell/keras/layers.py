@@ -19,7 +19,7 @@ import numpy as np
 from keras import activations, ops, tree
 
 from anycell.explanation import Explained, Explanation, about_layer
-from anycell.keras import cells
+from anycell.keras import cells, reading
 from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
 from anycell.keras.call import (
     Arrays,
@@ -34,7 +34,6 @@ from anycell.keras.call import (
 )
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
-from anycell.keras.reading import LoopOptions, Readings, Sort, elsewhere, loop, masks_of, unreadable
 from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
@@ -463,15 +462,15 @@ for _ours in (LSTMCell, GRUCell, SimpleRNNCell):
 _PLAIN = (keras.layers.SimpleRNNCell, SimpleRNNCell)
 
 
-def _readings(layer: Any) -> Readings:
-    readings: Readings = vars(layer).setdefault("_readings", Readings())
+def _readings(layer: Any) -> reading.Readings:
+    readings: reading.Readings = vars(layer).setdefault("_readings", reading.Readings())
     return readings
 
 
 def read_of(layer: Any, training: bool) -> Any:
     """The step that was read of a layer's cell, for calls like the last one; or why it is not."""
     readings, cell = _readings(layer), layer.cell
-    why = elsewhere(cell)
+    why = reading.elsewhere(cell)
     if why is not None:
         return why
     known = readings.last.get(training) or readings.last.get(not training)
@@ -481,7 +480,7 @@ def read_of(layer: Any, training: bool) -> Any:
         if not features or None in features:
             return f"the cell {type(cell).__name__} is read once the layer is built"
         x = keras.KerasTensor((None, None, *features), layer.compute_dtype)
-        known = Sort.of(x, layer.get_initial_state(1), masks_of(cell))
+        known = reading.Sort.of(x, layer.get_initial_state(1), reading.masks_of(cell))
     return readings.step(cell, training, known if training else known._replace(masks=()))
 
 
@@ -502,9 +501,8 @@ class OfCell(DropIn, keras.layers.RNN):
         backend = keras.backend.backend()
         if isinstance(step, str):
             return Facts(None, backend, gpu, obstacle=step, traced=traced)
-        sizes = {**step.reading.sizes, "H": step.reading.size}
-        layer = Layer(step.reading.cell, tuple(sizes.items()), dtype=self.cell.compute_dtype)
-        return Facts(layer, backend, gpu, drop_in=True, traced=traced or unreadable())
+        layer = step.reading.layer._replace(dtype=self.cell.compute_dtype)
+        return Facts(layer, backend, gpu, drop_in=True, traced=traced or reading.unreadable())
 
     def inner_loop(
         self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
@@ -513,10 +511,10 @@ class OfCell(DropIn, keras.layers.RNN):
         training = bool(training)
         if changed(self.cell) is None or "complex" in str(sequences.dtype):
             return super().inner_loop(sequences, initial_state, mask, training)
-        masks = masks_of(self.cell) if training else []
+        masks = reading.masks_of(self.cell) if training else []
         states = initial_state if tree.is_nested(initial_state) else [initial_state]
-        sort = Sort.of(sequences, states, masks)
-        step = elsewhere(self.cell) or _readings(self).step(self.cell, training, sort)
+        sort = reading.Sort.of(sequences, states, masks)
+        step = reading.elsewhere(self.cell) or _readings(self).step(self.cell, training, sort)
         facts = self._facts_of(step, on_gpu(sequences), refusal(sequences))
         if choose(facts).name != "cpu" or _arguments.get().get("resets") is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
@@ -527,8 +525,12 @@ class OfCell(DropIn, keras.layers.RNN):
             shape = (*ops.shape(mask), *[1] * (len(sequences.shape) - 2))
             present = ops.reshape(mask, shape)
             sequences = ops.where(present, sequences, ops.zeros_like(sequences))
-        how = LoopOptions(self.go_backwards, self.zero_output_for_mask, self.return_sequences)
-        return loop(step, self.cell, training, sequences, self._lasting(states), masks, mask, how)
+        how = reading.LoopOptions(
+            self.go_backwards, self.zero_output_for_mask, self.return_sequences
+        )
+        own = reading.CellStep(self.cell, training, sort.structure)
+        flat = tree.flatten(self._lasting(states))
+        return reading.loop(step, reading.LoopCall(own, sequences, flat, masks, mask, how))
 
     @property
     def text(self) -> str | None:

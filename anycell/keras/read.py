@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from anycell.read.proof import STEPS, difference
 
 
 def read_step(
-    call: Callable[..., Any], structure: Any, x: Any, states: Sequence[Any], others: Sequence[Any]
+    call: Callable[..., Any], x: Any, states: Sequence[Any], others: Sequence[Any]
 ) -> Step | str:
     """Traces a step, reads it, and proves the reading; see ``keras.jax.read_step``.
 
@@ -44,7 +45,7 @@ def _structural(reader: Reader, *arguments: Any, **options: Any) -> Any:
     places = [v for v in reader.equation.operands if not (v.floating or v.boolean)]
     if any(v.kind != "F" for v in places):
         reader.graph.refuse("this takes positions or sizes from x or from a state")
-    return reader.structural(reader.equation.source, *arguments, **options)
+    return reader.moved(*arguments, **options)
 
 
 def _reduced(name: str) -> Rule:
@@ -137,7 +138,7 @@ class Reader(read.Reader):
 
 
 def _read(traced: Traced, name: str) -> Step:
-    body, states = traced.body, traced.states
+    states = traced.states
     for before, after in zip(states, traced.after, strict=True):
         if traced.shapes[before][:1] != (None,) or not before.floating:
             raise Refused(f"a state of {before.dtype} {traced.shapes[before]}")
@@ -147,11 +148,8 @@ def _read(traced: Traced, name: str) -> Step:
     step = Step(traced, Reader(traced).read([""] * len(states), name))
     if traced.output in traced.after:
         step.of_state = traced.after.index(traced.output)
-    else:
-        if traced.shapes[traced.output][:1] != (None,):
-            raise Refused("the output has no axis of the batch")
-        ends = {v for v in (*states, *traced.after) if v.kind == "S"}
-        step.reads = body.sources([traced.output], ends)
+    elif traced.shapes[traced.output][:1] != (None,):
+        raise Refused("the output has no axis of the batch")
     return step
 
 
@@ -181,23 +179,20 @@ def _compared(step: Step) -> str | None:
     watched |= {f"initial state {k}": state for k, state in enumerate(states)}
     more = {"dtype": kind, "variable": variables.__getitem__}
     results = []
-    for run in (_by_steps, _by_reading):
+    runs: Sequence[Any] = _by_steps, functools.partial(Step.run, engine="reference")
+    for run in runs:
         with tf.GradientTape() as tape:
             tape.watch(list(watched.values()))
-            output, final = run(step, x, states, others, more)
+            output, final = run(step, x, states, others, **more)
         named = {"the output": output}
         named |= {f"final state {k}": state for k, state in enumerate(final)}
         arriving = np.random.default_rng(1)
         weights = [tf.constant(arriving.normal(size=r.shape), kind) for r in named.values()]
         grads = tape.gradient(list(named.values()), watched, weights, unconnected_gradients="zero")
         named |= {f"the gradient of {name}": grad for name, grad in grads.items()}
-        results.append({name: _numbers(value) for name, value in named.items()})
+        results.append({name: tf.convert_to_tensor(v).numpy() for name, v in named.items()})
     expected, found = results
     return difference(expected, found, "float64", "random states and states of zeros")
-
-
-def _numbers(value: Any) -> np.ndarray:
-    return np.asarray(tf.convert_to_tensor(value).numpy())
 
 
 def _sample(outer: Any, rng: np.random.Generator) -> Tensor:
@@ -217,7 +212,7 @@ def _sample(outer: Any, rng: np.random.Generator) -> Tensor:
     return value * (1.0 + 0.1 * noise[0]) + 0.02 * noise[1]
 
 
-def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, more: Any) -> Any:
+def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, **more: Any) -> Any:
     traced, outputs = step.traced, []
     once = World(traced, x.shape[1], {}, **more)
     for one in tf.unstack(x):
@@ -227,7 +222,3 @@ def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, more: An
         outputs.append(world.value(traced.output))
         states = [world.value(v) for v in traced.after]
     return tf.stack(outputs), states
-
-
-def _by_reading(step: Step, x: Tensor, states: list[Tensor], others: Any, more: Any) -> Any:
-    return step.run(x, states, others, engine="reference", **more)

@@ -78,6 +78,25 @@ class LoopOptions(NamedTuple):
     every: bool
 
 
+class LoopCall(NamedTuple):
+    """A call of a user's cell over a sequence.
+
+    Attributes:
+        step: the cell's own, with the structure of the states.
+        sequences: ``[B, T, ...]``.
+        states: before the first step, flat.
+        masks: of dropout.
+        mask: bool ``[B, T]``, or None.
+    """
+
+    step: CellStep
+    sequences: Tensor
+    states: Sequence[Tensor]
+    masks: Sequence[Tensor]
+    mask: Tensor | None
+    options: LoopOptions
+
+
 def _home() -> Any:
     """Returns the module that reads and runs steps on the backend."""
     return import_module(f"anycell.keras.{_HOMES[keras.backend.backend()]}")
@@ -114,7 +133,7 @@ def _read(cell: Any, training: bool, sort: Sort) -> Any:
             return f"{type(layer).__name__} is read once it is built"
     before, losses = _state_of(cell), _losses(cell)
     try:
-        step = _home().read_step(CellStep(cell, training, sort.structure), *sort)
+        step = _home().read_step(CellStep(cell, training, sort.structure), *sort[1:])
         changed = _state_of(cell)
         if changed != before or _losses(cell) != losses:
             names = {a[:2] for a in {*changed} ^ {*before}}
@@ -244,30 +263,14 @@ def _given(cell: Any, masks: Sequence[Tensor]) -> Iterator[None]:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def loop(
-    read: Any,
-    cell: Any,
-    training: bool,
-    sequences: Tensor,
-    states: Any,
-    masks: Sequence[Tensor],
-    mask: Tensor | None,
-    options: LoopOptions,
-) -> tuple[Tensor, Tensor, Any]:
-    """Runs a step that was read over ``[B, T, ...]``, like Keras's loop.
-
-    Args:
-        masks: of dropout.
-        mask: bool ``[B, T]``.
+def loop(read: Any, call: LoopCall) -> tuple[Tensor, Tensor, Any]:
+    """Runs a step that was read, like Keras's loop.
 
     Returns:
         the last output, all outputs in the order of processing, or the last one, and final states.
     """
-    structure = tree.map_structure(lambda _: 0, states)
-    call, flat = CellStep(cell, training, structure), tree.flatten(states)
-    run = _home().loop
-    last, outputs, final = run(read, call, structure, sequences, flat, masks, mask, options)
-    return last, outputs, tree.pack_sequence_as(states, final)
+    last, outputs, final = _home().loop(read, call)
+    return last, outputs, tree.pack_sequence_as(call.step.structure, final)
 
 
 def over_time(

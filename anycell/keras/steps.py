@@ -15,12 +15,11 @@ from anycell import read
 from anycell.engines import cpu
 from anycell.keras.call import Tensor
 from anycell.keras.graph import Traced, World
-from anycell.keras.reading import MOST, LoopOptions, masked, over_time
+from anycell.keras.reading import MOST, LoopCall, LoopOptions, masked, over_time
 from anycell.keras.rule import planned
 from anycell.keras.tensorflow import recur, watched
 from anycell.layer.sequences import besides_output, by_name
-from anycell.layer.signature import state_names
-from anycell.plan import Engine, Layer, Options, Sizes
+from anycell.plan import Engine, Options
 from anycell.read import Reading, Variable
 
 
@@ -121,25 +120,19 @@ class Step:
 
     Attributes:
         of_state: the number of the state that the output is, or None.
-        reads: the states, before and after a step, that the output follows from if it is none.
         functions: its loops as graphs, for calls in eager mode; None after the first of a sort.
     """
 
     traced: Traced
     reading: Reading
     of_state: int | None = None
-    reads: set[Variable] = field(default_factory=set)
     functions: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def _sizes(self) -> Sizes:
-        return ("H", self.reading.size), *self.reading.sizes.items()
 
     @property
     def engine(self) -> Engine:
         """The engine that runs the cell that was read, and why."""
         dtype = self.traced.dtypes[self.traced.states[0]].name
-        chosen = planned(Layer(self.reading.cell, self._sizes, dtype=dtype))
+        chosen = planned(self.reading.layer._replace(dtype=dtype))
         if isinstance(chosen, str):
             return Engine("composite", chosen)
         return Engine("cpu", f"read as it is written; {chosen.reason}")
@@ -175,49 +168,25 @@ class Step:
         """
         traced, reading = self.traced, self.reading
         run = Run(traced, x, dict(zip(traced.others, others, strict=True)), more)
-        arrays = self._arrays(run, states)
+        arrays = reading.arrays_of(run, states)
         if mask is not None:
             arrays["mask"] = mask & arrays["mask"] if "mask" in arrays else mask
-        before = {name: k for k, name in enumerate(traced.states)}
-        after = {name: k for k, name in reversed(list(enumerate(traced.after)))}
-        wanted = {after.get(name, before.get(name, 0)) for name in self.reads}
-        if self.of_state is not None:
-            wanted = {self.of_state} if sequences else set()
-        names = [name for k in sorted(wanted) for name in reading.names_of(k)]
+        wanted = [self.of_state] * sequences if self.of_state is not None else traced.body.seen()
+        names = [name for k in wanted for name in reading.names_of(k)]
         first, *_ = every = reading.cell.state_names
-        layer = Layer(
-            reading.cell, self._sizes, Options((reverse,)).unread(),
-            sequences=besides_output(names, reading.cell), outputs=first in names, engine=engine,
+        layer = reading.layer._replace(
+            options=Options((reverse,)).unread(), sequences=besides_output(names, reading.cell),
+            outputs=first in names, engine=engine,
         )  # fmt: skip
         plain = {n: plain_of(t) for n, t in arrays.items() if n.startswith("weight_")}
         plain = {name: tensor for name, tensor in plain.items() if tensor is not None}
         output, ends = recur(layer, arrays, plain, sure)
         named = dict(zip(every, ends, strict=False))
-        final = [reading.joined(k, named) for k in range(len(states))]
         values = by_name(names, reading.cell, output, ends[len(every) :])
-        series = {k: reading.joined(k, values) for k in wanted}
+        final, known = traced.body.unpacked(reading, states, named, values, wanted, reverse)
         if self.of_state is not None:
-            return series.get(self.of_state), final
-        known = {}
-        for name in self.reads:
-            if name in after:
-                known[name] = series[after[name]]
-            else:
-                k = before[name]
-                start, sequence = tf.cast(states[k], x.dtype)[None], series[k]
-                parts = [sequence[1:], start] if reverse else [start, sequence[:-1]]
-                known[name] = tf.concat(parts, 0)
+            return known.get(traced.output), final
         return run.after(traced.output, known), final
-
-    def _arrays(self, run: Run, states: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors of the layer, see ``keras.call.Arrays``."""
-        named = self.reading.call(run, states)
-        arrays = named.pop("weights")
-        arrays["x"] = named["gates"] if named["x"] is None else named["x"]
-        for kind in ("state", "reset_state"):
-            names, values = state_names(kind, self.reading.cell), named.get(kind, ())
-            arrays |= zip(names, values, strict=bool(values))
-        return arrays | {name: named[name] for name in OF_SEQUENCE if name in named}
 
 
 def plain_of(weight: Tensor) -> Tensor | None:
@@ -239,27 +208,15 @@ def plain_of(weight: Tensor) -> Tensor | None:
     return None
 
 
-OF_SEQUENCE = "static", "mask", "resets"
-
-
-def loop(
-    step: Step,
-    call: Any,
-    structure: Any,
-    sequences: Tensor,
-    states: Sequence[Tensor],
-    others: Sequence[Tensor],
-    mask: Tensor | None,
-    options: LoopOptions,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def loop(step: Step, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Runs a step that was read, see ``reading.loop``.
 
     In eager mode calls after the first of a sort are one call of a graph: the operations around
     the kernel are many, and small.
     """
-    sequences = tf.convert_to_tensor(sequences)  # it may be a variable
-    flat = [sequences, *states, *others, *([] if mask is None else [mask])]
-    counts = len(states), len(others)
+    sequences = tf.convert_to_tensor(call.sequences)  # it may be a variable
+    flat = [sequences, *call.states, *call.masks, *([] if call.mask is None else [call.mask])]
+    counts, options = (len(call.states), len(call.masks)), call.options
     if not tf.executing_eagerly() or tf.config.functions_run_eagerly():
         return _loop(step, options, counts, flat)
     outer = list(step.traced.outer.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,15 +12,14 @@ import torch.utils._pytree as pytree
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from anycell.keras.call import Arrays, Result, Tensor, lowered
-from anycell.keras.reading import CellStep, LoopOptions, masked, over_time
+from anycell.keras.reading import CellStep, LoopCall, masked, over_time
 from anycell.plan import Layer
-from anycell.read import Reading
+from anycell.read import Reading, places
 from anycell.torch import functional
 from anycell.torch.around import Surroundings
 from anycell.torch.loops import obstacle
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of
-from anycell.torch.record import SKIPPED
 from anycell.torch.stepwise import Steps
 
 
@@ -39,7 +37,7 @@ def run(layer: Layer, arrays: Arrays) -> Result:
 
 _LEAF = pytree.tree_structure(0)
 _ROWS = 4  # of the call that is read
-SKIPPED.append(str(Path(keras.__file__).parent))
+places.skip(keras)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +59,7 @@ def unreadable() -> str | None:
     return obstacle()
 
 
-def read_step(
-    step: CellStep, structure: Any, x: Any, states: Sequence[Any], others: Sequence[Any]
-) -> Step | str:
+def read_step(step: CellStep, x: Any, states: Sequence[Any], others: Sequence[Any]) -> Step | str:
     """Reads a step by ``anycell.torch``'s reader, and proves it; see ``keras.jax.read_step``."""
     if (why := unreadable()) is not None:
         return why
@@ -86,7 +82,8 @@ def read_step(
     places = [(vars(variable), "_value", variable.path) for variable in variables]
     for holder, name, label in [*places, *((masks, k, f"mask {k}") for k in masks)]:
         around.add(holder, name, label)
-    plan = plan_of(one, around, sample, step.__name__)
+    one.__name__ = step.__name__
+    plan = plan_of(one, around, sample)
     return plan if isinstance(plan, str) else Step(plan, variables)
 
 
@@ -96,24 +93,16 @@ def _steps(x: Tensor, states: list[Tensor], *more: Any) -> Steps:
     return Steps([x], _LEAF, states, tree, True, x.shape[1], *more)
 
 
-def loop(
-    read: Step,
-    step: CellStep,
-    structure: Any,
-    sequences: Tensor,
-    states: Sequence[Tensor],
-    others: Sequence[Tensor],
-    mask: Tensor | None,
-    options: LoopOptions,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def loop(read: Step, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Runs a step that was read, see ``reading.loop``."""
-    tensors = [*(vars(variable)["_value"] for variable in read.variables), *others]
+    tensors = [*(vars(variable)["_value"] for variable in read.variables), *call.masks]
+    options = call.options
 
     def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        call = _steps(x, list(states), mask, None, None, options.reverse)
-        outputs, final = read.plan.replay(call, tensors)
+        steps = _steps(x, list(call.states), mask, None, None, options.reverse)
+        outputs, final = read.plan.replay(steps, tensors)
         if mask is not None and not options.zero:
             outputs = masked(outputs, mask, options, False)
         return outputs[0 if options.reverse else -1], outputs, final
 
-    return over_time(run, sequences, mask, options)
+    return over_time(run, call.sequences, call.mask, options)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import linecache
-import math
 import operator
 import os
 import sys
@@ -518,7 +517,7 @@ def label(node: Expr) -> str | None:
     """The name of a leaf as users write it; None for an operation."""
     if node.op == "const":
         value = node.attrs[0]
-        whole = math.isfinite(value) and value == int(value)
+        whole = abs(value) < 1e16 and value == int(value) and str(value) != "-0.0"
         return str(int(value)) if whole else repr(value)
     if node.op == "linear":
         return f"r.{node.attrs[1]}" if node.attrs[0] == "hh" else None

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from anycell.layer.checks import describe, refuse
-from anycell.layer.primitive import fit_arrays
+from anycell.layer.sequences import besides_output, by_name
 from anycell.numpy import passes, threads
-from anycell.numpy.framework import Strict
-from anycell.numpy.read import Read, Recording, Traced, execute, read_step, start
-from anycell.plan import Layer, Options, plan
+from anycell.numpy.read import Read, Traced, execute, read_step, start
+from anycell.plan import Options, plan
 from anycell.plan.dtype import dtypes
-from anycell.read import Reading, Refused, Values, Variable, definition, mapped, trees
+from anycell.read import STATES, Reading, Refused, Values, Variable, definition, mapped, trees
 from anycell.read.proof import STEPS, difference, starts
 
 Tree = Any  # an array, or a tuple, list or dict of trees
@@ -84,7 +83,7 @@ class loop:
         self.text = self.reason = None
         try:
             call = _Call(self, x, state)
-            result = call.run()
+            result = call.results(call.read, call.xs, call.first)
         except Refused as error:
             self.reason = str(error.at(definition(self.step)))
             return self._loop(x, state)
@@ -124,7 +123,8 @@ class _Run:
     ) -> None:  # fmt: skip
         body = read.recording
         self.memo: dict[Any, Any] = {}
-        self.steps, self.dtype = len(xs[0]), first[0].dtype
+        self.steps = len(xs[0])
+        self.dtype = next(a.dtype for a, v in zip(first, body.states, strict=True) if v.floating)
         self.rows = first[body.moving[0]].shape[0] if read.reading.axis == 0 else 1
         self._fixed: dict[Variable, Any] = dict(zip(body.fixed, arrays, strict=True))
         self._fixed |= {v: first[k] for k, v in enumerate(body.states) if v.kind == "F"}
@@ -133,6 +133,12 @@ class _Run:
             Values({v: x[t] for v, x in self._x.items()}, execute, self._fixed.get)
             for t in range(self.steps)
         ]
+        self.last = [first[k] for k in body.ahead]  # the counters, which no float enters
+        for values in self.known:
+            values.update(
+                (body.states[k], now) for k, now in zip(body.ahead, self.last, strict=True)
+            )
+            self.last = [values[body.after[k]] for k in body.ahead]
 
     def fixed(self, v: Variable) -> np.ndarray:
         """A value of kind F."""
@@ -150,15 +156,19 @@ class _Call:
     def __init__(self, owner: loop, x: Tree, state: Tree) -> None:
         self.owner, self.x, self.state = owner, x, state
         self.xs, self.first = leaves(x), leaves(state)
-        for array in (*self.xs, *self.first):
-            if not isinstance(array, np.ndarray):
-                raise Refused(f"x and states have {describe(array)}; only arrays are read")
-        dtypes_ = {a.dtype for a in self.first}
-        if not self.first or len(dtypes_) != 1 or dtypes_.pop().name not in dtypes("cpu"):
+        for leaf in (*self.xs, *self.first):
+            counter = isinstance(leaf, (int, np.integer)) and any(leaf is s for s in self.first)
+            if not isinstance(leaf, np.ndarray) and not counter:
+                raise Refused(f"x and states have {describe(leaf)}; only arrays are read")
+        self.numbers = [isinstance(leaf, int) for leaf in self.first]
+        self.first = list(map(np.asarray, self.first))
+        reals = {a.dtype for a in self.first if a.dtype.kind not in "iub"}
+        if len(reals) != 1 or next(iter(reals)).name not in dtypes("cpu"):
             raise Refused(
-                f"states have one dtype of {', '.join(dtypes('cpu'))} where they are read"
+                f"states have one dtype of {', '.join(dtypes('cpu'))} where they are read, "
+                "besides counters"
             )
-        self.dtype = self.first[0].dtype
+        (self.dtype,) = reals
         self.recording, traced = start([array[0] for array in self.xs], self.first)
         count = len(self.xs)
         before = filled(state, traced[count:])
@@ -173,10 +183,10 @@ class _Call:
         self.recording.outputs += map(_variable, leaves(output))
         if len(self.recording.after) != len(self.first):
             raise Refused("the step returns a state of another structure than it is given")
-        for leaf in leaves(after):
-            if leaf.dtype != self.dtype:
+        for leaf, old in zip(leaves(after), self.first, strict=True):
+            if leaf.dtype != old.dtype:
                 raise Refused(
-                    f"the step makes a {leaf.dtype} state of a {self.dtype} one",
+                    f"the step makes a {leaf.dtype} state of a {old.dtype} one",
                     "give x, states and weights one dtype",
                 )
         self.read = self._known()
@@ -201,10 +211,13 @@ class _Call:
         short = [array[:STEPS] for array in self.xs]
         x = filled(self.x, short)
         for name, states in starts([array.shape for array in self.first]):
-            first = [state.astype(self.dtype) for state in states]
+            first = [
+                array if array.dtype != self.dtype else state.astype(self.dtype)
+                for array, state in zip(self.first, states, strict=True)
+            ]
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
-                mine = self._results(read, short, first, "reference")
+                mine = self.results(read, short, first, "reference")
             expected, read_ = (
                 {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
                 for results in (step, mine)
@@ -213,11 +226,8 @@ class _Call:
             if reason is not None:
                 raise Refused(reason)
 
-    def run(self) -> tuple[Tree, Tree]:
-        return self._results(self.read, self.xs, self.first, None)
-
-    def _results(
-        self, read: Read, xs: Sequence[Any], first: Sequence[Any], engine: str | None
+    def results(
+        self, read: Read, xs: Sequence[Any], first: Sequence[Any], engine: str | None = None
     ) -> tuple[Tree, Tree]:
         body, reading = read.recording, read.reading
         run = _Run(read, self.recording.arrays, xs, first)
@@ -226,26 +236,14 @@ class _Call:
         sequences, finals = _recurrence(
             reading, run, [first[k] for k in body.moving], wanted, engine
         )
-        last = list(first)
-        for place, k in enumerate(body.moving):
-            last[k] = reading.joined(place, finals)
-        whole = {body.moving[place]: reading.joined(place, sequences) for place in wanted}
-        return filled(self.output, self._outputs(body, run, first, whole)), filled(self.after, last)
-
-    def _outputs(
-        self, body: Recording, run: _Run, first: Sequence[Any], whole: Mapping[int, np.ndarray]
-    ) -> list[np.ndarray]:
-        """The outputs, from the states of all steps."""
-        known = {body.after[k]: array for k, array in whole.items()}
-        if all(v in known for v in body.outputs):
-            return [known[v] for v in body.outputs]
-        steps = []
-        for t, values in enumerate(run.known):
-            for k, array in whole.items():
-                values[body.states[k]] = first[k] if t == 0 else array[t - 1]
-                values[body.after[k]] = array[t]
-            steps.append([values[v] for v in body.outputs])
-        return [np.stack(parts) for parts in zip(*steps, strict=True)]
+        last, known = body.unpacked(reading, first, finals, sequences, wanted)
+        for k, value in zip(body.ahead, run.last, strict=True):
+            last[k] = value.item() if self.numbers[k] else value
+        if any(v not in known for v in body.outputs):
+            for t, values in enumerate(run.known):
+                values |= {v: series[t] for v, series in known.items()}
+            known = {v: np.stack([values[v] for values in run.known]) for v in body.outputs}
+        return filled(self.output, [known[v] for v in body.outputs]), filled(self.after, last)
 
 
 def _variable(leaf: Any) -> Variable:
@@ -258,25 +256,21 @@ def _recurrence(
     reading: Reading, run: _Run, first: Sequence[Any], wanted: Sequence[int], engine: str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sequences of the wanted states, and all final states, by the cell's names."""
-    cell, call = reading.cell, reading.call(run, first)
-    learned = call["weights"]
-    series = call["gates"] if call["x"] is None else call["x"]
-    series = np.ascontiguousarray(series, run.dtype)
-    learned = {name: np.ascontiguousarray(a, run.dtype) for name, a in learned.items()}
-    state = tuple(np.ascontiguousarray(s) for s in call["state"])
-    states, sizes = fit_arrays(Strict, cell, series, learned, run.rows, series, state, call)
-    names = tuple(n for k in wanted for n in reading.names_of(k))
-    others = tuple(dict.fromkeys(n for n in names if n != cell.state_names[0]))
-    chosen = plan(cell, sizes["H"], run.dtype.name, engine, sizes)
-    options = Options(threads=threads.current()).unread()
-    given: dict[str, Any] = {
-        name: call[name] for name in ("mask", "resets", "static") if name in call
+    cell = reading.cell
+    arrays = {
+        name: array if array.dtype == bool else np.ascontiguousarray(array, run.dtype)
+        for name, array in reading.arrays_of(run, first).items()
     }
-    how: dict[str, Any] = {"options": options, "sequences": others, "plan": chosen}
-    layer = Layer(cell, tuple(sizes.items()), **how)
-    output, finals, more, _ = passes.run(layer, {"x": series, **states, **learned, **given})
-    sequences = {cell.state_names[0]: output, **dict(zip(others, more, strict=True))}
-    return sequences, dict(zip(cell.state_names, [f[0] for f in finals], strict=True))
+    arrays |= {name: array[None] for name, array in arrays.items() if name.startswith(STATES)}
+    names = [name for k in wanted for name in reading.names_of(k)]
+    layer = reading.layer._replace(
+        options=Options(threads=threads.current()).unread(),
+        sequences=besides_output(names, cell),
+        plan=plan(cell, reading.size, run.dtype.name, engine, reading.sizes),
+    )
+    output, finals, more, _ = passes.run(layer, arrays)
+    final = dict(zip(cell.state_names, [f[0] for f in finals], strict=True))
+    return by_name(names, cell, output, more), final
 
 
 __all__ = ["loop"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +22,11 @@ from anycell.read import (
     Variable,
     leaves,
     mapped,
+    places,
     row,
 )
 
-PACKAGE = str(Path(__file__).parent.parent)
+places.skip(np)
 
 
 class Arrays(read.Arrays):
@@ -171,19 +170,8 @@ class Traced(NDArrayOperatorsMixin):
         _refuse(f"a conversion from {self.dtype} to {np.dtype(dtype)}")
 
 
-def place() -> str:
-    """The user's file and line that is being run."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(PACKAGE) and "numpy" not in Path(file).parts:
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
-
-
 def _refuse(problem: str, instead: str = "the same in functions of NumPy") -> Any:
-    raise Refused(f"this step has {problem}", instead, place())
+    raise Refused(f"this step has {problem}", instead, places.here())
 
 
 def _record(function: Any, args: Any, kwargs: Any) -> Any:
@@ -211,7 +199,7 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     arguments, options = mapped(converted, (tuple(args), kwargs))
     results = list(map(_variable, parts))
     recording.equations.append(
-        Equation(function, arguments, options, results, place(), name, function)
+        Equation(function, arguments, options, results, places.here(), name, function)
     )
     made = [Traced(recording, v, part) for v, part in zip(results, parts, strict=True)]
     return made if several else made[0]
@@ -233,10 +221,6 @@ class Read:
 
 
 # -- rules -----------------------------------------------------------------------------------------
-
-
-def _structural(reader: Reader, *arguments: Any, **options: Any) -> Any:
-    return reader.structural(reader.equation.source, *arguments, **options)
 
 
 def _reduced(name: str) -> Rule:
@@ -276,7 +260,7 @@ def _einsum(reader: Reader, equation: str, *operands: Any, **_: Any) -> Any:
     return reader.einsum(equation, *operands)
 
 
-TABLE: dict[Any, Rule] = dict.fromkeys(STRUCTURAL, _structural) | {
+TABLE: dict[Any, Rule] = dict.fromkeys(STRUCTURAL, read.Reader.moved) | {
     np.add: "add", np.subtract: "sub", np.multiply: "mul", np.divide: "div", np.negative: "neg",
     np.positive: "identity", np.exp: "exp", np.log: "log", np.log1p: "log1p", np.expm1: "expm1",
     np.sqrt: "sqrt", np.absolute: "abs", np.sign: "sign", np.square: "square", np.sin: "sin",
@@ -318,9 +302,10 @@ def read_step(recording: Recording, name: str) -> Read:
     Raises:
         Refused: if it cannot be read.
     """
-    recording.sort()
+    recording.sort(k for k, v in enumerate(recording.states) if not v.floating)
     states = [recording.states[k] for k in recording.moving]
     batch = {v.shape[:1] for v in states}
     axis = 0 if len(batch) == 1 and max(len(v.shape) for v in states) > 1 else None
-    reader = Reader(recording, Arrays, axis, recording.states[0].dtype)
+    dtype = next(v.dtype for v in recording.states if v.floating)
+    reader = Reader(recording, Arrays, axis, dtype)
     return Read(recording, reader.read([""] * len(recording.states), name))

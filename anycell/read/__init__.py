@@ -7,11 +7,11 @@ knows no framework.
 from anycell.read.arrays import Arrays
 from anycell.read.body import Body, Equation, Reader, Rule, Values, Variable, row
 from anycell.read.functions import known
-from anycell.read.reading import Reading
+from anycell.read.reading import STATES, Reading
 from anycell.read.trees import leaves, mapped
 from anycell.read.units import Outer, Refused, Value, definition
 
 __all__ = [
-    "Arrays", "Body", "Equation", "Outer", "Reader", "Reading", "Refused", "Rule", "Value",
-    "Values", "Variable", "definition", "known", "leaves", "mapped", "row",
+    "STATES", "Arrays", "Body", "Equation", "Outer", "Reader", "Reading", "Refused", "Rule",
+    "Value", "Values", "Variable", "definition", "known", "leaves", "mapped", "row",
 ]  # fmt: skip

@@ -132,10 +132,10 @@ def affine(graph: Graph, units: Units) -> Affine | None:
     """
     if len(units) > 1 and (units == units[0]).all():
         units = units[:1]
-    source, size = graph.owner(int(units[0])), len(units)
-    at = units - source.start
-    if at.min() < 0 or at.max() >= source.size or source.kind == "S":
+    known, size = graph.whole(units), len(units)
+    if known is None or known[0].kind == "S":
         return None
+    source, at = known
     if source.sort == "outer":
         return _outer(source, at)
     if source.sort == "product":

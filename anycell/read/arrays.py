@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,15 @@ class Arrays:
         order = list(range(len(array.shape)))
         order.insert(to, order.pop(axis))
         return cls.ordered(array, order)
+
+
+def merged(parts: Iterable[Any], joined: Callable[[Any, Any], Any]) -> list[Any]:
+    """The parts, with neighbours as one where ``joined`` makes one of two, not None."""
+    whole: list[Any] = []
+    for part in parts:
+        both = joined(whole[-1], part) if whole else None
+        whole[len(whole) - (both is not None) :] = [part if both is None else both]
+    return whole
 
 
 def neighbours(at: np.ndarray) -> bool:

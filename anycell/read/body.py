@@ -153,6 +153,30 @@ class Body:
             if self.states[k] in used or self.after[k] in used
         ]  # fmt: skip
 
+    def unpacked(
+        self, reading: Reading, first: Sequence[Array], final: Mapping[str, Array],
+        sequences: Mapping[str, Array], places: Collection[int], reverse: bool = False,
+    ) -> tuple[list[Array], dict[Variable, Array]]:  # fmt: skip
+        """The user's states, out of those of the cell.
+
+        Args:
+            first: before the first step.
+            final, sequences: the cell's states after the last step and after each, by name.
+            places: in ``moving``, of the states that are wanted at all steps.
+
+        Returns:
+            the last states; the variables of states before and after a step, at all steps.
+        """
+        arrays, last, known = reading.arrays, list(first), dict[Variable, Array]()
+        for place, k in enumerate(self.moving):
+            last[k] = reading.joined(place, final)
+            if place in places:
+                after = reading.joined(place, sequences)
+                start = arrays.cast(first[k], after.dtype)[None]
+                parts = [after[1:], start] if reverse else [start, after[:-1]]
+                known |= {self.states[k]: arrays.cat(parts, 0), self.after[k]: after}
+        return last, known
+
 
 class Values(dict[Variable, Array]):
     """The values of variables; those that are missing are computed when they are asked for.
@@ -378,6 +402,10 @@ class Reader(Functions):
             return function(*args, **more)
 
         return self.graph.structural(run, *operands)
+
+    def moved(self, *arguments: Any, **options: Any) -> Any:
+        """The result of the equation, if its own function only moves numbers."""
+        return self.structural(self.equation.source, *arguments, **options)
 
     def packed(self, ids: Array) -> Array:
         """Units as the framework's functions take them."""

@@ -9,6 +9,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ _OUTSIDE: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
     "neg": operator.neg, "logical_not": operator.invert,
 }  # fmt: skip
+_ARITHMETIC = frozenset("add sub mul div".split())  # where a condition counts as 0 or 1
 
 
 class Functions:
@@ -28,6 +30,8 @@ class Functions:
 
     def op(self, name: str, *operands: Any) -> Any:
         """An op of the language, by its name in the printer's table."""
+        if name in _ARITHMETIC:
+            operands = tuple(self.number(o) if _boolean(o) else o for o in operands)
         if any(isinstance(operand, Value) for operand in operands):
             return self.graph.elementwise(name, *operands)
         outers = [operand for operand in operands if isinstance(operand, Outer)]
@@ -42,6 +46,20 @@ class Functions:
 
         rowed = any(outer.per_row for outer in outers)
         return Outer(kind, shape, get, name == "logical_not", rowed)
+
+    def number(self, condition: Any) -> Any:
+        """A condition as 1 where it holds, else 0."""
+        if isinstance(condition, Value):
+            return self.op("number", condition)
+        cast = self.graph.arrays.cast
+        get = lambda run: cast(condition.get(run), run.dtype)  # noqa: E731
+        return replace(condition, get=get, boolean=False, units=None)
+
+    def filled(self, shape: Sequence[int], number: float) -> Outer:
+        """An operand of one number."""
+        arrays = self.graph.arrays
+        get = lambda run: arrays.constant(np.full(shape, number), run.dtype)  # noqa: E731
+        return Outer("F", tuple(shape), get, per_row=False, number=number)
 
     # -- choices ---------------------------------------------------------------------------------
     def where(self, condition: Any, a: Any, b: Any) -> Any:

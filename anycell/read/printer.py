@@ -10,7 +10,7 @@ import keyword
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,53 +19,27 @@ import numpy as np
 from anycell import lang
 from anycell.lang.cell import ARRAYS
 from anycell.lang.declare import MOST
+from anycell.lang.expr import Expr, apply, const, listing
 from anycell.lang.text import from_text
 from anycell.read.affine import Affine, Constant, Matrix, affine
-from anycell.read.arrays import neighbours
+from anycell.read.arrays import merged, neighbours
 from anycell.read.reading import Flags, Piece, Reading
 from anycell.read.units import Graph, Refused, Source, Units, Value, occurrences
 
-# How tightly the operators of Python bind; a call binds as a name does.
-COMPARISON, OR, AND, SUM, PRODUCT, SIGN, NAME = range(7)
-
-# What each op is in the language: how tightly it binds, and its text. "{0:4}" is the first operand,
-# in parentheses unless it binds as tightly as that.
-FORMS: dict[str, tuple[int, str]] = {
-    "add": (SUM, "{0:3} + {1:4}"),
-    "sub": (SUM, "{0:3} - {1:4}"),
-    "mul": (PRODUCT, "{0:4} * {1:5}"),
-    "div": (PRODUCT, "{0:4} / {1:5}"),
-    "neg": (SIGN, "-{0:5}"),
-    "identity": (NAME, "{0:6}"),
-    "square": (PRODUCT, "{0!s} * {0!s}"),
-    "reciprocal": (PRODUCT, "1 / {0:5}"),
-    "rsqrt": (PRODUCT, "1 / sqrt({0})"),
-    "log1p": (NAME, "log(1 + {0:4})"),
-    "expm1": (SUM, "exp({0}) - 1"),
-    "number": (NAME, "where({0}, 1.0, 0.0)"),
-    "truth": (COMPARISON, "{0:3} != 0"),
-    "sign": (NAME, "where({0:3} > 0, 1.0, where({0:3} < 0, -1.0, 0.0))"),
-    "logical_and": (AND, "{0:3} & {1:3}"),
-    "logical_or": (OR, "{0:3} | {1:3}"),
-    "logical_not": (SIGN, "~{0:6}"),
-    "logical_xor": (OR, "{0:6} & ~{1:6} | ~{0:6} & {1:6}"),
-}
-FORMS |= {
-    op: (COMPARISON, f"{{0:3}} {sign} {{1:3}}")
-    for op, sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items()
-}
-FORMS |= {
-    op: (NAME, f"{op}({{0}})")
-    for op in (
-        "exp log sqrt abs sigmoid tanh relu softplus log_sigmoid hard_sigmoid stop_gradient sin "
-        "cos erf silu elu softsign gelu"
-    ).split()
-}
-FORMS |= {op: (NAME, f"{op}({{0}}, {{1}})") for op in "minimum maximum pow leaky_relu".split()}
-FORMS |= {
-    "where": (NAME, "where({0}, {1}, {2})"),
-    "elu_alpha": (NAME, "elu({0}, {1})"),
-    "gelu_tanh": (NAME, 'gelu({0}, approximate="tanh")'),
+# Operations that are several of the language's; all others have the name that they have there.
+OPS: dict[str, Callable[..., Expr]] = {
+    "identity": lambda v: v,
+    "square": lambda v: v * v,
+    "reciprocal": lambda v: 1.0 / v,
+    "rsqrt": lambda v: 1.0 / lang.sqrt(v),
+    "log1p": lambda v: lang.log(1.0 + v),
+    "expm1": lambda v: lang.exp(v) - 1.0,
+    "number": lambda v: lang.where(v, 1.0, 0.0),
+    "truth": lambda v: v != 0.0,
+    "sign": lambda v: lang.where(v > 0.0, 1.0, lang.where(v < 0.0, -1.0, 0.0)),
+    "logical_xor": lambda a, b: (a & ~b) | (~a & b),
+    "elu_alpha": lang.elu,
+    "gelu_tanh": lambda v: lang.gelu(v, approximate="tanh"),
 }
 JOINED = (
     "this step joins parts of several values in one operand, or in one state, of sizes that do not "
@@ -75,42 +49,27 @@ SYMBOLS = "PQRSUVWXYZKLMNJGEFDCA"  # of sizes other than the hidden size
 
 
 @dataclass(eq=False)
-class Node:
-    """An expression of the printed cell.
-
-    Attributes:
-        form: its text, with a place for each operand.
-        size: the number of its units.
-        name: the variable that holds it.
-    """
-
-    form: str
-    operands: tuple[Node, ...] = ()
-    level: int = NAME
-    size: int = 1
-    uses: int = 0
-    name: str = ""
-
-    def __format__(self, least: str) -> str:
-        if self.name:
-            return self.name
-        text = self.form.format(*self.operands) if self.operands else self.form
-        return f"({text})" if self.level < int(least or 0) else text
-
-    def __str__(self) -> str:  # where an operand stands twice
-        return format(self, str(NAME))
-
-
-@dataclass(eq=False)
 class Product:
     """A call of ``linear``: its operand, and the rows and columns of the matrix of each output."""
 
     name: str
-    operand: Node
+    operand: Expr
     size: int
     heads: int
     blocks: list[Matrix] = field(default_factory=list)
-    outputs: list[Node] = field(default_factory=list)
+    outputs: list[Expr] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The outputs' names."""
+        several = len(self.outputs) > 1
+        return [f"{self.name}_{k}" * several or self.name for k in range(len(self.outputs))]
+
+    def options(self, symbol: str) -> str:
+        """The arguments of the call besides the operand and the name."""
+        text = f', gates="{" ".join(self.names)}"' if len(self.outputs) > 1 else ""
+        text += f", heads={self.heads}" if self.heads > 1 else ""
+        return text + (f', size="{symbol[1:]}"' if symbol else "")
 
 
 def read(graph: Graph, states: Sequence[tuple[Value, Any]], name: str) -> Reading:
@@ -123,7 +82,10 @@ def read(graph: Graph, states: Sequence[tuple[Value, Any]], name: str) -> Readin
     Raises:
         Refused: if no cell of the language does the same.
     """
-    return _Printer(graph, states, name).reading()
+    try:
+        return _Printer(graph, states, name).reading()
+    except (lang.CellError, ValueError) as error:
+        raise Refused(f"the language has no such cell: {error}") from error
 
 
 class _Printer:
@@ -133,11 +95,12 @@ class _Printer:
         self.axis = views[0][0]
         self.shapes = tuple(before.shape for before, _ in states)
         self.sources = [graph.owner(int(units[0])) for _, _, units in views]
-        self.nodes: dict[bytes, Node] = {}
-        self.products: dict[tuple[Node, int, int, int], Product] = {}
-        self.gates: dict[str, tuple[Node, Affine]] = {}
-        self.params: dict[str, tuple[Node, Affine]] = {}
-        self.static: tuple[Node, Affine] | None = None
+        self.nodes: dict[bytes, Expr] = {}
+        self.sizes: dict[Expr, int] = {}  # the numbers of units; 1 for those that are not there
+        self.products: dict[tuple[Expr, int, int, int], Product] = {}
+        self.gates: dict[Expr, Affine] = {}
+        self.params: dict[str, Affine] = {}
+        self.static: Affine | None = None
         self.reduces = False
         after = [
             self._after(value, source, shape)
@@ -259,11 +222,23 @@ class _Printer:
         return tuple(pieces)
 
     # -- expressions -----------------------------------------------------------------------------
-    def _node(self, op: str, *operands: Node) -> Node:
-        level, form = FORMS[op]
-        return Node(form, operands, level, max(operand.size for operand in operands))
+    def _node(self, op: str, *operands: Expr) -> Expr:
+        function = OPS.get(op) or getattr(lang, op, None) or functools.partial(apply, op)
+        try:
+            node = function(*operands)
+        except lang.CellError as error:
+            raise Refused(f"the language has no such cell: {error}") from error
+        return self._sized(node, max(self.sizes.get(o, 1) for o in operands))
 
-    def of(self, units: Units) -> Node:
+    def _sized(self, node: Expr, size: int) -> Expr:
+        self.sizes.setdefault(node, size)
+        return node
+
+    def _leaf(self, kind: str, name: str, size: int) -> Expr:
+        """A state, a gate, a parameter or the static input."""
+        return self._sized(Expr(kind, (), (name,)), size)
+
+    def of(self, units: Units) -> Expr:
         """The expression of these units."""
         if len(units) > 1 and (units == units[0]).all():
             units = units[:1]
@@ -275,16 +250,16 @@ class _Printer:
                 raise refusal.at(self.graph.owner(int(units[0])).where) from None
         return self.nodes[key]
 
-    def _of(self, units: Units) -> Node:
+    def _of(self, units: Units) -> Expr:
         graph, size = self.graph, len(units)
         spread = graph.spread(units) if size > 1 else None
         if spread is not None and spread.sort == "reduction":
             operand = self.of(spread.operands[0].reshape(-1))
-            return Node(f"{spread.op}({{0}}, groups={spread.size})", (operand,), NAME, size)
-        source = graph.owner(int(units[0]))
-        at = units - source.start
-        if at.min() < 0 or at.max() >= source.size:
+            return self._sized(getattr(lang, spread.op)(operand, groups=spread.size), size)
+        known = graph.whole(units)
+        if known is None:
             raise Refused(JOINED)
+        source, at = known
         if source.kind != "S":
             part = affine(graph, units)
             if part is not None:
@@ -300,33 +275,30 @@ class _Printer:
         ]
         return self._node(source.op, *operands)
 
-    def _wide(self, node: Node, size: int) -> Node:
+    def _wide(self, node: Expr, size: int) -> Expr:
         """A value of one unit as ``size`` equal ones, where their number matters."""
-        if node.size == size:
+        if self.sizes.get(node, 1) == size:
             return node
         arrays = self.graph.arrays
         ones = Constant(lambda run: arrays.constant(np.ones((1, size)), run.dtype), np.arange(size))
         return self._node("mul", node, self._outside(Affine(size, (), (ones,)), False))
 
-    def _outside(self, part: Affine, boolean: bool) -> Node:
+    def _outside(self, part: Affine, boolean: bool) -> Expr:
         """A gate, a parameter or the static input."""
         moving = bool(part.terms)
         if not moving and all(isinstance(c, float) for c in part.constants):
             return _number(sum(c for c in part.constants if isinstance(c, float)))
         if not moving and part.per_row and self.static is None:
-            node = Node("e", size=part.size)
-            self.static = node, part
+            node, self.static = self._leaf("static", "e", part.size), part
         elif not moving and not part.per_row:
             name = f"b{len(self.params)}"
-            node = Node(f"p.{name}", size=part.size)
-            self.params[name] = node, part
+            node, self.params[name] = self._leaf("param", name, part.size), part
         else:
-            name = f"g{len(self.gates)}"
-            node = Node(f"x.{name}", size=part.size)
-            self.gates[name] = node, part
+            node = self._leaf("x", f"g{len(self.gates)}", part.size)
+            self.gates[node] = part
         return self._node("truth", node) if boolean else node
 
-    def _state(self, source: Source, at: Units) -> Node:
+    def _state(self, source: Source, at: Units) -> Expr:
         number, order = self.sources.index(source), np.sort(at)
         place = number, order.tobytes()
         if place not in self.index:
@@ -335,7 +307,7 @@ class _Printer:
                 "give the state's parts names of their own, as states",
             )
         if (at == order).all():
-            node = Node(f"s.{self.index[place]}", size=len(at))
+            node = self._leaf("state", self.index[place], len(at))
             return self._node("truth", node) if source.boolean else node
         if source.boolean:
             raise Refused("this step takes the units of a boolean state in another order")
@@ -343,7 +315,7 @@ class _Printer:
         picks = Matrix(None, np.arange(len(at)), np.searchsorted(order, at))
         return self._output(self.of(source.start + order), picks, len(at))
 
-    def _reduction(self, source: Source, at: Units) -> Node:
+    def _reduction(self, source: Source, at: Units) -> Expr:
         if len(at) != 1:
             raise Refused(
                 f"this step uses the {source.op} of groups of units for other units than those of "
@@ -355,15 +327,14 @@ class _Printer:
         pieces = list(self._split(units))
         op = "sum" if source.op == "mean" and len(pieces) > 1 else source.op
         parts = [
-            Node(f"{op}({{0}})", (operand,)) if len(places) > 1 else operand
-            for operand, places in pieces
+            getattr(lang, op)(operand) if len(places) > 1 else operand for operand, places in pieces
         ]
         joins = "maximum" if op == "max" else "add"
         total = functools.reduce(lambda a, b: self._node(joins, a, b), parts)
         whole = op == source.op
         return total if whole else self._node("mul", total, _number(1.0 / len(units)))
 
-    def _split(self, units: Units) -> Iterator[tuple[Node, np.ndarray]]:
+    def _split(self, units: Units) -> Iterator[tuple[Expr, np.ndarray]]:
         """The pieces that units consist of, in any order, and the places of their units."""
         turns = occurrences(units)
         for turn in range(int(turns.max()) + 1):
@@ -379,7 +350,7 @@ class _Printer:
                         node = self._wide(self.of(source.start + piece), len(piece))
                         yield node, places[here][order]
 
-    def _matmul(self, source: Source, at: Units) -> Node:
+    def _matmul(self, source: Source, at: Units) -> Expr:
         assert source.fetch is not None
         if source.heads > 1:
             return self._heads(source, at)
@@ -390,7 +361,7 @@ class _Printer:
         ]
         return functools.reduce(lambda a, b: self._node("add", a, b), terms)
 
-    def _heads(self, source: Source, at: Units) -> Node:
+    def _heads(self, source: Source, at: Units) -> Expr:
         """A block-diagonal product of all heads, which are used alike."""
         heads, width = source.heads, source.size // source.heads
         columns = at[: len(at) // heads]
@@ -406,18 +377,19 @@ class _Printer:
         rows = np.arange(len(units) // heads)
         return self._output(operand, Matrix(source.fetch, rows, columns), len(at), heads)
 
-    def _output(self, operand: Node, matrix: Matrix, size: int, heads: int = 1) -> Node:
+    def _output(self, operand: Expr, matrix: Matrix, size: int, heads: int = 1) -> Expr:
         """An output of the ``linear`` of this operand and size."""
         key = operand, len(matrix.rows), size, heads
         if key not in self.products:
             self.products[key] = Product(f"w{len(self.products)}", operand, size, heads)
         product = self.products[key]
-        output = Node(f"{product.name}_{len(product.outputs)}", (), NAME, size)
+        name = f"{product.name}_{len(product.outputs)}"
+        output = self._sized(_linear(operand, product.name, name), size)
         product.blocks.append(matrix)
         product.outputs.append(output)
         return output
 
-    def _linear(self, operand: Node, matrix: Matrix) -> Node:
+    def _linear(self, operand: Expr, matrix: Matrix) -> Expr:
         rows, size = len(matrix.rows), len(matrix.columns)
         if rows > 1 and size > 1:
             return self._output(operand, matrix, size)
@@ -429,31 +401,32 @@ class _Printer:
             return self._node("mul", operand, self._outside(Affine(size, (), (constant,)), False))
         constant = Constant(lambda run: matrix.transposed(run, arrays), np.arange(rows))
         weights = self._outside(Affine(rows, (), (constant,)), False)
-        return Node("sum({0:4} * {1:5})", (operand, weights), NAME, 1)
+        return lang.sum(operand * weights)
 
     # -- text ------------------------------------------------------------------------------------
     def reading(self) -> Reading:
         size, symbols = self._symbols()
         self._sort()
         if not self.gates:  # a cell has at least one
-            self.gates["g0"] = Node("x.g0"), Affine(1, (), (0.0,))
-        leaves = [node.size for node, _ in [*self.gates.values(), *self.params.values()]]
+            self.gates[Expr("x", (), ("g0",))] = Affine(1, (), (0.0,))
+        gates = {f"g{k}": part for k, part in enumerate(self.gates.values())}
+        leaves = [part.size for part in (*gates.values(), *self.params.values())]
         if self.reduces and len(symbols) > 2 and 1 not in {*leaves, *(p.size for p in self.pieces)}:
             # A cell that declares a size 1 takes a reduction as one number, which fits any size.
-            self.params["one"] = Node("p.one"), Affine(1, (), (1.0,))
-        gates = " ".join(f"{n}{symbols[node.size]}" for n, (node, _) in self.gates.items())
-        state = " ".join(f"{piece.name}{symbols[piece.size]}" for piece in self.pieces)
-        declared = f'gates="{gates}", state="{state}"'
-        arguments = "x, r, s"
-        if self.params:
-            params = " ".join(f"{n}{symbols[node.size]}" for n, (node, _) in self.params.items())
-            declared += f', params="{params}"'
-            arguments += ", p"
-        if self.static is not None:
-            declared += f', static="e{symbols[self.static[0].size]}"'
-            arguments += ", e"
+            self.params["one"] = Affine(1, (), (1.0,))
+        parts: dict[str, Mapping[str, Any]] = {
+            "gates": gates,
+            "state": {piece.name: piece for piece in self.pieces},
+        }
+        parts |= {"params": self.params} if self.params else {}
+        parts |= {"static": {"e": self.static}} if self.static else {}
+        declared = "".join(
+            f'{kind}="{" ".join(f"{n}{symbols[part.size]}" for n, part in named.items())}", '
+            for kind, named in parts.items()
+        )
+        arguments = "x, r, s" + ", p" * bool(self.params) + ", e" * bool(self.static)
         body = self._body(symbols)
-        lines = [f"@cell({declared}, bias=False)", f"def {self.name}({arguments}):"]
+        lines = [f"@cell({declared}bias=False)", f"def {self.name}({arguments}):"]
         if self.flags is not None:
             option = "mask" if self.flags.restored is None else "resets"
             lines.append(f"    # the step's condition on all states is {option}= of the call")
@@ -461,18 +434,16 @@ class _Printer:
         used = {"cell", *re.findall(r"\b[a-z_]+(?=\()", "\n".join(body))}
         names = ", ".join(sorted(used & set(lang.__all__)))
         text = f"from anycell import {names}\n\n\n" + "\n".join(lines) + "\n"
-        try:
-            cell = from_text(text)
-        except (lang.CellError, ValueError) as error:
-            raise Refused(f"the language has no such cell: {error}") from error
-        weights = {p.name: (p.heads, tuple(_blocks(p))) for p in self.products.values()}
+        cell = from_text(text)
+        weights = {
+            product.name: (product.heads, tuple(merged(product.blocks, Matrix.joined)))
+            for product in self.products.values()
+        }
         return Reading(
             text, cell, self.graph.arrays, size,
             {symbol[1:]: n for n, symbol in symbols.items() if symbol[1:].isalpha()},
-            tuple(part for _, part in self.gates.values()),
-            {name: part for name, (_, part) in self.params.items()},
-            None if self.static is None else self.static[1],
-            weights, self.pieces, self.flags, self.axis, self.shapes,
+            tuple(gates.values()), self.params, self.static, weights, self.pieces, self.flags,
+            self.axis, self.shapes, tuple(source.boolean for source in self.sources),
         )  # fmt: skip
 
     def _sort(self) -> None:
@@ -482,30 +453,26 @@ class _Printer:
         def place(matrix: Matrix) -> tuple[int, int]:
             return seen.setdefault(matrix.fetch, len(seen)), int(matrix.columns[0])
 
-        def gate(entry: tuple[Node, Affine]) -> tuple[int, ...]:
+        def gate(entry: tuple[Expr, Affine]) -> tuple[int, ...]:
             terms = entry[1].terms
             return (terms[0][0].start, *place(terms[0][1])) if terms else (-1,)
 
-        self.gates = {f"g{i}": e for i, e in enumerate(sorted(self.gates.values(), key=gate))}
-        for name, (node, _) in self.gates.items():
-            node.form = f"x.{name}"
+        self.gates = dict(sorted(self.gates.items(), key=gate))
         for product in self.products.values():
             pairs = zip(product.blocks, product.outputs, strict=True)
             ordered = sorted(pairs, key=lambda pair: place(pair[0]))
             product.blocks = [matrix for matrix, _ in ordered]
             product.outputs = [output for _, output in ordered]
-            for number, output in enumerate(product.outputs):
-                output.form = f"{product.name}_{number}"
 
     def _symbols(self) -> tuple[int, dict[int, str]]:
         """The hidden size, and what a declaration says of each size."""
-        leaves = [node.size for node, _ in [*self.gates.values(), *self.params.values()]]
+        leaves = [part.size for part in (*self.gates.values(), *self.params.values())]
         pieces = [piece.size for piece in self.pieces]
         products = [product.size for product in self.products.values()]
         counts = Counter(size for size in [*leaves, *pieces] if size > 1)
         size = max(counts, key=lambda n: (counts[n], n)) if counts else 1
         symbols = {1: ":1", size: ""}
-        static = [] if self.static is None else [self.static[0].size]
+        static = [] if self.static is None else [self.static.size]
         for other in [*leaves, *pieces, *products, *static]:
             if other not in symbols:
                 if len(symbols) - 2 == len(SYMBOLS):
@@ -514,46 +481,31 @@ class _Printer:
         return size, symbols
 
     def _body(self, symbols: Mapping[int, str]) -> list[str]:
-        """The lines of the function: values that are used twice have names."""
-        makers: dict[int, Product] = {}
-        for product in self.products.values():
-            for output in product.outputs:
-                makers[id(output)] = product
-            if len(product.outputs) == 1:
-                del makers[id(output)]
-                output.form = _call(product, symbols[product.size])
-                output.operands = (product.operand,)
-        seen: set[int] = set()
-        order: list[Node] = []
+        """The lines of the function."""
+        names = {node: f"x.g{k}" for k, node in enumerate(self.gates)}
+        names |= {const(math.inf): "1e999", const(-math.inf): "-1e999"}
+        named, calls = list[tuple[str, Expr]](), dict[str, str]()
+        for product in self.products.values():  # in the order in which they are computed
+            name, outputs = product.name, product.outputs
+            if several := len(outputs) > 1:
+                named.append((", ".join(product.names), _linear(product.operand, name, name)))
+                names |= zip(outputs, product.names, strict=True)
+            shown = f"{name!r})" + ("" if several else f".{outputs[0].attrs[1]}")
+            calls[shown] = f'"{name}"{product.options(symbols[product.size])})'
+        named += [
+            (f"new_{p.name}", node) for p, node in zip(self.pieces, self.results, strict=True)
+        ]
+        text = "\n".join(listing(named, names))
+        for shown, call in calls.items():
+            text = text.replace(shown, call)
+        *lines, last = text.splitlines()
+        if len(self.results) == 1:
+            return [*lines, f"return {last.partition(' = ')[2]}"]
+        return [*lines, last, f"return {', '.join(f'new_{piece.name}' for piece in self.pieces)}"]
 
-        def visit(node: Node) -> None:
-            node.uses += 1
-            if id(node) in seen:
-                return
-            seen.add(id(node))
-            maker = makers.get(id(node))
-            operands = node.operands if maker is None else (maker.operand,)
-            for operand in operands:
-                visit(operand)
-            order.append(node)
 
-        for node in self.results:
-            visit(node)
-        lines: list[str] = []
-        written: set[str] = set()
-        for node in order:
-            maker = makers.get(id(node))
-            if maker is not None:
-                if maker.name not in written:
-                    written.add(maker.name)
-                    names = ", ".join(output.form for output in maker.outputs)
-                    call = _call(maker, symbols[maker.size])
-                    lines.append(f"{names} = {call.format(maker.operand)}")
-            elif node.operands and (node.uses > 1 or _long(node)):
-                text = format(node)
-                node.name = f"t{sum(line.startswith('t') for line in lines)}"
-                lines.append(f"{node.name} = {text}")
-        return [*lines, f"return {', '.join(map(format, self.results))}"]
+def _linear(operand: Expr, name: str, output: str) -> Expr:
+    return Expr("linear", (operand,), (name, output))
 
 
 def _touches(units: Units, source: Source) -> bool:
@@ -571,34 +523,10 @@ def _renamed(operand: Any, renamed: Sequence[tuple[Source, Source]]) -> Any:
     return operand
 
 
-def _long(node: Node) -> bool:
-    return len(format(node)) > 60
-
-
-def _call(product: Product, symbol: str) -> str:
-    """The call of ``linear``, with a place for its operand."""
-    names = [output.form for output in product.outputs]
-    options = f', gates="{" ".join(names)}"' if len(names) > 1 else ""
-    options += f", heads={product.heads}" if product.heads > 1 else ""
-    options += f', size="{symbol[1:]}"' if symbol else ""
-    return f'linear({{0}}, "{product.name}"{options})'
-
-
-def _blocks(product: Product) -> list[Matrix]:
-    """The matrices of the outputs, with neighbouring columns of one matrix as one."""
-    blocks: list[Matrix] = []
-    for matrix in product.blocks:
-        joined = blocks[-1].joined(matrix) if blocks else None
-        blocks[len(blocks) - (joined is not None) :] = [joined or matrix]
-    return blocks
-
-
-def _number(value: float) -> Node:
-    if not math.isfinite(value):
-        if math.isnan(value):
-            raise Refused("this step computes with NaN")
-        return Node(f"{'-' * (value < 0)}1e999", level=SIGN if value < 0 else NAME)
-    return Node(repr(float(value)), level=SIGN if value < 0 else NAME)
+def _number(value: float) -> Expr:
+    if math.isnan(value):
+        raise Refused("this step computes with NaN")
+    return const(value)
 
 
 def _identifier(text: str) -> str:

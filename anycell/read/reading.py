@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 
 from anycell import lang
+from anycell.layer.signature import state_names
+from anycell.plan import Layer
 from anycell.plan.call import HELD
 from anycell.read.affine import Affine, Constant, Matrix
-from anycell.read.arrays import neighbours
+from anycell.read.arrays import merged, neighbours
 from anycell.read.units import Run, Source
+
+STATES = "state", "reset_state"  # as the names of states in a call begin
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +70,8 @@ class Reading:
         weights: heads of each ``linear``, and the matrices of its outputs.
         pieces: the states of the cell.
         flags: resets or a mask, if the step has such a condition on all of its states.
-        axis, shapes: of the user's states: the axis of the batch, and the shapes.
+        axis, shapes, boolean: of the user's states: the axis of the batch; of each its shape, and
+            whether it is boolean.
     """
 
     text: str
@@ -82,8 +87,24 @@ class Reading:
     flags: Flags | None
     axis: int | None
     shapes: tuple[tuple[int, ...], ...]
+    boolean: tuple[bool, ...]
+
+    @functools.cached_property
+    def layer(self) -> Layer:
+        """The layer of the cell."""
+        return Layer(self.cell, (("H", self.size), *self.sizes.items()))
 
     # -- the arrays of a call --------------------------------------------------------------------
+    def arrays_of(self, run: Run, first: Sequence[Any]) -> dict[str, Any]:
+        """The arrays of the layer, by name, of ``call``."""
+        named = self.call(run, first)
+        x, gates, arrays = named.pop("x"), named.pop("gates", None), named.pop("weights")
+        for kind in STATES:
+            states = named.pop(kind, ())
+            arrays |= zip(state_names(kind, self.cell), states, strict=bool(states))
+        arrays |= {name: array for name, array in named.items() if name not in HELD}
+        return arrays | {"x": x if gates is None else gates}
+
     def call(self, run: Run, first: Sequence[Any]) -> dict[str, Any]:
         """The arguments of ``recurrence`` besides the cell.
 
@@ -132,12 +153,7 @@ class Reading:
     @functools.cached_property
     def _merged(self) -> list[Affine]:
         """The gates, with neighbours that are columns of the same matrices as one."""
-        merged: list[Affine] = []
-        for part in self.gates:
-            last = merged[-1] if merged else None
-            joined = last and _merge(last, part)
-            merged[len(merged) - bool(joined) :] = [joined or part]
-        return merged
+        return merged(self.gates, _merge)
 
     def _input(self, run: Run, weights: dict[str, Any]) -> Any:
         """The input of the layer; adds the weights of its projection to ``weights``."""
@@ -197,6 +213,7 @@ class Reading:
         whole = _joined(arrays, len(parts[0].shape) - 1, parts)
         if not neighbours(at := np.concatenate(order)):
             whole = arrays.index(whole, np.argsort(at))
+        whole = whole > 0.5 if self.boolean[state] else whole
         lead, rows = tuple(whole.shape[:-2]), whole.shape[-2]
         units = tuple(n for i, n in enumerate(self.shapes[state]) if i != self.axis)
         if self.axis is None:

@@ -200,6 +200,12 @@ class Graph:
     def owner(self, unit: int) -> Source:
         return self.sources[int(np.searchsorted(self._starts, unit, "right")) - 1]
 
+    def whole(self, units: Units) -> tuple[Source, np.ndarray] | None:
+        """The source that all units belong to, and their places in it; None for several."""
+        source = self.owner(int(units[0]))
+        at = units - source.start
+        return None if at.min() < 0 or at.max() >= source.size else (source, at)
+
     def kind(self, *units: Units) -> str:
         """F, X or S: what values of these units depend on."""
         joined = np.concatenate([u.reshape(-1) for u in units]) if units else np.empty(0, np.int64)
@@ -300,8 +306,6 @@ class Graph:
             own = np.expand_dims(own, batch)
         ids = np.broadcast_to(own, shape)
         if axis is not None:
-            if shape[axis] != self.rows:  # joined with states along the axis of the batch
-                self.refuse("a value joined with a state has no axis of the batch")
             rows = np.arange(self.rows, dtype=np.int64) << ROW
             ids = ids + rows.reshape(-1, *[1] * (len(shape) - axis - 1))
         return Value(ids, outer.boolean)
@@ -404,13 +408,10 @@ class Graph:
         total, factor = (a, b) if isinstance(b, float) else (b, a)
         if not isinstance(factor, float) or factor == 0.0 or (op == "div" and total is b):
             return None
-        source = self.owner(int(total[0]))
-        if source.op != "sum" or source.sort != "reduction":
+        known = self.whole(total)
+        if known is None or (known[0].op, known[0].sort) != ("sum", "reduction"):
             return None
-        at = total - source.start
-        if at.min() < 0 or at.max() >= source.size:
-            return None
-        rows = source.operands[0][at]
+        rows = known[0].operands[0][known[1]]
         count = factor if op == "div" else 1.0 / factor
         if abs(count / rows.shape[1] - 1.0) > 1e-6:
             return None
@@ -420,11 +421,10 @@ class Graph:
         """The operands of the op that computes these units; none if another computes them."""
         if isinstance(units, float) or not len(units):
             return []
-        source = self.owner(int(units[0]))
-        at = units - source.start
-        if source.op != op or at.min() < 0 or at.max() >= source.size:
+        known = self.whole(units)
+        if known is None or known[0].op != op:
             return []
-        return [o if isinstance(o, float) else o[at] for o in source.operands]
+        return [o if isinstance(o, float) else o[known[1]] for o in known[0].operands]
 
     def _sum(self, a: Any, b: Any) -> Any:
         if a is None or b is None:
@@ -451,18 +451,11 @@ class Graph:
         Returns:
             the product, ``[axes of the value that are left, *out]``.
         """
-        free = [i for i in range(len(value.shape)) if i not in axes]
-        moved = np.transpose(value.ids, (*free, *axes))
-        lead = moved.shape[: len(free)]
-        flat = moved.reshape(*lead, -1)
-        axis = self.view(Value(flat))[0]
-        if axis == len(lead):
-            self.refuse("this multiplies the batch by a matrix", "multiply the units of each row")
-        operands = np.moveaxis(flat, axis, 0)[0] if axis is not None else flat
-        operands = (operands & UNIT).reshape(-1, flat.shape[-1])
+        axis, shape, operands = self._rows(
+            value, axes, "this multiplies the batch by a matrix", "multiply the units of each row"
+        )
         fetch = lambda run: once(run, weight)  # noqa: E731
         parts = [self._product(units, math.prod(out), fetch) for units in operands]
-        shape = tuple(size for i, size in enumerate(lead) if i != axis)
         return self._with_rows(np.stack(parts).reshape((*shape, *out)), axis)
 
     def heads(
@@ -517,21 +510,26 @@ class Graph:
     def reduce(self, op: str, value: Value, axes: Sequence[int], keep: bool) -> Value:
         """The sum or the maximum over axes of units."""
         axes = tuple(axis % len(value.shape) for axis in axes)
-        free = [i for i in range(len(value.shape)) if i not in axes]
-        moved = np.transpose(value.ids, (*free, *axes))
-        moved = moved.reshape((*(value.shape[i] for i in free), -1))
-        axis = self.view(Value(moved))[0]
-        if axis == moved.ndim - 1:
-            self.refuse(
-                f"this takes the {op} over the rows of the batch",
-                "compute each row from itself alone",
-            )
-        shape = tuple(size for i, size in enumerate(moved.shape[:-1]) if i != axis)
-        rows = np.moveaxis(moved, axis, 0)[0] if axis is not None else moved
-        rows = (rows & UNIT).reshape(-1, moved.shape[-1])
+        problem = f"this takes the {op} over the rows of the batch"
+        axis, shape, rows = self._rows(value, axes, problem, "compute each row from itself alone")
         source = self.source("reduction", len(rows), op=op, operands=[rows])
         made = self.value(source, axis, shape)
         return Value(np.expand_dims(made.ids, axes)) if keep else made
+
+    def _rows(
+        self, value: Value, axes: tuple[int, ...], problem: str, instead: str
+    ) -> tuple[int | None, tuple[int, ...], np.ndarray]:
+        """The axis of the batch among those that are left beside ``axes``, the shape of the other
+        ones, and the units that each result combines, ``[results, n]``.
+        """
+        free = [i for i in range(len(value.shape)) if i not in axes]
+        lead = [value.shape[i] for i in free]
+        moved = np.transpose(value.ids, (*free, *axes)).reshape(*lead, -1)
+        axis, _, units = self.view(Value(moved))
+        if axis == len(lead):
+            self.refuse(problem, instead)
+        shape = tuple(size for i, size in enumerate(lead) if i != axis)
+        return axis, shape, units.reshape(-1, moved.shape[-1])
 
     # -- pieces ----------------------------------------------------------------------------------
     def runs(self, units: Units) -> Iterator[Units]:

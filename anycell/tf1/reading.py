@@ -30,7 +30,7 @@ def read(cell: Any, x: Tensor, state: Any) -> Step | str:
     step.__name__ = type(cell).__name__
     specs = [((None, *t.shape[1:]), t.dtype) for t in (x[0], *tf.nest.flatten(state))]
     try:
-        return read_step(step, None, specs[0], specs[1:], [])
+        return read_step(step, specs[0], specs[1:], [])
     except Refused as why:
         return str(why).rstrip(".")
 

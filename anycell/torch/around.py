@@ -34,6 +34,7 @@ class Surroundings:
             the name, the value.
         cells: variables of enclosing functions, and their values.
         containers: lists and dictionaries among them, which may change in place, and copies.
+        token: a number that stands for the guards.
     """
 
     step: Any
@@ -46,12 +47,18 @@ class Surroundings:
     cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
     containers: list[tuple[Any, Any]] = field(default_factory=list)
     seen: set[Any] = field(default_factory=set)
+    token: int = 0
 
     @classmethod
     def of(cls, step: Any) -> Surroundings:
         around = cls(step)
         around.walk(step)
         return around
+
+    @property
+    def title(self) -> str:
+        """The name of the step."""
+        return str(getattr(self.step, "__name__", type(self.step).__name__))
 
     @property
     def fresh(self) -> bool:
@@ -86,6 +93,8 @@ class Surroundings:
                 self._function(value)
         elif hasattr(value, "__dict__") and not isinstance(value, type):
             self.guards.append(type(value))
+            if callable(value):
+                self.walk(type(value).__call__)
             for name in vars(value):
                 self._item(value.__dict__, name, name)
 

@@ -11,7 +11,7 @@ import itertools
 import operator
 import threading
 import types
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from anycell.explanation import Explained, Explanation, about_layer, explain_read
+from anycell.explanation import Explained, explain_read
 from anycell.layer.checks import boolean, describe, integer, refuse
 from anycell.layer.layers import Layout
-from anycell.plan import Engine
+from anycell.plan import Engine, Layer
+from anycell.recent import add_recent
 from anycell.torch.around import Surroundings
 from anycell.torch.framework import Torch
 from anycell.torch.observers import autocast, compiled, observed
@@ -41,47 +42,45 @@ class Readings:
     """The readings of one step, by signatures."""
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[Any, ReadStep | str] = OrderedDict()
+        self.plans: dict[Any, ReadStep | str] = {}
         self.last: ReadStep | str = "no call has been made: a step is read at its first call"
-        self.tokens: OrderedDict[Any, Any] = OrderedDict()
+        self.tokens: dict[Any, Any] = {}
         self.reads: Counter[Any] = Counter()
 
-    def token(self, guards: Any, held: Any) -> Any:
-        """Numbers that stand for guards in the signatures of plans."""
-        known = self.tokens.get(guards)
-        if known is None:
-            known = self.tokens[guards] = next(_NUMBERS), held
-            if len(self.tokens) > _MOST:
-                self.tokens.popitem(last=False)
-        return known[0]
+    def known(self, around: Surroundings) -> Surroundings:
+        """Gives surroundings a number that stands for their guards in the signatures of plans."""
+        guards = tuple(around.guards)
+        if guards not in self.tokens:
+            add_recent(self.tokens, guards, (next(_NUMBERS), around.held), _MOST)
+        around.token = self.tokens[guards][0]
+        return around
 
     @property
     def engine(self) -> Engine:
         plan = self.last
         return Engine("torch", plan) if isinstance(plan, str) else plan.engine
 
-    def run(self, step: Step, around: Surroundings, key: Any, call: Steps, title: str) -> Any:
+    def run(self, step: Step, around: Surroundings, call: Steps) -> Any:
         """Runs a step over time; returns the output and the last state."""
         tensors = around.tensors()
-        self.last = plan = self.plan(step, around, key, call, title, tensors)
+        self.last = plan = call.why or self.plan(step, around, call, tensors)
         if isinstance(plan, str):
             return stepwise(step, call)
         return plan.replay(call, tensors)
 
     def plan(
-        self, step: Step, around: Surroundings, key: Any, call: Steps, title: str,
-        tensors: Sequence[Tensor],
-    ) -> ReadStep | str:  # fmt: skip
+        self, step: Step, around: Surroundings, call: Steps, tensors: Sequence[Tensor]
+    ) -> ReadStep | str:
         """Returns the step as it was read, or why the step itself runs."""
-        if (why := obstacle() or around.hooked()) is not None:
+        if (why := call.why or obstacle() or around.hooked()) is not None:
             return why
         signature = call.signature(tensors)
-        known = self.plans.get((key, signature))
-        plan = known or self._read(step, around, key, signature, call, title)
+        known = self.plans.get((around.token, signature))
+        plan = known or self._read(step, around, signature, call)
         return plan if isinstance(plan, str) else plan.unfit(call) or plan
 
     def _read(
-        self, step: Step, around: Surroundings, key: Any, signature: Any, call: Steps, title: str
+        self, step: Step, around: Surroundings, signature: Any, call: Steps
     ) -> ReadStep | str:
         self.reads[signature] += 1
         if self.reads[signature] > _RESTLESS:
@@ -91,11 +90,8 @@ class Readings:
             )
         else:
             with _LOCK:
-                plan = plan_of(step, around, call, title)
-        self.plans[key, signature] = plan
-        if len(self.plans) > _MOST:
-            self.plans.popitem(last=False)
-        return plan
+                plan = plan_of(step, around, call)
+        return add_recent(self.plans, (around.token, signature), plan, _MOST)
 
 
 def obstacle() -> str | None:
@@ -164,7 +160,7 @@ class loop(Explained, nn.Module):
         what is not watched: attributes of objects other than modules, and variables of other files.
         """
         self._readings = Readings()
-        self._around: tuple[list[Any], Surroundings, Any] | None = None
+        self._around: tuple[list[Any], Surroundings] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         made = "_readings", "_around"
@@ -189,14 +185,11 @@ class loop(Explained, nn.Module):
         reverse: bool = False,
     ) -> tuple[Any, Any]:
         """Returns the output and the final state; see the class."""
-        arguments = x, state, mask, lengths, resets, reset_state, reverse
         if compiled():  # the graph breaks here
-            return torch.compiler.disable(self._forward)(*arguments)
-        return self._forward(*arguments)
-
-    def _forward(
-        self, x: Any, state: Any, mask: Any, lengths: Any, resets: Any, restored: Any, reverse: Any
-    ) -> tuple[Any, Any]:
+            return torch.compiler.disable(self.forward)(
+                x, state, mask=mask, lengths=lengths, resets=resets, reset_state=reset_state,
+                reverse=reverse,
+            )  # fmt: skip
         first = self.batch_first
         call = _call(*_flat(x), state, first)
         turned = call.batched and first
@@ -207,13 +200,12 @@ class loop(Explained, nn.Module):
             layout = Layout(Torch, like, len(like), call.rows, first, call.batched)
             flags = None if resets is None else layout.flags("resets", resets)
             call = call._replace(mask=layout.valid(mask, lengths), resets=flags)
-        if restored is not None:
-            call = call._replace(restored=_restored(restored, call))
+        if reset_state is not None:
+            call = call._replace(restored=_restored(reset_state, call))
         if reverse is not False:
             call = call._replace(reverse=boolean("reverse", reverse))
-        around, key = self._surroundings()
-        title = type(self.module).__name__
-        output, state = self._readings.run(self._step, around, key, call, title)
+        around = Surroundings(self.module) if call.why else self._surroundings()
+        output, state = self._readings.run(self._step, around, call)
         if turned:
             rows = call.rows
             output = pytree.tree_map_only(Tensor, lambda t: _swapped(t, rows), output)
@@ -234,17 +226,16 @@ class loop(Explained, nn.Module):
             )  # fmt: skip
         return leaves[0], result
 
-    def _surroundings(self) -> tuple[Surroundings, Any]:
+    def _surroundings(self) -> Surroundings:
         """Returns what the module reads, walked again only if an attribute has changed."""
         if self._around is not None:
-            old, around, key = self._around
+            old, around = self._around
             new = _attributes(around.modules)
             if len(old) == len(new) and all(map(operator.is_, old, new)) and around.fresh:
-                return around, key
-        around = Surroundings.of(self.module)
-        key = self._readings.token(tuple(around.guards), around.held)
-        self._around = _attributes(around.modules), around, key
-        return around, key
+                return around
+        around = self._readings.known(Surroundings.of(self.module))
+        self._around = _attributes(around.modules), around
+        return around
 
     @property
     def engine(self) -> Engine:
@@ -257,15 +248,11 @@ class loop(Explained, nn.Module):
         plan = self._readings.last
         return None if isinstance(plan, str) else plan.reading.text
 
-    def explain(self, **options: Any) -> Explanation:
-        """Describes the latest call: the engine that ran it, and why; then the ``@cell`` that was
-        read. The arguments are as in ``anycell.explain``.
-        """
-        about, layer = (
-            f"loop({type(self.module).__name__})",
-            getattr(self._readings.last, "layer", None),
-        )
-        return about_layer(about, self.engine, layer, self.text, **options)
+    def _about(self) -> str:
+        return f"loop({type(self.module).__name__})"
+
+    def _layer(self) -> Layer | None:
+        return getattr(self._readings.last, "layer", None)
 
 
 def _swapped(tensor: Tensor, rows: int) -> Tensor:
@@ -304,12 +291,12 @@ def _of_tuple(size: int) -> Any:
 
 def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
     leaves, state_tree = _flat(state)
-    for name, values in (("x", xs), ("state", leaves)):
-        wrong = [v for v in values if not isinstance(v, Tensor)]
-        if wrong or not values:
-            given = describe(wrong[0]) if wrong else "no tensors"
-            refuse(name, given, "tensors, or tuples, lists and dictionaries of them", "", TypeError)
-    batched = max(t.dim() for t in leaves) > 1 or max(t.dim() for t in xs) > 2
+    wrong = [v for v in xs if not isinstance(v, Tensor)]
+    if wrong or not xs:
+        given = describe(wrong[0]) if wrong else "no tensors"
+        refuse("x", given, "tensors, or tuples, lists and dictionaries of them", "", TypeError)
+    held = [t for t in leaves if isinstance(t, Tensor)]
+    batched = max([0, *[t.dim() for t in held]]) > 1 or max(t.dim() for t in xs) > 2
     time = int(batched and batch_first)
     whole = max(xs, key=lambda t: t.dim())
     axes = ("[batch, time, ...]" if batch_first else "[time, batch, ...]") if batched else "[time]"
@@ -323,11 +310,22 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
             refuse("x", describe(x), expected, "Lay them out alike.")
     if lead[time] == 0:
         refuse("x", describe(whole), "one step or more", "Skip the call.")
-    return Steps(xs, tree, leaves, state_tree, batched, lead[1 - time] if batched else 1)
+    rows, why = lead[1 - time] if batched else 1, ""
+    turned = [
+        k for k, t in enumerate(leaves)
+        if isinstance(t, Tensor) and t.dim() > 2 and t.shape[0] != rows == t.shape[1]
+    ]  # fmt: skip
+    if len(held) < len(leaves) or not held:
+        other = next((describe(v) for v in leaves if not isinstance(v, Tensor)), "no tensors")
+        why = f"the state has {other}, and a kernel holds tensors. Instead: keep it as a tensor"
+    elif lead[time] == 1 and whole.device.type == "cpu":
+        why = "one step takes less time as it is written"
+    call = Steps(xs, tree, leaves, state_tree, batched, rows, turned=tuple(turned), why=why)
+    return call._replace(state=call._swapped(leaves)) if turned else call
 
 
 def _restored(state: Any, call: Steps) -> list[Tensor]:
-    leaves = pytree.tree_leaves(state)
+    leaves, _ = call.leaves_of(state)
     if len(leaves) != len(call.state):
         expected = f"{len(call.state)} tensors, as the state has"
         refuse("reset_state", describe(state), expected, "Pass one for each.", TypeError)
@@ -337,7 +335,7 @@ def _restored(state: Any, call: Steps) -> list[Tensor]:
     ]
 
 
-_SCANS: OrderedDict[Any, tuple[Readings, Any]] = OrderedDict()
+_SCANS: dict[Any, tuple[Readings, Any]] = {}
 
 
 def scan(
@@ -370,8 +368,18 @@ def scan(
         torch.Size([5, 2, 8])
     """
     if compiled():
-        return torch.compiler.disable(_scan)(step, init, xs, dim, reverse)
-    return _scan(step, init, xs, dim, reverse)
+        return torch.compiler.disable(scan)(step, init, xs, dim=dim, reverse=reverse)
+    scanned = _scanned(step, init, xs, dim, reverse)
+    if scanned is None:
+        return init, []
+    readings, *arguments = scanned
+    output, carry = readings.run(*arguments)
+    if dim:
+        dim %= pytree.tree_leaves(xs)[0].dim()
+        output = pytree.tree_map_only(
+            Tensor, lambda t: t.movedim(0, dim) if dim < t.dim() else t, output
+        )
+    return carry, output
 
 
 def explain_scan(
@@ -407,20 +415,6 @@ def explain_scan(
     return said(plan.reading, str(plan.recording.dtype).removeprefix("torch."))
 
 
-def _scan(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> tuple[Any, Any]:
-    scanned = _scanned(step, init, xs, dim, reverse)
-    if scanned is None:
-        return init, []
-    readings, *arguments = scanned
-    output, carry = readings.run(*arguments)
-    if dim:
-        dim %= pytree.tree_leaves(xs)[0].dim()
-        output = pytree.tree_map_only(
-            Tensor, lambda t: t.movedim(0, dim) if dim < t.dim() else t, output
-        )
-    return carry, output
-
-
 def _scanned(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> Any:
     """The readings of a step, and the arguments of ``Readings.run``; None if there is no x."""
     if not callable(step):
@@ -432,23 +426,14 @@ def _scanned(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> Any:
     call = _call([x.movedim(dim, 0) for x in leaves] if dim else leaves, tree, init, False)
     call = call._replace(reverse=boolean("reverse", reverse))
     around = Surroundings.of(step)
-    readings, key = _readings_of(around)
+    codes = [guard for guard in around.guards if isinstance(guard, types.CodeType)]
+    code: Any = codes[0] if codes else tuple(map(id, around.held[:1]))
+    if code not in _SCANS:  # steps of one code have their readings together
+        add_recent(_SCANS, code, (Readings(), around.held[:1]), _MOST)
+    readings = _SCANS[code][0]
 
     def turned(x: Any, state: Any) -> tuple[Any, Any]:
         carry, y = step(state, x)
         return y, carry
 
-    title = getattr(step, "__name__", type(step).__name__)
-    return readings, turned, around, key, call, title
-
-
-def _readings_of(around: Surroundings) -> tuple[Readings, Any]:
-    """The readings of steps of the same code."""
-    codes = [guard for guard in around.guards if isinstance(guard, types.CodeType)]
-    code: Any = codes[0] if codes else tuple(map(id, around.held[:1]))
-    if code not in _SCANS:
-        _SCANS[code] = Readings(), around.held[:1]
-        if len(_SCANS) > _MOST:
-            _SCANS.popitem(last=False)
-    readings = _SCANS[code][0]
-    return readings, readings.token(tuple(around.guards), around.held)
+    return readings, turned, readings.known(around), call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -18,10 +17,11 @@ from anycell.layer.sequences import besides_output
 from anycell.layer.signature import state_names
 from anycell.plan import Engine, Layer, Options
 from anycell.plan.layer import register
-from anycell.read import Refused, Value, Variable
+from anycell.read import STATES, Refused, Value, Variable
+from anycell.recent import add_recent
 from anycell.torch.functional import engine_of, fused_plan, run_layer
 from anycell.torch.read import Reader
-from anycell.torch.record import Recording, Run
+from anycell.torch.record import A, Recording, Run
 from anycell.torch.stepwise import Steps, stepwise, unmasked, wide
 from anycell.torch.tape import Tape
 
@@ -51,6 +51,10 @@ class ReadStep:
         # Outputs that are no part of a state are computed after the loop, from all states.
         others = [v for v in recording.outputs if v.kind == "S" and v not in known]
         found = {var: _part(reader, var, [after[k] for k in self.moving]) for var in others}
+        # States that are only detached get no gradient, not one of zeros.
+        tied = {v for e in recording.equations if e.op is not A.detach for v in e.operands}
+        tied |= {*recording.outputs, *recording.after}
+        self.loose = {k for k, v in zip(self.moving, before, strict=True) if v not in tied}
         self.parts = {var: part for var, part in found.items() if part is not None}
         later = [var for var in others if var not in self.parts]
         self.later = list(dict.fromkeys(later))
@@ -66,7 +70,7 @@ class ReadStep:
         states_only = {*self.after, *self.parts}
         self.direct = direct and all(var in states_only for var in recording.outputs)
         self.layers: dict[Any, Layer] = {}
-        self.tapes: OrderedDict[Any, Tape | bool] = OrderedDict()
+        self.tapes: dict[Any, Tape | bool] = {}
         register(self.reading.cell)
 
     def unfit(self, call: Steps) -> str | None:
@@ -90,8 +94,7 @@ class ReadStep:
     @property
     def layer(self) -> Layer:
         """The layer of its cell."""
-        reading, dtype = self.reading, str(self.recording.dtype).removeprefix("torch.")
-        return Layer(reading.cell, (("H", reading.size), *reading.sizes.items()), dtype=dtype)
+        return self.reading.layer._replace(dtype=str(self.recording.dtype).removeprefix("torch."))
 
     # -- a call ----------------------------------------------------------------------------------
     def run(
@@ -131,11 +134,9 @@ class ReadStep:
         run = self.values(call, tensors)
         states = self._recur(call, self._enter(call, run))
         if tape is None:  # many calls come once, with a number of steps of their own
-            self.tapes[key] = True
+            add_recent(self.tapes, key, True, _MOST)
         elif tape:
             self.tapes[key] = self._tape(call, len(tensors), arrays, states)
-        if len(self.tapes) > _MOST:
-            self.tapes.popitem(last=False)
         return self._leave(call, run, states)
 
     def _tape(
@@ -158,7 +159,8 @@ class ReadStep:
             return self._leave(*memory, states)
 
         try:
-            with torch.random.fork_rng([], enabled=bool(self.recording.random)), torch.no_grad():
+            drawn = bool(self.recording.random)
+            with torch.random.fork_rng([], enabled=drawn), torch.enable_grad():
                 return Tape(arrays, enter, states, leave)
         except Exception:  # then calls stay as they are
             return False
@@ -184,9 +186,9 @@ class ReadStep:
     def _enter(self, call: Steps, run: Run) -> dict[str, Tensor]:
         """The arrays of the layer."""
         reading, mask = self.reading, call.mask
-        named = reading.call(run, [call.state[k] for k in self.moving])
-        gates, weights = named.pop("gates", None), named.pop("weights")
-        named["x"] = named["x"] if gates is None else gates
+        loose = self.loose if mask is None else ()
+        first = [call.state[k].detach() if k in loose else call.state[k] for k in self.moving]
+        named = reading.arrays_of(run, first)
         inner = named.pop("mask", None)  # the step's own
         if mask is not None or inner is not None:
             both = [flags for flags in (mask, inner) if flags is not None]
@@ -194,13 +196,9 @@ class ReadStep:
         if call.resets is not None:
             named["resets"] = call.resets
             if call.restored is not None:
-                restored = [call.restored[k] for k in self.moving]
-                named["reset_state"] = tuple(reading.start(run, restored))
-        for kind in ("state", "reset_state"):
-            states = named.pop(kind, ())
-            names = state_names(kind, reading.cell)
-            named |= {n: s.unsqueeze(0) for n, s in zip(names, states, strict=bool(states))}
-        return {n: t for n, t in named.items() if isinstance(t, Tensor)} | weights
+                restored = reading.start(run, [call.restored[k] for k in self.moving])
+                named |= zip(state_names("reset_state", reading.cell), restored, strict=True)
+        return {n: t.unsqueeze(0) if n.startswith(STATES) else t for n, t in named.items()}
 
     def _recur(
         self, call: Steps, arrays: Mapping[str, Tensor], engine: str | None = None
@@ -226,7 +224,7 @@ class ReadStep:
         ends = {name: tensor.squeeze(0) for name, tensor in last.items()}
         final = list(call.state)
         for place, k in enumerate(self.moving):
-            final[k] = self._state(place, ends, call)
+            final[k] = self.reading.joined(place, ends)
         for place, k in enumerate(self.recording.ahead):
             final[k] = run.last[place]
         outputs = self._outputs(call, run, series)
@@ -234,25 +232,20 @@ class ReadStep:
             outputs.insert(place, value)
         return (
             pytree.tree_unflatten(outputs, self.output_tree),
-            pytree.tree_unflatten(final, self.state_tree),
+            call.state_of(final, self.state_tree),
         )
-
-    def _state(self, place: int, values: Mapping[str, Tensor], call: Steps) -> Tensor:
-        """A state of the user's, out of those of the cell."""
-        tensor = self.reading.joined(place, values)
-        return tensor > 0.5 if call.state[self.moving[place]].dtype is torch.bool else tensor
 
     def _outputs(self, call: Steps, run: Run, series: Mapping[str, Tensor]) -> list[Any]:
         known, mask = run.series, None if self.direct else call.mask
         places = {*self.after.values(), *[place for place, _ in self.parts.values()]}
-        whole = {place: self._state(place, series, call) for place in places}
+        whole = {place: self.reading.joined(place, series) for place in places}
         for var, (place, start) in self.parts.items():
             lead = whole[place].shape[: 1 + call.batched]
             shape = var.shape[call.batched :]
             flat = whole[place].reshape(*lead, -1).narrow(-1, start, math.prod(shape))
             known[var] = flat.reshape(*lead, *shape)
         for var, place in self.before.items():
-            after = whole[place] if place in whole else self._state(place, series, call)
+            after = whole[place] if place in whole else self.reading.joined(place, series)
             known[var] = self._entering(call, after, self.moving[place])
         known |= {var: whole[place] for var, place in self.after.items()}
         if self.later:

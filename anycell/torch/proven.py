@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,17 +11,18 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from anycell.layer.checks import describe
-from anycell.read import Refused, definition, proof
+from anycell.read import Refused, definition, mapped, places, proof
 from anycell.torch.around import Surroundings
 from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
-from anycell.torch.record import ROWS, A, raised, record
+from anycell.torch.record import ROWS, A, _record, record
 from anycell.torch.stepwise import Step, Steps, stepwise
 
 
-def plan_of(step: Step, around: Surroundings, call: Steps, title: str) -> ReadStep | str:
+def plan_of(step: Step, around: Surroundings, call: Steps) -> ReadStep | str:
     """Reads a step, and tries the reading; a string says why the step runs step by step."""
     device = call.xs[0].device
     devices = [device] if device.type == "cuda" else []
@@ -28,11 +30,11 @@ def plan_of(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
         with (
             torch.random.fork_rng(devices), torch.inference_mode(False), _unchanged(around),
         ):  # fmt: skip
-            return _proven(step, around, call, title)
+            return _proven(step, around, call)
     except Refused as refusal:
         return str(refusal.at(_place(around.step)))
     except Exception as error:  # whatever a step does under a recording that it does not do alone
-        where = raised(error)
+        where = f"{places.raised(error)}: ".removeprefix(": ")
         if "autograd.Function" in str(error) or "custom_function_call" in str(error):
             return (
                 f"{where}this calls a torch.autograd.Function, whose derivative only it knows. "
@@ -82,7 +84,7 @@ def _alike(a: Any, b: Any) -> bool:
     return all(one is other for one, other in pairs) and (type(a) is list or [*a] == [*b])
 
 
-def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadStep:
+def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
     if not any(state.is_floating_point() for state in call.state):
         raise Refused("the state has no floating-point tensor")
     tensors = [tensor.detach() for tensor in around.tensors()]
@@ -90,12 +92,13 @@ def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
 
     def flat(tensors: list[Tensor], xs: list[Tensor], states: list[Tensor]) -> Any:
         with around.swapped(tensors):
-            before = pytree.tree_unflatten(states, call.state_tree)
+            before = call.state_of(states)
+            first = pytree.tree_leaves(before)
             output, state = step(pytree.tree_unflatten(xs, call.x_tree), before)
             held = pytree.tree_leaves(before)
             pairs = zip(around.tensors(), tensors, around.labels, strict=True)
             changed = [label for now, old, label in pairs if now is not old]
-        if len(held) != len(states) or any(map(operator.is_not, held, states)):
+        if len(held) != len(states) or any(map(operator.is_not, held, first)):
             raise Refused(
                 "the step changes the dictionary or list that holds its state",
                 "return the new state in a new one, such as {**state, 'h': h}",
@@ -106,7 +109,7 @@ def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
                 "return what changes as a part of the state",
             )
         parts, output_tree = pytree.tree_flatten(output)
-        after, state_tree = pytree.tree_flatten(state)
+        after, state_tree = call.leaves_of(state)
         fixed = [(k, part) for k, part in enumerate(parts) if not isinstance(part, Tensor)]
         trees[:] = output_tree, state_tree, fixed
         return [part for part in parts if isinstance(part, Tensor)], after
@@ -144,7 +147,7 @@ def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
                 "(for 3 rows)",
                 "return states as they were passed",
             )
-    reader = Reader(recording, _labels(call), title)
+    reader = Reader(recording, _labels(call), around.title)
     made = [v for equation in recording.equations for v in equation.results]
     moving = [v for v in made if v.kind == "X" and v.dtype != "none"]
     merged = call.batched and all(var.axis is not None for var in [*moving, *recording.x])
@@ -154,6 +157,14 @@ def _proven(step: Step, around: Surroundings, call: Steps, title: str) -> ReadSt
         reason = _tried(step, around, plan, call)
         if reason is None:
             return plan
+    # What a batch of another size shows, the two recordings may not.
+    other = _record(flat, tensors, *_sample(call, min(call.rows, 2), 0))
+    for mine, its in itertools.zip_longest(recording.equations, other.equations):
+        if mine is None or its is None or mine.source is not its.source:
+            raise Refused(
+                "the step does something else for another batch",
+                "compute each row from itself alone, without a branch", (mine or its).where,
+            )  # fmt: skip
     raise Refused(f"{reason}", "report it, with the step")
 
 
@@ -182,9 +193,7 @@ def _sample(call: Steps, rows: int, seed: int) -> tuple[list[Tensor], list[Tenso
             numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
             return numbers.to(device, tensor.dtype)
         tensor = tensor.detach()
-        return (
-            tensor[torch.arange(rows, device=device) % len(tensor)] if batched else tensor.clone()
-        )
+        return _of_rows(tensor, rows) if batched else tensor.clone()
 
     # A state without rows keeps its shape: the step must return it as it was.
     states = [like(t, call.has_rows(t, 0)) for t in call.state]
@@ -216,9 +225,13 @@ def _compared(
     for tensor, var in zip(around.tensors(), plan.recording.fixed, strict=True):
         tensor = tensor if var.axis is None else tensor[:rows]
         tensor = tensor.detach().to(dtype if tensor.dtype is own else tensor.dtype, copy=True)
-        tensors.append(tensor.requires_grad_(tensor.is_floating_point()))
+        tensors.append(tensor)
+    buffers = [module._buffers for module in around.modules]
+    for tensor, now, (holder, _) in zip(tensors, around.tensors(), around.places, strict=True):
+        constant = not now.requires_grad and any(holder is other for other in buffers)
+        tensor.requires_grad_(tensor.is_floating_point() and not constant)
     for x in call.xs:
-        x = x.detach()[torch.arange(proof.STEPS, device=x.device) % len(x)]
+        x = _of_rows(x.detach(), proof.STEPS)
         x = x[:, :rows] if call.has_rows(x, 1) else x
         if x.is_floating_point():
             generator = torch.Generator().manual_seed(7)
@@ -230,7 +243,8 @@ def _compared(
             _started(state, number, call, rows, dtype if state.dtype is own else state.dtype)
             for state, number in zip(call.state, values, strict=True)
         ]
-        trial = Steps(inputs, call.x_tree, states, call.state_tree, call.batched, rows)
+        plain: dict[str, Any] = {"mask": None, "resets": None, "restored": None, "reverse": False}
+        trial = call._replace(xs=inputs, state=states, rows=rows, **plain)
         named = [*zip(around.labels, tensors, strict=True)]
         named += [("x", x) for x in inputs] + [("the state", s) for s in states]
         leaves = [(f"the gradient of {name}", t) for name, t in named if t.requires_grad]
@@ -240,15 +254,35 @@ def _compared(
             if drawn:  # the step draws other numbers
                 expected = _results(plan.values(trial, tensors).replay(drawn, states), leaves)
             else:
-                with around.swapped(tensors):
+                with around.swapped(tensors), _Casts(own, dtype):
                     expected = _results(stepwise(step, trial), leaves)
-        # The derivative of torch's hardsigmoid is rounded to float32.
+        # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
         rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
-        name = "float32" if rounded else str(dtype).removeprefix("torch.")
+        name = (
+            "float32" if rounded and own is not torch.float64 else str(dtype).removeprefix("torch.")
+        )
         reason = proof.difference(expected, mine, name, start)
         if reason is not None:
             return reason
     return None
+
+
+class _Casts(TorchFunctionMode):
+    """Lets a step that names its dtype compute in another."""
+
+    def __init__(self, own: torch.dtype, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.other = {own: dtype}
+        self.casts = {torch.float32: Tensor.float, torch.float16: Tensor.half}.get(own)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is self.casts:
+            return args[0].to(*self.other.values())
+        named = lambda leaf: self.other.get(leaf, leaf) if type(leaf) is torch.dtype else leaf  # noqa: E731
+        args, kwargs = mapped(named, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def _started(like: Tensor, number: Any, call: Steps, rows: int, dtype: torch.dtype) -> Tensor:
@@ -256,11 +290,8 @@ def _started(like: Tensor, number: Any, call: Steps, rows: int, dtype: torch.dty
     if like.is_floating_point() or like.dtype is torch.bool:
         state = torch.as_tensor(number, device=like.device).to(dtype)
         return state.requires_grad_(state.is_floating_point())
-    return (
-        like.detach()[: rows if call.has_rows(like, 0) else None].clone()
-        if like.dim()
-        else like.detach().clone()
-    )
+    kept = like.detach()
+    return (kept[:rows] if call.has_rows(like, 0) else kept).clone()
 
 
 def _results(results: Any, leaves: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ What the table lacks is decomposed by torch's own rules while it is recorded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,10 +42,6 @@ class Arrays(read.Arrays):
 # -- rules -----------------------------------------------------------------------------------------
 
 
-def _structural(reader: Reader, *arguments: Any, **options: Any) -> Any:
-    return reader.structural(reader.equation.source, *arguments, **options)
-
-
 def _divide(reader: Reader, a: Any, b: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode is not None:
         reader.graph.refuse("this is a division that rounds", "a division without rounding_mode")
@@ -60,12 +57,40 @@ def _gelu(reader: Reader, value: Any, approximate: str = "none") -> Any:
 
 
 def _hard_sigmoid(reader: Reader, value: Any) -> Any:
-    if reader.dtype == "float64":
-        reader.graph.refuse(
-            "the derivative of torch's hardsigmoid is a sixth that is rounded to float32",
-            "F.relu6(x + 3) / 6",
-        )
-    return reader.op("hard_sigmoid", value)
+    made = reader.op("hard_sigmoid", value)
+    if reader.dtype != "float64":
+        return made
+    # Its derivative is a sixth that torch rounds to float32.
+    line = reader.op("mul", reader.bounded(value, -3.0, 3.0), float(np.float32(1 / 6)))
+    return reader.op("add", line, reader.op("stop_gradient", reader.op("sub", made, line)))
+
+
+def _softplus(reader: Reader, value: Any, beta: float = 1, threshold: float = 20) -> Any:
+    """Above the threshold it is the value itself, though from 20 on the kernel's is that too."""
+    made = reader.softplus(value, beta)
+    if threshold >= 20:
+        return made
+    return reader.where(reader.op("gt", reader.scaled(value, beta), threshold), value, made)
+
+
+def _pad(reader: Reader, value: Any, pads: Sequence[int], number: float = 0) -> Value:
+    """A value with units of one number before and after it; a negative count leaves some out."""
+    positions = torch.arange(value.ids.size).reshape(value.shape)
+    at, axis = A.constant_pad_nd(positions, pads, -1).numpy(), reader.graph.view(value)[0]
+    filled = reader.graph.outside(reader.filled(at.shape, float(number)), at.shape, axis)
+    return Value(np.where(at < 0, filled.ids, value.ids.reshape(-1)[at]), value.boolean)
+
+
+def _batch_norm(
+    reader: Reader, value: Any, weight: Any, bias: Any, mean: Any, variance: Any, *more: Any
+) -> list[Any]:
+    """Batch normalization in evaluation, an affine map of each feature."""
+    features = reader.structural(lambda ids: ids.movedim(1, -1), value)
+    inverse = replace(variance, get=lambda run: torch.rsqrt(variance.get(run) + more[-1]))
+    made = reader.op("mul", reader.op("sub", features, mean), inverse)
+    made = made if weight is None else reader.op("mul", made, weight)
+    made = made if bias is None else reader.op("add", made, bias)
+    return [reader.structural(lambda ids: ids.movedim(-1, 1), made), None, None]
 
 
 def _copy(reader: Reader, old: Any, new: Any, *_: Any) -> Any:
@@ -135,7 +160,7 @@ _STRUCTURAL = (
     A._reshape_alias, A.diagonal, A.repeat_interleave, A.as_strided, A.cat, A.stack,
     A.slice_scatter, A.select_scatter,
 )  # fmt: skip
-TABLE |= dict.fromkeys(_STRUCTURAL, _structural)
+TABLE |= dict.fromkeys(_STRUCTURAL, read.Reader.moved)
 TABLE |= dict.fromkeys((A.clone, A.alias, A.lift_fresh, A.contiguous), row("identity"))
 TABLE |= {
     A.sigmoid: "sigmoid", A.tanh: "tanh", A.relu: "relu", A.exp: "exp", A.log: "log",
@@ -158,6 +183,7 @@ TABLE |= {
     A.bmm: _product("bxy,byz->bxz"),
     A.clamp: _clamp,
     A.clamp_max: lambda reader, value, high: reader.clamp(value, None, high),
+    A.constant_pad_nd: _pad,
     A.clamp_min: lambda reader, value, low: reader.clamp(value, low),
     A.copy: _copy,
     A.cumsum: row("cumsum"),
@@ -184,10 +210,11 @@ TABLE |= {
     A.minimum: row("smaller"),
     A.mm: _product("xy,yz->xz"),
     A.mv: _product("xy,y->x"),
+    A.native_batch_norm: _batch_norm,
     A.native_layer_norm: _layer_norm,
     A.pow: row("power"),
     A.rsub: lambda reader, a, b, alpha=1: reader.subtract(b, a, alpha),
-    A.softplus: lambda reader, value, beta=1, _=20: reader.softplus(value, beta),
+    A.softplus: _softplus,
     A.std: _variance,
     A.std_mean: _variance,
     A.sub: read.Reader.subtract,

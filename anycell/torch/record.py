@@ -9,10 +9,8 @@ or for all steps at once.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +21,11 @@ from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anycell.read import Body, Equation, Refused, Rule, Values, Variable, leaves, mapped
+from anycell.read import Body, Equation, Refused, Rule, Values, Variable, leaves, mapped, places
 
 A = torch.ops.aten
 ROWS = (3, 5)  # of the two recordings
-# Folders whose code is not the user's; frontends above torch add their frameworks.
-SKIPPED = [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
+places.skip(torch)
 
 
 @dataclass(eq=False)
@@ -174,7 +171,11 @@ class Recorder(TorchDispatchMode):
                 self.whole = outer
         made = op(*args, **kwargs)
         self._note(op, recorded, {k: self._recorded(v) for k, v in kwargs.items()}, made)
-        return made
+        if torch.is_grad_enabled() or packet is A.detach:
+            return made
+        with self:  # as the user's ``no_grad`` has it
+            several = isinstance(made, (tuple, list))
+            return type(made)(map(_detached, made)) if several else _detached(made)
 
     def _note(self, op: Any, args: list[Any], options: dict[str, Any], made: Any) -> None:
         packet = op.overloadpacket
@@ -191,7 +192,7 @@ class Recorder(TorchDispatchMode):
             for tensor in (made if isinstance(made, (tuple, list)) else [made])
         ]
         self.equations.append(
-            Equation(packet, tuple(args), options, results, line(), name, op, random)
+            Equation(packet, tuple(args), options, results, places.here(), name, op, random)
         )
 
     def _edit(self, op: Any, args: Any, kwargs: Any) -> Any:
@@ -214,7 +215,7 @@ class Recorder(TorchDispatchMode):
         named = {k: self._recorded(v) for k, v in kwargs.items()}
         places = _places(target)
         for other in [*self.tensors.values()]:
-            same = other is not target and _storage(other) == _storage(target)
+            same = other is not target and storage(other) == storage(target)
             if same and np.intersect1d(places, _places(other)).size:
                 self.stale.add(self.vars[id(other)])
         self.stale.discard(var)
@@ -223,11 +224,17 @@ class Recorder(TorchDispatchMode):
         return made
 
 
+def _detached(value: Any) -> Any:
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return A.detach.default(value) if floats else value
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
+    """The memory that a tensor lies in."""
     return tensor.untyped_storage()._cdata
 
 
@@ -239,32 +246,8 @@ def _places(tensor: Tensor) -> np.ndarray:
     return places.reshape(-1)
 
 
-def line() -> str:
-    """The file and line of the user's code that runs."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if _of_user(frame.f_code.co_filename):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
-
-
-def raised(error: BaseException) -> str:
-    """The file and line of the user's code that raised an error, as the begin of a sentence."""
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        place = f"{Path(file).name}:{trace.tb_lineno}: " if _of_user(file) else place
-        trace = trace.tb_next
-    return place
-
-
-def _of_user(file: str) -> bool:
-    return not file.startswith((*SKIPPED, "<")) or file == "<stdin>"
-
-
 def _refuse(problem: str, instead: str = "", where: str | None = None) -> Any:
-    raise Refused(problem, instead, line() if where is None else where)
+    raise Refused(problem, instead, places.here() if where is None else where)
 
 
 @dataclass(eq=False)

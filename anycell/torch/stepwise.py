@@ -27,6 +27,9 @@ class Steps(NamedTuple):
         resets: bool ``[T, B]``, or None: where episodes start.
         restored: the leaves of the state that resets restore; None for zeros.
         reverse: whether the loop runs from the last step to the first.
+        turned: the places in ``state`` of tensors whose first two axes are swapped here: the
+            module's have the batch as the second, as stacks of layers do.
+        why: why the user's step runs, if that is known; "" otherwise.
     """
 
     xs: list[Tensor]
@@ -39,12 +42,27 @@ class Steps(NamedTuple):
     resets: Tensor | None = None
     restored: list[Tensor] | None = None
     reverse: bool = False
+    turned: tuple[int, ...] = ()
+    why: str = ""
+
+    def state_of(self, leaves: Sequence[Any], tree: Any = None) -> Any:
+        """The state as the module has it."""
+        return pytree.tree_unflatten(self._swapped(leaves), tree or self.state_tree)
+
+    def leaves_of(self, state: Any) -> tuple[list[Any], Any]:
+        """The leaves of a state of the module's, with the batch first, and its structure."""
+        leaves, tree = pytree.tree_flatten(state)
+        return self._swapped(leaves), tree
+
+    def _swapped(self, leaves: Sequence[Any]) -> list[Any]:
+        return [t.transpose(0, 1) if k in self.turned else t for k, t in enumerate(leaves)]
 
     def signature(self, tensors: Sequence[Tensor]) -> Any:
         """Returns what a reading depends on."""
         shape = self.shape_of_row
         return (
-            self.x_tree, self.state_tree, self.batched, self.batched and self.rows == 1,
+            self.x_tree, self.state_tree, self.turned, self.batched,
+            self.batched and self.rows == 1,
             tuple([(shape(t, 1), t.dtype, t.device) for t in self.xs]),
             tuple([(shape(t, 0), t.dtype) for t in self.state]),
             tuple([(t.shape, t.dtype) for t in tensors]),
@@ -61,24 +79,23 @@ class Steps(NamedTuple):
 
 def stepwise(step: Step, call: Steps) -> tuple[Any, Any]:
     """Runs a step over time as a Python loop does."""
-    state, steps = pytree.tree_unflatten(call.state, call.state_tree), len(call.xs[0])
+    state, steps = call.state_of(call.state), len(call.xs[0])
     mask, xs = call.mask, unmasked(call)
     starts = None if call.resets is None else restarts(call.resets, mask, call.reverse)
     outputs: list[list[Any]] = []
     tree: Any = None
     for t in reversed(range(steps)) if call.reverse else range(steps):
-        leaves, structure = pytree.tree_flatten(state)
+        leaves, structure = call.leaves_of(state)
         if starts is not None:
-            restored = call.restored or [torch.zeros_like(leaf) for leaf in leaves]
+            restored = call.restored or [_zeros(leaf) for leaf in leaves]
             leaves = _chosen(starts[t], restored, leaves, call)
-        before = pytree.tree_unflatten(leaves, structure)
+        before = call.state_of(leaves, structure)
         output, state = step(pytree.tree_unflatten([x[t] for x in xs], call.x_tree), before)
         parts, tree = pytree.tree_flatten(output)
         if mask is not None:
-            after, structure = pytree.tree_flatten(state)
-            state = pytree.tree_unflatten(_chosen(mask[t], after, leaves, call), structure)
-            nothing = [torch.zeros_like(p) if isinstance(p, Tensor) else p for p in parts]
-            parts = _chosen(mask[t], parts, nothing, call)
+            after, structure = call.leaves_of(state)
+            state = call.state_of(_chosen(mask[t], after, leaves, call), structure)
+            parts = _chosen(mask[t], parts, [_zeros(part) for part in parts], call)
         outputs.append(parts)
     if call.reverse:
         outputs.reverse()
@@ -87,6 +104,10 @@ def stepwise(step: Step, call: Steps) -> tuple[Any, Any]:
         for parts in map(list, zip(*outputs, strict=True))
     ]
     return pytree.tree_unflatten(series, tree), state
+
+
+def _zeros(leaf: Any) -> Any:
+    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def unmasked(call: Steps) -> list[Tensor]:
@@ -111,10 +132,10 @@ def _chosen(flags: Tensor, a: Sequence[Any], b: Sequence[Any], call: Steps) -> l
     """Leaves of ``a`` for the rows with flags, and of ``b`` for the others."""
     chosen = []
     for one, other in zip(a, b, strict=True):
-        if one is other or not isinstance(one, Tensor):
+        if one is other:
             chosen.append(one)
             continue
-        if call.batched and not call.has_rows(other, 0):
+        if not isinstance(other, Tensor) or (call.batched and not call.has_rows(other, 0)):
             refuse(
                 "mask, lengths, resets", f"with a state or an output {describe(other)}",
                 f"tensors whose first axis is the batch of {call.rows}", "Expand it to all rows.",

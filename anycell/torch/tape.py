@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anycell.read import Equation, Refused, Variable, leaves, mapped
-from anycell.torch.record import A, Like, Recorder, Var
+from anycell.torch.record import A, Like, Recorder, Var, storage
 
 Tree = Any  # tensors and other values in tuples, lists and dictionaries
 
@@ -109,7 +109,7 @@ class Tape:
         made, before = self._tensors[node.results[0]], inputs[0]
         while True:
             tensor = self._tensors[before]
-            if tensor is made or _storage(tensor) != _storage(made):  # an edit in place, no view
+            if tensor is made or storage(tensor) != storage(made):  # an edit in place, no view
                 return
             if _same(made, tensor):
                 self._alias[node.results[0]] = self._real(before)
@@ -174,10 +174,6 @@ def _detached(tree: Tree, name: str, made: dict[str, Tensor]) -> Tree:
     return tuple(_detached(value, f"{name}[{k}]", made) for k, value in enumerate(tree))
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _slice(part: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
     """The axis, the start and the end of a view that is a slice of another."""
     if part.stride() != whole.stride() or part.dtype != whole.dtype:
@@ -192,9 +188,5 @@ def _slice(part: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same numbers in the same memory."""
-    return (a.shape, a.stride(), a.dtype, a.data_ptr()) == (
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.data_ptr(),
-    ) and _storage(a) == _storage(b)
+    one, other = ((t.shape, t.stride(), t.dtype, t.data_ptr(), storage(t)) for t in (a, b))
+    return one == other

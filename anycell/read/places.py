@@ -1,0 +1,52 @@
+"""Places in the user's code: the file and line that a reason names."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+# Folders whose code is not the user's; frontends add their frameworks.
+SKIPPED = [str(Path(__file__).parents[1])]
+_LIBRARY, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
+
+
+def skip(*modules: object) -> None:
+    """Counts the code of a framework as none of the user's."""
+    SKIPPED.extend(str(Path(str(vars(module)["__file__"])).parent) for module in modules)
+    _of_user.cache_clear()
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_user(file: str) -> bool:
+    if file.startswith("<"):
+        return file == "<stdin>"
+    of_python = file.startswith(_LIBRARY) and not file.startswith(_PACKAGES)
+    return not of_python and not file.startswith(tuple(folder + os.sep for folder in SKIPPED))
+
+
+def place(frames: Iterable[tuple[str, int | None]]) -> str:
+    """The first of these files and lines that is the user's; "" if none is."""
+    return next((f"{Path(file).name}:{line}" for file, line in frames if _of_user(file)), "")
+
+
+def here() -> str:
+    """The user's line that runs."""
+    return place(_running())
+
+
+def _running() -> Iterator[tuple[str, int | None]]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def raised(error: BaseException) -> str:
+    """The user's line that raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return place((frame.filename, frame.lineno) for frame in reversed(frames))
