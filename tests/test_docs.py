@@ -185,7 +185,7 @@ def test_the_vocabulary_is_complete() -> None:
     text = (ROOT / "docs" / "cells.md").read_text(encoding="utf-8")
     words = set(re.findall(r"\w+", text))
     frontends = {"compress", "jax", "keras", "layouts", "numpy", "tf1", "torch"}
-    other = {"Cell", "CellError", "cells", "recurrence", "explain", "threads", *frontends}
+    other = {"Cell", "CellError", "cells", "recurrence", "explain", "export", "threads", *frontends}
     assert set(anycell.__all__) - other <= words
 
 

@@ -83,7 +83,7 @@ def export(
 
 
 def _parts(model: Any) -> Iterator[Part]:
-    """What a model computes, layer by layer."""
+    """The parts of a model, layer by layer."""
     if isinstance(model, (list, tuple)):
         for layer in model:
             yield from _parts(layer)

@@ -24,7 +24,7 @@ FUNCTIONS = "version", "state_size", "reset", "step", "process"  # the last ones
 
 
 class Platform(NamedTuple):
-    """What LLVM calls a machine, and its vectors: their bits and how many registers there are."""
+    """LLVM's names of a machine, and its vectors: their bits and how many registers there are."""
 
     triple: str
     cpu: str

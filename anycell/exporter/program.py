@@ -96,7 +96,7 @@ class Program:
         self.state_size = self.state_size or lanes  # C has no arrays of no numbers
 
     def size(self, node: Expr, known: Mapping[Expr, int]) -> int:
-        """How many numbers a value has; 1 fits any other."""
+        """The count of numbers of a value; 1 fits any other."""
         match node.op:
             case "input":
                 return int(node.attrs[1])

@@ -48,7 +48,7 @@ def _sections(code: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _end(content: bytes) -> int:
-    """Where the last segment of data ends: each has a 0, ``i32.const`` address, ``end``, bytes."""
+    """The end of the last segment of data: each has a 0, ``i32.const`` address, ``end``, bytes."""
     (count, at), end = _read(content, 0), 0
     for _ in range(count):
         address, at = _read(content, at + 2)

@@ -1,4 +1,4 @@
-"""What ``anycell.export`` takes from models of Keras."""
+"""The parts that ``anycell.export`` takes from models of Keras."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTHING = (layers.InputLayer, layers.Dropout, layers.GaussianNoise, layers.Gauss
 
 
 def parts(model: Any) -> Iterator[Part]:
-    """Returns what a layer or model computes, layer by layer."""
+    """The parts of a layer or model, in order."""
     kind: Any = type(model)
     if kind is keras.Sequential:
         for layer in model.layers:

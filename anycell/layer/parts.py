@@ -1,4 +1,4 @@
-"""What models consist of, as ``anycell.export`` sees them.
+"""The parts of models, as ``anycell.export`` sees them.
 
 Weights are arrays of the framework in the layout of ``anycell.layer.signature``, or objects whose
 ``value`` is one.

@@ -1,4 +1,4 @@
-"""What ``anycell.export`` takes from layers of ``anycell.numpy``."""
+"""The parts that ``anycell.export`` takes from layers of ``anycell.numpy``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = Layer
 
 
 def parts(model: Layer) -> Iterator[Part]:
-    """Returns what a layer computes."""
+    """The parts of a layer."""
     if isinstance(model, Feedback):
         yield FedBack(Recurrent.of(model.layer), _affine(model.readout))
     elif isinstance(model, RNN) and not getattr(model, "rounded", False):

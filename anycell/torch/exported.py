@@ -1,4 +1,4 @@
-"""What ``anycell.export`` takes from modules of torch."""
+"""The parts that ``anycell.export`` takes from modules of torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NOTHING = (nn.Identity, nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def parts(model: Any) -> Iterator[Part]:
-    """Returns what a module computes, layer by layer."""
+    """The parts of a module, in order."""
     kind = type(model)
     if kind is nn.Sequential:
         for module in model.children():
