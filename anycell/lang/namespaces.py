@@ -124,7 +124,7 @@ def _tensorflow() -> Namespace:
     tf = sys.modules["tensorflow"]
     return Namespace(
         tf.experimental.numpy,
-        array=lambda value, like: tf.constant(value, like.dtype),
+        array=lambda value, like: tf.convert_to_tensor(value, like.dtype),
         cast=tf.cast,
         sigmoid=tf.sigmoid,
         erf=tf.math.erf,
