@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from anycell.engines.reference import Recurrence
-from anycell.jax.host import Seed
-from anycell.lang.philox import MULTIPLIERS, ROUNDS, WEYL
+from anycell.lang.philox import philox4x32
 from anycell.layer import steps
 from anycell.layer.restarts import restarts
 from anycell.layer.steps import Results
@@ -49,7 +48,7 @@ def _scan(run: Recurrence, names: Sequence[str]) -> tuple[Any, Any]:
             run, layer=layer, gates_x=parts["gates"][None], state=states,
             mask=parts["mask"][None] if "mask" in parts else None,
             resets=parts["resets"][None] if "resets" in parts else None,
-            begin=t, uniform=uniform,
+            begin=t, uniform=lambda seed, *of_mask: uniform(seed.words, *of_mask),
         )  # fmt: skip
         after, final = one.sequences(names)
         return final, tuple(values[0] for values in after)
@@ -59,25 +58,13 @@ def _scan(run: Recurrence, names: Sequence[str]) -> tuple[Any, Any]:
     return after, final
 
 
-def uniform(seed: Seed, stream: int, index: int, step: Any, rows: int, units: int) -> Array:
-    """The numbers of ``lang.philox.uniform``, in operations of 32 bits."""
+def uniform(seed: Array, stream: int, index: int, step: Any, rows: int, units: int) -> Array:
+    """The numbers of ``lang.philox.uniform``, at a step that only the running program knows.
+
+    Args:
+        seed: its low and its high word.
+    """
     words = (jnp.arange(units)[None], jnp.arange(rows)[:, None], step, stream << 8 | index // 4)
-    a, b, c, d = (jnp.broadcast_to(jnp.asarray(word, jnp.uint32), (rows, units)) for word in words)
-    low, high = seed.words
-    for number in range(ROUNDS):
-        if number:
-            low, high = low + jnp.uint32(WEYL[0]), high + jnp.uint32(WEYL[1])
-        (high_a, low_a), (high_c, low_c) = _product(a, MULTIPLIERS[0]), _product(c, MULTIPLIERS[1])
-        a, b, c, d = high_c ^ b ^ low, low_c, high_a ^ d ^ high, low_a
-    word = (a, b, c, d)[index % 4]
+    counter = [jnp.broadcast_to(jnp.asarray(word, jnp.uint32), (rows, units)) for word in words]
+    word = philox4x32(counter, seed)[index % 4]
     return (word >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
-
-
-def _product(x: Array, factor: int) -> tuple[Array, Array]:
-    """The high and the low words of a product, by halves of the factors."""
-    half = jnp.uint32(0xFFFF)
-    x0, x1 = x & half, x >> 16
-    f0, f1 = jnp.uint32(factor & 0xFFFF), jnp.uint32(factor >> 16)
-    middle = x1 * f0 + (x0 * f0 >> 16)
-    high = x1 * f1 + (middle >> 16) + ((x0 * f1 + (middle & half)) >> 16)
-    return high, x * jnp.uint32(factor)
