@@ -154,9 +154,9 @@ SHAPES = (ROWS, INNER), (INNER, COLUMNS), (ROWS, COLUMNS)
 
 def _ours(dtype: str, rows: int, threads: int) -> Callable[[], object]:
     from anycell.layer.products import multiply
-    from anycell.numpy.host import host_of
+    from anycell.numpy.framework import Numpy
 
-    host = host_of(dtype)
+    host = Numpy.of(dtype)
     a, b = host.zeros((rows, INNER)), host.zeros((INNER, COLUMNS))
     out = np.empty((rows, COLUMNS), np.float32)
     return lambda: multiply(host, dtype, a, b, out, False, threads)
@@ -168,9 +168,9 @@ def _numpys() -> Callable[[], object]:
 
 
 def _torchs() -> Callable[[], object]:
-    from anycell.torch.host import HOSTS
+    from anycell.torch.framework import Torch
 
-    a, b, out = map(HOSTS["float32"].zeros, SHAPES)
+    a, b, out = map(Torch.of("float32").zeros, SHAPES)
     return lambda: out.addmm_(a, b, beta=0)
 
 

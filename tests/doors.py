@@ -5,8 +5,8 @@ from array import array
 import numpy as np
 
 from anycell.engines import cpu
-from anycell.layer.arguments import extent
-from anycell.numpy.host import Array, NumpyHost
+from anycell.layer.framework import extent
+from anycell.numpy.framework import Array, Numpy
 
 
 def packed(kernel: cpu.Kernel, weights: dict[str, Array], inputs: int = 0) -> tuple[Array, int]:
@@ -18,7 +18,7 @@ def packed(kernel: cpu.Kernel, weights: dict[str, Array], inputs: int = 0) -> tu
         inputs: the number of inputs that the kernel multiplies.
     """
     (dtype,) = {weight.dtype for weight in weights.values()}
-    host, entries = NumpyHost(dtype), array("q", bytes(8 * kernel.first(1)))
+    host, entries = Numpy(dtype), array("q", bytes(8 * kernel.first(1)))
 
     def fill(**values: int) -> None:
         for name, value in values.items():

@@ -28,7 +28,7 @@ from anycell import Cell, cells
 from anycell.engines import gpu
 from anycell.engines.gpu import Printed, Work
 from anycell.layer import gpu as device
-from anycell.torch.device import DeviceHost
+from anycell.torch.framework import TorchDevice
 
 
 class Shared(Poisoned):
@@ -50,7 +50,7 @@ class Shared(Poisoned):
 
     @functools.cached_property
     def trouble(self) -> Any:
-        return DeviceHost.trouble.func(self).share_memory_()
+        return TorchDevice.trouble.func(self).share_memory_()
 
 
 def run_at_once(kernel: Printed, work: Work) -> int:

@@ -22,10 +22,12 @@ import triton.language as tl  # noqa: E402
 from anycell.engines.gpu import capacity, library  # noqa: E402
 from anycell.layer import gpu as device  # noqa: E402  (Triton reads the variable when it is imported)
 from anycell.plan import plan  # noqa: E402
-from anycell.torch.device import DeviceHost  # noqa: E402
+from anycell.torch.framework import TorchDevice  # noqa: E402
 
 CARDS = {device.name: device for device in capacity.DEVICES}
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if CARD else torch.device("cpu")
+if CARD:  # as installed, layers that cuDNN has may round to TF32, which tests of float32 must not
+    torch.backends.cudnn.allow_tf32 = False
 SLOW = [] if CARD else [pytest.mark.slow]  # marks of tests that are slow in the interpreter only
 # The environment of a new process, in which Triton compiles instead of interpreting.
 COMPILES = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
@@ -38,7 +40,7 @@ def reports(*words: str, **how: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in said.splitlines()]
 
 
-class Poisoned(DeviceHost):
+class Poisoned(TorchDevice):
     """A host whose memory starts as NaN, which shows reads of memory not yet written."""
 
     def empty(self, shape: tuple[int, ...], wide: bool = False) -> Any:
@@ -52,7 +54,7 @@ def by_gpu(
     projected: bool = False,
     backwards: int = 1,
     replays: Any = None,
-    host_class: type[DeviceHost] = Poisoned,
+    host_class: type[TorchDevice] = Poisoned,
     checkpoint: int | None = None,
 ) -> Arrays:
     """Solves a problem by the kernels of the GPU engine.

@@ -22,7 +22,8 @@ from tolerances import assert_close
 from anycell import Cell, cell, cells, layer, linear, mean, sigmoid, tanh
 from anycell.engines import cpu
 from anycell.engines.cpu import isa
-from anycell.numpy.host import NumpyHost, numpy_dtype
+from anycell.numpy.check import numpy_dtype
+from anycell.numpy.framework import Numpy
 from anycell.plan import DTYPES
 from anycell.plan.dtype import dtypes
 
@@ -50,10 +51,10 @@ def guarded(shape: tuple[int, ...], dtype: npt.DTypeLike, end: bool, align: int 
     return array
 
 
-class GuardedHost(NumpyHost):
+class GuardedHost(Numpy):
     """A host whose arrays all lie next to forbidden pages."""
 
-    def __init__(self, dtype: str, end: bool) -> None:
+    def __init__(self, dtype: str, end: bool = True) -> None:
         types = DTYPES[dtype]
         wide = GuardedHost(types.math.name, end) if types.mixed else None
         super().__init__(numpy_dtype(dtype), wide)

@@ -10,7 +10,7 @@ from problems import Arrays, Problem, by_reference, layer_options, results, to_l
 from anycell import layer
 from anycell.engines import reference
 from anycell.layer.rounding import rounded
-from anycell.numpy.host import NumpyHost, host_of
+from anycell.numpy.framework import Numpy
 from anycell.plan import plan, scales_of
 
 Array = npt.NDArray[Any]
@@ -50,7 +50,7 @@ def by_rounding(problem: Problem, projected: bool = False) -> Arrays:
 
 
 def by_integers(
-    problem: Problem, threads: int = 1, projected: bool = False, host: NumpyHost | None = None
+    problem: Problem, threads: int = 1, projected: bool = False, host: Numpy | None = None
 ) -> Arrays:
     """Runs the forward pass by the kernels, with the arguments of ``by_cpu``."""
     problem = problem.astype("float32")
@@ -59,7 +59,7 @@ def by_integers(
     chosen = plan(runs, problem.sizes["H"], "int8", "cpu", problem.sizes)
     if host is not None:
         arrays = {name: host.copy(array) for name, array in arrays.items()}  # type: ignore[attr-defined]
-    output, finals, _ = layer.forward(host or host_of("int8"), chosen, arrays, how, keep=False)
+    output, finals, _ = layer.forward(host or Numpy.of("int8"), chosen, arrays, how, keep=False)
     return results(problem, output, finals)
 
 

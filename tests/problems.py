@@ -23,7 +23,8 @@ from anycell import Cell, cell, layer, linear, sigmoid, tanh
 from anycell.engines import cpu, reference
 from anycell.layer import ENDS, shapes
 from anycell.layer.checks import declared_sizes
-from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
+from anycell.numpy.check import numpy_dtype
+from anycell.numpy.framework import Numpy
 from anycell.plan import DTYPES, plan
 
 Array = npt.NDArray[Any]
@@ -491,7 +492,7 @@ def by_cpu(
     threads: int = 1,
     projected: bool = False,
     backwards: int = 1,
-    host: NumpyHost | None = None,
+    host: Numpy | None = None,
     precision: str = "highest",
     checkpoint: str | int | None = None,
 ) -> Arrays:
@@ -509,7 +510,7 @@ def by_cpu(
     runs = layer.stepped(problem.cell, arrays.get("recurrent_mask"))
     hidden = problem.sizes["H"]
     chosen = cpu.rounded(plan(runs, hidden, problem.dtype, "cpu", problem.sizes), precision)
-    host = host or host_of(chosen.dtype)
+    host = host or Numpy.of(chosen.dtype)
     how = layer_options(problem, threads)._replace(checkpoint=checkpoint)
     output, finals, kept = layer.forward(host, chosen, arrays, how, keep=True)
     for _ in range(backwards):

@@ -15,7 +15,7 @@ import numpy as np
 from anycell import Cell, cell, clip, keep, layer_norm, linear, mean, sigmoid, tanh, where
 from anycell.lang.cell import Gates
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing
-from anycell.lang.namespaces import namespace
+from anycell.lang.namespaces import NUMPY
 from anycell.lang.ops import TABLE, is_reduction
 
 Interval = tuple[float, float]
@@ -172,7 +172,7 @@ class Garden:
         if attrs and self.ones and args[0].node.narrow:
             attrs = (1,)
         samples = [self.rng.uniform(*arg.range, (100, self.hidden)) for arg in args]
-        found = op.meaning(namespace(samples[0]), *samples, *attrs)
+        found = op.meaning(NUMPY, *samples, *attrs)
         node = apply(name, *(arg.node for arg in args), attrs=attrs)
         self.values.append(Value(node, (float(found.min()), float(found.max()))))
 

@@ -17,7 +17,7 @@ from anycell.engines.cpu.sequence import print_kernel
 from anycell.lang import philox
 from anycell.lang.expr import REDUCTIONS
 from anycell.lang.ops import TABLE
-from anycell.numpy.host import numpy_dtype
+from anycell.numpy.check import numpy_dtype
 from anycell.plan import DTYPES, plan
 from anycell.plan.dtype import dtypes
 from tools import ulp

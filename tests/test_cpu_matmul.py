@@ -17,9 +17,10 @@ from anycell.engines import cpu
 from anycell.engines.cpu import driver, gemm, isa
 from anycell.engines.cpu.ir import X86
 from anycell.layer import products
-from anycell.layer.arguments import extent
+from anycell.layer.framework import extent
 from anycell.numpy import Dense
-from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
+from anycell.numpy.check import numpy_dtype
+from anycell.numpy.framework import Numpy
 from anycell.plan import DTYPES as ROWS
 from anycell.plan import plan
 from anycell.plan.dtype import dtypes
@@ -108,7 +109,7 @@ def product(
         copies.append(copy)
     out = make((a.shape[0], b.shape[1]), ROWS[dtype].accumulate.name)
     out[...] = np.nan if c is None else c
-    products.multiply(host_of(dtype), row or dtype, *copies, out, c is not None, threads)
+    products.multiply(Numpy.of(dtype), row or dtype, *copies, out, c is not None, threads)
     for array, copy in zip((a, b), copies, strict=True):
         assert np.array_equal(array, copy)
     return out
@@ -313,7 +314,7 @@ def test_layouts_that_the_kernel_does_not_read(rng: np.random.Generator) -> None
         (np.repeat(a, 2, 0)[::2], b), (a, np.repeat(b, 2, 1)[:, ::2]), (a, b[:, ::-1]), (same, b),
     ):  # fmt: skip
         out = np.full((99, 77), np.nan)
-        products.multiply(NumpyHost("float64"), "float64", left, right, out, False, 1)
+        products.multiply(Numpy("float64"), "float64", left, right, out, False, 1)
         assert_close(out, left @ right, "float64", "forward")
 
 
@@ -327,7 +328,7 @@ def far_apart(array: Array) -> Array:
 @pytest.mark.parametrize("size", [(1, 999, 999), (999, 1, 999), (999, 999, 1)])
 def test_axes_of_one(size: Sizes, rng: np.random.Generator) -> None:
     """Their strides say nothing."""
-    host = NumpyHost("float32")
+    host = Numpy("float32")
     for layout in LAYOUTS:
         a, b, _ = operands(size, layout, "float32", rng)
         if layout[2]:
@@ -363,7 +364,7 @@ def test_small_matmuls_of_the_readout_are_numpys(rows: int, rng: np.random.Gener
 def test_what_it_will_touch_is_checked() -> None:
     """With ``ANYCELL_CHECK``, against the bounds of the arrays."""
     a = np.zeros((8, 8), "float32")
-    place, bounds = (a.ctypes.data, 8, 1), extent(NumpyHost("float32"), a)
+    place, bounds = (a.ctypes.data, 8, 1), extent(Numpy("float32"), a)
     with pytest.raises(AssertionError, match="b: the kernel would touch bytes"):
         cpu.multiply("float32", (8, 9, 8), place, place, place[:2], False, 1, (bounds,) * 3)
     apart = place[0], 2, 2
@@ -385,7 +386,7 @@ def test_the_rule(maker: bool, monkeypatch: pytest.MonkeyPatch, anew: None) -> N
     """It depends on the maker; the variable overrides it. It says who multiplies in a pass."""
     monkeypatch.delenv(products.ENV, raising=False)
     monkeypatch.setattr(isa, "amd", lambda: maker)
-    whole, host = plan(cells.LSTM, 8), NumpyHost("float32")
+    whole, host = plan(cells.LSTM, 8), Numpy("float32")
     narrow = plan(cells.LSTM, 8, "bfloat16", "cpu")
     assert products.rule().host == (X86 and not (isa.current().fma and maker))
     for said, one in (("ours", False), ("host", True)):

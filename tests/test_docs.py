@@ -246,7 +246,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "anycell", root / "anycell", ignore=ignore)
     parts = blocks("CONTRIBUTING.md")
     janet, export, _, row, function, emit, kernel, exported, *parts = parts
-    dtype, field, name, line, *_ = parts
+    dtype, field, name, line, about, untyped, of_torch, of_numpy, act, *_ = parts
     (root / "anycell/cells/janet.py").unlink()
     remove(root / "anycell/cells/__init__.py", export, ' "JANET",')
     remove(root / "anycell/plan/dtype.py", dtype)
@@ -261,6 +261,13 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (above,) = re.findall(r"`forward` above `([^`]+)`", text)
     insert(root / "anycell/layer/forward.py", f"    {above}:", textwrap.indent(line, "    "))
+    insert(root / "anycell/plan/call.py", '    """\n\n    mask: Array', about)
+    insert(root / "anycell/plan/call.py", "\n\nclass Returning", untyped)
+    insert(root / "anycell/torch/typed.py", "\n\nclass Arguments", of_torch)
+    insert(root / "anycell/numpy/typed.py", "\n\nclass Arguments", of_numpy)
+    (above,) = re.findall(r"`Layout.of_steps` above `([^`]+)`", text)
+    act = textwrap.indent(act, " " * 8)
+    insert(root / "anycell/layer/layers.py", f"        {above}:", act)
     insert(root / "anycell/plan/dtype.py", "}\n\n\n@functools.cache\ndef dtypes", dtype)
     insert(root / "anycell/lang/ops.py", "    # conditions", row)
     with open(root / "anycell/lang/ops.py", "a", encoding="utf-8") as file:
@@ -379,6 +386,74 @@ def test_adding_an_option(copy: Path, tmp_path: Path) -> None:
     assert "refused" in follow(copy, tmp_path / "finite.py", FINITE)
 
 
+STARTS = """
+import inspect
+
+import torch
+import anycell.numpy
+import anycell.torch
+
+x = torch.randn(4, 2, 3)
+mask = torch.tensor([[True, False], [True, False], [True, True], [True, False]])
+both = {"starts": [0, 2], "lengths": [4, 3]}
+weights = {"weight_ih": torch.ones(20, 3), "weight_hh": torch.ones(20, 5)}
+recurrence, cell = anycell.torch.recurrence, anycell.cells.LSTM
+for layer in (
+    anycell.torch.LSTM(3, 5), anycell.torch.RNN(cell, 3, 5), anycell.numpy.LSTM(3, 5),
+    lambda x, **arguments: recurrence(cell, x, weights, **arguments),
+):
+    given = x.numpy() if isinstance(layer, anycell.numpy.RNN) else x
+    found, right = layer(given, **both)[0], layer(given, mask=mask)[0]
+    assert bool((found == right).all()) and not bool((right == layer(given)[0]).all())
+gates = np.random.default_rng(0).normal(size=(4, 2, 20))
+learned = {"weight_hh": np.ones((20, 5))}
+found = anycell.recurrence(cell, gates, learned, **both)[0]
+assert (found == anycell.recurrence(cell, gates, learned, mask=mask.numpy())[0]).all()
+for call in (
+    recurrence, anycell.recurrence, anycell.numpy.LSTM.forward,
+    anycell.torch.LSTM.forward, anycell.torch.RNN.forward,
+):
+    assert inspect.signature(call).parameters["starts"].default is None
+for documented in (recurrence, anycell.recurrence, anycell.torch.LSTM, anycell.torch.RNN):
+    assert "starts: ``[B]``, integers from 0 to T" in documented.__doc__
+for layer in (anycell.torch.LSTM(3, 5), anycell.torch.RNN(cell, 3, 5)):
+    by_position = [None] * (len(inspect.signature(layer.forward).parameters) - 4)
+    assert torch.equal(layer(x, *by_position, [0, 2])[0], layer(x, starts=[0, 2])[0])
+    try:
+        layer(torch.nn.utils.rnn.pack_sequence([x[:, 0]]), starts=[0])
+    except ValueError as error:
+        assert str(error).startswith("starts: given list"), error
+    else:
+        raise AssertionError
+try:
+    anycell.numpy.LSTM(3, 5)(x.numpy(), starts=[0, 5])
+except ValueError as error:
+    assert str(error).startswith("starts: given a length of 5"), error
+print("begun")
+"""
+
+
+@pytest.mark.slow
+def test_adding_an_array(copy: Path, tmp_path: Path) -> None:
+    """Every entrance takes it, by name and by position, checks it and documents it."""
+    pytest.importorskip("torch")
+    assert "begun" in follow(copy, tmp_path / "starts.py", STARTS)
+
+
+def test_the_files_of_an_array() -> None:
+    """Those that the recipe lists; nobody else declares one."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.split("## Adding an array of a call")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("| `")]
+    listed = re.findall(r"`(anycell/[\w/]+\.py)`", "\n".join(table))
+    assert len(listed) <= 4
+    for name in ("lengths", "return_states"):
+        declared = re.compile(rf"^    {name}: ", re.MULTILINE)
+        package = ROOT / "anycell"
+        where = [path for path in package.rglob("*.py") if declared.search(path.read_text("utf-8"))]
+        assert {path.relative_to(ROOT).as_posix() for path in where} <= {*listed}, name
+
+
 def test_the_files_of_an_option() -> None:
     """One that changes a step is in four files, and those are listed."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -414,9 +489,9 @@ def test_the_recipes_touch_the_files_that_they_list(copy: Path) -> None:
         before = copy / "before" / name
         if not before.exists() or path.read_bytes() != before.read_bytes():
             touched.append(name.as_posix())
-    assert len(touched) == 9
+    assert len(touched) == 12
     for name in touched:
-        assert f"| `{name}` |" in text
+        assert re.search(rf"^\| .*`{name}`.* \|", text, re.MULTILINE), name
 
 
 def test_the_recipe_of_a_cell_is_how_it_was_done() -> None:

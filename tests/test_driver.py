@@ -17,7 +17,7 @@ from tolerances import assert_close
 from anycell.engines import cpu
 from anycell.engines.cpu import driver, isa
 from anycell.layer.recipe import CHUNK
-from anycell.numpy.host import numpy_dtype
+from anycell.numpy.check import numpy_dtype
 from anycell.plan import DTYPES
 from anycell.plan.dtype import dtypes
 
@@ -82,9 +82,9 @@ def matrix(name: str, a: Array, time: int = 0) -> dict[str, int]:
 
 def blas(dtype: str) -> int:
     torch = pytest.importorskip("torch")
-    from anycell.torch.host import HOSTS
+    from anycell.torch.framework import Torch
 
-    address = HOSTS[dtype].blas
+    address = Torch.of(dtype).blas
     if not address:
         pytest.skip(f"PyTorch {torch.__version__} has no MKL here")
     return address

@@ -12,7 +12,7 @@ import pytest
 import anycell
 import anycell.numpy as an
 from anycell import cells, compress
-from anycell.numpy.host import numpy_dtype
+from anycell.numpy.check import numpy_dtype
 
 Array = np.ndarray[Any, Any]
 STEPS, ROWS, INPUTS = 4, 3, 5

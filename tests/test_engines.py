@@ -56,7 +56,7 @@ from anycell.lang.expr import Expr
 from anycell.layer import heuristics
 from anycell.layer.recipe import Recipe, View
 from anycell.numpy import RNN
-from anycell.numpy.host import NumpyHost
+from anycell.numpy.framework import Numpy
 from anycell.plan import plan
 
 
@@ -177,11 +177,11 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         block.memory.fill(0xFF)
         return block
 
-    def empty(host: NumpyHost, shape: tuple[int, ...]) -> np.ndarray:
+    def empty(host: Numpy, shape: tuple[int, ...]) -> np.ndarray:
         return np.full(shape, np.nan, host.dtype)
 
     monkeypatch.setattr(cpu.Scratch, "take", poisoned_take)
-    monkeypatch.setattr(NumpyHost, "empty", empty)
+    monkeypatch.setattr(Numpy, "empty", empty)
 
 
 @pytest.fixture

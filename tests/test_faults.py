@@ -85,7 +85,7 @@ STARTS = [cold, empty, warm, damaged, crowded]
 
 
 def fetch(name: str = NAME) -> tuple[bytes, bool]:
-    return jit._cached(name, lambda: CODE)
+    return jit.cached(name, lambda: CODE)
 
 
 def clear(cache: Path) -> None:
@@ -428,9 +428,9 @@ def test_every_allocation_of_a_torch_layer(
     """The allocations are NumPy's, and those that the layer requests from torch."""
     torch = pytest.importorskip("torch")
     import anycell.torch
-    from anycell.torch.host import HOSTS
+    from anycell.torch.framework import Torch
 
-    memory, host = Memory(), HOSTS["float32"]
+    memory, host = Memory(), Torch.of("float32")
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:

@@ -319,7 +319,7 @@ def test_probabilities_follow_the_seed() -> None:
     ours, dense = an.LSTM(3, 8, seed=0), an.Dense(8, 2, seed=1)
     runs = [an.Feedback(ours, dense, seed=s).forward(x.numpy(), forced=0.3)[0] for s in (1, 1, 2)]
     assert np.array_equal(runs[0], runs[1]) and not np.array_equal(runs[0], runs[2])
-    drawn = an.Feedback(ours, dense, seed=1)._forced(0.3, 40, 30)
+    drawn = an.Feedback(ours, dense, seed=1)._forced(0.3, x.numpy(), False)
     assert abs(drawn.mean() - 0.3) < 0.05
 
 
@@ -419,11 +419,17 @@ OF_SIZES = r"cell: given Sized, .* 2 \* P \+ 2 \* H units .* hidden size H. Call
         (lambda: at.Feedback(at.LSTM(2, 4), torch.nn.Linear(5, 1)), "readout: given"),
         (lambda: at.Feedback(at.LSTM(2, 4), torch.nn.Linear(4, 3)), "at most 2 outputs"),
         (lambda: run_torch(forced=-0.5), "forced: given -0.5"),
-        (lambda: run_torch(forced="all"), "forced: given str 'all'; expected a bool tensor"),
+        (
+            lambda: run_torch(forced="all"),
+            r"forced: given str 'all'; expected torch.bool .* or a probability",
+        ),
         (lambda: run_torch(forced=torch.ones(3, 2) / 2), "forced: given .* value of 0.5"),
         (lambda: run_torch(forced=torch.ones(2, 3)), r"forced: given .*\[3, 2\], laid out as x"),
         (lambda: run_torch(forced=torch.ones(2)), r"forced: given .*\[3\], of all rows"),
-        (lambda: run_torch(torch.zeros(3, 2, 1), forced=1.0), r"x: given .* expected \[time"),
+        (
+            lambda: run_torch(torch.zeros(3, 2, 1), forced=1.0),
+            r"x: given .* expected torch.float32 \[time",
+        ),
         (lambda: step_numpy(forced=0.5), "forced: given 0.5; expected True or False, or a bool"),
         (lambda: step_numpy(forced=np.ones((3, 1))), r"forced: given shape \[3, 1\]"),
         (lambda: step_numpy(forced=True, state=0.0), "state: given"),
@@ -432,7 +438,7 @@ OF_SIZES = r"cell: given Sized, .* 2 \* P \+ 2 \* H units .* hidden size H. Call
         (lambda: step_torch(forced=True, state=torch.zeros(1, 3, 4)), "state: given"),
         (
             lambda: step_torch(torch.zeros(2), forced=True),
-            r"x: given .*\[1, 2\], one step of",
+            r"x: given .*\[rows, 2\], one step of",
         ),
         (lambda: step_torch(np.zeros((3, 2)), forced=True), r"x: given ndarray"),
         (lambda: step_torch(forced=True, resets=torch.ones(3) * 2), "resets: given"),

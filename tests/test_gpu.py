@@ -80,7 +80,7 @@ from anycell.layer import gpu as device
 from anycell.layer.arguments import Factors
 from anycell.layer.weight_gradients import bias_gradients
 from anycell.plan import Plan, plan
-from anycell.torch.device import DeviceHost
+from anycell.torch.framework import TorchDevice
 from anycell.torch.graphs import Replays, captured
 
 EVERY = [
@@ -444,7 +444,7 @@ def test_steps_copy_nothing(
         for steps in (2, 5):
             problem = random_problem(cell, (steps, 2, 6), rng, "float32", reverse=True)
             with monkeypatch.context() as patch, Copies(patch) as copies:
-                by_gpu(problem, replays=replays, host_class=DeviceHost)
+                by_gpu(problem, replays=replays, host_class=TorchDevice)
             counts.append((copies.count, copies.launches))
         assert counts[0][0] == counts[1][0] > 0
         assert counts[0][1] < counts[1][1]
@@ -619,7 +619,7 @@ def test_chunks_are_whole_graphs() -> None:
 
 def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
     """In 16 bits, a bias's gradient is not a sum of rounded sums, which may not even be finite."""
-    host = DeviceHost(torch.float16, DEVICE)
+    host = TorchDevice(torch.float16, DEVICE)
     both = cells.LSTM, cells.GRU(reset_after=False)
     for cell, fresh in itertools.product(both, (False, True)):
         one = plan(cell, 4, "float16", "gpu")
@@ -646,7 +646,7 @@ def test_the_default_device_moves_nothing() -> None:
     """Neither the kernels' error report, which the host reads, nor a list of lengths moves."""
     torch.set_default_device("meta")
     try:
-        host = DeviceHost(torch.float32, DEVICE)
+        host = TorchDevice(torch.float32, DEVICE)
         assert host.trouble.device.type == "cpu" and int(host.trouble[0]) == 0
         layer = anycell.torch.RNN(cells.LSTM, 2, 3, device=DEVICE)
         x = torch.ones(4, 2, 2, device=DEVICE)
@@ -657,7 +657,7 @@ def test_the_default_device_moves_nothing() -> None:
 
 
 def test_what_kernels_report_outlives_inference_mode() -> None:
-    host = DeviceHost(torch.float32, DEVICE)
+    host = TorchDevice(torch.float32, DEVICE)
     with torch.inference_mode():
         assert not host.trouble.is_inference()
     host.trouble[0] = 1
@@ -668,7 +668,7 @@ def test_the_default_device_on_a_card() -> None:
     """Tier 2 keeps memory that host and device share."""
     torch.set_default_device("cuda")
     try:
-        host = DeviceHost(torch.bfloat16, DEVICE)
+        host = TorchDevice(torch.bfloat16, DEVICE)
         assert host.trouble.is_pinned() and host.trouble.device.type == "cpu"
         layer = anycell.torch.RNN(cells.PeepholeLSTM, 32, 512, dtype=torch.bfloat16)
         output, _ = layer(torch.ones(4, 2, 32, dtype=torch.bfloat16), lengths=[4, 2])

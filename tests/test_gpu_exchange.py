@@ -21,7 +21,7 @@ import anycell
 from anycell import cells
 from anycell.engines.gpu import Span, launch
 from anycell.engines.gpu.cooperative import CHAINS
-from anycell.torch.device import DeviceHost
+from anycell.torch.framework import TorchDevice
 
 # -- machine code ----------------------------------------------------------------------------------
 KERNELS = [(768, "forward"), (768, "backward")]
@@ -221,7 +221,7 @@ def test_a_new_thread_on_a_card() -> None:
     x, found = torch.randn(3, 2, 8, device=DEVICE), list[Any]()
 
     def run() -> None:
-        host = DeviceHost(torch.float32, DEVICE)
+        host = TorchDevice(torch.float32, DEVICE)
         found.append(launch.limits(host.ordinal))
         assert launch._context(host.ordinal)
         with torch.no_grad():

@@ -28,7 +28,7 @@ from anycell.engines.gpu.step import print_step
 from anycell.engines.gpu.text import Printed, Variant
 from anycell.plan import Plan, plan
 from anycell.torch import functional, fused
-from anycell.torch.device import DeviceHost
+from anycell.torch.framework import TorchDevice
 
 
 @pytest.fixture(autouse=True)
@@ -293,8 +293,8 @@ def test_layers_say_what_was_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If a direction is refused, the whole pass of both directions starts again."""
-    monkeypatch.setattr(DeviceHost, "limits", CARDS["T4"])
-    fused.host_of.cache_clear()  # its hosts hold their limits
+    monkeypatch.setattr(TorchDevice, "limits", CARDS["T4"])
+    TorchDevice.on.cache_clear()  # its hosts hold their limits
     layer = anycell.torch.RNN(cells.MGU, 3, 6, bidirectional=True, device=DEVICE)
     cell = anycell.torch.RNNCell(cells.MGU, 3, 6, device=DEVICE)
     x = torch.randn(4, 2, 3, device=DEVICE)
@@ -307,7 +307,7 @@ def test_layers_say_what_was_refused(
     for engine in (layer.engine, cell.engine):
         assert engine.name == "gpu"
         assert engine.reason.startswith(f"{plain}; {one}")
-    fused.host_of.cache_clear()
+    TorchDevice.on.cache_clear()
     page = str(anycell.explain(cells.MGU, 6, "float32", engine="gpu"))
     assert one in " ".join(page.split())
 
@@ -344,8 +344,9 @@ def test_a_card_without_a_driver(there: bool, cards: pytest.MonkeyPatch) -> None
 def precision() -> Iterator[None]:
     """Resets torch's precision settings, and restores them after a test."""
     backends = torch.backends
-    places = [backends, backends.cuda.matmul]
+    places = [backends, backends.cuda.matmul, backends.cudnn, getattr(backends.cudnn, "rnn", None)]
     before = [getattr(p, "fp32_precision", None) for p in places]
+    enabled = backends.cudnn.enabled
 
     def choose(values: list[str | None]) -> None:
         for place, value in zip(places, values, strict=True):
@@ -353,9 +354,10 @@ def precision() -> Iterator[None]:
                 place.fp32_precision = value
 
     # A setting of matmuls alone, left by other tests, would hide the setting of everything.
-    choose([value and "none" for value in before])
+    choose([value and "none" for value in before[:2]] + before[2:])
     yield
     choose(before)
+    backends.cudnn.enabled = enabled
 
 
 NEWER = pytest.mark.skipif(
@@ -364,25 +366,34 @@ NEWER = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
+    ("name", "value", "matmuls", "layers"),
     [
-        ("cuda.matmul.allow_tf32", True, True),
-        ("cuda.matmul.allow_tf32", False, False),
-        pytest.param("cuda.matmul.fp32_precision", "tf32", True, marks=NEWER),
-        pytest.param("cuda.matmul.fp32_precision", "ieee", False, marks=NEWER),
-        pytest.param("fp32_precision", "tf32", True, marks=NEWER),
+        ("cuda.matmul.allow_tf32", True, True, True),
+        ("cuda.matmul.allow_tf32", False, False, True),
+        ("cudnn.allow_tf32", False, False, False),
+        ("cudnn.enabled", False, False, False),
+        pytest.param("cuda.matmul.fp32_precision", "tf32", True, True, marks=NEWER),
+        pytest.param("cuda.matmul.fp32_precision", "ieee", False, True, marks=NEWER),
+        pytest.param("cudnn.rnn.fp32_precision", "ieee", False, False, marks=NEWER),
+        pytest.param("fp32_precision", "tf32", True, True, marks=NEWER),
     ],
 )
-def test_tf32_follows_torch(name: str, value: Any, expected: bool, precision: None) -> None:
-    """TF32 follows all of torch's settings; the old ones are unreadable after a new one is set."""
+def test_tf32_follows_torch(
+    name: str, value: Any, matmuls: bool, layers: bool, precision: None
+) -> None:
+    """TF32 follows all of torch's settings; the old ones are unreadable after a new one is set.
+    Layers that cuDNN has follow its own setting, which allows TF32 as installed.
+    """
     *path, last = name.split(".")
     place: Any = torch.backends
     for part in path:
         place = getattr(place, part)
     setattr(place, last, value)
-    assert DeviceHost(torch.float32, torch.device("cuda")).tf32 is expected
-    assert not DeviceHost(torch.bfloat16, torch.device("cuda")).tf32
-    assert not DeviceHost(torch.float32, torch.device("cpu")).tf32
+    host = TorchDevice(torch.float32, torch.device("cuda"))
+    assert host.tf32(cells.PeepholeLSTM) is matmuls
+    assert {host.tf32(cell) for cell in (cells.LSTM, cells.GRU, cells.LSTMP)} == {layers}
+    assert not TorchDevice(torch.bfloat16, torch.device("cuda")).tf32(cells.LSTM)
+    assert not TorchDevice(torch.float32, torch.device("cpu")).tf32(cells.LSTM)
 
 
 def test_few_are_tried() -> None:

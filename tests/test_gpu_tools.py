@@ -22,7 +22,7 @@ from anycell import cells
 from anycell.engines.gpu import build, capacity
 from anycell.layer import gpu as device
 from anycell.torch import fused
-from anycell.torch.device import DeviceHost
+from anycell.torch.framework import TorchDevice
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def test_the_exchange_alone(numbers: bool) -> None:
     """A single program exchanges with itself: each step reads what the step before wrote."""
     import torch
 
-    exchange, host = load("tools/gpu_exchange.py"), DeviceHost(torch.float32, DEVICE)
+    exchange, host = load("tools/gpu_exchange.py"), TorchDevice(torch.float32, DEVICE)
     values = {
         "data": torch.zeros(5, exchange.ROWS, exchange.UNITS),
         "flags": host.flags(2),
@@ -328,7 +328,7 @@ assert len(set(every)) == len(every) and every[0].H == 768 and every[1].H == 512
 def test_what_the_driver_says_of_a_card_is_understood(card: Any) -> None:
     ahead = load("tools/gpu_ahead.py")
     with ahead.without_a_card(ahead.spelled(card), False):
-        assert DeviceHost.limits == card._replace(compiler=build.compiler())
+        assert TorchDevice.limits == card._replace(compiler=build.compiler())
 
 
 @pytest.mark.slow

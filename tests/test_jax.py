@@ -435,11 +435,11 @@ def test_dropout(rng: np.random.Generator) -> None:
     layer = aj.RNN(cells.RNN, I, H, num_layers=2, dropout=0.25)
     x = drawn(rng, 400, 40, H)
     words = seed_words(layer.cell, 5)
-    dropped = layer._dropped(x, words, 1)
+    dropped = layer._dropped(x, 1, words)
     kept = np.asarray(dropped != 0)
     assert 0.745 < kept.mean() < 0.755
     assert_close(np.asarray(dropped[kept]), np.asarray(x[kept]) / 0.75, "float32", "forward")
-    assert (kept != np.asarray(layer._dropped(x, words, 2) != 0)).any()
+    assert (kept != np.asarray(layer._dropped(x, 2, words) != 0)).any()
     with pytest.warns(UserWarning, match="num_layers=1 it does nothing"):
         aj.RNN(cells.RNN, I, H, dropout=0.25)
 

@@ -83,13 +83,13 @@ def test_autograph_leaves_it_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -
 
     from anycell.keras import primitive, tensors
 
-    callers, run = [], tensors.recur_over
+    callers, run = [], tensors.recurrence
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         callers.append(sys._getframe(1).f_code.co_filename)
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(tensors, "recur_over", spy)
+    monkeypatch.setattr(tensors, "recurrence", spy)
     x, weights = tf.constant(inputs()), arrays()
     graph = tf.function(lambda: ak.recurrence(cells.LSTM, x, weights)[0])
     assert_close(number(graph()), right()[0], "float32", "forward")

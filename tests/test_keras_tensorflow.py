@@ -29,9 +29,9 @@ from tolerances import assert_close  # noqa: E402
 import anycell.keras as ak  # noqa: E402
 from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
 from anycell.keras import tensorflow  # noqa: E402
-from anycell.keras.host import host_of  # noqa: E402
+from anycell.keras.framework import TensorFlow  # noqa: E402
 from anycell.keras.rule import Facts, choose  # noqa: E402
-from anycell.plan import DTYPES, Layer  # noqa: E402
+from anycell.plan import Layer  # noqa: E402
 
 
 @cell(gates="f g", state="h m")
@@ -168,7 +168,7 @@ def test_what_cannot_run_elsewhere_says_what_to_do(count: int, rng: np.random.Ge
 def test_losses_that_are_scaled_may_overflow() -> None:
     """The overflow causes no warning, as in Keras's own layers."""
     wide = np.array([1.0, 1e30], "float32")
-    assert host_of(DTYPES["float16"]).narrow(wide).tolist() == [1.0, np.inf]
+    assert TensorFlow.of("float16").narrow(wide).tolist() == [1.0, np.inf]
 
 
 def test_unknown_shapes_in_one_graph(rng: np.random.Generator) -> None:

@@ -236,13 +236,13 @@ import warnings
 warnings.simplefilter("ignore")
 import os, signal, sys, torch, anycell.torch
 from anycell.plan import Options
-from anycell.torch import fused, host
+from anycell.torch import fused, threads
 
 ends = sys.argv[1] == "True"
-if ends and host._function("omp_pause_resource_all") is None:
+if ends and threads._function("omp_pause_resource_all") is None:
     sys.exit()  # an older runtime
 if not ends:
-    host._function = lambda name: None
+    threads._function = lambda name: None
 torch.set_num_threads(2)
 layer, x = anycell.torch.RNN(anycell.cells.GRU, 6, 33), torch.randn(20, 32, 6)
 of_layers = lambda: fused.on_threads(Options()).threads
@@ -258,7 +258,7 @@ for used in (False, True):
     if not child:
         signal.alarm(60)
         most = 2 if ends else 1
-        assert host.forks.safe == ends
+        assert threads.forks.safe == ends
         assert torch.get_num_threads() == of_layers() == most
         work()
         assert torch.get_num_threads() == most
@@ -268,7 +268,7 @@ for used in (False, True):
         assert torch.get_num_threads() == 3 - most
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert torch.get_num_threads() == of_layers() == 2 and host.forks.safe
+    assert torch.get_num_threads() == of_layers() == 2 and threads.forks.safe
 """
     python(body, str(ends), OMP_NUM_THREADS="2")
 
@@ -285,7 +285,7 @@ def test_torch_has_one_thread_where_it_was_imported_after_a_fork() -> None:
         if not child:
             import torch
             torch.set_num_threads(2)
-            from anycell.torch.host import forks
+            from anycell.torch.threads import forks
             os._exit(not (torch.get_num_threads() == 1 and not forks.safe))
         assert os.waitpid(child, 0)[1] == 0
         """

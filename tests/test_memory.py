@@ -24,7 +24,7 @@ from anycell import Cell, cells, layer
 from anycell.engines import cpu
 from anycell.engines.cpu.isa import available
 from anycell.layer import products, recipe
-from anycell.numpy.host import NumpyHost
+from anycell.numpy.framework import Numpy
 from anycell.plan import plan
 
 Array = npt.NDArray[Any]
@@ -246,7 +246,7 @@ THRESHOLDS = {
         "UNROLL": None,
     },
     "engines/cpu/driver.py": {"BLOCK": None, "SUMMED": None},  # both sides: test_driver
-    "numpy/host.py": {"SMALL": None},  # both sides: test_cpu_matmul
+    "numpy/framework.py": {"SMALL": None},  # both sides: test_cpu_matmul
     "layer/recipe.py": {"_RECIPES": None, "_WORD": None},  # both sides: test_recipe
     "engines/cpu/memory.py": {
         "SMALL": "warm memory",
@@ -263,7 +263,7 @@ THRESHOLDS = {
         "REST": None,
     },  # both sides: test_busy_cores
     "layer/stream.py": {"FORMS": None},  # both sides: test_stream
-    "keras/host.py": {"LINE": None},
+    "keras/framework.py": {"LINE": None},
     "layer/rounding.py": {"STEPS": None},
     "layer/feedback.py": {"LEAST": None},  # of a switch that is never 0: test_quantize
     "layer/contract.py": {"_MOST": None},  # of layouts that are known, see test_recipe
@@ -375,7 +375,7 @@ def test_forbidden_pages_end_the_process() -> None:
 def test_native_calls_are_held_against_their_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer whose buffers are too short, or which takes what nobody has checked, is caught."""
     assert cpu.check.ON, "tests run under ANYCELL_CHECK=1"
-    host, one = NumpyHost("float32"), plan(cells.LSTM, 8, "float32")
+    host, one = Numpy("float32"), plan(cells.LSTM, 8, "float32")
     x, w = np.zeros((40, 9, 6), "float32"), np.zeros((32, 8), "float32")
     named = {"weight_ih": np.zeros((32, 6), "float32"), "weight_hh": w}
     named |= {f"state {name}": np.zeros((1, 9, 8), "float32") for name in "hc"}

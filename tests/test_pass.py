@@ -18,7 +18,8 @@ from anycell.engines.cpu.image import SUPPORTED, link
 from anycell.engines.cpu.kernel import request
 from anycell.engines.cpu.layout import Layout
 from anycell.layer.recipe import Placed, Recipe
-from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
+from anycell.numpy.check import numpy_dtype
+from anycell.numpy.framework import Numpy
 from anycell.plan import DTYPES, plan
 
 Array = npt.NDArray[Any]
@@ -69,7 +70,7 @@ def problem(rng: np.random.Generator, cell: Cell, dtype: str, how: Mapping[str, 
 def passes(rng: np.random.Generator, case: Case) -> list[Called]:
     """Runs a layer, and returns its forward and its backward pass."""
     cell, dtype, how = case
-    host, one, called = host_of(dtype), plan(cell, UNITS, dtype), list[Called]()
+    host, one, called = Numpy.of(dtype), plan(cell, UNITS, dtype), list[Called]()
     run = Recipe.run
 
     def watched(self: Recipe, given: list[Array], options: layer.Options) -> list[Array]:
@@ -78,8 +79,8 @@ def passes(rng: np.random.Generator, case: Case) -> list[Called]:
         called.append(Called(self, options, read, [array.copy() for array in made]))
         return made
 
-    def poisoned(make: Callable[[NumpyHost, Any], Array]) -> Callable[[NumpyHost, Any], Array]:
-        def filled(self: NumpyHost, what: Any) -> Array:
+    def poisoned(make: Callable[[Numpy, Any], Array]) -> Callable[[Numpy, Any], Array]:
+        def filled(self: Numpy, what: Any) -> Array:
             array = make(self, what)
             array.view(np.uint8)[:] = 255  # as in C, so that unwritten bytes are equal
             return array
@@ -91,7 +92,7 @@ def passes(rng: np.random.Generator, case: Case) -> list[Called]:
         patch.setattr("anycell.layer.recipe.known", {})  # old ones hold unpatched functions
         patch.setattr(Recipe, "run", watched)
         for name in ("like", "lasting"):
-            patch.setattr(NumpyHost, name, poisoned(getattr(NumpyHost, name)))
+            patch.setattr(Numpy, name, poisoned(getattr(Numpy, name)))
         out, finals, kept = layer.forward(host, one, arrays, options, keep=True)
         assert kept is not None
         layer.backward(host, one, arrays, options, kept, out.copy(), [f.copy() for f in finals])

@@ -31,7 +31,7 @@ from anycell.engines import cpu
 from anycell.engines.cpu import gemm, isa, kernel
 from anycell.layer import heuristics, products
 from anycell.layer.rounding import rounded
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 from anycell.plan import plan
 from anycell.plan.dtype import Dtype
 
@@ -154,7 +154,7 @@ def multiplied(
     of_columns[...] = scales
     out = make((len(x), len(weight)), "float32")
     out[...] = np.nan if c is None else c
-    at, host = of_columns.__array_interface__["data"][0], host_of("float32")
+    at, host = of_columns.__array_interface__["data"][0], Numpy.of("float32")
     products.multiply(host, "int8", left, right.T, out, c is not None, threads, at)
     return out
 
@@ -231,7 +231,7 @@ def lstm(x: Array, weights: dict[str, Array]) -> Array:
     """The outputs of an LSTM with weights of 8 bits."""
     plan_ = plan(cells.LSTM, 8, "int8", "cpu", {})
     arrays = quantized({"x": x.astype("float32"), **weights})
-    return layer.forward(host_of("int8"), plan_, arrays, layer.Options(), keep=False)[0]
+    return layer.forward(Numpy.of("int8"), plan_, arrays, layer.Options(), keep=False)[0]
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ def test_awkward_rows(steps: int, weights: dict[str, Array], rng: np.random.Gene
         small_x = {"x": (rows + weights["bias_ih"]).astype("float32")}
         gates = quantized({**small_x, "weight_hh": weights["weight_hh"]})
         plan_ = plan(cells.LSTM, 8, "int8", "cpu", {})
-        wanted = layer.forward(host_of("int8"), plan_, gates, layer.Options(), keep=False)[0]
+        wanted = layer.forward(Numpy.of("int8"), plan_, gates, layer.Options(), keep=False)[0]
         assert np.isfinite(wanted).all()
         assert_close(lstm(x, weights), wanted, "float32", "training", f"{scale}", axes=())
 

@@ -24,7 +24,7 @@ import anycell.cells
 from anycell.engines import reference
 from anycell.engines.cpu import isa
 from anycell.lang.cell import RECURRENT
-from anycell.numpy.host import numpy_dtype
+from anycell.numpy.check import numpy_dtype
 
 HALVES = ("bfloat16", "float16")
 

@@ -19,12 +19,12 @@ from variants import variants
 from anycell import Cell, cells, layer
 from anycell.engines import cpu
 from anycell.layer import contract, recipe
-from anycell.numpy.host import NumpyHost, host_of
+from anycell.numpy.framework import Numpy
 from anycell.plan import plan
 
 Array = npt.NDArray[Any]
 T, B, I, H = 5, 3, 4, 6
-HOST, PLAN = NumpyHost("float64"), plan(cells.PeepholeLSTM, H, "float64")
+HOST, PLAN = Numpy("float64"), plan(cells.PeepholeLSTM, H, "float64")
 
 
 @pytest.fixture(autouse=True)
@@ -253,9 +253,9 @@ def test_arrays_of_templates_are_dense(shape: tuple[int, ...]) -> None:
     made = HOST.like(HOST.template(shape))
     assert made.shape == shape and made.strides == np.empty(shape, made.dtype).strides
     torch = pytest.importorskip("torch")
-    from anycell.torch.host import HOSTS
+    from anycell.torch.framework import Torch
 
-    made = HOSTS["float32"].like(HOSTS["float32"].template(shape))
+    made = Torch.of("float32").like(Torch.of("float32").template(shape))
     assert made.shape == shape and made.stride() == torch.empty(shape).stride()
 
 
@@ -281,7 +281,7 @@ def test_bits_do_not_depend_on_threads(
 ) -> None:
     """Neither those of outputs nor those of any gradient, weights and biases included."""
     set_layer(WORTH_A_THREAD=0, CHUNK_BYTES=1 << 14)
-    hidden, host, chosen = 40, host_of(dtype), plan(cell, 40, dtype, "cpu")
+    hidden, host, chosen = 40, Numpy.of(dtype), plan(cell, 40, dtype, "cpu")
     for rows, inputs, directions in ((1, 3, 1), (9, 20, 2), (40, 100, 1)):
         reverse = (False, True)[:directions]
         learned = {
@@ -310,7 +310,7 @@ def test_seeds_of_64_bits(rng: np.random.Generator) -> None:
         for name, shape in layer.shapes(cells.ZoneoutLSTM, {"H": 5}, 3, True).items()
     }
     arrays["x"] = rng.standard_normal((4, 2, 3))
-    one, host = plan(cells.ZoneoutLSTM, 5, "float64"), host_of("float64")
+    one, host = plan(cells.ZoneoutLSTM, 5, "float64"), Numpy.of("float64")
 
     def output(seed: int) -> npt.NDArray[Any]:
         options = layer.Options(training=True, seed=seed)

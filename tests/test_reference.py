@@ -39,6 +39,7 @@ from anycell.lang import philox
 from anycell.layer.restarts import restarts
 
 torch = pytest.importorskip("torch")
+import anycell.torch  # noqa: E402, F401  (whose framework the engine then knows)
 
 
 @cell(gates="a b", state="h c", params="p=1 q", static="e")

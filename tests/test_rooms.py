@@ -8,9 +8,11 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from floors import (
     BUDGETS,
@@ -195,8 +197,42 @@ def test_records_have_one_class_each() -> None:
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
     ]
-    names = "Engine", "Host", "Option", "Options", "Plan"
+    names = "Engine", "Framework", "Option", "Options", "Plan"
     assert {name: classes.count(name) for name in names} == dict.fromkeys(names, 1)
+
+
+def test_a_framework_has_one_class() -> None:
+    """In the file of that name in its frontend, with subclasses beside it, and no other class of
+    the package has so many of its methods.
+    """
+    classes = [
+        (path.relative_to(PACKAGE).as_posix(), node)
+        for path in sources()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+    ]
+    bases = {"Framework", "DeviceFramework", "Numpy"}
+    heirs = [(place, node.name) for place, node in classes if bases & _names(node.bases)]
+    assert heirs == [
+        ("jax/framework.py", "Jax"),
+        ("keras/framework.py", "TensorFlow"),
+        ("layer/framework.py", "DeviceFramework"),
+        ("numpy/framework.py", "Numpy"),
+        ("numpy/framework.py", "Strict"),
+        ("torch/framework.py", "Torch"),
+        ("torch/framework.py", "TorchDevice"),
+    ]
+    (operations,) = (_methods(node) for _, node in classes if node.name == "Framework")
+    alike = {place for place, node in classes if len(_methods(node) & operations) > 3}
+    assert alike == {place for place, _ in heirs}
+
+
+def _names(bases: list[ast.expr]) -> set[str]:
+    return {base.id for base in bases if isinstance(base, ast.Name)}
+
+
+def _methods(class_: ast.ClassDef) -> set[str]:
+    return {n.name for n in class_.body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"}
 
 
 def fields(class_: ast.ClassDef) -> set[str]:
@@ -223,18 +259,64 @@ def test_one_record_describes_a_layer() -> None:
     assert records == ["plan/layer.py: Layer"]
 
 
-@pytest.mark.parametrize("wanted", [False, True], ids=["inference", "training"])
-def test_the_way_of_a_call(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who call on each other until machine code runs are in the files that
-    docs/architecture.md lists, in that order.
-    """
+def by_torch() -> None:
     torch = pytest.importorskip("torch")
     from anycell import torch as at
+
+    at.LSTM(32, 64)(torch.zeros(20, 8, 32))
+
+
+def by_torch_without_gradients() -> None:
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        by_torch()
+
+
+def by_jax() -> None:
+    jax = pytest.importorskip("jax")
+    from anycell import jax as aj
+
+    layer = aj.LSTM(32, 64)
+    layer(layer.init(jax.random.key(0)), np.zeros((20, 8, 32), np.float32))
+
+
+def by_numpy() -> None:
+    from anycell import numpy as an
+
+    an.LSTM(32, 64).forward(np.zeros((20, 8, 32)))
+
+
+def by_keras() -> None:
+    pytest.importorskip("tensorflow")
+    from anycell import keras as ak
+
+    ak.LSTM(64)(np.zeros((8, 20, 32), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("column", "call"),
+    [
+        ("PyTorch", by_torch),
+        ("PyTorch", by_torch_without_gradients),
+        ("NumPy", by_numpy),
+        pytest.param("JAX", by_jax, marks=pytest.mark.slow),
+        pytest.param("Keras on TensorFlow", by_keras, marks=pytest.mark.slow),
+    ],
+)
+def test_the_way_of_a_call(
+    column: str, call: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who call on each other until machine code runs are in the files that the frontend's
+    column in docs/architecture.md lists, in that order.
+    """
     from anycell.layer.recipe import Recipe
 
     text = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
     section = text.split("## The way of a call")[1].split("\n## ")[0]
-    listed = re.findall(r"^\| `([\w/]+\.py)`", section, re.MULTILINE)
+    head, _, *rows = [line.split("|") for line in section.splitlines() if line.startswith("|")]
+    place = [cell.strip() for cell in head].index(column)
+    cells = [re.findall(r"`([\w/]+\.py)`", row[place])[0] for row in rows]
+    listed = [name for name, _ in itertools.groupby(cells)]
     way: list[str] = []
     run = Recipe.run
 
@@ -249,6 +331,5 @@ def test_the_way_of_a_call(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         return run(*arguments)
 
     monkeypatch.setattr(Recipe, "run", looked)
-    with torch.set_grad_enabled(wanted):
-        at.LSTM(32, 64)(torch.zeros(20, 8, 32))
+    call()
     assert way == listed and len(listed) <= 6

@@ -519,7 +519,7 @@ def test_torch_errors() -> None:
                 (
                     torch.ones(3),
                     ValueError,
-                    r"float32 \[3\]; expected torch.bool \[2\], one per row",
+                    r"float32 \[3\]; expected torch.bool \[2\], a flag per row",
                 ),
                 ([True, False], TypeError, "Pass torch.as_tensor"),
             ):

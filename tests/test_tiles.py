@@ -26,7 +26,7 @@ from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
 from anycell.engines.cpu.tiles import MOST_BFLOAT16
 from anycell.layer.products import multiply
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 from anycell.plan import DTYPES, plan
 from anycell.torch import RNN
 
@@ -199,7 +199,7 @@ def test_numbers_that_are_no_sum_of_two(kind: str) -> None:
     a[:, 1:] = 0
     with isa.force(kind):
         out = np.empty((len(a), 70), "float32")
-        multiply(host_of("float32"), "float32 high", a, b, out, False, 1)
+        multiply(Numpy.of("float32"), "float32 high", a, b, out, False, 1)
     expected = np.array(numbers, "float32")
     most = np.float32(MOST_BFLOAT16)
     expected = np.clip(expected, -most, most)

@@ -23,8 +23,8 @@ from anycell.layer import Options
 from anycell.layer import gpu as device
 from anycell.plan import Layer, Plan, plan
 from anycell.torch import dropin, functional, fused, ops, recurrent
-from anycell.torch.device import DeviceHost
 from anycell.torch.dropin import CUDNNS
+from anycell.torch.framework import TorchDevice
 
 EIGHT = (("H", 8),)
 
@@ -76,8 +76,8 @@ def test_what_is_faster_than_cudnn(
     dtype: str, tf32: bool, hidden: int, steps: int, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The choice on an H100 depends on dtype, size and steps; in training, on both passes."""
-    host = SimpleNamespace(limits=CARDS["H100"], tf32=tf32)
-    monkeypatch.setattr(dropin, "host_of", lambda *_: host)
+    host = SimpleNamespace(limits=CARDS["H100"], tf32=lambda cell: tf32)
+    monkeypatch.setattr(TorchDevice, "on", lambda *_: host)
     chosen = plan(cells.LSTM, hidden, dtype, "gpu")
     assert dropin._beats_cudnn(chosen, torch.device("cuda"), steps, 16) is ours
     projected = plan(cells.LSTMP, hidden, dtype, "gpu", {"P": 16})
@@ -265,7 +265,7 @@ def test_checkpoints(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Checkpoints leave the same bits as a run that keeps everything."""
-    monkeypatch.setattr(DeviceHost, "tier", tier)
+    monkeypatch.setattr(TorchDevice, "tier", tier)
     torch.manual_seed(seed)
     layer = anycell.torch.RNN(cell, 3, 18, device=DEVICE, **options)
     given = dict(arguments)
@@ -312,7 +312,7 @@ def test_recurrent_mask(
     cell: Any, per_gate: bool, tier: int, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keras's ``recurrent_dropout`` passes such masks to the layer function."""
-    monkeypatch.setattr(DeviceHost, "tier", tier)
+    monkeypatch.setattr(TorchDevice, "tier", tier)
     mask = "recurrent_mask per gate" if per_gate else "recurrent_mask"
     has = (mask, "bidirectional", "state", "mask", "resets")
     problem = draw(cell, (6, 3, 4, 5), has, "float32")

@@ -1,5 +1,6 @@
 """Sequences in PyTorch: packed, masked, reset, in chunks and one step at a time."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def test_packed_errors_of_our_own() -> None:
                 layer(packed, **arguments)
     layer = at.RNN(cells.LSTM, 3, 5)
     for data, message in (
-        (x, r"x: given torch.float32 \[6, 2\]; expected \[steps of all rows, 3\]"),
+        (x, r"x: given torch.float32 \[6, 2\]; expected .*\[steps of all rows, 3\]"),
         (x.double(), "x: given torch.float64"),
     ):
         bad = pack(data[..., :2] if data is x else data, lengths)
@@ -234,6 +235,41 @@ def test_arguments_of_a_swapped_layer(kind: str) -> None:
     assert torch.equal(by_name[2]["h"], by_name[0])
     with pytest.raises(RuntimeError, match=r"input\.size"):  # torch's own, whatever else is given
         layer(torch.randn(6, 2, 4), resets=resets, return_states=True)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "RNN"])
+def test_arguments_by_position(kind: str) -> None:
+    """In the order of the signature; each once."""
+    layer = at.LSTM(3, 5) if kind == "LSTM" else at.RNN(cells.PeepholeLSTM, 3, 5)
+    x, mask = torch.randn(6, 2, 3), torch.rand(6, 2) < 0.7
+    *names, options = inspect.signature(layer.forward).parameters
+    assert tuple(names[2:]) == layer._arrays and options == "options"
+    assert ("static" in names) is (kind == "RNN")
+    right = tensors_of(layer(x, mask=mask))
+    for arguments in ((None, mask), (None, mask, *[None] * (len(names) - 3))):
+        for one, other in zip(right, tensors_of(layer(x, *arguments)), strict=True):
+            assert torch.equal(one, other)
+    twice = "arguments: given 1 by position, and mask by name; expected each of mask, lengths, "
+    with pytest.raises(TypeError, match=twice):
+        layer(x, None, mask, mask=mask)
+    with pytest.raises(TypeError, match=rf"given {len(names) - 1} by position, and none by name"):
+        layer(x, None, *[None] * (len(names) - 1))
+    with pytest.raises(TypeError, match=r"lenghts: given .*Did you mean lengths"):
+        layer(x, lenghts=[6, 6])
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "known"),
+    [
+        (at.LSTM(3, 5), "static", "input, hx, mask, lengths"),
+        (at.GRU(3, 5), "return_state", "input, hx, mask, lengths"),
+        (at.RNN(cells.LSTM, 3, 5), "hx", "x, state, mask, lengths, resets, reset_state, static"),
+    ],
+)
+def test_arguments_that_a_layer_does_not_have(layer: nn.Module, name: str, known: str) -> None:
+    expected = rf"{name}: given .*expected no such argument; this call takes {known}"
+    with pytest.raises(TypeError, match=expected):
+        layer(torch.randn(6, 2, 3), **{name: torch.zeros(2, 5)})
 
 
 def test_without_resets_what_they_restore_has_no_gradient() -> None:

@@ -11,7 +11,7 @@ from processes import load
 from tolerances import assert_close
 
 import anycell.numpy as an
-from anycell.numpy.host import numpy_dtype
+from anycell.numpy.check import numpy_dtype
 
 
 # -- schedules -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,8 @@ def compiler(kernel: Printed, more: int, **metadata: int) -> Any:
 def compile_as(kernel: Printed, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has Triton compile as another version does."""
     import triton
+
+    monkeypatch.setenv("ANYCELL_CACHE", "0")
 
     def change(more: int, **metadata: int) -> None:
         monkeypatch.setattr(triton, "compile", compiler(kernel, more, **metadata))
@@ -121,6 +124,7 @@ def test_a_refusal_says_what_is_wrong(kernel: Printed, monkeypatch: pytest.Monke
     def silent(*_: Any, **__: Any) -> Any:
         raise AssertionError
 
+    monkeypatch.setenv("ANYCELL_CACHE", "0")
     build.binary.cache_clear()
     for compile_, said in ((fails, "there is no f"), (silent, "AssertionError")):
         monkeypatch.setattr(triton, "compile", compile_)
@@ -192,14 +196,16 @@ UNUSABLE = "from anycell.engines.gpu import build; print(build.unusable())"
         (None, "the GPU engine needs Triton, which is not installed; pip install triton"),
         ("__version__ = '3.2.0'", "the GPU engine needs Triton 3.3 or newer; this is Triton 3.2.0"),
         ("__version__ = '2.3.1+git'", "needs Triton 3.3 or newer; this is Triton 2.3.1+git"),
-        ("import triton.missing", "whose import fails: ModuleNotFoundError: No module named"),
-        ("", "whose import fails: AttributeError: module 'triton' has no attribute '__version__'"),
+        ("", "needs Triton 3.3 or newer; this is Triton of an unknown version"),
         ("__version__ = '4.0.0'", "Triton compiles no kernel of the GPU engine: "),
+        ("__version__ = '3.9.0'\nimport triton.missing", "ModuleNotFoundError: No module named"),
         ("__version__ = '3.10.0'", "; this is Triton 3.10.0"),
     ],
 )
 def test_another_triton(package: str | None, expected: str, tmp_path: Path) -> None:
-    """A reason, whatever is wrong with it, and never an exception."""
+    """A reason, whatever is wrong with it, and never an exception; what one Triton has compiled
+    another does not run.
+    """
     code = UNUSABLE
     if package is None:
         code = f"import sys; sys.modules['triton'] = None; {code}"
@@ -208,6 +214,68 @@ def test_another_triton(package: str | None, expected: str, tmp_path: Path) -> N
         (tmp_path / "triton" / "__init__.py").write_text(package + "\n")
     said = python(code, paths=[tmp_path], **COMPILES).strip()
     assert expected in said and "\n" not in said
+
+
+COMPILE = """
+    import sys, os
+    from anycell import cells
+    from anycell.engines.gpu import build
+    from anycell.engines.gpu.refusals import Refused
+    from anycell.engines.gpu.step import print_step
+    from anycell.engines.gpu.text import Variant
+    from anycell.plan import plan
+
+    step = print_step(plan(cells.LSTM, 8, "float32", "gpu"), Variant(biases=(True,)))
+    kernel = step.stages[0].kernels[0]
+"""
+
+
+@pytest.mark.slow
+def test_processes_share_a_cubin(tmp_path: Path) -> None:
+    """Whatever the seeds of their hashes, in which sets of names are ordered; the second imports no
+    Triton.
+    """
+    code = (
+        COMPILE
+        + """
+    aligned = frozenset(name for name, kind in kernel.arguments if kind != "i32")
+    print(len(build.binary(kernel, 90, aligned).cubin), "triton" in sys.modules)
+    """
+    )
+    env = {"ANYCELL_CACHE_DIR": str(tmp_path), **COMPILES}
+    first, *others = (python(code, PYTHONHASHSEED=seed, **env).split() for seed in "123")
+    assert first[1] == "True" and others == [[first[0], "False"]] * 2
+
+
+@pytest.mark.slow
+def test_a_child_compiles_beside_tensorflow(tmp_path: Path) -> None:
+    """Triton would end a process that has TensorFlow's LLVM."""
+    pytest.importorskip("tensorflow")
+    code = (
+        "import tensorflow\n"
+        + textwrap.dedent(COMPILE)
+        + textwrap.dedent("""
+        print(build.unusable(), len(build.binary(kernel, 90).cubin) > 1000)
+        try:
+            build.binary(kernel._replace(source=kernel.source.replace("tl.store", "f")), 90)
+        except Refused as refused:
+            print(refused)
+        sys.executable = "/bin/false"
+        try:
+            build.binary(kernel, 80)
+        except Refused as refused:
+            print(refused)
+        os.environ["TRITON_INTERPRET"] = "1"
+        print(build.unusable.__wrapped__(), "triton" in sys.modules)
+    """)
+    )
+    usable, error, died, interpreter = python(
+        code, ANYCELL_CACHE_DIR=str(tmp_path), **COMPILES
+    ).splitlines()
+    assert usable == "None True"
+    assert "does not compile it for sm_90: " in error and "f" in error
+    assert died.endswith("the process that compiles ended with 1: it said nothing.")
+    assert "import triton before tensorflow" in interpreter and interpreter.endswith(" False")
 
 
 @pytest.mark.slow

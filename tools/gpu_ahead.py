@@ -128,7 +128,7 @@ def without_a_card(device: str, tf32: bool) -> Iterator[None]:
     from anycell.engines.gpu import build, launch
     from anycell.engines.gpu.capacity import Device
     from anycell.torch import fused
-    from anycell.torch.device import DeviceHost
+    from anycell.torch.framework import TorchDevice
 
     name, *numbers = device.rsplit(",", 4)
     card = Device(name, *map(int, numbers), build.compiler())
@@ -136,10 +136,10 @@ def without_a_card(device: str, tf32: bool) -> Iterator[None]:
     with (
         mock.patch.dict(fused.ENGINES, {"cpu": "gpu"}),
         mock.patch.object(launch, "_driver", lambda: Driver(card)),
-        mock.patch.object(DeviceHost, "limits", card),
-        mock.patch.object(DeviceHost, "tf32", tf32),
-        mock.patch.object(DeviceHost, "matmul", nothing),
-        mock.patch.object(DeviceHost, "matmul_add", nothing),
+        mock.patch.object(TorchDevice, "limits", card),
+        mock.patch.object(TorchDevice, "tf32", lambda host, cell: tf32),
+        mock.patch.object(TorchDevice, "matmul", nothing),
+        mock.patch.object(TorchDevice, "matmul_add", nothing),
     ):
         yield
 

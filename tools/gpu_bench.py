@@ -279,7 +279,7 @@ def tier(case: Case, backward: bool) -> int:
     cell, dtype = CELLS[case.cell], dtype_of(case)
     host = host_of_card(dtype)
     one = plan(cell, case.H, str(dtype).removeprefix("torch."), "gpu")
-    return capacity.choose(one, host.limits, backward, batch=case.B, tf32=host.tf32).tier
+    return capacity.choose(one, host.limits, backward, batch=case.B, tf32=host.tf32(one.cell)).tier
 
 
 def contenders(case: Case, device: str = "cuda") -> Line:

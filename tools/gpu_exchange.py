@@ -28,7 +28,7 @@ from anycell.engines.gpu import capacity
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.text import Printed, power_of_two
 from anycell.plan import plan
-from anycell.torch.device import DeviceHost
+from anycell.torch.framework import TorchDevice
 
 PROGRAMS = (8, 16, 24, 32, 48, 64, 96, 128)
 SHORT, LONG, RUNS = 256, 2304, 7
@@ -111,7 +111,7 @@ def main() -> None:
     sys.exit(not good)
 
 
-def timed(kind: str, programs: int, host: DeviceHost) -> dict[str, Any]:
+def timed(kind: str, programs: int, host: TorchDevice) -> dict[str, Any]:
     """Measures microseconds per step, and checks the numbers."""
     line: dict[str, Any] = {}
     if kind == "step":
@@ -142,7 +142,7 @@ def timed(kind: str, programs: int, host: DeviceHost) -> dict[str, Any]:
     return {**line, "us_per_step": round(statistics.median(slopes), 3), "right": bool(right)}
 
 
-def alone(kind: str, programs: int, steps: int, host: DeviceHost, values: dict[str, Any]) -> Any:
+def alone(kind: str, programs: int, steps: int, host: TorchDevice, values: dict[str, Any]) -> Any:
     """Returns a function that launches the kernel once, with flags that begin at zero."""
     kernel = printed(programs, kind == "numbers")
     values = {**values, "count": steps}
@@ -163,7 +163,7 @@ def least(programs: int, steps: int) -> Any:
     x = torch.randn(steps, ROWS, 16, **options)
 
     def run() -> None:
-        with mock.patch.object(DeviceHost, "tier", 2), torch.no_grad():
+        with mock.patch.object(TorchDevice, "tier", 2), torch.no_grad():
             layer(x)
 
     return run

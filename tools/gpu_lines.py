@@ -91,9 +91,9 @@ def host_of_card(dtype: Any) -> Any:
     """The GPU engine's host of tensors on the current card."""
     import torch
 
-    from anycell.torch.device import host_of
+    from anycell.torch.framework import TorchDevice
 
-    return host_of(dtype, torch.device("cuda", torch.cuda.current_device()))
+    return TorchDevice(dtype, torch.device("cuda", torch.cuda.current_device()))
 
 
 def spelled(card: Sequence[Any]) -> str:

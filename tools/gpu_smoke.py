@@ -21,7 +21,7 @@ from tolerances import error, limit
 
 import anycell
 from anycell import cells
-from anycell.torch.device import DeviceHost
+from anycell.torch.framework import TorchDevice
 
 CELLS = (cells.LSTM, cells.GRU)
 STEPS, INPUTS = 20, 24  # more steps than a graph of tier 3 has
@@ -65,7 +65,7 @@ def tried(cell: Any, case: Case, device: str) -> dict[str, Any]:
     # Step by step: no engine has float64 on a card. Runs first, because kernels may lose the card.
     right = results(copy.deepcopy(layer).double(), x.double(), training)
     try:
-        with mock.patch.object(DeviceHost, "tier", case.tier):
+        with mock.patch.object(TorchDevice, "tier", case.tier):
             calls = [results(layer, x, training) for _ in range(CALLS)]
     except Exception as raised:
         if "cannot run" in str(raised):  # a tier that has no such kernels

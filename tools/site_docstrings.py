@@ -36,8 +36,10 @@ class Docstrings(griffe.Extension):
         os.environ.setdefault("KERAS_BACKEND", "torch")
         for item in _all(pkg):
             if item.docstring is not None:
-                if "options}" in item.docstring.value:
+                if "arguments}" in item.docstring.value:
                     item.docstring.value = _running(item).__doc__
+                    if isinstance(item, griffe.Function):
+                        item.parameters = _parameters(_running(item))
                 item.docstring.value = markdown(inspect.cleandoc(item.docstring.value))
         found = {name: pkg[path] for name, path in NAMESAKES.items()}
         for name, item in found.items():
@@ -87,9 +89,16 @@ def _as_called(function: Any) -> None:
 
 def _constructor(layer: Any) -> griffe.Function:
     """The constructor of a layer at run time."""
-    found = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
-    for name, parameter in inspect.signature(layer).parameters.items():
+    own = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
+    return griffe.Function("__init__", parameters=griffe.Parameters(own, *_parameters(layer)))
+
+
+def _parameters(function: Any) -> griffe.Parameters:
+    """The parameters of a function at run time."""
+    found = []
+    for name, parameter in inspect.signature(function).parameters.items():
         default = None if parameter.default is parameter.empty else repr(parameter.default)
         kind = griffe.ParameterKind(parameter.kind.description)
-        found.append(griffe.Parameter(name, kind=kind, default=default))
-    return griffe.Function("__init__", parameters=griffe.Parameters(*found))
+        annotation = parameter.annotation if isinstance(parameter.annotation, str) else None
+        found.append(griffe.Parameter(name, kind=kind, default=default, annotation=annotation))
+    return griffe.Parameters(*found)

@@ -10,7 +10,7 @@ from typing import Any
 import anycell
 from anycell.bench.problem import Problem, by_direction
 from anycell.bench.tasks import Array, Contender, Mode, Task, Unsupported
-from anycell.numpy.host import numpy_dtype
+from anycell.numpy.check import numpy_dtype
 from anycell.usage import need
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anycell.layer.signature import FLAGS
+from anycell.layer.signature import FLAGS, OF_STATES
 
 Array = Any
 Arrays = Mapping[str, Array]
@@ -24,7 +24,7 @@ def row_axis(name: str, array: Array) -> int | None:
         return 0
     if name == "recurrent_mask":
         return int(array.ndim) - 2
-    state = name.startswith(("state ", "reset_state ")) and array.ndim == 3
+    state = name.startswith(OF_STATES) and array.ndim == 3
     return 1 if state or name in ("x", *FLAGS) else None
 
 

@@ -35,7 +35,7 @@ def composite(layer: Layer, arrays: Arrays) -> Results:
 def _scan(run: Recurrence, names: Sequence[str]) -> tuple[Any, Any]:
     """The sequences of these states, and the final states, of one direction."""
     options, reverse = run.layer.options, run.layer.options.reverse[run.direction]
-    sequences = {"gates": run.gates_x, "mask": run.mask}
+    sequences = {"gates_x": run.gates_x, "mask": run.mask}
     if run.resets is not None:
         sequences["resets"] = restarts(run.resets, run.mask, reverse)
     forwards = options._replace(reverse=(False,) * len(options.reverse))
@@ -45,9 +45,7 @@ def _scan(run: Recurrence, names: Sequence[str]) -> tuple[Any, Any]:
     def step(states: Any, now: Any) -> tuple[Any, Any]:
         t, parts = now
         one = replace(
-            run, layer=layer, gates_x=parts["gates"][None], state=states,
-            mask=parts["mask"][None] if "mask" in parts else None,
-            resets=parts["resets"][None] if "resets" in parts else None,
+            run, layer=layer, state=states, **{name: part[None] for name, part in parts.items()},
             begin=t, uniform=lambda seed, *of_mask: uniform(seed.words, *of_mask),
         )  # fmt: skip
         after, final = one.sequences(names)

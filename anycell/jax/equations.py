@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from anycell.lang.namespaces import namespace
+from anycell.lang.namespaces import NUMPY
 from anycell.lang.ops import TABLE as MEANINGS
 from anycell.read import Equation, Values, Variable
 
@@ -115,7 +115,7 @@ def _folded(equation: Equation) -> float | None:
     (result,) = equation.results
     if (op := OPS.get(name)) in MEANINGS and (result.floating or result.boolean):
         with np.errstate(all="ignore"):
-            value = MEANINGS[op].meaning(namespace(np.zeros(1)), *arrays)
+            value = MEANINGS[op].meaning(NUMPY, *arrays)
     elif name in ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze"):
         value = arrays[0]
     else:

@@ -16,13 +16,12 @@ from jax.extend.core import Literal
 
 from anycell.jax.equations import CALLS, OPS, evaluated
 from anycell.jax.table import STRUCTURAL, letters
-from anycell.lang.namespaces import namespace
+from anycell.lang.namespaces import NUMPY
 from anycell.lang.ops import TABLE
 from anycell.read import Refused
 
 Array = Any
 
-_NUMPY = namespace(np.zeros(1))
 _CALLS = CALLS | {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 # Of whole numbers; others round, or work on bits.
 _WHOLE = frozenset("add sub mul neg lt le gt ge eq ne".split())
@@ -160,7 +159,7 @@ def _results(eqn: Any, operands: list[Array]) -> Sequence[Array]:
         return results if isinstance(results, list) else [results]
     real = all(a.dtype in (np.float64, bool) for a in operands)
     if op in TABLE and (real or op in _WHOLE):
-        return [TABLE[op].meaning(_NUMPY, *operands)]
+        return [TABLE[op].meaning(NUMPY, *operands)]
     if name in _RULES and real:
         return [_RULES[name](params, *operands)]
     if name in _BITS and all(a.dtype.kind == "u" for a in operands):

@@ -26,7 +26,7 @@ from jax.interpreters import batching as interpreter
 
 from anycell.jax import batching, sharding
 from anycell.jax.composite import Array, composite
-from anycell.jax.host import Buffer, Seed, host_of
+from anycell.jax.framework import Buffer, Jax, Seed
 from anycell.layer import Kept, backward, forward, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.sequences import keeping as keeping_states
@@ -112,7 +112,7 @@ def _seeded(layer: Layer, arrays: Arrays) -> tuple[Layer, Arrays]:
 def _forward(layer: Layer, keep: bool, *flat: Array) -> tuple[Results, Kept | None]:
     layer, arrays = _seeded(layer, layer.named(flat))
     plan, keeps = _kernels(layer, arrays), keep or bool(layer.sequences)
-    output, finals, kept = forward(host_of(plan.dtype), plan, arrays, layer.options, keep=keeps)
+    output, finals, kept = forward(Jax.of(plan.dtype), plan, arrays, layer.options, keep=keeps)
     others = sequences(layer, arrays, kept) if kept else []
     return (output, tuple(finals), tuple(others)), kept if keep else None
 
@@ -133,7 +133,7 @@ def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) ->
     d = dict(zip(arriving, flat[count:], strict=False))
     kept = jax.tree.unflatten(_kept_tree(layer, flat[:count]), flat[count + len(arriving) :])
     gradients = backward(
-        host_of(plan.dtype), plan, arrays, seeded.options, kept, d.get("output"),
+        Jax.of(plan.dtype), plan, arrays, seeded.options, kept, d.get("output"),
         [d.get(f"final {name}") for name in plan.cell.state_names],
         d_states={name: d[name] for name in layer.sequences if name in d}, wanted=wanted,
     )  # fmt: skip

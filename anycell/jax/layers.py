@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,39 +14,27 @@ import jax.numpy as jnp
 from anycell.engines.cpu import isa
 from anycell.explanation import Explained
 from anycell.jax import streaming
-from anycell.jax.arguments import (
-    JAX,
-    as_arrays,
-    check_array,
-    check_flags,
-    check_key,
-    refuse_kind,
-)
+from anycell.jax.framework import Jax, as_arrays, check_key
 from anycell.jax.primitive import planned, run, seed_words
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import (
-    Layout,
     boolean,
     check_cell,
     check_names,
     check_one_direction,
     check_options,
-    check_recurrent_mask,
     check_sizes,
-    check_states,
-    check_static,
     describe,
     integer,
     is_array,
     number,
     refuse,
-    remedy,
 )
-from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.layer.signature import of_layer, state_names
+from anycell.layer.layers import AXES, Stack, check_input, one_step
+from anycell.layer.signature import of_layer
 from anycell.named import shown
-from anycell.plan import CallOptions, Engine, Layer, Options, takes
+from anycell.plan import REALS, ArrayArguments, Engine, Layer, Options, Returning, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -201,24 +190,17 @@ class RNN(Explained):
                 params[name] = jnp.full(shape, value, dtype)
         return params
 
-    @takes()
+    @takes(ArrayArguments, Returning)
     def __call__(
         self,
         params: Mapping[str, Array],
         x: Array,
         state: State | None = None,
         *,
-        mask: Array | None = None,
-        lengths: Array | Sequence[int] | None = None,
-        resets: Array | None = None,
-        reset_state: State | None = None,
-        static: Array | None = None,
-        recurrent_mask: Array | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
         training: bool = False,
         seed: Any = None,
         engine: str | None = None,
-        **options: Unpack[CallOptions],
+        **arguments: Any,
     ) -> tuple[Any, ...]:
         """Runs whole sequences.
 
@@ -233,7 +215,7 @@ class RNN(Explained):
             training: applies dropout and the cell's random masks, which need a ``seed``: a key of
                 ``jax.random``, or an int.
             engine: "cpu", "reference" or None, see ``recurrence``.
-            {mask lengths resets reset_state static recurrent_mask return_states options}
+            {arguments}
 
         Returns:
             output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
@@ -245,67 +227,27 @@ class RNN(Explained):
             TypeError, ValueError: with the argument, what was given, what is expected, and what to
                 do.
         """
-        cell, directions = self.cell, 1 + self.bidirectional
-        params, (x, state, reset_state) = self._params(params), as_arrays((x, state, reset_state))
-        static, recurrent_mask = as_arrays((static, recurrent_mask))
-        like = params["weight_ih_l0"]
-        batched = self._check_input(x, like)
-        x = x if batched else x[:, None]
-        x = x.swapaxes(0, 1) if self.batch_first and batched else x
-        steps, rows, _ = x.shape
+        params, (x, state) = self._params(params), as_arrays((x, state))
+        arguments |= as_arrays({n: a for n, a in arguments.items() if n in REALS})
+        like, directions = params["weight_ih_l0"], 1 + self.bidirectional
+        check_input(Jax, x, (*AXES[self.batch_first], self.input_size), like)
         training = boolean("training", training)
         how = Options(
             reverse=(False, True)[:directions], training=training, checkpoint=self.checkpoint,
-            **check_options(options, function=type(self).__call__),
+            **check_options(arguments, function=type(self).__call__),
         )  # fmt: skip
-        layout = Layout(JAX, x, steps, rows, self.batch_first, batched)
-        first = (rows,) if batched else ()
-        shared: dict[str, Any] = {"mask": layout.valid(mask, lengths)}
-        shared["resets"] = None if resets is None else layout.flags("resets", resets)
-        shape = (*first, self.sizes[cell.static_size])
-        static = check_static(JAX, cell, static, shape, x)
-        if recurrent_mask is not None:
-            check_recurrent_mask(JAX, cell, recurrent_mask, self.sizes, first, x)
-        for name, array in (("static", static), ("recurrent_mask", recurrent_mask)):
-            unbatched = array is not None and not batched
-            shared[name] = array[..., None, :] if unbatched else array
-        states: dict[str, Array] = {}
-        for kind, given in (("state", state), ("reset_state", reset_state)):
-            if given is not None:
-                whole = (self.num_layers * directions, *first)
-                checked = check_states(JAX, kind, given, cell, self.sizes, whole, x)
-                wide = (one if batched else one[:, None] for one in checked)
-                states |= zip(state_names(kind, cell), wide, strict=True)
-        words = seed_words(cell, seed) if training and self.draws else None
-        wanted = check_return_states(cell, return_states)
-        layer = planned(self._layer(), like.dtype, engine)
-        finals, others = [], ()
+        layer = planned(self._layer()._replace(options=how), like.dtype, engine)
+        words = seed_words(self.cell, seed) if training and self.draws else None
+        weights = []
         for k in range(self.num_layers):
-            if k and training and self.dropout:
-                x = self._dropped(x, words, k)
-            part = slice(k * directions, (k + 1) * directions)
-            arrays = {"x": x, **shared, **of_layer(cell, params, k, directions)}
-            arrays |= {name: array[part] for name, array in states.items()}
-            if training and cell.keeps:
-                arrays["seed"] = words
+            weights.append(of_layer(self.cell, params, k, directions))
+            if training and self.cell.keeps:
+                weights[k]["seed"] = words
             if f"packed_l{k}" in params:
-                arrays["packed"] = params[f"packed_l{k}"]
-            last = besides_output(wanted, cell) if k + 1 == self.num_layers else ()
-            this = layer._replace(options=how._replace(stream=k), sequences=last)
-            x, final, others = run(this, arrays)
-            finals.append(final)
-        final = tuple(jnp.concatenate(parts) for parts in zip(*finals, strict=True))
-
-        def laid_out(sequence: Array) -> Array:
-            if not batched:
-                return sequence[:, 0]
-            return sequence.swapaxes(0, 1) if self.batch_first else sequence
-
-        final = tuple(one if batched else one[:, 0] for one in final)
-        output, returned = laid_out(x), final if len(final) > 1 else final[0]
-        if not wanted:
-            return output, returned
-        return output, returned, by_name(wanted, cell, output, [*map(laid_out, others)])
+                weights[k]["packed"] = params[f"packed_l{k}"]
+        drop = partial(self._dropped, words=words) if training and self.dropout else None
+        stack = Stack(Jax, run, layer, weights, self.batch_first, drop)
+        return stack.call(x, state, arguments)
 
     def initial_state(self, batch: int | None, dtype: Any = jnp.float32) -> State:
         """The state from which a call without one starts, laid out as a call takes and returns it.
@@ -389,17 +331,10 @@ class RNN(Explained):
         check_one_direction("step", self)
         if isinstance(params, Prepared):
             params = params.of_step(self)
-        params, x = self._params(params), as_arrays(x)
-        rows: Any = x.shape[:-1] if isinstance(x, jax.Array) and x.ndim in (1, 2) else ("B",)
-        axes, axis = "one step" if rows else f"or [B, {self.input_size}], one step", 0
-        x = check_array("x", x, (*rows, self.input_size), axes, params["weight_ih_l0"])
-        if resets is not None:
-            resets = check_flags("resets", resets, rows, "a flag per row", x)[None]
-        if self.batch_first and rows:
-            axis, resets = 1, None if resets is None else resets.swapaxes(0, 1)
-        further: dict[str, Any] = {"static": static, "resets": resets, "reset_state": reset_state}
-        output, state = self(params, jnp.expand_dims(x, axis), state, **further)
-        return output.squeeze(axis), state
+        params = self._params(params)
+        arguments = {"static": static, "resets": resets, "reset_state": reset_state}
+        call, like = partial(self, params), params["weight_ih_l0"]
+        return one_step(Jax, self, call, as_arrays(x), like, state, arguments)
 
     def _params(self, params: Any) -> dict[str, Array]:
         """Checks parameters."""
@@ -417,24 +352,10 @@ class RNN(Explained):
         first, *_ = shapes
         what = f"by the sizes of the layer and the dtype of {first}"
         for name, shape in shapes.items():
-            check_array(name, params[name], shape, what, params[first])
+            Jax.check_array(name, params[name], shape, what, params[first])
         return params
 
-    def _check_input(self, x: Any, like: Array) -> bool:
-        """Checks x; returns whether it has a batch."""
-        axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
-        expected = f"{like.dtype} {axes.format(self.input_size)}"
-        if not isinstance(x, jax.Array):
-            refuse_kind("x", x, expected)
-        if x.ndim not in (2, 3) or x.shape[-1] != self.input_size:
-            hint = f"The last axis is input_size; without a batch [time, {self.input_size}]."
-            refuse("x", describe(x), expected, remedy(x, 3, hint))
-        if x.dtype != like.dtype:
-            hint = f"Convert it: x.astype({like.dtype})."
-            refuse("x", describe(x), f"{expected}, as the parameters", hint)
-        return bool(x.ndim == 3)
-
-    def _dropped(self, x: Array, words: Array, k: int) -> Array:
+    def _dropped(self, x: Array, k: int, words: Array) -> Array:
         """The input of layer k > 0 in training."""
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         key = jax.random.fold_in(key, _DROPPED + k)

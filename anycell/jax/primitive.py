@@ -10,18 +10,13 @@ import jax.numpy as jnp
 
 from anycell.engines import cpu
 from anycell.jax import fused, streaming
-from anycell.jax.arguments import JAX, as_arrays, check_array, check_key, known
+from anycell.jax.framework import Jax, as_arrays, check_key, known
 from anycell.lang.cell import Cell
-from anycell.layer.checks import Layout, check_cell, choice, refuse
-from anycell.layer.primitive import (
-    arguments,
-    check_input,
-    input_of,
-    learned_by_name,
-    options_and_seed,
-)
-from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.plan import OPTIONS, FunctionOptions, Layer, plan, takes
+from anycell.layer import checks, primitive
+from anycell.layer.checks import choice, refuse
+from anycell.layer.layers import Stack
+from anycell.layer.primitive import check_call
+from anycell.plan import Layer, RecurrenceArguments, plan, takes
 from anycell.plan.dtype import dtypes
 
 if TYPE_CHECKING:
@@ -30,24 +25,14 @@ if TYPE_CHECKING:
 Array = Any
 
 
-@takes(OPTIONS)
+@takes(RecurrenceArguments, about=primitive.__doc__)
 def recurrence(
     cell: Cell,
     x: Array | None,
     weights: Mapping[str, Array | None],
     state: Sequence[Array | None] | Array | None = None,
     params: Mapping[str, Array] | None = None,
-    *,
-    gates: Array | None = None,
-    mask: Array | None = None,
-    lengths: Array | Sequence[int] | None = None,
-    resets: Array | None = None,
-    reset_state: Sequence[Array | None] | Array | None = None,
-    recurrent_mask: Array | None = None,
-    static: Array | None = None,
-    return_states: bool | str | Sequence[str] | None = None,
-    engine: str | None = None,
-    **options: Unpack[FunctionOptions],
+    **arguments: Unpack[RecurrenceArguments],
 ) -> tuple[Any, ...]:
     """Runs ``cell`` over a sequence: one direction of one layer, whose arrays are the user's.
 
@@ -56,23 +41,16 @@ def recurrence(
     without Python.
 
     Args:
-        cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the arrays.
-        x: ``[T, B, I]``. If ``weights`` have no ``weight_ih``, x must be projected already, like
-            ``gates``.
-        state: ``[B, size]`` per state, or the array itself for one state; None, for all states or
-            one of them, is the declared value. ``reset_state`` may also be ``[size]``.
-        params: the cell's parameters, if they are kept apart from the weights.
+        {cell x weights state params}
         engine: "cpu" (the kernel) or "reference" (``lax.scan``, on any device); None takes the
             kernel if JAX's default device is the CPU and there is a kernel for the cell and dtype.
-        {weights gates mask lengths resets reset_state static recurrent_mask return_states options}
+        {arguments}
 
     A ``seed`` may also be a key of ``jax.random``; in training, a cell that draws random masks
     needs one.
 
     Returns:
-        the output ``[T, B, size of the first state]``, and a tuple of the final states
-        ``[B, size]``. With ``return_states`` a third result: a dictionary of ``[T, B, size]`` by
-        names of states; at masked steps see ``masked_output``.
+        {output final states}
 
     Kernels run float32, bfloat16, float16 and float64. Forward-mode derivatives (``jax.jvp``),
     second derivatives and gradients of a ``recurrent_mask`` are computed step by step. Under
@@ -89,40 +67,20 @@ def recurrence(
         >>> output.shape, c.shape
         ((5, 2, 8), (2, 8))
     """
-    check_cell(cell)
-    weights, params = as_arrays(weights), as_arrays({} if params is None else params)
-    named = learned_by_name(JAX, cell, cell.learned, weights=weights, params=params)
-    name, series = as_arrays(input_of(x, gates, named))
-    check_input(JAX, cell, name, series, "weight_ih" not in named)
-    like = named.get("weight_hh", [*named.values(), series][0])
-    state, reset_state, static, recurrent_mask = as_arrays(
-        (state, reset_state, static, recurrent_mask)
+    key = arguments.pop("seed", None)  # which may be one of JAX
+    call = check_call(
+        Jax, recurrence, cell, x, weights, state, params, arguments, convert=as_arrays
     )
-    steps, rows, _ = series.shape
-    arrays, sizes = arguments(
-        JAX, cell, series, named, rows, like, state, reset_state, static, recurrent_mask
-    )
-    check_array(name, series, series.shape, "as the weights", like)
-    key = options.pop("seed", None)
-    how, _ = options_and_seed(options, recurrence)
-    wanted = check_return_states(cell, return_states)
-    layout = Layout(JAX, series, steps, rows)
-    arrays |= {"x": series, "mask": layout.valid(mask, lengths), **named}
-    arrays["resets"] = None if resets is None else layout.flags("resets", resets)
-    if how.training and cell.keeps:
-        arrays["seed"] = seed_words(cell, key)
-    others = besides_output(wanted, cell)
-    layer = Layer(cell, tuple(sizes.items()), how, sequences=others)
-    output, final, values = run(planned(layer, like.dtype, engine), arrays)
-    last = tuple([s[0] for s in final])
-    return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
+    if call.layer.options.training and cell.keeps:
+        call.learned["seed"] = seed_words(cell, key)
+    layer = planned(call.layer, call.x.dtype, call.layer.engine)
+    return call.results(Stack(Jax, run, layer, [call.learned]), arguments)
 
 
 def run(layer: Layer, arrays: Mapping[str, Any]) -> Any:
-    """Runs a layer; see ``fused.run``. None stands for an array that is not given."""
+    """Runs a layer; see ``fused.run``."""
     layer = layer._replace(options=layer.options._replace(threads=cpu.threads.current()))
-    given = {n: a for n, a in arrays.items() if a is not None}
-    return (streaming if "packed" in given else fused).run(layer, given)
+    return (streaming if "packed" in arrays else fused).run(layer, dict(arrays))
 
 
 def planned(layer: Layer, dtype: Any, engine: str | None = None) -> Layer:
@@ -162,6 +120,5 @@ def seed_words(cell: Cell, seed: Any) -> Array:
             high = seed >> 32 if seed.dtype.itemsize == 8 else jnp.zeros_like(seed)
             return jnp.stack([seed.astype(jnp.uint32), high.astype(jnp.uint32)])
         seed = int(seed)
-    number = options_and_seed({"seed": seed}, recurrence)[1]
-    assert number is not None
+    number = checks.seed(seed)
     return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)

@@ -22,8 +22,8 @@ from jax.interpreters import batching as interpreter
 from anycell.engines import cpu
 from anycell.jax import fused, sharding
 from anycell.jax.composite import Array
+from anycell.jax.framework import Jax
 from anycell.jax.fused import Arrays, Flat
-from anycell.jax.host import JaxHost, host_of
 from anycell.layer.checks import refuse
 from anycell.layer.recipe import recipe_of
 from anycell.layer.signature import FLAGS, of_a_matmul, of_layer
@@ -31,7 +31,7 @@ from anycell.layer.steps import Results
 from anycell.layer.stream import draft_packing, draft_step
 from anycell.plan import Layer, Options
 
-_BYTES: Any = JaxHost(np.dtype(np.uint8))
+_BYTES: Any = Jax(np.dtype(np.uint8))
 
 
 def pack(layer: Layer, layers: int, params: Mapping[str, Array]) -> tuple[Array, ...]:
@@ -72,7 +72,7 @@ def _pack_elsewhere(*flat: Array, layer: Layer) -> Flat:
 
 def _run_step(*flat: Array, layer: Layer) -> Flat:
     arrays = {name: array for name, array in layer.named(flat).items() if not of_a_matmul(name)}
-    host, threads = host_of(layer.plan.dtype), layer.options.threads
+    host, threads = Jax.of(layer.plan.dtype), layer.options.threads
     flags = tuple(name for name in FLAGS if name in arrays)
     key = "stepping", layer.plan, threads, host.layout(arrays), flags
     recipe = recipe_of(key, lambda: draft_step(host, layer.plan, arrays, threads))

@@ -13,6 +13,15 @@ import keras
 from anycell.keras.call import Tensor
 from anycell.keras.rule import asked
 
+# The framework of the backend's tensors, which ``lang.namespaces`` must know.
+match keras.backend.backend():
+    case "tensorflow":
+        import anycell.keras.framework
+    case "torch":
+        import anycell.torch.framework
+    case "jax":
+        import anycell.jax.framework  # noqa: F401
+
 
 def refusal(x: Tensor | None = None) -> str | None:
     """Returns why nothing outside the graph can be called now, for ``x`` if given, or None."""

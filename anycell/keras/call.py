@@ -10,7 +10,7 @@ from keras.src import backend as inside  # the mask of a tensor has no public na
 
 from anycell.lang.cell import Cell
 from anycell.layer.checks import refuse
-from anycell.layer.signature import state_names
+from anycell.layer.signature import OF_STATES, state_names
 from anycell.plan import Layer, scales_of
 
 Tensor = Any  # of the backend
@@ -30,7 +30,6 @@ Arrays = Mapping[str, Tensor]
 INTEGERS = "mask", "resets", "seed"  # which have dtypes of their own
 # The weights that Keras stores transposed, and their names below the frontends.
 KERNELS = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
-OF_STATES = "state ", "reset_state "  # how the names begin that have an axis of directions below
 
 
 def check(layer: Layer, arrays: Arrays) -> None:

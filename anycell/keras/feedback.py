@@ -15,10 +15,10 @@ from anycell.keras.call import KERNELS, Arrays, Tensor, attached_mask, expect, f
 from anycell.keras.layers import Fused
 from anycell.keras.streaming import Keywords, one_step
 from anycell.lang.cell import Cell
-from anycell.lang.namespaces import namespace
+from anycell.lang.namespaces import Namespace, namespace
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.checks import refuse
-from anycell.layer.feedback import Fed, chance, check_width, entering, fed
+from anycell.layer.feedback import Fed, check_width, entering, fed
 from anycell.plan import Engine, Layer
 
 
@@ -112,8 +112,8 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
         if initial_state is None:
             initial_state = self.layer.get_initial_state(ops.shape(sequences)[0])
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
-        given = self._given(forced, sequences)
-        with self.layer._beside(None, resets):
+        given = self._forced(forced, sequences, True)
+        with self.layer._beside(resets=resets):
             _, y, final = self.inner_loop(sequences, states, mask, bool(training), given=given)
         return [y, *(ops.cast(s, self.compute_dtype) for s in final)] if self.return_state else y
 
@@ -165,34 +165,29 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
         """
         return super().step(x, states, forced=forced, resets=resets)
 
+    def _xp(self, array: Tensor) -> Namespace:
+        return namespace(array)
+
     def _one_step(self, x: Any) -> Tensor:
         return one_step(self, x, self.layer.cell.compute_dtype)
 
     def _before(self, x: Tensor, state: Any) -> list[Tensor]:
         return self.layer._begin(x, state, None)
 
-    def _flags(self, name: str, value: Any, x: Tensor) -> Tensor:
+    def _flags(self, name: str, value: Any, shape: Any, axes: str, x: Tensor) -> Tensor:
         given = flags(name, value)
-        if len(given.shape) != 1:
-            refuse(name, f"shape {tuple(given.shape)}", "[B]", "Pass a flag for each row.")
+        expect(name, given.shape, shape, "rows, steps" if len(shape) == 2 else axes)
         return given
 
     def _read_state(self, state: Tensor) -> Tensor:
         return ops.cast(self.readout(state), self.layer.cell.compute_dtype)
 
-    def _given(self, forced: Any, sequences: Tensor) -> Tensor:
-        """Returns flags ``[B, T]``, True where the series is given."""
-        probability, shape = chance(forced), ops.shape(sequences)[:2]
-        if probability is None:
-            forced, (rows, steps) = flags("forced", forced), sequences.shape[:2]
-            if len(forced.shape) == 1:
-                expect("forced", forced.shape, (steps,), "steps")
-                return ops.broadcast_to(forced, shape)
-            expect("forced", forced.shape, (rows, steps), "rows, steps")
-            return forced
-        if probability in (0, 1):  # nothing is drawn, not even in an exported graph
-            return ops.full(shape, bool(forced), "bool")
-        return keras.random.uniform(shape, seed=self.seed_generator) < probability
+    @property
+    def _width(self) -> int:
+        return self.readout.units
+
+    def _draw(self, like: Tensor) -> Tensor:
+        return keras.random.uniform(ops.shape(like), seed=self.seed_generator)
 
     def get_config(self) -> dict[str, Any]:
         """All arguments, for ``from_config``."""

@@ -39,6 +39,7 @@ from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes, refuse
+from anycell.layer.layers import NOTHING
 from anycell.plan import Engine, Layer, Options
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 
     from anycell.keras.typed import RNNArguments
 
-# ``static`` and ``resets``, on their way to `inner_loop`: Keras's `call` does not know them.
-_further: ContextVar[tuple[Tensor, Tensor]] = ContextVar("further", default=(None, None))
+# The arguments of a call that Keras's `call` does not know, by name, on their way to `inner_loop`.
+_arguments: ContextVar[Mapping[str, Tensor]] = ContextVar("arguments", default=NOTHING)
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 
 
@@ -103,7 +104,9 @@ class Fused(Steps, Keywords, Explained):
         if isinstance(step, str):
             return Facts(None, backend, gpu, obstacle=step, traced=traced)
         dropped = training and cell.recurrent_dropout and not self._dropped_by_kernel(step)
-        reset = _further.get()[1] is not None and not dropped  # Keras's loops cannot reset
+        reset = (
+            _arguments.get().get("resets") is not None and not dropped
+        )  # Keras's loops cannot reset
         integers = hasattr(cell, "numbers") and backend != "jax"  # where their real numbers run
         me: Any = self
         layer = Layer(
@@ -167,20 +170,20 @@ class Fused(Steps, Keywords, Explained):
 
     # -- the loop --------------------------------------------------------------------------------
     @contextmanager
-    def _beside(self, static: Tensor, resets: Tensor) -> Iterator[None]:
+    def _beside(self, **arguments: Tensor) -> Iterator[None]:
         """Gives runs within it the arguments that Keras's ``call`` does not know."""
-        step = self._step()
+        step, static = self._step(), arguments.get("static")
         wanted = step.static if isinstance(step, Cell) else None
         if (static is None) != (wanted is None):
             given = "None" if static is None else f"of shape {tuple(tensor(static).shape)}"
             expected = f"[B, {self.cell.units}], its {wanted}" if wanted else "None"
             runner = f"cell {step.name}" if isinstance(step, Cell) else f"Keras's loop: {step}"
             raise ValueError(f"static: given {given}; expected {expected}, for {runner}.")
-        token = _further.set((static, resets))
+        token = _arguments.set(arguments)
         try:
             yield
         finally:
-            _further.reset(token)
+            _arguments.reset(token)
 
     @uncompiled
     def inner_loop(
@@ -192,7 +195,7 @@ class Fused(Steps, Keywords, Explained):
             real("sequences", sequences)
         facts = self._facts(training, on_gpu(sequences), refusal(sequences))
         engine, reason = choose(facts)
-        _, resets = _further.get()
+        resets = _arguments.get().get("resets")
         if engine in ("keras", "cudnn") and resets is not None:
             hint = "Use an unchanged cell of anycell, without recurrent dropout."
             expected = "None, because Keras's loop, which cannot reset states, runs the layer"
@@ -298,7 +301,7 @@ class DropIn(Fused):
         if resets is None:
             return super().call(sequences, mask=mask, **given)  # type: ignore[misc]
         mask = attached_mask(sequences) if mask is None else mask  # see `RNN.call`
-        with self._beside(None, resets):
+        with self._beside(resets=resets):
             return super().call(sequences, mask=mask, **given)  # type: ignore[misc]
 
     def _step(self) -> Cell | str:
@@ -516,7 +519,7 @@ class OfCell(DropIn, keras.layers.RNN):
         sort = Sort.of(sequences, states, masks)
         step = elsewhere(self.cell) or _readings(self).step(self.cell, training, sort)
         facts = self._facts_of(step, on_gpu(sequences), refusal(sequences))
-        if choose(facts).name != "cpu" or _further.get()[1] is not None:
+        if choose(facts).name != "cpu" or _arguments.get().get("resets") is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
         if isinstance(step, str):  # it was not read when it was called first
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
@@ -635,7 +638,7 @@ class RNN(Fused, keras.layers.RNN):
         """Runs the layer; see the class."""
         if mask is None:  # Keras looks for a mask only if sequences are the only tensor
             mask = attached_mask(sequences)
-        with self._beside(static, resets):
+        with self._beside(static=static, resets=resets):
             return super().call(sequences, initial_state, mask=mask, training=training)
 
     def _step(self) -> Cell | str:
@@ -649,7 +652,7 @@ class RNN(Fused, keras.layers.RNN):
     def _arrays(self, x: Tensor, states: Sequence[Tensor], training: bool) -> Arrays:
         drawn = self.cell.masks(x[0], states[0], training)
         factor = drawn.pop("factor", None)
-        static, _ = _further.get()
+        static = _arguments.get().get("static")
         if static is not None:
             given = real("static", tensor(static, self.cell.compute_dtype))
             drawn["static"] = ops.cast(given, self.cell.compute_dtype)

@@ -12,32 +12,23 @@ from anycell.keras.backends import as_written
 from anycell.keras.call import Tensor
 from anycell.keras.rule import FUSED
 from anycell.lang.cell import Cell
+from anycell.layer import primitive
 from anycell.layer.checks import refuse
-from anycell.plan import OPTIONS, FunctionOptions, takes
+from anycell.plan import RecurrenceArguments, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
 @as_written
-@takes(OPTIONS)
+@takes(RecurrenceArguments, about=primitive.__doc__)
 def recurrence(
     cell: Cell,
     x: Tensor | None,
     weights: Mapping[str, Tensor | None],
     state: Tensor | Sequence[Tensor | None] | None = None,
     params: Mapping[str, Tensor | None] | None = None,
-    *,
-    gates: Tensor | None = None,
-    mask: Tensor | None = None,
-    lengths: Tensor | Sequence[int] | None = None,
-    resets: Tensor | None = None,
-    reset_state: Tensor | Sequence[Tensor | None] | None = None,
-    recurrent_mask: Tensor | None = None,
-    static: Tensor | None = None,
-    return_states: bool | str | Sequence[str] | None = None,
-    engine: str | None = None,
-    **options: Unpack[FunctionOptions],
+    **arguments: Unpack[RecurrenceArguments],
 ) -> tuple[Any, ...]:
     """Runs ``cell`` over a sequence: one direction of one layer, whose tensors are the user's.
 
@@ -47,20 +38,13 @@ def recurrence(
     ``anycell.jax.recurrence``. The weights are laid out as there, not as Keras lays them out.
 
     Args:
-        cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the tensors.
-        x: ``[T, B, I]``. If ``weights`` have no ``weight_ih``, x must be projected already, like
-            ``gates``.
-        state: ``[B, size]`` per state, or the tensor itself for one state; None, for all states or
-            one of them, is the declared value. ``reset_state`` may also be ``[size]``.
-        params: the cell's parameters, if they are kept apart from the weights.
+        {cell x weights state params}
         engine: "cpu" (the fused kernel) or "reference" (step by step, in operations of the
             backend); None takes the kernel where it can be called.
-        {weights gates mask lengths resets reset_state static recurrent_mask return_states options}
+        {arguments}
 
     Returns:
-        the output ``[T, B, size of the first state]``, and a tuple of the final states
-        ``[B, size]``. With ``return_states`` a third result: a dictionary of ``[T, B, size]`` by
-        names of states; at masked steps see ``masked_output``.
+        {output final states}
 
     In TensorFlow, in training without a ``seed``, ``tf.random`` draws one for each run. XLA, an
     export, ``step_by_step``, forward mode and second derivatives run step by step; a loop over the
@@ -81,20 +65,9 @@ def recurrence(
     if name not in FUSED:
         expected, hint = " or ".join(FUSED), "Choose one by KERAS_BACKEND."
         refuse("recurrence", f"Keras's backend {name!r}", expected, hint, NotImplementedError)
-    parts = {
-        "x": x, "weights": weights, "state": state, "params": params, "gates": gates,
-        "reset_state": reset_state, "recurrent_mask": recurrent_mask, "static": static,
-    }  # fmt: skip
-    given = keras.tree.map_structure(_value, parts)
-    given |= {"mask": mask, "lengths": lengths, "resets": resets}
-    given |= {"return_states": return_states, "engine": engine}
-    results: tuple[Any, ...]
-    if name == "tensorflow":
-        tensors = import_module("anycell.keras.tensors")
-        results = tensors.recur_over(recurrence, cell, given, options)
-    else:
-        results = import_module(f"anycell.{name}").recurrence(cell, **given, **options)
-    return results
+    parts, arguments = keras.tree.map_structure(_value, ((x, weights, state, params), arguments))
+    module = import_module("anycell.keras.tensors" if name == "tensorflow" else f"anycell.{name}")
+    return module.recurrence(cell, *parts, **arguments)
 
 
 def _value(leaf: Any) -> Any:

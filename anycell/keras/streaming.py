@@ -19,7 +19,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.stream import Stream
 from anycell.layer.view import value
 from anycell.numpy import check, threads
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,7 +107,7 @@ class Steps:
             arrays = {name: value(weight) for name, weight in view.learned[0].items()}
             weights = {n: np.array(ops.convert_to_numpy(a), dtype) for n, a in arrays.items()}
             plan: Any = planned(view.layer._replace(dtype=dtype))
-            stream = Stream(host_of(np.dtype(dtype)), plan, [weights], threads.current())
+            stream = Stream(Numpy.of(dtype), plan, [weights], threads.current())
         self._prepared = Packed(stream, me)
         return self
 
@@ -144,7 +144,7 @@ class Steps:
         eager = hasattr(x, "numpy")  # symbols of a graph lack this method
         if packed.serves(me) and eager and not recorded((x, *given, static)):
             return self._packed_step(packed.stream, x, given, static)  # type: ignore[arg-type]
-        with me._beside(static, None), backend.AutocastScope(dtype):
+        with me._beside(static=static), backend.AutocastScope(dtype):
             last, _, final = me.inner_loop(ops.expand_dims(x, 1), given, None, False)
         return last, list(final)
 

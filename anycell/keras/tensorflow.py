@@ -36,7 +36,6 @@ from tensorflow.python.saved_model import save_context
 from anycell.engines import cpu
 from anycell.keras.call import (
     KERNELS,
-    OF_STATES,
     Arrays,
     Result,
     Tensor,
@@ -45,14 +44,14 @@ from anycell.keras.call import (
     lowered,
 )
 from anycell.keras.composite import composite
-from anycell.keras.host import LINE, host_of
+from anycell.keras.framework import LINE, TensorFlow
 from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Cell
-from anycell.lang.namespaces import namespace
 from anycell.layer import Kept, backward, forward, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import quantized, with_integers
 from anycell.layer.sequences import keeping
+from anycell.layer.signature import OF_STATES
 from anycell.plan import Layer, Options, plan
 
 Array = npt.NDArray[Any]
@@ -147,7 +146,7 @@ def run(
     if integers and keep:
         arrays, integers = dequantized(arrays), False
     if integers:
-        arrays = with_integers(namespace(x), arrays)
+        arrays = with_integers(TensorFlow.xp, arrays)
     if kernel is not None and x.shape[-1] is None:
         x = tf.ensure_shape(x, [None, None, kernel.shape[0]])
     if taped and _carries_tangents(arrays.values()):  # our gradients do not support forward mode
@@ -565,13 +564,13 @@ class _Kernels:
     # -- on arrays ---------------------------------------------------------------------------------
 
     def _forward(self, *tensors: Array) -> list[Array]:
-        host, (options, arrays) = host_of(self.layer.plan.types), self._arguments(tensors)
+        host, (options, arrays) = TensorFlow.of(self.layer.plan.dtype), self._arguments(tensors)
         out, final, kept = forward(host, self.layer.plan, arrays, options, keep=self.keep)
         results = [out] * self.separate + [state[0] for state in final]
         return results if kept is None else results + kept.flat()
 
     def _backward(self, *tensors: Array) -> list[Array]:
-        host, (options, arrays) = host_of(self.layer.plan.types), self._arguments(tensors)
+        host, (options, arrays) = TensorFlow.of(self.layer.plan.dtype), self._arguments(tensors)
         names, others = self.layer.cell.state_names, self.others
         first = len(self.names)
         last = first + self.ends

@@ -2,86 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from anycell.keras.call import OF_STATES, Tensor, flags
+from anycell.keras.call import Tensor, flags
+from anycell.keras.framework import TensorFlow
+from anycell.keras.primitive import recurrence as public
 from anycell.keras.tensorflow import recur
 from anycell.lang.cell import Cell
 from anycell.layer.checks import (
-    Frontend,
-    Layout,
-    Shape,
-    check_cell,
-    choice,
-    describe,
-    dtype_of,
     refuse,
 )
-from anycell.layer.primitive import (
-    arguments,
-    check_input,
-    input_of,
-    learned_by_name,
-    options_and_seed,
-)
-from anycell.layer.sequences import besides_output, by_name, check_return_states
+from anycell.layer.layers import Stack
+from anycell.layer.primitive import check_call
+from anycell.layer.signature import OF_STATES
 from anycell.plan import Layer
 
-# The arguments that are tensors, or dictionaries and sequences of them.
-_OF_TENSORS = "x gates weights params state reset_state static recurrent_mask".split()
 
-
-def recur_over(
-    function: Callable[..., Any], cell: Cell, given: Mapping[str, Any], options: Mapping[str, Any]
+def recurrence(
+    cell: Cell, x: Any, weights: Any, state: Any = None, params: Any = None, **arguments: Any
 ) -> tuple[Any, ...]:
-    """``anycell.keras.recurrence`` on TensorFlow.
+    """``anycell.keras.recurrence`` on TensorFlow."""
+    call = check_call(
+        TensorFlow, public, cell, x, weights, state, params, arguments, convert=_tensors,
+        unpack=_with_features,
+    )  # fmt: skip
+    series, (steps, rows, _) = call.x, call.x.shape.as_list()
+    mask, lengths = arguments.get("mask"), arguments.get("lengths")
+    if lengths is not None and (None in (steps, rows) or not _visible(lengths)):
+        within = TensorFlow.within(tf.shape(series)[0], tf.convert_to_tensor(lengths))
+        mask = within if mask is None else within & flags("mask", mask)
+        arguments |= {"lengths": None, "mask": mask}
+    if call.layer.options.training and cell.keeps:
+        call.learned["seed"] = _seed(call.seed)
+    return call.results(Stack(TensorFlow, _run, call.layer, [call.learned]), arguments)
 
-    Args:
-        function: that one, which errors name.
-        given: its arguments by name, but for the options.
-    """
-    check_cell(cell)
-    given = {**given, **{name: _tensors(given[name]) for name in _OF_TENSORS}}
-    weights, params = given["weights"], {} if given["params"] is None else given["params"]
-    named = learned_by_name(TENSORFLOW, cell, cell.learned, weights=weights, params=params)
-    name, series = input_of(given["x"], given["gates"], named)
+
+def _run(layer: Layer, arrays: Mapping[str, Tensor]) -> Any:
+    """Runs a layer of one direction; see ``Stack``."""
+    x, states = arrays["x"], layer.cell.states
+    arrays = {n: a[0] if n.startswith(OF_STATES) else a for n, a in arrays.items()}
+    for declared in states:
+        if f"state {declared.name}" not in arrays:
+            shape, value = (tf.shape(x)[1], layer.size(declared.size)), declared.initial
+            arrays[f"state {declared.name}"] = tf.fill(shape, tf.constant(value, x.dtype))
+    output, values = recur(layer, arrays)
+    final = [(state,) for state in values[: len(states)]]  # the axis of one direction
+    return output, final, values[len(states) :]
+
+
+def _with_features(name: str, series: Any) -> tuple[Any, None]:
+    """The input, padded; refuses one whose last axis is unknown."""
     if isinstance(series, tf.Tensor) and (series.shape.rank is None or series.shape[-1] is None):
         expected = "[time, batch, features], of which the features are known in a graph"
         refuse(name, f"shape {series.shape}", expected, f"Set them with {name}.set_shape.")
-    check_input(TENSORFLOW, cell, name, series, "weight_ih" not in named)
-    like = named.get("weight_hh", [*named.values(), series][0])
-    steps, rows, _ = series.shape.as_list()
-    others = [given[name] for name in ("state", "reset_state", "static", "recurrent_mask")]
-    arrays, sizes = arguments(TENSORFLOW, cell, series, named, rows, like, *others)
-    _fit(name, series, series.shape, "as the weights", like)
-    engine, mask, lengths, resets = (given[n] for n in ("engine", "mask", "lengths", "resets"))
-    choice("engine", engine, None, "cpu", "reference")
-    how, seed = options_and_seed(options, function)
-    wanted = check_return_states(cell, given["return_states"])
-    if lengths is not None and (None in (steps, rows) or not _visible(lengths)):
-        lengths = tf.convert_to_tensor(lengths)
-        within = _within(tf.shape(series)[0], lengths)
-        lengths, mask = None, within if mask is None else within & flags("mask", mask)
-    layout = Layout(TENSORFLOW, series, steps, rows)
-    arrays |= {"x": series, **named, "mask": layout.valid(mask, lengths)}
-    arrays["resets"] = None if resets is None else layout.flags("resets", resets)
-    if how.training and cell.keeps:
-        arrays["seed"] = _seed(seed)
-    arrays = {n: a[0] if n.startswith(OF_STATES) else a for n, a in arrays.items() if a is not None}
-    for declared in cell.states:
-        shape = tf.shape(series)[1], sizes[declared.size]
-        if f"state {declared.name}" not in arrays:
-            value = tf.constant(declared.initial, series.dtype)
-            arrays[f"state {declared.name}"] = tf.fill(shape, value)
-    sequences = besides_output(wanted, cell)
-    layer = Layer(cell, tuple(sizes.items()), how, sequences=sequences, engine=engine)
-    output, values = recur(layer, arrays)
-    final, further = values[: len(cell.states)], values[len(cell.states) :]
-    return (output, final, by_name(wanted, cell, output, further)) if wanted else (output, final)
+    return series, None
 
 
 def _tensors(values: Any) -> Any:
@@ -97,60 +75,6 @@ def _tensors(values: Any) -> Any:
 def _visible(values: Any) -> bool:
     """Whether the values can be read now, outside of a graph."""
     return not tf.is_tensor(values) or hasattr(values, "numpy")
-
-
-def _fit(name: str, value: Any, shape: Sequence[int | None], axes: str, like: Tensor) -> Tensor:
-    """Returns ``value``; refuses all but tensors of this shape, as far as it is known, and of
-    ``like``'s dtype.
-    """
-    expected = f"{dtype_of(like)} {list(shape)}, {axes}"
-    if not isinstance(value, tf.Tensor):
-        hint = f"Pass tf.convert_to_tensor({name})."
-        refuse(name, describe(value), f"a tensor, {expected}", hint, TypeError)
-    if not value.shape.is_compatible_with(shape):
-        refuse(name, describe(value), expected, "Reshape it, or broadcast it.")
-    if value.dtype != like.dtype:
-        hint = f"Convert it: tf.cast({name}, tf.{dtype_of(like)})."
-        refuse(name, describe(value), expected, hint)
-    return value
-
-
-def _flags(name: str, value: Any, shape: Shape, axes: str, like: Tensor) -> Tensor:
-    """Converts flags of this shape to bool; outside of graphs, their values must be 0 or 1."""
-    given = tf.convert_to_tensor(value)
-    if not given.shape.is_compatible_with(shape):
-        turned = given.shape.rank == 2 and given.shape[::-1].is_compatible_with(shape)
-        hint = f"Transpose it: tf.transpose({name})." if turned else "Pass one per step and row."
-        refuse(name, describe(given), f"bool {list(shape)}, {axes}", hint)
-    return flags(name, given)
-
-
-def _counts(name: str, value: Any, expected: str) -> tuple[Any, bool]:
-    try:
-        counts = np.asarray(value)
-    except (TypeError, ValueError):
-        refuse(name, describe(value), expected, "Pass a list of int, or a tensor.", TypeError)
-    if counts.size and counts.dtype.kind not in "iu":
-        refuse(name, describe(counts), expected, "Cast them to tf.int32.", TypeError)
-    return counts.astype(np.int64), True
-
-
-def _within(steps: Any, lengths: Tensor) -> Tensor:
-    """Marks the steps within lengths that only the graph knows, ``[T, B]``."""
-    if not lengths.dtype.is_integer or not lengths.shape.is_compatible_with((None,)):
-        expected = "integers [B], the number of steps of each row"
-        refuse("lengths", describe(lengths), expected, "Pass one length per row of the input.")
-    return tf.range(tf.cast(steps, lengths.dtype))[:, None] < lengths[None]
-
-
-TENSORFLOW = Frontend(
-    tf.Tensor,
-    _fit,
-    _flags,
-    _counts,
-    lambda flags: flags,
-    lambda steps, counts, like: _within(tf.shape(like)[0], tf.constant(counts[0])),
-)
 
 
 def _seed(given: int | None) -> Tensor:

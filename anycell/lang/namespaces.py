@@ -1,14 +1,13 @@
-"""The array namespace of an array: numpy, torch, jax.numpy or tensorflow.experimental.numpy.
+"""The functions of arrays that the language needs, as each framework has them.
 
-Looked up by the array's type among the modules that are already imported, so nothing is imported
-for a framework that the caller does not use. The namespaces agree on nearly all names; a
-``Namespace`` adds the few things that each spells in its own way.
+``namespace`` finds those of an array by its type. NumPy's are here; a frontend adds those of its
+framework when it is imported. Frameworks agree on nearly all names; a ``Namespace`` adds the few
+things that each spells in its own way.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -54,25 +53,14 @@ def namespace(array: Array) -> Namespace:
     """The namespace of ``array``, which may be a tracer or an instance of a subclass.
 
     Raises:
-        TypeError: if ``array`` belongs to none of the frameworks known here.
+        TypeError: if ``array`` belongs to none of the known frameworks.
     """
     for kind in type(array).__mro__:
-        make = _MAKERS.get(kind.__module__.partition(".")[0])
-        if make is not None:
-            return make()
-    known = "NumPy, PyTorch, JAX, TensorFlow"
-    raise TypeError(f"expected an array of {known}; given {type(array).__name__}.")
-
-
-def _numpy() -> Namespace:
-    return Namespace(
-        np,
-        array=lambda value, like: np.asarray(value, like.dtype),
-        sigmoid=_sigmoid,
-        erf=_erf,
-        round=np.rint,
-        unchecked=lambda: np.errstate(all="ignore"),
-    )
+        known = KNOWN.get(kind.__module__.partition(".")[0])
+        if known is not None:
+            return known
+    expected = f"an array of {', '.join(KNOWN)}"
+    raise TypeError(f"expected {expected}; given {type(array).__name__}. Import its frontend.")
 
 
 def _sigmoid(a: Array) -> Array:
@@ -84,60 +72,13 @@ def _erf(a: Array) -> Array:  # NumPy has none
     return np.vectorize(math.erf, otypes=[np.float64])(a).astype(np.asarray(a).dtype)
 
 
-def _torch() -> Namespace:
-    torch = sys.modules["torch"]
-
-    def array(value: Any, like: Array) -> Array:
-        if like.is_cuda and isinstance(value, (int, float)):  # a copy from the host would wait
-            return torch.full((), value, dtype=like.dtype, device=like.device)
-        return torch.asarray(value, dtype=like.dtype, device=like.device)
-
-    return Namespace(
-        torch,
-        array=array,
-        cast=lambda array, dtype: array.to(getattr(torch, dtype)),
-        sigmoid=torch.sigmoid,
-        erf=torch.erf,
-        stop_gradient=lambda array: array.detach(),
-        round=torch.round,
-        numbers=lambda array: array.detach().to("cpu", torch.float64).numpy(),
-        # Above the threshold softplus returns its argument; at 40 that is exact even in float64.
-        softplus=lambda array: torch.nn.functional.softplus(array, threshold=40.0),
-        # Not by indexing: the gradient of each index would be an array of all steps.
-        steps=torch.unbind,
-    )
-
-
-def _jax() -> Namespace:
-    jax = sys.modules["jax"]
-    return Namespace(
-        jax.numpy,
-        array=lambda value, like: jax.numpy.asarray(value, like.dtype),
-        sigmoid=jax.nn.sigmoid,
-        erf=jax.lax.erf,
-        stop_gradient=jax.lax.stop_gradient,
-        round=jax.numpy.rint,
-    )
-
-
-def _tensorflow() -> Namespace:
-    tf = sys.modules["tensorflow"]
-    return Namespace(
-        tf.experimental.numpy,
-        array=lambda value, like: tf.convert_to_tensor(value, like.dtype),
-        cast=tf.cast,
-        sigmoid=tf.sigmoid,
-        erf=tf.math.erf,
-        stop_gradient=tf.stop_gradient,
-        round=tf.round,
-        numbers=lambda array: array.numpy().astype(np.float64),
-    )
-
-
-_MAKERS: dict[str, Callable[[], Namespace]] = {
-    "numpy": _numpy,
-    "torch": _torch,
-    "jax": _jax,
-    "jaxlib": _jax,
-    "tensorflow": _tensorflow,
-}
+NUMPY = Namespace(
+    np,
+    array=lambda value, like: np.asarray(value, like.dtype),
+    sigmoid=_sigmoid,
+    erf=_erf,
+    round=np.rint,
+    unchecked=lambda: np.errstate(all="ignore"),
+)
+# By the name of the package that defines a framework's arrays. Frontends add their own.
+KNOWN = {"numpy": NUMPY}

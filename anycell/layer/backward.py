@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from anycell.engines.cpu.driver import SUM
 from anycell.layer import contract
-from anycell.layer.arguments import Array, Factors, Host, Kept
+from anycell.layer.arguments import Array, Factors, Kept
 from anycell.layer.forward import allocate_states, project, widened
+from anycell.layer.framework import Framework
 from anycell.layer.heuristics import chunk_of, row_group
 from anycell.layer.pass_tables import PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, View, recipe_of
@@ -19,7 +20,7 @@ from anycell.plan import Options, Plan
 
 
 def backward(
-    host: Host,
+    host: Framework,
     plan: Plan,
     arrays: Mapping[str, Array],
     options: Options,
@@ -126,7 +127,7 @@ class Backward(NamedTuple):
 
 
 def _draft(
-    host: Host,
+    host: Framework,
     plan: Plan,
     given: Mapping[str, Array],
     options: Options,

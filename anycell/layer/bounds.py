@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
 from anycell.engines.cpu.check import Axes, Bounds, inside, product_axes, reach
-from anycell.layer.arguments import Array, extent
+from anycell.layer.arguments import Array
+from anycell.layer.framework import extent
 from anycell.layer.recipe import Placed, Recipe
 
 

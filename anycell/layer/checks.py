@@ -8,16 +8,15 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from anycell.lang.cell import ONE, Cell
 from anycell.lang.declare import RESERVED
-from anycell.plan import OF_CALL, OPTIONS
+from anycell.plan import ARRAYS, OF_CALL, OPTIONS
 from anycell.refusal import refuse as refuse
 
-Shape = tuple[int, ...]
 MOST = (1 << 31) - 1  # the largest size; frameworks report products of sizes that are too large
 
 
@@ -188,76 +187,7 @@ def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[
     return known
 
 
-# -- arrays of a call ------------------------------------------------------------------------------
-
-
-class Frontend(NamedTuple):
-    """The functions with which the checks below handle the arrays of a framework.
-
-    Attributes:
-        kind: the class of its arrays.
-        fit: converts ``(name, value, shape, axes, like)`` to an array of that shape, with the dtype
-            and the device of ``like``; errors describe the array by ``axes``.
-        flags: converts the same arguments to booleans.
-        counts: converts ``(name, value, expected)`` to an array of whole numbers, and says whether
-            their values can be read.
-        copy: makes a contiguous copy of flags: the backward pass reads them again, and the caller
-            may have changed the original by then.
-        below: from ``(steps, counts, like)``, whether each step is below each count, ``[T, B]``.
-    """
-
-    kind: Any
-    fit: Callable[[str, Any, Shape, str, Any], Any]
-    flags: Callable[[str, Any, Shape, str, Any], Any]
-    counts: Callable[[str, Any, str], tuple[Any, bool]]
-    copy: Callable[[Any], Any]
-    below: Callable[[int, Any, Any], Any]
-
-
-class Layout(NamedTuple):
-    """The order of axes in users' arrays: steps or rows first, or one row without a batch."""
-
-    frontend: Frontend
-    like: Any
-    steps: int
-    rows: int
-    batch_first: bool = False
-    batched: bool = True
-
-    def valid(self, mask: Any, lengths: Any) -> Any:
-        """``mask`` and ``lengths`` as one mask, bool ``[T, B]``; None if neither is given."""
-        if mask is not None:
-            mask = self.flags("mask", mask)
-        if lengths is None:
-            return mask
-        shape = (self.rows,) if self.batched else ()
-        expected = f"integers {list(shape)}, the number of steps of each row"
-        counts, visible = self.frontend.counts("lengths", lengths, expected)
-        if counts.shape != shape:
-            refuse("lengths", describe(counts), expected, "Pass one length per row of the input.")
-        if visible and 0 not in shape:
-            for length in (int(counts.min()), int(counts.max())):
-                if not 0 <= length <= self.steps:
-                    expected = f"0 to {self.steps}, the steps of the input"
-                    hint = f"Pad the input, or clip the lengths to 0 to {self.steps}."
-                    refuse("lengths", f"a length of {length}", expected, hint)
-        within = self.frontend.below(self.steps, counts.reshape((1, -1)), self.like)
-        return within if mask is None else within & mask
-
-    def flags(self, name: str, value: Any) -> Any:
-        """Converts ``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
-        shape: Shape = (self.steps, self.rows)
-        axes = "(time, batch)"
-        if not self.batched:
-            shape, axes = (self.steps,), "(time)"
-        elif self.batch_first:
-            shape, axes = (self.rows, self.steps), "(batch, time)"
-        flags = self.frontend.flags(name, value, shape, axes, self.like)
-        if not self.batched:
-            flags = flags[:, None]
-        elif self.batch_first:
-            flags = flags.T
-        return self.frontend.copy(flags)
+# -- arguments of a call --------------------------------------------------------------------------
 
 
 def per_state(kind: str, states: Any, cell: Cell) -> tuple[Any, ...]:
@@ -276,72 +206,22 @@ def per_state(kind: str, states: Any, cell: Cell) -> tuple[Any, ...]:
     return values
 
 
-def check_states(
-    frontend: Frontend,
-    kind: str,
-    states: Any,
-    cell: Cell,
-    sizes: Mapping[str, int],
-    first: Shape,
-    like: Any,
-) -> tuple[Any, ...]:
-    """``states`` as a tuple; each must be ``[*first, size]``."""
-    values = states if isinstance(states, (tuple, list)) else (states,)
-    if len(values) != len(cell.states):
-        per_state(kind, states, cell)  # raises
-    fitted: tuple[Any, ...] = ()
-    for state, value in zip(cell.states, values, strict=True):
-        shape = (*first, sizes[state.size])
-        fitted += (frontend.fit(kind, value, shape, f"the state {state.name!r}", like),)
-    return fitted
-
-
-def check_static(frontend: Frontend, cell: Cell, static: Any, shape: Shape, like: Any) -> Any:
-    """Returns the input per sequence; it must be given if, and only if, the cell declares one."""
-    if cell.static is not None:
-        axes = f"the input {cell.static!r} of cell {cell.name}, once per sequence"
-        return frontend.fit("static", static, shape, axes, like)
-    if static is not None:
-        expected = f"None, because cell {cell.name} declares no static input"
-        hint = 'Declare it, @cell(static="e"), or leave it out.'
-        refuse("static", describe(static), expected, hint, TypeError)
-    return None
-
-
-def check_recurrent_mask(
-    frontend: Frontend, cell: Cell, mask: Any, sizes: Mapping[str, int], rows: Shape, like: Any
-) -> Any:
-    """Returns the mask, ``[*rows, size]``, or ``[G, *rows, size]`` for one per gate. Refuses it if
-    the cell has no matmul behind `r`.
-    """
-    if not any(l.recurrent for l in cell.linears):
-        named = ", ".join(l.name for l in cell.linears) or "none"
-        expected = (
-            f"None for cell {cell.name}, which has no matmul behind `r` to mask (its matmuls: "
-            f"{named})"
-        )
-        hint = "Draw the mask in the cell, with keep()."
-        refuse("recurrent_mask", describe(mask), expected, hint)
-    first, count = cell.states[0], len(cell.gates)
-    shape = (*rows, sizes[first.size])
-    axes = f"of the state {first.name!r}, optionally after an axis of {count} gates"
-    if len(getattr(mask, "shape", ())) == len(shape) + 1:
-        shape = (count, *shape)
-    return frontend.fit("recurrent_mask", mask, shape, axes, like)
-
-
 def check_options(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     names: Iterable[str] = OF_CALL,
     function: Callable[..., Any] | None = None,
+    others: Container[str] = ARRAYS,
 ) -> dict[str, Any]:
-    """Checks the options that users pass by keyword, and returns them for ``Options``.
+    """Checks the options among the arguments of a call, and returns them for ``Options``.
 
     Args:
+        arguments: of the call by name, as users pass them.
         names: the options that may be passed.
         function: the function that was called; an error lists its other arguments.
+        others: the arguments that are not options.
     """
-    return {name: _option(name, value, names, function) for name, value in given.items()}
+    options = [name for name in arguments if name not in others]
+    return {name: _option(name, arguments[name], names, function) for name in options}
 
 
 def _option(

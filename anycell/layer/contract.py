@@ -17,7 +17,7 @@ All lie on the host's device, begin at a multiple of an element's size, and have
 elements, which may be 0 or negative. An array of other strides or alignment is copied. An array of
 another shape, dtype or device is an error: it is not the array that the call describes.
 
-``Arrays.layout`` says everything that these rules depend on. So arrays are not checked again if
+``Framework.layout`` says everything that these rules depend on. So arrays are not checked again if
 they have the layout of an earlier call whose arrays were not copied.
 
 ``ANYCELL_CHECK=1`` checks the addresses that kernels get once more, at the native call; see
@@ -27,11 +27,12 @@ they have the layout of an earlier call whose arrays were not copied.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from anycell.lang.namespaces import namespace
-from anycell.layer.arguments import Array, Arrays, Direction, Host, Kept
+from anycell.layer.arguments import Array, Direction, Kept
 from anycell.layer.checks import refuse
+from anycell.layer.framework import Framework
 from anycell.layer.restarts import restarts
 from anycell.layer.signature import ANY, DENSE, ENDS, FLAGS, ROWS, Shape, learned, states
 from anycell.plan import Options, Plan, recurrent_masks
@@ -41,7 +42,7 @@ from anycell.recent import add_recent
 
 
 def fit(
-    host: Arrays, plan: Plan, arrays: Mapping[str, Array], options: Options, read: bool = True
+    host: Framework, plan: Plan, arrays: Mapping[str, Array], options: Options, read: bool = True
 ) -> tuple[dict[str, Array], tuple[Any, ...]]:
     """Checks the arrays of a pass and makes them fit for its kernel.
 
@@ -87,7 +88,7 @@ def _accept(key: tuple[Any, ...]) -> None:
 
 
 def _fitted(
-    host: Arrays, plan: Plan, arrays: Mapping[str, Array], directions: int, read: bool
+    host: Framework, plan: Plan, arrays: Mapping[str, Array], directions: int, read: bool
 ) -> dict[str, Array]:
     """Makes all given arrays except flags fit for a kernel."""
     cell, ends = plan.cell, ENDS[:directions]
@@ -125,7 +126,7 @@ def _fitted(
 
 
 def weights(
-    host: Arrays, plan: Plan, arrays: Mapping[str, Array], inputs: int, end: str = ""
+    host: Framework, plan: Plan, arrays: Mapping[str, Array], inputs: int, end: str = ""
 ) -> Direction:
     """Checks the weights of one direction and makes them fit for a kernel.
 
@@ -139,7 +140,7 @@ def weights(
     direction: Direction = {}
     width = None if arrays.get(f"weight_ih{end}") is None else inputs
     # Only the CPU engine has plans with integer weights.
-    of_weights = cast("Host", host).eight_bits if plan.types.quantized else host
+    of_weights = host.eight_bits if plan.types.quantized else host
     for name, shape, layout, optional, integers in learned(plan, width):
         array = arrays.get(name + end)
         if array is not None or not optional:
@@ -149,7 +150,7 @@ def weights(
 
 
 def fit_gradients(
-    host: Arrays,
+    host: Framework,
     plan: Plan,
     shape: Shape,
     reverse: Sequence[bool],
@@ -254,7 +255,7 @@ def kept_shapes(
 
 
 def _fit(
-    host: Arrays, name: str, array: Array | None, shape: Shape, layout: int, wide: bool = False
+    host: Framework, name: str, array: Array | None, shape: Shape, layout: int, wide: bool = False
 ) -> Array:
     """The array, or a copy where strides or alignment do not fit."""
     if array is None or array.shape != shape:
@@ -268,7 +269,7 @@ def _fit(
     return fitted
 
 
-def _flags(host: Arrays, name: str, array: Array, shape: Shape) -> Array:
+def _flags(host: Framework, name: str, array: Array, shape: Shape) -> Array:
     """Flags as bytes."""
     flags = host.as_flags(array)
     if flags is None or flags.shape != shape:

@@ -21,14 +21,19 @@ Source: Williams & Zipser, *A Learning Algorithm for Continually Running Fully R
 Networks*, 1989; Bengio et al., *Scheduled Sampling for Sequence Prediction with Recurrent Neural
 Networks*, 2015.
 """
+# mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from anycell.lang.namespaces import Array, Namespace, namespace
+from anycell.lang.namespaces import Array, Namespace
+from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.checks import number, refuse
+from anycell.layer.framework import Framework
+from anycell.layer.layers import Arrays, Stack
+from anycell.layer.rounding import quantized
 from anycell.plan import scales_of
 
 if TYPE_CHECKING:
@@ -85,11 +90,96 @@ def entering(xp: Namespace, x: Array, given: Array, width: int, quantized: bool)
 
 
 class Fed:
-    """The base of ``Feedback``: a layer and its readout, one step at a time."""
+    """The base of ``Feedback``: a layer and its readout.
 
+    Attributes:
+        framework: of their arrays.
+        layer: of one direction, with what every layer of its frontend has.
+        readout: a linear map of the layer's output.
+    """
+
+    framework: type[Framework]
     layer: Any
     readout: Any
-    _namespace = staticmethod(namespace)
+
+    @property
+    def _like(self) -> Any:
+        """Has the dtype and the device of all arrays."""
+        return self.layer
+
+    @property
+    def _width(self) -> int:
+        """Y."""
+
+    def _parts(self) -> tuple[Mapping[str, Array], Array, Array | None]:
+        """What the layer learns, and the weight ``[Y, size]`` and the bias of the readout."""
+
+    def _draw(self, like: Array) -> Array:
+        """Random numbers in [0, 1), of the shape of ``like``."""
+
+    def _read(self, outputs: Array) -> Array:
+        """The readout, ``[B, Y]``, of outputs ``[B, size]``."""
+        return self.readout(outputs)
+
+    def _xp(self, array: Array) -> Namespace:
+        return self.framework.xp
+
+    def _layer(self) -> Any:
+        layer = self.layer._layer()
+        sizes = (*layer.sizes, (OUTPUT, self._width))
+        return layer._replace(cell=with_feedback(layer.cell), sizes=sizes)
+
+    def _run(
+        self, x: Any, state: Any, forced: Any, stack: Callable[[Arrays], Stack], **arguments: Any
+    ) -> tuple[Array, Array, Any]:
+        """Runs whole sequences: returns where the series was given, the outputs and the last state.
+
+        Args:
+            stack: makes the stack of the fed cell, of what it learns.
+            arguments: of the call, as users pass them.
+        """
+        framework, x, (learned, weight, bias) = self.framework, self._sequence(x), self._parts()
+        what = "as the weights of the layer"
+        framework.check_array("readout", weight, weight.shape, what, self._like)
+        flags = self._forced(forced, x, self.layer.batch_first)
+        learned = fed(framework.xp, learned, self.layer.hidden_size, weight, bias)
+        rounds = quantized(learned) and x.dtype == framework.xp.float32
+        series = entering(framework.xp, x, flags, self._width, rounds)
+        output, final = stack(learned).call(series, state, arguments)
+        return flags, output, final
+
+    def _sequence(self, x: Any) -> Array:
+        """x, checked."""
+        layer, count = self.layer, self.layer.input_size
+        shape: Sequence[Any] = getattr(x, "shape", ())
+        if len(shape) != 3 or shape[2] != count:
+            axes = ("batch", "time") if layer.batch_first else ("time", "batch")
+            shape = *axes, count
+        what = f"the series in the first {self._width} column(s)"
+        return self.framework.check_array("x", x, shape, what, self._like)
+
+    def _forced(self, forced: Any, x: Array, batch_first: bool) -> Array:
+        """Where the series is forced, bool, laid out as x.
+
+        Args:
+            forced: a probability, or flags as users pass them.
+            x: with two axes of steps and rows, and the inputs.
+        """
+        xp, like, probability = self._xp(x), x[..., 0], chance(forced)
+        if probability is not None:
+            # Nothing is drawn for all or none, not even in an exported graph.
+            drawn = xp.zeros_like(like) if probability in (0, 1) else self._draw(like)
+            return drawn < probability
+        shape, steps = tuple(x.shape[:2]), x.shape[int(batch_first)]
+        if len(getattr(forced, "shape", shape)) != 1:
+            what = f"laid out as x, or [{steps}], or a probability"
+            return self._flags("forced", forced, shape, what, x)
+        flags = self._flags("forced", forced, (steps,), "of all rows", x)
+        return (flags if batch_first else flags[:, None]) | (xp.zeros_like(like) > 0)
+
+    def _flags(self, name: str, value: Any, shape: Any, axes: str, x: Array) -> Array:
+        """bool of that shape, checked."""
+        return self.framework.check_flags(name, value, shape, axes, x)
 
     def prepare(self) -> Self:
         """Packs the weights of the layer, as they are now, for ``step``; returns the object itself.
@@ -124,9 +214,10 @@ class Fed:
             ValueError, TypeError: naming the argument, what was given and what was expected.
         """
         x = self._one_step(x)
-        xp, before = self._namespace(x), self._before(x, state)
+        xp, before = self._xp(x), self._before(x, state)
         if resets is not None:
-            new, begin = self._flags("resets", resets, x)[:, None], self._before(x, None)
+            new = self._flags("resets", resets, x.shape[:1], "one per row", x)[:, None]
+            begin = self._before(x, None)
             before = [xp.where(new, b, s) for b, s in zip(begin, before, strict=True)]
         if isinstance(forced, (int, float)):  # all rows are forced, or all free
             if forced not in (0, 1):
@@ -134,7 +225,7 @@ class Fed:
                 refuse("forced", repr(forced), "True or False, or a bool for each row", hint)
             rows = None
         else:
-            rows = self._flags("forced", forced, x)[:, None]
+            rows = self._flags("forced", forced, x.shape[:1], "one per row", x)[:, None]
         if rows is not None or not forced:
             series = self._read_state(before[0])
             width = series.shape[1]
@@ -146,23 +237,25 @@ class Fed:
 
     def _one_step(self, x: Any) -> Array:
         """``[B, inputs]``, checked."""
-        raise NotImplementedError
+        rows = x.shape[0] if len(getattr(x, "shape", ())) == 2 else "rows"
+        shape = rows, self.layer.input_size
+        return self.framework.check_array("x", x, shape, "one step of each row", self._like)
 
     def _before(self, x: Array, state: Any) -> Sequence[Array]:
         """The states before a step; for None the initial states of a call."""
-        raise NotImplementedError
-
-    def _flags(self, name: str, value: Any, x: Array) -> Array:
-        """bool ``[B]``, checked."""
-        raise NotImplementedError
+        layer, xp = self.layer._layer(), self._xp(x)
+        if state is not None:
+            sizes, first = dict(layer.sizes), (1, len(x))
+            check = self.framework.check_states
+            return check("state", state, layer.cell, sizes, first, self._like)
+        return [
+            xp.tile(xp.full_like(x[:, :1], s.initial), (1, layer.size(s.size)))[None]
+            for s in layer.cell.states
+        ]
 
     def _read_state(self, state: Array) -> Array:
         """The readout, ``[B, Y]``, of the first state before a step, with the dtype of x."""
         return self._read(state[0])
-
-    def _read(self, outputs: Array) -> Array:
-        """The readout, ``[B, Y]``, of outputs ``[B, size]``."""
-        return self.readout(outputs)
 
 
 # -- checks ----------------------------------------------------------------------------------------

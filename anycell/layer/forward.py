@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from anycell.layer import contract
-from anycell.layer.arguments import Array, Host, Kept
+from anycell.layer.arguments import Array, Kept
+from anycell.layer.framework import Framework
 from anycell.layer.heuristics import sparse
 from anycell.layer.pass_tables import PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, View, recipe_of
@@ -32,7 +33,7 @@ class Forward(NamedTuple):
 
 
 def forward(
-    host: Host, plan: Plan, arrays: Mapping[str, Array], options: Options, *, keep: bool
+    host: Framework, plan: Plan, arrays: Mapping[str, Array], options: Options, *, keep: bool
 ) -> tuple[Array, list[Array], Kept | None]:
     """Runs a layer.
 
@@ -73,7 +74,12 @@ def forward(
 
 
 def _draft(
-    host: Host, plan: Plan, given: Mapping[str, Array], options: Options, keep: bool, holes: bool
+    host: Framework,
+    plan: Plan,
+    given: Mapping[str, Array],
+    options: Options,
+    keep: bool,
+    holes: bool,
 ) -> Forward:
     """Drafts the pass for arrays that are laid out like these."""
     run = PassTables(Draft(host, given, options), plan, options, False, holes)
@@ -179,7 +185,7 @@ def _borders(run: PassTables, count: int, finals: list[View]) -> Kept:
     return Kept(hidden, sequences, values)
 
 
-def widened(host: Host, plan: Plan, given: Mapping[str, Array]) -> dict[str, Array]:
+def widened(host: Framework, plan: Plan, given: Mapping[str, Array]) -> dict[str, Array]:
     """The arrays for a kernel of 16 bits, which takes all states but the first, and projected
     gates, in the dtype of ``host.wide``.
     """

@@ -1,7 +1,7 @@
 """One layer of any cell on a GPU: ``forward`` and ``backward`` with the arguments and results of
 the functions for the CPU.
 
-Arrays come through a ``GpuHost`` of ``anycell.engines.gpu``. Directions run one after the other, in
+Arrays come through a ``DeviceFramework``. Directions run one after the other, in
 chunks of time: forward the input projection, then the steps; backward the steps, then the matmuls
 for the gradients of weights and input. Gradients that add up over chunks are float32 in any dtype.
 With checkpoints both passes go segment by segment; segments of a direction share their memory.
@@ -16,13 +16,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines import gpu
-from anycell.engines.gpu import GpuHost, Span, Variant, Work, capacity, refusals
+from anycell.engines.gpu import Span, Variant, Work, capacity, refusals
 from anycell.engines.gpu.step import Step, print_step
 from anycell.engines.gpu.steps import BLOCKS
 from anycell.engines.gpu.text import Printed, keeps, stores_operand
 from anycell.lang.cell import Linear
 from anycell.layer import contract
 from anycell.layer.arguments import Direction, Factors, Kept
+from anycell.layer.framework import DeviceFramework
 from anycell.layer.schedule import chunk_steps, segment_steps
 from anycell.layer.signature import direction, of_a_matmul
 from anycell.layer.weight_gradients import WeightGradients, bias_gradients, gradients_by_name
@@ -35,7 +36,7 @@ CHUNK_BYTES = 64 << 20  # of projected gates for one direction
 Kernels = Step | Printed
 # Host, plan, options, and arrays fit for kernels: x is ``[T, B, I]`` or ``[T, B, G*H]``, the mask
 # uint8 ``[T, B]``, and resets uint8 ``[D, T, B]``, see ``restarts``.
-Call = tuple[GpuHost, Plan, Options, Mapping[str, Array]]
+Call = tuple[DeviceFramework, Plan, Options, Mapping[str, Array]]
 
 
 @functools.lru_cache(maxsize=256)
@@ -61,7 +62,7 @@ def _until_it_runs(run: Callable[..., Any]) -> Callable[..., Any]:
     return repeated
 
 
-def _exchange(host: GpuHost, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
+def _exchange(host: DeviceFramework, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
     """The arguments of programs that wait for one another; raises if earlier programs gave up."""
     if not isinstance(kernels, Printed) or not kernels.cooperative:
         return {}
@@ -86,7 +87,7 @@ def _exchange(host: GpuHost, plan: Plan, kernels: Kernels, batch: int) -> dict[s
 
 @_until_it_runs
 def forward(
-    host: GpuHost, plan: Plan, arrays: Mapping[str, Array], options: Options, *, keep: bool
+    host: DeviceFramework, plan: Plan, arrays: Mapping[str, Array], options: Options, *, keep: bool
 ) -> tuple[Array, list[Array], Kept | None]:
     """Runs a layer; arguments and results are those of ``anycell.layer.forward``.
 
@@ -134,7 +135,7 @@ def forward(
 
 @_until_it_runs
 def backward(
-    host: GpuHost,
+    host: DeviceFramework,
     plan: Plan,
     arrays: Mapping[str, Array],
     options: Options,
@@ -227,7 +228,7 @@ class _DirectionPass:
         self.variant = self._variant(backward, keep)
         # The choices that may run the pass, the best first.
         self.choices = capacity.choices(
-            plan, host.limits, backward, host.tier, self.batch, host.tf32
+            plan, host.limits, backward, host.tier, self.batch, host.tf32(plan.cell)
         )
         self.choice, self.kernels = self._kernels()
         self.matrices = [_used(host, plan, l, self.w[l.weight]) for l in plan.cell.linears]
@@ -512,7 +513,9 @@ class _Backward(_DirectionPass):
 class _DeviceGradients(WeightGradients):
     """Gradients of weights and biases in float32, by the matmuls of the framework."""
 
-    def __init__(self, host: GpuHost, plan: Plan, w: Direction, need: bool, fresh: bool) -> None:
+    def __init__(
+        self, host: DeviceFramework, plan: Plan, w: Direction, need: bool, fresh: bool
+    ) -> None:
         self.host = host
         self.empty = functools.partial(host.empty, wide=True)
         self.zeros = functools.partial(host.zeros, wide=True)
@@ -551,7 +554,7 @@ def _chunk(plan: Plan, steps: int, batch: int) -> int:
     return min(max(1, steps), -(-count // block) * block)
 
 
-def _constants(host: GpuHost, plan: Plan, w: Direction) -> dict[str, Any]:
+def _constants(host: DeviceFramework, plan: Plan, w: Direction) -> dict[str, Any]:
     """Arguments that are the same for all chunks."""
     cell = plan.cell
     values: dict[str, Any] = {f"param {name}": w[name] for name in cell.param_names}
@@ -562,7 +565,7 @@ def _constants(host: GpuHost, plan: Plan, w: Direction) -> dict[str, Any]:
     return values
 
 
-def _restored(host: GpuHost, plan: Plan, w: Direction) -> dict[str, Any]:
+def _restored(host: DeviceFramework, plan: Plan, w: Direction) -> dict[str, Any]:
     """The values that resets restore, given or else declared, for each row or for all rows."""
     values: dict[str, Any] = {}
     for state in plan.cell.states:
@@ -575,7 +578,7 @@ def _restored(host: GpuHost, plan: Plan, w: Direction) -> dict[str, Any]:
     return values
 
 
-def _used(host: GpuHost, plan: Plan, l: Linear, weight: Array) -> Array:
+def _used(host: DeviceFramework, plan: Plan, l: Linear, weight: Array) -> Array:
     """The rows of a weight that belong to outputs which the cell uses."""
     if l.outputs == l.declared:
         return host.rounded(weight)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
 from anycell.layer import heuristics
-from anycell.layer.arguments import Host, Kept
+from anycell.layer.arguments import Kept
 from anycell.layer.bounds import check_pass
+from anycell.layer.framework import Framework
 from anycell.layer.heuristics import Projection
 from anycell.layer.products import kind_of
 from anycell.layer.recipe import CHUNK, Draft, Placed, Recipe, Row, View
@@ -55,7 +56,7 @@ class PassTables:
         packed: Callable[[int], View] | None = None,
     ) -> None:
         self.draft, self.plan, self.options, self.backward = draft, plan, options, backward
-        self.host: Host = draft.host
+        self.host: Framework = draft.host
         self.views = views = draft.views if views is None else views
         self.x, self.mask, self.resets = views["x"], views.get("mask"), views.get("resets")
         self.directions = [direction(plan, views, d, View.at) for d in range(len(options.reverse))]

@@ -1,33 +1,145 @@
-"""Arguments of ``recurrence``, one direction of one layer, checked for every frontend."""
+"""``recurrence``, one direction of one layer: documented and checked here for every frontend.
+
+Its arguments, besides the arrays and options of every call, and its results:
+
+    cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the arrays.
+    x: ``[T, B, I]``. If ``weights`` have no ``weight_ih``, x must be projected already, like
+        ``gates``.
+    weights: what the layer learns, by public names (``cell.learned``). W is the sum of the gates'
+        sizes, G*H where each has H units: ``weight_ih`` ``[W, I]`` and ``weight_hh`` ``[W, size of
+        the first state]``, with rows in the cell's order of gates, in ``weight_hh`` of those of
+        size H only; optionally ``bias_ih`` and ``bias_hh`` with the same rows; ``weight_<name>``
+        and ``bias_<name>`` of each further matmul, ``[out, in]`` or ``[heads, out/heads,
+        in/heads]``; each parameter of the cell, ``[size]``. A value of None means that the weight
+        is absent.
+    state: ``[B, size]`` per state, or the array itself for one state; None, for all states or one
+        of them, is the declared value. ``reset_state`` may also be ``[size]``.
+    params: the cell's parameters, if they are kept apart from the weights.
+    gates: ``[T, B, W]``, laid out as x, the input's projection onto the gates, side by side, in
+        place of x: ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, if
+        given.
+    output: ``[T, B, size of the first state]``, laid out as x.
+    final: a tuple of the states ``[B, size]`` after each row's last step.
+    states: with ``return_states``, a dictionary of ``[T, B, size]``, laid out as x, by names of
+        states; at masked steps see ``masked_output``.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from anycell.lang.cell import ONE, Cell
 from anycell.layer.checks import (
-    Frontend,
+    check_cell,
     check_options,
-    check_recurrent_mask,
-    check_static,
+    choice,
     describe,
     dtype_of,
     per_state,
     refuse,
 )
+from anycell.layer.framework import Framework
+from anycell.layer.layers import Stack
 from anycell.layer.signature import shapes
-from anycell.plan import OPTIONS, Options
+from anycell.plan import ARRAYS, OPTIONS, REALS, Layer, Options
+
+
+class Call(NamedTuple):
+    """A call of ``recurrence``, checked.
+
+    Attributes:
+        layer: one direction, with the engine that the user asks for, and without a seed.
+        x: the input, or the projected input, as the user passes it.
+        learned: what the cell learns, by name.
+        states: by the names of ``signature``, with an axis of one direction.
+        seed: as the user passes it.
+    """
+
+    layer: Layer
+    x: Any
+    learned: dict[str, Any]
+    states: dict[str, Any]
+    seed: int | None
+
+    def results(self, stack: Stack, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The results of ``recurrence``, which a stack of one layer runs."""
+        output, final, *sequences = stack.call(self.x, None, arguments, self.states)
+        final = final if len(self.layer.cell.states) > 1 else (final,)
+        return (output, tuple([state[0] for state in final]), *sequences)
+
+
+def check_call(
+    framework: type[Framework],
+    function: Callable[..., Any],
+    cell: Cell,
+    x: Any,
+    weights: Any,
+    state: Any,
+    params: Any,
+    arguments: Any,
+    *,
+    convert: Callable[[Any], Any] | None = None,
+    unpack: Callable[[str, Any], tuple[Any, int | None]] | None = None,
+    engines: tuple[str, ...] = ("cpu", "reference"),
+) -> Call:
+    """Checks what distinguishes a call of ``recurrence`` from one of a layer; ``Stack`` checks the
+    rest. Takes the ``reset_state`` out of the arguments.
+
+    Args:
+        function: ``recurrence`` of the frontend; errors list its arguments.
+        cell, x, weights, state, params, arguments: as users pass them.
+        convert: makes arrays of what stands for arrays, in tuples and dictionaries.
+        unpack: from the name of the input, and the input, its array, and of a packed one the rows.
+        engines: that users may ask for.
+    """
+    check_cell(cell)
+    if convert is not None:
+        x, weights, state, params = convert((x, weights, state, params))
+        arguments |= convert({n: a for n, a in arguments.items() if n in ("gates", *REALS)})
+    learned = learned_by_name(framework, cell, cell.learned, weights, params)
+    name, series = _input(x, arguments.get("gates"), learned)
+    data, rows = unpack(name, series) if unpack else (series, None)
+    check_input(framework, cell, name, data, "weight_ih" not in learned, rows is not None)
+    like = learned.get("weight_hh", [*learned.values(), data][0])
+    rows = data.shape[1] if rows is None else rows
+    states, sizes = fit_arrays(framework, cell, data, learned, rows, like, state, arguments)
+    framework.check_array(name, data, data.shape, "as the weights", like)
+    options, seed = check_rest(function, arguments, engines)
+    layer = Layer(cell, tuple(sizes.items()), options, engine=arguments.get("engine"))
+    return Call(layer, series, learned, states, seed)
+
+
+def check_rest(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    engines: tuple[str, ...] = ("cpu", "reference"),
+    without: tuple[str, ...] = (),
+) -> tuple[Options, int | None]:
+    """The options of one direction, without a seed, and the seed that the user passes.
+
+    Args:
+        function: ``recurrence`` of the frontend; errors list its arguments.
+        arguments: of a call, by name.
+        engines: that users may ask for.
+        without: arguments that the frontend does not have.
+    """
+    choice("engine", arguments.get("engine"), None, *engines)
+    others = {"gates", "engine", *ARRAYS}.difference(without)
+    checked = check_options(arguments, OPTIONS.keys() - {*without}, function, others)
+    seed = checked.pop("seed", None)
+    checked["reverse"] = (checked.get("reverse", False),)
+    return Options(**checked), seed
 
 
 def learned_by_name(
-    frontend: Frontend, cell: Cell, names: Sequence[str], **arguments: Any
+    framework: type[Framework], cell: Cell, names: Sequence[str], weights: Any, params: Any
 ) -> dict[str, Any]:
     """Collects the arrays that a cell learns from dictionaries by ``names``; leaves out None."""
     learned: dict[str, Any] = {}
     known = ", ".join(names) or "no names"
-    for argument, mapping in arguments.items():
+    for argument, mapping in (("weights", weights), ("params", {} if params is None else params)):
         if not isinstance(mapping, Mapping):
             hint = "Pass a dictionary."
             expected = f"a dictionary of arrays by name: {known}"
@@ -38,14 +150,14 @@ def learned_by_name(
                 expected = f"each name of cell {cell.name} once: {known}"
                 refuse(argument, f"{name!r}, {problem}", expected, "Leave it out.")
             if value is not None:
-                if not isinstance(value, frontend.kind):
-                    expected = f"a {frontend.kind.__name__}"
+                if not isinstance(value, framework.kind):
+                    expected = f"a {framework.kind.__name__}"
                     refuse(name, describe(value), expected, "Convert it.", TypeError)
                 learned[name] = value
     return learned
 
 
-def input_of(x: Any, gates: Any, named: Mapping[str, Any]) -> tuple[str, Any]:
+def _input(x: Any, gates: Any, named: Mapping[str, Any]) -> tuple[str, Any]:
     """The name of the input, "gates" if it is projected already, and the input itself."""
     if (x is None) is (gates is None):
         given = "neither" if x is None else "both"
@@ -58,7 +170,7 @@ def input_of(x: Any, gates: Any, named: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def check_input(
-    frontend: Frontend, cell: Cell, name: str, x: Any, projected: bool, packed: bool = False
+    framework: type[Framework], cell: Cell, name: str, x: Any, projected: bool, packed: bool = False
 ) -> None:
     """Refuses an x that is not ``[time, batch, input size]``, or ``[..., gates]`` if projected."""
     width = cell.shown_width
@@ -67,8 +179,8 @@ def check_input(
     hint = "RNN(cell, ...) takes other layouts."
     if projected:
         hint = f"Without weight_ih pass the input projected onto the gates {' '.join(cell.gates)}."
-    if not isinstance(x, frontend.kind):
-        refuse(name, describe(x), f"{expected}, a {frontend.kind.__name__}", hint, TypeError)
+    if not isinstance(x, framework.kind):
+        refuse(name, describe(x), f"{expected}, a {framework.kind.__name__}", hint, TypeError)
     count = x.shape[-1] if len(x.shape) == 3 - packed else 0
     if (count == 0 and cell.gates) or (projected and _unfit(cell, count)):
         refuse(name, describe(x), expected, hint)
@@ -80,40 +192,39 @@ def _unfit(cell: Cell, width: int) -> bool:
     return bool(width % len(cell.gates)) if len(alike) == 1 else width < len(cell.gates)
 
 
-def arguments(
-    frontend: Frontend,
+def fit_arrays(
+    framework: type[Framework],
     cell: Cell,
     x: Any,
     learned: Mapping[str, Any],
     rows: int,
     like: Any,
     state: Any,
-    reset_state: Any,
-    static: Any,
-    recurrent_mask: Any,
+    arguments: Any,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Arrays of a call besides x and flags, and the sizes of all symbols of its cell.
+    """The states of a call, and the sizes of all symbols of its cell.
 
     Args:
         x: as ``check_input`` takes it.
         learned: as ``learned_by_name`` returns it.
         rows: the batch.
         like: an array with the dtype and the device that all arrays must have.
-        state, reset_state, static, recurrent_mask: as users pass them.
+        state: as users pass it.
+        arguments: of the call by name, as users pass them; ``reset_state`` is taken out.
 
     Returns:
-        arrays by the names of ``signature``, without what is learned, states with an axis of one
-        direction; and the sizes.
+        the states, and those that resets restore, by the names of ``signature``, with an axis of
+        one direction; and the sizes.
     """
     states = {
-        kind: _states(frontend, kind, given, cell)
-        for kind, given in (("state", state), ("reset_state", reset_state))
+        kind: _states(framework, kind, given, cell)
+        for kind, given in (("state", state), ("reset_state", arguments.pop("reset_state", None)))
     }
-    sizes = _sizes(cell, x, learned, static, states["state"])
+    sizes = _sizes(cell, x, learned, arguments.get("static"), states["state"])
     for name, shape in shapes(cell, sizes, x.shape[-1], True).items():
         what = f"which cell {cell.name} learns with H = {sizes['H']}"
         if name in learned:
-            frontend.fit(name, learned[name], shape, what, like)
+            framework.check_array(name, learned[name], shape, what, like)
         elif name not in ("weight_ih", "bias_ih", "bias_hh"):
             expected = f"{dtype_of(like)} {list(shape)}, {what}"
             refuse(name, "nothing", expected, "Pass it among the weights.")
@@ -123,37 +234,21 @@ def arguments(
             if value is not None:
                 size = sizes[declared.size]
                 shape = (size,) if len(value.shape) == 1 else (rows, size)
-                value = frontend.fit(kind, value, shape, f"the state {declared.name!r}", like)
+                value = framework.check_array(
+                    kind, value, shape, f"the state {declared.name!r}", like
+                )
                 arrays[f"{kind} {declared.name}"] = value[None]
-    if static is not None or cell.static is not None:
-        shape = rows, sizes[cell.static_size]
-        arrays["static"] = check_static(frontend, cell, static, shape, like)
-    if recurrent_mask is not None:
-        mask = check_recurrent_mask(frontend, cell, recurrent_mask, sizes, (rows,), like)
-        arrays["recurrent_mask"] = mask
     return arrays, sizes
 
 
-def options_and_seed(
-    given: Mapping[str, Any], function: Callable[..., Any], names: Iterable[str] = OPTIONS
-) -> tuple[Options, int | None]:
-    """The options of one direction from the options that users pass, and the seed if it is passed;
-    see ``check_options``.
-    """
-    checked = check_options(given, names, function)
-    seed = checked.pop("seed", None)
-    checked["reverse"] = (checked.get("reverse", False),)
-    return Options(**checked), seed
-
-
-def _states(frontend: Frontend, kind: str, given: Any, cell: Cell) -> tuple[Any, ...]:
+def _states(framework: type[Framework], kind: str, given: Any, cell: Cell) -> tuple[Any, ...]:
     """An array or None for each state."""
     if given is None:
         return (None,) * len(cell.states)
     values = per_state(kind, given, cell)
     axes = (2,) if kind == "state" else (1, 2)
     for name, value in zip(cell.state_names, values, strict=True):
-        array = isinstance(value, frontend.kind)
+        array = isinstance(value, framework.kind)
         if value is not None and (not array or len(value.shape) not in axes):
             expected = f"[B, size] for the state {name!r}"
             refuse(kind, describe(value), expected, "Pass None for the declared value.", TypeError)

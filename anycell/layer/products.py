@@ -15,7 +15,8 @@ from typing import NamedTuple
 from anycell.engines import cpu
 from anycell.engines.cpu.driver import BLAS, OURS
 from anycell.engines.cpu.ir import X86
-from anycell.layer.arguments import Array, Host, extent
+from anycell.layer.arguments import Array
+from anycell.layer.framework import Framework, extent
 from anycell.layer.recipe import CHUNK, View
 from anycell.layer.signature import MATRIX
 from anycell.plan import Plan
@@ -75,7 +76,7 @@ def rule() -> Rule:
     return AMD if cpu.isa.amd() else OTHERS
 
 
-def kind_of(host: Host, plan: Plan, *operands: View) -> int:
+def kind_of(host: Framework, plan: Plan, *operands: View) -> int:
     """The kind of a product of a pass, see ``driver.KINDS``."""
     other = plan.types.plain and rule().host and host.blas
     return BLAS if other and all(map(_apart, operands)) else OURS
@@ -94,7 +95,14 @@ def _apart(matrix: View) -> bool:
 
 
 def multiply(
-    host: Host, dtype: str, a: Array, b: Array, out: Array, add: bool, threads: int, scales: int = 0
+    host: Framework,
+    dtype: str,
+    a: Array,
+    b: Array,
+    out: Array,
+    add: bool,
+    threads: int,
+    scales: int = 0,
 ) -> None:
     """``out = a @ b``, or ``out += a @ b``, by our matmul.
 

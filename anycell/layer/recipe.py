@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from anycell.engines import cpu
 from anycell.engines.cpu.driver import CALL, OF_CALL
-from anycell.layer.arguments import Array, Host
+from anycell.layer.arguments import Array
+from anycell.layer.framework import Framework
 from anycell.plan import LINE, Options, Plan
 from anycell.recent import add_recent
 
@@ -129,7 +130,7 @@ class Draft:
         bytes: of memory that is given back after a call.
     """
 
-    def __init__(self, host: Host, arrays: Mapping[str, Array], options: Options) -> None:
+    def __init__(self, host: Framework, arrays: Mapping[str, Array], options: Options) -> None:
         self.host, self.options, self.cells = host, options, list[int]()
         self.sources: list[Source] = [OfCall(kind) for kind in OF_CALL]
         self.kept: list[tuple[object, cpu.check.Bounds]] = []

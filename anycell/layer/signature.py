@@ -34,6 +34,7 @@ from anycell.plan import Plan, scales_of
 Shape = tuple[int, ...]
 ENDS = ("", "_reverse")  # of the names of what each direction learns
 
+OF_STATES = "state ", "reset_state "  # how the names begin that have an axis of directions
 FLAGS = "mask", "resets"  # of any dtype that flags may have
 
 # Layouts that the contract asks for: any strides, a dense last axis, dense rows or columns, or

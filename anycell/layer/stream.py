@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from anycell.engines import cpu
 from anycell.lang.cell import INPUT
 from anycell.lang.transform import with_projection
-from anycell.layer import Array, Host, contract
-from anycell.layer.arguments import extent
+from anycell.layer import Array, contract
 from anycell.layer.checks import refuse
 from anycell.layer.forward import allocate_states, project
+from anycell.layer.framework import Framework, extent
 from anycell.layer.pass_tables import PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, View, dense
 from anycell.layer.signature import DENSE, state_names
@@ -29,7 +29,7 @@ FORMS = 32  # the largest number of kept recipes, which depend on rows and on wh
 class _Layer:
     """A layer: its plan, and its weights as its kernel reads them."""
 
-    def __init__(self, host: Host, whole: Plan, w: Mapping[str, Array], threads: int) -> None:
+    def __init__(self, host: Framework, whole: Plan, w: Mapping[str, Array], threads: int) -> None:
         inputs = w["weight_ih"].shape[1]
         self.host, self.learned = host, contract.weights(host, whole, w, inputs)
         self.plan = projecting(whole, inputs)
@@ -92,7 +92,7 @@ class Stream:
 
     def __init__(
         self,
-        host: Host,
+        host: Framework,
         plan: Plan,
         weights: Sequence[Mapping[str, Array]],
         threads: int,
@@ -187,7 +187,9 @@ class Stream:
 
 
 # ---- packed weights among the arrays of a call ---------------------------------------------------
-def draft_packing(host: Host, whole: Plan, weights: Mapping[str, Array], threads: int) -> Recipe:
+def draft_packing(
+    host: Framework, whole: Plan, weights: Mapping[str, Array], threads: int
+) -> Recipe:
     """Drafts the packing of a layer's weights, which makes one array of bytes.
 
     Args:
@@ -207,7 +209,7 @@ def draft_packing(host: Host, whole: Plan, weights: Mapping[str, Array], threads
     return finish(draft, [run])
 
 
-def draft_step(host: Host, whole: Plan, arrays: Mapping[str, Array], threads: int) -> Recipe:
+def draft_step(host: Framework, whole: Plan, arrays: Mapping[str, Array], threads: int) -> Recipe:
     """Drafts a step of one layer, which makes the states after it, ``[1, B, size]`` each.
 
     Args:

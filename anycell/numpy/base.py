@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from anycell.layer.checks import refuse
 from anycell.numpy import archive, check
-from anycell.numpy.host import numpy_dtype
+from anycell.numpy.check import numpy_dtype
 from anycell.numpy.streaming import Packed, writing
 from anycell.plan.dtype import dtypes
 

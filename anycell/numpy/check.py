@@ -9,16 +9,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from anycell.layer.checks import Frontend, describe, refuse, remedy
 from anycell.layer.checks import boolean as boolean
 from anycell.layer.checks import check_cell as check_cell
 from anycell.layer.checks import check_sizes as check_sizes
+from anycell.layer.checks import describe, refuse, remedy
 from anycell.layer.checks import integer as integer
 from anycell.layer.checks import number as number
-from anycell.numpy.host import numpy_dtype
 from anycell.plan.dtype import dtypes
+from anycell.requirement import require
 
 Array = npt.NDArray[np.floating]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Returns NumPy's dtype of a name; bfloat16 needs ml_dtypes, which frameworks install.
+
+    Raises:
+        ModuleNotFoundError: for bfloat16 without ml_dtypes.
+    """
+    if name == "bfloat16":
+        require("ml_dtypes", "bfloat16 in NumPy", "bfloat16")
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
 
 
 def mapping(name: str, value: Any, expected: str) -> Mapping[Any, Any]:
@@ -110,49 +124,11 @@ def features(name: str, value: Any, size: int, dtype: npt.DTypeLike) -> Array:
 
 
 def flags(
-    name: str, value: Any, shape: Sequence[int | str], axes: str = "", like: Any = None
+    name: str, value: Any, shape: Sequence[int | str], axes: str = ""
 ) -> npt.NDArray[np.bool_]:
-    """Returns ``value`` as a copy of booleans; all numbers must be 0 or 1. ``like`` is ignored."""
+    """Returns ``value`` as a copy of booleans; all numbers must be 0 or 1."""
     values = array(name, value, shape, numbers(name, value).dtype, axes)
     flags = values.astype(bool)
     if not np.array_equal(flags, values):
         refuse(name, "numbers other than 0 and 1", "booleans", f"Compare them, as in {name} > 0.5.")
     return flags
-
-
-def _counts(name: str, value: Any, expected: str) -> tuple[npt.NDArray[np.int64], bool]:
-    """Returns lengths as integers, and True: NumPy's values can always be read."""
-    counts = numbers(name, value, expected)
-    if counts.dtype.kind not in "iu" and counts.size:
-        refuse(name, describe(counts), expected, f"Convert them: {name}.astype(int).", TypeError)
-    return counts.astype(np.int64), True
-
-
-def _below(steps: int, counts: npt.NDArray[np.int64], like: Any) -> npt.NDArray[np.bool_]:
-    return np.arange(steps)[:, None] < counts
-
-
-def _converted(name: str, value: Any, shape: Sequence[int], axes: str, like: Any) -> Array:
-    """Returns ``value``, any array, with the dtype of ``like``."""
-    if value is None:
-        refuse(name, "None", f"{like.dtype} {list(shape)}, {axes}", "Pass an array.", TypeError)
-    return array(name, value, shape, like.dtype, axes)
-
-
-def _as_it_is(name: str, value: Any, shape: Sequence[int], axes: str, like: Any) -> Array:
-    """Returns ``value``, a NumPy array with the dtype of ``like`` in this machine's byte order."""
-    if not isinstance(value, np.ndarray):
-        expected = f"a NumPy array {list(shape)}, {axes}"
-        refuse(name, describe(value), expected, "Pass np.asarray of it.", TypeError)
-    if not value.dtype.isnative or value.dtype != like.dtype:
-        hint = f"Convert one of them, as in {name}.astype(np.{like.dtype})."
-        expected = f"{like.dtype}, the dtype of gates_x"
-        refuse(name, f"dtype {value.dtype}", expected, hint, TypeError)
-    if value.shape != tuple(shape):
-        expected = f"shape {list(shape)}, {axes}"
-        refuse(name, f"shape {list(value.shape)}", expected, "Reshape it.")
-    return value
-
-
-NUMPY = Frontend(np.ndarray, _converted, flags, _counts, np.ascontiguousarray, _below)
-STRICT = NUMPY._replace(fit=_as_it_is)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from anycell.layer.checks import refuse
 from anycell.numpy import check, initializers
 from anycell.numpy.base import Array, Layer
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 
 
 class Dense(Layer):
@@ -65,7 +65,7 @@ class Dense(Layer):
         __call__ = forward
 
     def _read(self, rows: Array) -> Array:
-        host = host_of(self.dtype)
+        host = Numpy.of(self.dtype.name)
         y = host.matmul(rows, self._parameters["weight"].T)
         return host.narrow(y + self._parameters["bias"] if "bias" in self._parameters else y)
 
@@ -79,7 +79,7 @@ class Dense(Layer):
         shape = (*x.shape[:-1], self.output_size)
         grad = check.array("grad_output", grad_output, shape, self.dtype)
         flat, rows = grad.reshape(-1, self.output_size), x.reshape(-1, self.input_size)
-        weight, host = self._parameters["weight"], host_of(self.dtype)
+        weight, host = self._parameters["weight"], Numpy.of(self.dtype.name)
         grads: dict[str, Array] = {"weight": host.narrow(host.matmul(flat.T, rows))}
         if "bias" in self._parameters:
             grads["bias"] = host.narrow(flat.sum(0, dtype=host.wide.dtype))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.explanation import Explained
-from anycell.lang.namespaces import namespace
-from anycell.lang.transform import OUTPUT, with_feedback
-from anycell.layer.checks import Layout, refuse
-from anycell.layer.feedback import BY_GATE, Fed, chance, check_layer, check_width, entering, fed
+from anycell.lang.transform import with_feedback
+from anycell.layer.checks import refuse
+from anycell.layer.feedback import BY_GATE, Fed, check_layer, check_width
+from anycell.layer.layers import Arrays, Stack
 from anycell.layer.rounding import rounded
-from anycell.numpy import base, check
+from anycell.layer.signature import state_names
+from anycell.numpy import base, check, passes
 from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
+from anycell.numpy.framework import Numpy
 from anycell.numpy.layers import RNN
 from anycell.numpy.typed import State
-from anycell.plan import Engine, Layer, scales_of
+from anycell.plan import Engine, Layer, Plan, plan, scales_of
 
 
 class Feedback(Fed, Explained, base.Layer):
@@ -51,6 +52,8 @@ class Feedback(Fed, Explained, base.Layer):
         >>> y.shape
         (5, 2, 1)
     """
+
+    framework = Numpy
 
     def __init__(self, layer: RNN, readout: Dense, *, seed: int | None = None) -> None:
         ours = isinstance(layer, RNN)
@@ -96,10 +99,28 @@ class Feedback(Fed, Explained, base.Layer):
     @property
     def engine(self) -> Engine:
         """The engine that runs the layer with its readout, and why."""
-        return self._fed_layer().engine
+        chosen = self._plan()
+        return Engine(chosen.engine, chosen.reason)
 
-    def _layer(self) -> Layer:
-        return self._fed_layer()._layer()
+    def _plan(self) -> Plan:
+        layer, engine = self._layer(), "cpu" if self.layer.plan.types.quantized else None
+        return plan(layer.cell, self.layer.hidden_size, layer.dtype, engine, dict(layer.sizes))
+
+    @property
+    def _width(self) -> int:
+        return self.readout.output_size
+
+    def _parts(self) -> tuple[Arrays, Array, Array | None]:
+        readout = self.readout.parameters
+        return self.layer._learned(0), readout["weight"], readout.get("bias")
+
+    def _draw(self, like: Array) -> Array:
+        if self.layer.batch_first:  # the same numbers for either layout
+            return self._generator.random(like.shape[::-1]).T
+        return self._generator.random(like.shape)
+
+    def _read(self, outputs: Array) -> Array:
+        return self.readout._read(outputs)
 
     def forward(
         self,
@@ -126,18 +147,31 @@ class Feedback(Fed, Explained, base.Layer):
         Returns:
             y ``[T, B, Y]``, laid out as x, and the state, as in ``RNN.forward``.
         """
-        layer = self.layer
-        x = check.array("x", x, layer._layout(layer.input_size), layer.dtype)
-        steps, rows = x.shape[:2][:: -1 if layer.batch_first else 1]
-        given = self._forced(forced, steps, rows)
-        given = given.T if layer.batch_first else given
-        run, training = self._fed_layer(), check.boolean("training", training)
-        width, rounds = self.readout.output_size, layer.plan.types.quantized
-        how: dict[str, Any] = {"mask": mask, "lengths": lengths, "resets": resets, "static": static}
-        fed_back = entering(namespace(x), x, given, width, rounds)
-        output, final = run.forward(fed_back, state, training=training, **how)
-        self._saved = (run, given) if training else None
-        return self.readout.forward(output, training=training), final
+        layer, pullbacks = self.layer, list[passes.Pullback]()
+        how = layer._options(training)
+
+        def run(this: Layer, arrays: Arrays) -> Any:
+            output, final, others, pullback = passes.run(this, arrays)
+            pullbacks.append(pullback)
+            return output, tuple(final), others
+
+        def stack(learned: Arrays) -> Stack:
+            this = self._layer()._replace(options=how, plan=self._plan())
+            if this.plan.types.quantized:
+                integers, scales = rounded(learned["weight_readout"], "weight", "readout")
+                both = {"weight_readout": integers, scales_of("weight_readout"): scales}
+                learned = {**learned, **both}
+            return Stack(Numpy, run, this, [learned], layer.batch_first)
+
+        array, flags = self._sequence(x), check.numbers("forced", forced)
+        # Given always, so that the backward pass returns their gradients.
+        states = layer._states("state", state, array.shape[0 if layer.batch_first else 1])
+        flags, output, final = self._run(
+            array, states, flags if flags.ndim else flags.item(), stack,
+            mask=mask, lengths=lengths, resets=resets, static=static,
+        )  # fmt: skip
+        self._saved = (pullbacks[0], flags) if how.training else None
+        return self.readout.forward(output, training=how.training), final
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -159,57 +193,21 @@ class Feedback(Fed, Explained, base.Layer):
         Raises:
             RuntimeError: if no ``forward(..., training=True)`` came before.
         """
-        (run, given), layer, readout = self._last_forward(), self.layer, self.readout
-        width = readout.output_size
-        d = check.array("grad_y", grad_y, (*given.shape, width), layer.dtype)
-        d_x, d_state = run.backward(readout.backward(d), grad_state)
-        learned = {name: run.grads[name] for name in layer.parameters}
-        for name in learned.keys() & {f"{name}_l0" for name in BY_GATE}:
-            learned[name] = learned[name][: -layer.hidden_size]
-        learned["weight_ih_l0"] = np.ascontiguousarray(learned["weight_ih_l0"][:, :-1])
-        learned["weight_ih_l0"][:, :width] += run.grads["weight_feedback_l0"]
-        layer._grads, layer.grad_static = learned, run.grad_static
+        (pullback, flags), layer, readout = self._last_forward(), self.layer, self.readout
+        d = check.array("grad_y", grad_y, (*flags.shape, self._width), layer.dtype)
+        d = readout.backward(d)
+        d = np.ascontiguousarray(d.swapaxes(0, 1)) if layer.batch_first else d
+        d_states = layer._states("grad_state", grad_state, d.shape[1], start=0.0)
+        grads = pullback(d, d_states, {})
+        for name in BY_GATE.keys() & grads.keys():
+            grads[name] = grads[name][: -layer.hidden_size]
+        grads["weight_ih"] = np.ascontiguousarray(grads["weight_ih"][:, :-1])
+        grads["weight_ih"][:, : self._width] += grads["weight_feedback"]
+        layer._grads = {name: grads[name.removesuffix("_l0")] for name in layer.parameters}
+        layer.grad_static = grads.get("static")
         for name in readout.grads:
-            readout._grads[name] += run.grads[f"{name}_readout_l0"]
-        d_x[..., :width] *= given[..., None]
-        return np.ascontiguousarray(d_x[..., :-1]), d_state
-
-    def _one_step(self, x: Any) -> Array:
-        return check.array("x", x, ("B", self.layer.input_size), self.layer.dtype)
-
-    def _before(self, x: Array, state: State | None) -> Sequence[Array]:
-        return self.layer._states("state", state, len(x))
-
-    def _flags(self, name: str, value: Any, x: Array) -> npt.NDArray[np.bool_]:
-        return check.flags(name, value, (len(x),))
-
-    def _read(self, outputs: Array) -> Array:
-        return self.readout._read(outputs)
-
-    def _forced(self, forced: npt.ArrayLike | float, steps: int, rows: int) -> npt.NDArray[Any]:
-        """Returns the forced steps as flags ``[T, B]``."""
-        probability = chance(np.asarray(forced).item() if np.ndim(forced) == 0 else forced)
-        if probability is not None:
-            return self._generator.random((steps, rows)) < probability
-        if np.ndim(forced) == 1:
-            flags = check.flags("forced", forced, (steps,))[:, None]
-        else:
-            layout = Layout(check.NUMPY, self, steps, rows, self.layer.batch_first)
-            flags = layout.flags("forced", forced)
-        return np.broadcast_to(flags, (steps, rows))
-
-    def _fed_layer(self) -> RNN:
-        """Makes the layer of the fed cell from the arrays of both, and scales of 8-bit weights."""
-        layer, readout = self.layer, self.readout
-        weight = readout.parameters["weight"]
-        bias = readout.parameters.get("bias", np.zeros(readout.output_size, layer.dtype))
-        learned = fed(namespace(weight), layer._learned(0), layer.hidden_size, weight, bias)
-        if layer.plan.types.quantized:
-            integers, scales = rounded(weight, "weight", "readout")
-            learned |= {"weight_readout": integers, scales_of("weight_readout"): scales}
-        run = copy.copy(layer)
-        run.cell, run.input_size = with_feedback(layer.cell), layer.input_size + 1
-        run.sizes = {**layer.sizes, OUTPUT: readout.output_size}
-        run._parameters = {f"{name}_l0": array for name, array in learned.items()}
-        vars(run)["_learned"] = lambda k: learned
-        return run
+            readout._grads[name] += grads[f"{name}_readout"]
+        d_x = grads["x"].swapaxes(0, 1) if layer.batch_first else grads["x"]
+        d_x[..., : self._width] *= flags[..., None]
+        state = [grads[name] for name in state_names("state", layer.cell)]
+        return np.ascontiguousarray(d_x[..., :-1]), layer._returned([state])

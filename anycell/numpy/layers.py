@@ -15,24 +15,20 @@ from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places
 from anycell.layer.checks import (
-    Layout,
     check_one_direction,
     check_options,
-    check_recurrent_mask,
-    check_states,
-    check_static,
     refuse,
 )
-from anycell.layer.sequences import besides_output, by_name, check_return_states
+from anycell.layer.layers import Stack, one_step
 from anycell.layer.signature import of_layer, state_names
 from anycell.layer.stream import Stream
 from anycell.named import shown
 from anycell.numpy import base, check, initializers, passes, threads
 from anycell.numpy.base import Array
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 from anycell.numpy.streaming import Packed
-from anycell.numpy.typed import Arguments, Names, State
-from anycell.plan import CallOptions, Engine, Layer, Options, Plan, plan, takes
+from anycell.numpy.typed import Arguments, Arrays, Names, State
+from anycell.plan import Engine, Layer, Options, Plan, Returning, plan, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -207,21 +203,14 @@ class RNN(Explained, base.Layer):
         return_states: Names, **arguments: Unpack[Arguments],
     ) -> tuple[Array, State, dict[str, Array]]: ...  # fmt: skip
 
-    @takes()
+    @takes(Arrays, Returning)
     def forward(
         self,
         x: npt.ArrayLike,
         state: State | None = None,
         *,
-        mask: npt.ArrayLike | None = None,
-        lengths: npt.ArrayLike | None = None,
-        resets: npt.ArrayLike | None = None,
-        reset_state: State | None = None,
-        static: npt.ArrayLike | None = None,
-        recurrent_mask: npt.ArrayLike | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
         training: bool = False,
-        **options: Unpack[CallOptions],
+        **arguments: Any,
     ) -> tuple[Any, ...]:
         """Runs whole sequences.
 
@@ -232,7 +221,7 @@ class RNN(Explained, base.Layer):
                 from the values that the cell declares, mostly zero.
             training: applies dropout and the cell's random masks, and keeps what ``backward``
                 needs. This includes x itself: do not write to x before ``backward``.
-            {mask lengths resets reset_state static recurrent_mask return_states options}
+            {arguments}
 
         Returns:
             output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
@@ -242,62 +231,53 @@ class RNN(Explained, base.Layer):
                 steps.
         """
         x = check.array("x", x, self._layout(self.input_size), self.dtype)
-        x = x.swapaxes(0, 1) if self.batch_first else x
-        steps, rows = x.shape[:2]
+        how = self._options(training, **arguments)
+        states: dict[str, Array] = {}
+        if state is None:  # so that the backward pass returns their gradients
+            rows = x.shape[0 if self.batch_first else 1]
+            initial = self._states("state", None, rows)
+            states = dict(zip(state_names("state", self.cell), initial, strict=True))
+        saved, weights = _Saved(), [self._learned(k) for k in range(self.num_layers)]
+
+        def run(layer: Layer, arrays: Mapping[str, Array]) -> Any:
+            *results, pullback = passes.run(layer, arrays)
+            saved.pullbacks.append(pullback)
+            return results
+
+        def drop(x: Array, k: int) -> Array:
+            kept = self._generator.random(x.shape, np.float32) >= self.dropout
+            saved.dropped.append(kept * self.dtype.type(1.0 / (1.0 - self.dropout)))
+            return x * saved.dropped[-1]
+
+        layer = Layer(self.cell, tuple(self.sizes.items()), how, plan=self.plan)
+        drops = drop if training and self.dropout else None
+        stack = Stack(Numpy, run, layer, weights, self.batch_first, drops)
+        output, final, *sequences = stack.call(x, state, arguments, states)
+        saved.output_shape = output.shape
+        self._saved = saved if training else None
+        if training or not output.flags.c_contiguous:
+            output = output.copy()  # for the caller, because the backward pass reads the original
+        if not sequences:
+            return output, final
+        saved.wanted = tuple(sequences[0])
+        first = self.cell.state_names[0]
+        others = {n: output if n == first else a.copy() for n, a in sequences[0].items()}
+        return output, final, others
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _options(self, training: Any, **arguments: Any) -> Options:
+        """The options of a call, among its arguments."""
         training = check.boolean("training", training)
-        how = Options(
+        return Options(
             reverse=(False, True)[: 1 + self.bidirectional],
             training=training,
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
             threads=threads.current(),
-            checkpoint=check_checkpoint(self.checkpoint),
-            **(check_options(options, function=type(self).forward) if options else {}),
+            checkpoint=None if self.checkpoint is None else check_checkpoint(self.checkpoint),
+            **(check_options(arguments, function=type(self).forward) if arguments else {}),
         )
-        layout = Layout(check.NUMPY, self, steps, rows, self.batch_first)
-        shared = {
-            "mask": layout.valid(mask, lengths),
-            "resets": None if resets is None else layout.flags("resets", resets),
-            "static": None if static is self.cell.static is None else self._static(static, rows),
-        }
-        if recurrent_mask is not None:
-            shared["recurrent_mask"] = check_recurrent_mask(
-                check.NUMPY, self.cell, recurrent_mask, self.sizes, (rows,), self
-            )
-        names = state_names("state", self.cell)
-        states = dict(zip(names, self._states("state", state, rows), strict=True))
-        if reset_state is not None:
-            restored = self._states("reset_state", reset_state, rows)
-            states |= zip(state_names("reset_state", self.cell), restored, strict=True)
-        wanted = check_return_states(self.cell, return_states) if return_states else ()
-        sizes, chosen, saved = tuple(self.sizes.items()), self.plan, _Saved(wanted)
-        finals: list[passes.States] = []
-        for k in range(self.num_layers):
-            if k and training and self.dropout:
-                kept = self._generator.random(x.shape, np.float32) >= self.dropout
-                saved.dropped.append(kept * self.dtype.type(1.0 / (1.0 - self.dropout)))
-                x = x * saved.dropped[-1]
-            arrays = {"x": x, **shared, **self._learned(k)}
-            directions = self._directions(k)
-            arrays |= {name: values[directions] for name, values in states.items()}
-            ask = wanted and k + 1 == self.num_layers
-            last = besides_output(wanted, self.cell) if ask else ()
-            directed = how._replace(stream=k) if k else how
-            layer = Layer(self.cell, sizes, directed, sequences=last, plan=chosen)
-            x, final, others, pullback = passes.run(layer, arrays)
-            saved.pullbacks.append(pullback)
-            finals.append(final)
-        self._saved = saved if training else None
-        output = x.swapaxes(0, 1) if self.batch_first else x
-        saved.output_shape = output.shape
-        if training or not output.flags.c_contiguous:
-            output = output.copy()  # for the caller, because the backward pass reads the original
-        if not wanted:
-            return output, self._returned(finals)
-        others = [(o.swapaxes(0, 1) if self.batch_first else o).copy() for o in others]
-        return output, self._returned(finals), by_name(wanted, self.cell, output, others)
-
-    if TYPE_CHECKING:
-        __call__ = forward
 
     def backward(
         self,
@@ -366,7 +346,7 @@ class RNN(Explained, base.Layer):
         packed, chosen = Packed(self.cell, self._parameters), self.plan
         if chosen.engine == "cpu" and not chosen.types.mixed:
             weights = [self._learned(k) for k in range(self.num_layers)]
-            packed.stream = Stream(host_of(self.dtype), chosen, weights, threads.current())
+            packed.stream = Stream(Numpy.of(self.dtype.name), chosen, weights, threads.current())
         self._prepared = packed
         return self
 
@@ -414,12 +394,11 @@ class RNN(Explained, base.Layer):
             given = len(x), x, states, static, threads.current(), resets, start
             output, new = packed.stream.step(*given)
             return output, tuple(new) if len(new) > 1 else new[0]
-        pending, axis = self._saved, 1 if self.batch_first else 0
-        resets = None if resets is None else np.expand_dims(resets, axis)
-        further: dict[str, Any] = {"static": static, "resets": resets, "reset_state": reset_state}
-        output, state = self.forward(np.expand_dims(x, axis), state, **further)
+        pending = self._saved
+        arguments = {"static": static, "resets": resets, "reset_state": reset_state}
+        results = one_step(Numpy, self, self.forward, x, x, state, arguments)
         self._saved = pending
-        return output.squeeze(axis), state
+        return results
 
     # -- arguments -------------------------------------------------------------------------------
     @property
@@ -435,7 +414,7 @@ class RNN(Explained, base.Layer):
         """Checks the states; None makes them of ``start``, or else of the declared values."""
         cell, first = self.cell, (self.num_layers * (1 + self.bidirectional), rows)
         if states is not None:
-            return check_states(check.NUMPY, name, states, cell, self.sizes, first, self)
+            return Numpy.check_states(name, states, cell, self.sizes, first, self)
         return [
             np.full((*first, self.sizes[s.size]), s.initial if start is None else start, self.dtype)
             for s in cell.states
@@ -457,7 +436,7 @@ class RNN(Explained, base.Layer):
 
     def _static(self, static: npt.ArrayLike | None, rows: int) -> Array | None:
         shape = rows, self.sizes[self.cell.static_size]
-        return check_static(check.NUMPY, self.cell, static, shape, self)
+        return Numpy.check_static(self.cell, static, shape, self)
 
     def _directions(self, k: int) -> slice:
         """The slice of a layer's directions among the directions of all layers."""
@@ -476,7 +455,7 @@ class _Saved:
     states whose sequences it returned.
     """
 
-    wanted: tuple[str, ...]
+    wanted: tuple[str, ...] = ()
     output_shape: tuple[int, ...] = ()
     pullbacks: list[passes.Pullback] = field(default_factory=list)
     dropped: list[Array] = field(default_factory=list)  # between layers: 0, or 1 / (1 - dropout)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from anycell.layer.checks import describe, refuse
-from anycell.layer.primitive import arguments
+from anycell.layer.primitive import fit_arrays
 from anycell.numpy import passes, threads
-from anycell.numpy.check import STRICT
+from anycell.numpy.framework import Strict
 from anycell.numpy.read import Read, Recording, Traced, execute, read_step, start
 from anycell.plan import Layer, Options, plan
 from anycell.plan.dtype import dtypes
@@ -263,20 +263,18 @@ def _recurrence(
     series = call["gates"] if call["x"] is None else call["x"]
     series = np.ascontiguousarray(series, run.dtype)
     learned = {name: np.ascontiguousarray(a, run.dtype) for name, a in learned.items()}
-    static = call.get("static")
     state = tuple(np.ascontiguousarray(s) for s in call["state"])
-    arrays, sizes = arguments(
-        STRICT, cell, series, learned, run.rows, series, state, call.get("reset_state"), static,
-        None,
-    )  # fmt: skip
+    states, sizes = fit_arrays(Strict, cell, series, learned, run.rows, series, state, call)
     names = tuple(n for k in wanted for n in reading.names_of(k))
     others = tuple(dict.fromkeys(n for n in names if n != cell.state_names[0]))
     chosen = plan(cell, sizes["H"], run.dtype.name, engine, sizes)
     options = Options(threads=threads.current()).unread()
-    flags: dict[str, Any] = {name: call[name] for name in ("mask", "resets") if name in call}
+    given: dict[str, Any] = {
+        name: call[name] for name in ("mask", "resets", "static") if name in call
+    }
     how: dict[str, Any] = {"options": options, "sequences": others, "plan": chosen}
     layer = Layer(cell, tuple(sizes.items()), **how)
-    output, finals, more, _ = passes.run(layer, {"x": series, **arrays, **learned, **flags})
+    output, finals, more, _ = passes.run(layer, {"x": series, **states, **learned, **given})
     sequences = {cell.state_names[0]: output, **dict(zip(others, more, strict=True))}
     return sequences, dict(zip(cell.state_names, [f[0] for f in finals], strict=True))
 

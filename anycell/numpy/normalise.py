@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from anycell.layer.checks import Layout, refuse
+from anycell.layer.checks import refuse
+from anycell.layer.layers import Layout
 from anycell.numpy import check
 from anycell.numpy.base import Array, Layer
-from anycell.numpy.host import numpy_dtype
+from anycell.numpy.check import numpy_dtype
+from anycell.numpy.framework import Numpy
 from anycell.numpy.streaming import writing
 from anycell.plan.dtype import dtypes
 
@@ -196,7 +198,7 @@ class BatchNorm(Layer):
     def _valid(self, x: Array, mask: npt.ArrayLike | None, lengths: npt.ArrayLike | None) -> Valid:
         """Returns the steps that count, as flags ``[., ., 1]`` laid out as x."""
         rows, steps = x.shape[:2] if self.batch_first else x.shape[1::-1]
-        valid = Layout(check.NUMPY, x, steps, rows, self.batch_first).valid(mask, lengths)
+        valid = Layout(Numpy, x, steps, rows, self.batch_first).valid(mask, lengths)
         valid = np.ones((steps, rows), bool) if valid is None else valid
         return (valid.T if self.batch_first else valid)[..., None]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from anycell.layer import ENDS, backward, forward, stepped, steps
 from anycell.layer.sequences import keeping, sequences
 from anycell.layer.signature import state_names
-from anycell.numpy.host import host_of
+from anycell.numpy.framework import Numpy
 from anycell.plan import Layer
 from anycell.plan import plan as make_plan
 
@@ -28,22 +28,25 @@ Pullback = Callable[[Array, States, Named], dict[str, Array]]
 Result = tuple[Array, States, Sequence[Array], Pullback]
 
 
-def run(layer: Layer, arrays: Named) -> Result:
+def run(layer: Layer, arrays: Named, keep: bool = True) -> Result:
     """Runs a layer on the engine of its plan.
 
     Args:
         layer: with its plan.
-        arrays: by name; None stands for a missing array.
+        arrays: by name.
+        keep: whether the pullback is wanted, in training.
 
     Returns:
         outputs ``[T, B, D * size]``, the final states ``[D, B, size]``, the wanted sequences, laid
         out as the outputs, and the pullback. The pullback may be called repeatedly, but only in
         training.
     """
-    return (fused if layer.plan.engine == "cpu" else composite)(layer, arrays)
+    if layer.plan.engine == "cpu":
+        return fused(layer, arrays, keep)
+    return composite(layer, arrays)
 
 
-def fused(layer: Layer, arrays: Named) -> Result:
+def fused(layer: Layer, arrays: Named, keep: bool = True) -> Result:
     """Runs a layer with the compiled kernel; see ``run``."""
     plan, options, wanted = layer.plan, layer.options, layer.sequences
     mask = arrays.get("recurrent_mask")
@@ -52,8 +55,7 @@ def fused(layer: Layer, arrays: Named) -> Result:
         plan = make_plan(cell, plan.hidden_size, plan.dtype, "cpu", plan.sizes)
     if wanted:  # the kernel keeps them like values for the backward pass
         plan, options = keeping(plan, wanted), options._replace(checkpoint=None)
-    host, keep = host_of(plan.dtype), options.training or bool(wanted)
-    arrays = {name: array for name, array in arrays.items() if array is not None}
+    host, keep = Numpy.of(plan.dtype), (keep and options.training) or bool(wanted)
     output, final, kept = forward(host, plan, arrays, options, keep=keep)
     others = sequences(layer, arrays, kept) if kept and wanted else []
 

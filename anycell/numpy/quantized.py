@@ -13,7 +13,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.rounding import described, measure, rounded
 from anycell.numpy.feedback import Feedback
 from anycell.numpy.layers import RNN
-from anycell.plan import Plan, plan
+from anycell.plan import Options, Plan, plan
 
 KINDS = RNN, Feedback
 
@@ -60,11 +60,10 @@ class Quantized(RNN):
         shown = super().__repr__().removesuffix(f", dtype={self.dtype.name!r})")
         return f"{shown}; {described(self.arrays, self.error)})"
 
-    def forward(self, x: npt.ArrayLike, *args: Any, **options: Any) -> tuple[Any, ...]:
-        """Runs whole sequences as ``RNN`` does, without training."""
-        if options.get("training"):
+    def _options(self, training: Any, **arguments: Any) -> Options:
+        if training:
             self._refuse()
-        return super().forward(x, *args, **options)
+        return super()._options(training, **arguments)
 
     def backward(self, grad_output: npt.ArrayLike, *args: Any) -> NoReturn:
         """Raises NotImplementedError: weights of 8 bits have no gradients."""
@@ -87,7 +86,7 @@ def quantize(model: RNN | Feedback, data: Iterable[Any] | None) -> Quantized | F
         result.layer, result.readout = small, copy.deepcopy(model.readout)
         for fed in (run, result):
             fed._saved, fed._generator = None, copy.deepcopy(model._generator)
-        result._fed_layer()  # raises if its readout cannot be rounded
+        rounded(result.readout.parameters["weight"], "weight", "readout")  # raises if it cannot be
     if data is not None:
         runs = [(run, result, small)]
         measure(run, runs, "forward", lambda results: results[0].astype(np.float64), data)

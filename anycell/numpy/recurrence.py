@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from anycell import layer
 from anycell.lang.cell import Cell
-from anycell.layer.checks import Layout, check_cell, choice, refuse
-from anycell.layer.primitive import arguments, check_input, learned_by_name, options_and_seed
+from anycell.layer import primitive
+from anycell.layer.checks import check_cell, refuse
+from anycell.layer.layers import Stack
+from anycell.layer.primitive import Call, check_input, check_rest, fit_arrays, learned_by_name
 from anycell.numpy import passes, threads
-from anycell.numpy.check import STRICT
-from anycell.numpy.host import host_of
-from anycell.plan import OPTIONS, FunctionOptions, Layer, plan, takes
+from anycell.numpy.framework import Strict
+from anycell.numpy.typed import RecurrenceArguments
+from anycell.plan import Layer, plan, takes
 from anycell.plan.dtype import dtypes
 
 if TYPE_CHECKING:
@@ -29,47 +30,38 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.floating]
 
 
-# There is no backward pass to save memory for.
-_OPTIONS = [name for name in OPTIONS if name != "checkpoint"]
+# There is no backward pass to save memory for, and the input is projected.
+_WITHOUT = "checkpoint", "gates", "return_states"
 
 
-@takes(_OPTIONS)
+@takes(RecurrenceArguments, about=primitive.__doc__)
 def recurrence(
     cell: Cell,
     gates_x: Array,
     weights: Mapping[str, Array | None],
     state: Sequence[Array | None] | Array | None = None,
     params: Mapping[str, Array] | None = None,
-    *,
-    mask: npt.ArrayLike | None = None,
-    lengths: npt.ArrayLike | None = None,
-    resets: npt.ArrayLike | None = None,
-    reset_state: Sequence[Array | None] | Array | None = None,
-    recurrent_mask: Array | None = None,
-    static: Array | None = None,
-    engine: str | None = None,
-    **options: Unpack[FunctionOptions],
+    **arguments: Unpack[RecurrenceArguments],
 ) -> tuple[Array, tuple[Array, ...]]:
     """Runs ``cell`` over a sequence whose input projection is done.
 
     All arrays have one dtype, float32, float64 or 16 bits, and any strides.
 
     Args:
-        cell: a cell of G gates; its hidden size H, and its other sizes, follow from the arrays.
+        {cell}
         gates_x: ``[T, B, W]``, the input projection of each gate, in the declared order. W is the
             sum of the gates' sizes, G*H where each has H units.
         weights: weights of the matmuls in a step, by name. ``weight_hh`` has rows for all gates of
             size H, and a column for each unit of the first state; any other ``weight_<name>`` is
             ``[out, in]`` or ``[heads, out/heads, in/heads]``, where out counts all outputs of the
             matmul, one after the other. Biases, where there are any: ``bias_hh``, ``bias_<name>``.
-        state: ``[B, size]`` per state (for one state one array will do); None, for all or for one
-            of them, starts from the declared initial value. ``reset_state`` may also be ``[size]``.
+        {state}
         params: the cell's parameters by name, ``[size]``.
         engine: "cpu" or "reference"; None takes the plan's choice, see ``anycell.explain``.
-        {mask lengths resets reset_state static recurrent_mask options}
+        {arguments}
 
     Returns:
-        the outputs ``[T, B, size of the first state]`` and a tuple of the final states.
+        {output final}
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what was expected.
@@ -84,32 +76,20 @@ def recurrence(
         ((10, 2, 8), True)
     """
     check_cell(cell)
-    check_input(STRICT, cell, "gates_x", gates_x, projected=True)
+    check_input(Strict, cell, "gates_x", gates_x, projected=True)
     if not gates_x.dtype.isnative or gates_x.dtype.name not in dtypes("cpu"):
         expected = f"one of {', '.join(dtypes('cpu'))}"
         refuse("gates_x", f"dtype {gates_x.dtype}", expected, "Convert it.", TypeError)
-    steps, rows, _ = gates_x.shape
-    params = {} if params is None else params
     names = [name for name in cell.learned if name not in ("weight_ih", "bias_ih")]
-    learned = learned_by_name(STRICT, cell, names, weights=weights, params=params)
-    arrays, sizes = arguments(
-        STRICT, cell, gates_x, learned, rows, gates_x, state, reset_state, static, recurrent_mask
-    )
-    choice("engine", engine, None, "cpu", "reference")
-    stepped = layer.stepped(cell, recurrent_mask)
-    chosen = plan(stepped, sizes["H"], gates_x.dtype.name, engine, sizes)
-    layout = Layout(STRICT, gates_x, steps, rows)
-    arrays |= {"x": gates_x, "mask": layout.valid(mask, lengths), **learned}
-    arrays["resets"] = None if resets is None else layout.flags("resets", resets)
-    how, seed = options_and_seed(options, recurrence, _OPTIONS)
-    if how.training and cell.keeps and seed is None:
+    learned = learned_by_name(Strict, cell, names, weights, params)
+    rows = gates_x.shape[1]
+    states, sizes = fit_arrays(Strict, cell, gates_x, learned, rows, gates_x, state, arguments)
+    options, seed = check_rest(recurrence, arguments, without=_WITHOUT)
+    if options.training and cell.keeps and seed is None:
         refuse("seed", "None", "an int", f"Pass a seed: in training cell {cell.name} draws masks.")
-    how = how._replace(seed=seed or 0, threads=threads.current())
-    finals: passes.States
-    if chosen.engine == "reference":
-        outputs, finals, *_ = passes.composite(Layer(cell, tuple(sizes.items()), how), arrays)
-    else:
-        host = host_of(chosen.dtype)
-        arrays = {name: array for name, array in arrays.items() if array is not None}
-        outputs, finals, _ = layer.forward(host, chosen, arrays, how, keep=False)
-    return outputs, tuple([final[0] for final in finals])
+    options = options._replace(seed=seed or 0, threads=threads.current())
+    chosen = plan(cell, sizes["H"], gates_x.dtype.name, arguments.get("engine"), sizes)
+    layer = Layer(cell, tuple(sizes.items()), options, plan=chosen)
+    stack = Stack(Strict, lambda one, on: passes.run(one, on, keep=False)[:3], layer, [learned])
+    output, final = Call(layer, gates_x, learned, states, seed).results(stack, arguments)
+    return output, final

@@ -5,13 +5,19 @@
 
 from anycell.plan.arrays import Array, arrays, multiplies_input, recurrent_masks
 from anycell.plan.call import (
+    ARRAYS,
     CODES,
     OF_CALL,
     OPTIONS,
+    REALS,
+    ArrayArguments,
     CallOptions,
     Engine,
     FunctionOptions,
+    GradientOptions,
     Options,
+    RecurrenceArguments,
+    Returning,
     takes,
 )
 from anycell.plan.cut import FREE, gradient_roots, in_sequence, root_sizes
@@ -21,9 +27,9 @@ from anycell.plan.passes import HEAVY, MATMULS, passes
 from anycell.plan.plan import LINE, Plan, no_kernel_on_gpu, padded, plan
 
 __all__ = [
-    "CODES", "DTYPES", "FREE", "HEAVY", "LINE", "MATMULS", "OF_CALL", "OPTIONS", "Array",
-    "CallOptions", "Dtype", "Engine", "FunctionOptions", "Layer", "Options", "Plan", "Sizes",
-    "arrays", "gradient_roots", "in_sequence", "multiplies_input",
-    "no_kernel_on_gpu", "padded", "passes", "plan", "recurrent_masks", "root_sizes", "scales_of",
-    "takes",
+    "ARRAYS", "CODES", "DTYPES", "FREE", "HEAVY", "LINE", "MATMULS", "OF_CALL", "OPTIONS", "REALS",
+    "Array", "ArrayArguments", "CallOptions", "Dtype", "Engine", "FunctionOptions",
+    "GradientOptions", "Layer", "Options", "Plan", "RecurrenceArguments", "Returning", "Sizes",
+    "arrays", "gradient_roots", "in_sequence", "multiplies_input", "no_kernel_on_gpu", "padded",
+    "passes", "plan", "recurrent_masks", "root_sizes", "scales_of", "takes",
 ]  # fmt: skip

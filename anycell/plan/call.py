@@ -1,17 +1,23 @@
-"""The options of a call.
+"""The arrays and the options of a call.
 
-They are declared only here. A field of ``Options`` holds the name, the default, the accepted
-values, how kernels read the option, and its sentence for docstrings. These rows determine the check
-of user input (``layer.checks.check_options``), the entries in the tables of CPU kernels, and the
-variants of GPU kernels. An option that changes a step also has code in the engines; an option that
-only the layer obeys has its code in the layer.
+They are declared only here. A field of ``ArrayArguments`` holds the name of an array, and its
+docstring the axes and a sentence for docstrings of calls. A field of ``Options`` holds the name,
+the default, the accepted values, how kernels read the option, and its sentence. These rows
+determine the check of user input (``layer.checks.check_options``), the entries in the tables of CPU
+kernels, and the variants of GPU kernels. An option that changes a step also has code in the
+engines; an option that only the layer obeys has its code in the layer.
+
+A call takes both by name, as one dictionary, ``**arguments``. Where arrays have types, these are in
+a ``TypedDict`` of the frontend. From all this ``takes`` makes signatures and docstrings.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
+import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 Documented = TypeVar("Documented", bound=Callable[..., Any])
@@ -109,12 +115,17 @@ class CallOptions(TypedDict, total=False):
     masked_output: str
 
 
-class FunctionOptions(CallOptions, total=False):
-    """The options that functions take by keyword: those of module calls, and module attributes."""
+class FunctionOptions(TypedDict, total=False):
+    """The options that functions take besides, which modules have as attributes."""
 
     reverse: bool
     training: bool
     seed: int | None
+
+
+class GradientOptions(FunctionOptions, total=False):
+    """The options of functions that have gradients."""
+
     checkpoint: str | int | None
 
 
@@ -127,33 +138,56 @@ CODES = {name: option.codes for name, option in OPTIONS.items() if option.codes}
 OF_CALL = tuple(name for name, option in OPTIONS.items() if not option.attribute)
 
 
-# Docstring sentences for the other arguments of a call.
-ARRAYS = {
-    "weights": "what the layer learns, by public names (``cell.learned``). W is the sum of the "
-    "gates' sizes, G*H where each has H units: ``weight_ih`` ``[W, I]`` and ``weight_hh`` "
-    "``[W, size of the first state]``, with rows in the cell's order of gates, in ``weight_hh`` of "
-    "those of size H only; optionally ``bias_ih`` and ``bias_hh`` with the same rows; "
-    "``weight_<name>`` and ``bias_<name>`` of each further matmul, ``[out, in]`` or ``[heads, "
-    "out/heads, in/heads]``; each parameter of the cell, ``[size]``. A value of None means that "
-    "the weight is absent.",
-    "gates": "``[T, B, W]``, laid out as x, the input's projection onto the gates, side by side, "
-    "in place of x: ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, "
-    "if given.",
-    "mask": "bool ``[T, B]``, laid out as x, False where a step does nothing: the state is held, "
-    "and values there have no influence, not even NaN.",
-    "lengths": "integers ``[B]`` from 0 to T, the number of steps of each row. The reverse "
-    "direction starts at each row's end. With a mask, a step runs only where both allow it.",
-    "resets": "``[T, B]``, laid out as x, True where an episode starts. Each direction runs each "
-    "episode by itself: it replaces the state before the first step of the episode, or the reverse "
-    "direction the state before the last step of the episode that ends there. bool, or 0 and 1 of "
-    "any real dtype.",
-    "reset_state": "the state that resets restore, laid out as the initial state; it may be "
-    "learned. Default: the values that the cell declares.",
-    "static": "``[B, size]``, the input per sequence of a cell that declares one.",
-    "recurrent_mask": "``[B, H]``, or ``[G, B, H]`` for one per gate, where H is the size of the "
-    "first state: multiplies that state before the recurrent matmul in all layers and directions.",
-    "return_states": "names of the states to return after every step, or True for all.",
-}
+Array = Any  # of a framework whose arrays have no type
+
+
+class ArrayArguments(CallOptions, total=False):
+    """The arrays of a call by name, with their axes: T is the number of steps, B that of rows.
+
+    Attributes:
+        mask: ``[T, B]``, bool, laid out as x, False where a step does nothing: the state is held,
+            and values there have no influence, not even NaN.
+        lengths: ``[B]``, integers from 0 to T, the number of steps of each row. The reverse
+            direction starts at each row's end. With a mask, a step runs only where both allow it.
+        resets: ``[T, B]``, laid out as x, True where an episode starts. Each direction runs each
+            episode by itself: it replaces the state before the first step of the episode, or the
+            reverse direction the state before the last step of the episode that ends there. bool,
+            or 0 and 1 of any real dtype.
+        reset_state: the state that resets restore, laid out as the initial state; it may be
+            learned. Default: the values that the cell declares.
+        static: ``[B, size]``, the input per sequence of a cell that declares one.
+        recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate, where H is the size of the
+            first state: multiplies that state before the recurrent matmul in all layers and
+            directions.
+    """
+
+    mask: Array | None
+    lengths: Array | Sequence[int] | None
+    resets: Array | None
+    reset_state: Array | Sequence[Array | None] | None
+    static: Array | None
+    recurrent_mask: Array | None
+
+
+class Returning(TypedDict, total=False):
+    """The argument of calls that can return the states of every step.
+
+    Attributes:
+        return_states: names of the states to return after every step, or True for all.
+    """
+
+    return_states: bool | str | Sequence[str] | None
+
+
+class RecurrenceArguments(ArrayArguments, Returning, GradientOptions, total=False):
+    """The arguments of ``recurrence`` by name, where arrays have no types."""
+
+    gates: Array | None
+    engine: str | None
+
+
+ARRAYS = *(n for n in ArrayArguments.__annotations__ if n not in OPTIONS), "return_states"
+REALS = "reset_state", "static", "recurrent_mask"  # which have the dtype of x
 
 
 class Engine(NamedTuple):
@@ -169,37 +203,57 @@ class Engine(NamedTuple):
     reason: str
 
 
-def takes(names: Iterable[str] = OF_CALL) -> Callable[[Documented], Documented]:
-    """Declares that a function takes these options by keyword, as ``**options``. Its signature
-    shows them. In its docstring, or the docstring of a class, their sentences replace the line
-    ``{... options}``, after the sentences of the ``ARRAYS`` that this line names.
+# In a docstring, what it says about a name.
+_SENTENCE = re.compile(r"^( +)(\w+): (.+(?:\n\1 +.+)*)", re.MULTILINE)
+
+
+def takes(*typed: type, about: str | None = None) -> Callable[[Documented], Documented]:
+    """Declares that a function takes these arguments by name, as ``**arguments``. Its signature
+    shows them. A function that has ``*by_position`` too takes arrays also by position, in the order
+    of ``ARRAYS``.
+
+    In its docstring, or the docstring of a class, sentences about them replace ``{arguments}``. On
+    the same line, or on lines of their own, may be names of other arguments, or of results.
+
+    Args:
+        typed: a ``TypedDict`` or several, which have the types.
+        about: a docstring with sentences about names that are neither arrays nor options.
     """
+    types = {name: hint for one in typed for name, hint in one.__annotations__.items()}
+    names = [n for n in dict.fromkeys((*ARRAYS, *OPTIONS, *types)) if n in types]
+    says = {name: option.says for name, option in OPTIONS.items()}
+    for text in (ArrayArguments.__doc__, Returning.__doc__, about):
+        for _, name, sentence in _SENTENCE.findall(text or ""):
+            says[name] = " ".join(sentence.split())
+
+    def entries(line: re.Match[str]) -> str:
+        known = [name for name in names if name in says]
+        here = [known if word == "arguments" else [word] for word in line[2].split()]
+        wrap = textwrap.TextWrapper(100, line[1], line[1] + "    ")
+        return "\n".join(wrap.fill(f"{n}: {says[n]}") for n in itertools.chain(*here))
 
     def declare(function: Documented) -> Documented:
-        lines = [line for line in (function.__doc__ or "").split("\n") if "options}" in line]
-        if lines:  # none under python -OO
-            *arrays, _ = lines[0].strip("{} ").split()
-            says = [(name, ARRAYS[name]) for name in arrays]
-            says += [(name, OPTIONS[name].says) for name in names]
-            indent = " " * lines[0].index("{")
-            further = indent + "    "
-            entries = [textwrap.fill(f"{name}: {text}", 100, initial_indent=indent,
-                    subsequent_indent=further) for name, text in says]  # fmt: skip
-            function.__doc__ = (function.__doc__ or "").replace(lines[0], "\n".join(entries))
+        if function.__doc__:  # there is none under python -OO
+            function.__doc__ = re.sub(
+                r"^( +)\{([a-z_ ]+)\}$", entries, function.__doc__, flags=re.M
+            )
         if inspect.isfunction(function):
-            signature = inspect.signature(function)
-            *before, _ = signature.parameters.values()
-            rows = [(name, OPTIONS[name].start) for name in names]
-            defaults = Options._field_defaults
-            more = [
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY,
-                    default=defaults[name] if start is ... else start,
-                    annotation=FunctionOptions.__annotations__[name].__forward_arg__,
-                )
-                for name, start in rows
-            ]  # fmt: skip
-            function.__signature__ = signature.replace(parameters=[*before, *more])  # type: ignore[attr-defined]
+            kinds, signature = inspect.Parameter, inspect.signature(function)
+            *parameters, rest = signature.parameters.values()
+            kind: Any = kinds.KEYWORD_ONLY
+            shown = [name for name in names if name not in signature.parameters]
+            if parameters[-1].kind is kinds.VAR_POSITIONAL:
+                kind, shown = kinds.POSITIONAL_OR_KEYWORD, [n for n in shown if n in ARRAYS]
+                parameters[-1] = rest.replace(name="options")
+            for name in shown:
+                start = OPTIONS[name].start if name in OPTIONS else ...
+                default = Options._field_defaults.get(name) if start is ... else start
+                hint = types[name].__forward_arg__
+                parameters.append(kinds(name, kind, default=default, annotation=hint))
+            by_name = kinds.KEYWORD_ONLY
+            parameters.sort(key=lambda p: (p.kind, p.kind is by_name and p.name not in ARRAYS))
+            whole = signature.replace(parameters=parameters)
+            function.__signature__ = whole  # type: ignore[attr-defined]
         return function
 
     return declare

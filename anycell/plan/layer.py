@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from anycell.lang.cell import ONE, Cell
 from anycell.plan.call import Options
@@ -103,6 +103,18 @@ class Layer(NamedTuple):
         if layer.text(bool(hyper)) != text:
             raise ValueError(text)
         return layer
+
+
+OPTIONS, SEQUENCES = map(Layer._fields.index, ("options", "sequences"))
+SEED, STREAM = map(Options._fields.index, ("seed", "stream"))
+Record = TypeVar("Record", Layer, Options)
+
+
+def changed(record: Record, place: int, value: Any) -> Record:
+    """Does ``record._replace`` for one field, in a way that old PyTorch can compile in a layer."""
+    make: Any = type(record)
+    fields = tuple(record)
+    return make(*fields[:place], value, *fields[place + 1 :])
 
 
 def register(cell: Cell) -> str:

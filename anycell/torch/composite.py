@@ -7,32 +7,19 @@ derivatives and tracing, and the cells, dtypes and devices for which there is no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.layer import steps
-from anycell.plan import Layer, Options
+from anycell.plan import Layer
+from anycell.plan.layer import OPTIONS, SEED, changed
 from anycell.refusal import refuse
 
 States = tuple[Tensor, ...]
 Arrays = Mapping[str, Tensor]  # named as in ``layer.signature``; absent tensors have no entry
-
-
-OPTIONS, SEQUENCES = map(Layer._fields.index, ("options", "sequences"))
-SEED, STREAM = map(Options._fields.index, ("seed", "stream"))
-Record = TypeVar("Record", Layer, Options)
-
-
-def changed(record: Record, place: int, value: Any) -> Record:
-    """Does ``record._replace`` for one field, in a way that old PyTorch can compile in a layer."""
-    make: Any = type(record)
-    fields = tuple(record)
-    return make(*fields[:place], value, *fields[place + 1 :])
-
-
 Result = tuple[Tensor, States, States]  # see ``steps.Results``
 
 

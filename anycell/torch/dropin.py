@@ -17,18 +17,17 @@ from anycell.engines.gpu import capacity
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint
 from anycell.layer.signature import state_names
-from anycell.plan import CallOptions, Engine, Plan, Sizes, takes
+from anycell.plan import ARRAYS, Engine, Plan, Returning, Sizes, takes
 from anycell.torch import ops
-from anycell.torch.device import host_of
-from anycell.torch.functional import autocast_dtype, engine_of, memory
-from anycell.torch.fused import autocast, plan_on
-from anycell.torch.observers import compiled, observed, traced, transformed, watched
+from anycell.torch.framework import TorchDevice, memory
+from anycell.torch.functional import autocast_dtype, engine_of
+from anycell.torch.fused import plan_on
+from anycell.torch.observers import autocast, compiled, observed, traced, transformed, watched
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent, leaf
+from anycell.torch.recurrent import Recurrent, leaf, stacked
+from anycell.torch.typed import DropInArguments
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from anycell.torch.typed import DropInCall
 
 # On a GPU, cuDNN runs these cells in calls without our arguments, unless ``_beats_cudnn``; in fewer
@@ -45,6 +44,7 @@ class DropIn(Recurrent):
     """
 
     _parent: type[nn.RNNBase]
+    _arrays = tuple(name for name in ARRAYS if name != "static")  # which torch's cells do not read
     _parameters: dict[str, Any]
     proj_size: int
 
@@ -89,49 +89,39 @@ class DropIn(Recurrent):
                 return Engine("torch", why)
         return engine_of(plan, "torch")
 
+    @takes(DropInArguments, Returning)
     def forward(
-        self,
-        input: Tensor | PackedSequence,
-        hx: Any = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | PackedSequence | None = None,
-        reset_state: Any = None,
-        recurrent_mask: Tensor | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
-        **options: Unpack[CallOptions],
+        self, input: Tensor | PackedSequence, hx: Any = None, *by_position: Any, **arguments: Any
     ) -> tuple[Any, ...]:
         """Returns output, final state and, if wanted, sequences of states; see the class."""
-        # No array is keyword-only: torch.onnx's older exporter passes all by position.
-        further: dict[str, Any] = dict(options) if options else {}
-        for name, value in (
-            ("mask", mask), ("lengths", lengths), ("resets", resets), ("reset_state", reset_state),
-            ("recurrent_mask", recurrent_mask), ("return_states", return_states or None),
-        ):  # fmt: skip
-            if value is not None:
-                further[name] = value
+        if by_position:
+            arguments = self._named(by_position, arguments)
         if isinstance(input, Proxy):
-            return leaf(self, input, hx, **further)
+            return leaf(self, input, hx, **arguments)
+        if arguments:  # torch's layer may run a call that has none
+            if not arguments.get("return_states", True):
+                del arguments["return_states"]
+            arguments = {n: v for n, v in arguments.items() if v is not None or n not in ARRAYS}
         states = None if hx is None else tuple(hx) if len(self.cell.states) > 1 else (hx,)
-        results = self._ours(input, states, further)
+        results = self._ours(input, states, arguments)
         return super().forward(input, hx) if results is None else results  # type: ignore[misc]
 
     def _ours(
-        self, x: Any, states: tuple[Any, ...] | None, further: dict[str, Any]
+        self, x: Any, states: tuple[Any, ...] | None, arguments: dict[str, Any]
     ) -> tuple[Any, ...] | None:
         """Returns the result of a call; None if the parent must run it or raise its error.
 
         Args:
-            further: the arguments that were given and that torch's layer does not take.
+            arguments: those that there are and that torch's layer does not take.
         """
         looked, cell = observed(), self.cell
         weight = self._parameters.get("weight_ih_l0")
         if weight is None:  # parametrised: computed at each access
             weight = self.weight_ih_l0
-        plain, plan = not further and not (looked and transformed()), None
+        plain, plan = not arguments and not (looked and transformed()), None
         if looked and compiled() and isinstance(x, PackedSequence):
-            return torch.compiler.disable(self._ours)(x, states, further)
-        if looked and not further and traced():
+            return torch.compiler.disable(self._ours)(x, states, arguments)
+        if looked and not arguments and traced():
             return None
         if not self._fits(x, states, weight):
             return None
@@ -144,7 +134,9 @@ class DropIn(Recurrent):
             arrays = dict(zip(state_names("state", cell), states, strict=True))
         # Under autocast, the dtype of the input may differ from the one the layer computes in.
         plan = None if looked or autocast() else plan
-        return self._run_cell(cell, x, arrays, plan=plan, **further)
+        layer, weights = self._call(cell, arguments, plan), self._weights(cell)
+        stack = stacked(layer, weights, x, self.batch_first, self.dropout)
+        return stack.call(x, None, arguments, arrays)
 
     def _fits(self, x: Any, states: Sequence[Any] | None, weight: Tensor) -> bool:
         """Returns whether input and states have the shape, device and dtype that torch requires."""
@@ -153,15 +145,17 @@ class DropIn(Recurrent):
             data, sizes, *_ = x
             if data.dim() != 2 or int(sizes.sum()) != len(data):
                 return False
+            rows: tuple[int, ...] = (int(sizes[0]),)
         else:
             dims = x.dim() if isinstance(x, Tensor) else 0
             if dims not in (2, 3) or x.shape[int(self.batch_first and dims == 3)] == 0:
                 return False
+            rows = (x.shape[not self.batch_first],) if dims == 3 else ()
         if data.shape[-1] != self.input_size:
             return False
         tensors = [data]
         if states is not None:
-            first = (self.num_layers * (1 + self.bidirectional), *self._rows(x))
+            first = (self.num_layers * (1 + self.bidirectional), *rows)
             width = {"H": self.hidden_size, "P": self.proj_size}
             wanted = [(*first, width[state.size]) for state in self.cell.states]
             if wanted != [tuple(s.shape) if isinstance(s, Tensor) else None for s in states]:
@@ -225,13 +219,14 @@ def _beats_cudnn(plan: Plan, device: torch.device, steps: int, rows: int) -> boo
     In bfloat16 they are faster if one launch runs a whole sequence (tiers 1 and 2). In float16 and
     TF32 only tier 2 is faster: for the smaller sizes of tier 1, cuDNN has such kernels too.
     """
-    host = host_of(getattr(torch, plan.dtype), device)
-    if steps < CUDNN_STEPS or plan.cell is cells.LSTMP or not (plan.types.mixed or host.tf32):
+    host = TorchDevice.on(plan.dtype, device)
+    tf32 = host.tf32(plan.cell)
+    if steps < CUDNN_STEPS or plan.cell is cells.LSTMP or not (plan.types.mixed or tf32):
         return False
     whole = (1, 2) if plan.dtype == "bfloat16" else (2,)
     passes = (False, True) if torch.is_grad_enabled() else (False,)
     return all(
-        capacity.choose(plan, host.limits, backward, batch=rows, tf32=host.tf32).tier in whole
+        capacity.choose(plan, host.limits, backward, batch=rows, tf32=tf32).tier in whole
         for backward in passes
     )
 
@@ -253,7 +248,7 @@ def _left_alone(function: Any) -> None:
 _left_alone(DropIn._ours)
 
 
-@takes()
+@takes(DropInArguments, Returning)
 class LSTM(DropIn, nn.LSTM):
     r"""``torch.nn.LSTM`` on a fused kernel: its constructor, weights, shapes, defaults and errors.
 
@@ -265,7 +260,7 @@ class LSTM(DropIn, nn.LSTM):
     ``forward`` takes ``input`` and ``hx`` and returns ``(output, (h, c))``, like torch's layer. For
     a ``PackedSequence``, which has its own lengths, output and resets are packed too. Pass the
     further arguments by name; ``return_states`` adds a third result, as in ``RNN``:
-        {mask lengths resets reset_state recurrent_mask return_states options}
+        {arguments}
 
     ``checkpoint="sqrt"``, or a number of steps, as an argument of the constructor or an attribute,
     trades time for memory in training; see ``RNN``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,15 +10,15 @@ from torch import Tensor, nn
 from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
-from anycell.layer.checks import describe, refuse
-from anycell.layer.feedback import Fed, chance, check_layer, check_width, entering, fed
-from anycell.layer.rounding import quantized
-from anycell.plan import Engine, Layer, Sizes
+from anycell.layer.checks import refuse
+from anycell.layer.feedback import Fed, check_layer, check_width
+from anycell.layer.layers import Arrays, Stack
+from anycell.plan import Engine
 from anycell.plan.layer import register
-from anycell.torch.arguments import check_flags, check_states, check_static, check_tensor
 from anycell.torch.dropin import DropIn
-from anycell.torch.functional import TORCH, engine_of, fused_plan
-from anycell.torch.recurrent import Lengths, layer_of, sequence
+from anycell.torch.framework import Torch
+from anycell.torch.functional import engine_of, fused_plan
+from anycell.torch.recurrent import Lengths, stacked
 from anycell.torch.rnn import RNN
 
 
@@ -61,6 +60,8 @@ class Feedback(Fed, Explained, nn.Module):
         (torch.Size([5, 2, 1]), torch.Size([1, 2, 8]))
     """
 
+    framework = Torch
+
     def __init__(self, layer: Any, readout: nn.Linear) -> None:
         super().__init__()
         remedy = "anycell.torch.accelerate turns layers of torch.nn into these."
@@ -84,16 +85,8 @@ class Feedback(Fed, Explained, nn.Module):
     @property
     def engine(self) -> Engine:
         """The engine that runs the layer with its readout, and why."""
-        layer = self.layer
-        plan = fused_plan(self._fed()[1], self._sizes, layer.weight_ih_l0)
-        return engine_of(plan)
-
-    @property
-    def _sizes(self) -> Sizes:
-        return (*self.layer._sizes, (OUTPUT, self.readout.out_features))
-
-    def _layer(self) -> Layer:
-        return layer_of(self._fed()[1], self._sizes, self.layer.weight_ih_l0)
+        layer = self._layer()
+        return engine_of(fused_plan(layer.cell, layer.sizes, self._like))
 
     def _about(self) -> str:
         return f"Feedback of {self.layer._about()}"
@@ -103,6 +96,21 @@ class Feedback(Fed, Explained, nn.Module):
         fed = with_feedback(self.layer.cell)
         register(fed)
         return self.layer.cell, fed
+
+    @property
+    def _like(self) -> Tensor:
+        return self.layer._like
+
+    @property
+    def _width(self) -> int:
+        return self.readout.out_features
+
+    def _parts(self) -> tuple[Arrays, Tensor, Tensor | None]:
+        (learned,) = self.layer._weights(self.layer.cell)
+        return learned, self.readout.weight, self.readout.bias
+
+    def _draw(self, like: Tensor) -> Tensor:
+        return torch.rand(like.shape, device=like.device)
 
     def forward(
         self,
@@ -119,33 +127,15 @@ class Feedback(Fed, Explained, nn.Module):
         layer = self.layer
         if self._made[0] is not layer.cell:  # replaced, for instance by other hyperparameters
             self._made = self._fed()
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != layer.input_size:
-            axes = "[batch, time, {}]" if layer.batch_first else "[time, batch, {}]"
-            count = self.readout.out_features
-            expected = f"{axes.format(layer.input_size)}, the series in the first {count} column(s)"
-            refuse("x", describe(x), expected, "Pass a tensor of that shape.")
-        flags, width, like = self._forced(forced, x), self.readout.out_features, layer._like
-        check_tensor("x", x, x.shape, "as the weights", like)
-        weight = self.readout.weight
-        check_tensor("readout", weight, weight.shape, "as the weights of the layer", like)
-        (weights,) = layer._weights(layer.cell)
-        learned = fed(TORCH, weights, layer.hidden_size, weight, self.readout.bias)
-        rows = layer._rows(x)
-        arrays = {} if state is None else layer._named("state", state, rows, like)
-        if static is not None or layer.cell.static is not None:
-            shape = (*rows, layer.sizes[layer.cell.static_size])
-            arrays["static"] = check_static(layer.cell, static, shape, like)
-        output, final, _ = sequence(
-            layer._call(self._made[1], {})._replace(sizes=self._sizes),
-            entering(TORCH, x, flags, width, quantized(learned) and x.dtype is torch.float32),
-            arrays,
-            [learned],
-            mask=mask,
-            lengths=lengths,
-            resets=resets,
-            batch_first=layer.batch_first,
-        )
-        return self.readout(output), final if len(final) > 1 else final[0]
+
+        def stack(learned: Arrays) -> Stack:
+            sizes = (*layer._sizes, (OUTPUT, self._width))
+            run = layer._call(self._made[1], {})._replace(sizes=sizes)
+            return stacked(run, [learned], x, layer.batch_first)
+
+        arguments = {"mask": mask, "lengths": lengths, "resets": resets, "static": static}
+        _, output, final = self._run(x, state, forced, stack, **arguments)
+        return self.readout(output), final
 
     if TYPE_CHECKING:
 
@@ -159,37 +149,3 @@ class Feedback(Fed, Explained, nn.Module):
             self, x: Tensor, state: Any = None, *, forced: Tensor | float = True,
             static: Tensor | None = None, resets: Tensor | None = None,
         ) -> tuple[Tensor, Any]: ...  # fmt: skip
-
-    _namespace = staticmethod(lambda array: TORCH)
-
-    def _one_step(self, x: Any) -> Tensor:
-        rows = x.shape[0] if isinstance(x, Tensor) and x.dim() == 2 else 1
-        shape = rows, self.layer.input_size
-        return check_tensor("x", x, shape, "one step of each row", self.layer._like)
-
-    def _before(self, x: Tensor, state: Any) -> Sequence[Tensor]:
-        layer, first = self.layer, (1, len(x))
-        sizes = dict(layer._sizes)
-        if state is not None:
-            return check_states("state", state, layer.cell, sizes, first, layer._like)
-        states = layer.cell.states
-        return [layer._like.new_full((*first, sizes[s.size]), s.initial) for s in states]
-
-    def _flags(self, name: str, value: Any, x: Tensor) -> Tensor:
-        return check_flags(name, value, (len(x),), "one per row", x)
-
-    def _forced(self, forced: Any, x: Tensor) -> Tensor:
-        """Returns ``forced`` as flags, laid out as x."""
-        shape, steps = tuple(x.shape[:2]), x.shape[int(self.layer.batch_first)]
-        probability = chance(forced)
-        if probability is not None:
-            if probability in (0, 1):  # nothing is drawn, not even in an exported graph
-                return (x.new_ones if forced else x.new_zeros)(shape, dtype=torch.bool)
-            return torch.rand(shape, device=x.device) < probability
-        if not isinstance(forced, Tensor):
-            expected = f"a bool tensor {list(shape)}, laid out as x, or a probability"
-            refuse("forced", describe(forced), expected, "Pass one of them.", TypeError)
-        if forced.dim() == 1:
-            flags = check_flags("forced", forced, (steps,), "of all rows", x)
-            return (flags if self.layer.batch_first else flags.unsqueeze(1)).expand(shape)
-        return check_flags("forced", forced, shape, f"laid out as x, or [{steps}]", x)

@@ -1,8 +1,8 @@
-"""One layer and stacked layers as functions of tensors; which engine runs them, and why."""
+"""One layer as a function of tensors; which engine runs it, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
-from anycell.lang.namespaces import namespace
 from anycell.layer import stepped
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import SCALES, with_integers
@@ -18,16 +17,8 @@ from anycell.layer.signature import FLAGS, state_names
 from anycell.layer.view import sharded
 from anycell.plan import Engine, Layer, Plan, Sizes, scales_of
 from anycell.torch import fused, ops
-from anycell.torch.composite import (
-    OPTIONS,
-    SEQUENCES,
-    STREAM,
-    Arrays,
-    Result,
-    States,
-    changed,
-    composite,
-)
+from anycell.torch.composite import Arrays, Result, composite
+from anycell.torch.framework import ENGINES, Torch
 from anycell.torch.fused import enter
 from anycell.torch.observers import (
     ORDINARY,
@@ -40,49 +31,12 @@ from anycell.torch.observers import (
 )
 
 
-def stack(
-    layer: Layer,
-    arrays: Arrays,
-    weights: Sequence[Arrays],
-    drop: Callable[[Tensor], Tensor] | None = None,
-) -> Result:
-    """Runs layers on top of each other.
-
-    Args:
-        layer: the first layer.
-        arrays: the input of the first layer, the tensors that all layers share, and the states of
-            all layers, ``[layers * directions, B, size]``.
-        weights: the weights of each layer.
-        drop: the dropout between layers, if any.
-
-    Returns:
-        the output ``[T, B, directions * size]``, the final states of all layers, and
-        ``layer.sequences`` of the last layer.
-    """
-    if len(weights) == 1:
-        return run_layer(layer, {**arrays, **weights[0]})
-    x, finals, count = arrays["x"], [], len(layer.options.reverse)
-    sequences: States = ()
-    for k, learned in enumerate(weights):
-        if k and drop is not None:
-            x = drop(x)
-        directions = slice(k * count, (k + 1) * count)
-        parted = "state ", "reset_state "
-        one = {n: t[directions] if n.startswith(parted) else t for n, t in arrays.items()}
-        wanted = layer.sequences if k + 1 == len(weights) else ()
-        this = changed(layer, OPTIONS, changed(layer.options, STREAM, k))
-        this = changed(this, SEQUENCES, wanted)
-        x, final, sequences = run_layer(this, {**one, "x": x, **learned})
-        finals.append(final)
-    return x, tuple(map(torch.cat, zip(*finals, strict=True))), sequences
-
-
 def run_layer(layer: Layer, arrays: Arrays) -> Result:
     """Runs one layer of one or two directions, on the engine that fits."""
     if SCALES in arrays and not _multiplies_integers(arrays):
         arrays = dequantized(arrays)
     elif SCALES in arrays:
-        arrays = with_integers(TORCH, arrays)
+        arrays = with_integers(Torch.xp, arrays)
     x, engine = arrays["x"], layer.engine
     plan: Plan | str = "asked for"
     if layer.plan is None and (observed() or type(x) not in ORDINARY):
@@ -107,6 +61,16 @@ def run_layer(layer: Layer, arrays: Arrays) -> Result:
     if SCALES in arrays:
         arrays = dequantized(arrays)
     return enter(layer.cell, "step by step", composite, layer, arrays)
+
+
+def in_its_dtype(layer: Layer, arrays: Arrays) -> Result:
+    """Runs one layer in the dtype that autocast asks for."""
+    learned = [arrays[name] for name in layer.cell.learned if name in arrays]
+    integers = SCALES in arrays
+    # Inputs from other layers may have 16 bits, whatever the dtype of this layer.
+    dtype = torch.float32 if integers else autocast_dtype([*learned, arrays["x"]][0])
+    same = {name for name in arrays if name in FLAGS or (integers and name.startswith("weight_"))}
+    return run_layer(layer, {n: t if n in same else t.to(dtype) for n, t in arrays.items()})
 
 
 def _check_distributed(layer: Layer, arrays: Arrays) -> None:
@@ -163,9 +127,6 @@ def _plan_for(layer: Layer, arrays: Arrays) -> Plan | str:
     return layer.plan or fused_plan(cell, layer.sizes, like)
 
 
-TORCH = namespace(torch.empty(0))  # torch.compile cannot look it up
-
-
 def _multiplies_integers(arrays: Arrays) -> bool:
     """Returns whether the kernels for integers may run: for an input in float32 on the CPU, without
     gradients, and if those who observe the call can see it as one operator.
@@ -213,21 +174,11 @@ def plain(tensors: Iterable[Any], dtype: torch.dtype, shapes: Iterable[tuple[int
     return True
 
 
-def memory(x: Tensor) -> bool:
-    """Whether ``x`` is plain memory on a device with kernels, which excludes a FakeTensor."""
-    return (
-        type(x) in ORDINARY
-        and x.device.type in fused.ENGINES
-        and x.layout is torch.strided
-        and not x.is_neg()
-    )
-
-
 def autocast_dtype(weight: Tensor) -> torch.dtype:
     """Returns the dtype in which a layer computes: like torch's own layers, autocast's dtype if
     autocast is on for the weight's device, unless the weight is float64; else the weight's dtype.
     """
     kind = weight.device.type
-    if weight.dtype is torch.float64 or kind not in fused.ENGINES:
+    if weight.dtype is torch.float64 or kind not in ENGINES:
         return weight.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

@@ -18,13 +18,8 @@ from anycell.layer.sequences import keeping, sequences
 from anycell.plan import Layer, Options, Plan, Sizes, no_kernel_on_gpu, plan
 from anycell.plan.dtype import dtypes
 from anycell.torch.composite import Arrays, Result, States, composite
-from anycell.torch.device import DeviceHost, Returned, host_of
-from anycell.torch.host import HOSTS
-from anycell.torch.observers import stepwise, watched
-
-# The engine that has the kernels for each type of device.
-ENGINES = {"cpu": "cpu", "cuda": "gpu"}
-autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+from anycell.torch.framework import ENGINES, Returned, Torch, TorchDevice
+from anycell.torch.observers import autocast, stepwise, watched
 
 
 def plan_on(device: str, cell: Cell, sizes: Sizes, dtype: torch.dtype) -> Plan | str:
@@ -127,9 +122,10 @@ def run_forward(
     if plan.engine == "cpu":
         precision = torch.get_float32_matmul_precision()
         plan = plan if precision == "highest" else cpu.rounded(plan, precision)
-        output, finals, kept = forward(HOSTS[plan.dtype], plan, *given, keep=keep)
+        output, finals, kept = forward(Torch.of(plan.dtype), plan, *given, keep=keep)
     else:
-        output, finals, kept = _host_of(plan, arrays).run(gpu.forward, plan, *given, keep=keep)
+        device = TorchDevice.on(plan.dtype, arrays["x"].device)
+        output, finals, kept = device.run(gpu.forward, plan, *given, keep=keep)
     # Detached, so that autograd does not take them for views of what is kept.
     return output.detach(), tuple(finals), kept
 
@@ -151,8 +147,9 @@ def run_backward(
     if plan.engine == "cpu":
         precision = torch.get_float32_matmul_precision()
         plan = plan if precision == "highest" else cpu.rounded(plan, precision)
-        return backward(HOSTS[plan.dtype], plan, *given, d_states=inside, wanted=wanted)
-    return _host_of(plan, arrays).run(gpu.backward, plan, *given, wanted=wanted)
+        return backward(Torch.of(plan.dtype), plan, *given, d_states=inside, wanted=wanted)
+    device = TorchDevice.on(plan.dtype, arrays["x"].device)
+    return device.run(gpu.backward, plan, *given, wanted=wanted)
 
 
 def differentiable(
@@ -195,11 +192,6 @@ def _ranged(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any
 
 
 # -- between torch and the engine ------------------------------------------------------------------
-
-
-def _host_of(plan: Plan, arrays: Arrays) -> DeviceHost:
-    """Returns the GPU engine's host for arrays like these."""
-    return host_of(getattr(torch, plan.dtype), arrays["x"].device)
 
 
 def on_threads(options: Options) -> Options:

@@ -20,12 +20,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from anycell.explanation import Explained, Explanation, about_layer, explain_read
-from anycell.layer.checks import Layout, boolean, describe, integer, refuse
+from anycell.layer.checks import boolean, describe, integer, refuse
+from anycell.layer.layers import Layout
 from anycell.plan import Engine
-from anycell.torch.arguments import TORCH
 from anycell.torch.around import Surroundings
-from anycell.torch.fused import autocast
-from anycell.torch.observers import compiled, observed
+from anycell.torch.framework import Torch
+from anycell.torch.observers import autocast, compiled, observed
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of
 from anycell.torch.recurrent import Lengths
@@ -204,7 +204,7 @@ class loop(Explained, nn.Module):
             call = call._replace(xs=[t.transpose(0, 1) if t.dim() > 1 else t for t in call.xs])
         if mask is not None or lengths is not None or resets is not None:
             like = call.xs[0]
-            layout = Layout(TORCH, like, len(like), call.rows, first, call.batched)
+            layout = Layout(Torch, like, len(like), call.rows, first, call.batched)
             flags = None if resets is None else layout.flags("resets", resets)
             call = call._replace(mask=layout.valid(mask, lengths), resets=flags)
         if restored is not None:
@@ -332,7 +332,7 @@ def _restored(state: Any, call: Steps) -> list[Tensor]:
         expected = f"{len(call.state)} tensors, as the state has"
         refuse("reset_state", describe(state), expected, "Pass one for each.", TypeError)
     return [
-        TORCH.fit("reset_state", a.expand_as(b), b.shape, "a state", b)
+        Torch.check_array("reset_state", a.expand_as(b), b.shape, "a state", b)
         for a, b in zip(leaves, call.state, strict=True)
     ]
 

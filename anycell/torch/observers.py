@@ -23,6 +23,8 @@ from anycell.refusal import refuse
 ORDINARY = (Tensor, torch.nn.Parameter)
 TRACERS = (FakeTensor, FunctionalTensor)
 
+autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 
 def constant(function: Callable[..., Any]) -> Any:
     """Does ``torch.compiler.assume_constant_result`` without its import of Dynamo, which takes as

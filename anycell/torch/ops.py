@@ -29,9 +29,9 @@ from anycell.layer import names as array_names
 from anycell.layer.checks import check_options
 from anycell.layer.signature import FLAGS
 from anycell.plan import DTYPES, OF_CALL, OPTIONS, Layer, Options, Plan, Sizes, scales_of
-from anycell.plan.layer import CELLS, name_of, register
+from anycell.plan.layer import CELLS, SEED, changed, name_of, register
 from anycell.torch import fused
-from anycell.torch.composite import SEED, Arrays, Result, changed
+from anycell.torch.composite import Arrays, Result
 from anycell.torch.fused import enter
 from anycell.torch.observers import ORDINARY, TRACERS, compiled, constant, stepwise
 

@@ -10,23 +10,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
-from anycell.layer.checks import check_cell, choice
-from anycell.layer.primitive import (
-    arguments,
-    check_input,
-    input_of,
-    learned_by_name,
-    options_and_seed,
-)
-from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.plan import OPTIONS, FunctionOptions, Layer, takes
-from anycell.plan.layer import register
+from anycell.layer import primitive
+from anycell.layer.primitive import check_call
+from anycell.plan import takes
+from anycell.plan.layer import OPTIONS, SEED, changed, register
 from anycell.torch import ops
-from anycell.torch.arguments import TORCH, check_tensor
-from anycell.torch.composite import SEED, changed
+from anycell.torch.framework import Torch
 from anycell.torch.observers import compiled, exporting
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, draw_seed, sequence
+from anycell.torch.recurrent import draw_seed, stacked
+from anycell.torch.typed import RecurrenceArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,24 +27,14 @@ if TYPE_CHECKING:
 Given = Tensor | None
 
 
-@takes(OPTIONS)
+@takes(RecurrenceArguments, about=primitive.__doc__)
 def recurrence(
     cell: Cell,
     x: Tensor | PackedSequence | None,
     weights: Mapping[str, Given],
     state: Tensor | Sequence[Given] | None = None,
     params: Mapping[str, Given] | None = None,
-    *,
-    gates: Tensor | PackedSequence | None = None,
-    mask: Tensor | None = None,
-    lengths: Lengths | None = None,
-    resets: Tensor | PackedSequence | None = None,
-    reset_state: Tensor | Sequence[Given] | None = None,
-    recurrent_mask: Tensor | None = None,
-    static: Tensor | None = None,
-    return_states: bool | str | Sequence[str] | None = None,
-    engine: str | None = None,
-    **options: Unpack[FunctionOptions],
+    **arguments: Unpack[RecurrenceArguments],
 ) -> tuple[Any, ...]:
     r"""Runs ``cell`` over a sequence: one direction of one layer, whose tensors are the user's.
 
@@ -59,19 +42,15 @@ def recurrence(
     is the same for NumPy's arrays; ``RNN(cell, ...)`` is a module with layers and directions.
 
     Args:
-        cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the tensors.
+        {cell}
         x: ``[T, B, I]``, or a ``PackedSequence`` of rows of I; then resets must be packed too. If
             ``weights`` have no ``weight_ih``, x must be projected already, like ``gates``.
-        state: ``[B, size]`` per state, or the tensor itself for one state; None, for all states or
-            one of them, is the declared value. ``reset_state`` may also be ``[size]``.
-        params: the cell's parameters, if they are kept apart from the weights.
+        {weights state params}
         engine: "cpu", "gpu" or "reference" (step by step); None chooses the engine that fits.
-        {weights gates mask lengths resets reset_state static recurrent_mask return_states options}
+        {arguments}
 
     Returns:
-        the output ``[T, B, size of the first state]``, packed like x, and a tuple of the final
-        states ``[B, size]``. With ``return_states`` a third result: a dictionary of
-        ``[T, B, size]`` by names of states, packed like x; at masked steps see ``masked_output``.
+        {output final states}
 
     In training without a ``seed``, torch's default generator draws one. Resets other than 0 and 1
     are an error on the CPU; on other devices and in a trace, all values but 0 are resets.
@@ -93,32 +72,27 @@ def recurrence(
         >>> output.shape, c.shape, states["c"].shape
         (torch.Size([5, 2, 8]), torch.Size([2, 8]), torch.Size([5, 2, 8]))
     """
-    check_cell(cell)
+    engines = "cpu", "gpu", "reference"
+    call = check_call(
+        Torch, recurrence, cell, x, weights, state, params, arguments, unpack=_unpacked,
+        engines=engines,
+    )  # fmt: skip
     if not compiled():
         register(cell)
-    params = {} if params is None else params
-    named = learned_by_name(TORCH, cell, cell.learned, weights=weights, params=params)
-    name, series = input_of(x, gates, named)
-    packed = isinstance(series, PackedSequence)
-    data: Any = parts(series)[0] if packed else series
-    check_input(TORCH, cell, name, data, "weight_ih" not in named, packed)
-    rows = int(parts(series)[1][0]) if packed else data.shape[1]
-    like = named.get("weight_hh", [*named.values(), data][0])
-    arrays, sizes = arguments(
-        TORCH, cell, data, named, rows, like, state, reset_state, static, recurrent_mask
-    )
-    check_tensor(name, data, data.shape, "as the weights", like)
-    choice("engine", engine, None, "cpu", "gpu", "reference")
-    how, seed = options_and_seed(options, recurrence)
-    how = changed(how, SEED, _seed(cell, how.training, seed))
-    wanted = check_return_states(cell, return_states)
-    others = besides_output(wanted, cell)
-    layer = Layer(cell, tuple(sizes.items()), how, sequences=others, engine=engine)
-    output, final, values = sequence(
-        layer, series, arrays, [named], mask=mask, lengths=lengths, resets=resets
-    )
-    last = tuple([s.squeeze(0) for s in final])
-    return (output, last, by_name(wanted, cell, output, values)) if wanted else (output, last)
+    options = call.layer.options
+    options = changed(options, SEED, _seed(cell, options.training, call.seed))
+    layer = changed(call.layer, OPTIONS, options)
+    results = call.results
+    if compiled() and isinstance(call.x, PackedSequence):
+        results = torch.compiler.disable(results)
+    return results(stacked(layer, [call.learned], call.x), arguments)
+
+
+def _unpacked(name: str, series: Any) -> tuple[Any, int | None]:
+    """The data of an input, and the rows of a packed one."""
+    if not isinstance(series, PackedSequence):
+        return series, None
+    return parts(series)[0], int(parts(series)[1][0])
 
 
 def _seed(cell: Cell, training: bool, seed: Any) -> Any:

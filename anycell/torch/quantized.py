@@ -20,7 +20,7 @@ from anycell.layer.signature import of_layer
 from anycell.torch import compress
 from anycell.torch.composite import Arrays
 from anycell.torch.feedback import Feedback
-from anycell.torch.functional import TORCH
+from anycell.torch.framework import Torch
 from anycell.torch.rnn import RNN
 
 KINDS = nn.Module
@@ -168,7 +168,7 @@ class Rounding(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """``scale * round(weight / scale)``."""
         with torch.no_grad():
-            whole, scales = integers(TORCH, weight)
+            whole, scales = integers(Torch.xp, weight)
             error = whole * scales.unsqueeze(-1) - weight
         return weight + error
 

@@ -1,9 +1,8 @@
-"""The base of modules: brings a user's tensors to ``[T, B, ...]``, through layers, and back."""
+"""The base of modules that run whole sequences, and what their stack of layers is."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,24 +15,15 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint
-from anycell.layer.checks import Layout, check_one_direction, check_options, describe, refuse
-from anycell.layer.rounding import quantized
-from anycell.layer.sequences import besides_output, by_name, check_return_states
-from anycell.layer.signature import FLAGS, state_names
-from anycell.plan import Layer, Options, Plan, Sizes
+from anycell.layer.checks import check_one_direction, check_options, refuse
+from anycell.layer.layers import Stack, one_step
+from anycell.plan import ARRAYS, Layer, Options, Plan, Sizes
 from anycell.torch import ops
-from anycell.torch.arguments import (
-    TORCH,
-    check_flags,
-    check_recurrent_mask,
-    check_states,
-    check_tensor,
-)
-from anycell.torch.composite import Arrays, Result, States
-from anycell.torch.functional import autocast_dtype, stack
-from anycell.torch.fused import autocast
-from anycell.torch.observers import compiled, exporting, watched
-from anycell.torch.packed import Packing, parts
+from anycell.torch.composite import Arrays, States
+from anycell.torch.framework import Torch
+from anycell.torch.functional import autocast_dtype, in_its_dtype, run_layer
+from anycell.torch.observers import autocast, compiled, exporting, watched
+from anycell.torch.packed import Packing
 from anycell.torch.streaming import Prepared, elsewhere
 
 if TYPE_CHECKING:
@@ -55,6 +45,7 @@ class Recurrent(Explained):
     training: bool
     weight_ih_l0: Tensor
     checkpoint: str | int | None = None  # see RNN
+    _arrays = ARRAYS  # that a call takes
     _forward_pre_hooks: dict[int, Any]
     _forward_hooks: dict[int, Any]
     _sizes: Any
@@ -141,88 +132,27 @@ class Recurrent(Explained):
                 if results is not None:
                     return results
         check_one_direction("step", self)
-        rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
-        axes = "one step of the input"
-        check_tensor("x", x, (*rows, self.input_size), axes, self._like)
-        time = 1 if rows and self.batch_first else 0
-        if resets is not None:
-            resets = check_flags("resets", resets, rows and rows[:1], "one per row", x)
-            resets = resets.unsqueeze(time)
-        further = {"static": static, "resets": resets, "reset_state": reset_state}
-        further = {name: value for name, value in further.items() if value is not None}
-        output, new = self(x.unsqueeze(time), state, **further)  # type: ignore[operator]
-        return output.squeeze(time), new
+        arguments = {"static": static, "resets": resets, "reset_state": reset_state}
+        return one_step(Torch, self, self, x, self._like, state, arguments)
 
-    def _run_cell(
-        self,
-        cell: Cell,
-        x: Tensor | PackedSequence,
-        arrays: Arrays,
-        *,
-        plan: Plan | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | PackedSequence | None = None,
-        reset_state: Tensor | States | None = None,
-        recurrent_mask: Tensor | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
-        **options: Any,
-    ) -> tuple[Any, ...]:
-        """Runs a cell, and returns the result of the call.
+    def _named(self, by_position: Sequence[Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        """All arguments of a call by name: torch.onnx's older exporter passes each by position.
 
         Args:
-            cell: the module's cell.
-            x: as users pass it, checked.
-            arrays: states and static by their public names, checked.
-            plan: see ``Layer``.
-            mask, lengths, resets, reset_state, recurrent_mask, return_states, options: as users
-                pass them.
+            by_position: of the arrays that follow the state, the first ones.
+            arguments: those that went by name.
         """
-        like = parts(x)[0] if isinstance(x, PackedSequence) else x
-        if recurrent_mask is not None:
-            check_recurrent_mask(cell, recurrent_mask, dict(self._sizes), self._rows(x), like)
-            arrays = {**arrays, "recurrent_mask": recurrent_mask}
-        if reset_state is not None:
-            arrays = {**arrays, **self._named("reset_state", reset_state, self._rows(x), like)}
-        wanted = check_return_states(cell, return_states) if return_states else ()
-        output, final, others = sequence(
-            self._call(cell, options, besides_output(wanted, cell) if wanted else (), plan),
-            x,
-            arrays,
-            self._weights(cell),
-            batch_first=self.batch_first,
-            dropout=self.dropout,
-            mask=mask,
-            lengths=lengths,
-            resets=resets,
-        )
-        if not wanted:
-            return output, final if len(final) > 1 else final[0]
-        sequences = by_name(wanted, cell, output, others)
-        return output, final if len(final) > 1 else final[0], sequences
+        first = dict(zip(self._arrays, by_position, strict=False))
+        if len({**first, **arguments}) < len(by_position) + len(arguments):
+            given = f"{len(by_position)} by position, and {', '.join(arguments) or 'none'} by name"
+            expected = f"each of {', '.join(self._arrays)} once or less"
+            refuse("arguments", given, expected, "Pass all by name.", TypeError)
+        return {**first, **arguments}
 
-    def _rows(self, x: Tensor | PackedSequence) -> tuple[int, ...]:
-        """Returns the batch axis of other tensors, such as states: ``(B,)``, or () without one."""
-        if isinstance(x, PackedSequence):
-            return (int(parts(x)[1][0]),)
-        return (x.shape[0 if self.batch_first else 1],) if x.dim() == 3 else ()
-
-    def _named(
-        self, kind: str, states: Any, rows: tuple[int, ...], like: Tensor
-    ) -> dict[str, Tensor]:
-        """Checks ``state`` or ``reset_state``; returns its tensors by public names."""
-        first = (self.num_layers * (1 + self.bidirectional), *rows)
-        checked = check_states(kind, states, self.cell, dict(self._sizes), first, like)
-        return dict(zip(state_names(kind, self.cell), checked, strict=True))
-
-    def _call(
-        self,
-        cell: Cell,
-        given: dict[str, Any],
-        sequences: tuple[str, ...] = (),
-        plan: Plan | None = None,
-    ) -> Layer:
-        """The arguments of a call of this module besides its tensors; ``given`` are options."""
+    def _call(self, cell: Cell, arguments: dict[str, Any], plan: Plan | None = None) -> Layer:
+        """The layer of a call of this module, with the options that it takes out of the call's
+        arguments.
+        """
         training, seed = self.training, 0
         if training and (ops.draws(cell) if plan is None and compiled() else cell.keeps):
             seed = draw_seed()
@@ -230,115 +160,37 @@ class Recurrent(Explained):
         if checkpoint is not None:
             check_checkpoint(checkpoint)
         kind: Any = type(self)
-        named = check_options(given, function=kind.forward) if given else given
+        named: dict[str, Any] = {}
+        if arguments:
+            named = check_options(arguments, function=kind.forward, others=kind._arrays)
+            for name in named:
+                del arguments[name]
         options = Options(reverse, training=training, seed=seed, checkpoint=checkpoint, **named)
         sizes = self._sizes if plan is None else tuple(plan.sizes.items())  # saves a call
-        return Layer(cell, sizes, options, sequences=sequences, plan=plan)
+        return Layer(cell, sizes, options, plan=plan)
 
 
-def sequence(
+def stacked(
     layer: Layer,
-    x: Tensor | PackedSequence,
-    arrays: Arrays,
     weights: Sequence[Arrays],
-    *,
-    mask: Tensor | None = None,
-    lengths: Lengths | None = None,
-    resets: Tensor | PackedSequence | None = None,
+    x: Tensor | PackedSequence,
     batch_first: bool = False,
     dropout: float = 0.0,
-) -> tuple[Any, States, tuple[Any, ...]]:
-    """Runs layers of a cell on a user's tensors, which were checked; returns a call's results.
-
-    Args:
-        layer: the first layer.
-        x: ``[T, B, width]``, ``[B, T, width]`` if ``batch_first``, ``[T, width]``, or packed.
-        arrays: states, static and recurrent_mask by their public names, without an axis of rows if
-            x has no such axis.
-        weights: the weights of each layer.
-        mask, lengths, resets: as users pass them.
-        dropout: between layers, in training.
-
-    Returns:
-        the output and ``layer.sequences``, laid out as x; and the final states.
-    """
+) -> Stack:
+    """Layers of these weights, as they run x; ``dropout`` acts between them, in training."""
+    packing = drop = None
     if isinstance(x, PackedSequence):
-        for name, value in (("mask", mask), ("lengths", lengths)):
-            if value is not None:
-                expected = "None with a PackedSequence, which has its own lengths"
-                refuse(name, describe(value), expected, "Pass a padded tensor, or leave it out.")
-        run = torch.compiler.disable(_packed) if compiled() else _packed
-        return run(layer, x, arrays, weights, resets, dropout)
-    batched = x.dim() == 3
-    if not batched:
-        x, arrays = x.unsqueeze(1), {name: t.unsqueeze(-2) for name, t in arrays.items()}
-    elif batch_first:
-        x = x.transpose(0, 1)
-    tensors = {"x": x, **arrays}
-    if mask is not None or lengths is not None or resets is not None:
-        layout = Layout(TORCH, x, x.shape[0], x.shape[1], batch_first, batched)
-        valid = layout.valid(mask, lengths)
-        if valid is not None:
-            tensors["mask"] = valid
-        if resets is not None:
-            tensors["resets"] = layout.flags("resets", resets)
-    drop = functools.partial(F.dropout, p=dropout) if dropout and layer.options.training else None
-    run = _in_its_dtype if autocast() else stack
-    output, final, others = run(layer, tensors, weights, drop)
-    if not batched:
-        final = tuple([s.squeeze(1) for s in final])
-        return output.squeeze(1), final, tuple([t.squeeze(1) for t in others])
-    if batch_first:
-        return output.transpose(0, 1), final, tuple([t.transpose(0, 1) for t in others])
-    return output, final, others
+        packing = Packing.of(x)
+        layer = layer._replace(options=layer.options.unread())
+    if dropout and layer.options.training:
 
+        def drop(t: Tensor, k: int) -> Tensor:
+            if packing is None:
+                return F.dropout(t, dropout)
+            return packing.pad(F.dropout(packing.pack(t), dropout))
 
-def _packed(
-    layer: Layer,
-    x: PackedSequence,
-    arrays: Arrays,
-    weights: Sequence[Arrays],
-    resets: Tensor | PackedSequence | None,
-    dropout: float,
-) -> tuple[PackedSequence, States, tuple[PackedSequence, ...]]:
-    """Pads a sequence, runs the layers under a mask, and packs the results."""
-    packing = Packing.of(x)
-    tensors = {"x": packing.pad(parts(x)[0])}
-    for name, t in arrays.items():
-        for_all = name.startswith("reset_state ") and t.dim() == 2  # one value for all rows
-        tensors[name] = t if for_all else _rows(t, packing.order)
-    if packing.mask is not None:
-        tensors["mask"] = packing.mask
-    if resets is not None:
-        tensors["resets"] = packing.alike("resets", resets, x)
-    layer = layer._replace(options=layer.options.unread())
-
-    def drop(t: Tensor) -> Tensor:
-        return packing.pad(F.dropout(packing.pack(t), dropout))
-
-    drops = dropout and layer.options.training
-    run = _in_its_dtype if autocast() else stack
-    output, final, others = run(layer, tensors, weights, drop if drops else None)
-    packed, *sequences = [PackedSequence(packing.pack(t), *x[1:]) for t in (output, *others)]
-    return packed, tuple([_rows(s, packing.back) for s in final]), tuple(sequences)
-
-
-def _rows(t: Tensor, order: Tensor | None) -> Tensor:
-    """Reorders the rows of ``[..., B, size]``."""
-    return t if order is None else t.index_select(-2, order)
-
-
-def _in_its_dtype(
-    layer: Layer, arrays: Arrays, weights: Sequence[Arrays], drop: Callable[[Tensor], Tensor] | None
-) -> Result:
-    """Calls ``stack`` in the dtype that autocast asks for."""
-    # Inputs from other layers may have 16 bits, whatever the dtype of this layer.
-    like = [*weights[0].values(), arrays["x"]][0]
-    dtype = torch.float32 if quantized(weights[0]) else autocast_dtype(like)
-    if dtype is not like.dtype and not quantized(weights[0]):
-        weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]
-    arrays = {name: t if name in FLAGS else t.to(dtype) for name, t in arrays.items()}
-    return stack(layer, arrays, weights, drop)
+    run = in_its_dtype if autocast() else run_layer
+    return Stack(Torch, run, layer, weights, batch_first, drop, packing)
 
 
 def learned(module: Any, cell: Cell, layer: str = "", directions: int = 1) -> Arrays:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,24 +15,27 @@ from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import (
-    Shape,
     boolean,
+    check_cell,
+    check_names,
+    check_sizes,
     describe,
     integer,
-    is_array,
     number,
     refuse,
-    remedy,
 )
+from anycell.layer.layers import AXES, check_input
+from anycell.layer.signature import Shape
 from anycell.named import shown
-from anycell.plan import CallOptions, Engine, Layer, Sizes, takes
+from anycell.plan import Engine, Layer, Returning, Sizes, takes
 from anycell.plan.layer import register
-from anycell.torch.arguments import check_device, check_layer, check_static
 from anycell.torch.composite import States
+from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
-from anycell.torch.fused import autocast
+from anycell.torch.observers import compiled
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent, layer_of, leaf
+from anycell.torch.recurrent import Recurrent, layer_of, leaf, stacked
+from anycell.torch.typed import Arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,10 +58,16 @@ class OfCell(Explained, nn.Module):
         self, name: str, cell: Any, input_size: Any, hidden_size: Any, bias: Any, sizes: Any
     ) -> None:
         """Sets the attributes of a module of that name from the arguments of its constructor."""
-        self.sizes = check_layer(name, cell, input_size, hidden_size, sizes)
-        self.cell = cell
+        if isinstance(cell, int):  # called with the arguments of torch.nn's module of that name
+            hint = f"Pass one of anycell.cells: {name}(cells.RNN, {cell}, {input_size})."
+            expected = f"a cell, which anycell.torch.{name} takes first"
+            refuse("cell", describe(cell), expected, hint, TypeError)
+        check_cell(cell)
+        check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
+        self.input_size = integer("input_size", input_size)
+        self.sizes = check_sizes(cell, integer("hidden_size", hidden_size), sizes)
+        self.cell, self.hidden_size = cell, self.sizes["H"]
         register(cell)
-        self.input_size, self.hidden_size = int(input_size), self.sizes["H"]
         self.bias = boolean("bias", bias) and cell.bias
 
     def _create(self, named: Iterable[tuple[str, Shape]], device: Any, dtype: Any) -> None:
@@ -115,7 +124,7 @@ class OfCell(Explained, nn.Module):
         refuse("torch.jit.script", f"anycell's {name}", "modules of torch", hint, TypeError)
 
 
-@takes()
+@takes(Arguments, Returning)
 class RNN(Recurrent, OfCell):
     r"""Runs layers of any cell, as ``torch.nn.LSTM`` runs layers of one cell.
 
@@ -141,7 +150,7 @@ class RNN(Recurrent, OfCell):
             ``[T, input_size]``; or a ``PackedSequence``, and then output and resets are packed too.
         state: a tuple in the cell's order, ``[num_layers * D, B, H]`` each, D = 2 if bidirectional
             else 1; for one state, the tensor itself. Default: the values that the cell declares.
-        {mask lengths resets reset_state static recurrent_mask return_states options}
+        {arguments}
         output: ``[T, B, D * H]``, laid out as x: the first state of the last layer.
         final state: as ``state``, after each row's last step.
         a third result, if ``return_states``: a dictionary by names of states, each of the last
@@ -205,56 +214,30 @@ class RNN(Recurrent, OfCell):
         )
         self._create(named, device, dtype)
 
+    @takes(Arguments, Returning)
     def forward(
         self,
         x: Tensor | PackedSequence,
         state: Tensor | States | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | PackedSequence | None = None,
-        reset_state: Tensor | States | None = None,
-        static: Tensor | None = None,
-        recurrent_mask: Tensor | None = None,
-        return_states: bool | str | Sequence[str] | None = None,
-        **options: Unpack[CallOptions],
+        *by_position: Any,
+        **arguments: Any,
     ) -> tuple[Any, ...]:
         """Returns the output and the final state; see the class."""
-        # No array is keyword-only: torch.onnx's older exporter passes all by position.
-        further: dict[str, Any] = {
-            "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
-            "recurrent_mask": recurrent_mask, "return_states": return_states, **options,
-        }  # fmt: skip
+        if by_position:
+            arguments = self._named(by_position, arguments)
         if isinstance(x, Proxy):
-            return leaf(self, x, state, static=static, **further)
-        self._check_input(x)
-        like = parts(x)[0] if isinstance(x, PackedSequence) else x
-        arrays = {} if state is None else self._named("state", state, self._rows(x), like)
-        if static is not None or self.cell.static is not None:
-            shape = (*self._rows(x), self.sizes[self.cell.static_size])
-            arrays["static"] = check_static(self.cell, static, shape, like)
-        return self._run_cell(self.cell, x, arrays, **further)
-
-    def _check_input(self, x: Any) -> None:
-        """Checks the input of a call."""
-        packed = isinstance(x, PackedSequence)
-        axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
-        if packed:
-            x, axes = parts(x)[0], "[steps of all rows, {}]"
-        expected = axes.format(self.input_size)
-        if not isinstance(x, Tensor):
-            hint = "Pad sequences of several lengths, and pass lengths=."
-            hint = "Pass torch.from_numpy(x)." if is_array(x) else hint
-            refuse("x", describe(x), expected, hint, TypeError)
-        weight = self._like
-        if x.dim() not in ((2,) if packed else (2, 3)) or x.shape[-1] != self.input_size:
-            hint = f"The last axis is input_size; without a batch [time, {self.input_size}]."
-            hint = "The last axis is input_size." if packed else remedy(x, 3, hint)
-            refuse("x", describe(x), expected, hint)
-        if x.dtype != weight.dtype and not autocast():
-            hint = f"Convert it, x.to({weight.dtype})."
-            if x.is_floating_point():
-                hint = f"{hint[:-1]}, or the layer, layer.to({x.dtype})."
-            refuse("x", describe(x), f"{weight.dtype}, as the weights", hint)
-        check_device("x", x, weight.device)
-        if not packed and x.shape[int(self.batch_first and x.dim() == 3)] == 0:
-            refuse("x", describe(x), "one step or more", "Skip the call.")
+            return leaf(self, x, state, **arguments)
+        if isinstance(x, PackedSequence):
+            if compiled():
+                forward: Any = torch.compiler.disable(self.forward)
+                return forward(x, state, **arguments)
+            axes = "steps of all rows", self.input_size
+            check_input(Torch, parts(x)[0], axes, self._like)
+        else:
+            check_input(Torch, x, (*AXES[self.batch_first], self.input_size), self._like)
+            if x.shape[int(self.batch_first and x.dim() == 3)] == 0:
+                refuse("x", describe(x), "one step or more", "Skip the call.")
+        weights = self._weights(self.cell)
+        layer = self._call(self.cell, arguments)
+        stack = stacked(layer, weights, x, self.batch_first, self.dropout)
+        return stack.call(x, state, arguments)

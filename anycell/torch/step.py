@@ -16,10 +16,10 @@ from anycell.layer.checks import refuse
 from anycell.layer.signature import state_names
 from anycell.plan import Engine, Layer, Options
 from anycell.torch import ops
-from anycell.torch.arguments import check_states, check_static, check_tensor
 from anycell.torch.composite import States
+from anycell.torch.framework import Torch
 from anycell.torch.functional import run_layer
-from anycell.torch.fused import autocast
+from anycell.torch.observers import autocast
 from anycell.torch.recurrent import draw_seed, layer_of, leaf, learned
 from anycell.torch.rnn import OfCell
 
@@ -147,12 +147,12 @@ class RNNCell(OfCell):
             return leaf(self, x, state, static=static)
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         axes = "one step of the input" if rows else f"or [B, {self.input_size}], one step"
-        check_tensor("x", x, (*rows, self.input_size), axes, self.weight_ih)
+        Torch.check_array("x", x, (*rows, self.input_size), axes, self.weight_ih)
         states: States = ()
         if state is not None:
-            states = check_states("state", state, self.cell, self.sizes, rows, x)
+            states = Torch.check_states("state", state, self.cell, self.sizes, rows, x)
         shape = (*rows, self.sizes[self.cell.static_size])
-        static = check_static(self.cell, static, shape, x)
+        static = Torch.check_static(self.cell, static, shape, x)
         tensors = [x, static, *states]
         if not rows:
             tensors = [t if t is None else t.unsqueeze(0) for t in tensors]

@@ -13,10 +13,10 @@ from anycell.layer.rounding import quantized
 from anycell.layer.signature import places
 from anycell.layer.stream import Stream
 from anycell.plan import Plan
-from anycell.torch.functional import fused_plan, memory, plain
-from anycell.torch.fused import autocast
-from anycell.torch.host import HOSTS, threads
-from anycell.torch.observers import observed
+from anycell.torch.framework import Torch, memory
+from anycell.torch.functional import fused_plan, plain
+from anycell.torch.observers import autocast, observed
+from anycell.torch.threads import threads
 
 
 class Prepared:
@@ -83,7 +83,7 @@ class Prepared:
             if not all(memory(t) and t.dtype in kinds for t in learned.values()):
                 return None
         detached = [{name: t.detach() for name, t in learned.items()} for learned in weights]
-        return Stream(HOSTS[plan.dtype], plan, detached, threads())
+        return Stream(Torch.of(plan.dtype), plan, detached, threads())
 
     def stale(self, module: Any) -> bool:
         """Whether this was packed for another module, or the module's cell or weights have changed,

@@ -14,7 +14,7 @@ import anycell.torch as at
 from anycell import cells
 from anycell.layer import Options
 from anycell.layer.sequences import besides_output, by_name
-from anycell.numpy.host import numpy_dtype
+from anycell.numpy.check import numpy_dtype
 from anycell.plan import Layer
 from anycell.torch.composite import composite
 from anycell.torch.functional import run_layer

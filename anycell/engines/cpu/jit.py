@@ -155,9 +155,9 @@ def compile(
         print(_printed(text), file=sys.stderr)
     with _alone():
         key = name(text, symbols, target, recipe)
-        code, cached = _cached(key, lambda: _object(_printed(text), symbols, target))
+        code, from_disk = cached(key, lambda: _object(_printed(text), symbols, target))
         addresses = image.load(code, symbols) or _load(code, symbols, target)
-        return Library(text, target, addresses, cached, key)
+        return Library(text, target, addresses, from_disk, key)
 
 
 def stored(text: Text, symbols: Sequence[str], target: Target, recipe: str | None) -> bytes | None:
@@ -547,8 +547,12 @@ def _level(frame: Any) -> int:
     return level
 
 
-def _cached(name: str, build: Callable[[], bytes]) -> tuple[bytes, bool]:
-    """The code of `name`, and whether it was in the cache; if not, it is built and stored."""
+def cached(name: str, build: Callable[[], bytes]) -> tuple[bytes, bool]:
+    """The entry of `name`, and whether it was in the cache; if not, it is built and stored.
+
+    Args:
+        name: a sha256 in hexadecimal digits of everything from which the entry follows.
+    """
     if not enabled():
         return build(), False
     try:

@@ -1,7 +1,8 @@
 """The GPU engine: plans as Triton kernels, on arrays of any framework.
 
-It takes arrays whose addresses a ``GpuHost`` knows, shapes and a stream, and imports no framework;
-Triton is imported when the first kernel is built. ``anycell/layer/gpu.py`` makes layers of it.
+It takes arrays whose addresses a ``DeviceArrays`` knows, shapes and a stream. It imports no
+framework; Triton is imported when the first kernel is built. ``anycell/layer/gpu.py`` makes layers
+of it.
 
 Three tiers, chosen by ``capacity``:
 
@@ -17,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anycell.engines.gpu import capacity
+from anycell.engines.gpu.arrays import DeviceArrays
 from anycell.engines.gpu.capacity import Choice
 from anycell.engines.gpu.cooperative import print_cooperative
-from anycell.engines.gpu.host import GpuHost
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.resident import print_resident
 from anycell.engines.gpu.step import Step, print_step
@@ -75,4 +76,14 @@ def print_whole(plan: Plan, variant: Variant, choice: Choice) -> Printed:
     return print_resident(plan, variant, choice.warps, choice.precision)
 
 
-__all__ = ["Work", "Variant", "GpuHost", "Refused", "Span", "grid", "print_whole", "run", "sources"]
+__all__ = [
+    "Work",
+    "Variant",
+    "DeviceArrays",
+    "Refused",
+    "Span",
+    "grid",
+    "print_whole",
+    "run",
+    "sources",
+]

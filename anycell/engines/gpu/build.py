@@ -4,8 +4,11 @@ Triton reads a kernel's source from its file, so texts are written to the user's
 (``$ANYCELL_CACHE_DIR/triton``), where they can be read, and stepped through in the interpreter.
 What runs is the text printed here, never what a file happens to hold.
 
-Triton is imported here, when a layer asks whether it is usable or the first kernel is built; with
-``TRITON_INTERPRET=1`` kernels run in its interpreter, on arrays of PyTorch on the CPU.
+Cubins are kept in the cache of kernels, whose rules `engines.cpu.jit` states, so a process that
+finds its own there imports no Triton. Triton is imported when one has to be compiled, and by
+``TRITON_INTERPRET=1``, which runs kernels in its interpreter, on arrays of PyTorch on the CPU.
+Triton and TensorFlow each bring an LLVM, and the process would end if Triton came second: beside
+TensorFlow alone, a child process compiles.
 """
 
 from __future__ import annotations
@@ -14,17 +17,20 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import json
 import os
+import pickle
 import re
 import secrets
 import stat
 import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from anycell.engines.cpu.jit import cache_directory, enabled
+from anycell.engines.cpu.jit import cache_directory, cached, enabled
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed, Variant
 
@@ -57,6 +63,16 @@ class Binary:
     hidden: int
     spilled: int
 
+    @staticmethod
+    def read(entry: bytes) -> Binary:
+        """The binary that ``entry`` wrote."""
+        fields = json.loads(entry)
+        return Binary(**fields | {"cubin": bytes.fromhex(fields["cubin"])})
+
+    def entry(self) -> bytes:
+        """The binary as an entry of the cache."""
+        return json.dumps(asdict(self) | {"cubin": self.cubin.hex()}).encode()
+
     def misfit(self, shared: int) -> str | None:
         """Why the kernel does not fit on a device with ``shared`` bytes of shared memory."""
         if self.shared > shared:
@@ -70,25 +86,43 @@ class Binary:
 def unusable() -> str | None:
     """Says why no kernel can be made here; None if a small kernel compiles, or is interpreted.
 
-    Imports Triton. The small kernel takes a second or two to compile; then Triton has it on disk.
+    The small kernel takes a second or two to compile; then the cache has it.
     """
-    if importlib.util.find_spec("triton") is None:
+    if _package() is None:
         return "the GPU engine needs Triton, which is not installed; pip install triton"
-    try:
-        import triton
-
-        version = f"this is Triton {triton.__version__}"
-        if release(triton.__version__) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            return f"the GPU engine needs Triton {oldest} or newer; {version}"
-    except Exception as error:
-        return f"the GPU engine needs Triton, whose import fails: {_in_words(error)}"
+    version = f"this is Triton {_version()}"
+    if release(_version()) < OLDEST:
+        return f"the GPU engine needs Triton {'.'.join(map(str, OLDEST))} or newer; {version}"
     try:
         if not interpreted():
-            _made(_probe(), PROBED, frozenset(), None)
+            binary(_probe(), PROBED)
+        elif _would_abort():
+            return (
+                "Triton's interpreter cannot be loaded after TensorFlow; import triton before "
+                "tensorflow, or unset TRITON_INTERPRET"
+            )
+        else:
+            import triton  # noqa: F401
     except Exception as error:
         return f"Triton compiles no kernel of the GPU engine: {_in_words(error)}; {version}"
     return None
+
+
+def _package() -> Path | None:
+    """The directory of Triton, which is not imported; None if it is not installed."""
+    spec = importlib.util.find_spec("triton")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+@functools.cache
+def _version() -> str:
+    """Triton's version, as its own file says it."""
+    package = _package()
+    assert package is not None
+    stated = re.search(
+        r"^__version__ = ['\"](.+?)['\"]", (package / "__init__.py").read_text(), re.M
+    )
+    return stated[1] if stated else "of an unknown version"
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -98,9 +132,12 @@ def release(version: str) -> tuple[int, ...]:
 
 def compiler() -> tuple[int, ...]:
     """The release of the Triton that compiles, such as (3, 9)."""
-    import triton
+    return release(_version())
 
-    return release(triton.__version__)
+
+def _would_abort() -> bool:
+    """Whether Triton must not be imported any more, because TensorFlow has been."""
+    return "tensorflow" in sys.modules and "triton" not in sys.modules
 
 
 def _in_words(error: Exception) -> str:
@@ -124,11 +161,11 @@ def _probe() -> Printed:
 
 def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels."""
-    import triton
-
+    triton: Any = sys.modules.get("triton")
     if hasattr(triton, "knobs"):
         return bool(triton.knobs.runtime.interpret)
-    return os.environ.get("TRITON_INTERPRET") == "1"  # as Triton 3.3 reads it
+    # Triton 3.3 takes "1" alone.
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -181,7 +218,7 @@ def _private() -> str:
 
 @functools.lru_cache(maxsize=4096)
 def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozenset()) -> Binary:
-    """Machine code, compiled without a device; Triton keeps it on disk.
+    """Machine code, from the cache or compiled without a device.
 
     Args:
         printed: the kernel.
@@ -191,6 +228,53 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
     Raises:
         Refused: if Triton does not compile it.
     """
+    # In one order, whatever the seed of this process's hashes: Triton's own cache depends on it.
+    request = printed, capability, sorted(aligned)
+    key = hashlib.sha256(repr((_sources(), _version(), *request)).encode()).hexdigest()
+    compile_ = _compiled_apart if _would_abort() else _compiled
+    return Binary.read(cached(key, lambda: compile_(*request).entry())[0])
+
+
+@functools.cache
+def _sources() -> str:
+    """Names the files of ours that a cubin follows from, besides the kernel's text."""
+    files = (Path(__file__).with_name(name).read_bytes() for name in ("build.py", "library.py"))
+    return hashlib.sha256(b"".join(files)).hexdigest()
+
+
+def _compiled_apart(printed: Printed, capability: int, aligned: list[str]) -> Binary:
+    """``_compiled`` in a child process, which may import Triton."""
+    child = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import compile_for_parent as run; run()"],
+        input=pickle.dumps((printed, capability, aligned)),
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    if child.returncode:
+        lines = child.stderr.decode(errors="replace").split("\n")
+        said = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        raise Refused(printed, f"the process that compiles ended with {child.returncode}: {said}")
+    entry, why = pickle.loads(child.stdout)
+    if why is not None:
+        raise Refused(printed, why)
+    return Binary.read(entry)
+
+
+def compile_for_parent() -> None:
+    """Compiles the kernel on standard input, and answers ``_compiled_apart`` on standard output."""
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what Triton prints must not get into the answer
+    entry, why = None, None
+    try:
+        entry = _compiled(*pickle.load(sys.stdin.buffer)).entry()
+    except Refused as refused:
+        why = refused.why
+    with answer:
+        pickle.dump((entry, why), answer)
+
+
+def _compiled(printed: Printed, capability: int, aligned: list[str]) -> Binary:
+    """Compiles a kernel in this process."""
     # The assembler saves registers so that two programs fit on a multiprocessor: it does not know
     # how much shared memory one takes. A cooperative kernel may use all registers from the start;
     # otherwise the assembler would load other programs' results in parts, and wait for each part.
@@ -217,7 +301,7 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
     )
 
 
-def _made(printed: Printed, capability: int, aligned: frozenset[str], registers: int | None) -> Any:
+def _made(printed: Printed, capability: int, aligned: list[str], registers: int | None) -> Any:
     """Compiles a kernel with Triton; its threads may use ``registers`` registers."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -266,10 +350,9 @@ def usage(cubin: bytes) -> dict[str, int]:
     """The registers, and the bytes of memory, of the only kernel in a cubin; empty if the tool that
     comes with Triton is missing.
     """
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not os.access(tool, os.X_OK):
+    package = _package()
+    tool = package and package / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if tool is None or not os.access(tool, os.X_OK):
         return {}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anycell.engines.gpu import build
+from anycell.engines.gpu.arrays import DeviceArrays
 from anycell.engines.gpu.build import Binary
 from anycell.engines.gpu.capacity import Device
-from anycell.engines.gpu.host import GpuHost
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed
 
@@ -52,7 +52,7 @@ class Launch:
     """
 
     def __init__(
-        self, printed: Printed, values: Mapping[str, Any], grid: tuple[int, int], host: GpuHost
+        self, printed: Printed, values: Mapping[str, Any], grid: tuple[int, int], host: DeviceArrays
     ) -> None:
         self.printed, self.grid, self.stream = printed, grid, host.stream()
         names = [name for name, _ in printed.arguments]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from anycell.engines.gpu.host import Array, GpuHost
+from anycell.engines.gpu.arrays import Array, DeviceArrays
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.text import Printed, Variant, symbol
 from anycell.plan import Plan
@@ -29,7 +29,7 @@ class Span(NamedTuple):
         first = min(first, first + self.sign * (steps - 1))
         return self.array[first : first + steps, :, self.column : self.column + width]
 
-    def values(self, name: str, host: GpuHost) -> dict[str, Any]:
+    def values(self, name: str, host: DeviceArrays) -> dict[str, Any]:
         """The arguments of kernels for this array."""
         time, row = host.strides(self.array)[:2]
         start = self.first * time + self.column
@@ -49,7 +49,7 @@ class Work(NamedTuple):
             in / heads]``, of the outputs that the cell uses.
     """
 
-    host: GpuHost
+    host: DeviceArrays
     plan: Plan
     variant: Variant
     values: dict[str, Any]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flax import nnx
 
 from anycell.jax import layers
-from anycell.jax.arguments import check_key
+from anycell.jax.framework import check_key
 from anycell.jax.layers import Prepared
 from anycell.jax.modules import Arguments, call_of_module
 from anycell.lang.cell import Cell
