@@ -314,15 +314,16 @@ def test_philox(target, real):
     lanes = isa.TARGETS[target].lanes(real)
     random = np.random.default_rng(0)
     for counter, key, words in KNOWN:
-        assert [int(word) for word in philox.philox4x32(counter, key)] == list(words)
+        given = np.array(counter, np.uint32), np.array(key, np.uint32)
+        assert [int(word) for word in philox.philox4x32(*given)] == list(words)
         columns = [
             np.repeat(np.array(part, np.uint32)[:, None], lanes, 1) for part in (counter, key)
         ]
         out = philox_words(target, real, *columns)
         assert (out == np.array(words, np.uint32)[:, None]).all()
     counters = random.integers(0, 1 << 32, (4, lanes), np.uint32)
-    key = (123, 0xFEDCBA98)
-    keys = np.repeat(np.array(key, np.uint32)[:, None], lanes, 1)
+    key = np.array([123, 0xFEDCBA98], np.uint32)
+    keys = np.repeat(key[:, None], lanes, 1)
     out = philox_words(target, real, counters, keys)
     np.testing.assert_array_equal(out, np.stack(philox.philox4x32(counters, key)))
 

@@ -308,10 +308,11 @@ def masks(rate: float = 0.3, training: bool = True, **options: Any) -> tuple[Any
 
 def test_masks_follow_the_convention() -> None:
     outputs, c = masks(seed=(5 << 32) + 9, stream=3)
+    key = np.array([9, 5], np.uint32)
     for t, row, unit in ((0, 0, 0), (7, 3, 29), (49, 39, 1)):
-        words = philox.philox4x32((unit, row, t, 6 << 8), (9, 5))
+        words = philox.philox4x32(np.array([unit, row, t, 6 << 8], np.uint32), key)
         assert outputs[t, row, unit] == ((int(words[0]) >> 8) * 2.0**-24 < np.float32(0.3))
-        words = philox.philox4x32((unit, row, 0, 6 << 8), (9, 5))
+        words = philox.philox4x32(np.array([unit, row, 0, 6 << 8], np.uint32), key)
         assert c[row, unit] == ((int(words[1]) >> 8) * 2.0**-24 < np.float32(0.7))
 
 

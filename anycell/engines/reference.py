@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from anycell.lang.expr import Expr, topological
 from anycell.lang.namespaces import Array, namespace
 from anycell.lang.ops import TABLE, is_reduction
 from anycell.plan.layer import Layer
+from anycell.plan.step import evaluate, frame
 
 States = Sequence[Array]  # an entry may be None
 Values = dict[Expr, Array]
@@ -64,6 +65,8 @@ class Recurrence:
         recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate; multiplies the hidden state
             that enters the recurrent matmul.
         direction: its number, for ``options.reverse`` and the random masks.
+        begin: the time of the first step, for the random masks.
+        uniform: draws their numbers; it takes what ``philox.uniform`` takes.
     """
 
     layer: Layer
@@ -78,6 +81,8 @@ class Recurrence:
     reset_state: States | None = None
     recurrent_mask: Array | None = None
     direction: int = 0
+    begin: Any = 0
+    uniform: Callable[..., Array] = philox.uniform
 
     def __post_init__(self) -> None:
         self.cell, self.size = self.layer.cell, {ONE: 1, **dict(self.layer.sizes)}
@@ -88,7 +93,9 @@ class Recurrence:
         self.gates = self.xp.steps(self.gates_x)
         self.blocks: dict[tuple[str, str], Array] = {}
         self.zero, self.one = self._number(0.0), self._number(1.0)
-        self.held = not self.layer.options.apart(True)  # the output at masked steps
+        mask, apart = self.mask is not None, self.layer.options.apart(True)
+        self.frame = frame(mask, self.resets is not None, apart)
+        self.ops = {"where": self.xp.where, "add": operator.add, "const": self._number}
 
     # -- the loop --------------------------------------------------------------------------------
     @property
@@ -120,12 +127,13 @@ class Recurrence:
         entering: dict[int, tuple[Array, ...]] = {}
         after: list[dict[int, Array]] = [{} for _ in places]
         for t in self.times:
-            entering[t] = self._choose(self.restarts[t], restored, states)
+            entering[t] = self._framed("entered", t, restored=restored, before=states)
             values = self._step(t, entering[t])
             new = self._full(values[node] for node in self.cell.next)
-            states = self._choose(self._valid(t), new, entering[t])
+            states = self._framed("after", t, new=new, entered=entering[t])
+            outputs = self._framed("output", t, after=states)
             for i, steps in zip(places, after, strict=True):
-                steps[t] = states[i] if self.held else self._guard(t, states[i])
+                steps[t] = outputs[i]
         sizes = [self.size[self.cell.states[i].size] for i in places]
         return tuple(map(self._stack, after, sizes)), states, entering
 
@@ -156,9 +164,8 @@ class Recurrence:
         _, _, entering = self._loop()
 
         none = [None] * len(cell.states)
-        nothing = self._full([self.zero] * len(cell.states))
+        d_restored = self._full([self.zero] * len(cell.states))
         d_states = self._full(self.zero if d is None else d for d in d_final)
-        d_restored = nothing
         d_gates: dict[int, Array] = {}
         of_param = {param.name: param.size for param in cell.params}
         d_params = {name: self._rows(self.zero, size) for name, size in of_param.items()}
@@ -166,12 +173,12 @@ class Recurrence:
         tape: dict[tuple[str, str], list[tuple[Array, Array]]] = {}
 
         for t in reversed(self.times):
-            pairs = zip(d_states, d_sequences, strict=True)
-            d_new = tuple(d if further is None else d + further[t] for d, further in pairs)
-            d_held = d_new if self.held else d_states
+            d_outputs = [self.zero if d is None else d[t] for d in d_sequences]
+            arriving = {"d_after": d_states, "d_output": d_outputs}
+            d_new = self._framed("d_new", t, **arriving)
             values = self._step(t, entering[t])
-            for state, arriving in zip(cell.states, d_new, strict=True):
-                values[grad.upstream(state.name)] = self._guard(t, arriving)
+            for state, upstream in zip(cell.states, d_new, strict=True):
+                values[grad.upstream(state.name)] = self._guard(t, upstream)
             self._evaluate(order, t, values)
 
             def of(node: Expr, size: str, t: int = t, values: Values = values) -> Array:
@@ -191,11 +198,11 @@ class Recurrence:
                     operand = self._operand(l, output, t, values)
                     tape.setdefault((l.name, output), []).append((d[output], operand))
 
-            d_entering = tuple(d_old.values())
-            d_reset = self._choose(self.restarts[t], d_entering, nothing)
-            d_restored = _add(d_restored, d_reset)
-            d_states = self._choose(self.restarts[t], nothing, d_entering)
-            d_states = _add(d_states, self._choose(self._valid(t), nothing, d_held))
+            d_held = self._framed("d_held", t, **arriving)
+            d_entered = self._framed("d_entered", t, d_function=d_old.values(), d_held=d_held)
+            d_states = self._framed("d_before", t, d_entered=d_entered)
+            d_reset = self._framed("d_restored", t, d_entered=d_entered)
+            d_restored = tuple(map(operator.add, d_restored, d_reset))
 
         return Gradients(
             gates_x=self._stack(d_gates, cell.width(self.size)),
@@ -267,9 +274,9 @@ class Recurrence:
             return rate
         index, per = node.attrs
         units = self.size[self.cell.sizes[node]]
-        step = t if per == "step" else 0
+        step = self.begin + t if per == "step" else 0
         stream = 2 * options.stream + self.direction
-        draw = philox.uniform(options.seed, stream, index, step, self.rows, units)
+        draw = self.uniform(options.seed, stream, index, step, self.rows, units)
         rate = self.xp.cast(rate, "float32")
         return self.xp.where(self.xp.array(draw, rate) < rate, self.one, self.zero)
 
@@ -403,21 +410,17 @@ class Recurrence:
             last = starts
         return at
 
-    def _choose(
-        self, rows: Array | bool, yes: Iterable[Array], no: Iterable[Array]
-    ) -> tuple[Array, ...]:
-        if rows is True or rows is False:
-            return tuple(yes if rows else no)
-        return tuple(self.xp.where(rows, a, b) for a, b in zip(yes, no, strict=True))
+    def _framed(self, name: str, t: int, **leaves: Iterable[Array]) -> tuple[Array, ...]:
+        """An expression of the frame of a step, for values of each state."""
+        node, of_states = self.frame[name], zip(*leaves.values(), strict=True)
+        flags = {"valid": self._valid(t), "reset": self.restarts[t]}
+        named = [{**flags, **dict(zip(leaves, values, strict=True))} for values in of_states]
+        return tuple([evaluate(node, values, self.ops) for values in named])
 
     def _guard(self, t: int, value: Array) -> Array:
-        return value if self.mask is None else self.xp.where(self._valid(t), value, self.zero)
+        return evaluate(self.frame["alive"], {"valid": self._valid(t), "value": value}, self.ops)
 
     def _stack(self, steps: Mapping[int, Array], size: int) -> Array:
         if not steps:
             return self.xp.broadcast_to(self.zero, (0, self.rows, size))
         return self.xp.stack([steps[t] for t in range(self.steps)], axis=0)
-
-
-def _add(left: Iterable[Array], right: Iterable[Array]) -> tuple[Array, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))

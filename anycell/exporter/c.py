@@ -33,7 +33,7 @@ WIDTH = 60  # an expression wider than this gets a line of its own
 
 
 def texts(program: Program, schedule: Schedule) -> dict[str, str]:
-    """The texts that ``model.c`` lacks: its tables, functions and the bodies of a step and of a reset."""
+    """The texts that ``model.c`` lacks: tables, functions, the bodies of a step and of a reset."""
     body, tables, functions = list[str](), list[str](), dict[str, str]()
     if schedule.rooms:
         rooms = ", ".join(f"{room}[{size}]" for room, size in schedule.rooms.items())

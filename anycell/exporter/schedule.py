@@ -86,8 +86,8 @@ class Schedule:
         return Place(name, 0, size)
 
     def _stores(self) -> dict[Key, list[tuple[Expr, Place]]]:
-        """The values that each loop must store: new states, and the output. A layer's states are replaced
-        together, once nothing reads their old values any more.
+        """The values that each loop must store: new states, and the output. A layer's states are
+        replaced together, once nothing reads their old values any more.
         """
         program, stores = self.program, dict[Key, list[tuple[Expr, Place]]]()
         for layer in range(len(program.ends)):

@@ -25,12 +25,13 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import batching as interpreter
 
 from anycell.jax import batching, sharding
-from anycell.jax.composite import Array, Results, composite
+from anycell.jax.composite import Array, composite
 from anycell.jax.framework import Buffer, Jax, Seed
 from anycell.layer import Kept, backward, forward, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.sequences import keeping as keeping_states
 from anycell.layer.sequences import sequences
+from anycell.layer.steps import Results
 from anycell.plan import Layer, Plan
 from anycell.plan import plan as make_plan
 

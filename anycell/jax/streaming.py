@@ -21,12 +21,13 @@ from jax.interpreters import batching as interpreter
 
 from anycell.engines import cpu
 from anycell.jax import fused, sharding
-from anycell.jax.composite import Array, Results
+from anycell.jax.composite import Array
 from anycell.jax.framework import Jax
 from anycell.jax.fused import Arrays, Flat
 from anycell.layer.checks import refuse
 from anycell.layer.recipe import Draft, Recipe, recipe_of
 from anycell.layer.signature import FLAGS, of_layer
+from anycell.layer.steps import Results
 from anycell.layer.stream import draft_packing, draft_step, steps, unpacked
 from anycell.plan import Layer, Options
 

@@ -7,18 +7,23 @@ loop is ``tf.while_loop`` on TensorFlow, ``lax.scan`` on JAX, and a Python loop 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
 from keras import ops
 from keras.src import backend  # the loop of keras.layers.RNN has no public name
 
-from anycell.engines import reference
+from anycell.engines.reference import Recurrence
 from anycell.keras.call import INTEGERS, KERNELS, Arrays, Result, Tensor, dequantized
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr
 from anycell.layer.rounding import quantized
+from anycell.layer.steps import unmasked
 from anycell.plan import DTYPES, Layer, Options
+from anycell.plan.step import evaluate, frame
+
+FRAME_OPS = {"where": ops.where, "const": float}  # of ``plan.step``
 
 
 def composite(layer: Layer, arrays: Arrays) -> Result:
@@ -39,16 +44,16 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
         return keras.tree.map_structure(
             lambda result: None if result is None else ops.cast(result, narrow), results
         )
-    cell, x, get = layer.cell, arrays["x"], arrays.get
+    cell, get = layer.cell, arrays.get
     mask, resets_, kernel, bias = map(get, ("mask", "resets", "kernel", "bias_ih"))
     initial = [arrays[f"state {name}"] for name in cell.state_names]
-    if mask is not None:  # NaN under a mask must not reach a gradient
-        x = ops.where(ops.expand_dims(mask, -1), x, ops.zeros_like(x))
+    x = unmasked(arrays)
     # What a step reads besides the states is concatenated: Keras's loop takes one sequence.
     within = keras.backend.backend() == "jax"
     parts = [x if within else project(x, kernel, bias)]
     width = parts[0].shape[-1]
-    zeroed, (reverse,) = layer.options.apart(True), layer.options.reverse
+    (reverse,) = layer.options.reverse
+    around = frame(mask is not None, False, layer.options.apart(True))
     for flags in (mask, resets_):
         if flags is not None:
             parts.append(ops.expand_dims(ops.cast(flags, x.dtype), -1))
@@ -67,7 +72,6 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
                 parts.append(keras.random.uniform((steps, *shape), dtype=x.dtype, seed=seed))
             else:
                 once[index] = keras.random.uniform(shape, dtype=x.dtype, seed=seed)
-    restored = [get(f"reset_state {name}") for name in cell.state_names]
     after = [cell.state_names.index(name) for name in (cell.state_names[0], *layer.sequences)]
     weights = {n: get(n) for l in cell.linears for n in (l.weight, l.bias_name)}
     turned = {l.name: w for l in cell.linears if (w := get(l.weight)) is not None and l.heads == 1}
@@ -77,7 +81,17 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
         if "recurrent_mask" not in arrays:  # with one, gates may have operands of their own
             kernels[RECURRENT] = arrays["recurrent_kernel"]
 
-    one_step = layer._replace(options=Options(training=drawn))
+    of_any_step = _Step(
+        layer._replace(options=Options(training=drawn)),
+        parts[0][:1],
+        weights,
+        initial[: len(cell.states)],
+        {name: arrays[name] for name in cell.param_names},
+        static=get("static"),
+        reset_state=[get(f"reset_state {name}") for name in cell.state_names],
+        recurrent_mask=get("recurrent_mask"),
+        kernels=kernels,
+    )
 
     def step(t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
         at, resets, uniform = width, None, dict(once)
@@ -96,26 +110,18 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
                 at += size
         gates = t[:, :width]
         gates = project(gates, kernel, bias) if within else gates
-        one = _Step(
-            one_step,
-            ops.expand_dims(gates, 0),
-            weights,
-            list(states),
-            {name: arrays[name] for name in cell.param_names},
-            static=get("static"),
-            resets=resets,
-            reset_state=restored,
-            recurrent_mask=get("recurrent_mask"),
-        )
-        one.uniform, one.kernels, one.products = uniform, kernels, {}
+        one = replace(
+            of_any_step, gates_x=ops.expand_dims(gates, 0), state=states, resets=resets,
+            uniform=lambda seed, stream, index, *_: ops.cast(uniform[index], "float32"),
+        )  # fmt: skip
         _, final = one.forward()
-        new = [*final, *last]
-        if present is not None:
-            pairs = zip(new, before, strict=True)
-            new = [ops.where(present, value, held) for value, held in pairs]
-        outputs = [new[k] for k in after]
-        if present is not None and zeroed:
-            outputs = [ops.where(present, value, ops.zeros_like(value)) for value in outputs]
+
+        def framed(name: str, **leaves: Tensor) -> Tensor:
+            return evaluate(around[name], {"valid": present, **leaves}, FRAME_OPS)
+
+        pairs = zip([*final, *last], before, strict=True)
+        new = [framed("after", new=value, entered=held) for value, held in pairs]
+        outputs = [framed("output", after=new[k]) for k in after]
         return outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=-1), new
 
     sequence = parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1)
@@ -152,12 +158,15 @@ def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
     return gates if bias is None else gates + bias
 
 
-class _Step(reference.Recurrence):
-    """One step, for any number of rows, even if only the running graph knows the number."""
+@dataclass
+class _Step(Recurrence):
+    """One step, for any number of rows, even if only the running graph knows the number.
 
-    uniform: Mapping[int, Tensor]  # in [0, 1), by the number of the random mask
-    kernels: Mapping[str, Tensor]  # of the matmuls that can be done for all outputs at once
-    products: dict[str, Tensor]
+    Attributes:
+        kernels: of the matmuls that can be done for all outputs at once.
+    """
+
+    kernels: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,18 +186,12 @@ class _Step(reference.Recurrence):
         name, output = node.attrs
         if name not in self.kernels:
             return super()._linear(node, t, values)
-        linear = self._matmul(name)
-        if name not in self.products:
-            operand = self._rows(values[linear.operand], linear.in_size)
-            product = ops.matmul(operand, self.kernels[name])
-            bias = self.weights.get(linear.bias_name)
-            self.products[name] = product if bias is None else product + bias
-        return self.products[name][:, self._span(linear, output)]
-
-    def _keep(self, node: Expr, t: int, rate: Tensor) -> Tensor:
-        if not self.layer.options.training:
-            return rate
-        return self.xp.where(self.uniform[node.attrs[0]] < rate, self.one, self.zero)
+        linear, product = self._matmul(name), Expr("linear", node.args, (name,))
+        if product not in values:
+            operand, bias = values[linear.operand], self.weights.get(linear.bias_name)
+            operand = self._rows(operand, linear.in_size)
+            values[product] = project(operand, self.kernels[name], bias)
+        return values[product][:, self._span(linear, output)]
 
 
 class _Seed(keras.random.SeedGenerator):

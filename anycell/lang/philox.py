@@ -27,26 +27,31 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # what the key grows by each round: golden ratio, sqrt(3) - 1
 ROUNDS = 10
 
-Word = npt.NDArray[np.uint32]
+_HALF, _LOW = np.uint32(16), np.uint32(0xFFFF)
 
 
-def philox4x32(counter: Sequence[Any], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
-    """The four words of each counter; its four parts broadcast against each other."""
-    a, b, c, d = (np.asarray(part, np.uint32) for part in counter)
+def philox4x32(counter: Sequence[Any], key: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """The four words of each counter; its four parts broadcast against each other.
+
+    Args:
+        counter, key: uint32, arrays of any framework. JAX has no integers of 64 bits by default.
+    """
+    a, b, c, d = counter
     low, high = key
-    for _ in range(ROUNDS):
-        left = a.astype(np.uint64) * np.uint64(MULTIPLIERS[0])
-        right = c.astype(np.uint64) * np.uint64(MULTIPLIERS[1])
-        a = _high(right) ^ b ^ np.uint32(low)
-        b = right.astype(np.uint32)
-        c = _high(left) ^ d ^ np.uint32(high)
-        d = left.astype(np.uint32)
-        low, high = (low + WEYL[0]) & 0xFFFFFFFF, (high + WEYL[1]) & 0xFFFFFFFF
+    with np.errstate(over="ignore"):
+        for _ in range(ROUNDS):
+            (high_a, low_a), (high_c, low_c) = map(_product, (a, c), MULTIPLIERS)
+            a, b, c, d = high_c ^ b ^ low, low_c, high_a ^ d ^ high, low_a
+            low, high = low + np.uint32(WEYL[0]), high + np.uint32(WEYL[1])
     return a, b, c, d
 
 
-def _high(product: npt.NDArray[np.uint64]) -> Word:
-    return (product >> np.uint64(32)).astype(np.uint32)
+def _product(x: Any, factor: int) -> tuple[Any, Any]:
+    """The high and the low words of a product, by halves of the factors."""
+    (x0, x1), (f0, f1) = ((n & _LOW, n >> _HALF) for n in (x, np.uint32(factor)))
+    middle = x1 * f0 + (x0 * f0 >> _HALF)
+    high = x1 * f1 + (middle >> _HALF) + ((x0 * f1 + (middle & _LOW)) >> _HALF)
+    return high, x * np.uint32(factor)
 
 
 def uniform(
@@ -62,12 +67,9 @@ def uniform(
         array([[0.9545971 , 0.40696037, 0.00607508]], dtype=float32)
     """
     steps = np.asarray(step, np.uint32)
-    counter = (
-        np.arange(units, dtype=np.uint32),
-        np.arange(rows, dtype=np.uint32)[:, None],
-        steps[..., None, None],
-        stream << 8 | index // 4,
-    )
-    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    counter = np.arange(units), np.arange(rows)[:, None], steps[..., None, None]
+    parts = *counter, stream << 8 | index // 4, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    *counter_, low, high = (np.asarray(part, np.uint32) for part in parts)
+    words = philox4x32(counter_, (low, high))
     word = np.broadcast_to(words[index % 4], (*steps.shape, rows, units))
     return (word >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)

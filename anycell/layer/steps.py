@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anycell.engines.reference import Recurrence
+from anycell.lang.namespaces import namespace
 from anycell.layer.arguments import Array
 from anycell.layer.signature import ENDS
 from anycell.plan import Layer
 
+# Output ``[T, B, D * size]``, final states ``[D, B, size]``, and for each of ``Layer.sequences``
+# the values after every step, laid out as the output.
+Results = tuple[Array, tuple[Array, ...], tuple[Array, ...]]
+# The sequences of some states, by name, and the final states, of one direction.
+Scan = Callable[[Recurrence, Sequence[str]], tuple[Sequence[Array], Sequence[Array]]]
+
+
+def linear(x: Array, weight: Array, bias: Array | None) -> Array:
+    """``x @ weight.T + bias``."""
+    return x @ weight.T if bias is None else x @ weight.T + bias
+
+
+def run(layer: Layer, runs: Sequence[Recurrence], scan: Scan = Recurrence.sequences) -> Results:
+    """Runs the ``directions`` of a layer by ``scan``, the loop over the steps."""
+    names = (layer.cell.state_names[0], *layer.sequences)
+    sequences, finals = zip(*[scan(run, names) for run in runs], strict=True)
+    xp = runs[0].xp
+    output, *others = [
+        parts[0] if len(parts) == 1 else xp.concatenate(parts, axis=-1)
+        for parts in zip(*sequences, strict=True)
+    ]
+    return output, tuple(xp.stack(parts) for parts in zip(*finals, strict=True)), tuple(others)
+
+
+def unmasked(arrays: Mapping[str, Array]) -> Array:
+    """The input ``x`` with zeros under the mask: NaN there must not reach a weight's gradient."""
+    x, mask = arrays["x"], arrays.get("mask")
+    if mask is None:
+        return x
+    xp = namespace(x)
+    return xp.where(mask[..., None], x, xp.zeros_like(x))
+
 
 def directions(
-    layer: Layer,
-    arrays: Mapping[str, Array],
-    linear: Callable[[Array, Array, Array | None], Array],
+    layer: Layer, arrays: Mapping[str, Array], linear: Callable[..., Array] = linear
 ) -> list[Recurrence]:
     """A run of the reference engine for each direction of a layer.
 
@@ -23,7 +54,7 @@ def directions(
             ``weight_ih``, x is projected already. mask and resets are booleans.
         linear: computes ``x @ weight.T + bias`` from ``(x, weight, bias)``; the bias may be None.
     """
-    cell, get, x, runs = layer.cell, arrays.get, arrays["x"], []
+    cell, get, x, runs = layer.cell, arrays.get, unmasked(arrays), []
 
     def of(kind: str, d: int) -> list[Any]:
         values = (get(f"{kind} {name}") for name in cell.state_names)

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from anycell.layer import ENDS, backward, forward, stepped
+from anycell.layer import ENDS, backward, forward, stepped, steps
 from anycell.layer.sequences import keeping, sequences
 from anycell.layer.signature import state_names
-from anycell.layer.steps import directions
 from anycell.numpy.framework import Numpy
 from anycell.plan import Layer
 from anycell.plan import plan as make_plan
@@ -70,18 +69,14 @@ def fused(layer: Layer, arrays: Named, keep: bool = True) -> Result:
 
 def composite(layer: Layer, arrays: Named) -> Result:
     """Runs a layer with the reference engine; the pullback computes the forward pass again."""
-    cell, x, mask = layer.cell, arrays["x"], arrays.get("mask")
-    if mask is not None:  # NaN under a mask must not reach the weights' gradient
-        x = np.where(mask[..., None], x, np.zeros((), x.dtype))
-    ends = ENDS[: len(layer.options.reverse)]
-    runs = directions(layer, {**arrays, "x": x}, _linear)
-    names = (cell.state_names[0], *layer.sequences)
-    per_run, finals = zip(*(run.sequences(names) for run in runs), strict=True)
-    output, *others = (np.concatenate(parts, axis=-1) for parts in zip(*per_run, strict=True))
+    cell, ends = layer.cell, ENDS[: len(layer.options.reverse)]
+    runs = steps.directions(layer, arrays)
+    output, final, others = steps.run(layer, runs)
 
     def pullback(d_output: Array, d_final: States, d_states: Named) -> dict[str, Array]:
         parts = np.split(d_output, len(runs), axis=-1)
         further = {name: np.split(d, len(runs), axis=-1) for name, d in d_states.items()}
+        x = steps.unmasked(arrays)
         gradients: dict[str, Array] = {"x": np.zeros_like(x)}
         states = []  # gradients of initial states and of states that resets restore
         for d, (end, run, part) in enumerate(zip(ends, runs, parts, strict=True)):
@@ -101,9 +96,4 @@ def composite(layer: Layer, arrays: Named) -> Result:
                 gradients[name] = np.stack(parts_)
         return gradients
 
-    final = [np.stack(states) for states in zip(*finals, strict=True)]
     return output, final, others, pullback
-
-
-def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
-    return x @ weight.T if bias is None else x @ weight.T + bias

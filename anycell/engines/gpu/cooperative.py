@@ -272,7 +272,8 @@ class _Slice(Loop):
         """A chunk that has been loaded, with what resets put in its place."""
         if f"{name}_reset" not in self.said:
             return name
-        return self.once(f"{name}_kept", f"tl.where(their_reset, {name}_reset, {name})")
+        leaves = {"restored": f"{name}_reset", "before": name, "reset": "their_reset"}
+        return self.once(f"{name}_kept", self.framed("entered", **leaves))
 
     def _split(self, value: str, names: list[str]) -> None:
         """Splits ``[rows, units * outputs]`` into a tile for each output."""
@@ -371,8 +372,9 @@ class _Slice(Loop):
         if self.variant.resets:
             # If the step before began with a reset, its gradient goes to what the reset restored.
             self.once("diverted", self.flags("resets", "t - 1", "is_before"))
-            self.say(f"restored_{h} += tl.where(diverted, gathered, 0.0)")
-            self.say("gathered = tl.where(diverted, 0.0, gathered)")
+            gathered = {"d_entered": "gathered", "reset": "diverted"}
+            self.say(f"restored_{h} += {self.framed('d_restored', **gathered)}")
+            self.say(f"gathered = {self.framed('d_before', **gathered)}")
         self.say(f"g_{h} += gathered")
 
     def hand_over(self, value: str) -> None:

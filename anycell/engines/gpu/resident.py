@@ -255,7 +255,8 @@ class Loop(Text):
             self._flags()
             for i, s in enumerate(cell.states):
                 if variant.resets:
-                    self.say(f"s_{s.name} = tl.where(reset, {self.restored(i)}, s_{s.name})")
+                    leaves = {"restored": self.restored(i), "before": f"s_{s.name}"}
+                    self.say(f"s_{s.name} = {self.framed('entered', **leaves)}")
                 self.names[Expr("state", (), (s.name,))] = f"s_{s.name}"
                 self.taken.add(f"s_{s.name}")
             self.before_wait()
@@ -272,7 +273,8 @@ class Loop(Text):
         self.evaluate([*cell.next, *self.kept], {n: f"{s.name}_new" for s, n in states})
         for s, node in states:  # all, before the first of them takes its new value
             new = f"zero_{s.size} + {self.value(node)}"
-            self.once(f"after_{s.name}", self.valid(new, f"s_{s.name}"))
+            after = self.framed("after", new=new, entered=f"s_{s.name}")
+            self.once(f"after_{s.name}", after)
         h = cell.states[0]
         self.hand_over(f"after_{h.name}")
         if self.half:
@@ -373,11 +375,12 @@ class Loop(Text):
         for k, l in enumerate(self.linears):
             if l.operand is Expr("state", (), (s.name,)) and not self.shared:
                 parts.append(self._transposed(k, l))
-        new = self.live(self.valid(" + ".join(parts), self.under_mask(i)), f"g_{s.name}")
-        self.say(f"g_{s.name} = {new}")
+        g, function, held = f"g_{s.name}", " + ".join(parts), self.under_mask(i)
+        d_entered = self.framed("d_entered", d_function=function, d_held=held)
+        self.say(f"{g} = {self.live(d_entered, g)}")
         if self.variant.resets:
-            self.say(f"restored_{s.name} += tl.where(reset, g_{s.name}, 0.0)")
-            self.say(f"g_{s.name} = tl.where(reset, 0.0, g_{s.name})")
+            self.say(f"restored_{s.name} += {self.framed('d_restored', d_entered=g)}")
+            self.say(f"{g} = {self.framed('d_before', d_entered=g)}")
 
     def _hand_on(self, totals: dict[str, Expr]) -> None:
         """Hands on what the loop carried."""

@@ -323,7 +323,7 @@ class _Kernel(Text):
         for l in self.ahead:
             self._store_operand(l, self.value(l.operand))
         for i in states:
-            new = self.valid(self.value(cell.next[i]), olds.get(i, "0.0"))
+            new = self.framed("after", new=self.value(cell.next[i]), entered=olds.get(i, ""))
             for l in cell.linears:  # that the next step begins with
                 begins = not staged(self.plan, self.variant, l)
                 if begins and l.operand.attrs == (cell.states[i].name,):
@@ -385,7 +385,8 @@ class _Kernel(Text):
             if s.size == of:
                 self.later(i)
                 self._divert(i)
-                new = self.valid(self.value(g.state[s.name]), self.under_mask(i))
+                d_function, d_held = self.value(g.state[s.name]), self.under_mask(i)
+                new = self.framed("d_entered", d_function=d_function, d_held=d_held)
                 self.store(self._gradient(i, "t + 1"), new, of)
         if of == "H":
             self._sums()
@@ -428,7 +429,7 @@ class _Kernel(Text):
             return self.once(name, " + ".join(parts))
         self.once("diverted", self.flags("resets", "t - 1", f"is_row & {self._not_first()}"))
         total = self.once(f"all_{name}", " + ".join(parts))
-        return self.once(name, f"tl.where(diverted, 0.0, {total})")
+        return self.once(name, self.framed("d_before", d_entered=total, reset="diverted"))
 
     def _not_first(self) -> str:
         """Whether the call has run another step before, for each row."""
@@ -439,7 +440,8 @@ class _Kernel(Text):
         if self.variant.resets:
             name = self.cell.state_names[i]
             where = self.of_rows(self.of_state("d_reset", i), self.of)
-            value = f"tl.where(diverted, all_later_{name}, 0.0)"
+            total = f"all_later_{name}"
+            value = self.framed("d_restored", d_entered=total, reset="diverted")
             self.add(where, value, f"in_{self.of}", f"restored_{name}")
 
     def load_linear_t(self, node: Expr) -> tuple[str, str]:

@@ -15,7 +15,7 @@ import functools
 import keyword
 import math
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +24,13 @@ from anycell.lang.cell import Cell, Linear
 from anycell.lang.expr import Expr, listing, show, topological
 from anycell.lang.ops import is_boolean, is_reduction
 from anycell.plan import DTYPES, FREE, MATMULS, Options, Plan, arrays
+from anycell.plan.step import evaluate, frame
 
 WIDTH = 96  # columns of a line of text
+# The ops of ``plan.step`` as text.
+FRAME_OPS: dict[str, Callable[..., str]] = {
+    "where": "tl.where({}, {}, {})".format, "add": "{} + {}".format, "const": str,
+}  # fmt: skip
 # Types by the name in their pointers: a kernel takes ``*bf16`` and says ``tl.bfloat16``.
 NUMBERS = {n.triton: n for row in DTYPES.values() for n in (row.storage, row.math)}
 
@@ -128,6 +133,7 @@ class Text:
 
     def __init__(self, plan: Plan, variant: Variant, tile: tuple[int, int], whole: bool) -> None:
         self.plan, self.cell, self.variant = plan, plan.cell, variant
+        self.frame = frame(variant.mask, variant.resets, variant.separate_output)
         self.rows, self.width, self.whole = *tile, whole  # whole: a tile has all units of a row
         self.io, self.half = plan.types.storage, plan.types.mixed  # half: of 16 bits
         self.states = {name: i for i, name in enumerate(self.cell.state_names)}
@@ -438,7 +444,7 @@ class Text:
         if not self.variant.resets:
             return f"s_{name}", text
         self.once("reset", self.flags("resets"))
-        return f"s_{name}", f"tl.where(reset, {self.restored(i)}, {text})"
+        return f"s_{name}", self.framed("entered", restored=self.restored(i), before=text)
 
     def before_step(self, i: int) -> str:
         """The address of state i before the step."""
@@ -463,23 +469,27 @@ class Text:
         if i:
             return later
         dy = self.load(self.at(self.row("d_output"), 0, size), size)
-        dy = self.valid(dy) if self.variant.separate_output else dy
-        return self.once(f"d_{self.cell.state_names[0]}", f"{later} + {dy}")
+        d_new = self.framed("d_new", d_after=later, d_output=dy)
+        return self.once(f"d_{self.cell.state_names[0]}", d_new)
 
     def under_mask(self, i: int) -> str:
         """The gradient of state i in a row under a mask, which holds its states."""
-        # The output repeats the state.
-        output = i == 0 and self.variant.mask and not self.variant.separate_output
-        return self.upstream(0) if output else self.later(i)
+        repeats = self.variant.mask and self.frame["d_held"] is self.frame["d_new"]
+        return self.upstream(i) if repeats else self.later(i)
 
     def later(self, i: int) -> str:
         """The gradient of the new state i from the steps after it."""
         raise NotImplementedError
 
     # -- results ---------------------------------------------------------------------------------
-    def valid(self, value: str, other: str = "0.0") -> str:
-        """The value, or ``other`` under a mask."""
-        return f"tl.where(valid, {value}, {other})" if self.variant.mask else value
+    def framed(self, name: str, **leaves: str) -> str:
+        """An expression of the frame of a step."""
+        leaves = {"valid": "valid", "reset": "reset", **leaves}
+        return evaluate(self.frame[name], leaves, FRAME_OPS)
+
+    def valid(self, value: str) -> str:
+        """The value, or 0 under a mask."""
+        return self.framed("alive", value=value)
 
     def labels(self) -> dict[Expr, str]:
         """Names for the results of the backward pass."""
@@ -495,8 +505,8 @@ class Text:
     def store_output(self) -> None:
         """Stores the output, unless it is the new state."""
         if self.variant.separate_output:
-            size, value = self.cell.states[0].size, self.valid(self.value(self.cell.next[0]))
-            self.store(self.at(self.row("out"), 0, size), value, size)
+            size, after = self.cell.states[0].size, self.value(self.cell.next[0])
+            self.store(self.at(self.row("out"), 0, size), self.framed("output", after=after), size)
 
     def store_saved(self, nodes: Iterable[Expr]) -> None:
         """Stores the values that the backward pass reads."""
