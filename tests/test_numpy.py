@@ -532,7 +532,7 @@ def test_results_may_be_written(
     way: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Users may overwrite results, and a backward pass may run twice."""
-    monkeypatch.setattr(passes, "fused", lambda layer, arrays, keep: way(layer, arrays))
+    monkeypatch.setattr(passes, "fused", way)
     for batch_first in (False, True):
         layer = an.LSTM(3, 4, batch_first=batch_first, dtype="float64", seed=1)
         x, state, d = problem(layer, 5, 2, rng)

@@ -43,7 +43,7 @@ def run(layer: Layer, arrays: Named, keep: bool = True) -> Result:
     """
     if layer.plan.engine == "cpu":
         return fused(layer, arrays, keep)
-    return composite(layer, arrays)
+    return composite(layer, arrays, keep)
 
 
 def fused(layer: Layer, arrays: Named, keep: bool = True) -> Result:
@@ -67,8 +67,10 @@ def fused(layer: Layer, arrays: Named, keep: bool = True) -> Result:
     return output, final, others, pullback
 
 
-def composite(layer: Layer, arrays: Named) -> Result:
-    """Runs a layer with the reference engine; the pullback computes the forward pass again."""
+def composite(layer: Layer, arrays: Named, keep: bool = True) -> Result:
+    """Runs a layer with the reference engine; the pullback computes the forward pass again, so it
+    is there whether or not it is wanted.
+    """
     cell, ends = layer.cell, ENDS[: len(layer.options.reverse)]
     runs = steps.directions(layer, arrays)
     output, final, others = steps.run(layer, runs)
