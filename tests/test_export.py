@@ -340,8 +340,8 @@ def test_a_sequential_of_torch(target: str, tmp_path: Path, rng: np.random.Gener
     between = nn.Sequential(
         nn.Linear(6, 6), nn.ELU(0.7), nn.Linear(6, 6, bias=False), nn.GELU(),
         nn.GELU("tanh"), nn.Dropout(0.5), nn.Hardsigmoid(), nn.Hardtanh(-0.3, 0.6), nn.LeakyReLU(),
-        nn.LayerNorm(6, elementwise_affine=False), nn.LogSigmoid(), nn.SiLU(), nn.Softplus(2.0),
-        nn.Softsign(), nn.Softmax(-1), nn.Identity(), nn.Tanh(), nn.ReLU(), nn.Sigmoid(),
+        nn.LayerNorm(6, elementwise_affine=False), nn.LogSigmoid(), nn.SiLU(), nn.Softsign(),
+        nn.Softplus(2.0, 1.0), nn.Softmax(-1), nn.Identity(), nn.Tanh(), nn.ReLU(), nn.Sigmoid(),
     ).double().eval()  # fmt: skip
     norm, first, last = nn.LayerNorm(3).double(), first.double(), last.double()
     x = torch.from_numpy(rng.standard_normal((9, 1, 3)).astype(np.float32)).double()
@@ -396,6 +396,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (anycell.compress.quantize(layer), {}, "weights in float32"),
         (layer, {"target": "pdp11"}, "target: given 'pdp11'; expected one of c, x86-64"),
         (layer, {"name": "My net"}, "name: given 'My net'; expected a name that C accepts"),
+        (layer, {"name": "float"}, "name: given 'float'; expected a name that C accepts"),
+        (layer, {"name": "stdio"}, "and no word or header of C or C++"),
+        (layer, {"name": 3}, "name: given 3; expected a name that C accepts"),
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
             anycell.export(model, folder, **options)
@@ -416,7 +419,14 @@ def test_what_is_refused_of_keras(tmp_path: Path) -> None:
     keras = pytest.importorskip("keras")
     layers, inputs = keras.layers, keras.Input((None, 3))
     backwards = anycell.keras.GRU(7, go_backwards=True, return_sequences=True, name="back")
+    rms = layers.LayerNormalization(name="rms")
+    rms.rms_scaling = True  # the argument warns
+    whole = layers.Dense(2, name="whole")
+    whole.build((None, None, 3))
+    whole.quantize("int8")
     for layer, words in (
+        (rms, "rms with rms_scaling=True"),
+        (whole, "whole with weights of int8; expected real numbers"),
         (layers.Conv1D(2, 3, name="conv"), "the layer conv (Conv1D); expected Sequential"),
         (layers.Dense(2, keras.ops.square, name="odd"), "odd with the activation"),
         (backwards, "back with go_backwards=True"),

@@ -272,7 +272,7 @@ def feeds_of(layer: Any, inputs: str, steps: int, rows: int, seed: int) -> tuple
     call: Arrays = {}
     for name in inputs.split():
         if name == "lengths":
-            call[name] = feeds[name] = rng.integers(1, steps + 1, rows)
+            call[name] = feeds[name] = rng.integers(0, steps + 1, rows)
         elif name in ("mask", "resets"):
             call[name] = feeds[name] = rng.random(shape) < 0.6
         else:
@@ -359,6 +359,7 @@ def test_there_and_back(cell: Any) -> None:
     """A model loads as the layer it was, also one of activations with numbers."""
     layer = numpy_layer(cell, 2, bidirectional=True, batch_first=True)
     call, feeds = feeds_of(layer, "state lengths", 4, 3, 0)
+    call["lengths"] = feeds["lengths"] = np.array([4, 0, 2])
     model = export(layer, inputs="state lengths")
     again = load(model.SerializeToString(), "numpy")
     assert again.plan.names == ["layer_0", "layer_1"] and again["layer_1"][0].cell == cell
@@ -437,6 +438,7 @@ def test_operators_of_torch() -> None:
         ("Slice", [a, whole(0), whole(3), whole(-1), whole(2)], {}),
         ("Split", [a, whole(1, 2)], {"axis": 2}), ("Squeeze", [a, whole(1)], {}),
         ("Transpose", [a], {"perm": [2, 0, 1]}), ("Unsqueeze", [a, whole(0, -1)], {}),
+        ("Equal", [a, a[:1]], {}), ("Where", [a < b, a, b], {}),
     ]  # fmt: skip
     assert {name for name, *_ in calls} == {*own.OPERATORS}
     for name, arrays, attributes in calls:
@@ -610,6 +612,8 @@ def test_malformed_calls() -> None:
             program(*inputs, **named)
     with pytest.raises(KeyError, match="name: given 'that'; expected one of it"):
         program["that"]
+    with pytest.raises(ValueError, match=r"X: given shape \[4, 3\]; expected \[time, batch, inp"):
+        program["it"](np.zeros((4, 3), np.float32))
     for layer, arguments, error, message in (
         (3, {}, TypeError, "layer: given int; expected a layer of anycell.torch"),
         (

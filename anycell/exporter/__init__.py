@@ -21,6 +21,21 @@ from anycell.requirement import installed
 
 TARGETS = ("c", *machine.PLATFORMS)
 STEPS = 32  # of the test vector
+# What C and C++ take as names of their own, and of headers, which a file of this name would hide.
+TAKEN = frozenset(
+    """
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl concept
+    const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype
+    default delete do double dynamic_cast else enum explicit export extern false float for friend
+    goto if inline int long main mutable namespace new noexcept not not_eq nullptr operator or or_eq
+    private protected public register reinterpret_cast requires restrict return short signed sizeof
+    static static_assert static_cast std struct switch template this thread_local throw true try
+    typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
+    assert complex ctype errno fenv inttypes iso646 limits locale math setjmp signal stdalign stdarg
+    stdatomic stdbool stddef stdint stdio stdlib stdnoreturn string tgmath threads time uchar wchar
+    wctype
+    """.split()
+)
 STACK = 1 << 16  # bytes of stack in WebAssembly, besides what a step keeps there
 
 
@@ -70,8 +85,10 @@ def export(
     """
     if target not in TARGETS:
         refuse("target", repr(target), f"one of {', '.join(TARGETS)}")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        refuse("name", repr(name), "a name that C accepts: small letters, digits and _")
+    fits = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name)
+    if not fits or name in TAKEN:
+        rule = "small letters, digits and _, and no word or header of C or C++"
+        refuse("name", repr(name), f"a name that C accepts: {rule}")
     platform = machine.PLATFORMS.get(target)
     program = Program(_parts(model), 1 if platform is None else platform.lanes)
     files = _files(program, platform, name)

@@ -48,6 +48,10 @@ def parts(model: Any) -> Iterator[Part]:
     elif kind is layers.Activation:
         yield from _activation(model)
     elif kind is layers.LayerNormalization and model.built and list(model.axis) == [-1]:
+        if getattr(model, "rms_scaling", False):
+            refuse(
+                "model", f"{model.name} with rms_scaling=True", "a layer that subtracts the mean"
+            )
         yield _norm(model)
     elif kind not in NOTHING:
         expected = (
@@ -67,6 +71,9 @@ def load(path: str) -> Any:
 
 
 def _affine(layer: Any) -> Affine:
+    if mode := getattr(layer.dtype_policy, "quantization_mode", None):
+        hint = "Export the model before quantize."
+        refuse("model", f"{layer.name} with weights of {mode}", "real numbers", hint)
     return Affine(Weight(layer.kernel), None if layer.bias is None else Weight(layer.bias))
 
 

@@ -228,5 +228,10 @@ def _node(
     attributes = {name: value for name, value in attributes.items() if value != []}
     count = 1 + len(cell.states)
     y, *finals = graph(form.op, *given, count=count, name=title, **attributes)
+    if lengths and states:  # ONNX Runtime ends rows of length 0 in zeros, layers in their state
+        empty = graph("Equal", lengths, graph.constant(0, np.int64))
+        empty = graph("Unsqueeze", empty, graph.integers(1))
+        pairs = zip(states.values(), finals, strict=True)
+        finals = [graph("Where", empty, state, final) for state, final in pairs]
     side_by_side = graph("Transpose", y, perm=[0, 2, 1, 3])
     return graph("Reshape", side_by_side, graph.integers(0, 0, -1)), finals

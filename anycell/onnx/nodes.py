@@ -54,7 +54,8 @@ def load(model: Any, framework: str = "torch") -> Any:
 
     As in ONNX Runtime, ``clip`` bounds the arguments of gates, not that of an LSTM's last
     activation; ``input_forget`` makes f = 1 - i; and ``activation_alpha`` has numbers for those
-    activations that take one. A ``Scan``, as ``export`` writes it, is not read.
+    activations that take one. A row of length 0 ends in its initial state, which ONNX leaves open
+    (in ONNX Runtime it ends in zeros). A ``Scan``, as ``export`` writes it, is not read.
 
     Raises:
         ValueError, TypeError: with what was given, what is expected, and what to do.
@@ -230,6 +231,9 @@ class Node:
         def turned(array: Any) -> Any:
             return xp.swapaxes(array, 0, 1) if self.layout else array
 
+        if X.ndim != 3:
+            shape = "[batch, time, input_size]" if self.layout else "[time, batch, input_size]"
+            refuse("X", f"shape {list(X.shape)}", shape)
         x, states = turned(X), [initial_h, initial_c][: len(names)]
         ends = sequence_lens if sequence_lens is None else [int(length) for length in sequence_lens]
         known = [turned(xp.array(state, X)) for state in states if state is not None]
@@ -243,7 +247,9 @@ class Node:
             state = tuple(state[part] for state in known)
             given = (state if len(names) > 1 else state[0]) if state else None
             output, final = layer(x[place], given, lengths=ends)
-            outputs.append(xp.reshape(output[place], (*x.shape[:2], 1 + layer.bidirectional, -1)))
+            sides = 1 + layer.bidirectional
+            width = output.shape[2] // sides
+            outputs.append(xp.reshape(output[place], (*x.shape[:2], sides, width)))
             finals.append(final if len(names) > 1 else (final,))
         y = xp.concatenate(outputs, 2)
         y = xp.swapaxes(y, 0, 1) if self.layout else xp.swapaxes(y, 1, 2)

@@ -28,7 +28,9 @@ FUNCTIONS: dict[type[nn.Module], Make] = {
     nn.Sigmoid: lambda m: lang.sigmoid,
     nn.SiLU: lambda m: lang.silu,
     nn.Softmax: lambda m: lang.softmax,
-    nn.Softplus: lambda m: lambda v: lang.softplus(m.beta * v) / m.beta,
+    nn.Softplus: lambda m: (
+        lambda v: lang.where(m.beta * v > m.threshold, v, lang.softplus(m.beta * v) / m.beta)
+    ),
     nn.Softsign: lambda m: lang.softsign,
     nn.Tanh: lambda m: lang.tanh,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,19 @@ def layer(cell: Cell, weights: Mapping[str, np.ndarray[Any, Any]], **options: An
     return made
 
 
-def operator(name: str, inputs: Iterable[Any], **attributes: Any) -> Any:
+def operator(name: str, inputs: Sequence[Any], **attributes: Any) -> Any:
     """Runs an operator of ``OPERATORS``: arrays of real numbers become tensors, others lists."""
-    like = next(value for value in inputs if isinstance(value, Tensor))
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    like = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
 
     def taken(value: Any) -> Any:
         if not isinstance(value, (np.ndarray, np.generic)):
             return value
-        return like.new_tensor(value) if value.dtype.kind == "f" else value.tolist()
+        if value.dtype.kind != "f":
+            return value.tolist()
+        return torch.tensor(
+            value, device=tensors[0].device, dtype=None if like is None else like.dtype
+        )
 
     return OPERATORS[name](*map(taken, inputs), **attributes)
 
@@ -79,6 +84,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, name.lower()) for name in "Add Div MatMul Mul Relu Sub Tanh".split()},
     "Cast": lambda a, to: a.to(_DTYPES[to]),
     "Concat": lambda *parts, axis: torch.cat(parts, axis),
+    "Equal": lambda a, b: a == b,
     "Gather": _gather,
     "Gemm": _gemm,
     "Identity": lambda a: a,
@@ -93,4 +99,5 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Squeeze": lambda a, axes: a.squeeze(tuple(axes)),
     "Transpose": lambda a, perm: a.permute(perm),
     "Unsqueeze": _unsqueeze,
+    "Where": lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
 }
