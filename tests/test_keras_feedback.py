@@ -194,6 +194,7 @@ def Delayed(x, r, s):
             lambda: ak.Feedback(ak.LSTM(3), keras.layers.Dense(3)).build((None, None, 2)),
             "at most 2 outputs",
         ),
+        (lambda: small()[0](small()[1][0], forced=1.0), "expected ndim=3, found ndim=2"),
         (lambda: small()[0](small()[1], forced=2.0), "forced: given 2.0"),
         (
             lambda: small()[0](small()[1], forced=np.ones((6, 4))),

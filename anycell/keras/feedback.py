@@ -71,7 +71,7 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
         self.layer, self.readout = layer, readout
         self.return_state, self.seed = bool(return_state), seed
         self.seed_generator = keras.random.SeedGenerator(seed=seed)
-        self.supports_masking = True
+        self.supports_masking, self.input_spec = True, keras.layers.InputSpec(ndim=3)
         self.supports_jit = layer.supports_jit
 
     def build(self, input_shape: Sequence[int | None]) -> None:

@@ -37,7 +37,7 @@ def rounded(weight: Array, name: str = "weight", argument: str = "model") -> tup
     xp, real = namespace(weight), DTYPES["int8"].storage.name
     dtype = str(weight.dtype).removeprefix("torch.")
     if dtype != real:
-        hint = "Convert the float layer to it."
+        hint = "Pass a float32 layer with the same numbers, in PyTorch model.float()."
         refuse(argument, f"one whose {name} is {dtype}", f"{real}, which is rounded", hint)
     if not xp.isfinite(weight).all():
         hint = "Go back to weights from before they appeared."
