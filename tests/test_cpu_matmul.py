@@ -394,7 +394,7 @@ def test_the_rule(maker: bool, monkeypatch: pytest.MonkeyPatch, anew: None) -> N
         products.rule.cache_clear()
         assert products.rule().host == one and products.ENV in products.rule().why
         for there in (0, 1):
-            host.blas = there
+            monkeypatch.setattr(Numpy, "blas", there)
             kind = products.kind_of(host, whole)
             assert (kind == driver.BLAS) == (one and bool(there))
             assert products.kind_of(host, narrow) == driver.OURS

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tolerances import assert_close
 from torch import Tensor
 
 from anycell.plan.step import evaluate, frame
@@ -48,7 +49,7 @@ def test_the_derivative_of_the_frame(mask: bool, resets: bool, separate: bool) -
     d_entered = of("d_entered", d_function=d_function, d_held=of("d_held", **arriving))
     for name, gradient in zip(("d_before", "d_restored"), expected, strict=True):
         found = of(name, d_entered=d_entered).expand_as(gradient)
-        torch.testing.assert_close(found.double(), gradient, rtol=1e-12, atol=1e-12)
+        assert_close(found.double(), gradient, "float64", "gradient", name)
 
 
 def test_a_call_without_flags_has_no_frame() -> None:

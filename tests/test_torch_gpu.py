@@ -202,7 +202,8 @@ def test_autocast(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = [x, *layer.parameters()]
     gradients = torch.autograd.grad(expected.sum(), leaves)
     if not CARD:  # without a card, autocast would keep the weights' dtype
-        monkeypatch.setattr(recurrent, "autocast_dtype", lambda _: torch.float16)
+        for module in (functional, recurrent):
+            monkeypatch.setattr(module, "autocast_dtype", lambda _: torch.float16)
     with torch.autocast(DEVICE.type, torch.float16 if CARD else torch.bfloat16):
         output, final = layer(x)
     for state in (output, *final):
