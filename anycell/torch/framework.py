@@ -160,9 +160,11 @@ class Torch(Framework):
         """Returns ``value``; refuses all but tensors of this shape and ``like``'s dtype and
         device.
         """
+        # Before ``expected`` is formatted, which takes longer than the checks, and which Dynamo
+        # cannot do with sizes that it does not know.
         right = isinstance(value, Tensor) and value.shape == tuple(shape)
-        if right and value.dtype == like.dtype and value.device == like.device:
-            return value  # before ``expected`` is formatted, which takes longer than the checks
+        if right and value.device == like.device and (value.dtype == like.dtype or autocast()):
+            return value
         expected = f"{like.dtype} [{', '.join(map(str, shape))}], {axes}"
         if not isinstance(value, Tensor):
             hint = f"Pass torch.from_numpy({name})." if is_array(value) else "Pass a tensor."
