@@ -6,6 +6,7 @@ one. It needs a process of its own, and prints each problem before it runs it.
 """
 
 import ctypes
+import functools
 import itertools
 import math
 import mmap
@@ -59,6 +60,10 @@ class GuardedHost(Numpy):
         wide = GuardedHost(types.math.name, end) if types.mixed else None
         super().__init__(numpy_dtype(dtype), wide)
         self.end = end
+
+    @functools.cached_property
+    def eight_bits(self) -> Any:
+        return GuardedHost("int8", self.end)
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         return guarded(shape, self.dtype, self.end)
