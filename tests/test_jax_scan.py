@@ -586,13 +586,14 @@ def test_scans_within_scans() -> None:
     assert "no cell has scan" in aj.explain_scan(outer(lax.scan), START, xs)
 
 
-def test_bfloat16() -> None:
-    small = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (WEIGHTS, START, XS))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits(dtype: str) -> None:
+    small = jax.tree.map(lambda a: jnp.asarray(a, dtype), (WEIGHTS, START, XS))
     assert fused_by(plain(small[0]), *small[1:])
     mine, theirs = (run(plain(small[0]), *small[1:]) for run in (aj.scan, lax.scan))
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
         assert a.dtype == b.dtype
-        assert_close(a, b, "bfloat16", "forward")
+        assert_close(a, b, dtype, "forward")
 
 
 def test_shard_map_takes_the_loop() -> None:

@@ -206,7 +206,8 @@ def trees(x: Any, h: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, "float64") for name in STEPS]
-    + [(name, "float32") for name in ("concatenated", "norm_of_all_gates", "mask")],
+    + [(name, "float32") for name in ("concatenated", "norm_of_all_gates", "mask")]
+    + [("concatenated", "float16")],
 )
 def test_a_step_gives_the_numbers_of_its_loop(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch

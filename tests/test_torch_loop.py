@@ -8,7 +8,7 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,13 +46,7 @@ from anycell.torch import loop, scan
 from anycell.torch.tape import Tape
 
 
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(old)
+pytestmark = pytest.mark.usefixtures("torch_in_float64")
 
 
 @pytest.mark.sample(6)
@@ -345,27 +339,29 @@ def test_a_number_that_changes_in_each_call(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys.modules["anycell.torch.loops"], "_RESTLESS", 3)
     module = Switched().eval()
     layer = loop(module)
-    x, h = inputs_of(module, 2)
+    x, h = inputs_of(module, steps=3)
     for k in range(5):
         module.gain = 1.0 + k
         check_trees(layer(x, h), by_hand(module)(x, h))
     assert "such as a buffer" in layer.engine.reason
 
 
-def test_dtype_and_device_move() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_moves(dtype: torch.dtype) -> None:
     module = Concatenated()
     layer = loop(module)
     x, state = inputs_of(module)
     layer(x, state)
-    layer.to(torch.float32)
-    x, state = x.float(), pytree.tree_map(Tensor.float, state)
+    layer.to(dtype)
+    x, state = pytree.tree_map(lambda t: t.to(dtype), (x, state))
     for _ in range(3):
         output, _ = layer(x, state)
         expected, _ = by_hand(copy.deepcopy(module).double())(
             x.double(), pytree.tree_map(Tensor.double, state)
         )
-        assert output.dtype is torch.float32
-        assert error(output.detach(), expected.detach()) <= LIMITS["float32", "forward"]
+        assert output.dtype is dtype
+        limit = LIMITS[str(dtype).removeprefix("torch."), "forward"]
+        assert error(output.detach().double(), expected.detach()) <= limit
     assert layer.engine.name == "cpu", layer.engine.reason
 
 
@@ -627,7 +623,7 @@ def test_transformations_run_the_loop() -> None:
 
 def test_second_derivatives() -> None:
     layer = loop(Leaky())
-    x, h = torch.randn(2, 1, I, requires_grad=True), torch.randn(1, H, requires_grad=True)
+    x, h = torch.randn(3, 1, I, requires_grad=True), torch.randn(1, H, requires_grad=True)
     layer(x, h)
     assert layer.engine.name == "cpu", layer.engine.reason
     assert torch.autograd.gradgradcheck(lambda x, h: layer(x, h), (x, h))
@@ -922,13 +918,36 @@ def test_layers_in_one_tensor_of_states(fused: bool) -> None:
     check_trees((output[2:], end), by_hand(module)(x[2:], restored))
 
 
-def test_one_step_is_the_module() -> None:
+@pytest.mark.parametrize(
+    ("steps", "rows", "read"), [(1, B, False), (2, B, False), (2, 300, True), (3, B, True)]
+)
+def test_few_steps_are_the_module(steps: int, rows: int, read: bool) -> None:
+    """One, and two of few numbers."""
     layer = loop(Concatenated())
-    x, state = inputs_of(layer.module, steps=1)
+    x, state = inputs_of(layer.module, steps=steps, rows=rows)
     check_trees(layer(x, state), by_hand(layer.module)(x, state))
-    assert "one step takes less time" in layer.engine.reason
-    layer(*inputs_of(layer.module, steps=2))
-    assert layer.engine.name == "cpu", layer.engine.reason
+    assert ("so few steps take less time" in layer.engine.reason) != read
+    assert (layer.engine.name == "cpu") == read, layer.engine.reason
+
+
+def test_a_branch_on_a_larger_batch_than_the_trial() -> None:
+    """Read for all batches on its one side, in any order."""
+
+    class Branched(OfTorchGRU):
+        def forward(self, x: Tensor, h: Tensor) -> Any:
+            h = self.cell(x, h)
+            h = h * (0.5 if len(x) * H > 50 else 0.25)
+            return h, h
+
+    module = Branched()
+    for sizes in ((4, 40, 6, 40, 4), (40, 6)):
+        layer = loop(module)
+        for rows in sizes:
+            x, h = inputs_of(module, rows=rows)
+            check_trees(layer(x, h), by_hand(module)(x, h))
+            assert layer.engine.name == ("torch" if rows == 40 else "cpu"), layer.engine.reason
+            said = "does something else for another batch. Instead: compute each row"
+            assert (said in layer.engine.reason) == (rows == 40)
 
 
 def test_hardsigmoid_in_float32() -> None:

@@ -1,6 +1,5 @@
 """``anycell.torch.scan``: that of torch, and fused."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,7 @@ import anycell
 from anycell.torch import explain_scan, scan
 
 
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(old)
+pytestmark = pytest.mark.usefixtures("torch_in_float64")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, in Dynamo

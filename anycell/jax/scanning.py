@@ -27,14 +27,9 @@ STRICT = False
 
 
 def scan(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
-    length: int | None = None,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    _split_transpose: bool = False,
-) -> tuple[Any, Any]:
+    f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None, length: int | None = None,
+    reverse: bool = False, unroll: int | bool = 1, _split_transpose: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
     """``jax.lax.scan``, with its signature, semantics and errors, and faster where f is a cell.
 
     A body that can be read as a cell runs in a fused kernel, forward and backward, if JAX's default

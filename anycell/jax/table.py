@@ -131,14 +131,9 @@ def _dot_general(reader: Reader, a: Any, b: Any, dimension_numbers: Any, **_: An
 
 
 def _gather(
-    reader: Reader,
-    value: Any,
-    _: Any,
-    dimension_numbers: Any,
-    slice_sizes: Any,
-    mode: Any,
+    reader: Reader, value: Any, _: Any, dimension_numbers: Any, slice_sizes: Any, mode: Any,
     **__: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Units along one axis, at positions that are the same at all steps, by zeros and ones."""
     names, index = dimension_numbers, reader.equation.arguments[1]
     axes = tuple(names.start_index_map)

@@ -204,14 +204,9 @@ class World:
     """
 
     def __init__(
-        self,
-        traced: Traced,
-        rows: Any,
-        known: Mapping[Variable, Tensor],
-        dtype: Any = None,
-        once: World | None = None,
-        variable: Callable[[Variable], Tensor] | None = None,
-    ) -> None:
+        self, traced: Traced, rows: Any, known: Mapping[Variable, Tensor], dtype: Any = None,
+        once: World | None = None, variable: Callable[[Variable], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.traced, self.rows, self.dtype, self.once = traced, rows, dtype, once
         self.values = Values(known, self._execute, self._elsewhere)
         self.variable = variable or (lambda v: _read(traced.outer[v]))

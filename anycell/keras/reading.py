@@ -275,10 +275,8 @@ def loop(read: Any, call: LoopCall) -> tuple[Tensor, Tensor, Any]:
 
 def over_time(
     run: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None, list[Tensor]]],
-    sequences: Tensor,
-    mask: Tensor | None,
-    options: LoopOptions,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    sequences: Tensor, mask: Tensor | None, options: LoopOptions,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Runs a function of sequences ``[B, T, ...]`` as Keras lays them out.
 
     Args:

@@ -138,18 +138,10 @@ class Step:
         return Engine("cpu", f"read as it is written; {chosen.reason}")
 
     def run(
-        self,
-        x: Tensor,
-        states: Sequence[Tensor],
-        others: Sequence[Tensor],
-        *,
-        mask: Tensor | None = None,
-        reverse: bool = False,
-        sequences: bool = True,
-        engine: str | None = None,
-        sure: bool = False,
-        **more: Any,
-    ) -> tuple[Tensor | None, list[Tensor]]:
+        self, x: Tensor, states: Sequence[Tensor], others: Sequence[Tensor], *,
+        mask: Tensor | None = None, reverse: bool = False, sequences: bool = True,
+        engine: str | None = None, sure: bool = False, **more: Any,
+    ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
         """Runs all steps.
 
         Args:
@@ -252,12 +244,9 @@ def _alone(
 
 
 def _loop(
-    step: Step,
-    options: LoopOptions,
-    counts: tuple[int, int],
-    flat: Sequence[Tensor],
+    step: Step, options: LoopOptions, counts: tuple[int, int], flat: Sequence[Tensor],
     sure: bool = False,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """The loop over a sequence, so many states, so many further tensors and perhaps a mask."""
     sequences, *rest = flat
     ends = counts[0], sum(counts)

@@ -60,7 +60,7 @@ class loop:
         self.step = step
         self.text: str | None = None
         self.reason: str | None = None
-        self._read: dict[str, Read | Refused] = {}
+        self._read: dict[Any, Read | Refused] = {}
 
     def __call__(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         """Runs the step over all of ``x[0], x[1], ...``.
@@ -194,7 +194,7 @@ class _Call:
     def _known(self) -> Read:
         """The reading of the step, from an earlier call or proven now."""
         name = getattr(self.owner.step, "__name__", type(self.owner.step).__name__)
-        key = self.recording.key()
+        key = tuple(self.recording.lines())
         if key not in self.owner._read:
             try:
                 read = read_step(self.recording, name)

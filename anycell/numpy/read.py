@@ -67,24 +67,6 @@ class Recording(Body):
 
     arrays: list[np.ndarray] = field(default_factory=list)
 
-    def key(self) -> str:
-        """Text that is equal for the same step, whatever the numbers in its arrays."""
-        every = [*self.x, *self.states, *self.fixed]
-        every += [v for equation in self.equations for v in equation.results]
-        names = {v: f"v{number}" for number, v in enumerate(every)}
-
-        def text(leaf: Any) -> Any:
-            if isinstance(leaf, np.ndarray):
-                return leaf.tobytes()
-            return names[leaf] if isinstance(leaf, Variable) else leaf
-
-        lines = [f"{v.shape} {v.dtype}" for v in every]
-        for equation in self.equations:
-            call = mapped(text, (equation.arguments, equation.options))
-            lines.append(f"{equation.name} {call}")
-        ends = [[names[v] for v in group] for group in (self.outputs, self.after)]
-        return "\n".join([f"{len(self.x)} {len(self.states)} {ends}", *lines])
-
     def of(self, array: np.ndarray) -> Variable:
         """An array that the step has from elsewhere."""
         for v, other in zip(self.fixed, self.arrays, strict=True):

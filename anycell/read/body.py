@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from anycell.read.functions import Functions
 from anycell.read.printer import read
 from anycell.read.reading import Reading
@@ -103,6 +105,26 @@ class Body:
     equations: list[Equation]
     ahead: list[int] = field(default_factory=list)
     moving: list[int] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> list[Variable]:
+        return [*self.fixed, *self.x, *self.states]
+
+    def lines(self) -> list[str]:
+        """The inputs, each equation and the results as text, which is the same for the same step,
+        whatever the numbers in its arrays.
+        """
+        names: dict[Variable, str] = {}
+
+        def text(leaf: Any) -> Any:
+            if isinstance(leaf, Variable):
+                return names.setdefault(leaf, f"v{len(names)} {leaf.dtype} {leaf.shape}")
+            return leaf.tobytes() if isinstance(leaf, np.ndarray) else leaf
+
+        calls = [[e.name, e.arguments, e.options, e.results] for e in self.equations]
+        return [
+            str(mapped(text, part)) for part in (self.inputs, *calls, [self.outputs, self.after])
+        ]
 
     def sort(self, early: Iterable[int] = ()) -> None:
         """Says of what kind each value is.

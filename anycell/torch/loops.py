@@ -28,13 +28,14 @@ from anycell.torch.around import Surroundings
 from anycell.torch.framework import Torch
 from anycell.torch.observers import autocast, compiled, observed
 from anycell.torch.planned import ReadStep
-from anycell.torch.proven import plan_of
+from anycell.torch.proven import plan_of, unlike
 from anycell.torch.recurrent import Lengths
 from anycell.torch.stepwise import Step, Steps, stepwise
 
 _LOCK = threading.RLock()  # a step is read with other tensors in place of its own
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _RESTLESS = 16  # readings for tensors of the same shapes
+_FEW = 2048  # numbers of a state, up to which two steps take less time as they are written
 _NUMBERS = itertools.count()
 
 
@@ -77,7 +78,12 @@ class Readings:
         signature = call.signature(tensors)
         known = self.plans.get((around.token, signature))
         plan = known or self._read(step, around, signature, call)
-        return plan if isinstance(plan, str) else plan.unfit(call) or plan
+        if isinstance(plan, str):
+            return plan
+        if call.batched and call.rows not in plan.rows:
+            with _LOCK:
+                plan.rows[call.rows] = unlike(plan, step, around, call)
+        return plan.rows.get(call.rows) or plan.unfit(call) or plan
 
     def _read(
         self, step: Step, around: Surroundings, signature: Any, call: Steps
@@ -174,16 +180,9 @@ class loop(Explained, nn.Module):
         return "batch_first=True" if self.batch_first else ""
 
     def forward(
-        self,
-        x: Any,
-        state: Any,
-        *,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | None = None,
-        reset_state: Any = None,
-        reverse: bool = False,
-    ) -> tuple[Any, Any]:
+        self, x: Any, state: Any, *, mask: Tensor | None = None, lengths: Lengths | None = None,
+        resets: Tensor | None = None, reset_state: Any = None, reverse: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Returns the output and the final state; see the class."""
         if compiled():  # the graph breaks here
             return torch.compiler.disable(self.forward)(
@@ -318,8 +317,12 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
     if len(held) < len(leaves) or not held:
         other = next((describe(v) for v in leaves if not isinstance(v, Tensor)), "no tensors")
         why = f"the state has {other}, and a kernel holds tensors. Instead: keep it as a tensor"
-    elif lead[time] == 1 and whole.device.type == "cpu":
-        why = "one step takes less time as it is written"
+    elif (
+        lead[time] <= 2
+        and whole.device.type == "cpu"
+        and (lead[time] == 1 or sum(t.numel() for t in held) <= _FEW)
+    ):
+        why = "so few steps take less time as they are written"
     call = Steps(xs, tree, leaves, state_tree, batched, rows, turned=tuple(turned), why=why)
     return call._replace(state=call._swapped(leaves)) if turned else call
 

@@ -21,7 +21,7 @@ from anycell.read import STATES, Refused, Value, Variable
 from anycell.recent import add_recent
 from anycell.torch.functional import engine_of, fused_plan, run_layer
 from anycell.torch.read import Reader
-from anycell.torch.record import A, Recording, Run
+from anycell.torch.record import ROWS, A, Recording, Run
 from anycell.torch.stepwise import Steps, stepwise, unmasked, wide
 from anycell.torch.tape import Tape
 
@@ -37,6 +37,9 @@ class ReadStep:
         trees: the structure of the output and of the state after a step, and the leaves of the
             output that are no tensors, with their places.
         merged: see ``Run``.
+
+    Attributes:
+        rows: by size of a batch, why the step itself runs; None if it is as recorded.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ReadStep:
         direct = not self.later and not self.before and self.reading.flags is None
         states_only = {*self.after, *self.parts}
         self.direct = direct and all(var in states_only for var in recording.outputs)
+        self.rows: dict[int, str | None] = dict.fromkeys(ROWS)
         self.layers: dict[Any, Layer] = {}
         self.tapes: dict[Any, Tape | bool] = {}
         register(self.reading.cell)
@@ -98,12 +102,9 @@ class ReadStep:
 
     # -- a call ----------------------------------------------------------------------------------
     def run(
-        self,
-        call: Steps,
-        tensors: Sequence[Tensor],
-        engine: str | None = None,
+        self, call: Steps, tensors: Sequence[Tensor], engine: str | None = None,
         drawn: Mapping[Variable, Tensor] | None = None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Returns the output and the last state.
 
         Args:

@@ -9,6 +9,7 @@ or for all steps at once.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -278,58 +279,44 @@ class Recording(Body):
 
 
 Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
+Call = Sequence[Sequence[Tensor]]  # what is the same at all steps, this step's input, the states
 
 
-def record(
-    step: Step,
-    tensors: Sequence[Sequence[Tensor]],
-    xs: Sequence[Sequence[Tensor]],
-    states: Sequence[Sequence[Tensor]],
-    batched: bool,
-) -> Recording:
+def record(step: Step, calls: Sequence[Call], rows: tuple[int, int] | None = ROWS) -> Recording:
     """Records a step.
 
     Args:
-        step: (tensors, xs, states) -> (outputs, new states).
-        tensors: what is the same at all steps, in each of two calls.
-        xs, states: the arguments of the calls, of ``ROWS`` rows each if ``batched``.
+        calls: the arguments of two calls, which are alike but for their rows.
+        rows: of both; None without an axis of the batch.
 
     Raises:
         Refused: if the step does what no recording can show.
     """
-    one, other = (_record(step, *call) for call in zip(tensors, xs, states, strict=True))
-    if len(one.equations) != len(other.equations):
-        raise Refused("the step does something else for another batch or other numbers")
-    known: dict[Variable, Variable] = {}
-    for mine, theirs in (
-        (one.fixed, other.fixed), (one.x, other.x), (one.states, other.states),
-    ):  # fmt: skip
-        for var, twin in zip(mine, theirs, strict=True):
-            _join(var, twin, known, "")
-    for equation, second in zip(one.equations, other.equations, strict=True):
-        where = equation.where
-        if equation.source is not second.source or len(equation.results) != len(second.results):
-            _refuse("the step does something else for another batch", where=where)
-        equation.arguments = _joined(equation.arguments, second.arguments, known, where)
+    one, other = (record_once(step, call) for call in calls)
+    twins = _Twins(rows or ROWS)
+    for var, twin in zip(one.inputs, other.inputs, strict=True):
+        twins.pair(var, twin)
+    for equation, second in itertools.zip_longest(one.equations, other.equations):
+        twins.where = (equation or second).where
+        if (equation and equation.source) is not (second and second.source):
+            twins.refuse()
+        equation.arguments = twins.joined(equation.arguments, second.arguments)
         equation.options = {
-            name: _joined(value, second.options[name], known, where)
+            name: twins.joined(value, second.options[name])
             for name, value in equation.options.items()
         }
         for var, twin in zip(equation.results, second.results, strict=True):
-            _join(var, twin, known, where)
-    for mine, theirs in ((one.outputs, other.outputs), (one.after, other.after)):
-        if len(mine) != len(theirs):
-            raise Refused("the step returns something else for another batch")
-        for var, twin in zip(mine, theirs, strict=True):
-            _joined(var, twin, known, "")
-    one.rows = ROWS[0] if batched else None
+            twins.pair(var, twin)
+    twins.where = ""
+    twins.joined([one.outputs, one.after], [other.outputs, other.after])
+    one.rows = rows[0] if rows else None
     one.sort(k for k, state in enumerate(one.states) if not state.floating)
     return one
 
 
-def _record(
-    step: Step, tensors: Sequence[Tensor], xs: Sequence[Tensor], states: Sequence[Tensor]
-) -> Recording:
+def record_once(step: Step, call: Call) -> Recording:
+    """Records one call."""
+    tensors, xs, states = call
     inputs = [("F", tensor) for tensor in tensors] + [("X", x) for x in xs]
     # Counters keep the operations that the user called.
     inputs += [("S" if t.is_floating_point() or t.dtype is torch.bool else "X", t) for t in states]
@@ -351,47 +338,63 @@ def _record(
     )  # fmt: skip
 
 
-def _join(var: Variable, twin: Variable, known: dict[Variable, Variable], where: str) -> None:
-    """Notes the batch's axis of a tensor, which the second recording has in another size."""
-    known[twin] = var
-    if len(var.shape) != len(twin.shape) or var.dtype != twin.dtype:
-        _refuse("this has another shape or dtype for another batch", where=where)
-    axes = [i for i, (n, m) in enumerate(zip(var.shape, twin.shape, strict=True)) if n != m]
-    if len(axes) > 1:
-        _refuse("this has the batch in two axes", "compute each row from itself", where)
-    var.axis = axes[0] if axes else None
+def otherwise(where: str) -> Refused:
+    """The refusal of a step that branches on the size of the batch."""
+    problem = "the step does something else for another batch"
+    return Refused(problem, "compute each row from itself alone, without a branch", where)
 
 
-def _joined(a: Any, b: Any, known: dict[Variable, Variable], where: str) -> Any:
-    """An argument of an operation, from those of both recordings."""
-    if isinstance(a, Var):
-        if (
-            b not in known
-            and isinstance(b, Var)
-            and a.constant is not None
-            and b.constant is not None
-        ):
-            same = a.constant is b.constant or (a.inside and torch.equal(a.constant, b.constant))
-            if not same:
-                _refuse("the step reads numbers out of tensors", "compute with tensors", where)
-            known[b] = a
-        if known.get(b) is not a:
-            _refuse("the step does something else for another batch", where=where)
-        return a
-    if isinstance(a, Like):
-        return Like(_joined(a.shape, b.shape, known, where), a.dtype)
-    if isinstance(a, (tuple, list)):
-        if len(a) != len(b):
-            _refuse("the step does something else for another batch", where=where)
-        return type(a)([_joined(x, y, known, where) for x, y in zip(a, b, strict=True)])
-    if a == b or a is b or (a != a and b != b):
-        return a
-    if type(a) is int and type(b) is int and a % ROWS[0] == 0 and a * ROWS[1] == b * ROWS[0]:
-        return Rows(a // ROWS[0])
-    return _refuse(
-        "a number here follows the size of the batch, or values that Python has read",
-        "compute each row from itself alone, with tensors", where,
-    )  # fmt: skip
+class _Twins:
+    """Finds where the batch is, in two recordings with other numbers of rows.
+
+    Args:
+        rows: of each.
+    """
+
+    def __init__(self, rows: tuple[int, int]) -> None:
+        self.rows, self.known, self.where = rows, dict[Variable, Variable](), ""
+
+    def refuse(self, problem: str = "", instead: str = "") -> Any:
+        if not problem:
+            raise otherwise(self.where)
+        _refuse(problem, instead, self.where)
+
+    def pair(self, var: Variable, twin: Variable) -> None:
+        """Notes the batch's axis of a tensor, which the second recording has in another size."""
+        self.known[twin] = var
+        if len(var.shape) != len(twin.shape) or var.dtype != twin.dtype:
+            self.refuse("this has another shape or dtype for another batch")
+        axes = [i for i, (n, m) in enumerate(zip(var.shape, twin.shape, strict=True)) if n != m]
+        if len(axes) > 1:
+            self.refuse("this has the batch in two axes", "compute each row from itself")
+        var.axis = axes[0] if axes else None
+
+    def joined(self, a: Any, b: Any) -> Any:
+        """An argument of an operation, from those of both recordings."""
+        if isinstance(a, Var):
+            if isinstance(b, Var) and b not in self.known and b.constant is not None:
+                inside = a.inside and torch.equal(a.constant, b.constant)
+                if a.constant is not b.constant and not inside:
+                    self.refuse("the step reads numbers out of tensors", "compute with tensors")
+                self.known[b] = a
+            if self.known.get(b) is not a:
+                self.refuse()
+            return a
+        if isinstance(a, Like):
+            return Like(self.joined(a.shape, b.shape), a.dtype)
+        if isinstance(a, (tuple, list)):
+            if len(a) != len(b):
+                self.refuse()
+            return type(a)([self.joined(x, y) for x, y in zip(a, b, strict=True)])
+        if a == b or a is b or (a != a and b != b):
+            return a
+        one, other = self.rows
+        if type(a) is int and type(b) is int and a % one == 0 and a * other == b * one:
+            return Rows(a // one)
+        return self.refuse(
+            "a number here follows the size of the batch, or values that Python has read",
+            "compute each row from itself alone, with tensors",
+        )
 
 
 _SAME = {A.expand, A.clone, A.detach, A.alias, A.view, A.reshape, A._unsafe_view, A._to_copy}
@@ -435,9 +438,7 @@ class Run:
 
     def __init__(
         self, step: Recording, tensors: Sequence[Tensor], xs: Sequence[Tensor],
-        first: Sequence[Tensor],
-        batch: int,
-        merged: bool,
+        first: Sequence[Tensor], batch: int, merged: bool,
     ) -> None:  # fmt: skip
         self.step, self.merged = step, merged
         self.dtype = next(t.dtype for t in first if t.is_floating_point())
