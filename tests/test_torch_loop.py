@@ -45,7 +45,6 @@ import anycell.torch
 from anycell.torch import loop, scan
 from anycell.torch.tape import Tape
 
-
 pytestmark = pytest.mark.usefixtures("torch_in_float64")
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import anycell
 from anycell.torch import explain_scan, scan
 
-
 pytestmark = pytest.mark.usefixtures("torch_in_float64")
 
 
