@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import threading
 import types
 from collections import Counter
@@ -166,7 +165,7 @@ class loop(Explained, nn.Module):
         what is not watched: attributes of objects other than modules, and variables of other files.
         """
         self._readings = Readings()
-        self._around: tuple[list[Any], Surroundings] | None = None
+        self._around: Surroundings | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         made = "_readings", "_around"
@@ -226,15 +225,10 @@ class loop(Explained, nn.Module):
         return leaves[0], result
 
     def _surroundings(self) -> Surroundings:
-        """Returns what the module reads, walked again only if an attribute has changed."""
-        if self._around is not None:
-            old, around = self._around
-            new = _attributes(around.modules)
-            if len(old) == len(new) and all(map(operator.is_, old, new)) and around.fresh:
-                return around
-        around = self._readings.known(Surroundings.of(self.module))
-        self._around = _attributes(around.modules), around
-        return around
+        """Returns what the module reads, walked again only if it has changed."""
+        if self._around is None or not self._around.fresh:
+            self._around = self._readings.known(Surroundings.of(self.module))
+        return self._around
 
     @property
     def engine(self) -> Engine:
@@ -258,17 +252,6 @@ def _swapped(tensor: Tensor, rows: int) -> Tensor:
     """``[T, B, ...]`` as ``[B, T, ...]``; what has no rows stays as it is."""
     both = tensor.dim() > 1 and tensor.shape[1] == rows
     return tensor.transpose(0, 1) if both else tensor
-
-
-def _attributes(watched: Sequence[nn.Module]) -> list[Any]:
-    """Returns what says that modules are as they were: their attributes and children."""
-    made: list[Any] = []
-    for module in watched:
-        made += module.__dict__.values()
-        made += module._modules.values()
-        for tensors in (module._parameters, module._buffers):
-            made += [name for name, tensor in tensors.items() if tensor is not None]
-    return made
 
 
 _LEAF = pytree.tree_structure(0)

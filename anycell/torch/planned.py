@@ -171,18 +171,39 @@ class ReadStep:
         step, xs = self.recording, unmasked(call)
         run = Run(step, tensors, xs, call.state, call.rows, self.merged)
         if step.ahead:
-            before, after = ([group[k] for k in step.ahead] for group in (step.states, step.after))
-
-            def count(x: list[Tensor], state: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-                return state, run.one(x, dict(zip(before, state, strict=True)), after)
-
-            first = [call.state[k] for k in step.ahead]
-            restored = call.restored and [call.restored[k] for k in step.ahead]
-            trees = (pytree.tree_structure([0] * len(group)) for group in (xs, first))
-            counting = Steps(list(xs), next(trees), first, next(trees), *call[4:])
-            series, run.last = stepwise(count, counting._replace(restored=restored))
+            before = [step.states[k] for k in step.ahead]
+            moving = dict(zip(step.x, xs, strict=True))
+            series, run.last = self._stepwise(call, run, moving, step.ahead, before)
             run.series |= zip(before, series, strict=True)
         return run
+
+    def repeat(
+        self, call: Steps, tensors: Sequence[Tensor], drawn: Mapping[Variable, Tensor]
+    ) -> tuple[Any, Any]:
+        """The results of the recorded operations, step by step, with these random numbers."""
+        step = self.recording
+        moving = {**dict(zip(step.x, call.xs, strict=True)), **drawn}
+        run, places = self.values(call, tensors), range(len(step.states))
+        return self._stepwise(call, run, moving, places, step.outputs)
+
+    def _stepwise(
+        self, call: Steps, run: Run, moving: Mapping[Variable, Tensor], places: Sequence[int],
+        outputs: Sequence[Variable],
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """Outputs at all steps and the last states, of the states at these places."""
+        step = self.recording
+        before, after = ([group[k] for k in places] for group in (step.states, step.after))
+
+        def one(x: list[Tensor], state: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            known = dict(zip((*moving, *before), (*x, *state), strict=True))
+            made = run.one(known, [*outputs, *after])
+            return made[: len(outputs)], made[len(outputs) :]
+
+        first = [call.state[k] for k in places]
+        restored = call.restored and [call.restored[k] for k in places]
+        trees = (pytree.tree_structure([0] * len(group)) for group in (moving, first))
+        steps = Steps([*moving.values()], next(trees), first, next(trees), *call[4:])
+        return stepwise(one, steps._replace(restored=restored, turned=()))
 
     def _enter(self, call: Steps, run: Run) -> dict[str, Tensor]:
         """The arrays of the layer."""

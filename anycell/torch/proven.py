@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -270,7 +271,8 @@ def _compared(
             numbers = torch.randn(x.shape, generator=generator, dtype=torch.float64)
             x = numbers.to(x.device, dtype if x.dtype is own else x.dtype).requires_grad_()
         inputs.append(x)
-    for start, values in proof.starts(shapes):
+
+    def both(values: list[np.ndarray]) -> tuple[proof.Results, proof.Results]:
         states = [
             _started(state, number, call, rows, dtype if state.dtype is own else state.dtype)
             for state, number in zip(call.state, values, strict=True)
@@ -284,19 +286,14 @@ def _compared(
             drawn = plan.values(trial, tensors).drawn()
             mine = _results(plan.run(trial, tensors, "reference", drawn), leaves)
             if drawn:  # the step draws other numbers
-                expected = _results(plan.values(trial, tensors).replay(drawn, states), leaves)
-            else:
-                with around.swapped(tensors), _Casts(own, dtype):
-                    expected = _results(stepwise(step, trial), leaves)
-        # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
-        rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
-        name = (
-            "float32" if rounded and own is not torch.float64 else str(dtype).removeprefix("torch.")
-        )
-        reason = proof.difference(expected, mine, name, start)
-        if reason is not None:
-            return reason
-    return None
+                return _results(plan.repeat(trial, tensors, drawn), leaves), mine
+            with around.swapped(tensors), _Casts(own, dtype):
+                return _results(stepwise(step, trial), leaves), mine
+
+    # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
+    rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
+    name = "float32" if rounded and own is not torch.float64 else str(dtype).removeprefix("torch.")
+    return proof.tried(shapes, both, name)
 
 
 class _Casts(TorchFunctionMode):

@@ -61,14 +61,12 @@ TABLE: dict[Any, Rule] = {}  # rules of ``read``, by packets of ATen
 
 # -- recording -------------------------------------------------------------------------------------
 
-_RANDOM_LIKE = {A.rand_like, A.randn_like, A.randint_like}
-_FILLED = {
-    A.zeros: 0.0, A.ones: 1.0, A.zeros_like: 0.0, A.ones_like: 1.0, A.new_zeros: 0.0,
-    A.new_ones: 1.0, A.empty: None, A.empty_like: None, A.new_empty: None, A.full: None,
-    A.full_like: None, A.new_full: None, A.scalar_tensor: None, A.empty_strided: None,
-    A.new_empty_strided: None,
-}  # fmt: skip
-_LIKE = {op for op in {*_FILLED, *_RANDOM_LIKE} if str(op).endswith("_like") or "new_" in str(op)}
+# Of a tensor's shape and dtype alone.
+_LIKE = {
+    getattr(A, name)
+    for name in "zeros_like ones_like empty_like full_like rand_like randn_like randint_like "
+    "new_zeros new_ones new_empty new_full new_empty_strided".split()
+}
 _STATISTICS = {
     A.native_batch_norm: 5, A._native_batch_norm_legit: 5, A.cudnn_batch_norm: 5,
     A._batch_norm_with_update: None,
@@ -188,8 +186,9 @@ class Recorder(TorchDispatchMode):
         name = self.whole or str(packet)
         kinds = {var.kind for var in leaves((args, options), Var)}
         kind = "S" if "S" in kinds else "X" if "X" in kinds or random else "F"
+        fixed = not random and all(v.inside or v.number is not None for v in leaves(args, Var))
         results: list[Any] = [
-            self._var(tensor, kind=kind, number=_number(packet, args))
+            self._var(tensor, kind=kind, number=_number(tensor) if fixed else None)
             for tensor in (made if isinstance(made, (tuple, list)) else [made])
         ]
         self.equations.append(
@@ -368,6 +367,7 @@ class _Twins:
         if len(axes) > 1:
             self.refuse("this has the batch in two axes", "compute each row from itself")
         var.axis = axes[0] if axes else None
+        var.number = var.number if var.number == twin.number else None
 
     def joined(self, a: Any, b: Any) -> Any:
         """An argument of an operation, from those of both recordings."""
@@ -401,22 +401,17 @@ _SAME = {A.expand, A.clone, A.detach, A.alias, A.view, A.reshape, A._unsafe_view
 _SAME |= {A.lift_fresh, A.lift_fresh_copy, A.unsqueeze, A.squeeze}
 
 
-def _number(packet: Any, args: Sequence[Any]) -> float | None:
-    """The number that all elements of a result are, if it is known."""
-    if packet in (A.full, A.full_like, A.new_full, A.scalar_tensor):
-        value = args[0] if packet is A.scalar_tensor else args[2 if packet is A.new_full else 1]
-        return float(value) if isinstance(value, (int, float)) else None
-    if packet in (A.lift_fresh, A.lift_fresh_copy) and args[0].inside and not args[0].shape:
-        return float(args[0].constant)
-    if packet in _SAME and args and isinstance(args[0], Var):
-        return args[0].number
-    return _FILLED.get(packet)
+def _number(made: Any) -> float | None:
+    """The number that all elements of a tensor are; None if they differ."""
+    if not isinstance(made, Tensor) or made.is_complex() or not made.numel():
+        return None
+    first = made.flatten()[0]
+    return float(first) if bool((made == first).all()) else None
 
 
 def pointwise(equation: Equation) -> bool:
     """Whether results are alike in all rows where the operands are."""
-    same = equation.op in _SAME or equation.op in _FILLED
-    return same or torch.Tag.pointwise in equation.source.tags
+    return equation.op in _SAME or torch.Tag.pointwise in equation.source.tags
 
 
 # -- computing what needs no state -----------------------------------------------------------------
@@ -479,11 +474,8 @@ class Run:
             tensor = tensor.unflatten(axis, (self.steps, times))
             self.series[v] = tensor.movedim(axis, 0) if axis else tensor
 
-    def one(
-        self, xs: Sequence[Tensor], states: Mapping[Variable, Tensor], wanted: Sequence[Variable]
-    ) -> Any:
+    def one(self, known: Mapping[Variable, Tensor], wanted: Sequence[Variable]) -> list[Tensor]:
         """Values of one step."""
-        known = {**states, **dict(zip(self.step.x, xs, strict=True))}
         values = Values(known, self._once, self._fixed)
         return [values[v] for v in wanted]
 
@@ -493,19 +485,6 @@ class Run:
         if random:
             self.compute(random)
         return {v: self.series[v] for v in random}
-
-    def replay(
-        self, drawn: Mapping[Variable, Tensor], states: Sequence[Tensor]
-    ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """The step's own operations, step by step: the outputs ``[T, ...]``, the last states."""
-        step, outputs = self.step, []
-        for t in range(self.steps):
-            known = {v: series[t] for v, series in drawn.items()}
-            known |= zip(step.states, states, strict=True)
-            made = self.one([self.series[v][t] for v in step.x], known, step.outputs + step.after)
-            outputs.append(made[: len(step.outputs)])
-            states = made[len(step.outputs) :]
-        return [torch.stack(parts) for parts in zip(*outputs, strict=True)], states
 
     def _fixed(self, v: Variable) -> Tensor | None:
         return self._values[v] if v.kind == "F" else None
