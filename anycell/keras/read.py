@@ -125,7 +125,7 @@ class Reader(read.Reader):
 
     def operand(self, v: Variable) -> Any:
         if v.kind == "F" and not (v.floating or v.boolean):  # axes and sizes, known numbers
-            return np.asarray(self.world.value(v).numpy())
+            return np.asarray(self.world[v].numpy())
         return super().operand(v)
 
     def outer(self, v: Variable) -> Outer:
@@ -219,6 +219,6 @@ def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, **more: 
         known = {traced.x: one, **dict(zip(traced.others, others, strict=True))}
         known |= dict(zip(traced.states, states, strict=True))
         world = World(traced, x.shape[1], known, once=once, **more)
-        outputs.append(world.value(traced.output))
-        states = [world.value(v) for v in traced.after]
+        outputs.append(world[traced.output])
+        states = [world[v] for v in traced.after]
     return tf.stack(outputs), states

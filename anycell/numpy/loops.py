@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from anycell.layer.checks import describe, refuse
-from anycell.layer.sequences import besides_output, by_name
 from anycell.numpy import passes, threads
 from anycell.numpy.read import Read, Traced, execute, read_step, start
 from anycell.plan import Options, plan
 from anycell.plan.dtype import dtypes
-from anycell.read import STATES, Reading, Refused, Values, Variable, definition, mapped, trees
+from anycell.read import Refused, Values, Variable, definition, mapped, one_way, trees
 from anycell.read.proof import STEPS, tried
 
 Tree = Any  # an array, or a tuple, list or dict of trees
@@ -233,11 +232,15 @@ class _Call:
     ) -> tuple[Tree, Tree]:
         body, reading = read.recording, read.reading
         run = _Run(read, self.recording.arrays, xs, first)
-        # Sequences are wanted of states that outputs need: as they are, or to compute others.
-        wanted = body.seen()
-        sequences, finals = _recurrence(
-            reading, run, [first[k] for k in body.moving], wanted, engine
-        )
+        wanted, start = body.seen(), [first[k] for k in body.moving]
+        arrays = {
+            name: array if array.dtype == bool else np.ascontiguousarray(array, run.dtype)
+            for name, array in reading.arrays_of(run, start).items()
+        }
+        finals, sequences = reading.ran(
+            one_way(passes.run), arrays, wanted, Options(threads=threads.current()),
+            plan=plan(reading.cell, reading.size, run.dtype.name, engine, reading.sizes),
+        )  # fmt: skip
         last, known = body.unpacked(reading, first, finals, sequences, wanted)
         for k, value in zip(body.ahead, run.last, strict=True):
             last[k] = value.item() if self.numbers[k] else value
@@ -252,27 +255,6 @@ def _variable(leaf: Any) -> Variable:
     if isinstance(leaf, Traced):
         return leaf.variable
     raise Refused("a result of the step depends neither on x nor on a state")
-
-
-def _recurrence(
-    reading: Reading, run: _Run, first: Sequence[Any], wanted: Sequence[int], engine: str | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sequences of the wanted states, and all final states, by the cell's names."""
-    cell = reading.cell
-    arrays = {
-        name: array if array.dtype == bool else np.ascontiguousarray(array, run.dtype)
-        for name, array in reading.arrays_of(run, first).items()
-    }
-    arrays |= {name: array[None] for name, array in arrays.items() if name.startswith(STATES)}
-    names = [name for k in wanted for name in reading.names_of(k)]
-    layer = reading.layer._replace(
-        options=Options(threads=threads.current()).unread(),
-        sequences=besides_output(names, cell),
-        plan=plan(cell, reading.size, run.dtype.name, engine, reading.sizes),
-    )
-    output, finals, more, _ = passes.run(layer, arrays)
-    final = dict(zip(cell.state_names, [f[0] for f in finals], strict=True))
-    return by_name(names, cell, output, more), final
 
 
 __all__ = ["loop"]
