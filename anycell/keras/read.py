@@ -87,30 +87,20 @@ TABLE |= dict.fromkeys(
 )
 TABLE |= dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matmul)
 TABLE |= {
-    "AddN": row("total"),
-    "Cast": row("convert"),
-    "ClipByValue": row("clamp"),
+    "AddN": row("total"), "Cast": row("convert"), "ClipByValue": row("clamp"),
+    "DivNoNan": row("divide_no_nan"), "Einsum": _einsum, "Erfc": row("erfc"),
+    "IsFinite": row("is_finite"), "LogSoftmax": row("log_softmax"), "Max": _reduced("max"),
+    "Mean": _reduced("mean"), "Min": _reduced("min"), "Pow": row("power"), "Relu6": row("relu6"),
+    "Select": row("where"), "SelectV2": row("where"), "Selu": row("selu"),
+    "Softmax": row("softmax"), "SquaredDifference": row("squared_difference"),
+    "Sum": _reduced("sum"),
+}  # fmt: skip
+TABLE |= {
     "Cumsum": lambda reader, v, axis, reverse, exclusive, **_: reader.cumsum(
         v, int(axis), reverse, exclusive
     ),
-    "DivNoNan": row("divide_no_nan"),
-    "Einsum": _einsum,
-    "Erfc": row("erfc"),
     "IdentityN": lambda reader, values, **_: list(values),
-    "IsFinite": row("is_finite"),
     "LeakyRelu": lambda reader, v, alpha, **_: reader.op("leaky_relu", v, alpha),
-    "LogSoftmax": row("log_softmax"),
-    "Max": _reduced("max"),
-    "Mean": _reduced("mean"),
-    "Min": _reduced("min"),
-    "Pow": row("power"),
-    "Relu6": row("relu6"),
-    "Select": row("where"),
-    "SelectV2": row("where"),
-    "Selu": row("selu"),
-    "Softmax": row("softmax"),
-    "SquaredDifference": row("squared_difference"),
-    "Sum": _reduced("sum"),
 }
 
 

@@ -254,22 +254,12 @@ TABLE: dict[Any, Rule] = dict.fromkeys(STRUCTURAL, read.Reader.moved) | {
     np.bitwise_xor: "logical_xor",
 }  # fmt: skip
 TABLE |= {
-    np.clip: _clip,
-    np.cumsum: _cumsum,
-    np.dot: row("matmul"),
-    np.einsum: _einsum,
+    np.clip: _clip, np.cumsum: _cumsum, np.dot: row("matmul"), np.einsum: _einsum,
+    np.isfinite: row("is_finite"), np.matmul: row("matmul"), np.max: _reduced("max"),
+    np.mean: _reduced("mean"), np.min: _reduced("min"), np.power: row("power"), np.std: _std,
+    np.sum: _reduced("sum"), np.var: _reduced("variance"), np.where: row("where"),
     np.exp2: lambda reader, value: reader.power(2.0, value),
-    np.isfinite: row("is_finite"),
-    np.matmul: row("matmul"),
-    np.max: _reduced("max"),
-    np.mean: _reduced("mean"),
-    np.min: _reduced("min"),
-    np.power: row("power"),
-    np.std: _std,
-    np.sum: _reduced("sum"),
-    np.var: _reduced("variance"),
-    np.where: row("where"),
-}
+}  # fmt: skip
 
 
 class Reader(read.Reader):

@@ -119,15 +119,13 @@ class Recorder(TorchDispatchMode):
         """Returns what a tensor is; one that the step took from elsewhere is a constant."""
         return self.vars.get(id(tensor)) or self._var(tensor, constant=tensor)
 
-    def _recorded(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            var = self.var(value)
-            if var in self.stale:
-                _refuse("an edit in place also changed this view", "assign a new tensor instead")
-            return var
-        if isinstance(value, (tuple, list)):
-            return [self._recorded(item) for item in value]
-        return value
+    def _recorded(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        var = self.var(leaf)
+        if var in self.stale:
+            _refuse("an edit in place also changed this view", "assign a new tensor instead")
+        return var
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -154,7 +152,7 @@ class Recorder(TorchDispatchMode):
                 kept = A.bernoulli.p(args[0], 1 - args[1])
                 scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
                 return args[0] * (kept * scale), kept != 0
-        recorded = [self._recorded(arg) for arg in args]
+        recorded, options = mapped(self._recorded, ([*args], kwargs))
         parts = decomposition_table.get(op) or (op.decompose if op._can_decompose() else None)
         ruled = packet in TABLE or packet in _LIKE
         if (
@@ -169,7 +167,7 @@ class Recorder(TorchDispatchMode):
             finally:
                 self.whole = outer
         made = op(*args, **kwargs)
-        self._note(op, recorded, {k: self._recorded(v) for k, v in kwargs.items()}, made)
+        self._note(op, recorded, options, made)
         if torch.is_grad_enabled() or packet is A.detach:
             return made
         with self:  # as the user's ``no_grad`` has it
@@ -211,8 +209,7 @@ class Recorder(TorchDispatchMode):
         new = getattr(getattr(A, name.removesuffix("_"), None), op._overloadname, None)
         if new is None or not name.endswith("_"):
             _refuse(f"{op.overloadpacket} edits a tensor in place", "assign a new tensor instead")
-        recorded = [self._recorded(arg) for arg in args]
-        named = {k: self._recorded(v) for k, v in kwargs.items()}
+        recorded, options = mapped(self._recorded, ([*args], kwargs))
         places = _places(target)
         for other in [*self.tensors.values()]:
             same = other is not target and storage(other) == storage(target)
@@ -220,7 +217,7 @@ class Recorder(TorchDispatchMode):
                 self.stale.add(self.vars[id(other)])
         self.stale.discard(var)
         made = op(*args, **kwargs)
-        self._note(new, recorded, named, made)
+        self._note(new, recorded, options, made)
         return made
 
 
