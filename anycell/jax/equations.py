@@ -171,7 +171,7 @@ def evaluated(eqn: Any, operands: Sequence[Array]) -> list[Array]:
 def execute(equation: Equation, values: Values) -> list[Array]:
     """The results of an equation of a body."""
     operands = [values[v] for v in equation.arguments]
-    if equation.name in ("reduce_max", "reduce_min"):
+    if equation.name in ("reduce_max", "reduce_min") and equation.results[0].floating:
         return [_extreme(equation.source, *operands)]
     return evaluated(equation.source, operands)
 

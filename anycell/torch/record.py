@@ -288,7 +288,7 @@ def record(step: Step, calls: Sequence[Call], rows: tuple[int, int] | None = ROW
     Raises:
         Refused: if the step does what no recording can show.
     """
-    one, other = (record_once(step, call) for call in calls)
+    one, other = (_record(step, call) for call in calls)
     twins = _Twins(rows or ROWS)
     for var, twin in zip(one.inputs, other.inputs, strict=True):
         twins.pair(var, twin)
@@ -310,7 +310,7 @@ def record(step: Step, calls: Sequence[Call], rows: tuple[int, int] | None = ROW
     return one
 
 
-def record_once(step: Step, call: Call) -> Recording:
+def _record(step: Step, call: Call) -> Recording:
     """Records one call."""
     tensors, xs, states = call
     inputs = [("F", tensor) for tensor in tensors] + [("X", x) for x in xs]
