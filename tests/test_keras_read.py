@@ -636,8 +636,13 @@ def test_export_and_xla_run_keras_loop(rng: np.random.Generator) -> None:
 
 
 # -- what may change between calls -----------------------------------------------------------------
-@pytest.mark.parametrize("change", ["a class", "a base", "a list in a dictionary", "a closure"])
-def test_the_next_call_sees_what_has_changed(change: str) -> None:
+GAIN = 1.0
+
+
+@pytest.mark.parametrize(
+    "change", ["a class", "a base", "a list in a dictionary", "a closure", "a variable of the file"]
+)
+def test_the_next_call_sees_what_has_changed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scale = 1.0
 
     class Base(OfUnits):
@@ -651,7 +656,7 @@ def test_the_next_call_sees_what_has_changed(change: str) -> None:
             self.options = {"gains": [1.0]}
 
         def call(self, inputs: Any, states: Any) -> Any:
-            gain = self.options["gains"][0] * self.rate * self.leak
+            gain = self.options["gains"][0] * self.rate * self.leak * GAIN
             h = ops.tanh(gain * ops.matmul(inputs, self.kernel) + scale * states[0])
             return h, [h]
 
@@ -661,6 +666,8 @@ def test_the_next_call_sees_what_has_changed(change: str) -> None:
     before = [number(ours(x)) for _ in range(2)][1]
     if change == "a closure":
         scale = 2.0
+    elif change == "a variable of the file":
+        monkeypatch.setitem(globals(), "GAIN", 2.0)
     elif change == "a list in a dictionary":
         cell.options["gains"][0] = 2.0
     else:

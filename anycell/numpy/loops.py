@@ -9,7 +9,7 @@ import numpy as np
 
 from anycell.layer.checks import describe, refuse
 from anycell.numpy import passes, threads
-from anycell.numpy.read import Read, Traced, execute, read_step, start
+from anycell.numpy.read import Recording, Traced, execute, read_step, start
 from anycell.plan import Options, plan
 from anycell.plan.dtype import dtypes
 from anycell.read import Refused, Values, Variable, definition, mapped, one_way, trees
@@ -59,7 +59,7 @@ class loop:
         self.step = step
         self.text: str | None = None
         self.reason: str | None = None
-        self._read: dict[Any, Read | Refused] = {}
+        self._read: dict[Any, Recording | Refused] = {}
 
     def __call__(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         """Runs the step over all of ``x[0], x[1], ...``.
@@ -117,14 +117,13 @@ class _Run:
     """
 
     def __init__(
-        self, read: Read, arrays: Sequence[np.ndarray], xs: Sequence[np.ndarray],
+        self, body: Recording, arrays: Sequence[np.ndarray], xs: Sequence[np.ndarray],
         first: Sequence[np.ndarray],
     ) -> None:  # fmt: skip
-        body = read.recording
         self.memo: dict[Any, Any] = {}
         self.steps = len(xs[0])
         self.dtype = next(a.dtype for a, v in zip(first, body.states, strict=True) if v.floating)
-        self.rows = first[body.moving[0]].shape[0] if read.reading.axis == 0 else 1
+        self.rows = first[body.moving[0]].shape[0] if body.reading.axis == 0 else 1
         self._fixed: dict[Variable, Any] = dict(zip(body.fixed, arrays, strict=True))
         self._fixed |= {v: first[k] for k, v in enumerate(body.states) if v.kind == "F"}
         self._x = dict(zip(body.x, xs, strict=True))
@@ -190,15 +189,15 @@ class _Call:
                 )
         self.read = self._known()
 
-    def _known(self) -> Read:
+    def _known(self) -> Recording:
         """The reading of the step, from an earlier call or proven now."""
         name = getattr(self.owner.step, "__name__", type(self.owner.step).__name__)
         key = tuple(self.recording.lines())
         if key not in self.owner._read:
             try:
-                read = read_step(self.recording, name)
-                self._prove(read)
-                self.owner._read[key] = read
+                read_step(self.recording, name)
+                self._prove()
+                self.owner._read[key] = self.recording
             except Refused as error:
                 self.owner._read[key] = error
         known = self.owner._read[key]
@@ -206,7 +205,7 @@ class _Call:
             raise known.with_traceback(None)
         return known
 
-    def _prove(self, read: Read) -> None:
+    def _prove(self) -> None:
         short = [array[:STEPS] for array in self.xs]
         x = filled(self.x, short)
 
@@ -217,7 +216,7 @@ class _Call:
             ]
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
-                mine = self.results(read, short, first, "reference")
+                mine = self.results(self.recording, short, first, "reference")
             return [
                 {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
                 for results in (step, mine)
@@ -228,10 +227,9 @@ class _Call:
             raise Refused(reason)
 
     def results(
-        self, read: Read, xs: Sequence[Any], first: Sequence[Any], engine: str | None = None
+        self, body: Recording, xs: Sequence[Any], first: Sequence[Any], engine: str | None = None
     ) -> tuple[Tree, Tree]:
-        body, reading = read.recording, read.reading
-        run = _Run(read, self.recording.arrays, xs, first)
+        reading, run = body.reading, _Run(body, self.recording.arrays, xs, first)
         wanted, start = body.seen(), [first[k] for k in body.moving]
         arrays = {
             name: array if array.dtype == bool else np.ascontiguousarray(array, run.dtype)

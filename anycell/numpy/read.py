@@ -63,9 +63,11 @@ class Recording(Body):
 
     Attributes:
         arrays: those that the step has from elsewhere, in the order of ``fixed``.
+        reading: of this recording, and so of all with the same lines.
     """
 
     arrays: list[np.ndarray] = field(default_factory=list)
+    reading: Reading = field(init=False)
 
     def of(self, array: np.ndarray) -> Variable:
         """An array that the step has from elsewhere."""
@@ -194,14 +196,6 @@ def start(xs: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> tuple[Recor
     return recording, [Traced(recording, v, array) for v, array in inputs]
 
 
-@dataclass
-class Read:
-    """A recording that was read, for all recordings of the same key."""
-
-    recording: Recording
-    reading: Reading
-
-
 # -- rules -----------------------------------------------------------------------------------------
 
 
@@ -268,8 +262,8 @@ class Reader(read.Reader):
     table = TABLE
 
 
-def read_step(recording: Recording, name: str) -> Read:
-    """Reads a step.
+def read_step(recording: Recording, name: str) -> None:
+    """Adds the reading of a step to its recording.
 
     Raises:
         Refused: if it cannot be read.
@@ -280,4 +274,4 @@ def read_step(recording: Recording, name: str) -> Read:
     axis = 0 if len(batch) == 1 and max(len(v.shape) for v in states) > 1 else None
     dtype = next(v.dtype for v in recording.states if v.floating)
     reader = Reader(recording, Arrays, axis, dtype)
-    return Read(recording, reader.read([""] * len(recording.states), name))
+    recording.reading = reader.read([""] * len(recording.states), name)

@@ -47,20 +47,18 @@ class ReadStep:
     ) -> None:
         self.recording, self.reading, self.merged = recording, reader.reading, merged
         self.output_tree, self.state_tree, self.others = trees
-        states, after = recording.states, recording.after
-        self.moving, before = recording.moving, [states[k] for k in recording.moving]
-        results = {after[k]: place for place, k in enumerate(self.moving)}
+        self.moving = recording.moving
+        before, ends = ([s[k] for k in self.moving] for s in (recording.states, recording.after))
+        results = {var: place for place, var in enumerate(ends)}
         known = {*results, *before}
         # Outputs that are no part of a state are computed after the loop, from all states.
         others = [v for v in recording.outputs if v.kind == "S" and v not in known]
-        found = {var: _part(reader, var, [after[k] for k in self.moving]) for var in others}
         # States that are only detached get no gradient, not one of zeros.
         tied = {v for e in recording.equations if e.op is not A.detach for v in e.operands}
         tied |= {*recording.outputs, *recording.after}
         self.loose = {k for k, v in zip(self.moving, before, strict=True) if v not in tied}
-        self.parts = {var: part for var, part in found.items() if part is not None}
-        later = [var for var in others if var not in self.parts]
-        self.later = list(dict.fromkeys(later))
+        self.parts = {v: part for v in others if (part := _part(reader, v, ends))}
+        self.later = list(dict.fromkeys(v for v in others if v not in self.parts))
         used = recording.sources(self.later, known) | {*recording.outputs}
         self.after = {var: place for var, place in results.items() if var in used}
         self.before = {var: place for place, var in enumerate(before) if var in used}
@@ -70,8 +68,7 @@ class ReadStep:
         self.names = tuple(dict.fromkeys(chain.from_iterable(names)))
         # Whether the kernel itself can write the zeros of outputs under a mask.
         direct = not self.later and not self.before and self.reading.flags is None
-        states_only = {*self.after, *self.parts}
-        self.direct = direct and all(var in states_only for var in recording.outputs)
+        self.direct = direct and {*recording.outputs} <= {*self.after, *self.parts}
         self.rows: dict[int, str | None] = dict.fromkeys(ROWS)
         self.layers: dict[Any, Layer] = {}
         self.tapes: dict[Any, Tape | bool] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anycell import read
 from anycell.read import Equation, Outer, Rule, Value, Variable, leaves, row
-from anycell.torch.record import ROWS, TABLE, A, Recording, Rows, pointwise
+from anycell.torch.record import ROWS, TABLE, A, Recording, Rows
 
 
 class Arrays(read.Arrays):
@@ -160,6 +160,9 @@ _STRUCTURAL = (
     A._reshape_alias, A.diagonal, A.repeat_interleave, A.as_strided, A.cat, A.stack,
     A.slice_scatter, A.select_scatter,
 )  # fmt: skip
+# Their results are alike in all rows where the operands are, as those of pointwise operations.
+_SAME = {A.expand, A.clone, A.detach, A.alias, A.view, A.reshape, A._unsafe_view, A._to_copy}
+_SAME |= {A.lift_fresh, A.lift_fresh_copy, A.unsqueeze, A.squeeze}
 TABLE |= dict.fromkeys(_STRUCTURAL, read.Reader.moved)
 TABLE |= dict.fromkeys((A.clone, A.alias, A.lift_fresh, A.contiguous), row("identity"))
 TABLE |= {
@@ -224,7 +227,7 @@ class Reader(read.Reader):
         self.reading = self.read(names, title)
 
     def pointwise(self, equation: Equation) -> bool:
-        return pointwise(equation)
+        return equation.op in _SAME or torch.Tag.pointwise in equation.source.tags
 
     def axis_of(self, v: Variable) -> int | None:
         return v.axis

@@ -394,21 +394,12 @@ class _Twins:
         )
 
 
-_SAME = {A.expand, A.clone, A.detach, A.alias, A.view, A.reshape, A._unsafe_view, A._to_copy}
-_SAME |= {A.lift_fresh, A.lift_fresh_copy, A.unsqueeze, A.squeeze}
-
-
 def _number(made: Any) -> float | None:
     """The number that all elements of a tensor are; None if they differ."""
     if not isinstance(made, Tensor) or made.is_complex() or not made.numel():
         return None
     first = made.flatten()[0]
     return float(first) if bool((made == first).all()) else None
-
-
-def pointwise(equation: Equation) -> bool:
-    """Whether results are alike in all rows where the operands are."""
-    return equation.op in _SAME or torch.Tag.pointwise in equation.source.tags
 
 
 # -- computing what needs no state -----------------------------------------------------------------
@@ -421,7 +412,7 @@ class Run:
         tensors: of ``Recording.fixed``.
         xs: ``[T, B, ...]``, without a batch ``[T, ...]``.
         first: the states before the first step.
-        batch: the number of rows; 1 without an axis of rows.
+        rows: their number; 1 without an axis of rows.
         merged: whether all steps are computed as one batch of T * B rows; else by ``vmap``.
 
     Attributes:
@@ -430,21 +421,20 @@ class Run:
 
     def __init__(
         self, step: Recording, tensors: Sequence[Tensor], xs: Sequence[Tensor],
-        first: Sequence[Tensor], batch: int, merged: bool,
+        first: Sequence[Tensor], rows: int, merged: bool,
     ) -> None:  # fmt: skip
-        self.step, self.merged = step, merged
+        self.step, self.rows, self.merged = step, rows, merged
         self.dtype = next(t.dtype for t in first if t.is_floating_point())
         self.steps = xs[0].shape[0]
-        self.batch = self.rows = batch
         self.memo: dict[Any, Any] = {}
         self.last: list[Tensor] = []  # the counters after the last step
-        self._once = functools.partial(self._execute, batch)
+        self._once = functools.partial(self._execute, rows)
         self._values = Values(dict(zip(step.fixed, tensors, strict=True)), self._once)
         self._values.update(
             (v, t) for v, t in zip(step.states, first, strict=True) if v.kind == "F"
         )
         self.series: dict[Variable, Tensor] = dict(zip(step.x, xs, strict=True))
-        every = functools.partial(self._execute, self.steps * batch)
+        every = functools.partial(self._execute, self.steps * rows)
         self._flat = Values({}, every, self._flattened)  # [T * B, ...]
 
     def fixed(self, v: Variable) -> Tensor:
