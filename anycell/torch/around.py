@@ -140,8 +140,8 @@ class Surroundings:
         while names:  # methods that forward calls, with the variables that they read
             name = names.pop()
             holders = [vars(kind) for kind in type(module).__mro__ if not _of_torch(kind)]
-            place = next((k for k, holder in enumerate(holders) if name in holder), None)
-            known = name in read or place is None
+            place = next((k for k, holder in enumerate(holders) if name in holder), -1)
+            known = name in read or place < 0
             read.add(name)
             if known:
                 continue
