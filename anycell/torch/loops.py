@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 import types
 from collections import Counter
@@ -34,7 +35,9 @@ from anycell.torch.stepwise import Step, Steps, stepwise
 _LOCK = threading.RLock()  # a step is read with other tensors in place of its own
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _RESTLESS = 16  # readings for tensors of the same shapes
-_FEW = 2048  # numbers of a state, up to which two steps take less time as they are written
+# A kernel's call takes as long as some twenty functions of torch of so few numbers.
+_FEW, _CALLS = 2048, 20
+_SHORT = "so few steps take less time as they are written"
 _NUMBERS = itertools.count()
 
 
@@ -82,6 +85,8 @@ class Readings:
         if call.batched and call.rows not in plan.rows:
             with _LOCK:
                 plan.rows[call.rows] = unlike(plan, step, around, call)
+        if _short(len(call.xs[0]), call.state, plan.recording.calls):
+            return _SHORT
         return plan.rows.get(call.rows) or plan.unfit(call) or plan
 
     def _read(
@@ -97,6 +102,18 @@ class Readings:
             with _LOCK:
                 plan = plan_of(step, around, call)
         return add_recent(self.plans, (around.token, signature), plan, _MOST)
+
+
+def _short(steps: int, state: Sequence[Tensor], calls: float = math.inf) -> bool:
+    """Whether a loop over so few steps takes less time than a kernel, as measured.
+
+    Args:
+        calls: how many functions of torch a step calls, if that is known.
+    """
+    if steps > 2 and steps * calls >= _CALLS:
+        return False
+    few = steps == 1 or sum(t.numel() for t in state) <= _FEW
+    return few and state[0].device.type == "cpu"
 
 
 def obstacle() -> str | None:
@@ -300,12 +317,8 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
     if len(held) < len(leaves) or not held:
         other = next((describe(v) for v in leaves if not isinstance(v, Tensor)), "no tensors")
         why = f"the state has {other}, and a kernel holds tensors. Instead: keep it as a tensor"
-    elif (
-        lead[time] <= 2
-        and whole.device.type == "cpu"
-        and (lead[time] == 1 or sum(t.numel() for t in held) <= _FEW)
-    ):
-        why = "so few steps take less time as they are written"
+    elif _short(lead[time], held):
+        why = _SHORT
     call = Steps(xs, tree, leaves, state_tree, batched, rows, turned=tuple(turned), why=why)
     return call._replace(state=call._swapped(leaves)) if turned else call
 

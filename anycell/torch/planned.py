@@ -69,7 +69,7 @@ class ReadStep:
         # Whether the kernel itself can write the zeros of outputs under a mask.
         direct = not self.later and not self.before and self.reading.flags is None
         self.direct = direct and {*recording.outputs} <= {*self.after, *self.parts}
-        self.rows: dict[int, str | None] = dict.fromkeys(ROWS)
+        self.rows: dict[int, str | None] = dict.fromkeys((1, 2, *ROWS))  # as tried, as recorded
         self.layers: dict[Any, Layer] = {}
         self.tapes: dict[Any, Tape | bool] = {}
         register(self.reading.cell)

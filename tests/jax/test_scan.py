@@ -486,7 +486,7 @@ def test_carries_that_no_cell_has(init: Any) -> None:
     f = lambda c, x: (c | (x > 0) if init is True else c + c, c)  # noqa: E731
     xs = np.arange(3.0, dtype="f")
     if np.result_type(init) != np.float16:
-        assert "runs this body: test_jax_scan.py:" in aj.explain_scan(f, init, xs)
+        assert "runs this body: test_scan.py:" in aj.explain_scan(f, init, xs)
     agree(*(run(f, init, xs) for run in (aj.scan, lax.scan)))
 
 
@@ -657,7 +657,7 @@ def test_refusals_name_the_line_and_what_to_write(reason: str) -> None:
     body = REFUSED[reason]
     f = lambda h, x: (body(h, x), None)  # noqa: E731
     told = aj.explain_scan(f, START, XS)
-    assert told.startswith("jax.lax.scan runs this body: test_jax_scan.py:"), told
+    assert told.startswith("jax.lax.scan runs this body: test_scan.py:"), told
     assert reason in told, told
     agree(aj.scan(f, START, XS), lax.scan(f, START, XS))
 
@@ -668,7 +668,7 @@ def test_effects_stay_in_the_loop(capfd: pytest.CaptureFixture[str]) -> None:
         return jnp.sin(h), None
 
     told = aj.explain_scan(f, START, XS)
-    assert "test_jax_scan.py:" in told and "this step has side effects" in told
+    assert "test_scan.py:" in told and "this step has side effects" in told
     aj.scan(f, START, XS)
     jax.effects_barrier()
     assert capfd.readouterr().out.count("step") == T

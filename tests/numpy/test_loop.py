@@ -318,7 +318,7 @@ def test_edits_in_place_run_as_they_are() -> None:
     run, h = loop(edit), draw(B, H)
     outputs, last = run(X, h)
     assert "np.where or np.concatenate" in str(run.reason)
-    assert "test_numpy_loop.py:" in str(run.reason)
+    assert "test_loop.py:" in str(run.reason)
     np.testing.assert_array_equal(outputs[-1], last)
 
 

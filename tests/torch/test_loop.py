@@ -558,7 +558,7 @@ def test_refusals_name_the_line(name: str) -> None:
     step, _ = STEPS[name]
     layer = loop(Refusing(step))
     layer(*inputs_of(layer.module))
-    place = f"test_torch_loop.py:{step.__code__.co_firstlineno}: "
+    place = f"test_loop.py:{step.__code__.co_firstlineno}: "
     assert layer.engine.reason.startswith(place), layer.engine.reason
 
 
@@ -622,7 +622,7 @@ def test_transformations_run_the_loop() -> None:
 
 def test_second_derivatives() -> None:
     layer = loop(Leaky())
-    x, h = torch.randn(3, 1, I, requires_grad=True), torch.randn(1, H, requires_grad=True)
+    x, h = torch.randn(5, 1, I, requires_grad=True), torch.randn(1, H, requires_grad=True)
     layer(x, h)
     assert layer.engine.name == "cpu", layer.engine.reason
     assert torch.autograd.gradgradcheck(lambda x, h: layer(x, h), (x, h))
@@ -918,11 +918,19 @@ def test_layers_in_one_tensor_of_states(fused: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "rows", "read"), [(1, B, False), (2, B, False), (2, 300, True), (3, B, True)]
+    ("kind", "steps", "rows", "read"),
+    [
+        (Concatenated, 1, B, False),
+        (Concatenated, 2, B, False),
+        (Concatenated, 2, 300, True),
+        (Concatenated, 3, B, True),
+        (OfTorchGRU, 3, B, False),
+        (OfTorchGRU, 3, 400, True),
+    ],
 )
-def test_few_steps_are_the_module(steps: int, rows: int, read: bool) -> None:
-    """One, and two of few numbers."""
-    layer = loop(Concatenated())
+def test_few_steps_are_the_module(kind: Any, steps: int, rows: int, read: bool) -> None:
+    """One step; two of few numbers; a few more of few functions of torch."""
+    layer = loop(kind())
     x, state = inputs_of(layer.module, steps=steps, rows=rows)
     check_trees(layer(x, state), by_hand(layer.module)(x, state))
     assert ("so few steps take less time" in layer.engine.reason) != read
@@ -972,5 +980,5 @@ def test_a_step_that_was_typed(file: str, place: str) -> None:
 
     layer = loop(Typed())
     layer(torch.ones(3, 2, 4), torch.ones(2, 4))
-    said = re.sub(r"\S*test_torch_loop.py:\d+: ", "", layer.engine.reason)
+    said = re.sub(r"\S*test_loop.py:\d+: ", "", layer.engine.reason)
     assert said.startswith(f"{place}Python reads the value of a tensor")

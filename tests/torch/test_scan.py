@@ -112,7 +112,7 @@ def test_explain_scan_shows_the_cell_or_the_reason() -> None:
     cell = anycell.lang.text.from_text(text[: text.index("\nread")])
     assert [state.name for state in cell.states] == ["h"] and "float64" in said
     said = explain_scan(refused, h, x, dim=1)
-    assert said.startswith("A loop over the steps runs this body: test_torch_scan.py:")
+    assert said.startswith("A loop over the steps runs this body: test_scan.py:")
     with torch.autocast("cpu"):
         assert "autocast" in explain_scan(read, h, x, dim=1)
     assert explain_scan(read, h, []) == "A loop over the steps runs this body: there are no steps"
