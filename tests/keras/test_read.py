@@ -598,7 +598,7 @@ def test_what_is_not_read_runs_in_keras_loop(why: str, rng: np.random.Generator)
     layer.build((None, None, I))
     name, reason = layer.engine
     assert name == "keras" and why in reason, reason
-    assert "test_keras_read.py:" in reason or "has an effect" in reason
+    assert "test_read.py:" in reason or "has an effect" in reason
     assert not layer.losses
 
 

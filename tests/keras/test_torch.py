@@ -136,7 +136,7 @@ def test_what_is_not_read_runs_in_keras_loop(
     pair = both(step)
     name, reason = pair[0].engine
     assert name == "keras" and REFUSED[step] in reason, reason
-    assert reason.startswith("the cell Leaky cannot be read: test_keras_torch.py:"), reason
+    assert reason.startswith("the cell Leaky cannot be read: test_torch.py:"), reason
     assert float(pair[0].cell.calls.value) == 0.0  # reading has no effect
     assert_alike(pair, rng.normal(size=(B, T, I)))
     assert not replays
