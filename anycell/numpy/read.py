@@ -175,8 +175,8 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     def sample(leaf: Any) -> Any:
         return leaf.sample if isinstance(leaf, Traced) else leaf
 
-    given, named = mapped(sample, (tuple(args), kwargs))
-    samples = function(*given, **named)
+    positional, named = mapped(sample, (tuple(args), kwargs))
+    samples = function(*positional, **named)
     several = isinstance(samples, (list, tuple))
     parts = list(samples) if several else [samples]
     name = f"np.{getattr(function, '__name__', function)}"
