@@ -51,8 +51,8 @@ PLATFORMS = {
     "aarch64-macos": Platform("arm64-apple-macosx11.0", "apple-m1", "", 128, 32),
     "aarch64-windows": Platform("aarch64-pc-windows-msvc", "generic", "+neon", 128, 32),
     "armv7": Platform("armv7-unknown-linux-gnueabihf", "cortex-a7", "+neon", word="i32"),
-    "cortex-m4": Platform("thumbv7em-none-eabihf", "cortex-m4", "", 32, 16, "i32"),
-    "cortex-m55": Platform("thumbv8.1m.main-none-eabihf", "cortex-m55", "", 128, 8, "i32"),
+    "cortex-m4": Platform("thumbv7em-unknown-none-eabihf", "cortex-m4", "", 32, 16, "i32"),
+    "cortex-m55": Platform("thumbv8.1m.main-unknown-none-eabihf", "cortex-m55", "", 128, 8, "i32"),
     "riscv64": Platform("riscv64-unknown-linux-gnu", "generic-rv64", "+m,+a,+f,+d,+c", 32, 32,
                         abi="lp64d"),
     "wasm32": Platform("wasm32-unknown-unknown", "generic", "+simd128", word="i32"),
@@ -277,6 +277,9 @@ def _flushed(b: Builder, platform: Platform) -> Iterator[None]:
     elif kind in ("aarch64", "arm64"):
         before = b.intrinsic("llvm.aarch64.get.fpcr", returns="i64", overload=())
         within, change = before | 1 << 24, "llvm.aarch64.set.fpcr"
+    elif kind.startswith(("arm", "thumb")):
+        before = b.intrinsic("llvm.arm.get.fpscr", returns="i32", overload=())
+        within, change = before | 1 << 24, "llvm.arm.set.fpscr"
     else:
         yield
         return

@@ -16,13 +16,20 @@
         run; \
         _mm_setcsr(mode); \
     } while (0)
-#elif defined(__aarch64__) && defined(__GNUC__)
+#elif (defined(__aarch64__) || __ARM_FP) && defined(__GNUC__)
+#if defined(__aarch64__)
+#define GET "mrs %0, fpcr"
+#define SET "msr fpcr, %0"
+#else
+#define GET "vmrs %0, fpscr"
+#define SET "vmsr fpscr, %0"
+#endif
 #define FLUSH(run) do { \
-        uint64_t mode; \
-        __asm__ __volatile__("mrs %0, fpcr" : "=r"(mode)); \
-        __asm__ __volatile__("msr fpcr, %0" : : "r"(mode | 1u << 24) : "memory"); \
+        size_t mode; \
+        __asm__ __volatile__(GET : "=r"(mode) : : "memory"); \
+        __asm__ __volatile__(SET : : "r"(mode | 1u << 24) : "memory"); \
         run; \
-        __asm__ __volatile__("msr fpcr, %0" : : "r"(mode) : "memory"); \
+        __asm__ __volatile__(SET : : "r"(mode) : "memory"); \
     } while (0)
 #else
 #define FLUSH(run) do { run; } while (0)
