@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from anycell import lang as f
 from anycell.engines.cpu import isa
 from anycell.engines.cpu.ir import X86
 from anycell.exporter import machine
-from anycell.exporter.program import Program
+from anycell.exporter.program import WEIGHTS, Program
 from anycell.layer.parts import Recurrent
 from anycell.numpy import RNN, Dense, Feedback, Standardise
 
@@ -177,6 +178,83 @@ def test_machine_code(
 ) -> None:
     layer = RNN(cell, 3, units, num_layers=2, seed=0, **sizes_of(cell))
     check(layer, target, tmp_path, rng)
+
+
+@cell(gates="a", state="h")
+def Mean(x: Any, r: Any, s: Any) -> Any:
+    """A matmul of one number in place of many."""
+    return f.tanh(x.a + r.a + f.linear(f.mean(s.h), "up"))
+
+
+ROUNDED = [cells.LSTM, cells.LSTMP, cells.sLSTM(heads=2), Mean]
+
+
+@pytest.mark.parametrize("target", ["c", *HERE])
+@pytest.mark.parametrize("cell", ROUNDED, ids=repr)
+def test_weights_of_8_bits(
+    cell: Cell, target: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """They give Python's numbers, up to an integer that is rounded in another way."""
+    layer = perturbed(RNN(cell, 3, 6, num_layers=2, **sizes_of(cell)), rng)
+    small = anycell.compress.quantize(layer)
+    x = rng.standard_normal((9, 1, 3)).astype(np.float32)
+    x[3] = 0.0
+    library = compiled(small, tmp_path, target=target)
+    expected, real = small.forward(x)[0][:, 0], layer.forward(x)[0][:, 0]
+    error = np.abs(run(library, x[:, 0]) - expected)
+    assert np.median(error) < 1e-5 and error.max() < 1e-2
+    assert np.median(np.abs(real - expected)) > 1e-4, "it is not the layer of float32"
+    x[5] = np.inf
+    out = run(library, x[:, 0])
+    assert np.isfinite(out[:5]).all() and np.isnan(out[5:]).all()
+
+
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_weights_of_8_bits_of(framework: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    module = pytest.importorskip(framework)
+    x = rng.standard_normal((9, 1, 3)).astype(np.float32)
+    if framework == "torch":
+        layer = anycell.compress.quantize(anycell.torch.LSTM(3, 6, proj_size=4))
+        model, expected = layer, layer(module.from_numpy(x))[0][:, 0].detach().numpy()
+    else:
+        layers = [module.Input((None, 3)), anycell.keras.LSTM(6, return_sequences=True)]
+        model = module.Sequential([*layers, module.layers.Dense(2)])
+        model = anycell.compress.quantize(model)
+        expected = module.ops.convert_to_numpy(model(x.swapaxes(0, 1)))[0]
+    error = np.abs(run(compiled(model, tmp_path), x[:, 0]) - expected)
+    assert np.median(error) < 1e-5 and error.max() < 1e-2
+
+
+@pytest.mark.parametrize("target", ["c", *HERE])
+def test_weights_of_16_bits(target: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """They give the numbers of a layer with rounded weights, and take half the memory."""
+    layer = perturbed(RNN(cells.GRU, 3, 33), rng)
+    code = [tmp_path / weights for weights in WEIGHTS]
+    for folder in code:
+        library = compiled(layer, folder, target=target, weights=folder.name)
+    for name, parameter in layer.parameters.items():
+        if name.startswith("weight"):
+            bits = parameter.view(np.uint32)
+            bits[...] = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
+    x = rng.standard_normal((9, 1, 3)).astype(np.float32)
+    assert_close(run(library, x[:, 0]), layer.forward(x)[0][:, 0], "float32", "forward")
+    real, half = ((folder / "model.o").stat().st_size for folder in code)
+    assert real - half > 2 * 3 * 33 * 33
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", HERE)
+def test_weights_of_8_bits_are_faster(target: str, tmp_path: Path) -> None:
+    layer = numpy.LSTM(1, 64, seed=0)
+    models = layer, anycell.compress.quantize(layer)
+    kinds = [compiled(m, tmp_path / str(k), target=target) for k, m in enumerate(models)]
+    x, times = np.zeros((2000, 1), np.float32), np.zeros((9, 2))
+    for k in range(18):
+        before = time.process_time()
+        run(kinds[k % 2], x)
+        times[k // 2, k % 2] = time.process_time() - before
+    real, integers = times.min(0)
+    assert integers < real
 
 
 # How the files of each format begin: with a name, and the number of the machine behind it.
@@ -392,7 +470,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (3, {}, "model: given int; expected a layer or model"),
         ([layer, anycell.numpy.BatchNorm(6)], {}, "BatchNorm(6"),
         (RNN(cells.LSTM, 3, 6, bidirectional=True), {}, "which runs in reverse"),
-        (anycell.compress.quantize(layer), {}, "weights in float32"),
+        (
+            anycell.compress.quantize(Feedback(layer, Dense(6, 3))),
+            {},
+            "a Feedback with weights of 8",
+        ),
+        (layer, {"weights": "int4"}, "weights: given 'int4'; expected one of float32, bfloat16"),
         (layer, {"target": "pdp11"}, "target: given 'pdp11'; expected one of c, x86-64"),
         (layer, {"name": "My net"}, "name: given 'My net'; expected a name that C accepts"),
         (layer, {"name": "float"}, "name: given 'float'; expected a name that C accepts"),
@@ -410,8 +493,6 @@ def test_what_is_refused_of_torch(tmp_path: Path) -> None:
     for module in (nn.LSTM(6, 6), nn.Conv1d(6, 6, 3), nn.LayerNorm((2, 3)), nn.Softmax(0)):
         with pytest.raises(TypeError, match=re.escape(f"the module {module!r}; expected")):
             anycell.export(nn.Sequential(layer, module), tmp_path)
-    with pytest.raises(TypeError, match="before quantize"):
-        anycell.export(anycell.compress.quantize(layer), tmp_path)
 
 
 def test_what_is_refused_of_keras(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ MACHINES = {
 machines = pytest.mark.parametrize("machine", MACHINES)
 
 
-def said(model: Any, machine: str, folder: Path, main: str = "", *, source: bool = False) -> str:
+def said(
+    model: Any, machine: str, folder: Path, main: str = "", *, source: bool = False, **options: Any
+) -> str:
     """What a program on a machine prints, which ends without an error.
 
     Args:
@@ -69,7 +71,7 @@ def said(model: Any, machine: str, folder: Path, main: str = "", *, source: bool
         if shutil.which(tool) is None:
             pytest.skip(f"needs {tool}; the head of {Path(__file__).name} says how to install it")
     target = "c" if source else machine
-    library, *_ = anycell.export(model, folder, target=target, name="net")
+    library, *_ = anycell.export(model, folder, target=target, name="net", **options)
     files = [library.name, "net_test.c"]
     if main:
         files[1] = "main.c"
@@ -90,6 +92,18 @@ def test_every_cell(cell: Cell, machine: str, tmp_path: Path, rng: np.random.Gen
     layer = perturbed(RNN(cell, 3, 6, num_layers=2, dtype="float64", **sizes_of(cell)), rng)
     (error,) = re.findall(r"largest error: (\S+)", said(layer, machine, tmp_path))
     assert float(error) < (1e-6 if cell in EVERY else 1e-5)
+
+
+@machines
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.sample(every=4)
+def test_narrow_weights(weights: str, machine: str, tmp_path: Path) -> None:
+    """The machine rounds as the others do."""
+    layer = RNN(cells.LSTMP, 3, 6, num_layers=2, seed=0, P=5)
+    if weights == "int8":
+        layer, weights = anycell.compress.quantize(layer), "float32"
+    (error,) = re.findall(r": (\S+)", said(layer, machine, tmp_path, weights=weights))
+    assert float(error) < 1e-6
 
 
 SILENCE = """

@@ -6,6 +6,7 @@ order in memory. What lies beyond the last unit of a vector is never read by ano
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,11 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from anycell.engines.cpu import jit
-from anycell.engines.cpu.ir import Builder, Module, Target, Value
+from anycell.engines.cpu.idioms import dot, widen
+from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, vector
+from anycell.engines.cpu.matmul import ROUNDING
 from anycell.engines.cpu.ops import EMIT
-from anycell.exporter.program import VERSION, Array, Place, Program, padded
+from anycell.exporter.program import VERSION, Array, Place, Program, bfloat16, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
 from anycell.lang.expr import Expr
+from anycell.layer.rounding import STEPS
 
 FUNCTIONS = "version", "state_size", "reset", "step", "process"  # the last ones of a file
 
@@ -87,11 +91,14 @@ class _Printer:
 
     Attributes:
         bases: the address of each array.
+        narrow: whether weights are stored in 16 bits.
+        rounded: values as integers; see ``_rounded``.
     """
 
     def __init__(self, program: Program, order: Schedule, platform: Platform, name: str) -> None:
         self.platform, self.order, self.lanes = platform, order, program.lanes
-        self.registers = platform.registers
+        self.registers, self.narrow = platform.registers, program.weights == "bfloat16"
+        self.rounded: dict[tuple[Expr, int], tuple[Value, Value]] = {}
         x86 = platform.triple.startswith("x86")
         fma = platform.bits > 32 and platform.cpu != "x86-64"
         target = Target(name, 32 * self.lanes, platform.registers, fma, x86=x86)
@@ -118,6 +125,12 @@ class _Printer:
         beyond = padded(rows.shape[1], self.lanes) - rows.shape[1]
         return self.module.table(np.pad(rows, ((0, 0), (0, beyond))).ravel().tolist(), "float")
 
+    def _weights(self, rows: Array) -> Value:
+        """Weights in memory, in rows of whole vectors."""
+        if self.narrow:
+            return self.module.table(bfloat16(rows).ravel().tolist(), "i16")
+        return self._table(rows)
+
     def _address(self, place: Place, j: Value | int = 0) -> Value:
         return self.b.gep(self.b.gep(self.bases[place.array], place.first), j)
 
@@ -129,6 +142,8 @@ class _Printer:
     # -- products ----------------------------------------------------------------------------------
     def _product(self, stage: Product) -> None:
         lanes, most = self.lanes, self.registers * 3 // 4
+        if any(scales is not None for scales in stage.scales):
+            most //= 2  # sums of integers are beside those of reals
         vectors = len(stage.bias) // lanes
         for first in range(0, vectors, most):
             count = min(most, vectors - first)
@@ -143,14 +158,19 @@ class _Printer:
         bias = self._table(stage.bias[None, columns])
         sums = [b.variable(b.load(b.gep(bias, i * lanes))) for i in range(count)]
         sums += [b.variable(b.value(0.0, b.vec)) for _ in range(count * (ways - 1))]
+        stored = "i16" if self.narrow else "float"
 
         def add(k: Value | int, way: int) -> None:
-            x, row = self._number(place, k), b.gep(table, self.b.value(count * lanes) * k)
+            x, row = self._number(place, k), b.gep(table, self.b.value(count * lanes) * k, stored)
             for i, total in enumerate(sums[way * count : (way + 1) * count]):
-                total.value = b.fma(x, b.load(b.gep(row, i * lanes)), total.value)
+                w = b.load(b.gep(row, i * lanes, stored), vector(lanes, stored))
+                total.value = b.fma(x, widen(b, w, "bfloat") if self.narrow else w, total.value)
 
-        for operand, weight in zip(stage.operands, stage.weights, strict=True):
-            table, place = self._table(weight[:, columns]), self.order.places[operand]
+        for operand, weight, scales in zip(*stage[:3], strict=True):
+            if scales is not None:
+                self._integers(operand, weight[:, columns], scales[None, columns], sums)
+                continue
+            table, place = self._weights(weight[:, columns]), self.order.places[operand]
             whole = len(weight) // 2 * 2
             with b.loop(0, whole, 2) as k:
                 add(k, 0)
@@ -161,17 +181,64 @@ class _Printer:
             total = sums[i].value + sums[count + i].value if ways > 1 else sums[i].value
             b.store(total, self._address(stage.to, first + i * lanes))
 
+    def _rounded(self, operand: Expr, size: int) -> tuple[Value, Value]:
+        """The address of a value as integers with 128 added, of which four share a lane, and what
+        1 of them stands for; see ``anycell.engines.cpu.matmul``.
+        """
+        if (operand, size) in self.rounded:
+            return self.rounded[operand, size]
+        b, most = self.b, self.b.variable(0, self.b.ivec)
+        for j, count in self._turns(size):
+            bits = b.bits(self._value(operand, j, count)) & 0x7FFFFFFF
+            if count < self.lanes:
+                bits = b.select(b.lane_mask(b.value(count)), bits, 0)
+            most.value = b.smax(most.value, bits)
+        largest = b.reduce_max(most.value)
+        real = b.bitcast(largest, "float")
+        scale = b.select(largest < 0x7F800000, real * (1 / STEPS), math.nan)
+        inverse, room = b.splat(STEPS / real), b.alloca("i32", padded(size, self.lanes * 4) // 4)
+        b.store(b.value(0, "i32"), b.gep(room, (size - 1) // 4 * 4, "i8"))
+        for j, count in self._turns(size):
+            bits = b.bits(self._value(operand, j, count) * inverse + ROUNDING)
+            b.store(b.trunc(bits, "i8") ^ -128, b.gep(room, j, "i8"))
+        self.rounded[operand, size] = room, b.splat(scale)
+        return self.rounded[operand, size]
+
+    def _integers(self, operand: Expr, weight: Array, of: Array, sums: list[Variable]) -> None:
+        """Adds products of integers to sums."""
+        b, (size, columns) = self.b, weight.shape
+        room, scale = self._rounded(operand, size)
+        quads = np.zeros((padded(size, 4), columns), np.int64)
+        quads[:size] = weight
+        lanes = np.add.reduce(quads.reshape(-1, 4, columns) % 256 << np.r_[:32:8][:, None], 1)
+        table, scales = self.module.table(lanes.ravel().tolist(), "i32"), self._table(of)
+        offsets = self.module.table((-128 * quads.sum(0)).tolist(), "i32")
+        totals = [b.variable(b.load(b.gep(offsets, j), b.ivec)) for j in range(0, columns, b.lanes)]
+        with b.loop(0, len(lanes)) as k:
+            x = b.splat(b.load(b.gep(room, k), "i32"))
+            for i, total in enumerate(totals):
+                w = b.load(b.gep(table, k * columns + i * b.lanes), b.ivec)
+                total.value = dot(b, total.value, x, w)
+        for i, (total, real) in enumerate(zip(totals, sums, strict=False)):
+            product = b.sitofp(total.value, "float") * (scale * b.load(b.gep(scales, i * b.lanes)))
+            real.value += product
+
     # -- loops over units --------------------------------------------------------------------------
-    def _loop(self, stage: Loop) -> None:
-        full = stage.size // self.lanes * self.lanes if stage.size > 1 else 0
+    def _turns(self, size: int) -> Iterator[tuple[Value | int, int]]:
+        """The first unit of each vector, and how many units it has; all but the last are full."""
+        full = size // self.lanes * self.lanes if size > 1 else 0
         if full > 2 * self.lanes:
             with self.b.loop(0, full, self.lanes) as j:
-                self._turn(stage, j, self.lanes)
+                yield j, self.lanes
         else:
             for first in range(0, full, self.lanes):
-                self._turn(stage, first, self.lanes)
-        if full < stage.size:
-            self._turn(stage, full, stage.size - full)
+                yield first, self.lanes
+        if full < size:
+            yield full, size - full
+
+    def _loop(self, stage: Loop) -> None:
+        for j, count in self._turns(stage.size):
+            self._turn(stage, j, count)
 
     def _turn(self, stage: Loop, j: Value | int, count: int) -> None:
         """The values of ``count`` units from j on."""
@@ -217,8 +284,8 @@ class _Printer:
                 self._fold_groups(node, groups, count, empty)
                 continue
             total = b.variable(b.value(empty, b.vec))
-            for first in range(0, width, self.lanes):
-                value, left = self._value(node.args[0], first, width - first), width - first
+            for j, left in self._turns(width):
+                value = self._value(node.args[0], j, left)
                 if left < self.lanes:
                     value = b.select(b.lane_mask(b.value(left)), value, empty)
                 total.value = both(total.value, value)

@@ -48,18 +48,20 @@ static inline uint32_t bits_of(float x) {
 }
 
 @functions@
+static inline float real(@number@ weight) { return @real@; }
+
 /* to += weight x, with the weight by columns */
 static inline void multiply(
-    const float *weight, const float *x, float *restrict to, int in, int out
+    const @number@ *weight, const float *x, float *restrict to, int in, int out
 ) {
     int i = 0;
     for (; i + 4 <= in; i += 4, weight += 4 * out)
         for (int j = 0; j < out; j++)
-            to[j] += (x[i] * weight[j] + x[i + 1] * weight[out + j])
-                + (x[i + 2] * weight[2 * out + j] + x[i + 3] * weight[3 * out + j]);
+            to[j] += (x[i] * real(weight[j]) + x[i + 1] * real(weight[out + j]))
+                + (x[i + 2] * real(weight[2 * out + j]) + x[i + 3] * real(weight[3 * out + j]));
     for (; i < in; i++, weight += out)
         for (int j = 0; j < out; j++)
-            to[j] += x[i] * weight[j];
+            to[j] += x[i] * real(weight[j]);
 }
 
 @tables@

@@ -23,5 +23,5 @@ int main(void) {
         model_step(state, in + t * MODEL_INPUTS, out + t * MODEL_OUTPUTS);
     error = fmaxf(error, largest(out));
     printf("largest error: %g\n", error);
-    return model_version() != MODEL_VERSION || !(error < 1e-5f);
+    return model_version() != MODEL_VERSION || !(error < @tolerance@f);
 }

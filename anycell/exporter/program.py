@@ -21,8 +21,11 @@ from anycell.layer.checks import refuse
 from anycell.layer.compression import numbers
 from anycell.layer.feedback import fed
 from anycell.layer.parts import Affine, FedBack, Part, Pointwise, Recurrent
+from anycell.layer.rounding import SCALES, STEPS
+from anycell.plan import scales_of
 
 VERSION = 1  # of the functions in the header
+WEIGHTS = "float32", "bfloat16"  # the numbers in memory of matrices that have no scales
 Array = npt.NDArray[np.float32]
 
 
@@ -32,6 +35,16 @@ class Place(NamedTuple):
     array: str
     first: int
     size: int
+
+
+class Matrix(NamedTuple):
+    """Weights ``[out, in]`` and a bias ``[out]``. With scales ``[out]`` the weights are integers of
+    8 bits, and what they multiply is rounded to such integers; see ``anycell.layer.rounding``.
+    """
+
+    weight: Array
+    bias: Array
+    scales: Array | None = None
 
 
 class Memory(NamedTuple):
@@ -53,16 +66,17 @@ class Program:
         inputs, outputs, state_size: how many numbers a step takes and gives, and all states have.
         output: the last layer's output.
         memories: the states of all layers.
-        matrices: weights ``[out, in]``, each with its bias ``[out]``.
+        matrices: what the products multiply by.
+        weights: one of ``WEIGHTS``.
         params: vectors.
         lanes: how many numbers a vector has, which each state begins; at most as many as given,
             and fewer if vectors of the largest state would be filled badly.
         ends: the outputs of all layers.
     """
 
-    def __init__(self, parts: Iterable[Part], lanes: int = 1) -> None:
+    def __init__(self, parts: Iterable[Part], lanes: int = 1, weights: str = "float32") -> None:
         self.memories: list[Memory] = []
-        self.matrices: list[tuple[Array, Array]] = []
+        self.matrices, self.weights = list[Matrix](), weights
         self.params: list[Array] = []
         opened = [part for whole in parts for part in _opened(whole)]
         self.inputs = width = next(filter(None, map(_width, opened)), 0)
@@ -76,7 +90,7 @@ class Program:
                 refuse("model", f"a layer {number} of {_width(part)} inputs", expected)
             if isinstance(part, Affine):
                 node = self._product(node, float32(part.weight), _optional(part.bias))
-                width = len(self.matrices[-1][1])
+                width = len(self.matrices[-1].bias)
             elif isinstance(part, Pointwise):
                 node = self._pointwise(part, node, width)
             else:
@@ -105,7 +119,7 @@ class Program:
             case "param":
                 return len(self.params[node.attrs[0]])
             case "linear":
-                return len(self.matrices[node.attrs[0]][1])
+                return len(self.matrices[node.attrs[0]].bias)
         if is_reduction(node):
             groups, width = node.attrs
             return 1 if groups == 1 else int(width)
@@ -152,8 +166,9 @@ class Program:
         node: Expr,
     ) -> Expr:  # fmt: skip
         """The projected input of a gate."""
-        rows, bias = cell.places(sizes)[gate], arrays.get("bias_ih")
-        return self._product(node, arrays["weight_ih"][rows], None if bias is None else bias[rows])
+        rows, name = cell.places(sizes)[gate], "weight_ih"
+        further = (_part(arrays.get(of), rows) for of in ("bias_ih", scales_of(name)))
+        return self._product(node, arrays[name][rows], *further)
 
     def _embed(
         self, roots: Sequence[Expr], leaves: Mapping[Expr, Expr], arrays: Mapping[str, Array],
@@ -203,9 +218,13 @@ class Program:
 
         return rewrite(roots, rule)
 
-    def _product(self, operand: Expr, weight: Array, bias: Array | None) -> Expr:
+    def _product(
+        self, operand: Expr, weight: Array, bias: Array | None, scales: Array | None = None
+    ) -> Expr:
+        if self.weights == "bfloat16" and scales is None:
+            weight = (bfloat16(weight).astype(np.uint32) << 16).view(np.float32)
         zeros = np.zeros(len(weight), np.float32)
-        self.matrices.append((weight, zeros if bias is None else bias))
+        self.matrices.append(Matrix(weight, zeros if bias is None else bias, scales))
         return Expr("linear", (operand,), (len(self.matrices) - 1,))
 
     def _merge(self, roots: Sequence[Expr]) -> Callable[[Expr, tuple[Expr, ...]], Expr | None]:
@@ -249,8 +268,8 @@ class Program:
             case "param":
                 return self.params[node.attrs[0]].astype(np.float64)
             case "linear":
-                pairs = [(self.matrices[k], v) for k, v in zip(node.attrs, args, strict=True)]
-                return sum(w @ np.broadcast_to(v, w.shape[1]) + b for (w, b), v in pairs)
+                pairs = zip(node.attrs, args, strict=True)
+                return sum(_multiplied(self.matrices[k], value) for k, value in pairs)
         if not is_reduction(node):
             with np.errstate(all="ignore"):
                 return TABLE[node.op].meaning(namespace(row), *args)
@@ -258,6 +277,20 @@ class Program:
         whole = np.broadcast_to(args[0], width)[None]
         reduced = TABLE[node.op].meaning(namespace(row), whole, groups)[0]
         return reduced[:1] if groups == 1 else reduced
+
+
+def _multiplied(by: Matrix, x: Any) -> Any:
+    x = np.broadcast_to(x, by.weight.shape[1])
+    if by.scales is None:
+        return by.weight @ x + by.bias
+    scale = np.abs(x).max(initial=0.0) / STEPS
+    return by.scales * scale * (by.weight @ np.round(x / (scale or 1.0))) + by.bias
+
+
+def bfloat16(weight: Array) -> npt.NDArray[np.uint16]:
+    """The upper half of the bits of numbers, rounded to the nearest even."""
+    bits = weight.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def padded(size: int, lanes: int) -> int:
@@ -279,6 +312,9 @@ def _opened(part: Part) -> list[Recurrent | Affine | Pointwise]:
     if not isinstance(part, FedBack):
         return [part]
     (name, layer, weights), (weight, bias) = part.layers, part.readout
+    if SCALES in weights[0]:
+        hint = "Export the Feedback before quantize."
+        refuse("model", "a Feedback with weights of 8 bits", "one in float32", hint)
     sizes = (*layer.sizes, (OUTPUT, len(weight)))
     learned = {name: float32(array) for name, array in weights[0].items()}
     hidden = layer.size("H")
@@ -297,16 +333,21 @@ def _width(part: Recurrent | Affine | Pointwise) -> int:
 
 def _rows(
     l: Linear, output: str, arrays: Mapping[str, Array], sizes: Mapping[str, int]
-) -> tuple[Array, Array | None]:
-    """The weight of one output of a matmul, ``[out, in]``, and its bias; heads become blocks."""
+) -> tuple[Array, Array | None, Array | None]:
+    """The weight of one output of a matmul, ``[out, in]``, its bias and its scales; heads become
+    blocks.
+    """
     k, size = l.declared.index(output), sizes[l.out_size]
-    weight, bias = arrays[l.weight], arrays.get(l.bias_name)
-    rows = slice(k * size, (k + 1) * size)
-    if l.heads == 1:
-        block = weight[rows]
-    else:
-        high, wide = size // l.heads, weight.shape[-1]
+    high, rows = size // l.heads, slice(k * size, (k + 1) * size)
+    of_head = (slice(None),) * (l.heads > 1) + (slice(k * high, (k + 1) * high),)
+    block, scales = arrays[l.weight][of_head], _part(arrays.get(scales_of(l.weight)), of_head)
+    if l.heads > 1:
+        parts, wide = block, block.shape[-1]
         block = np.zeros((size, wide * l.heads), np.float32)
-        for head, part in enumerate(weight[:, k * high : (k + 1) * high]):
+        for head, part in enumerate(parts):
             block[head * high : (head + 1) * high, head * wide : (head + 1) * wide] = part
-    return block, None if bias is None else bias[rows]
+    return block, _part(arrays.get(l.bias_name), rows), scales if scales is None else scales.ravel()
+
+
+def _part(array: Array | None, rows: Any) -> Array | None:
+    return None if array is None else array[rows]
