@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from test_export import CC, EVERY, FURTHER, HERE, perturbed, sizes_of
+from exported import CC, EVERY, FURTHER, HERE, perturbed, sizes_of
 
 import anycell
 from anycell import Cell, cells
