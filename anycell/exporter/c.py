@@ -11,7 +11,7 @@ import re
 import struct
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from anycell.engines.cpu.ir import Builder, Module, Target
 from anycell.engines.cpu.ops import EMIT
-from anycell.exporter.program import Place, Program, bfloat16, padded
+from anycell.exporter.model import Model, Pass, Rows
+from anycell.exporter.program import Place, bfloat16, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
 from anycell.lang.expr import Expr
 from anycell.lang.ops import is_boolean
@@ -41,30 +42,68 @@ TABLES = {"float32": "float", "uint16": "uint16_t", "int8": "int8_t"}  # names o
 WIDTH = 60  # an expression wider than this gets a line of its own
 
 
-def texts(program: Program, schedule: Schedule) -> dict[str, str]:
-    """The texts that ``model.c`` lacks: tables, functions, the bodies of a step and of a reset."""
-    body, tables, functions = list[str](), list[str](), dict[str, str]()
-    if schedule.rooms:
-        rooms = ", ".join(f"{room}[{size}]" for room, size in schedule.rooms.items())
-        body += textwrap.wrap(f"    float {rooms};", 92, subsequent_indent=8 * " ")
-    for number, stage in enumerate(schedule.stages):
+def texts(model: Model, orders: Sequence[Schedule]) -> dict[str, str]:
+    """The texts that ``model.c`` lacks: functions, the steps of all passes, how they run, and the
+    body of a reset.
+    """
+    functions, steps, runs = dict[str, str](), list[str](), list[str]()
+    for k, (of_pass, order) in enumerate(zip(model.passes, orders, strict=True)):
+        name = f"step{k}" if model.whole else "step"
+        steps += [*_step(name, of_pass, order, functions), ""]
+        runs += _run(name, of_pass, model)
+    reset = [
+        f"    for (int j = 0; j < {m.at.size}; j++) {_at(m.at)} = {_number(m.initial)};"
+        for of_pass in model.passes
+        for m in of_pass.program.memories
+    ]
+    lines = {"functions": functions.values(), "steps": steps[:-1], "runs": runs, "reset": reset}
+    numbers = NUMBERS[model.weights]
+    return numbers | {name: "\n".join(of_name) for name, of_name in lines.items()}
+
+
+def _step(name: str, of_pass: Pass, order: Schedule, functions: dict[str, str]) -> Iterator[str]:
+    """The text of one step of a pass, with its tables."""
+    program, body, tables = of_pass.program, list[str](), list[str]()
+    for number, stage in enumerate(order.stages):
         if isinstance(stage, Product):
             tables += _tables(number, stage, program.weights)
-            body += _product(number, stage, schedule)
+            body += _product(number, stage, order)
             if any(scales is not None for scales in stage.scales):
                 functions["integers"] = template("integers.c")
         elif isinstance(stage, Loop):
-            body += _Turn(stage, schedule, functions).lines()
+            body += _Turn(stage, order, functions).lines()
         else:
-            body += _fold(stage, schedule)
+            body += _fold(stage, order)
     tables += [table(f"p{k}", array) for k, array in enumerate(program.params)]
-    reset = [
-        f"    for (int j = 0; j < {m.at.size}; j++) {_at(m.at)} = {_number(m.initial)};"
-        for m in program.memories
-    ]
-    lines = {"functions": functions.values(), "tables": tables, "step": body, "reset": reset}
-    numbers = NUMBERS[program.weights]
-    return numbers | {name: "\n".join(of_name) for name, of_name in lines.items()}
+    rows = "const float *restrict x, " if of_pass.reads else ""
+    yield f"static void {name}("
+    yield f"    float *restrict state, const float *restrict in, {rows}float *restrict out"
+    yield ") {"
+    yield "    (void)state, (void)in;"
+    yield from (textwrap.indent(text, 4 * " ") for text in tables)
+    if order.rooms:
+        rooms = ", ".join(f"{room}[{size}]" for room, size in order.rooms.items())
+        yield from textwrap.wrap(f"    float {rooms};", 92, subsequent_indent=8 * " ")
+    yield from body
+    yield "}"
+
+
+def _run(name: str, of_pass: Pass, model: Model) -> Iterator[str]:
+    """A pass over all steps."""
+    backwards = "size_t t = steps; t-- > 0;"
+    yield f"    for ({backwards if of_pass.reverse else 'size_t t = 0; t < steps; t++'})"
+    of_samples = Rows("in", 0, model.inputs)
+    at = [_rows(rows, model) for rows in (of_samples, of_pass.reads, of_pass.writes) if rows]
+    yield f"        {name}(state, {', '.join(at)});"
+
+
+def _rows(rows: Rows, model: Model) -> str:
+    """The address of a row."""
+    array, first = rows.array, [str(rows.column)] * bool(rows.column)
+    if array in model.memory:
+        first = [f"steps * {model.before(array)}"] * bool(model.before(array)) + first
+        array = "memory"
+    return " + ".join([array, *first, f"{rows.stride} * t"])
 
 
 def template(file: str) -> str:

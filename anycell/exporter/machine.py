@@ -7,7 +7,7 @@ order in memory. What lies beyond the last unit of a vector is never read by ano
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from anycell.engines.cpu.idioms import dot, widen
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, vector
 from anycell.engines.cpu.matmul import ROUNDING
 from anycell.engines.cpu.ops import EMIT
+from anycell.exporter.model import Model, Rows
 from anycell.exporter.program import VERSION, Array, Place, Program, bfloat16, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
 from anycell.lang.expr import Expr
@@ -73,21 +74,32 @@ def _binding() -> Any:
     return llvm
 
 
-def compiled(program: Program, order: Schedule, platform: Platform, name: str) -> bytes:
-    """Compiles a program to an object file."""
+def functions(model: Model) -> list[str]:
+    """The functions of the header: the last ones of a file."""
+    return [name for name in FUNCTIONS if name != "step" or not model.whole]
+
+
+def compiled(model: Model, orders: Sequence[Schedule], platform: Platform, name: str) -> bytes:
+    """Compiles a model to an object file."""
     target = _binding().Target.from_triple(platform.triple)
     bare = "none" in platform.triple or "wasm" in platform.triple
     machine = target.create_target_machine(
         cpu=platform.cpu, features=platform.features, opt=3, codemodel="small",
         reloc="static" if bare else "pic", abiname=platform.abi,
     )  # fmt: skip
-    text = str(_Printer(program, order, platform, name).module)
+    fma, x86 = platform.bits > 32 and platform.cpu != "x86-64", platform.triple.startswith("x86")
+    target = Target(name, 32 * model.lanes, platform.registers, fma, x86=x86)
+    module = Module(target, "float")
+    for k, (of_pass, order) in enumerate(zip(model.passes, orders, strict=True)):
+        _Printer(module, f"step{k}", of_pass.program, order, platform)
+    _print_calls(module, model, platform, name)
+    text = str(module)
     code: bytes = machine.emit_object(jit.optimised(text, machine))
     return code
 
 
 class _Printer:
-    """Prints the module of a program.
+    """Prints the step of a program as a function.
 
     Attributes:
         bases: the address of each array.
@@ -95,18 +107,15 @@ class _Printer:
         rounded: values as integers; see ``_rounded``.
     """
 
-    def __init__(self, program: Program, order: Schedule, platform: Platform, name: str) -> None:
-        self.platform, self.order, self.lanes = platform, order, program.lanes
+    def __init__(
+        self, module: Module, name: str, program: Program, order: Schedule, platform: Platform
+    ) -> None:
+        self.module, self.order, self.lanes = module, order, program.lanes
         self.registers, self.narrow = platform.registers, program.weights == "bfloat16"
         self.rounded: dict[tuple[Expr, int], tuple[Value, Value]] = {}
-        x86 = platform.triple.startswith("x86")
-        fma = platform.bits > 32 and platform.cpu != "x86-64"
-        target = Target(name, 32 * self.lanes, platform.registers, fma, x86=x86)
-        self.module = Module(target, "float")
-        b = self.b = self.module.private(
-            "step", "ptr noalias state, ptr noalias in, ptr noalias out"
-        )
-        self.bases = dict(zip(("state", "in", "out"), b.args, strict=True))
+        arrays = "state", "in", "x", "out"
+        b = self.b = module.private(name, ", ".join(f"ptr noalias {array}" for array in arrays))
+        self.bases = dict(zip(arrays, b.args, strict=True))
         for room, size in order.rooms.items():
             self.bases[room] = b.alloca(b.vec, padded(size, self.lanes) // self.lanes)
         for k, array in enumerate(program.params):
@@ -118,7 +127,6 @@ class _Printer:
                 self._loop(stage)
             else:
                 self._fold(stage)
-        self._calls(program, name)
 
     def _table(self, rows: Array) -> Value:
         """Numbers in memory, each row filled up to whole vectors."""
@@ -268,7 +276,7 @@ class _Printer:
         place = self.order.places[node]
         if place.size == 1:
             return self._number(place, 0)
-        if place.array == "in" and count < self.lanes:
+        if place.array in ("in", "x") and count < self.lanes:
             mask = b.lane_mask(b.value(count))
             return b.masked_load(self._address(place, j), mask, b.value(0.0, b.vec))
         return b.load(self._address(place, j))
@@ -307,29 +315,40 @@ class _Printer:
             with b.loop(first, first + count) as j:
                 b.store(reduced, self._address(to, j))
 
-    # -- calls -------------------------------------------------------------------------------------
-    def _calls(self, program: Program, name: str) -> None:
-        """The functions of the header."""
-        word, module = self.platform.word, self.module
-        version, state_size, reset, step, process = (f"{name}_{called}" for called in FUNCTIONS)
-        b = module.function(version, "", "i32")
-        b.ret(b.value(VERSION, "i32"))
-        b = module.function(state_size, "", word)
-        b.ret(b.value(4 * program.state_size, word))
-        b = module.function(reset, "ptr state")
-        for memory in program.memories:
-            first = b.value(memory.initial, b.vec)
-            with b.loop(0, padded(memory.at.size, self.lanes), self.lanes) as j:
-                b.store(first, b.gep(b.gep(b.args[0], memory.at.first), j))
-        arrays = "ptr state, ptr in, ptr out"
-        b = module.function(step, arrays)
-        with _flushed(b, self.platform):
-            b.call("step", *b.args)
-        b = module.function(process, f"{arrays}, {word} steps")
-        state, into, out, steps = b.args
-        with _flushed(b, self.platform), b.loop(0, b.zext(steps, "i64")) as t:
-            sample = b.gep(into, t * program.inputs), b.gep(out, t * program.outputs)
-            b.call("step", state, *sample)
+
+# -- calls -----------------------------------------------------------------------------------------
+def _print_calls(module: Module, model: Model, platform: Platform, name: str) -> None:
+    """Adds the functions of the header."""
+    word, lanes = platform.word, model.lanes
+    b = module.function(f"{name}_version", "", "i32")
+    b.ret(b.value(VERSION, "i32"))
+    b = module.function(f"{name}_state_size", "", word)
+    b.ret(b.value(4 * model.state_size, word))
+    b = module.function(f"{name}_reset", "ptr state")
+    for of in (memory for of_pass in model.passes for memory in of_pass.program.memories):
+        first = b.value(of.initial, b.vec)
+        with b.loop(0, padded(of.at.size, lanes), lanes) as j:
+            b.store(first, b.gep(b.gep(b.args[0], of.at.first), j))
+    arrays = "ptr state, ptr in, ptr out"
+    if not model.whole:
+        b = module.function(f"{name}_step", arrays)
+        state, sample, out = b.args
+        with _flushed(b, platform):
+            b.call("step0", state, sample, sample, out)
+    memory = ", ptr memory" * model.whole
+    b = module.function(f"{name}_process", f"{arrays}, {word} steps{memory}")
+    state, sample, out, count, *_ = b.args
+    steps, bases = b.zext(count, "i64"), {"in": sample, "out": out}
+    for array in model.memory:
+        bases[array] = b.gep(b.args[-1], steps * model.before(array))
+    samples = Rows("in", 0, model.inputs)
+    with _flushed(b, platform):
+        for k, of_pass in enumerate(model.passes):
+            with b.loop(0, steps) as i:
+                t = steps - i - 1 if of_pass.reverse else i
+                rows = samples, of_pass.reads or samples, of_pass.writes
+                at = [b.gep(b.gep(bases[r.array], r.column), t * r.stride) for r in rows]
+                b.call(f"step{k}", state, *at)
 
 
 @contextmanager

@@ -64,12 +64,7 @@ static inline void multiply(
             to[j] += x[i] * real(weight[j]);
 }
 
-@tables@
-
-static void step(float *restrict state, const float *restrict in, float *restrict out) {
-    (void)state, (void)in;
-@step@
-}
+@steps@
 
 int model_version(void) { return MODEL_VERSION; }
 
@@ -80,9 +75,14 @@ void model_reset(float *state) {
 @reset@
 }
 
-void model_step(float *state, const float *in, float *out) { FLUSH(step(state, in, out)); }
+#step void model_step(float *state, const float *in, float *out) { FLUSH(step(state, in, out)); }
+#step
+static void run(@process@) {
+#whole     (void)memory;
+@runs@
+}
 
-void model_process(float *state, const float *in, float *out, size_t steps) {
-    FLUSH(for (size_t t = 0; t < steps; t++)
-        step(state, in + MODEL_INPUTS * t, out + MODEL_OUTPUTS * t));
+void model_process(@process@) {
+#step     FLUSH(run(state, in, out, steps));
+#whole     FLUSH(run(state, in, out, steps, memory));
 }

@@ -190,7 +190,7 @@ def _apart(node: Expr) -> bool:
 def _leaf(program: Program, node: Expr, size: int) -> Place:
     match node.op:
         case "input":
-            return Place("in", node.attrs[0], size)
+            return Place(node.attrs[0], node.attrs[1], size)
         case "state":
             return program.memories[node.attrs[0]].at
     return Place(f"p{node.attrs[0]}", 0, size)

@@ -38,9 +38,10 @@ def parts(model: Any) -> Iterator[Part]:
             yield from parts(layer)
     elif isinstance(model, Feedback):
         yield FedBack(Recurrent.of(model.layer), _affine(model.readout))
-    elif issubclass(kind, Fused):
-        if model.go_backwards:
-            refuse("model", f"{model.name} with go_backwards=True", "a layer that goes forwards")
+    elif isinstance(getattr(model, "forward_layer", model), Fused):
+        if getattr(model, "go_backwards", False):
+            expected, hint = "a layer that goes forwards", "Bidirectional layers may be exported."
+            refuse("model", f"{model.name} with go_backwards=True", expected, hint)
         yield Recurrent.of(model)
     elif kind is layers.Dense and model.built:
         yield _affine(model)

@@ -31,7 +31,8 @@ import anycell
 from anycell import Cell, cell, cells, cli, numpy
 from anycell import lang as f
 from anycell.exporter import machine
-from anycell.exporter.program import WEIGHTS, Program
+from anycell.exporter.model import Model
+from anycell.exporter.program import WEIGHTS
 from anycell.layer.parts import Recurrent
 from anycell.numpy import RNN, Dense, Feedback, Standardise
 from tests.project.test_docs import blocks
@@ -69,7 +70,7 @@ def test_a_random_cell(
 
 def check(model: RNN, target: str, folder: Path, rng: np.random.Generator) -> None:
     """Compares a library with the graph, sample by sample and in blocks."""
-    program = Program([Recurrent.of(model)])
+    program = Model([Recurrent.of(model)])
     x = rng.standard_normal((9, program.inputs)).astype(np.float32)
     library = compiled(model, folder, target=target)
     out = run(library, x)
@@ -92,6 +93,33 @@ def test_machine_code(
 ) -> None:
     layer = RNN(cell, 3, units, num_layers=2, seed=0, **sizes_of(cell))
     check(layer, target, tmp_path, rng)
+
+
+# The second one has a static input, and states of one number.
+@pytest.mark.parametrize("target", ["c", *HERE])
+@pytest.mark.parametrize("cell", [cells.LSTMP, Rows, Sized], ids=repr)
+def test_layers_in_both_directions(
+    cell: Cell, target: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """They run over a whole sequence; what comes before and after, too."""
+    options = {"dtype": "float64", **sizes_of(cell)}
+    first, last = Dense(3, 4, dtype="float64", seed=0), RNN(cells.GRU, 6, 5, dtype="float64")
+    both = perturbed(RNN(cell, 4, 6, num_layers=3, bidirectional=True, **options), rng)
+    x, further = rng.standard_normal((9, 1, 3)).astype(np.float32), {}
+    row = x[:, 0]
+    if cell.static:
+        width = {"1": 1, **both.sizes}[cell.static_size]
+        further["static"] = rng.standard_normal((1, width)).astype(np.float32)
+        row = np.concatenate([row, np.repeat(further["static"], 9, 0)], 1)
+    middle = both.forward(first.forward(x), **further)[0]
+    between = Dense(middle.shape[-1], 6, dtype="float64", seed=1)
+    expected = last.forward(between.forward(middle))[0][:, 0]
+    library = compiled([first, both, between, last], tmp_path, target=target)
+    assert_close(run(library, row), expected, "float32", "forward")
+    header = library.with_suffix(".h").read_text(encoding="utf-8")
+    assert "model_process" in header and "model_step" not in header
+    alone = compiled(perturbed(RNN(cells.GRU, 3, 6, bidirectional=True), rng), tmp_path / "alone")
+    assert "MODEL_MEMORY 0\n" in alone.with_suffix(".h").read_text(encoding="utf-8")
 
 
 @cell(gates="a", state="h")
@@ -206,7 +234,7 @@ import { load, INPUTS, OUTPUTS } from "./net.mjs";
 
 const bytes = readFileSync("net.wasm"), x = JSON.parse(readFileSync("x.json"));
 const stream = await load(bytes), other = await load(bytes);
-const half = INPUTS * Math.floor(x.length / INPUTS / 2);
+const half = WHOLE ? 0 : INPUTS * Math.floor(x.length / INPUTS / 2);
 const blocks = [x.slice(0, half), x.slice(half)].map((part) => [...stream.process(part)]);
 stream.reset();
 const all = [stream, other].map((one) => [...one.process(x)]);
@@ -219,7 +247,8 @@ def in_node(layer: RNN, x: Array, folder: Path) -> Array:
     names = [file.name for file in anycell.export(layer, folder, target="wasm32", name="net")]
     assert names[:2] == ["net.o", "net.wasm"] and names[-1] == "net.mjs"
     (folder / "x.json").write_text(json.dumps(x.ravel().tolist()))
-    (folder / "run.mjs").write_text(SCRIPT)
+    whole = str(layer.bidirectional).lower()
+    (folder / "run.mjs").write_text(SCRIPT.replace("WHOLE", whole))
     said = subprocess.run(["node", "run.mjs"], cwd=folder, capture_output=True, text=True)
     assert not said.returncode, said.stderr
     *outputs, width = json.loads(said.stdout)
@@ -232,11 +261,15 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="apt-get in
 
 
 @needs_node
+@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize(("cell", "units"), [(cells.LSTM, 8), (Everything, 24), (Rows, 150)])
-def test_webassembly(cell: Cell, units: int, tmp_path: Path, rng: np.random.Generator) -> None:
+@pytest.mark.sample(every=3)
+def test_webassembly(
+    cell: Cell, units: int, both: bool, tmp_path: Path, rng: np.random.Generator
+) -> None:
     """It runs without a linker; in the last case in memory that has to grow."""
-    layer = RNN(cell, 3, units, num_layers=2, seed=0, **sizes_of(cell))
-    program, steps = Program([Recurrent.of(layer)]), 200 if units > 100 else 9
+    layer = RNN(cell, 3, units, num_layers=2, bidirectional=both, seed=0, **sizes_of(cell))
+    program, steps = Model([Recurrent.of(layer)]), 200 if units > 100 else 9
     x = 0.3 * rng.standard_normal((steps, program.inputs)).astype(np.float32)
     assert_close(in_node(layer, x, tmp_path), program.run(x), "float32", "forward")
 
@@ -256,7 +289,7 @@ def test_many_turns(target: str, tmp_path: Path) -> None:
         out = in_node(layer, x, tmp_path)
     else:
         out = run(compiled(layer, tmp_path, target=target), x)
-    assert_close(out, Program([Recurrent.of(layer)]).run(x), "float32", "forward")
+    assert_close(out, Model([Recurrent.of(layer)]).run(x), "float32", "forward")
 
 
 CPLUSPLUS = """
@@ -369,6 +402,12 @@ def test_a_sequential_of_keras(tmp_path: Path, rng: np.random.Generator) -> None
     saved = [str(tmp_path / "net.keras"), "--out", str(tmp_path / "again")]
     assert cli.main(["export", *saved]) == 0
     assert (tmp_path / "again/model.c").read_text() == (tmp_path / "model.c").read_text()
+    both = keras.Sequential([
+        keras.Input((None, 3)), layers.Bidirectional(ours.LSTM(7, return_sequences=True)),
+        layers.Dense(2),
+    ])  # fmt: skip
+    expected = keras.ops.convert_to_numpy(both(x))[0]
+    assert_close(run(compiled(both, tmp_path / "both"), x[0]), expected, "float32", "forward")
     feedback = ours.Feedback(ours.LSTM(7), layers.Dense(1))
     expected = keras.ops.convert_to_numpy(feedback(x))[0]
     rows = np.concatenate([x[0], np.zeros((9, 1), np.float32)], 1)
@@ -383,7 +422,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ([], {}, "model: given no layer with weights"),
         (3, {}, "model: given int; expected a layer or model"),
         ([layer, anycell.numpy.BatchNorm(6)], {}, "BatchNorm(6"),
-        (RNN(cells.LSTM, 3, 6, bidirectional=True), {}, "which runs in reverse"),
         (
             anycell.compress.quantize(Feedback(layer, Dense(6, 3))),
             {},
@@ -424,7 +462,11 @@ def test_what_is_refused_of_keras(tmp_path: Path) -> None:
         (layers.Conv1D(2, 3, name="conv"), "the layer conv (Conv1D); expected Sequential"),
         (layers.Dense(2, keras.ops.square, name="odd"), "odd with the activation"),
         (backwards, "back with go_backwards=True"),
-        (layers.Bidirectional(anycell.keras.GRU(7), name="both"), "the layer both"),
+        (layers.Bidirectional(layers.GRU(7), name="both"), "the layer both"),
+        (
+            layers.Bidirectional(anycell.keras.GRU(7), merge_mode="sum"),
+            "with merge_mode='sum'; expected 'concat'",
+        ),
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
             anycell.export(keras.Sequential([inputs, layer]), tmp_path)

@@ -60,15 +60,19 @@ def run(library: Path, x: Array, blocks: int = 1) -> Array:
     reset, process, size = (
         getattr(functions, f"{library.stem}_{name}") for name in ("reset", "process", "state_size")
     )
-    reset.argtypes, process.argtypes = [pointer], [pointer, pointer, pointer, ctypes.c_size_t]
+    whole = "MEMORY" in sizes
+    further = [np.full(sizes["MEMORY"] * len(x) + 1, np.nan, np.float32)] if whole else []
+    reset.argtypes = [pointer]
+    process.argtypes = [*[pointer] * 3, ctypes.c_size_t, *[pointer] * whole]
     state = np.full(sizes["STATE_SIZE"] + 1, np.nan, np.float32)
     assert size() == 4 * sizes["STATE_SIZE"]
     reset(state)
     outputs = []
     for part in np.array_split(x.astype(np.float32), blocks):
         out = np.full((len(part) + 1, sizes["OUTPUTS"]), np.nan, np.float32)
-        process(state, np.ascontiguousarray(part), out, len(part))
-        assert np.isnan(out[-1]).all() and np.isnan(state[-1]), "it writes beyond its arrays"
+        process(state, np.ascontiguousarray(part), out, len(part), *further)
+        ends = out[-1], state[-1], *(memory[-1] for memory in further)
+        assert all(np.isnan(end).all() for end in ends), "it writes beyond its arrays"
         outputs.append(out[:-1])
     return np.concatenate(outputs)
 
