@@ -8,6 +8,7 @@
 #define MODEL_INPUTS @inputs@
 #define MODEL_OUTPUTS @outputs@
 #define MODEL_STATE_SIZE @state_size@
+#whole #define MODEL_MEMORY @memory@
 
 #ifdef __cplusplus
 extern "C" {
@@ -22,11 +23,13 @@ size_t model_state_size(void);
 /* Begins a sequence. */
 void model_reset(float *state);
 
-/* Runs one step, from MODEL_INPUTS to MODEL_OUTPUTS numbers; the arrays must not overlap. */
-void model_step(float *state, const float *in, float *out);
-
-/* Runs many steps. */
-void model_process(float *state, const float *in, float *out, size_t steps);
+#step /* Runs one step, from MODEL_INPUTS to MODEL_OUTPUTS numbers; the arrays must not overlap. */
+#step void model_step(float *state, const float *in, float *out);
+#step
+#step /* Runs many steps. */
+#whole /* Runs a whole sequence, after a reset: layers run in reverse. Of the memory it takes
+#whole    MODEL_MEMORY * steps numbers. */
+void model_process(@process@);
 
 #ifdef __cplusplus
 }

@@ -13,9 +13,11 @@ public:
 
     Stream() { reset(); }
     void reset() { model_reset(state); }
-    void step(const float *in, float *out) { model_step(state, in, out); }
-    void process(const float *in, float *out, std::size_t steps) {
-        model_process(state, in, out, steps);
+#step     void step(const float *in, float *out) { model_step(state, in, out); }
+#step     void process(const float *in, float *out, std::size_t steps) {
+#step         model_process(state, in, out, steps);
+#whole     void process(const float *in, float *out, std::size_t steps, float *memory) {
+#whole         model_process(state, in, out, steps, memory);
     }
 
 private:

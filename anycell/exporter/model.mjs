@@ -2,7 +2,7 @@
 
 export const INPUTS = @inputs@, OUTPUTS = @outputs@;
 const STATE = @stack@, IN = STATE + 4 * @state_size@; // addresses, after weights and stack
-const PAGE = 65536;
+const MEMORY = @memory@, PAGE = 65536;
 
 // Returns a stream, which has a memory of its own. bytes: the contents of model.wasm.
 export async function load(bytes) {
@@ -23,10 +23,11 @@ export async function load(bytes) {
     // Runs x.length / INPUTS steps, and returns a Float32Array of OUTPUTS numbers for each.
     process(x) {
       const steps = x.length / INPUTS, out = IN + 4 * x.length;
-      const missing = out + 4 * steps * OUTPUTS - memory.buffer.byteLength;
+      const rows = out + 4 * steps * OUTPUTS;
+      const missing = rows + 4 * steps * MEMORY - memory.buffer.byteLength;
       if (missing > 0) memory.grow(Math.ceil(missing / PAGE));
       new Float32Array(memory.buffer, IN, x.length).set(x);
-      process(STATE, IN, out, steps);
+      process(STATE, IN, out, steps, rows);
       return new Float32Array(memory.buffer, out, steps * OUTPUTS).slice();
     },
   };
