@@ -646,9 +646,12 @@ class _Kernels:
         """Returns the arguments of ``anycell.layer``."""
         named = dict(zip(self.names, tensors, strict=False))
         named |= {name: named[name].swapaxes(-1, -2) for name in self.turned}
-        kind: type[Framework] = xla.Xla if isinstance(tensors[0], xla.Buffer) else TensorFlow
+        seed, kind = None, TensorFlow
+        if isinstance(tensors[0], xla.Buffer):
+            seed, kind = named.pop("seed", None), xla.Xla
         layer, arrays = lowered(self.layer, named)
-        return kind.of(layer.plan.dtype), layer.options, arrays
+        options = layer.options if seed is None else layer.options._replace(seed=xla.seed(seed))
+        return kind.of(layer.plan.dtype), options, arrays
 
 
 @functools.lru_cache(maxsize=512)

@@ -253,6 +253,12 @@ def _layouts(types: Sequence[str]) -> str:
     return ", ".join(f"dense<{one}> : tensor<{len(one)}xindex>" for one in axes)
 
 
+def seed(drawn: Buffer) -> Seed:
+    """The seed of ``keras.call.lowered``, from two numbers that only the graph knows."""
+    low, high = tf.unstack(tf.cast(drawn.tensor, tf.int64))
+    return Seed.of(tf.bitcast(low + high * 2**31, tf.uint32))
+
+
 def run(
     compute: Callable[..., list[Any]],
     tensors: Sequence[Tensor],
