@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 from anycell.layer import contract
@@ -57,7 +58,7 @@ def forward(
     key = "forward", plan, same, keep, holes, layout
     if plan.types.mixed:
         given = widened(host, plan, given)
-    known: Forward = recipe_of(key, lambda: _draft(host, plan, given, options, keep, holes))
+    known: Forward = recipe_of(key, lambda: _draft(host, plan, options, keep, holes, given))
     recipe = known.recipe
     made = recipe.run(list(map(given.__getitem__, recipe.names)), options)
     finals = list(map(made.__getitem__, known.finals))
@@ -76,10 +77,10 @@ def forward(
 def _draft(
     host: Framework,
     plan: Plan,
-    given: Mapping[str, Array],
     options: Options,
     keep: bool,
     holes: bool,
+    given: Mapping[str, Array],
 ) -> Forward:
     """Drafts the pass for arrays that are laid out like these."""
     run = PassTables(Draft(host, given, options), plan, options, False, holes)
@@ -103,6 +104,7 @@ def _draft(
         kept = _borders(run, -(-steps // segment), finals)
         run.segment_length = segment
     recipe = finish(draft, [run])
+    recipe.again = partial(_draft, host, plan, options, keep, holes)
     number = recipe.number
     numbers = Kept(
         number(kept.hidden),
