@@ -154,7 +154,7 @@ def backward(
     x, same = fitted["x"], options.unseeded()
     parts, more = contract.fit_gradients(
         host, plan, x.shape, options.reverse, kept, d_output, d_final, {},
-        segment=_segment(plan, options, *x.shape[:2]), keeps=keeps_state,
+        segment=_segment(plan, options, *x.shape[:2]) if again else x.shape[0], keeps=keeps_state,
     )  # fmt: skip
     wants_x = wanted is None or "x" in wanted or "weight_ih" not in fitted
     need = wanted is None or any(map(of_a_matmul, wanted))

@@ -558,9 +558,10 @@ class Recipe:
     def run(self, given: Mapping[str, Array], options: Options) -> list[Array]:
         """Runs the pass; returns its results."""
         call = Call(self, given, options)
-        for part in self.parts:
-            part.run(call)
-        return list(map(call.array, self.results))
+        for row in self.parts:
+            row.run(call)
+        bases, part = call.bases, self.host.part
+        return [bases[n] if of is None else part(bases[n], *of) for n, of in self.results]
 
 
 def _lives(draft: Draft) -> dict[int, tuple[int, int]]:
