@@ -21,7 +21,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from anycell.engines.gpu import capacity, library  # noqa: E402
-from anycell.engines.gpu.interpreter import HostDriver  # noqa: E402
+from anycell.engines.gpu.interpreter import HostDriver, Started  # noqa: E402
 from anycell.layer import gpu as device  # noqa: E402  (Triton reads the variable when it is imported)
 from anycell.plan import plan  # noqa: E402
 from anycell.torch.framework import TorchDevice  # noqa: E402
@@ -119,10 +119,12 @@ class Driver(HostDriver):
         launched: the launches that succeeded.
         kept: the devices whose contexts are kept.
         count: how many arguments to read.
+        last: the last of them.
         arguments: of the last launch, 64 bits of each.
     """
 
     count = 0
+    last: Started
 
     def __init__(self, current: int = 1, together: int = 1, **results: int) -> None:
         super().__init__()
@@ -130,14 +132,13 @@ class Driver(HostDriver):
         self.launched, self.kept = list[str](), list[int]()
         self.arguments = list[int]()
 
-    def launch(
-        self, handle: int, grid: tuple[int, int], threads: int, parameters: Any, cooperative: bool
-    ) -> int:
-        name = "cuLaunchCooperativeKernel" if cooperative else "cuLaunchKernel"
+    def launch(self, one: Started) -> int:
+        name = "cuLaunchCooperativeKernel" if one.cooperative else "cuLaunchKernel"
         if not self.results.get(name, 0):
             self.launched.append(name)
-            places = parameters[: self.count]
+            places = one.parameters[: self.count]
             self.arguments = [ctypes.c_uint64.from_address(place).value for place in places]
+            self.last = one
         return self.results.get(name, 0)
 
     def current(self, context: Any) -> int:

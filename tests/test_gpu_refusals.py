@@ -22,7 +22,7 @@ from anycell import cells
 from anycell.engines.gpu import build, capacity, launch, refusals
 from anycell.engines.gpu.build import Binary
 from anycell.engines.gpu.cooperative import print_cooperative
-from anycell.engines.gpu.interpreter import Interpreter
+from anycell.engines.gpu.interpreter import Interpreter, Started
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.resident import print_resident
@@ -89,7 +89,10 @@ def binary(shared: int = 1024, spilled: int = 0) -> Binary:
 def test_a_kernel_that_fits_is_launched(kernel: Printed, started: Any) -> None:
     limits = binary(shared=64 << 10, spilled=build.MOST_SPILLED)
     way = "cuLaunchCooperativeKernel" if kernel is SHARED else "cuLaunchKernel"
-    assert started(kernel, limits).launched == [way]
+    driver = started(kernel, limits)
+    assert driver.launched == [way]
+    _, grid, threads, shared, stream, _, _ = driver.last
+    assert (grid, threads, shared) == ((2, 3, 1), (128, 1, 1), 64 << 10) and not stream
 
 
 @pytest.mark.parametrize("kernel", [RESIDENT, SHARED, STEP], ids=lambda k: k.name)
@@ -215,13 +218,13 @@ class Launches:
         self.ran: set[str] = set()
         run = Interpreter.launch
 
-        def start(driver: Interpreter, handle: int, *given: Any) -> int:
-            printed = driver.kernels[handle - 1]
+        def start(driver: Interpreter, one: Started) -> int:
+            printed = driver.kernels[one.handle - 1]
             if refuse(printed):
                 self.refused.append(printed.name)
                 return 701
             self.ran.add(printed.name)
-            return run(driver, handle, *given)
+            return run(driver, one)
 
         monkeypatch.setattr(Interpreter, "launch", start)
 

@@ -600,5 +600,5 @@ def _packed(
                 break
             begin = max(begin, _lines(begins[other] + sizes[other]))
         begins[slot] = begin
-        end = max(end, begin + sizes[slot])
+        end = max(end, _lines(begin + sizes[slot]))
     return begins, end

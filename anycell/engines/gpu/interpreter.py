@@ -7,7 +7,7 @@ kernels starts them here too. A kernel's handle is its number.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,27 +27,36 @@ _COOPERATIVE = ctypes.CFUNCTYPE(
 _CURRENT = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(ctypes.c_uint64))
 
 
+class Started(NamedTuple):
+    """A launch as the driver gets it; ``parameters`` are the addresses of the arguments."""
+
+    handle: int
+    grid: tuple[int, int, int]
+    threads: tuple[int, ...]
+    shared: int
+    stream: int | None
+    parameters: Any
+    cooperative: bool
+
+
 class HostDriver:
     """The functions of CUDA's driver that start kernels, as C functions that call ``launch``."""
 
     def __init__(self) -> None:
-        self.cuLaunchKernel = _LAUNCH(self._launch)
-        self.cuLaunchCooperativeKernel = _COOPERATIVE(self._launch_together)
+        self.cuLaunchKernel = _LAUNCH(lambda *given: self._launch(*given[:-1], together=False))
+        self.cuLaunchCooperativeKernel = _COOPERATIVE(
+            lambda *given: self._launch(*given, together=True)
+        )
         self.cuCtxGetCurrent = _CURRENT(self.current)
 
-    def _launch(self, handle: int, x: int, y: int, z: int, threads: int, *given: Any) -> int:
-        *_, parameters, _ = given
-        return self.launch(handle, (x, y), threads, parameters, False)
+    def _launch(self, handle: int, *given: Any, together: bool) -> int:
+        *shape, shared, stream, parameters = given
+        x, y, z, *threads = shape
+        one = Started(handle, (x, y, z), tuple(threads), shared, stream, parameters, together)
+        return self.launch(one)
 
-    def _launch_together(
-        self, handle: int, x: int, y: int, z: int, threads: int, *given: Any
-    ) -> int:
-        return self.launch(handle, (x, y), threads, given[-1], True)
-
-    def launch(
-        self, handle: int, grid: tuple[int, int], threads: int, parameters: Any, cooperative: bool
-    ) -> int:
-        """Starts a kernel, whose arguments lie at the addresses ``parameters``."""
+    def launch(self, one: Started) -> int:
+        """Starts a kernel; returns the driver's error, or 0."""
         raise NotImplementedError
 
     def current(self, context: Any) -> int:
@@ -74,11 +83,9 @@ class Interpreter(HostDriver):
         self.kernels.append(printed)
         return Binary(printed.name, b"", "", 0, printed.warps, 0, 0), len(self.kernels)
 
-    def launch(
-        self, handle: int, grid: tuple[int, int], threads: int, parameters: Any, cooperative: bool
-    ) -> int:
+    def launch(self, one: Started) -> int:
         try:
-            self.start(self.kernels[handle - 1], grid, parameters)
+            self.start(self.kernels[one.handle - 1], one.grid[:2], one.parameters)
         except BaseException as error:  # it must not pass through C
             self.raised = error
             return FAILED

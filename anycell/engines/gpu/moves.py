@@ -11,7 +11,9 @@ from anycell.engines.gpu.text import Printed, source
 
 ELEMENTS = 1024  # of a program
 AXES = 3
-# Rounds to nearest, ties to even, in integers: Triton's interpreter would cut bits off.
+# bfloat16 from and to float32, to nearest and ties to even, in integers: Triton's interpreter cuts
+# bits off, and takes subnormal numbers for others.
+_WIDEN = "({}.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)"
 _ROUND = """\
     bits = value.to(tl.uint32, bitcast=True)
     bits = tl.where(value == value, bits + 32767 + ((bits >> 16) & 1), 0x7FC00000)
@@ -39,10 +41,9 @@ def print_move(to: str, of: str | None, masked: bool = False, adds: bool = False
         "row, column = k // n2, k % n2",
         "y_at = y + (row // n1 * y0 + row % n1 * y1 + column * y2)",
     ]
-    convert = ".to(tl.float32)" if wide else ""
     if of:
         where = "x + (row // n1 * x0 + row % n1 * x1 + column * x2)"
-        lines.append(f"value = tl.load({where}, mask=inside, other=0.0){convert}")
+        lines.append(f"value = {_load(where, of if wide else None)}")
     else:
         lines += [
             f"value = tl.zeros([{ELEMENTS}], tl.int32) + bits",
@@ -51,10 +52,18 @@ def print_move(to: str, of: str | None, masked: bool = False, adds: bool = False
     if masked:
         lines.append("value = tl.where(tl.load(m + row, mask=inside, other=0) != 0, value, 0.0)")
     if adds:
-        lines.append("value += tl.load(y_at, mask=inside, other=0.0).to(tl.float32)")
+        lines.append(f"value += {_load('y_at', to)}")
     body = "\n".join(f"    {line}" for line in lines)
     if to == "bf16" and wide:
         body += f"\n{_ROUND}"
     body += "\n    tl.store(y_at, value, mask=inside)"
     text = source("move", "Copies, fills or adds an array.", arguments, body)
     return Printed("move", text, tuple(arguments.items()), (1, ELEMENTS), "", 4)
+
+
+def _load(where: str, kind: str | None) -> str:
+    """Loads a tile; as float32 if the type of its numbers is given."""
+    text = f"tl.load({where}, mask=inside, other=0.0)"
+    if kind == "bf16":
+        return _WIDEN.format(text)
+    return f"{text}.to(tl.float32)" if kind else text
