@@ -238,8 +238,8 @@ def loaded(printed: Printed, aligned: frozenset[str], device: int) -> Loaded:
         if result == _INVALID_VALUE:
             raise Refused(printed, f"{what} failed (CUDA_ERROR_INVALID_VALUE)")
         _check(result, what)
-    if printed.cooperative:
+    if printed.cooperative:  # the driver takes a kernel in the place of a function
         size = ctypes.c_int(32 * binary.warps), ctypes.c_size_t(binary.shared)
         name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        _call(name, ctypes.byref(together), function, *size)
+        _call(name, ctypes.byref(together), kernel, *size)
     return Loaded(binary, kernel.value or 0, together.value * card.processors)

@@ -33,9 +33,11 @@ def print_move(to: str, of: str | None, masked: bool = False, adds: bool = False
     arguments = {"y": f"*{to}"} | ({"x": f"*{of}"} if of else {"bits": "i32"})
     arguments |= {"m": "*u8"} if masked else {}
     names = ["count", "n1", "n2", *(f"{a}{i}" for a in ("yx" if of else "y") for i in range(AXES))]
-    arguments |= dict.fromkeys(names, "i64")
+    # Unsigned, as in ``print_fill``, so that their values make no further kernels.
+    arguments |= dict.fromkeys(names, "u64")
     wide = of != to or adds  # whether it computes in float32
     lines = [
+        *(f"{name} = {name}.to(tl.int64)" for name in names),
         f"k = tl.program_id(0).to(tl.int64) * {ELEMENTS} + tl.arange(0, {ELEMENTS})",
         "inside = k < count",
         "row, column = k // n2, k % n2",
