@@ -26,7 +26,7 @@ import anycell
 from anycell import cells
 from anycell.engines.gpu import capacity
 from anycell.engines.gpu.launch import aligned, check_launch
-from anycell.engines.gpu.play import NUMBER, Launched, Tables, failed, player
+from anycell.engines.gpu.player import NUMBER, Launched, Tables, compiled, failed
 from anycell.engines.gpu.text import Printed, power_of_two
 from anycell.plan import plan
 from anycell.torch.framework import TorchDevice
@@ -150,7 +150,7 @@ def alone(kind: str, programs: int, steps: int, host: TorchDevice, values: dict[
     numbers = [a if isinstance(a, int) else host.pointer(a) for a in arguments]
     told = aligned(kernel, numbers)
     launched = Launched(kernel, (1, programs), tuple((NUMBER, n) for n in numbers), told)
-    tables, play = Tables([launched], [], host.ordinal, 0), player()
+    tables, play = Tables([launched], [], host.ordinal, 0), compiled()
 
     def run() -> None:
         values["flags"].zero_()

@@ -23,7 +23,7 @@ from anycell.lang.cell import Linear
 from anycell.layer import contract
 from anycell.layer.arguments import Direction, Factors, Kept
 from anycell.layer.framework import DeviceFramework
-from anycell.layer.launches import Again, Draft, Recipe, View
+from anycell.layer.launches import Again, DeviceDraft, DeviceRecipe, View
 from anycell.layer.recipe import forget, recipe_of
 from anycell.layer.schedule import chunk_steps, segment_steps
 from anycell.layer.signature import direction, of_a_matmul
@@ -37,7 +37,7 @@ CHUNK_BYTES = 64 << 20  # of projected gates for one direction
 Kernels = Step | Printed
 # The draft, whose views fit kernels: x is ``[T, B, I]`` or ``[T, B, G*H]``, the mask uint8
 # ``[T, B]``, and resets uint8 ``[D, T, B]``, see ``restarts``.
-Call = tuple[Draft, Plan, Options]
+Call = tuple[DeviceDraft, Plan, Options]
 
 
 @functools.lru_cache(maxsize=256)
@@ -45,7 +45,7 @@ def _printed(plan: Plan, variant: Variant, choice: capacity.Choice) -> Kernels:
     return print_step(plan, variant) if choice.tier == 3 else gpu.print_whole(plan, variant, choice)
 
 
-def _exchange(draft: Draft, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
+def _exchange(draft: DeviceDraft, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
     """The arguments of programs that wait for one another."""
     if not isinstance(kernels, Printed) or not kernels.cooperative:
         return {}
@@ -68,7 +68,7 @@ class Drafted(NamedTuple):
         states: whether the backward pass will read the sequence of each state.
     """
 
-    recipe: Recipe
+    recipe: DeviceRecipe
     names: Sequence[str] = ()
     states: Sequence[bool] = ()
 
@@ -96,7 +96,7 @@ def _draft_forward(
     host: DeviceFramework, plan: Plan, arrays: Mapping[str, Array], options: Options, keep: bool
 ) -> Drafted:
     """Drafts the pass for arrays that are laid out like these."""
-    draft = Draft(host, plan, arrays)
+    draft = DeviceDraft(host, plan, arrays)
     fitted = draft.views
     steps, batch = fitted["x"].shape[:2]
     widths = [plan.sizes[s.size] for s in plan.cell.states]
@@ -179,7 +179,7 @@ def _draft_backward(
     Args:
         wants_x, need: whether the gradient of x and those of weights are wanted.
     """
-    draft = Draft(host, plan, arrays)
+    draft = DeviceDraft(host, plan, arrays)
     parts, x, count = draft.views, draft.views["x"], len(options.reverse)
     names, dy = plan.cell.state_names, parts.get("d_output")
     kept = Kept(
@@ -204,7 +204,7 @@ def _draft_backward(
 
 
 def _facts(host: DeviceFramework, plan: Plan) -> tuple[Any, ...]:
-    """What a recipe depends on besides options and arrays."""
+    """The facts that a recipe depends on besides options and arrays."""
     return plan, host, host.tier, host.patience, host.tf32(plan.cell)
 
 
@@ -558,7 +558,9 @@ class _Backward(_DirectionPass):
 class _DeviceGradients(WeightGradients):
     """Gradients of weights and biases in float32, by the matmuls of the framework."""
 
-    def __init__(self, draft: Draft, plan: Plan, w: Direction, need: bool, fresh: bool) -> None:
+    def __init__(
+        self, draft: DeviceDraft, plan: Plan, w: Direction, need: bool, fresh: bool
+    ) -> None:
         self.draft = draft
         self.empty = functools.partial(draft.empty, wide=True)
         self.zeros = functools.partial(draft.zeros, wide=True)
@@ -599,7 +601,7 @@ def _chunk(plan: Plan, steps: int, batch: int) -> int:
     return min(max(1, steps), -(-count // block) * block)
 
 
-def _constants(draft: Draft, plan: Plan, w: Direction) -> dict[str, Any]:
+def _constants(draft: DeviceDraft, plan: Plan, w: Direction) -> dict[str, Any]:
     """Arguments that are the same for all chunks."""
     cell = plan.cell
     values: dict[str, Any] = {f"param {name}": w[name] for name in cell.param_names}
@@ -610,7 +612,7 @@ def _constants(draft: Draft, plan: Plan, w: Direction) -> dict[str, Any]:
     return values
 
 
-def _restored(draft: Draft, plan: Plan, w: Direction) -> dict[str, Any]:
+def _restored(draft: DeviceDraft, plan: Plan, w: Direction) -> dict[str, Any]:
     """The values that resets restore, given or else declared, for each row or for all rows."""
     values: dict[str, Any] = {}
     for state in plan.cell.states:
@@ -623,7 +625,7 @@ def _restored(draft: Draft, plan: Plan, w: Direction) -> dict[str, Any]:
     return values
 
 
-def _used(draft: Draft, plan: Plan, l: Linear, weight: Array) -> Array:
+def _used(draft: DeviceDraft, plan: Plan, l: Linear, weight: Array) -> Array:
     """The rows of a weight that belong to outputs which the cell uses."""
     if l.outputs == l.declared:
         return draft.rounded(weight)

@@ -1,9 +1,10 @@
 """A pass on a GPU as a recipe: launches whose arguments have no addresses yet.
 
-``layer/gpu.py`` runs a pass once on a ``Draft``, whose arrays are parts of slots. What it assigns,
-multiplies and launches becomes rows. A ``Recipe`` has these rows as tables, which one native
-function plays (``engines.gpu.play``), with operations of the framework between them. Shapes and
-strides determine a recipe, so calls of one form share it: they make arrays and pass addresses.
+``layer/gpu.py`` runs a pass once on a ``DeviceDraft``, whose arrays are parts of slots. What it
+assigns, multiplies and launches becomes rows. A ``DeviceRecipe`` has these rows as tables, which a
+native function plays (``engines.gpu.player``), with operations of the framework between them.
+Shapes and strides determine a recipe, so calls of one form share it: they make arrays and pass
+addresses.
 """
 
 from __future__ import annotations
@@ -15,20 +16,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines import gpu
-from anycell.engines.gpu import Refused, Work, launch, play
+from anycell.engines.gpu import Refused, Work, launch, player
 from anycell.engines.gpu.moves import AXES, ELEMENTS, print_move
-from anycell.engines.gpu.play import NUMBER, Launched, Tables
+from anycell.engines.gpu.player import NUMBER, Launched, Tables
 from anycell.engines.gpu.step import FILLED, Step, print_fill
 from anycell.engines.gpu.text import Printed
 from anycell.layer.arguments import Array
 from anycell.layer.framework import DeviceFramework
 from anycell.layer.recipe import dense
 from anycell.layer.signature import FLAGS
-from anycell.plan import DTYPES, Options, Plan
+from anycell.plan import Options, Plan
+from anycell.plan.dtype import COUNT, FLAG, WORD, Number
 
-# Triton's type and the bytes of a number, by the dtype's name.
-_TYPES = {"uint8": ("u8", 1), "int32": ("i32", 4), "int64": ("i64", 8)}
-_TYPES |= {n.name: (n.triton, n.bytes) for row in DTYPES.values() for n in (row.storage, row.math)}
 _LINE = 256  # bytes to which arrays of a call's memory are aligned, as those of frameworks
 _WORD = (1 << 64) - 1
 Shape = tuple[int, ...]
@@ -53,13 +52,13 @@ class Slot(NamedTuple):
     name: str = ""
     shape: Shape = ()
     strides: Shape = ()
-    dtype: str = "uint8"
+    dtype: Number = FLAG
     aligned: bool = True
     values: Array = None
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * _TYPES[self.dtype][1]
+        return math.prod(self.shape) * self.dtype.bytes
 
     @property
     def whole(self) -> tuple[Shape, Shape, int]:
@@ -82,7 +81,13 @@ class View:
     """
 
     def __init__(
-        self, draft: Draft, slot: int, shape: Shape, strides: Shape, dtype: str, offset: int = 0
+        self,
+        draft: DeviceDraft,
+        slot: int,
+        shape: Shape,
+        strides: Shape,
+        dtype: Number,
+        offset: int = 0,
     ) -> None:
         self.draft, self.slot, self.dtype, self.offset = draft, slot, dtype, offset
         self.shape, self.strides = tuple(shape), tuple(strides)
@@ -198,7 +203,7 @@ class Placed(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What the framework does between launches: a method of the host, with arrays."""
+    """A method of the host with arrays, which it runs between launches."""
 
     name: str
     arguments: Sequence[Any]  # views; placed ones in a recipe
@@ -234,7 +239,7 @@ class Steps(NamedTuple):
         (call.host.replay or gpu.run_plainly)(self.kernels, work._replace(host=call.host))
 
 
-class Draft:
+class DeviceDraft:
     """A recipe that is being made: it has the operations of a framework that ``layer/gpu.py`` uses,
     on arrays without addresses.
 
@@ -248,7 +253,8 @@ class Draft:
     """
 
     def __init__(self, host: DeviceFramework, plan: Plan, arrays: Mapping[str, Array]) -> None:
-        self.host, self.dtype, self.waits = host, plan.types.storage.name, False
+        self.host, self.waits = host, False
+        self.dtype, self.wide = plan.types.storage, plan.types.math
         self.slots = [Slot("number"), Slot("number"), Slot("made")]  # seed, stream, zeros
         self.seed, self.stream, self.zeroed = range(3)
         self.zeros_end = 0  # bytes
@@ -261,9 +267,8 @@ class Draft:
 
     def _given(self, name: str, array: Array) -> View:
         plain, strides = name not in FLAGS, self.host.strides(array)
-        dtype = ("uint8", "float32")[plain]
-        if plain and array.dtype == self.host.dtype:
-            dtype = self.dtype
+        dtype = self.dtype if array.dtype == self.host.dtype else self.wide
+        dtype = dtype if plain else FLAG
         # The recipe's key has the addresses of arrays but not those of flags, modulo 16.
         aligned = plain and self.host.pointer(array) % 16 == 0
         shape = tuple(array.shape)
@@ -271,31 +276,31 @@ class Draft:
 
     # -- arrays ------------------------------------------------------------------------------------
 
-    def new(self, shape: Sequence[int], dtype: str) -> View:
+    def new(self, shape: Sequence[int], dtype: Number) -> View:
         return self._slot(Slot("made", "", tuple(shape), dense(tuple(shape)), dtype))
 
     def empty(self, shape: Sequence[int], wide: bool = False) -> View:
-        return self.new(shape, "float32" if wide else self.dtype)
+        return self.new(shape, self.wide if wide else self.dtype)
 
     def zeros(self, shape: Sequence[int], wide: bool = False) -> View:
         """An array of zeros. One launch at the beginning clears all of these."""
-        return self._cleared(tuple(shape), "float32" if wide else self.dtype)
+        return self._cleared(tuple(shape), self.wide if wide else self.dtype)
 
     def flags(self, count: int) -> View:
-        return self._cleared((count,), "int32")
+        return self._cleared((count,), COUNT)
 
-    def _cleared(self, shape: Shape, dtype: str) -> View:
-        size, begin = _TYPES[dtype][1], self.zeros_end
+    def _cleared(self, shape: Shape, dtype: Number) -> View:
+        size, begin = dtype.bytes, self.zeros_end
         self.zeros_end = _lines(begin + math.prod(shape) * size)
         return View(self, self.zeroed, shape, dense(shape), dtype, begin // size)
 
     def numbers(self, values: Sequence[float]) -> View:
         made = self.host.numbers(values)
-        return self._slot(Slot("constant", "", (len(values),), (1,), "float32", values=made))
+        return self._slot(Slot("constant", "", (len(values),), (1,), self.wide, values=made))
 
     def integers(self, draws: tuple[int, int, int, int]) -> View:
         """The words that random masks are drawn from: seed and stream are those of the call."""
-        table = self.new((FILLED,), "int64")
+        table = self.new((FILLED,), WORD)
         seed, stream, *rest = draws
         words = [OfCall(self.seed, seed), OfCall(self.stream, stream), *rest]
         values = {f"value{n}": word for n, word in enumerate(words)}
@@ -333,8 +338,8 @@ class Draft:
         if not to.size:
             return
         view = value if isinstance(value, View) else None
-        kind = None if view is None else _TYPES[view.dtype][0]
-        printed = print_move(_TYPES[to.dtype][0], kind, mask is not None, adds)
+        kind = None if view is None else view.dtype.triton
+        printed = print_move(to.dtype.triton, kind, mask is not None, adds)
         extra = (1,) * (AXES - len(to.shape))
         _, n1, n2 = (*extra, *to.shape)
         values: dict[str, Any] = {"y": to, "count": to.size, "n1": n1, "n2": n2, "m": mask}
@@ -384,7 +389,7 @@ class Draft:
         for name, kind in printed.arguments:
             value = values[name] if kind[0] == "*" else values.get(name, 0)
             if isinstance(value, View):
-                offset = value.offset * _TYPES[value.dtype][1]
+                offset = value.offset * value.dtype.bytes
                 arguments.append((value.slot, offset))
                 told.append(offset if self.slots[value.slot].aligned else 1)
             else:
@@ -403,16 +408,16 @@ class Draft:
             _refuse(one, refused)
         self.rows.append(one)
 
-    def finish(self, results: Iterable[View]) -> Recipe:
+    def finish(self, results: Iterable[View]) -> DeviceRecipe:
         """The recipe of all rows so far, whose calls return these results."""
         apart = [self._apart(view) for view in results]
         if self.zeros_end:
             words = self.zeros_end // 4
-            region = View(self, self.zeroed, (words,), (1,), "float32")
+            region = View(self, self.zeroed, (words,), (1,), self.wide)
             rows, self.rows = self.rows, []
             self.move(region, 0.0)
             self.rows += rows
-        return Recipe(self, apart)
+        return DeviceRecipe(self, apart)
 
     def _apart(self, view: View) -> View:
         """A result, copied out of memory that it would keep alive."""
@@ -446,7 +451,7 @@ def _lines(size: int) -> int:
 class Call:
     """A run of a recipe: its arrays, and the numbers that differ from call to call."""
 
-    def __init__(self, recipe: Recipe, given: Mapping[str, Array], options: Options) -> None:
+    def __init__(self, recipe: DeviceRecipe, given: Mapping[str, Array], options: Options) -> None:
         self.host = host = recipe.host
         made = map(host.like, recipe.templates)
         bases = [*map(given.__getitem__, recipe.names), *made, *recipe.constants]
@@ -462,16 +467,16 @@ class Call:
         return base if part is None else self.host.part(base, *part)
 
 
-class Run:
+class Launches:
     """Consecutive launches, played by one native call."""
 
     def __init__(self, tables: Tables, launches: Sequence[Launched]) -> None:
-        self.tables, self.launches, self.play = tables, launches, play.player()
+        self.tables, self.launches, self.play = tables, launches, player.compiled()
 
     def run(self, call: Call) -> None:
         given = self.tables.address, call.addresses, call.host.stream()
         result = self.play(*given)
-        if result == play.NO_CONTEXT:  # a new thread
+        if result == player.NO_CONTEXT:  # a new thread
             launch.use_context(call.host.ordinal)
             result = self.play(*given)
         if result:
@@ -479,7 +484,7 @@ class Run:
 
     def _raise(self, result: int, host: DeviceFramework) -> None:
         """Raises what a result of ``play`` means."""
-        if result == play.TROUBLE:
+        if result == player.TROUBLE:
             host.trouble[0] = 0
             raise RuntimeError(
                 "GPU kernels of an earlier call (tier 2) gave up: their programs, which must all "
@@ -488,7 +493,7 @@ class Run:
                 f"Set {type(host).__module__}.{type(host).__qualname__}.tier = 3 to avoid such "
                 "kernels."
             )
-        number, error = play.failed(result)
+        number, error = player.failed(result)
         one = self.launches[number]
         try:
             launch.check_launch(error, one.printed, one.grid)
@@ -496,7 +501,7 @@ class Run:
             _refuse(one, refused)
 
 
-class Recipe:
+class DeviceRecipe:
     """A pass that calls run.
 
     Attributes:
@@ -507,7 +512,7 @@ class Recipe:
         results: where they are.
     """
 
-    def __init__(self, draft: Draft, results: Sequence[View]) -> None:
+    def __init__(self, draft: DeviceDraft, results: Sequence[View]) -> None:
         self.host, slots = draft.host, draft.slots
         seen = {view.slot for view in results}
         lives = _lives(draft)
@@ -516,7 +521,7 @@ class Recipe:
         constants = [s for s, slot in enumerate(slots) if slot.kind == "constant"]
         self.names = [slots[s].name for s in given]
         self.templates = [
-            self.host.template(slots[s].shape, slots[s].dtype == "float32") for s in made
+            self.host.template(slots[s].shape, slots[s].dtype is draft.wide) for s in made
         ]
         self.constants = [slots[s].values for s in constants]
         sizes = {s: slot.bytes for s, slot in enumerate(slots) if slot.kind == "made"}
@@ -529,28 +534,28 @@ class Recipe:
         entries |= {draft.seed: (len(order) + 1, 0), draft.stream: (len(order) + 2, 0)}
         self.places = [entries.get(s, (NUMBER, 0)) for s in range(len(slots))]
         self.pack = struct.Struct(f"{len(order) + 1}q2Q").pack
-        self.parts: list[Run | Operation | Steps] = []
-        self.slots, self.dtypes = slots, list[str]()
+        self.parts: list[Launches | Operation | Steps] = []
+        self.slots, self.dtypes = slots, list[str]()  # of a block
         address = self.host.pointer(self.host.trouble) if draft.waits else 0
         for launches, group in itertools.groupby(draft.rows, lambda r: isinstance(r, Launched)):
             rows: list[Any] = list(group)
             if launches:
                 tables = Tables(rows, self.places, self.host.ordinal, address)
-                self.parts.append(Run(tables, rows))
+                self.parts.append(Launches(tables, rows))
                 address = 0  # a call reads it once
             else:
                 self.parts += [row.each(self._placed) for row in rows]
         self.results = list(map(self._placed, results))
 
     def _placed(self, view: View) -> Placed:
-        """Where a view lies in a call."""
+        """The place of a view in a call."""
         entry, before = self.places[view.slot]
-        offset = before // _TYPES[view.dtype][1] + view.offset
+        offset, name = before // view.dtype.bytes + view.offset, view.dtype.name
         block = len(self.names) + len(self.templates) + len(self.constants)
         if entry == block:
-            if view.dtype not in self.dtypes:
-                self.dtypes.append(view.dtype)
-            entry += 1 + self.dtypes.index(view.dtype)
+            if name not in self.dtypes:
+                self.dtypes.append(name)
+            entry += 1 + self.dtypes.index(name)
         elif (view.shape, view.strides, view.offset) == self.slots[view.slot].whole:
             return Placed(entry, None)
         return Placed(entry, (view.shape, view.strides, offset))
@@ -564,7 +569,7 @@ class Recipe:
         return [bases[n] if of is None else part(bases[n], *of) for n, of in self.results]
 
 
-def _lives(draft: Draft) -> dict[int, tuple[int, int]]:
+def _lives(draft: DeviceDraft) -> dict[int, tuple[int, int]]:
     """The numbers of the first and the last row that use a slot."""
     lives: dict[int, tuple[int, int]] = {}
     for n, row in enumerate(draft.rows):
@@ -587,7 +592,7 @@ def _slots(row: Launched | Operation | Steps) -> list[int]:
 def _packed(
     sizes: Mapping[int, int], lives: Mapping[int, tuple[int, int]]
 ) -> tuple[dict[int, int], int]:
-    """Where slots begin in the memory of a call, and its bytes: slots that are never used at the
+    """The places of slots in the memory of a call, and its bytes: slots that are never used at the
     same time share memory.
     """
     begins, end = dict[int, int](), 0

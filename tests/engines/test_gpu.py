@@ -65,7 +65,7 @@ from anycell.lang.expr import topological
 from anycell.lang.ops import TABLE
 from anycell.layer import gpu as device
 from anycell.layer.arguments import Factors
-from anycell.layer.launches import Draft
+from anycell.layer.launches import DeviceDraft
 from anycell.layer.weight_gradients import bias_gradients
 from anycell.plan import Options, Plan, plan
 from anycell.torch.framework import TorchDevice
@@ -630,7 +630,7 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
         chunks = rng.uniform(0.0, 1.0, (100, 64, width)).astype("float16")
         chunks[:2] = [[[2000.0]], [[-2000.0]]]  # their sums exceed the range of float16
         given = {str(n): torch.tensor(chunk, device=DEVICE) for n, chunk in enumerate(chunks)}
-        draft = Draft(host, one, given)
+        draft = DeviceDraft(host, one, given)
         shapes = layers.shapes(cell, {"H": 4}, 3, True)
         weights = {name: draft.zeros(shape) for name, shape in shapes.items()}
         sums = device._DeviceGradients(draft, one, weights, True, fresh)

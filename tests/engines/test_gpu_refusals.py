@@ -28,7 +28,7 @@ from anycell.engines.gpu.resident import print_resident
 from anycell.engines.gpu.step import print_step
 from anycell.engines.gpu.text import Printed, Variant
 from anycell.layer import Options
-from anycell.layer.launches import Draft
+from anycell.layer.launches import DeviceDraft
 from anycell.plan import Plan, plan
 from anycell.torch import functional, fused
 from anycell.torch.framework import TorchDevice
@@ -72,7 +72,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Driver]]:
         if kernel is STEP:
             Launch(kernel, numbers, (2, 3), ADDRESSES)(5)
         else:
-            draft = Draft(TorchDevice(torch.float16, DEVICE), ONE, {})
+            draft = DeviceDraft(TorchDevice(torch.float16, DEVICE), ONE, {})
             draft.launch(kernel, numbers, (2, 3))
             draft.finish([]).run({}, Options())
         return driver

@@ -20,9 +20,12 @@ from anycell.engines.gpu import build, launch
 from anycell.engines.gpu.interpreter import Interpreter, Started
 from anycell.layer import Options, launches
 from anycell.layer import gpu as device
-from anycell.layer.launches import Draft, View
+from anycell.layer.launches import DeviceDraft, View
 from anycell.plan import plan
 from anycell.torch.framework import TorchDevice
+
+PLAN = plan(cells.RNN, 8, "float32", "gpu")
+
 
 # -- arrays without addresses ----------------------------------------------------------------------
 PARTS: dict[str, Callable[[Any], Any]] = {
@@ -47,7 +50,7 @@ def played(run: Callable[..., Any], dtype: str = "float32", **given: Any) -> lis
     """Drafts ``run``, which takes a draft and views and returns results, and plays it."""
     host = Poisoned(getattr(torch, dtype), DEVICE)
     arrays = {name: torch.as_tensor(a, device=DEVICE) for name, a in given.items()}
-    draft = Draft(host, plan(cells.RNN, 8, dtype, "gpu"), arrays)
+    draft = DeviceDraft(host, plan(cells.RNN, 8, dtype, "gpu"), arrays)
     recipe = draft.finish(run(draft, **draft.views))
     with np.errstate(all="ignore"):
         return recipe.run(arrays, Options())
@@ -58,7 +61,7 @@ def test_views_are_parts(name: str) -> None:
     """Slices and shapes are those of the framework: when copied, and when it sees them itself."""
     part, a = PARTS[name], torch.arange(72.0, device=DEVICE).reshape(4, 3, 6)
 
-    def run(draft: Draft, a: View) -> list[View]:
+    def run(draft: DeviceDraft, a: View) -> list[View]:
         copy = draft.empty(part(a).shape)
         copy[:] = part(a)
         return [copy, part(a)]
@@ -80,7 +83,7 @@ def test_moves_round_as_the_framework_does(dtype: str, rng: np.random.Generator)
     wide = torch.cat([wide, ties, torch.tensor([np.inf, -np.inf, np.nan, 0.0], device=DEVICE)])
     narrow = wide.to(number)
 
-    def run(draft: Draft, wide: View, narrow: View) -> list[View]:
+    def run(draft: DeviceDraft, wide: View, narrow: View) -> list[View]:
         rounded, back = draft.empty(wide.shape), draft.empty(wide.shape, wide=True)
         rounded[:], back[:] = wide, narrow
         filled = draft.empty((2, 5))
@@ -115,7 +118,7 @@ def test_sums_repeat_a_row(rng: np.random.Generator) -> None:
     """The sum of the rows; a value of fewer axes goes to each row."""
     a = torch.tensor(rng.normal(size=(40, 3)), dtype=torch.float32, device=DEVICE)
 
-    def run(draft: Draft, a: View) -> list[View]:
+    def run(draft: DeviceDraft, a: View) -> list[View]:
         repeated = draft.empty((2, 4, 3))
         repeated[:] = a.sum(0)
         return [repeated]
@@ -148,7 +151,7 @@ def test_arrays_share_memory_after_their_last_use(rng: np.random.Generator) -> N
 def test_results_keep_nothing_else_alive() -> None:
     """Not even gradients of states, which begin as zeros beside others."""
 
-    def run(draft: Draft, a: View) -> list[View]:
+    def run(draft: DeviceDraft, a: View) -> list[View]:
         other, zeros = draft.zeros((1000,)), draft.zeros((2, 3))
         zeros[1] = a
         other += other
@@ -225,8 +228,8 @@ def test_threads_share_a_recipe_but_no_arguments(
 
     streams: dict[int, int] = {}
     monkeypatch.setattr(idle, "launch", started)
-    draft = Draft(Host(torch.float32, torch.device("cpu")), plan(cells.RNN, 8, "float32", "gpu"),
-                  {"x": torch.zeros(3)})  # fmt: skip
+    host = Host(torch.float32, torch.device("cpu"))
+    draft = DeviceDraft(host, PLAN, {"x": torch.zeros(3)})
     results = [draft.empty((3,)) for _ in range(20)]
     for result in results:
         result[:] = draft.views["x"]
@@ -249,8 +252,7 @@ def test_threads_share_a_recipe_but_no_arguments(
 def test_what_the_compiler_is_told_of_addresses(place: int, idle: Driver) -> None:
     """A kernel for arrays at odd addresses is another one."""
     x = torch.zeros(9)[place:][:8]
-    draft = Draft(TorchDevice(torch.float32, torch.device("cpu")),
-                  plan(cells.RNN, 8, "float32", "gpu"), {"x": x})  # fmt: skip
+    draft = DeviceDraft(TorchDevice(torch.float32, torch.device("cpu")), PLAN, {"x": x})
     made = draft.empty((8,))
     made[:], made[4:] = draft.views["x"], draft.views["x"][:4]
     whole, part = [row.aligned for row in draft.rows]
@@ -311,7 +313,7 @@ def test_a_refusal_of_a_move_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Interpreter, "launch", refused)
 
-    def run(draft: Draft, a: View) -> list[View]:
+    def run(draft: DeviceDraft, a: View) -> list[View]:
         copies = [draft.empty((5,)) for _ in range(4)]
         for copy in copies:
             copy[:] = a

@@ -79,7 +79,7 @@ class Interpreter(HostDriver):
         self.raised: BaseException | None = None
 
     def load(self, printed: Printed) -> tuple[Binary, int]:
-        """What stands for the kernel's machine code, and its handle."""
+        """A stand-in for the kernel's machine code, and its handle."""
         self.kernels.append(printed)
         return Binary(printed.name, b"", "", 0, printed.warps, 0, 0), len(self.kernels)
 

@@ -54,7 +54,7 @@ class Launched(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """How many programs must run at once; 0 if they need not."""
+        """The programs that must run at once; 0 if they need not."""
         return self.grid[0] * self.grid[1] if self.printed.cooperative else 0
 
 
@@ -99,7 +99,7 @@ def failed(result: int) -> tuple[int, int]:
 
 
 @functools.cache
-def player() -> Callable[[int, bytes, int], int]:
+def compiled() -> Callable[[int, bytes, int], int]:
     """``play`` as a callable: the addresses are packed 64-bit numbers."""
     target = isa.current()
     library = jit.compile(lambda: str(print_play(target)), ["play"], target, None)
