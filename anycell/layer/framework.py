@@ -245,26 +245,26 @@ class DeviceFramework(Framework, DeviceArrays):
     def empty(self, shape: Shape, wide: bool = False) -> Array:
         """An array of that shape, whose numbers may be anything."""
 
-    def zeros(self, shape: Shape, wide: bool = False) -> Array:
-        """An array of zeros."""
+    def template(self, shape: Shape, wide: bool = False) -> Array:
+        """A stand-in for an array of that shape, with at most one number; for ``like``."""
 
-    def rounded(self, array: Array) -> Array:
-        """The array in the plan's dtype, contiguous; the array itself if it is so already."""
+    def block(self, count: int) -> Array:
+        """Memory of that many bytes, as an array of uint8."""
+
+    def typed(self, block: Array, dtype: str) -> Array:
+        """A block as an array of numbers of a dtype."""
+
+    def part(self, array: Array, shape: Shape, strides: Shape, offset: int) -> Array:
+        """A part of an array; strides and offset in elements."""
 
     def numbers(self, values: Sequence[float]) -> Array:
         """A float32 array on the device."""
 
-    def flags(self, count: int) -> Array:
-        """An array of ``count`` zeros, int32."""
-
     def matmul_add(self, a: Array, b: Array, out: Array) -> None:
         """``out += a @ b``, as ``matmul``."""
 
-    def summed(self, array: Array) -> Array:
-        """The sum of the rows of a matrix: wide, and never rounded on the way."""
-
-    def masked(self, x: Array, mask: Array) -> Array:
-        """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, even in place of NaN."""
+    def summed(self, array: Array, total: Array) -> None:
+        """``total = array.sum(0)`` of a matrix: wide, and never rounded on the way."""
 
 
 def extent(host: Framework, array: Array) -> Bounds:

@@ -314,8 +314,17 @@ known: dict[tuple[Any, ...], Any] = {}
 
 def recipe_of(key: tuple[Any, ...], draft: Callable[[], Any]) -> Any:
     """Looks up a draft, or makes it and keeps it."""
-    key = key, cpu.isa.current(), cpu.pool.FORKED
+    key = _key(key)
     try:
         return known[key]
     except KeyError:
         return add_recent(known, key, draft(), _RECIPES)
+
+
+def forget(key: tuple[Any, ...]) -> None:
+    """Drops a draft."""
+    known.pop(_key(key), None)
+
+
+def _key(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return key, cpu.isa.current(), cpu.pool.FORKED

@@ -278,7 +278,7 @@ def test_the_exchange_alone(numbers: bool) -> None:
     exchange, host = load("tools/gpu_exchange.py"), TorchDevice(torch.float32, DEVICE)
     values = {
         "data": torch.zeros(5, exchange.ROWS, exchange.UNITS),
-        "flags": host.flags(2),
+        "flags": torch.zeros(2, dtype=torch.int32),
         "trouble": host.trouble,
         "patience": 20_000_000,
     }
