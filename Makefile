@@ -17,8 +17,12 @@ FAST   := -m "not slow and not more and not gpu"
 NARROW := -m "not slow and not fixed_isa and not gpu"
 
 # Where torch's own layers run beside ours: oneDNN has other ones for a machine without AVX-512.
-BESIDE := $(addprefix tests/test_,bench.py stream.py torch.py torch_accelerate.py torch_autocast.py \
-	torch_compile.py torch_functional.py torch_modules.py torch_sequences.py torch_step.py)
+BESIDE := tests/test_bench.py tests/layer/test_stream.py $(addprefix tests/torch/test_,accelerate.py \
+	autocast.py compile.py functional.py layers.py modules.py sequences.py step.py)
+
+# What runs on each of Keras's backends.
+KERAS := tests/conformance $(addprefix tests/keras/test_,accelerate.py compress.py feedback.py \
+	layers.py read.py streaming.py)
 
 # The Tritons that PyTorch brings, beside the environment's own.
 TRITONS := $(shell sed -n 's/^triton==//p' requirements/tritons.txt)
@@ -62,20 +66,22 @@ test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp $(VENV)/flax.stamp $(VENV)/r
 	case " $$($(RUN) -c "$(NARROWER)") " in *" avx2 "*) \
 	ONEDNN_MAX_CPU_ISA=AVX2 ANYCELL_ISA=avx2 $(PYTEST) -m "not slow and not gpu" $(BESIDE);; esac
 	set -e; untiled=$$($(RUN) -c "$(UNTILED)"); \
-	for isa in $$untiled; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW) tests/test_quantize.py \
-		tests/test_cpu_matmul.py tests/test_memory.py tests/test_engines.py tests/test_edited_weights.py; \
+	for isa in $$untiled; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW) tests/frontends/test_quantize.py \
+		tests/engines/test_cpu_matmul.py tests/engines/test_engines.py \
+		tests/layer/test_memory.py tests/layer/test_edited_weights.py; \
 	ANYCELL_ISA=$$isa $(SPREAD) tests/conformance -k "16_bits and (numpy or torch) and not keras"; done
-	for whose in ours host; do ANYCELL_MATMUL=$$whose $(SPREAD) tests/conformance tests/test_memory.py \
-		tests/test_layer_runtime.py tests/test_torch_operators.py -k "(numpy or torch) and not keras" || exit 1; done
-	KERAS_BACKEND=torch $(SPREAD) -k keras tests/conformance tests/test_keras.py tests/test_keras_read.py tests/test_keras_torch.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
-	KERAS_BACKEND=jax $(SPREAD) -k keras tests/conformance tests/test_keras.py tests/test_keras_read.py tests/test_keras_jax.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
+	for whose in ours host; do ANYCELL_MATMUL=$$whose $(SPREAD) tests/conformance tests/layer/test_memory.py \
+		tests/layer/test_runtime.py tests/torch/test_operators.py -k "(numpy or torch) and not keras" || exit 1; done
+	KERAS_BACKEND=torch $(SPREAD) -k keras $(KERAS) tests/keras/test_torch.py
+	KERAS_BACKEND=jax $(SPREAD) -k keras $(KERAS) tests/keras/test_jax.py
 	$(RUN) tools/run_keras_tests.py
 
 test-oldest: $(OLDEST)/stamp ## those of every frontend, on the oldest versions that it runs on (Python 3.10)
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(FAST) \
-		tests/conformance tests/test_keras.py tests/test_keras_tensorflow.py tests/test_keras_accelerate.py tests/test_keras_streaming.py tests/test_tf1.py \
-		tests/test_tf1_programs.py tests/test_numpy.py tests/test_public_layers.py tests/test_stream.py tests/test_recurrence.py tests/test_package.py \
-		tests/test_torch.py tests/test_torch_[acfmos]*.py
+		tests/conformance $(addprefix tests/keras/test_,accelerate.py layers.py streaming.py tensorflow.py) \
+		tests/tf1 tests/numpy/test_layers.py tests/frontends/test_public_layers.py \
+		tests/frontends/test_recurrence.py tests/layer/test_stream.py tests/project/test_package.py \
+		tests/torch/test_layers.py tests/torch/test_[acfmos]*.py
 
 test-tritons: $(TRITONS:%=$(TRITON)/%/stamp) $(VENV)/dev.stamp ## kernels and the interpreter, under every Triton (4 GB)
 	$(RUN) tools/gpu_tritons.py --jobs $(JOBS)

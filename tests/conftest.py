@@ -9,6 +9,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import cards
@@ -28,6 +29,7 @@ cards.choose_interpreter()
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
+HERE = Path(__file__).parent
 
 OPTIONS = {
     "seed": (1997, "seed of everything random"),
@@ -63,16 +65,19 @@ def day_of(item: str, days: int) -> int:
 # Files whose tests run under one instruction set. All other files run under each of them.
 FIXED_ISA = {
     # They choose the instruction set themselves, and try all.
-    *("test_cpu_math.py", "test_properties.py", "test_random_calls.py"),
+    *("engines/test_cpu_math.py", "engines/test_properties.py", "frontends/test_random_calls.py"),
     # They reach no kernel of the CPU engine.
-    *("test_cards.py", "test_gpu.py", "test_gpu_tools.py", "test_lang.py", "test_layouts.py"),
-    *("test_export.py", "test_package.py", "test_rooms.py", "test_same_bits.py"),
-    *("test_reference.py", "test_selection.py", "test_tolerances.py", "test_torch_gpu.py"),
+    *("engines/test_gpu.py", "engines/test_reference.py", "frontends/test_layouts.py"),
+    *("lang/test_lang.py", "project/test_cards.py", "project/test_gpu_tools.py"),
+    *("project/test_package.py", "project/test_rooms.py", "project/test_same_bits.py"),
+    *("project/test_selection.py", "project/test_tolerances.py"),
+    *("test_export.py", "torch/test_gpu.py"),
     # They test the code around a kernel; the kernel is the same on both sides.
-    *("test_bench.py", "test_demo.py", "test_docs.py", "test_gallery.py", "test_keras_examples.py"),
-    *("test_torch_compile.py", "test_torch_distributed.py", "test_torch_modes.py", "test_types.py"),
+    *("keras/test_examples.py", "project/test_demo.py", "project/test_docs.py"),
+    *("project/test_gallery.py", "project/test_types.py", "test_bench.py"),
+    *("torch/test_compile.py", "torch/test_distributed.py", "torch/test_modes.py"),
     # They test how cells are read; other tests run such cells under each instruction set.
-    *("test_read_jax.py", "test_read_keras.py", "test_read_torch.py"),
+    *("read/test_jax.py", "read/test_keras.py", "read/test_torch.py"),
 }
 
 
@@ -83,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
     for item in items:
-        if item.path.name in FIXED_ISA:
+        if item.path.relative_to(HERE).as_posix() in FIXED_ISA:
             item.add_marker("fixed_isa")
         sample = item.get_closest_marker("sample")
         if sample and not item.get_closest_marker("slow"):

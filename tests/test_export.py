@@ -14,7 +14,6 @@ import numpy.typing as npt
 import pytest
 from problems import Rows, Sized, Tied
 from random_cells import random_cell
-from test_docs import blocks
 from tolerances import assert_close
 
 import anycell
@@ -26,6 +25,7 @@ from anycell.exporter import machine
 from anycell.exporter.program import Program
 from anycell.layer.parts import Recurrent
 from anycell.numpy import RNN, Dense, Feedback, Standardise
+from tests.project.test_docs import blocks
 
 Array = npt.NDArray[Any]
 CC = ["gcc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O2"]

@@ -1,4 +1,4 @@
-"""Tests on an emulated 64-bit ARM: `make test-arm`, or `python tools/arm.py tests/test_numpy.py`.
+"""Tests on an emulated 64-bit ARM: `make test-arm`, or `python tools/arm.py tests/numpy`.
 
 QEMU emulates one process, whose system calls reach the host's Linux. `out/arm` holds Debian's
 Python for ARM and its wheels from PyPI; nothing is installed.
@@ -27,11 +27,13 @@ COMPILER = "ANYCELL_TEST_ARM_COMPILER"  # the host's Python, within the emulatio
 # The layers of NumPy, of PyTorch, and of Keras on TensorFlow, without tests that take minutes; and
 # tests of ARM's instructions. Other files may be named on the command line, but not all of their
 # tests are known to pass here, and some need a newer PyTorch.
-TESTS = ["tests/test_numpy.py", "-q", "-k", "not slopes and not two_derivatives and not jacobian"]
-TESTS += ["tests/test_torch.py", "tests/test_keras_tensorflow.py"]
-TESTS += ["tests/test_cpu_runtime.py::test_no_machine_runs_what_another_kind_of_processor_has"]
-TESTS += ["tests/test_cpu_math.py::test_dot", "tests/test_cpu_math.py::test_dot_of_pairs"]
-TESTS += ["tests/test_cpu_matmul.py::test_sizes_and_layouts"]
+OF_ENGINE = (
+    *("runtime.py::test_no_machine_runs_what_another_kind_of_processor_has", "math.py::test_dot"),
+    *("math.py::test_dot_of_pairs", "matmul.py::test_sizes_and_layouts"),
+)
+TESTS = ["-q", "-k", "not slopes and not two_derivatives and not jacobian"]
+TESTS += [f"tests/{frontend}/test_layers.py" for frontend in ("numpy", "torch")]
+TESTS += ["tests/keras/test_tensorflow.py", *(f"tests/engines/test_cpu_{t}" for t in OF_ENGINE)]
 TESTS += ["-m", "not slow and not more and not gpu"]
 
 

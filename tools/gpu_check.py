@@ -101,7 +101,7 @@ def plan() -> list[Part]:
         )
         for tier in "123"
     ]  # fmt: skip
-    engine = ("tests/test_gpu.py", "tests/test_torch_gpu.py")
+    engine = ("tests/engines/test_gpu.py", "tests/torch/test_gpu.py")
     bench = ("--seconds", "{seconds}")
     return [
         # name, seconds, most
@@ -124,10 +124,10 @@ def plan() -> list[Part]:
 
 
 def of_a_card() -> list[str]:
-    """The files with tests marked ``gpu``; ``test_torch_card.py`` comes first."""
-    paths = (ROOT / "tests").glob("test_*.py")
+    """The files with tests marked ``gpu``; ``torch/test_card.py`` comes first."""
+    paths = (ROOT / "tests").rglob("test_*.py")
     marked = [str(p.relative_to(ROOT)) for p in paths if "@pytest.mark.gpu\n" in p.read_text()]
-    return ["tests/test_torch_card.py", *sorted({*marked} - {"tests/test_torch_card.py"})]
+    return ["tests/torch/test_card.py", *sorted({*marked} - {"tests/torch/test_card.py"})]
 
 
 def cores() -> int:

@@ -3,8 +3,8 @@
     python tools/gpu_smoke.py 2 backward bfloat16
 
 Prints a line of JSON for each cell: the largest error of results and gradients against the same
-layer step by step in float64, relative to the limit of ``tests/tolerances.py``. The exit status is
-1 if a cell is wrong. Run each case in a process of its own, which may lose the card.
+layer step by step in float64, relative to the limit of ``tests/helpers/tolerances.py``. The exit
+status is 1 if a cell is wrong. Run each case in a process of its own, which may lose the card.
 """
 
 import copy
@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from gpu_lines import ROOT, arguments, need_card, say, told
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 from tolerances import error, limit
 
 import anycell

@@ -45,7 +45,18 @@ def main() -> int:
             "tools/gpu_compile.py", "--json", str(args.json), "--jobs", args.jobs,
             "--cells", *args.cells, "--capabilities", *args.capabilities,
         ]  # fmt: skip
-        tests = ["-m", "pytest", "-q", "-n", "0", "-W", WARNING, "tests/test_gpu.py", "-k", TESTS]
+        tests = [
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "0",
+            "-W",
+            WARNING,
+            "tests/engines/test_gpu.py",
+            "-k",
+            TESTS,
+        ]
         for what, command in (("kernels", kernels), ("tests", tests)):
             print(f"== Triton {version}: {what}", flush=True)
             environment = under(version, interpreted=what == "tests")

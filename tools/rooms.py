@@ -1,7 +1,7 @@
 """Writes what follows from the rooms of the package: ``python tools/rooms.py``
 
-Their budgets, ``tests/budgets.json``, become what the rooms have: run this after code has gone, and
-say in the change why a number rises. ``docs/house.svg`` is drawn from the floors.
+Their budgets, ``tests/helpers/budgets.json``, become what the rooms have: run this after code has
+gone, and say in the change why a number rises. ``docs/house.svg`` is drawn from the floors.
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from floors import BUDGETS, ROWS, lengths  # noqa: E402
 

@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
         return f"T{self.steps} B{self.rows} I{self.inputs} H{self.hidden}"
 
 
-# These sizes lie on both sides of each decision that `ROADS` of `tests/roads.py` lists.
+# These sizes lie on both sides of each decision that `ROADS` of `tests/helpers/roads.py` lists.
 SMALL = Sizes(7, 3, 5, 9)
 SINGLE = Sizes(1, 4, 6, 8)
 KERNEL_PROJECTS = Sizes(300, 2, 3, 16)

@@ -10,8 +10,8 @@ import numpy as np
 from problems import LEARNED, Arrays, Problem
 
 import anycell.jax as aj
-from conformance.frontend import Frontend
-from conformance.on_numpy import one
+from tests.conformance.frontend import Frontend
+from tests.conformance.on_numpy import one
 
 X64 = jax if hasattr(jax, "enable_x64") else jax.experimental
 exact = partial(X64.enable_x64, True)

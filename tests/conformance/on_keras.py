@@ -11,7 +11,7 @@ from problems import LEARNED, Array, Arrays, Problem
 import anycell.keras as ak
 from anycell.keras.cells import GRU, LSTM, SimpleRNN
 from anycell.plan import DTYPES
-from conformance.frontend import Frontend
+from tests.conformance.frontend import Frontend
 
 DROP_INS = {LSTM: ak.LSTM, GRU: ak.GRU, SimpleRNN: ak.SimpleRNN}
 BOTH = ["bias_ih_l0", "bias_hh_l0"]

@@ -11,7 +11,7 @@ import anycell.numpy as an
 from anycell import cells
 from anycell.numpy import passes
 from anycell.plan import DTYPES
-from conformance.frontend import Frontend
+from tests.conformance.frontend import Frontend
 
 
 def made(problem: Problem, kind: Any, *cell: Any) -> an.RNN:

@@ -12,7 +12,7 @@ from anycell import Cell
 from anycell.keras import step_by_step
 from anycell.layer import ENDS
 from anycell.tf1 import cells
-from conformance.frontend import Frontend
+from tests.conformance.frontend import Frontend
 
 KINDS: dict[Cell, Any] = {
     cells.RNN: t1.BasicRNNCell,

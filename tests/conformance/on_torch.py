@@ -18,7 +18,7 @@ from anycell.numpy.check import numpy_dtype
 from anycell.plan import Layer
 from anycell.torch.composite import composite
 from anycell.torch.functional import run_layer
-from conformance.frontend import Frontend
+from tests.conformance.frontend import Frontend
 
 Tensors = dict[str, Tensor]
 

@@ -31,7 +31,7 @@ import anycell
 from anycell import Cell, cells
 from anycell.layer.recipe import Recipe
 from anycell.layer.stream import Stream
-from conformance.frontend import Frontend
+from tests.conformance.frontend import Frontend
 
 NEEDS = {
     "on_numpy": "numpy",
@@ -47,7 +47,7 @@ def all_frontends() -> Iterator[Frontend]:
     for adapter, framework in NEEDS.items():
         if find_spec(framework) is None or (adapter == "on_tf1" and not on_tensorflow()):
             continue
-        yield from importlib.import_module(f"conformance.{adapter}").FRONTENDS
+        yield from importlib.import_module(f"tests.conformance.{adapter}").FRONTENDS
 
 
 def on_tensorflow() -> bool:

@@ -1,8 +1,8 @@
 """Chooses the tier that runs a cell, by a model of what fits on a device: a pure function of sizes.
 
 docs/internals.md, "Which tier", has the rules. The constants come from what the compiler says for
-kernels compiled ahead of time, and ``tests/test_gpu.py`` checks the model against it. The model
-says that a kernel fits, not that it is fast.
+kernels compiled ahead of time, and ``tests/engines/test_gpu.py`` checks the model against it. The
+model says that a kernel fits, not that it is fast.
 """
 
 from __future__ import annotations

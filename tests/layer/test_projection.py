@@ -1,0 +1,106 @@
+"""The input projection, by the framework's matmul or by the kernel: who does it must not show."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from problems import assert_solved, draw  # noqa: E402
+
+import anycell.torch as at  # noqa: E402
+from anycell import cells  # noqa: E402
+from anycell import layer as layers  # noqa: E402
+from anycell.engines import cpu  # noqa: E402
+from anycell.engines.cpu.isa import current  # noqa: E402
+from anycell.engines.cpu.layout import Layout  # noqa: E402
+from anycell.plan import plan  # noqa: E402
+from tests.conformance.on_torch import by_rnn  # noqa: E402
+
+SIZES = {"LSTMP": {"P": 3}}
+NAMES = [
+    name
+    for name in cells.__all__
+    if Layout(plan(getattr(cells, name), 5, sizes=SIZES.get(name, {})), False, current()).projecting
+]
+
+
+@pytest.fixture
+def by(set_layer: Callable[..., None]) -> Callable[[str, Callable[[], Any]], Any]:
+    """Calls a function with the projection "by the kernel" or "by the host"."""
+
+    def call(who: str, function: Callable[[], Any]) -> Any:
+        asked = []
+
+        def projects(*_: Any) -> bool:
+            asked.append(who)
+            return who == "kernel"
+
+        set_layer(projects=projects)
+        found = function()
+        assert asked, "no layer has run on the kernels"
+        return found
+
+    return call
+
+
+def test_which_cells() -> None:
+    """Those that need nothing of the projection but its sum with the recurrent one."""
+    assert {"LSTM", "PeepholeLSTM", "RNN", "JANET", "ZoneoutLSTM"} <= set(NAMES)
+    assert not {"GRU", "LayerNormLSTM", "IndRNN", "sLSTM"} & set(NAMES)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.more), "float64"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sample(every=5)
+def test_same_results(name: str, dtype: str, by: Any) -> None:
+    many = 300 if dtype == "float64" else 40  # more than a block of the sum
+    for size in ((5, 3, 7, 1), (2, 1, 1, 33), (4, 9, many, 33)):
+        for has in ((), ("mask",), ("mask", "resets")):
+            problem = draw(getattr(cells, name), size, (*has, "bidirectional", "layers"), dtype)
+            assert_solved(by("kernel", lambda: by_rnn(problem)), problem)  # noqa: B023
+
+
+def test_same_bits(by: Any) -> None:
+    """For any number of threads, slice of the batch, and lie of the input in memory."""
+    layer, x = at.LSTM(20, 40, batch_first=True), torch.randn(70, 9, 20)
+
+    def solve() -> None:
+        right, _ = layer(x)
+        threads = torch.get_num_threads()
+        try:
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                assert torch.equal(layer(x)[0], right)
+        finally:
+            torch.set_num_threads(threads)
+        for part in (slice(0, 1), slice(5, 40), slice(69, 70)):
+            assert torch.equal(layer(x[part])[0], right[part])
+        wide = torch.full((9, 70, 50), float("nan"))
+        wide[:, :, 20:40] = x.transpose(0, 1)
+        assert torch.equal(layer(wide[:, :, 20:40].transpose(0, 1))[0], right)
+
+    by("kernel", solve)
+
+
+def test_who_projects() -> None:
+    """The kernel, if both weights stay in a core's own cache and there is work for packing one."""
+    chosen = plan(cells.LSTM, 128)
+    recurrent = cpu.compiled(chosen).projecting
+    assert layers.heuristics.projects(chosen, recurrent, 96 * 128, 128)
+    assert not layers.heuristics.projects(chosen, recurrent, 96 * 128, 1024)
+    assert layers.heuristics.projects(chosen, recurrent, 96 * 128, 1024, holes=True)
+    assert not layers.heuristics.projects(chosen, recurrent, 20, 128, holes=True)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "LayerNormLSTM", "MGU", "IndRNN", "sLSTM"])
+def test_no_choice_makes_a_kernel_project_that_cannot(
+    name: str, set_layer: Callable[..., None], runs: list[layers.pass_tables.PassTables]
+) -> None:
+    """Neither forward, nor backward, whose kernels read gradients."""
+    set_layer(projects=lambda *_: True)
+    problem = draw(getattr(cells, name), (5, 3, 7, 33), ("mask", "bidirectional"))
+    assert_solved(by_rnn(problem), problem)
+    inside = {run.backward: run.inputs for run in runs}
+    assert inside == {False: 7 if name in NAMES else 0, True: 0}
