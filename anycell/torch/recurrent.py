@@ -85,9 +85,9 @@ class Recurrent(Explained):
     ) -> tuple[Tensor, Any]:
         """Runs one time step; returns the results of a call for a sequence of one step.
 
-        If no gradient is wanted (under ``torch.no_grad()`` or ``torch.inference_mode()``), a step in
-        float32 or float64 on the CPU like an earlier one is one native call, see ``RNN``; its flags
-        must be bool. Any other step is an ordinary call.
+        Under ``torch.no_grad()`` or ``torch.inference_mode()``, a step in float32 or float64 on the
+        CPU that is like an earlier one is one native call; resets must be bool. Any other step is
+        an ordinary call.
 
         Args:
             x: ``[B, input_size]``, or without a batch ``[input_size]``.

@@ -248,7 +248,9 @@ class _Play:
             fact = _row(b, self.facts, i, FACT)
             handle = self._get("torch_list_get_item", self.list, i, type="ptr")
             fact["dtype"] = 0  # of which the function writes the lower half
-            for name, what in zip(FACT[1:], "data_ptr dim dtype sizes strides".split(), strict=True):
+            for name, what in zip(
+                FACT[1:], "data_ptr dim dtype sizes strides".split(), strict=True
+            ):
                 self._torch(f"aoti_torch_get_{what}", handle, fact.at(name))
 
     def find(self) -> Value:
