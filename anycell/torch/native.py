@@ -11,7 +11,7 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from anycell.engines import cpu
 from anycell.engines.cpu import aten
 from anycell.layer.recipe import Recipe, dense
 from anycell.layer.signature import Shape
-from anycell.torch.threads import address, function
+from anycell.torch.threads import address, address_of, function
 
 _ABI = 2 << 56 | 10 << 48  # of PyTorch 2.10, whose stable interface the kernel uses
 _library = torch.library.Library("anycell", "FRAGMENT")
@@ -33,84 +33,87 @@ play: Any = torch.ops.anycell.play.default._op
 
 
 class Part(NamedTuple):
-    """A result of a pass: the array that the pass makes under this number, or a part of it from
-    element ``offset`` on.
+    """A result of a pass: of array ``number`` of those that the pass makes, the part of this layout
+    from element ``offset`` on; or a copy of it.
     """
 
     number: int
     shape: Shape
     strides: Shape
     offset: int = 0
+    copy: bool = False
 
 
 class Form:
-    """The calls that ``play`` runs under one number, as one thread limit and processor run them.
+    """The calls that ``play`` runs under one number.
 
     Attributes:
-        further: what the callers need to know of the form.
+        names: of its results, for a caller who needs them.
+        never: whether the operator can run none of them.
     """
 
-    def __init__(self, further: Any = None) -> None:
+    def __init__(self) -> None:
         table = _table()
         self.number = -1 if table is None else table.form()
-        self.further = further
+        self.names, self.never = tuple[str, ...](), table is None
         self._tried: set[Recipe] = set()
 
     def learn(
-        self,
-        recipe: Recipe,
-        given: Iterable[tuple[str, Tensor]],
-        results: Sequence[Part],
-        stream: int = 0,
-        copied: Sequence[tuple[Part, int]] = (),
+        self, recipe: Recipe, given: Mapping[str, Tensor], results: Sequence[Part], stream: int = 0
     ) -> None:
         """Lets ``play`` run the calls whose arrays are laid out like these.
 
         Args:
-            given: the arrays of the call in order, with the names that the recipe has for them.
-            results: in order; all of them distinct memory.
+            given: the arrays of the call, in order; the recipe names some of them.
             stream: see ``Options``.
-            copied: ...
         """
         table = _table()
         if table is None or recipe in self._tried or "lasting" in recipe.hows:
             return
         self._tried.add(recipe)
-        named = list(given)
+        places = {name: place for place, name in enumerate(recipe.names)}
         rows = [
             aten.Given(
-                _number(t.dtype), tuple(t.shape), t.stride(),
-                recipe.names.index(name) if name in recipe.names else -1, t.element_size(),
+                _number(t.dtype), tuple(t.shape), t.stride(), places.get(n, -1), t.element_size()
             )
-            for name, t in named
-        ]  # fmt: skip
-        made = []
-        for (_, what), how, dtype in zip(recipe.made, recipe.hows, recipe.dtypes, strict=True):
-            shape = tuple(getattr(what, "shape", what))
-            zeros = math.prod(shape) * dtype.itemsize if how == "zeros" else 0
-            made.append(aten.Made(_number(dtype), shape, dense(shape), zeros=zeros))
-        placed, numbers = len(made), []
+            for n, t in given.items()
+        ]
+        made, copied = made_by(recipe), list[list[int]]()
+        placed, numbers = len(made), list[int]()
         for part in results:
             whole = made[part.number]
             same = math.prod(part.shape) == math.prod(whole.shape)
-            if same and part.strides == dense(part.shape):
+            numbers.append(part.number)
+            if part.copy:
+                size = math.prod(whole.shape) * recipe.dtypes[part.number].itemsize
+                copied.append([part.number, 0, len(made), size])
+            elif same and part.strides == dense(part.shape):
                 made[part.number] = whole._replace(shape=part.shape, strides=part.strides)
-                numbers.append(part.number)
-            else:
-                numbers.append(len(made))
-                made.append(aten.Made(whole.dtype, *part[1:3], part.number, part.offset))
-        options = recipe.options
+                continue
+            base = () if part.copy else (part.number, part.offset)
+            numbers[-1] = len(made)
+            made.append(aten.Made(whole.dtype, part.shape, part.strides, *base))
         if not aten.fits(rows, made, recipe.fixed):
             return
+        threads = recipe.options.threads
         if cpu.check.ON:  # what a pass touches follows from the layout of its arrays
-            arrays = dict(named)
-            recipe.run([arrays[name] for name in recipe.names], options)
+            recipe.run([given[name] for name in recipe.names], recipe.options)
         values = {
             "placed": placed, "bytes": recipe.bytes, "table": recipe.table, "head": recipe.address,
-            "execute": ctypes.cast(recipe.native, ctypes.c_void_p).value or 0, "stream": stream,
-            "gang": cpu.pool.gang(options.threads) if options.threads > 1 else 0,
+            "execute": address_of(recipe.native), "stream": stream,
+            "gang": cpu.pool.gang(threads) if threads > 1 else 0,
         }  # fmt: skip
-        table.add(self.number, rows, made, numbers, (), recipe.fixed, values, recipe)
+        table.add(self.number, rows, made, numbers, copied, recipe.fixed, values, recipe)
+
+
+def made_by(recipe: Recipe) -> list[aten.Made]:
+    """The arrays that a recipe makes."""
+    made = []
+    for (_, what), how, dtype in zip(recipe.made, recipe.hows, recipe.dtypes, strict=True):
+        shape = tuple(getattr(what, "shape", what))
+        zeros = math.prod(shape) * dtype.itemsize if how == "zeros" else 0
+        made.append(aten.Made(_number(dtype), shape, dense(shape), zeros=zeros))
+    return made
 
 
 @functools.cache
@@ -120,8 +123,7 @@ def _table() -> aten.Table | None:
     implement: Any = function("torch_library_impl")
     if implement is None or not all(functions.values()):
         return None
-    libc = ctypes.CDLL(None)
-    functions |= {name: ctypes.cast(libc[name], ctypes.c_void_p).value or 0 for name in aten.C}
+    functions |= {name: address_of(ctypes.CDLL(None)[name]) for name in aten.C}
     table = aten.Table(functions)
     of_cpu, begin = ctypes.c_void_p(), function("aoti_torch_library_init_impl")
     begin(b"anycell", b"CPU", __file__.encode(), 0, ctypes.byref(of_cpu))

@@ -37,7 +37,12 @@ def blas(name: str) -> int:
 def address(name: str) -> int:
     """The address of a function of PyTorch; 0 where there is none."""
     known = function(name)
-    return 0 if known is None else ctypes.cast(known, ctypes.c_void_p).value or 0
+    return 0 if known is None else address_of(known)
+
+
+def address_of(function: Any) -> int:
+    """The address of a function of ``ctypes``."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 class _Forks:

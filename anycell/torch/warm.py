@@ -1,4 +1,4 @@
-"""Calls like earlier ones, without gradients: one native operator, and little Python around it.
+"""Calls like earlier ones: one native operator, and little Python around it.
 
 The first call of a module goes the ordinary way, which checks everything. Then it is learnt: a
 ``Front`` for the facts of module and call, and the layouts of all tensors for the operator. Later
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from anycell.engines import cpu
-from anycell.lang.cell import Cell
 from anycell.layer.forward import draft_stack
 from anycell.layer.layers import Layout
-from anycell.layer.signature import OF_STATES, places, shapes, state_names
-from anycell.plan import Options, Plan
+from anycell.layer.signature import ENDS, OF_STATES, places, shapes, state_names
+from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
 from anycell.torch.framework import Torch
-from anycell.torch.fused import plan_of
+from anycell.torch.fused import Fused, plan_of, save
 from anycell.torch.native import Form, Part, play
 from anycell.torch.observers import ORDINARY, autocast, observed
+from anycell.torch.passes import as_kept, form_of
 
 _MOST = 512  # fronts
 _ordinary = frozenset(ORDINARY).issuperset
@@ -38,29 +38,48 @@ class Front(NamedTuple):
     """Calls that differ in layouts alone.
 
     Attributes:
-        form: the number of ``learnt``.
         weights: the names of what the call reads of the module; ``absent``, of what it would read
             if it were there.
-        draws: whether a call in training draws random numbers.
-        cell: kept, as its ``id`` is part of the key.
+        form: of calls without gradients.
+        keeping: the form of the forward pass of calls with gradients; None if they are not learnt.
+        layer, names: of these, with the plan, and the names of its arrays.
     """
 
-    form: int
     weights: tuple[str, ...]
     absent: tuple[str, ...]
-    draws: bool
-    cell: Cell
-    learnt: Form
+    form: Form
+    keeping: Form | None
+    layer: Layer
+    names: tuple[str, ...]
 
 
 FRONTS: dict[tuple[Any, ...], Front] = {}
 
 
+class _Unknown(Exception):
+    """No call was like this one."""
+
+
+class _Again(Fused):
+    """A layer and its gradient, as in an earlier call."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, layer: Layer, form: Form, names: tuple[str, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        results = play(tensors, form.number, 0)
+        if not results:
+            raise _Unknown
+        output, final, kept = as_kept(layer.plan, tensors[0].shape[0], results, layer.options)
+        save(ctx, layer, layer.plan, names, tensors, kept)
+        return output.detach(), *final
+
+
 def quiet() -> bool:
-    """Whether nobody but the caller has to do with a call: no gradients, autocast or profiler, and
-    tensors are their memory.
+    """Whether nobody sees what a call does: no autocast, no profiler, and tensors are their memory,
+    but for gradients.
     """
-    return not (torch.is_grad_enabled() or autocast() or _profiled() or observed())
+    return not (autocast() or _profiled() or observed())
 
 
 def again(
@@ -74,7 +93,7 @@ def again(
     """
     key, tensors = _call(module, what, x, state, arguments)
     front = FRONTS.get(key)
-    if front is None or (front.draws and module.training):
+    if front is None:
         return None
     held = module._parameters or module._buffers  # weights of 8 bits are buffers
     try:
@@ -87,13 +106,38 @@ def again(
             return None
     if not _ordinary(map(type, tensors)):
         return None
-    results = play(tensors, front.form, 0)
+    if torch.is_grad_enabled() and _wanted(tensors):
+        results = _trained(module, front, tensors)
+    else:
+        results = play(tensors, front.form.number, 0)
     if not results:
         return None
     if what == "cell":
         return tuple(results) if len(results) > 1 else results[0]
     output, *last = results
     return output, tuple(last) if len(last) > 1 else last[0]
+
+
+def _wanted(tensors: list[Tensor]) -> bool:
+    """Whether the gradient of any is wanted."""
+    for tensor in tensors:  # noqa: SIM110  (``any`` would call a generator for each)
+        if tensor.requires_grad:
+            return True
+    return False
+
+
+def _trained(module: Any, front: Front, tensors: list[Tensor]) -> list[Tensor]:
+    """The results of a call with gradients; none if there was none like it."""
+    if front.keeping is None or tensors[0].dim() != 3:
+        return []
+    x, *others = tensors
+    if module.batch_first:
+        x = x.swapaxes(0, 1)
+    try:
+        output, *final = _Again.apply(front.layer, front.keeping, front.names, x, *others)
+    except _Unknown:
+        return []
+    return [output.swapaxes(0, 1) if module.batch_first else output, *final]
 
 
 def _call(
@@ -115,7 +159,7 @@ def _call(
             module.checkpoint,
         )  # fmt: skip
     return (
-        what, id(module.cell), module._sizes, module.bias, *given, facts,
+        what, id(module.cell), module._sizes, module.bias, module.training, *given, facts,
         _threads() or torch.get_num_threads(), cpu.isa.current(), _precision(),
     ), tensors  # fmt: skip
 
@@ -133,15 +177,16 @@ def learn(
     for name, value in arguments.items():
         if value is not None:
             names += state_names(name, cell) if name == "reset_state" else [name]
-    held, weights, absent = module._parameters or module._buffers, {}, []
+    held, weights, of_layer, absent = module._parameters or module._buffers, {}, [], []
     learned = shapes(cell, dict(module._sizes), 1, module.bias)
     for k in range(layers):
-        for of_layer, place in places(cell.learned, k, 1 + both).items():
+        for public, place in places(cell.learned, k, 1 + both).items():
             name = place.removesuffix("_l0") if alone else place
-            if of_layer.removesuffix("_reverse") not in learned:
+            if public.removesuffix(ENDS[1]) not in learned:
                 absent.append(name)
                 continue
             weights[place] = name
+            of_layer.append(public)
             if f"{name}_scales" in held:
                 weights[f"{place}_scales"] = f"{name}_scales"
     key, tensors = _call(module, what, x, state, arguments)
@@ -156,23 +201,28 @@ def learn(
     plan = plan_of(cell, module._sizes, held[weights["weight_ih_l0"]].dtype, "cpu")
     if not isinstance(plan, Plan) or plan.types.mixed:
         return
-    plan = cpu.rounded(plan, _precision())
+    rounded = cpu.rounded(plan, _precision())
     user = dict(zip((*names, *weights), tensors, strict=True))
     arrays = {**user, **_entering(module, user, what)}
-    options = Options((False, True)[: 1 + both], threads=_threads() or torch.get_num_threads())
-    known = draft_stack(Torch.of(plan.dtype), plan, layers, arrays, options)
+    threads = _threads() or torch.get_num_threads()
+    options = Options((False, True)[: 1 + both], training=module.training, threads=threads)
+    front = FRONTS.get(key)
+    if front is None:
+        layer, inputs = Layer(cell, module._sizes, options, plan=plan), (*names, *of_layer)
+        single = what == "call" and layers == 1 and module.checkpoint is None
+        keeping = form_of(rounded, inputs, options, "forward", True) if single else None
+        read = tuple(weights.values()), tuple(absent)
+        front = add_recent(FRONTS, key, Front(*read, Form(), keeping, layer, inputs), _MOST)
+    if torch.is_grad_enabled() and _wanted(tensors):
+        return  # the passes of the layer learn themselves
+    known = draft_stack(Torch.of(rounded.dtype), rounded, layers, arrays, options)
     if known is None:
         return
-    if key not in FRONTS:
-        form = Form()
-        read = tuple(weights.values()), tuple(absent)
-        front = Front(form.number, *read, draws, cell, form)
-        add_recent(FRONTS, key, front, _MOST)
     output, last = (None, results) if alone else results
     ends = [(known.out, output)] if output is not None else []
     ends += zip(known.finals, last if type(last) is tuple else (last,), strict=True)
     parts = [Part(n, tuple(t.shape), t.stride(), t.storage_offset()) for n, t in ends]
-    FRONTS[key].learnt.learn(known.recipe, user.items(), parts)
+    front.form.learn(known.recipe, user, parts)
 
 
 def _entering(module: Any, user: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
@@ -183,7 +233,8 @@ def _entering(module: Any, user: Mapping[str, Tensor], what: str) -> dict[str, T
         arrays = {n: a[None] if n.startswith(OF_STATES) else a for n, a in arrays.items()}
     if what != "call":
         x = x[:, None] if batch_first and x.dim() == 2 else x[None]
-    x, arrays = Layout.of(Torch, x, batch_first).enter(x, arrays, {})
+    x, others = Layout.of(Torch, x, batch_first).enter(x, arrays, {})
+    entering = {"x": x, **others}
     if "resets" in user:  # of one step, whose flags are those of its only direction
-        arrays["resets"] = user["resets"].view(torch.uint8).reshape(1, 1, -1)
-    return {"x": x, **arrays}
+        entering["resets"] = user["resets"].view(torch.uint8).reshape(1, 1, -1)
+    return entering

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from tolerances import assert_close, close
 import anycell
 import anycell.torch as at
 from anycell import cells, compress
-from anycell.torch import warm
+from anycell.torch import passes, warm
 
 Module = Any
 MODULES: dict[str, Callable[[], Module]] = {
@@ -36,9 +36,8 @@ MODULES: dict[str, Callable[[], Module]] = {
 }
 
 
-@pytest.fixture
-def hits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Whether each call of the operator found a record."""
+def count(patch: pytest.MonkeyPatch, *modules: Any) -> list[bool]:
+    """Whether each call of the operator by these modules found a record."""
     calls: list[bool] = []
     play = warm.play
 
@@ -47,8 +46,21 @@ def hits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         calls.append(bool(results))
         return results
 
-    monkeypatch.setattr(warm, "play", counted)
-    yield calls
+    for module in modules:
+        patch.setattr(module, "play", counted)
+    return calls
+
+
+@pytest.fixture
+def hits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of calls of modules."""
+    return count(monkeypatch, warm)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of calls of modules, and of single passes."""
+    return count(monkeypatch, warm, passes)
 
 
 def flat(results: Any) -> list[torch.Tensor]:
@@ -96,6 +108,41 @@ def test_a_second_call_has_the_bits_of_the_first(
     same(results[0], results[2])
     assert not torch.equal(results[0][0], other[0])
     assert hits[-3:] == [True] * 3
+
+
+TRAINED: dict[str, Callable[[], Module]] = {
+    "static": lambda: at.RNN(cells.EALSTM, 5, 8),
+    "GRU, both directions": lambda: at.GRU(5, 8, bidirectional=True, batch_first=True),
+    "gates of several matmuls": lambda: at.RNN(cells.MGU, 5, 8),
+    **{n: m for n, m in MODULES.items() if not n.startswith(("8 bits", "zoneout"))},
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("given", [True, False])
+def test_gradients_of_a_second_call_have_the_bits_of_the_first(
+    name: str, given: bool, played: list[bool]
+) -> None:
+    torch.manual_seed(0)
+    module = TRAINED[name]()
+    x, state = problem(module)
+    static = {"static": torch.randn(3, 8)} if module.cell.static else {}
+    inputs = [x, *as_tuple(state)] if given else [x]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    weights = list(module.parameters())
+
+    def run(arriving: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        results = flat(module(x, state, **static) if given else module(x, **static))
+        ends = [arriving(result) for result in results]
+        gradients = torch.autograd.grad(results, [*inputs, *weights], ends)
+        return [*(result.detach() for result in results), *gradients]
+
+    for arriving in (torch.ones_like, torch.cos):
+        first, *others = [run(arriving) for _ in range(3)]
+        for other in others:
+            same(first, other)
+    assert played[-1]
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -372,7 +419,7 @@ def test_inference_mode_and_other_dtypes(hits: list[bool]) -> None:
         assert torch.equal(half.step(x.bfloat16())[0], half(x.bfloat16()[None])[0][0])
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(layer.step(x)[0], layer(x[None])[0][0])
-    assert not hits
+    assert not any(hits)
 
 
 def test_torch_errors() -> None:

@@ -150,8 +150,8 @@ class Table:
             numbers: those of ``RECORD`` that do not follow from the others.
             alive: what its addresses point to.
         """
-        rows = [[*_array(a), a.place, a.bytes - 1] for a in given]
-        rows += [[*_array(a), *a[3:], int(i in results)] for i, a in enumerate(made)]
+        rows = [[*_array(*a[:3]), a.place, a.bytes - 1] for a in given]
+        rows += [[*_array(*a[:3]), *a[3:], int(i in results)] for i, a in enumerate(made)]
         counts = {
             "given": len(given), "made": len(made), "copied": len(copied),
             "results": len(results), "shared": len(shared),
@@ -168,16 +168,17 @@ class Table:
             heads[form] = record.buffer_info()[0]  # last: a call may read it now
 
 
-def _array(row: Given | Made) -> list[int]:
+def _array(dtype: int, shape: Shape, strides: Shape) -> list[int]:
     """The numbers of ``ARRAY``."""
-    sizes, strides = ([*axes, *[0] * (AXES - len(axes))] for axes in (row.shape, row.strides))
-    return [row.dtype, len(row.shape), *sizes, *strides]
+    more = [0] * (AXES - len(shape))
+    return [dtype, len(shape), *shape, *more, *strides, *more]
 
 
 def fits(given: Sequence[Given], made: Sequence[Made], shared: Sequence[int]) -> bool:
     """Whether a record can have these arrays and addresses."""
-    few = max(map(len, (given, made, shared))) <= MOST
-    return few and all(len(row.shape) <= AXES for row in (*given, *made))
+    shapes = [*(row.shape for row in given), *(row.shape for row in made)]
+    few = max(len(given), len(made), len(shared)) <= MOST
+    return few and max(map(len, shapes)) <= AXES
 
 
 def print_play(target: Target) -> Module:
@@ -371,12 +372,12 @@ class _Play:
         call = b.alloca("i64", len(CALL) + 3 * MOST + len(OF_CALL))
         addresses = b.gep(call, len(CALL), "i64")
         table, read = block + record["table"], b.variable(0)
-        for place, number in enumerate((record["head"], table)):
-            b.store(number, b.gep(call, place, "i64"))
+        Entries(b, call, CALL).set(head=record["head"], table=table)
         with b.loop(0, given) as i:
             place = _row(b, rows, i, GIVEN)["place"]
             with b.when(place >= 0):
-                b.store(_row(b, self.facts, i, FACT)["data"], b.gep(addresses, place, "i64"))
+                data = _row(b, self.facts, i, FACT)["data"]
+                b.store(data, b.gep(addresses, place, "i64"))
                 read.value = read.value + 1
         after = b.gep(addresses, read.value, "i64")
         with b.loop(0, placed) as i:
@@ -390,12 +391,11 @@ class _Play:
             address = b.load(b.gep(numbers, record["results"] + i, "i64"), "i64")
             b.store(address, b.gep(after, i, "i64"))
         after = b.gep(after, record["shared"], "i64")
-        of_call = {
+        of_call: dict[str, Value | int] = {
             "block": block, "table": table, "gang": record["gang"], "first_row": 0,
             "seed": b.load(b.gep(self.stack, 2, "i64"), "i64"), "stream": record["stream"],
         }  # fmt: skip
-        for place, name in enumerate(OF_CALL):
-            b.store(b.value(of_call[name]), b.gep(after, place, "i64"))
+        Entries(b, after, OF_CALL).set(**of_call)
         b.call(b.inttoptr(record["execute"], "ptr"), call, returns="void")
 
 
