@@ -55,6 +55,11 @@ class View(NamedTuple):
         offset = self.offset + i * self.strides[0] * self.size
         return self._replace(shape=self.shape[1:], strides=self.strides[1:], offset=offset)
 
+    def rows(self, begin: int, end: int) -> View:
+        """A part along the first axis, from ``begin`` to ``end``."""
+        offset = self.offset + begin * self.strides[0] * self.size
+        return self._replace(shape=(end - begin, *self.shape[1:]), offset=offset)
+
     def columns(self, begin: int, end: int) -> View:
         """The columns from ``begin`` to ``end``, along the last axis."""
         offset = self.offset + begin * self.strides[-1] * self.size

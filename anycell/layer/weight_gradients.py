@@ -155,6 +155,16 @@ def bias_gradients(
     return totals
 
 
+def vector_of(plan: Plan, bias: str) -> str | None:
+    """The sum that is the gradient of a bias, by its name among ``WeightGradients.vectors``; None
+    if it is made of parts.
+    """
+    _, moves = _moves(plan, bias)
+    if not moves:
+        return GATES
+    return moves[0][0] if moves[0][1] == slice(None) else None
+
+
 @functools.lru_cache(maxsize=512)
 def _moves(plan: Plan, bias: str) -> tuple[int, list[tuple[str, slice, slice]]]:
     """The width of a bias, and the parts of its gradient: the name of a sum, the rows of the bias,

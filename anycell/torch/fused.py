@@ -13,12 +13,13 @@ from torch.profiler import record_function
 from anycell.engines import cpu
 from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
-from anycell.layer import Kept, backward, forward, gpu
+from anycell.layer import Kept, gpu
 from anycell.layer.sequences import keeping, sequences
 from anycell.plan import Layer, Options, Plan, Sizes, no_kernel_on_gpu, plan
 from anycell.plan.dtype import dtypes
+from anycell.torch import passes
 from anycell.torch.composite import Arrays, Result, States, composite
-from anycell.torch.framework import ENGINES, Returned, Torch, TorchDevice
+from anycell.torch.framework import ENGINES, Returned, TorchDevice
 from anycell.torch.observers import autocast, stepwise, watched
 
 
@@ -62,7 +63,7 @@ def run(layer: Layer, plan: Plan, arrays: Arrays) -> Result:
     if torch.is_grad_enabled():
         for tensor in arrays.values():
             if tensor.requires_grad:
-                output, *rest = _Fused.apply(layer, plan, tuple(arrays), *arrays.values())
+                output, *rest = Fused.apply(layer, plan, tuple(arrays), *arrays.values())
                 states = len(plan.cell.states)
                 return output, tuple(rest[:states]), tuple(rest[states:])
     output, final, kept = run_forward(layer, plan, arrays, keep=bool(layer.sequences))
@@ -74,7 +75,21 @@ def _sequences(layer: Layer, arrays: Arrays, kept: Kept) -> States:
     return tuple([whole.detach() for whole in sequences(layer, arrays, kept)])
 
 
-class _Fused(torch.autograd.Function):
+def save(
+    ctx: Any, layer: Layer, plan: Plan, names: tuple[str, ...], tensors: Sequence[Tensor],
+    kept: Kept,
+) -> None:  # fmt: skip
+    """Saves what the backward pass of ``Fused`` reads."""
+    # Saved by autograd, they are guarded against edits, and pass through the user's hooks.
+    ctx.save_for_backward(*tensors, *kept.flat())
+    ctx.set_materialize_grads(False)
+    ctx.layer, ctx.plan, ctx.names = layer, plan, names
+    ctx.states = [array is not None for array in kept.states[0]]
+
+
+class Fused(torch.autograd.Function):
+    """A layer and its gradient."""
+
     @staticmethod
     def forward(
         ctx: Any, layer: Layer, plan: Plan, names: tuple[str, ...], *tensors: Tensor
@@ -82,11 +97,7 @@ class _Fused(torch.autograd.Function):
         arrays = dict(zip(names, tensors, strict=True))
         output, final, kept = run_forward(layer, plan, arrays, keep=True)
         assert kept is not None
-        # Saved by autograd, they are guarded against edits, and pass through the user's hooks.
-        ctx.save_for_backward(*tensors, *kept.flat())
-        ctx.set_materialize_grads(False)
-        ctx.layer, ctx.plan, ctx.names = layer, plan, names
-        ctx.states = [array is not None for array in kept.states[0]]
+        save(ctx, layer, plan, names, tensors, kept)
         return output, *final, *(_sequences(layer, arrays, kept) if layer.sequences else ())
 
     @staticmethod
@@ -120,9 +131,7 @@ def run_forward(
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
     given = arrays, on_threads(layer.options)
     if plan.engine == "cpu":
-        precision = torch.get_float32_matmul_precision()
-        plan = plan if precision == "highest" else cpu.rounded(plan, precision)
-        output, finals, kept = forward(Torch.of(plan.dtype), plan, *given, keep=keep)
+        output, finals, kept = passes.run_forward(_rounded(plan), *given, keep)
     else:
         device = TorchDevice.on(plan.dtype, arrays["x"].device)
         output, finals, kept = device.run(gpu.forward, plan, *given, keep=keep)
@@ -141,15 +150,20 @@ def run_backward(
 ) -> dict[str, Tensor]:
     """Returns the gradients of a layer's tensors by name; ``inside`` are of ``layer.sequences``."""
     # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
-    d_output, *d_final = [None if d is None else d.resolve_neg() for d in arriving]
+    arriving = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
-    given = arrays, on_threads(layer.options), kept, d_output, d_final
+    given = arrays, on_threads(layer.options), kept
     if plan.engine == "cpu":
-        precision = torch.get_float32_matmul_precision()
-        plan = plan if precision == "highest" else cpu.rounded(plan, precision)
-        return backward(Torch.of(plan.dtype), plan, *given, d_states=inside, wanted=wanted)
+        return passes.run_backward(_rounded(plan), *given, arriving, wanted, inside)
     device = TorchDevice.on(plan.dtype, arrays["x"].device)
-    return device.run(gpu.backward, plan, *given, wanted=wanted)
+    d_output, *d_final = arriving
+    return device.run(gpu.backward, plan, *given, d_output, d_final, wanted=wanted)
+
+
+def _rounded(plan: Plan) -> Plan:
+    """The plan whose matmuls round as torch's setting allows."""
+    precision = torch.get_float32_matmul_precision()
+    return plan if precision == "highest" else cpu.rounded(plan, precision)
 
 
 def differentiable(
