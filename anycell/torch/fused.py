@@ -130,6 +130,7 @@ def run_forward(
 ) -> tuple[Tensor, States, Kept | None]:
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
     given = arrays, on_threads(layer.options)
+    finals: Sequence[Tensor]
     if plan.engine == "cpu":
         output, finals, kept = passes.run_forward(_rounded(plan), *given, keep)
     else:
