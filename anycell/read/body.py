@@ -233,11 +233,11 @@ class Values(dict[Variable, Array]):
                 raise KeyError(todo[-1])
             missing = [o for o in equation.operands if self._missing(o)]
             todo += missing
-            if not missing:
-                todo.pop()
-                if equation.results[0] not in self:
-                    results = self.execute(equation, self)
-                    self.update(zip(equation.results, results, strict=True))
+            if not missing and todo.pop() not in self:  # of several results some may be known
+                for result, value in zip(
+                    equation.results, self.execute(equation, self), strict=True
+                ):
+                    self.setdefault(result, value)
         return self[v]
 
 
