@@ -114,17 +114,16 @@ class Body:
         """The inputs, each equation and the results as text, which is the same for the same step,
         whatever the numbers in its arrays.
         """
-        names: dict[Variable, str] = {}
+        names = {v: f"v{number}" for number, v in enumerate(self.inputs)}
 
         def text(leaf: Any) -> Any:
             if isinstance(leaf, Variable):
-                return names.setdefault(leaf, f"v{len(names)} {leaf.dtype} {leaf.shape}")
+                return names.get(leaf) or names.setdefault(leaf, f"v{len(names)}")
             return leaf.tobytes() if isinstance(leaf, np.ndarray) else leaf
 
         calls = [[e.name, e.arguments, e.options, e.results] for e in self.equations]
-        return [
-            str(mapped(text, part)) for part in (self.inputs, *calls, [self.outputs, self.after])
-        ]
+        lines = [str(mapped(text, part)) for part in (*calls, [self.outputs, self.after])]
+        return [str([(v.dtype, v.shape) for v in self.inputs]), *lines]
 
     def sort(self, early: Iterable[int] = ()) -> None:
         """Says of what kind each value is.
@@ -234,11 +233,11 @@ class Values(dict[Variable, Array]):
                 raise KeyError(todo[-1])
             missing = [o for o in equation.operands if self._missing(o)]
             todo += missing
-            if not missing:
-                todo.pop()
-                if equation.results[0] not in self:
-                    results = self.execute(equation, self)
-                    self.update(zip(equation.results, results, strict=True))
+            if not missing and todo.pop() not in self:  # of several results some may be known
+                for result, value in zip(
+                    equation.results, self.execute(equation, self), strict=True
+                ):
+                    self.setdefault(result, value)
         return self[v]
 
 

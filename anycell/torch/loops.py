@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ from anycell.torch.proven import plan_of, unlike
 from anycell.torch.recurrent import Lengths
 from anycell.torch.stepwise import Step, Steps, stepwise
 
-_LOCK = threading.RLock()  # a step is read with other tensors in place of its own
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _RESTLESS = 16  # readings for tensors of the same shapes
 # A kernel's call takes as long as some twenty functions of torch of so few numbers.
@@ -82,12 +80,9 @@ class Readings:
         plan = known or self._read(step, around, signature, call)
         if isinstance(plan, str):
             return plan
-        if call.batched and call.rows not in plan.rows:
-            with _LOCK:
-                plan.rows[call.rows] = unlike(plan, step, around, call)
         if _short(len(call.xs[0]), call.state, plan.recording.calls):
             return _SHORT
-        return plan.rows.get(call.rows) or plan.unfit(call) or plan
+        return unlike(plan, step, around, call) or plan.unfit(call) or plan
 
     def _read(
         self, step: Step, around: Surroundings, signature: Any, call: Steps
@@ -99,8 +94,7 @@ class Readings:
                 "contains them. Instead: keep what changes in a tensor, such as a buffer."
             )
         else:
-            with _LOCK:
-                plan = plan_of(step, around, call)
+            plan = plan_of(step, around, call)
         return add_recent(self.plans, (around.token, signature), plan, _MOST)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ from anycell.torch.read import Reader
 from anycell.torch.record import ROWS, A, Call, Recording, otherwise, record
 from anycell.torch.stepwise import Step, Steps, stepwise
 
+_LOCK = threading.RLock()  # a step is recorded with other tensors in place of its own
+
 
 def plan_of(step: Step, around: Surroundings, call: Steps) -> ReadStep | str:
     """Reads a step, and tries the reading; a string says why the step runs step by step."""
@@ -31,8 +34,11 @@ def unlike(plan: ReadStep, step: Step, around: Surroundings, call: Steps) -> str
     """Why a reading is not the step for a batch of the call's size, if it is not: a branch on that
     size shows in no recording of others.
     """
-    flat = _Flat(step, around, call)
-    return _recording(around, call, lambda: _same(plan.recording, flat, call.rows))
+    if call.batched and call.rows not in plan.rows:
+        plan.rows[call.rows] = _recording(
+            around, call, lambda: _same(plan.recording, _Flat(step, around, call), call.rows)
+        )
+    return plan.rows.get(call.rows)
 
 
 def _recording(around: Surroundings, call: Steps, work: Callable[[], Any]) -> Any:
@@ -41,7 +47,7 @@ def _recording(around: Surroundings, call: Steps, work: Callable[[], Any]) -> An
     devices = [device] if device.type == "cuda" else []
     try:
         with (
-            torch.random.fork_rng(devices), torch.inference_mode(False), _unchanged(around),
+            _LOCK, torch.random.fork_rng(devices), torch.inference_mode(False), _unchanged(around),
         ):  # fmt: skip
             return work()
     except Refused as refusal:

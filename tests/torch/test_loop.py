@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -312,6 +313,30 @@ def test_a_module_that_changes() -> None:
     assert not torch.equal(output, layer(x, h)[0])  # drops
     module.eval()
     check()
+
+
+def test_tensors_of_an_object_are_read() -> None:
+    """As those of a module: what replaces them is seen, and they have gradients."""
+
+    class Holding(OfTorchGRU):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = SimpleNamespace(gain=torch.ones(H))
+
+        def forward(self, x: Tensor, h: Tensor) -> Any:
+            h = self.cell(x, h) * self.held.gain
+            return h, h
+
+    module = Holding()
+    layer = loop(module)
+    x, h = inputs_of(module)
+    for _ in range(3):
+        gain = module.held.gain = torch.rand(H).requires_grad_()
+        made, expected = (run(x, h)[0] for run in (layer, by_hand(module)))
+        check_trees(made, expected)
+        slopes = [torch.autograd.grad(output.sin().sum(), gain) for output in (made, expected)]
+        check_trees(*slopes)
+        assert layer.engine.name == "cpu", layer.engine.reason
 
 
 GAIN = 1.0
