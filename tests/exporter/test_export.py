@@ -18,11 +18,13 @@ from exported import (
     Array,
     Everything,
     compiled,
+    load,
     perturbed,
     run,
     sizes_of,
     symbols,
 )
+from guarded import guarded
 from problems import Rows, Sized, Tied
 from random_cells import random_cell
 from tolerances import assert_close
@@ -31,6 +33,7 @@ import anycell
 from anycell import Cell, cell, cells, cli, numpy
 from anycell import lang as f
 from anycell.exporter import machine
+from anycell.exporter.blob import CODES
 from anycell.exporter.model import Model
 from anycell.exporter.program import WEIGHTS
 from anycell.layer.parts import Recurrent
@@ -199,6 +202,63 @@ def test_weights_of_8_bits_are_faster(target: str, tmp_path: Path) -> None:
     assert integers < real
 
 
+@pytest.mark.parametrize("target", ["c", *HERE])
+def test_weights_in_a_file(target: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """The file of a model with other weights takes the place of the first, without a compiler."""
+    layers = [perturbed(RNN(cells.LSTMP, 3, 6, num_layers=2, P=5), rng) for _ in "ab"]
+    x, results = rng.standard_normal((9, 3)).astype(np.float32), []
+    for k, layer in enumerate(layers):
+        inside = compiled(layer, tmp_path / f"inside{k}", target=target)
+        apart = compiled(layer, tmp_path / f"apart{k}", target=target, blob=True)
+        results.append(run(inside, x))
+        assert np.array_equal(run(apart, x, blocks=2), results[k])
+    shutil.copy(tmp_path / "apart0/model.bin", apart.with_suffix(".bin"))
+    assert np.array_equal(run(apart, x), results[0])
+    assert not np.array_equal(*results)
+
+
+@pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", ["c", HERE[-1]])
+def test_wrong_weights(target: str, count: int, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Each fault has a number, and nothing is read that is not there."""
+    kinds = [RNN(cells.GRU, 2, units, seed=0) for units in (6, 7)]
+    library, other = (
+        compiled(k, tmp_path / str(n), target=target, blob=True) for n, k in enumerate(kinds)
+    )
+    right, strange = (np.fromfile(of.with_suffix(".bin"), np.uint8) for of in (library, other))
+    state = np.full(200, np.nan, np.float32)
+
+    def code(weights: Array, align: int = 4) -> str:
+        place = guarded(weights.shape, np.uint8, True, align)
+        place[...] = weights
+        said = load(library, state, place)
+        assert np.isnan(state).all() == (said != 0), "the state is changed only if all is well"
+        return ("", *CODES)[said]
+
+    changed = {at: right.copy() for at in (0, 4, 8, 12, 16, 20, len(right) - 1)}
+    for at, weights in changed.items():
+        weights[at] ^= 1
+    names = ["NO_WEIGHTS", "OTHER_VERSION", *["OTHER_MODEL"] * 3, *["DAMAGED"] * 2]
+    assert [code(weights) for weights in changed.values()] == names
+    assert code(strange) == "OTHER_MODEL"
+    assert {code(right[: 4 * n]) for n in range(len(right) // 4)} == {"TRUNCATED"}
+    header = library.with_suffix(".h").read_text(encoding="utf-8")
+    assert all(f"MODEL_{name}" in header for name in CODES)
+    spoilt, place = right.copy(), guarded((len(right) + 4,), np.uint8, True)
+    for _ in range(count):
+        spoilt[...] = right
+        at = rng.integers(0, 24 if rng.random() < 0.5 else len(right), rng.integers(1, 4))
+        spoilt[at] = rng.integers(0, 256, len(at))
+        end, shift = rng.integers(0, len(right) + 1), 4 * (rng.random() < 0.9)
+        end = len(right) if rng.random() < 0.5 else end
+        moved = place[shift : shift + end] if shift else place[1 : 1 + end]
+        moved[...] = spoilt[:end]
+        same = shift and end == len(right) and np.array_equal(spoilt, right)
+        assert (load(library, state, moved) == 0) == same
+    assert code(right) == ""
+    assert load(library, state, place[1:][: len(right)]) == 1 + CODES.index("MISALIGNED")
+
+
 # How the files of each format begin: with a name, and the number of the machine behind it.
 FORMATS = {
     **dict.fromkeys(("x86-64", "x86-64-avx2", "x86-64-avx512"), b"\x7fELF\x02>"),
@@ -233,7 +293,11 @@ import { readFileSync } from "node:fs";
 import { load, INPUTS, OUTPUTS } from "./net.mjs";
 
 const bytes = readFileSync("net.wasm"), x = JSON.parse(readFileSync("x.json"));
-const stream = await load(bytes), other = await load(bytes);
+const weights = BLOB ? [readFileSync("net.bin")] : [];
+const stream = await load(bytes, ...weights), other = await load(bytes, ...weights);
+let said = "";
+if (BLOB) await load(bytes, weights[0].subarray(1)).catch((error) => said = error.message);
+if (BLOB && said !== "weights: no weights") throw new Error(said);
 const half = WHOLE ? 0 : INPUTS * Math.floor(x.length / INPUTS / 2);
 const blocks = [x.slice(0, half), x.slice(half)].map((part) => [...stream.process(part)]);
 stream.reset();
@@ -242,13 +306,15 @@ console.log(JSON.stringify([blocks.flat(), ...all, OUTPUTS]));
 """
 
 
-def in_node(layer: RNN, x: Array, folder: Path) -> Array:
+def in_node(layer: RNN, x: Array, folder: Path, blob: bool = False) -> Array:
     """Exports a layer to WebAssembly, and runs it in Node: in blocks, again, and another stream."""
-    names = [file.name for file in anycell.export(layer, folder, target="wasm32", name="net")]
-    assert names[:2] == ["net.o", "net.wasm"] and names[-1] == "net.mjs"
+    options = {"target": "wasm32", "name": "net", "blob": blob}
+    names = [file.name for file in anycell.export(layer, folder, **options)]
+    assert names[:2] == ["net.o", "net.wasm"] and "net.mjs" in names
     (folder / "x.json").write_text(json.dumps(x.ravel().tolist()))
     whole = str(layer.bidirectional).lower()
-    (folder / "run.mjs").write_text(SCRIPT.replace("WHOLE", whole))
+    script = SCRIPT.replace("WHOLE", whole).replace("BLOB", str(blob).lower())
+    (folder / "run.mjs").write_text(script)
     said = subprocess.run(["node", "run.mjs"], cwd=folder, capture_output=True, text=True)
     assert not said.returncode, said.stderr
     *outputs, width = json.loads(said.stdout)
@@ -271,7 +337,7 @@ def test_webassembly(
     layer = RNN(cell, 3, units, num_layers=2, bidirectional=both, seed=0, **sizes_of(cell))
     program, steps = Model([Recurrent.of(layer)]), 200 if units > 100 else 9
     x = 0.3 * rng.standard_normal((steps, program.inputs)).astype(np.float32)
-    assert_close(in_node(layer, x, tmp_path), program.run(x), "float32", "forward")
+    assert_close(in_node(layer, x, tmp_path, both), program.run(x), "float32", "forward")
 
 
 @cell(gates="a", state="h")
