@@ -35,6 +35,7 @@ const MEMORY = @memory@, PAGE = 65536;
     reset: () => reset(STATE),
     // Runs x.length / INPUTS steps, and returns a Float32Array of OUTPUTS numbers for each.
     process(x) {
+      if (x.length % INPUTS) throw new Error(`x: given ${x.length} numbers, expected ${INPUTS} a step`);
       const steps = x.length / INPUTS, out = IN + 4 * x.length;
       const rows = out + 4 * steps * OUTPUTS;
       const missing = rows + 4 * steps * MEMORY - memory.buffer.byteLength;

@@ -18,6 +18,7 @@ from exported import (
     Array,
     Everything,
     compiled,
+    decaying,
     load,
     perturbed,
     run,
@@ -300,6 +301,9 @@ if (BLOB) await load(bytes, weights[0].subarray(1)).catch((error) => said = erro
 if (BLOB && said !== "weights: no weights") throw new Error(said);
 const half = WHOLE ? 0 : INPUTS * Math.floor(x.length / INPUTS / 2);
 const blocks = [x.slice(0, half), x.slice(half)].map((part) => [...stream.process(part)]);
+try { stream.process(x.slice(0, INPUTS + 1)); said = ""; } catch (error) { said = error.message; }
+const expected = `x: given ${INPUTS + 1} numbers, expected ${INPUTS} a step`;
+if (INPUTS > 1 && said !== expected) throw new Error(said);
 stream.reset();
 const all = [stream, other].map((one) => [...one.process(x)]);
 console.log(JSON.stringify([blocks.flat(), ...all, OUTPUTS]));
@@ -394,10 +398,56 @@ def test_a_compiler_that_reorders_sums_is_told_not_to(tmp_path: Path) -> None:
 
 def test_code_is_short(tmp_path: Path) -> None:
     layers = [numpy.LSTM(1, 20, seed=0), Dense(20, 1, seed=1)]
-    for target in HERE:
-        file, *_ = anycell.export(layers, tmp_path, target=target)
+    for target in [target for target, begin in FORMATS.items() if begin[:1] == b"\x7f"]:
+        file, *_ = anycell.export(layers, tmp_path, target=target, blob=True)
         said = subprocess.run(["size", "-A", file], capture_output=True, text=True).stdout
-        assert int(re.findall(r"\.text +(\d+)", said)[0]) < 12 << 10
+        assert sum(map(int, re.findall(r"\.(?:text|rodata)\S* +(\d+)", said))) < 12 << 10
+
+
+ALLOCATIONS = """
+#include "model.h"
+#include <stdio.h>
+
+void *__libc_malloc(size_t size);
+static int count;
+void *malloc(size_t size) { return count++, __libc_malloc(size); }
+void *calloc(size_t size, size_t count) { (void)size, (void)count; return malloc(0); }
+
+int main(void) {
+    static float state[MODEL_STATE_SIZE], in[9 * MODEL_INPUTS], out[9 * MODEL_OUTPUTS];
+    static void *volatile one;
+    one = malloc(1);
+    const int before = count;
+    model_reset(state);
+    model_step(state, in, out);
+    model_process(state, in, out, 9);
+    return 10 * before + count - before;
+}
+"""
+
+
+@pytest.mark.parametrize("target", ["c", *HERE])
+def test_nothing_is_allocated(target: str, tmp_path: Path) -> None:
+    """The program returns 10 for a call of its own, and 1 more for any other one."""
+    layer = RNN(Everything, 3, 24, num_layers=2, seed=0)
+    compiled(layer, tmp_path, target=target)
+    (tmp_path / "main.c").write_text(ALLOCATIONS, encoding="utf-8")
+    subprocess.run(["gcc", "main.c", "model.o", "-lm", "-o", "main"], cwd=tmp_path, check=True)
+    assert subprocess.run(["./main"], cwd=tmp_path).returncode == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["c", *HERE])
+def test_silence_is_not_slower(target: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """A state that decays for 10^6 samples takes no longer than one that does not."""
+    library = compiled(decaying(20), tmp_path, target=target)
+    noise, silence = rng.standard_normal((10**6, 1)).astype(np.float32), np.zeros((10**6, 1))
+    silence[0], times = 1.0, []
+    for x in [noise, silence] * 5:
+        before = time.process_time()
+        run(library, x)
+        times.append(time.process_time() - before)
+    assert min(times[1::2]) < 1.2 * min(times[::2])
 
 
 def test_layers_of_numpy(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -420,6 +470,27 @@ def test_feedback(tmp_path: Path, rng: np.random.Generator) -> None:
     rows = np.concatenate([x[:, 0], ~forced[:, None]], 1)
     rows[~forced, :2] = 0.0
     assert_close(run(compiled(model, tmp_path), rows), expected, "float32", "forward")
+
+
+@pytest.mark.parametrize("target", ["c", HERE[-1]])
+def test_functions_of_large_numbers(target: str, tmp_path: Path) -> None:
+    """Up to the largest, they are torch's."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("anycell.torch")
+    nn, first = torch.nn, torch.nn.Linear(1, 16, bias=False)
+    nn.init.ones_(first.weight)
+    sizes = np.float32([0.0, 1e-40, 1e-30, 88, 100, 1e5, 1e13, 1e20, 1.7e38, 3.4028234e38])
+    x = np.concatenate([sizes, -sizes])[:, None]
+    for k, function in enumerate((
+        nn.ELU(0.7), nn.GELU(), nn.GELU("tanh"), nn.Hardsigmoid(), nn.Hardtanh(-0.3, 0.6),
+        nn.LeakyReLU(), nn.LogSigmoid(), nn.Sigmoid(), nn.SiLU(), nn.Softsign(), nn.Tanh(),
+        nn.Softplus(2.0, 1.0),
+    )):  # fmt: skip
+        model = nn.Sequential(first, function)
+        out = run(compiled(model, tmp_path / str(k), target=target), x)
+        with torch.no_grad():
+            expected = model(torch.from_numpy(x)).numpy()
+        assert np.allclose(out, expected, rtol=1e-5, atol=1e-30), function
 
 
 @pytest.mark.parametrize("target", ["c", HERE[0]])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from exported import CC, EVERY, FURTHER, HERE, perturbed, sizes_of
+from exported import CC, EVERY, FURTHER, HERE, decaying, perturbed, sizes_of
 
 import anycell
 from anycell import Cell, cells
@@ -130,14 +130,6 @@ int main(void) {
     return 0;
 }
 """
-
-
-def decaying(units: int = 6) -> RNN:
-    """A layer whose state halves in silence."""
-    layer = RNN(cells.JANET, 1, units, bias=False, seed=0)
-    for name, parameter in layer.parameters.items():
-        parameter[...] *= name != "weight_hh_l0"
-    return layer
 
 
 @pytest.mark.parametrize("source", [False, True])

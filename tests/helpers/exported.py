@@ -94,6 +94,14 @@ def perturbed(layer: RNN, rng: np.random.Generator) -> RNN:
     return layer
 
 
+def decaying(units: int = 6) -> RNN:
+    """A layer whose state halves in silence."""
+    layer = RNN(cells.JANET, 1, units, bias=False, seed=0)
+    for name, parameter in layer.parameters.items():
+        parameter[...] *= name != "weight_hh_l0"
+    return layer
+
+
 def sizes_of(cell: Cell) -> dict[str, int]:
     return {s: 3 + k for k, s in enumerate(sorted(cell.declared_sizes - {"H", "1"}))}
 
