@@ -41,6 +41,8 @@ from anycell.layer.parts import Recurrent
 from anycell.numpy import RNN, Dense, Feedback, Standardise
 from tests.project.test_docs import blocks
 
+GUIDE = "docs/guides/deploying.md"
+
 pytestmark = pytest.mark.skipif(
     shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc"
 )
@@ -613,15 +615,38 @@ def test_what_is_refused_of_keras(tmp_path: Path) -> None:
 def test_the_program_of_the_guide(tmp_path: Path, rng: np.random.Generator) -> None:
     layers = [numpy.LSTM(1, 6, seed=0, dtype="float64"), Dense(6, 1, dtype="float64", seed=1)]
     anycell.export(layers, tmp_path / "exported", name="net")
-    (program,) = blocks("docs/guides/deploying.md", "c")
+    program, _ = blocks(GUIDE, "c")
     (tmp_path / "main.c").write_text(program, encoding="utf-8")
-    (command,) = blocks("docs/guides/deploying.md", "sh")
+    (command,) = blocks(GUIDE, "sh")
     subprocess.run(["gcc", *command.split()[1:]], cwd=tmp_path, check=True)
-    x = rng.standard_normal((9, 1, 1)).astype(np.float32)
+    x = rng.standard_normal((150, 1, 1)).astype(np.float32)
     typed = "\n".join(map(repr, x.ravel().tolist()))
     said = subprocess.run(["./main"], cwd=tmp_path, input=typed, capture_output=True, text=True)
     expected = layers[1].forward(layers[0].forward(x)[0]).ravel()
     assert_close(np.array(said.stdout.split(), float), expected, "float32", "forward")
+    if shutil.which("g++"):  # blocks of samples against the whole sequence
+        (program,) = blocks(GUIDE, "cpp")
+        (tmp_path / "main.cpp").write_text(program, encoding="utf-8")
+        for line in ("gcc -c exported/net.c", "g++ -Iexported main.cpp net.o -lm -o main"):
+            subprocess.run(line.split(), cwd=tmp_path, check=True)
+        said = subprocess.run(["./main"], cwd=tmp_path, input=x.tobytes(), capture_output=True)
+        assert_close(np.frombuffer(said.stdout, np.float32), expected, "float32", "forward")
+
+
+@needs_node
+def test_the_script_of_the_guide(tmp_path: Path) -> None:
+    layer = RNN(cells.LSTM, 1, 6, seed=0)
+    anycell.export(layer, tmp_path, name="net", target="wasm32")
+    (script,) = blocks(GUIDE, "js")
+    script = (
+        'import { readFileSync } from "node:fs";\n'
+        "globalThis.fetch = async (file) => ({ arrayBuffer: async () => readFileSync(file) });\n"
+        f"{script}console.log(JSON.stringify([...out]));"
+    )
+    (tmp_path / "main.mjs").write_text(script, encoding="utf-8")
+    said = subprocess.run(["node", "main.mjs"], cwd=tmp_path, capture_output=True, text=True)
+    expected = layer.forward(np.float32([[[0.1]], [[0.2]]]))[0].ravel()
+    assert_close(np.array(json.loads(said.stdout)), expected, "float32", "forward")
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake: apt-get install cmake")
