@@ -42,7 +42,7 @@ STACK = 1 << 16  # bytes of stack in WebAssembly, besides what a step keeps ther
 
 def export(
     model: Any, out: str | os.PathLike[str], *, target: str = "c", name: str = "model",
-    weights: str = "float32",
+    weights: str = "float32", blob: bool = False,
 ) -> list[Path]:  # fmt: skip
     """Writes a trained model as a C library: the computation and the weights, and nothing else.
 
@@ -75,11 +75,16 @@ def export(
         name: of the files, and what names in the header begin with.
         weights: "float32" or "bfloat16", which takes half the memory. Layers with weights of 8 bits
             keep these (``anycell.compress.quantize``).
+        blob: whether weights are in a file of their own, ``name.bin``, so that those of a model
+            trained again replace it without a compiler. The program brings it into memory, and
+            enters it in each state: ``model_load(state, weights, size)`` is 0, or says what is
+            wrong.
 
     Returns:
         the files: source or object file, header, a class of C++, a test program with inputs and
-        expected outputs, and a ``CMakeLists.txt``, which builds the library and runs the test. For
-        "wasm32" also a module that runs as it is, and a script of JavaScript that loads it.
+        expected outputs, and a ``CMakeLists.txt``, which builds the library and runs the test;
+        weights, if they are apart. For "wasm32" also a module that runs as it is, and a script of
+        JavaScript that loads it.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected; for a
@@ -101,7 +106,7 @@ def export(
         rule = "small letters, digits and _, and no word or header of C or C++"
         refuse("name", repr(name), f"a name that C accepts: {rule}")
     platform = machine.PLATFORMS.get(target)
-    passes = Model(_parts(model), 1 if platform is None else platform.lanes, weights)
+    passes = Model(_parts(model), 1 if platform is None else platform.lanes, weights, blob)
     files = _files(passes, platform, name)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,12 +159,20 @@ def _files(model: Model, platform: machine.Platform | None, name: str) -> dict[s
             files[f"{name}.wasm"], end = wasm.runnable(code, machine.functions(model))
             kept = sum(sum(order.rooms.values()) for order in orders)
             filled["model.mjs"] = sizes | {"stack": padded(end + STACK + 4 * kept, 64)}
-    kinds = ("whole", "step") if model.whole else ("step", "whole")
+    if model.blob:
+        for values in filled.values():
+            values["size"] = len(model.blob.content)
+    lines = {"whole": model.whole, "step": not model.whole, "blob": model.blob is not None}
+    lines["embedded"] = not lines["blob"]
     for file, values in filled.items():
-        text = re.sub(rf"^#{kinds[1]}.*\n", "", c.template(file), flags=re.MULTILINE)
-        text = re.sub(rf"^#{kinds[0]}\b ?", "", text, flags=re.MULTILINE)
+        text = c.template(file)
+        for tag, kept in lines.items():
+            whole = "" if kept else r".*\n"
+            text = re.sub(rf"^#{tag} ?{whole}", "", text, flags=re.MULTILINE)
         text = text.replace("MODEL", name.upper()).replace("model", name)
         for key, value in values.items():
             text = text.replace(f"@{key}@", str(value))
         files[file.replace("model", name)] = text.encode()
+    if model.blob:
+        files[f"{name}.bin"] = model.blob.file()
     return files

@@ -11,7 +11,7 @@ import re
 import struct
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from anycell.engines.cpu.ir import Builder, Module, Target
 from anycell.engines.cpu.ops import EMIT
+from anycell.exporter.blob import Blob
 from anycell.exporter.model import Model, Pass, Rows
 from anycell.exporter.program import Place, bfloat16, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
@@ -44,26 +45,36 @@ WIDTH = 60  # an expression wider than this gets a line of its own
 
 def texts(model: Model, orders: Sequence[Schedule]) -> dict[str, str]:
     """The texts that ``model.c`` lacks: functions, the steps of all passes, how they run, and the
-    body of a reset.
+    body of a reset. Weights go to the model's blob if it has one.
     """
     functions, steps, runs = dict[str, str](), list[str](), list[str]()
     for k, (of_pass, order) in enumerate(zip(model.passes, orders, strict=True)):
         name = f"step{k}" if model.whole else "step"
-        steps += [*_step(name, of_pass, order, functions), ""]
+        steps += [*_step(name, of_pass, order, functions, model.blob), ""]
         runs += _run(name, of_pass, model)
     reset = [
         f"    for (int j = 0; j < {m.at.size}; j++) {_at(m.at)} = {_number(m.initial)};"
         for of_pass in model.passes
         for m in of_pass.program.memories
     ]
-    lines = {"functions": functions.values(), "steps": steps[:-1], "runs": runs, "reset": reset}
+    lines: dict[str, Iterable[str]] = {
+        "functions": functions.values(), "steps": steps[:-1], "runs": runs, "reset": reset,
+    }  # fmt: skip
+    if model.blob:
+        model.blob.seal("\n".join(steps))
+        lines["words"] = [", ".join(f"{word}u" for word in model.blob.words)]
     numbers = NUMBERS[model.weights]
     return numbers | {name: "\n".join(of_name) for name, of_name in lines.items()}
 
 
-def _step(name: str, of_pass: Pass, order: Schedule, functions: dict[str, str]) -> Iterator[str]:
+def _step(
+    name: str, of_pass: Pass, order: Schedule, functions: dict[str, str], blob: Blob | None
+) -> Iterator[str]:
     """The text of one step of a pass, with its tables."""
-    program, body, tables = of_pass.program, list[str](), list[str]()
+    program, body = of_pass.program, list[str]()
+    tables: list[tuple[str, npt.NDArray[Any]]] = [
+        (f"p{k}", array) for k, array in enumerate(program.params)
+    ]
     for number, stage in enumerate(order.stages):
         if isinstance(stage, Product):
             tables += _tables(number, stage, program.weights)
@@ -74,13 +85,20 @@ def _step(name: str, of_pass: Pass, order: Schedule, functions: dict[str, str]) 
             body += _Turn(stage, order, functions).lines()
         else:
             body += _fold(stage, order)
-    tables += [table(f"p{k}", array) for k, array in enumerate(program.params)]
     rows = "const float *restrict x, " if of_pass.reads else ""
     yield f"static void {name}("
     yield f"    float *restrict state, const float *restrict in, {rows}float *restrict out"
     yield ") {"
     yield "    (void)state, (void)in;"
-    yield from (textwrap.indent(text, 4 * " ") for text in tables)
+    if blob:
+        yield "    const unsigned char *const weights = weights_of(state);"
+    for called, array in tables:
+        kind = TABLES[array.dtype.name]
+        if blob:
+            address = f"(weights + {blob.add(array)})"
+            yield f"    const {kind} *const {called} = (const {kind} *){address};"
+        else:
+            yield textwrap.indent(table(called, array), 4 * " ")
     if order.rooms:
         rooms = ", ".join(f"{room}[{size}]" for room, size in order.rooms.items())
         yield from textwrap.wrap(f"    float {rooms};", 92, subsequent_indent=8 * " ")
@@ -130,17 +148,17 @@ def table(name: str, array: npt.NDArray[Any]) -> str:
     return f"static const {kind} {name}[{len(numbers)}] = {{\n    " + ",\n    ".join(lines) + "};"
 
 
-def _tables(number: int, stage: Product, weights: str) -> Iterator[str]:
+def _tables(number: int, stage: Product, weights: str) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """The tables of a product: its bias and weights, of integers an even number, and scales."""
-    yield table(f"b{number}", stage.bias)
+    yield f"b{number}", stage.bias
     for k, (weight, scales) in enumerate(zip(stage.weights, stage.scales, strict=True)):
         name = f"w{number}_{k}"
         if scales is not None:
             even = padded(len(weight), 2) - len(weight)
-            yield table(name, np.pad(weight, ((0, even), (0, 0))).astype(np.int8))
-            yield table(f"s{number}_{k}", scales)
+            yield name, np.pad(weight, ((0, even), (0, 0))).astype(np.int8)
+            yield f"s{number}_{k}", scales
         else:
-            yield table(name, bfloat16(weight) if weights == "bfloat16" else weight)
+            yield name, bfloat16(weight) if weights == "bfloat16" else weight
 
 
 def _at(place: Place, index: str = "j") -> str:

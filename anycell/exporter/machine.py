@@ -13,19 +13,22 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from anycell.engines.cpu import jit
 from anycell.engines.cpu.idioms import dot, widen
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, vector
 from anycell.engines.cpu.matmul import ROUNDING
 from anycell.engines.cpu.ops import EMIT
+from anycell.exporter.blob import CODES, FACTOR, LINE, SEED, Blob
 from anycell.exporter.model import Model, Rows
 from anycell.exporter.program import VERSION, Array, Place, Program, bfloat16, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
 from anycell.lang.expr import Expr
 from anycell.layer.rounding import STEPS
 
-FUNCTIONS = "version", "state_size", "reset", "step", "process"  # the last ones of a file
+FUNCTIONS = "load", "version", "state_size", "reset", "step", "process"  # the last ones of a file
+TABLES = {"float32": "float", "uint16": "i16", "uint32": "i32", "int32": "i32"}  # types of LLVM
 
 
 class Platform(NamedTuple):
@@ -76,7 +79,8 @@ def _binding() -> Any:
 
 def functions(model: Model) -> list[str]:
     """The functions of the header: the last ones of a file."""
-    return [name for name in FUNCTIONS if name != "step" or not model.whole]
+    present = {"load": model.blob is not None, "step": not model.whole}
+    return [name for name in FUNCTIONS if present.get(name, True)]
 
 
 def compiled(model: Model, orders: Sequence[Schedule], platform: Platform, name: str) -> bytes:
@@ -88,10 +92,13 @@ def compiled(model: Model, orders: Sequence[Schedule], platform: Platform, name:
         reloc="static" if bare else "pic", abiname=platform.abi,
     )  # fmt: skip
     fma, x86 = platform.bits > 32 and platform.cpu != "x86-64", platform.triple.startswith("x86")
-    target = Target(name, 32 * model.lanes, platform.registers, fma, x86=x86)
-    module = Module(target, "float")
+    vectors = Target(name, 32 * model.lanes, platform.registers, fma, x86=x86)
+    module = Module(vectors, "float")
     for k, (of_pass, order) in enumerate(zip(model.passes, orders, strict=True)):
-        _Printer(module, f"step{k}", of_pass.program, order, platform)
+        _Printer(module, f"step{k}", of_pass.program, order, platform, model.blob)
+    if model.blob:
+        model.blob.seal(str(module))
+        _print_load(module, model.blob.words, platform, name)
     _print_calls(module, model, platform, name)
     text = str(module)
     code: bytes = machine.emit_object(jit.optimised(text, machine))
@@ -108,14 +115,18 @@ class _Printer:
     """
 
     def __init__(
-        self, module: Module, name: str, program: Program, order: Schedule, platform: Platform
-    ) -> None:
+        self, module: Module, name: str, program: Program, order: Schedule, platform: Platform,
+        blob: Blob | None,
+    ) -> None:  # fmt: skip
         self.module, self.order, self.lanes = module, order, program.lanes
         self.registers, self.narrow = platform.registers, program.weights == "bfloat16"
         self.rounded: dict[tuple[Expr, int], tuple[Value, Value]] = {}
         arrays = "state", "in", "x", "out"
         b = self.b = module.private(name, ", ".join(f"ptr noalias {array}" for array in arrays))
         self.bases = dict(zip(arrays, b.args, strict=True))
+        self.blob = blob
+        if blob:
+            self.weights = b.load(self.bases["state"], "ptr", align=4)
         for room, size in order.rooms.items():
             self.bases[room] = b.alloca(b.vec, padded(size, self.lanes) // self.lanes)
         for k, array in enumerate(program.params):
@@ -128,16 +139,16 @@ class _Printer:
             else:
                 self._fold(stage)
 
-    def _table(self, rows: Array) -> Value:
+    def _table(self, rows: npt.NDArray[Any]) -> Value:
         """Numbers in memory, each row filled up to whole vectors."""
         beyond = padded(rows.shape[1], self.lanes) - rows.shape[1]
-        return self.module.table(np.pad(rows, ((0, 0), (0, beyond))).ravel().tolist(), "float")
+        rows = np.pad(rows, ((0, 0), (0, beyond)))
+        if self.blob:
+            return self.b.gep(self.weights, self.blob.add(rows), "i8")
+        return self.module.table(rows.ravel().tolist(), TABLES[rows.dtype.name])
 
-    def _weights(self, rows: Array) -> Value:
-        """Weights in memory, in rows of whole vectors."""
-        if self.narrow:
-            return self.module.table(bfloat16(rows).ravel().tolist(), "i16")
-        return self._table(rows)
+    def _stored(self, weight: Array) -> npt.NDArray[Any]:
+        return bfloat16(weight) if self.narrow else weight
 
     def _address(self, place: Place, j: Value | int = 0) -> Value:
         return self.b.gep(self.b.gep(self.bases[place.array], place.first), j)
@@ -178,7 +189,7 @@ class _Printer:
             if scales is not None:
                 self._integers(operand, weight[:, columns], scales[None, columns], sums)
                 continue
-            table, place = self._weights(weight[:, columns]), self.order.places[operand]
+            table, place = self._table(self._stored(weight[:, columns])), self.order.places[operand]
             whole = len(weight) // 2 * 2
             with b.loop(0, whole, 2) as k:
                 add(k, 0)
@@ -219,8 +230,8 @@ class _Printer:
         quads = np.zeros((padded(size, 4), columns), np.int64)
         quads[:size] = weight
         lanes = np.add.reduce(quads.reshape(-1, 4, columns) % 256 << np.r_[:32:8][:, None], 1)
-        table, scales = self.module.table(lanes.ravel().tolist(), "i32"), self._table(of)
-        offsets = self.module.table((-128 * quads.sum(0)).tolist(), "i32")
+        table, scales = self._table(lanes.astype(np.uint32)), self._table(of)
+        offsets = self._table((-128 * quads.sum(0)[None]).astype(np.int32))
         totals = [b.variable(b.load(b.gep(offsets, j), b.ivec)) for j in range(0, columns, b.lanes)]
         with b.loop(0, len(lanes)) as k:
             x = b.splat(b.load(b.gep(room, k), "i32"))
@@ -317,6 +328,31 @@ class _Printer:
 
 
 # -- calls -----------------------------------------------------------------------------------------
+def _print_load(module: Module, expected: list[int], platform: Platform, name: str) -> None:
+    """Adds the function that checks weights and enters their address in a state."""
+    b = module.function(f"{name}_load", f"ptr state, ptr weights, {platform.word} size", "i32")
+    state, weights, count = b.args
+    size, codes = b.zext(count, "i64"), {code: k + 1 for k, code in enumerate(CODES)}
+
+    def refuse(wrong: Value, code: str) -> None:
+        with b.when(wrong):
+            b.ret(b.value(codes[code], "i32"))
+
+    refuse((b.ptrtoint(weights, "i64") & 3).ne(0), "MISALIGNED")
+    refuse(size < LINE, "TRUNCATED")
+    kinds = "NO_WEIGHTS", "OTHER_VERSION", *["OTHER_MODEL"] * 3
+    for k, (word, code) in enumerate(zip(expected, kinds, strict=True)):
+        refuse(b.load(b.gep(weights, k), "i32").ne(word), code)
+    refuse(size < expected[-1], "TRUNCATED")
+    total = b.variable(SEED, "i32")
+    with b.loop(len(expected) + 1, expected[-1] // 4) as at:
+        mixed = (total.value ^ b.load(b.gep(weights, at), "i32")) * FACTOR
+        total.value = mixed ^ mixed >> 15
+    refuse(total.value.ne(b.load(b.gep(weights, len(expected)), "i32")), "DAMAGED")
+    b.store(weights, state, align=4)
+    b.ret(b.value(0, "i32"))
+
+
 def _print_calls(module: Module, model: Model, platform: Platform, name: str) -> None:
     """Adds the functions of the header."""
     word, lanes = platform.word, model.lanes

@@ -47,6 +47,14 @@ static inline uint32_t bits_of(float x) {
     return both.to;
 }
 
+#blob /* The weights, whose address a state begins with. */
+#blob static inline const unsigned char *weights_of(const float *state) {
+#blob     const unsigned char *weights;
+#blob     for (size_t k = 0; k < sizeof weights; k++)
+#blob         ((unsigned char *)&weights)[k] = ((const unsigned char *)state)[k];
+#blob     return weights;
+#blob }
+#blob
 @functions@
 static inline float real(@number@ weight) { return @real@; }
 
@@ -66,6 +74,27 @@ static inline void multiply(
 
 @steps@
 
+#blob int model_load(float *state, const void *weights, size_t size) {
+#blob     static const uint32_t header[5] = {@words@};
+#blob     const uint32_t *words = weights;
+#blob     uint32_t total = 2166136261u;
+#blob     if ((uintptr_t)weights % 4) return MODEL_MISALIGNED;
+#blob     if (size < 64) return MODEL_TRUNCATED;
+#blob     if (words[0] != header[0]) return MODEL_NO_WEIGHTS;
+#blob     if (words[1] != header[1]) return MODEL_OTHER_VERSION;
+#blob     for (int k = 2; k < 5; k++)
+#blob         if (words[k] != header[k]) return MODEL_OTHER_MODEL;
+#blob     if (size < MODEL_WEIGHTS_SIZE) return MODEL_TRUNCATED;
+#blob     for (int k = 6; k < MODEL_WEIGHTS_SIZE / 4; k++) {
+#blob         total = (total ^ words[k]) * 16777619u;
+#blob         total ^= total >> 15;
+#blob     }
+#blob     if (total != words[5]) return MODEL_DAMAGED;
+#blob     for (size_t k = 0; k < sizeof weights; k++)
+#blob         ((unsigned char *)state)[k] = ((const unsigned char *)&weights)[k];
+#blob     return 0;
+#blob }
+#blob
 int model_version(void) { return MODEL_VERSION; }
 
 size_t model_state_size(void) { return MODEL_STATE_SIZE * sizeof(float); }

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from anycell.exporter.blob import POINTER, Blob
 from anycell.exporter.program import FIRST, Program, Simple, Start, opened, padded
 from anycell.lang.cell import ONE
 from anycell.layer.parts import Part, Recurrent
@@ -47,13 +48,18 @@ class Model:
         memory: the arrays between passes, with the lengths of their rows; passes use them in turn.
         weights: one of ``WEIGHTS``.
         lanes: how many numbers a vector has; at most as many as given.
+        blob: where weights are if they are not in the program; each state begins with the address.
     """
 
-    def __init__(self, parts: Iterable[Part], lanes: int = 1, weights: str = "float32") -> None:
+    def __init__(
+        self, parts: Iterable[Part], lanes: int = 1, weights: str = "float32", blob: bool = False
+    ) -> None:
         simple = [part for whole in parts for part in opened(whole)]
         self.weights, self.lanes = weights, _filled(simple, lanes)
         self.passes, self.memory = list[Pass](), dict[str, int]()
-        start, reads = FIRST, None
+        self.blob = Blob() if blob else None
+        start = FIRST._replace(states=padded(POINTER, self.lanes) * blob)
+        reads: Rows | None = None
         layers, inputs = [*_layers(simple)], 0
         for k, (first, layer) in enumerate(layers):
             inputs = start.inputs if first else inputs  # the layers of a part share static inputs

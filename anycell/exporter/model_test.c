@@ -15,6 +15,11 @@ static float largest(const float *out) {
 
 int main(void) {
     static float state[MODEL_STATE_SIZE], out[STEPS * MODEL_OUTPUTS];
+#blob     static unsigned weights[MODEL_WEIGHTS_SIZE / sizeof(unsigned)];
+#blob     FILE *file = fopen("model.bin", "rb");
+#blob     const size_t size = file ? fread(weights, 1, sizeof weights, file) : 0;
+#blob     const int wrong = model_load(state, weights, size);
+#blob     if (wrong) return 1 + wrong;
     model_reset(state);
 #whole     static float memory[STEPS * MODEL_MEMORY + 1];
 #whole     model_process(state, in, out, STEPS, memory);

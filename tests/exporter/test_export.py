@@ -18,11 +18,14 @@ from exported import (
     Array,
     Everything,
     compiled,
+    decaying,
+    load,
     perturbed,
     run,
     sizes_of,
     symbols,
 )
+from guarded import guarded
 from problems import Rows, Sized, Tied
 from random_cells import random_cell
 from tolerances import assert_close
@@ -31,11 +34,14 @@ import anycell
 from anycell import Cell, cell, cells, cli, numpy
 from anycell import lang as f
 from anycell.exporter import machine
+from anycell.exporter.blob import CODES
 from anycell.exporter.model import Model
 from anycell.exporter.program import WEIGHTS
 from anycell.layer.parts import Recurrent
 from anycell.numpy import RNN, Dense, Feedback, Standardise
 from tests.project.test_docs import blocks
+
+GUIDE = "docs/guides/deploying.md"
 
 pytestmark = pytest.mark.skipif(
     shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc"
@@ -199,6 +205,63 @@ def test_weights_of_8_bits_are_faster(target: str, tmp_path: Path) -> None:
     assert integers < real
 
 
+@pytest.mark.parametrize("target", ["c", *HERE])
+def test_weights_in_a_file(target: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """The file of a model with other weights takes the place of the first, without a compiler."""
+    layers = [perturbed(RNN(cells.LSTMP, 3, 6, num_layers=2, P=5), rng) for _ in "ab"]
+    x, results = rng.standard_normal((9, 3)).astype(np.float32), []
+    for k, layer in enumerate(layers):
+        inside = compiled(layer, tmp_path / f"inside{k}", target=target)
+        apart = compiled(layer, tmp_path / f"apart{k}", target=target, blob=True)
+        results.append(run(inside, x))
+        assert np.array_equal(run(apart, x, blocks=2), results[k])
+    shutil.copy(tmp_path / "apart0/model.bin", apart.with_suffix(".bin"))
+    assert np.array_equal(run(apart, x), results[0])
+    assert not np.array_equal(*results)
+
+
+@pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", ["c", HERE[-1]])
+def test_wrong_weights(target: str, count: int, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Each fault has a number, and nothing is read that is not there."""
+    kinds = [RNN(cells.GRU, 2, units, seed=0) for units in (6, 7)]
+    library, other = (
+        compiled(k, tmp_path / str(n), target=target, blob=True) for n, k in enumerate(kinds)
+    )
+    right, strange = (np.fromfile(of.with_suffix(".bin"), np.uint8) for of in (library, other))
+    state = np.full(200, np.nan, np.float32)
+
+    def code(weights: Array, align: int = 4) -> str:
+        place = guarded(weights.shape, np.uint8, True, align)
+        place[...] = weights
+        said = load(library, state, place)
+        assert np.isnan(state).all() == (said != 0), "the state is changed only if all is well"
+        return ("", *CODES)[said]
+
+    changed = {at: right.copy() for at in (0, 4, 8, 12, 16, 20, len(right) - 1)}
+    for at, weights in changed.items():
+        weights[at] ^= 1
+    names = ["NO_WEIGHTS", "OTHER_VERSION", *["OTHER_MODEL"] * 3, *["DAMAGED"] * 2]
+    assert [code(weights) for weights in changed.values()] == names
+    assert code(strange) == "OTHER_MODEL"
+    assert {code(right[: 4 * n]) for n in range(len(right) // 4)} == {"TRUNCATED"}
+    header = library.with_suffix(".h").read_text(encoding="utf-8")
+    assert all(f"MODEL_{name}" in header for name in CODES)
+    spoilt, place = right.copy(), guarded((len(right) + 4,), np.uint8, True)
+    for _ in range(count):
+        spoilt[...] = right
+        at = rng.integers(0, 24 if rng.random() < 0.5 else len(right), rng.integers(1, 4))
+        spoilt[at] = rng.integers(0, 256, len(at))
+        end, shift = rng.integers(0, len(right) + 1), 4 * (rng.random() < 0.9)
+        end = len(right) if rng.random() < 0.5 else end
+        moved = place[shift : shift + end] if shift else place[1 : 1 + end]
+        moved[...] = spoilt[:end]
+        same = shift and end == len(right) and np.array_equal(spoilt, right)
+        assert (load(library, state, moved) == 0) == same
+    assert code(right) == ""
+    assert load(library, state, place[1:][: len(right)]) == 1 + CODES.index("MISALIGNED")
+
+
 # How the files of each format begin: with a name, and the number of the machine behind it.
 FORMATS = {
     **dict.fromkeys(("x86-64", "x86-64-avx2", "x86-64-avx512"), b"\x7fELF\x02>"),
@@ -233,22 +296,31 @@ import { readFileSync } from "node:fs";
 import { load, INPUTS, OUTPUTS } from "./net.mjs";
 
 const bytes = readFileSync("net.wasm"), x = JSON.parse(readFileSync("x.json"));
-const stream = await load(bytes), other = await load(bytes);
+const weights = BLOB ? [readFileSync("net.bin")] : [];
+const stream = await load(bytes, ...weights), other = await load(bytes, ...weights);
+let said = "";
+if (BLOB) await load(bytes, weights[0].subarray(1)).catch((error) => said = error.message);
+if (BLOB && said !== "weights: no weights") throw new Error(said);
 const half = WHOLE ? 0 : INPUTS * Math.floor(x.length / INPUTS / 2);
 const blocks = [x.slice(0, half), x.slice(half)].map((part) => [...stream.process(part)]);
+try { stream.process(x.slice(0, INPUTS + 1)); said = ""; } catch (error) { said = error.message; }
+const expected = `x: given ${INPUTS + 1} numbers, expected ${INPUTS} a step`;
+if (INPUTS > 1 && said !== expected) throw new Error(said);
 stream.reset();
 const all = [stream, other].map((one) => [...one.process(x)]);
 console.log(JSON.stringify([blocks.flat(), ...all, OUTPUTS]));
 """
 
 
-def in_node(layer: RNN, x: Array, folder: Path) -> Array:
+def in_node(layer: RNN, x: Array, folder: Path, blob: bool = False) -> Array:
     """Exports a layer to WebAssembly, and runs it in Node: in blocks, again, and another stream."""
-    names = [file.name for file in anycell.export(layer, folder, target="wasm32", name="net")]
-    assert names[:2] == ["net.o", "net.wasm"] and names[-1] == "net.mjs"
+    options = {"target": "wasm32", "name": "net", "blob": blob}
+    names = [file.name for file in anycell.export(layer, folder, **options)]
+    assert names[:2] == ["net.o", "net.wasm"] and "net.mjs" in names
     (folder / "x.json").write_text(json.dumps(x.ravel().tolist()))
     whole = str(layer.bidirectional).lower()
-    (folder / "run.mjs").write_text(SCRIPT.replace("WHOLE", whole))
+    script = SCRIPT.replace("WHOLE", whole).replace("BLOB", str(blob).lower())
+    (folder / "run.mjs").write_text(script)
     said = subprocess.run(["node", "run.mjs"], cwd=folder, capture_output=True, text=True)
     assert not said.returncode, said.stderr
     *outputs, width = json.loads(said.stdout)
@@ -271,7 +343,7 @@ def test_webassembly(
     layer = RNN(cell, 3, units, num_layers=2, bidirectional=both, seed=0, **sizes_of(cell))
     program, steps = Model([Recurrent.of(layer)]), 200 if units > 100 else 9
     x = 0.3 * rng.standard_normal((steps, program.inputs)).astype(np.float32)
-    assert_close(in_node(layer, x, tmp_path), program.run(x), "float32", "forward")
+    assert_close(in_node(layer, x, tmp_path, both), program.run(x), "float32", "forward")
 
 
 @cell(gates="a", state="h")
@@ -328,10 +400,56 @@ def test_a_compiler_that_reorders_sums_is_told_not_to(tmp_path: Path) -> None:
 
 def test_code_is_short(tmp_path: Path) -> None:
     layers = [numpy.LSTM(1, 20, seed=0), Dense(20, 1, seed=1)]
-    for target in HERE:
-        file, *_ = anycell.export(layers, tmp_path, target=target)
+    for target in [target for target, begin in FORMATS.items() if begin[:1] == b"\x7f"]:
+        file, *_ = anycell.export(layers, tmp_path, target=target, blob=True)
         said = subprocess.run(["size", "-A", file], capture_output=True, text=True).stdout
-        assert int(re.findall(r"\.text +(\d+)", said)[0]) < 12 << 10
+        assert sum(map(int, re.findall(r"\.(?:text|rodata)\S* +(\d+)", said))) < 12 << 10
+
+
+ALLOCATIONS = """
+#include "model.h"
+#include <stdio.h>
+
+void *__libc_malloc(size_t size);
+static int count;
+void *malloc(size_t size) { return count++, __libc_malloc(size); }
+void *calloc(size_t size, size_t count) { (void)size, (void)count; return malloc(0); }
+
+int main(void) {
+    static float state[MODEL_STATE_SIZE], in[9 * MODEL_INPUTS], out[9 * MODEL_OUTPUTS];
+    static void *volatile one;
+    one = malloc(1);
+    const int before = count;
+    model_reset(state);
+    model_step(state, in, out);
+    model_process(state, in, out, 9);
+    return 10 * before + count - before;
+}
+"""
+
+
+@pytest.mark.parametrize("target", ["c", *HERE])
+def test_nothing_is_allocated(target: str, tmp_path: Path) -> None:
+    """The program returns 10 for a call of its own, and 1 more for any other one."""
+    layer = RNN(Everything, 3, 24, num_layers=2, seed=0)
+    compiled(layer, tmp_path, target=target)
+    (tmp_path / "main.c").write_text(ALLOCATIONS, encoding="utf-8")
+    subprocess.run(["gcc", "main.c", "model.o", "-lm", "-o", "main"], cwd=tmp_path, check=True)
+    assert subprocess.run(["./main"], cwd=tmp_path).returncode == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["c", *HERE])
+def test_silence_is_not_slower(target: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """A state that decays for 10^6 samples takes no longer than one that does not."""
+    library = compiled(decaying(20), tmp_path, target=target)
+    noise, silence = rng.standard_normal((10**6, 1)).astype(np.float32), np.zeros((10**6, 1))
+    silence[0], times = 1.0, []
+    for x in [noise, silence] * 5:
+        before = time.process_time()
+        run(library, x)
+        times.append(time.process_time() - before)
+    assert min(times[1::2]) < 1.2 * min(times[::2])
 
 
 def test_layers_of_numpy(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -354,6 +472,28 @@ def test_feedback(tmp_path: Path, rng: np.random.Generator) -> None:
     rows = np.concatenate([x[:, 0], ~forced[:, None]], 1)
     rows[~forced, :2] = 0.0
     assert_close(run(compiled(model, tmp_path), rows), expected, "float32", "forward")
+
+
+@pytest.mark.parametrize("target", ["c", HERE[-1]])
+def test_functions_of_large_numbers(target: str, tmp_path: Path) -> None:
+    """Up to the largest, they are torch's in float64: its GELU of float32 overflows before."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("anycell.torch")
+    nn, first = torch.nn, torch.nn.Linear(1, 16, bias=False)
+    nn.init.ones_(first.weight)
+    sizes = np.float32([0.0, 1e-40, 1e-30, 88, 100, 1e5, 1e13, 1e20, 1.7e38, 3.4028234e38])
+    x = np.concatenate([sizes, -sizes])[:, None]
+    for k, function in enumerate((
+        nn.ELU(0.7), nn.GELU(), nn.GELU("tanh"), nn.Hardsigmoid(), nn.Hardtanh(-0.3, 0.6),
+        nn.LeakyReLU(), nn.LogSigmoid(), nn.Sigmoid(), nn.SiLU(), nn.Softsign(), nn.Tanh(),
+        nn.Softplus(2.0, 1.0),
+    )):  # fmt: skip
+        model = nn.Sequential(first, function)
+        out = run(compiled(model, tmp_path / str(k), target=target), x)
+        with torch.no_grad():
+            expected = model.double()(torch.from_numpy(x).double()).numpy()
+        first.float()
+        assert np.allclose(out, expected, rtol=1e-5, atol=1e-30), function
 
 
 @pytest.mark.parametrize("target", ["c", HERE[0]])
@@ -475,15 +615,38 @@ def test_what_is_refused_of_keras(tmp_path: Path) -> None:
 def test_the_program_of_the_guide(tmp_path: Path, rng: np.random.Generator) -> None:
     layers = [numpy.LSTM(1, 6, seed=0, dtype="float64"), Dense(6, 1, dtype="float64", seed=1)]
     anycell.export(layers, tmp_path / "exported", name="net")
-    (program,) = blocks("docs/guides/deploying.md", "c")
+    program, _ = blocks(GUIDE, "c")
     (tmp_path / "main.c").write_text(program, encoding="utf-8")
-    (command,) = blocks("docs/guides/deploying.md", "sh")
+    (command,) = blocks(GUIDE, "sh")
     subprocess.run(["gcc", *command.split()[1:]], cwd=tmp_path, check=True)
-    x = rng.standard_normal((9, 1, 1)).astype(np.float32)
+    x = rng.standard_normal((150, 1, 1)).astype(np.float32)
     typed = "\n".join(map(repr, x.ravel().tolist()))
     said = subprocess.run(["./main"], cwd=tmp_path, input=typed, capture_output=True, text=True)
     expected = layers[1].forward(layers[0].forward(x)[0]).ravel()
     assert_close(np.array(said.stdout.split(), float), expected, "float32", "forward")
+    if shutil.which("g++"):  # blocks of samples against the whole sequence
+        (program,) = blocks(GUIDE, "cpp")
+        (tmp_path / "main.cpp").write_text(program, encoding="utf-8")
+        for line in ("gcc -c exported/net.c", "g++ -Iexported main.cpp net.o -lm -o main"):
+            subprocess.run(line.split(), cwd=tmp_path, check=True)
+        said = subprocess.run(["./main"], cwd=tmp_path, input=x.tobytes(), capture_output=True)
+        assert_close(np.frombuffer(said.stdout, np.float32), expected, "float32", "forward")
+
+
+@needs_node
+def test_the_script_of_the_guide(tmp_path: Path) -> None:
+    layer = RNN(cells.LSTM, 1, 6, seed=0)
+    anycell.export(layer, tmp_path, name="net", target="wasm32")
+    (script,) = blocks(GUIDE, "js")
+    script = (
+        'import { readFileSync } from "node:fs";\n'
+        "globalThis.fetch = async (file) => ({ arrayBuffer: async () => readFileSync(file) });\n"
+        f"{script}console.log(JSON.stringify([...out]));"
+    )
+    (tmp_path / "main.mjs").write_text(script, encoding="utf-8")
+    said = subprocess.run(["node", "main.mjs"], cwd=tmp_path, capture_output=True, text=True)
+    expected = layer.forward(np.float32([[[0.1]], [[0.2]]]))[0].ravel()
+    assert_close(np.array(json.loads(said.stdout)), expected, "float32", "forward")
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake: apt-get install cmake")

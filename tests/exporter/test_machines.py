@@ -5,6 +5,7 @@ gcc-riscv64-linux-gnu gcc-arm-linux-gnueabihf gcc-arm-none-eabi libnewlib-arm-no
 """
 
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from exported import CC, EVERY, FURTHER, HERE, perturbed, sizes_of
+from exported import CC, EVERY, FURTHER, HERE, decaying, perturbed, sizes_of
 
 import anycell
 from anycell import Cell, cells
 from anycell.numpy import RNN
+from tests.project.test_docs import blocks
 
 # A board without a system: its stack, and where it starts. Floats work once they are switched on.
 START = """
@@ -102,7 +104,7 @@ def test_narrow_weights(weights: str, machine: str, tmp_path: Path) -> None:
     layer = RNN(cells.LSTMP, 3, 6, num_layers=2, bidirectional=True, seed=0, P=5)
     if weights == "int8":
         layer, weights = anycell.compress.quantize(layer), "float32"
-    (error,) = re.findall(r": (\S+)", said(layer, machine, tmp_path, weights=weights))
+    (error,) = re.findall(r": (\S+)", said(layer, machine, tmp_path, weights=weights, blob=True))
     assert float(error) < 1e-6
 
 
@@ -132,14 +134,6 @@ int main(void) {
 """
 
 
-def decaying(units: int = 6) -> RNN:
-    """A layer whose state halves in silence."""
-    layer = RNN(cells.JANET, 1, units, bias=False, seed=0)
-    for name, parameter in layer.parameters.items():
-        parameter[...] *= name != "weight_hh_l0"
-    return layer
-
-
 @pytest.mark.parametrize("source", [False, True])
 @machines
 def test_denormal_numbers_do_not_outlive_a_call(source: bool, machine: str, tmp_path: Path) -> None:
@@ -147,3 +141,42 @@ def test_denormal_numbers_do_not_outlive_a_call(source: bool, machine: str, tmp_
     if machine == "riscv64":
         pytest.skip("RISC-V has no such mode")
     assert said(decaying(), machine, tmp_path, SILENCE, source=source) == "1 1 0 1"
+
+
+SKETCH = """
+#include <stdio.h>
+
+static const float series[] = {%s};
+static int day;
+float measured(void) { return series[day++]; }
+void show(float forecast) { printf("%%.7g\\n", forecast); }
+
+int main(void) {
+    setup();
+    while (day < (int)(sizeof series / sizeof *series)) loop();
+    return 0;
+}
+"""
+
+
+@machines
+@pytest.mark.sample(every=4)
+def test_the_sketch_of_the_guide(
+    machine: str, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the forecaster of the demo, trained a little: what it says of the next week."""
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend("examples")
+    demo = runpy.run_path("examples/demo.py")
+    model = demo["models"]("numpy", 16)[1].model
+    weeks = np.arange(2 * demo["YEAR"], dtype=np.float32)
+    x = np.sin(weeks / 8.0)[None, :, None] + 0.1 * rng.standard_normal((4, len(weeks), 1))
+    target = np.zeros((4, demo["YEAR"], demo["YEAR"]), np.float32)
+    for _ in range(3):
+        model.fit(x.astype(np.float32), target)
+    seen = x[0, :, 0].astype(np.float32)
+    _, sketch = blocks("docs/guides/deploying.md", "c")
+    main = sketch + SKETCH % ", ".join(f"{value:.9e}f" for value in seen.tolist())
+    shown = said([model.layer, model.readout], machine, tmp_path, main).split()
+    expected = model.predict(seen[None, :, None])[0, :, 0]
+    assert np.allclose(np.array(shown, float)[-demo["YEAR"] :], expected, atol=1e-5)

@@ -51,6 +51,13 @@ def symbols(file: Path) -> dict[str, str]:
     return {line[-1]: line[-2] for line in map(str.split, said.splitlines())}
 
 
+def load(library: Path, state: Array, weights: Array) -> int:
+    """What a library says of weights, whose bytes lie at any address."""
+    function = getattr(ctypes.CDLL(str(library)), f"{library.stem}_load")
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    return int(function(state.ctypes.data, weights.ctypes.data, weights.nbytes))
+
+
 def run(library: Path, x: Array, blocks: int = 1) -> Array:
     """Runs an exported model on ``[T, inputs]``, from its initial state, block by block."""
     header = library.with_suffix(".h").read_text(encoding="utf-8")
@@ -66,6 +73,9 @@ def run(library: Path, x: Array, blocks: int = 1) -> Array:
     process.argtypes = [*[pointer] * 3, ctypes.c_size_t, *[pointer] * whole]
     state = np.full(sizes["STATE_SIZE"] + 1, np.nan, np.float32)
     assert size() == 4 * sizes["STATE_SIZE"]
+    if "WEIGHTS_SIZE" in sizes:
+        weights = np.fromfile(library.with_suffix(".bin"), np.uint8)
+        assert len(weights) == sizes["WEIGHTS_SIZE"] and load(library, state, weights) == 0
     reset(state)
     outputs = []
     for part in np.array_split(x.astype(np.float32), blocks):
@@ -81,6 +91,14 @@ def perturbed(layer: RNN, rng: np.random.Generator) -> RNN:
     """The layer with other numbers in all of its parameters, biases too."""
     for parameter in layer.parameters.values():
         parameter[...] = 0.4 * rng.standard_normal(parameter.shape)
+    return layer
+
+
+def decaying(units: int = 6) -> RNN:
+    """A layer whose state halves in silence."""
+    layer = RNN(cells.JANET, 1, units, bias=False, seed=0)
+    for name, parameter in layer.parameters.items():
+        parameter[...] *= name != "weight_hh_l0"
     return layer
 
 
