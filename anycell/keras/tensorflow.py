@@ -154,7 +154,9 @@ def run(
     # is unlikely: nothing is kept, and a backward pass would run the forward pass again.
     taped = record.could_possibly_record()
     keep = layer.options.training or taped or bool(layer.sequences)
-    if layer.sequences:  # what the kernels keep for the backward pass has them
+    # With sequences, what the kernels keep for the backward pass has them. And XLA could not tell
+    # how much checkpoints of unknown steps keep.
+    if layer.sequences or (_compiled() and None in x.shape.as_list()[:2]):
         layer = layer._replace(options=layer.options._replace(checkpoint=None))
     if integers and keep:
         arrays, integers = dequantized(arrays), False

@@ -160,7 +160,7 @@ class Xla(Traced):
         text = _text(form, types, sized, tuple(recipe.dtypes))
         made = call_module(
             tensors,
-            version=9,  # the first with effects and platforms as they are now; since 2.14
+            version=9,
             module=text.encode(),
             Sout=[[n if isinstance(n, int) else None for n in shape] for shape in sized],
             Tout=[tf.as_dtype(dtype) for dtype in recipe.dtypes],
@@ -322,6 +322,8 @@ def obstacle(run: Callable[..., Any]) -> str | None:
         return [*ends, *tape.gradient(ends, flat)]
 
     def tried() -> bool:
+        if tf.config.list_logical_devices("TPU"):
+            raise OSError("the kernels run on the CPU alone, and there is a TPU")
         _register()
         ours = functools.partial(passes, run)
         with tf.device("CPU:0"):
