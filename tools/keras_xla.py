@@ -2,8 +2,8 @@
 
     python tools/keras_xla.py results.json [shape ...]
 
-Inference is a call of ``tf.function(model, jit_compile=True)``; training is ``model.fit`` of a model
-compiled with ``jit_compile=True``, per step. LSTM is ``anycell.keras.LSTM`` against
+Inference is a call of ``tf.function(model, jit_compile=True)``; training is a step of ``model.fit``
+of a model that was compiled with ``jit_compile=True``. LSTM is ``anycell.keras.LSTM`` against
 ``keras.layers.LSTM``; "user's cell" is a class that ``anycell.keras.RNN`` reads, against
 ``keras.layers.RNN``. All run on one thread, in turns; times are processor times, medians.
 """
@@ -19,13 +19,13 @@ from typing import Any
 os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
 os.environ |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
+import keras
+import numpy as np
+import tensorflow as tf
 
-import anycell.keras  # noqa: E402
-from anycell.bench.machine import describe  # noqa: E402
-from anycell.bench.shapes import select  # noqa: E402
+import anycell.keras
+from anycell.bench.machine import describe
+from anycell.bench.shapes import select
 
 ROUNDS, STEPS = 7, 12
 
@@ -52,7 +52,7 @@ class Coupled(keras.layers.Layer):
 
 
 def made(module: Any, cell: str, shape: Any) -> keras.Model:
-    """A compiled model of one kind of layer, as many and in as many directions as the shape says."""
+    """A compiled model of one kind of layer, as many as the shape says."""
     model = keras.Sequential([keras.Input((shape.T, shape.I))])
     for _ in range(shape.L):
         if cell == "LSTM":
@@ -77,10 +77,11 @@ def compared(cell: str, shape: Any) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(STEPS * shape.B, shape.T, shape.I)).astype("float32")
     y = rng.normal(size=(STEPS * shape.B, shape.T, shape.D * shape.H)).astype("float32")
+    weights: list[Any] = []
     batch, calls, outputs = tf.constant(x[: shape.B]), dict[tuple[str, str], Any](), []
     for name, module in (("ours", anycell.keras), ("keras", keras.layers)):
         model = made(module, cell, shape)
-        if outputs:
+        if weights:
             model.set_weights(weights)
         weights = model.get_weights()
         infer = tf.function(lambda x, model=model: model(x, training=False), jit_compile=True)

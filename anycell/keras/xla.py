@@ -270,7 +270,7 @@ def run(
         tensors: x first.
         leading: returns the sizes of the tensors' first axes, from numbers of steps and rows.
     """
-    first = leading(STEPS[0], ROWS[0])
+    tensors, first = [*map(tf.convert_to_tensor, tensors)], leading(STEPS[0], ROWS[0])
     known = {
         number: size
         for tensor, numbers in zip(tensors, first, strict=False)
