@@ -288,7 +288,8 @@ def run(
             tensor = tf.reshape(tensor, shape)
             whole = [numbers[k] if n is None else n for k, n in enumerate(tensor.shape)]
         arrays.append(Buffer(tensor, whole))
-    return [array.plain for array in compute(*arrays)]
+    # TensorFlow looks for the gradient of the operation in vectorized loops, and finds none.
+    return [tf.stop_gradient(array.plain) for array in compute(*arrays)]
 
 
 # -- whether the road works ------------------------------------------------------------------------
