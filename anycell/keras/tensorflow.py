@@ -154,7 +154,9 @@ def run(
     # is unlikely: nothing is kept, and a backward pass would run the forward pass again.
     taped = record.could_possibly_record()
     keep = layer.options.training or taped or bool(layer.sequences)
-    if layer.sequences:  # what the kernels keep for the backward pass has them
+    # With sequences, what the kernels keep for the backward pass has them. And XLA could not tell
+    # how much checkpoints of unknown steps keep.
+    if layer.sequences or (_compiled() and None in x.shape.as_list()[:2]):
         layer = layer._replace(options=layer.options._replace(checkpoint=None))
     if integers and keep:
         arrays, integers = dequantized(arrays), False
@@ -295,25 +297,33 @@ def _behind(number: Tensor) -> _Kernels:
     return kernels
 
 
+def _inputs(op: Any) -> list[Tensor]:
+    """The inputs of an operation of ``_differentiable``."""
+    if op is None:  # so TensorFlow asks for gradients where it saves a function
+        raise NotImplementedError(_REFUSAL)
+    return list(op.inputs)
+
+
 @tf.RegisterGradient(FORWARD)
 def _of_forward(op: Any, *arriving: Tensor) -> list[Tensor]:
-    *inputs, number = op.inputs
+    *inputs, number = _inputs(op)
     kernels = _behind(number)
     if not kernels.sure:
         kernels = replace(kernels, wanted=kernels.parts)
     count = kernels.ends
     kept = count + len(kernels.names)
     grads = _gradient(kernels, inputs[count:kept], arriving[:count], inputs[kept:])
-    return [None] * count + grads + [None] * (len(op.inputs) - count - len(grads))
+    return [None] * count + grads + [None] * (len(inputs) + 1 - count - len(grads))
 
 
 @tf.RegisterGradient(BACKWARD)
 def _of_backward(op: Any, *seconds: Tensor) -> list[Tensor]:
-    kernels = _behind(op.inputs[-1])
+    inputs = _inputs(op)
+    kernels = _behind(inputs[-1])
     count = len(kernels.wanted)
-    tensors, arriving, _ = _parted(kernels, op.inputs[count:])
+    tensors, arriving, _ = _parted(kernels, inputs[count:])
     grads = [*_second(kernels, tensors, arriving, seconds[:count])]
-    return [None] * count + grads + [None] * (len(op.inputs) - count - len(grads))
+    return [None] * count + grads + [None] * (len(inputs) - count - len(grads))
 
 
 def _parted(kernels: _Kernels, inputs: Sequence[Tensor]) -> tuple[list[Tensor], ...]:

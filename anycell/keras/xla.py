@@ -160,7 +160,7 @@ class Xla(Traced):
         text = _text(form, types, sized, tuple(recipe.dtypes))
         made = call_module(
             tensors,
-            version=9,  # the first with effects and platforms as they are now; since 2.14
+            version=9,
             module=text.encode(),
             Sout=[[n if isinstance(n, int) else None for n in shape] for shape in sized],
             Tout=[tf.as_dtype(dtype) for dtype in recipe.dtypes],
@@ -270,7 +270,7 @@ def run(
         tensors: x first.
         leading: returns the sizes of the tensors' first axes, from numbers of steps and rows.
     """
-    first = leading(STEPS[0], ROWS[0])
+    tensors, first = [*map(tf.convert_to_tensor, tensors)], leading(STEPS[0], ROWS[0])
     known = {
         number: size
         for tensor, numbers in zip(tensors, first, strict=False)
@@ -288,7 +288,8 @@ def run(
             tensor = tf.reshape(tensor, shape)
             whole = [numbers[k] if n is None else n for k, n in enumerate(tensor.shape)]
         arrays.append(Buffer(tensor, whole))
-    return [array.plain for array in compute(*arrays)]
+    # TensorFlow looks for the gradient of the operation in vectorized loops, and finds none.
+    return [tf.stop_gradient(array.plain) for array in compute(*arrays)]
 
 
 # -- whether the road works ------------------------------------------------------------------------
@@ -322,6 +323,8 @@ def obstacle(run: Callable[..., Any]) -> str | None:
         return [*ends, *tape.gradient(ends, flat)]
 
     def tried() -> bool:
+        if tf.config.list_logical_devices("TPU"):
+            raise OSError("the kernels run on the CPU alone, and there is a TPU")
         _register()
         ours = functools.partial(passes, run)
         with tf.device("CPU:0"):

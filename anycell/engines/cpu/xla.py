@@ -27,6 +27,7 @@ import hashlib
 import itertools
 import secrets
 import threading
+import traceback
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -143,6 +144,13 @@ class Process:
 
     def _drafted(self, frame: int) -> int:
         """Drafts the record of a call; see ``PROCESS``."""
+        try:
+            return self._draft_of(frame)
+        except BaseException:  # which cannot pass through XLA, whose error follows
+            traceback.print_exc()
+            return 0
+
+    def _draft_of(self, frame: int) -> int:
         attribute = _at(_at(frame + ATTRIBUTES))
         number = _at(_at(attribute + NUMBERS) + 8 * FORM.index("form"))
         given, made = (
