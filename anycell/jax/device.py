@@ -7,6 +7,7 @@ of x and of weights after it. Each direction is a pass of its own.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import secrets
@@ -17,20 +18,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from anycell import cells
 from anycell.engines.gpu import build, capacity, launch, xla
 from anycell.engines.gpu.capacity import Device
+from anycell.jax.composite import composite
 from anycell.jax.framework import Buffer, Jax, Seed
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, gpu
 from anycell.layer.arguments import Factors
 from anycell.layer.framework import DeviceFramework
-from anycell.layer.launches import SEED, DeviceRecipe, gave_up
+from anycell.layer.launches import SEED, DeviceRecipe, Launches, gave_up
 from anycell.layer.signature import ENDS, OF_STATES, Shape
 from anycell.layer.weight_gradients import WeightGradients, bias_gradients
-from anycell.plan import Options, Plan, no_kernel_on_gpu
+from anycell.plan import Layer, Options, Plan, no_kernel_on_gpu
+from anycell.plan import plan as make_plan
 
 Array = Any
 PLATFORM = "CUDA"  # as XLA calls it
+DOUBTFUL = 0.05  # an error of results near 1 that no rounding to TF32 explains
+
+
+class Unfit(Exception):
+    """No recipe of launches runs a pass here: the device refuses the kernels of tiers 1 and 2."""
 
 
 class JaxDevice(DeviceFramework, Jax):
@@ -72,6 +81,8 @@ class JaxDevice(DeviceFramework, Jax):
 
     def trace(self, recipe: Any, given: Any, options: Options) -> list[Array]:
         """Puts a pass into the graph; see ``Framework``."""
+        if len(recipe.parts) > 1 or not isinstance(recipe.parts[0], Launches):
+            raise Unfit
         words = options.seed.words if isinstance(options.seed, Seed) else None
         operands = [words if name == SEED else given[name] for name in recipe.names]
         operands += recipe.constants
@@ -105,19 +116,56 @@ def reason(plan: Plan, batch: int = capacity.BATCH) -> str | None:
         return why
     host = JaxDevice.of(plan.dtype)
     for backward in (False, True):
-        choices = capacity.choices(
+        best, *_ = capacity.choices(
             plan, host.limits, backward, host.tier, batch, host.tf32(plan.cell)
         )
-        if choices[0].tier == 3:
-            return f"one step per launch would be as slow as lax.scan: {choices[0].reason}"
+        if best.tier == 3:
+            return f"one step per launch would be as slow as lax.scan: {best.reason}"
+        if why := doubt(best.tier):
+            return why
     return None
 
 
+@functools.cache
+def doubt(tier: int) -> str | None:
+    """Why the kernels of a tier are not trusted in this process; None if a small layer has the
+    results and the gradients of ``lax.scan``.
+    """
+    rng, names = np.random.default_rng(0), ("x", "weight_ih", "weight_hh", "bias_hh")
+    shapes = (4, 3, 5), (64, 5), (64, 16), (64,)
+    given = {n: rng.normal(size=s).astype("f") for n, s in zip(names, shapes, strict=True)}
+    one = make_plan(cells.LSTM, 16, engine="gpu")
+    host = copy.copy(JaxDevice.of(one.dtype))
+    host.tier, options = tier, Options()
+    layer = Layer(cells.LSTM, (("H", 16),), options, one.dtype, names, plan=one)
+
+    def by_kernels(arrays: dict[str, Array]) -> Any:
+        output, final, kept = forward(host, one, arrays, options, True)
+        d = backward(host, one, arrays, options, kept, output, [None, None], names)
+        return output, tuple(final), d
+
+    def by_scan(arrays: dict[str, Array]) -> Any:
+        (output, final, _), pull_back = jax.vjp(lambda some: composite(layer, some), arrays)
+        (d,) = pull_back((output, tuple(map(jnp.zeros_like, final)), ()))
+        return output, final, d
+
+    try:
+        with jax.ensure_compile_time_eval():
+            found, right = (jax.tree.leaves(jax.jit(f)(given)) for f in (by_kernels, by_scan))
+        pairs = zip(found, right, strict=True)
+        apart = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+    except Exception as error:
+        return f"the kernels of tier {tier} failed at a small layer here: {error}"
+    if apart < DOUBTFUL:
+        return None
+    return f"the kernels of tier {tier} computed a small layer wrongly here, by {apart:.2g}"
+
+
 def forward(
-    plan: Plan, arrays: Mapping[str, Array], options: Options, keep: bool
+    host: JaxDevice, plan: Plan, arrays: Mapping[str, Array], options: Options, keep: bool
 ) -> tuple[Array, list[Array], list[Kept]]:
     """Runs a layer: outputs, final states, and what the backward pass reads, by direction."""
-    host, outputs, finals, every = JaxDevice.of(plan.dtype), [], [], list[Kept]()
+    outputs, finals, every = [], [], list[Kept]()
     for d in range(len(options.reverse)):
         given = _of_direction(arrays, d)
         weight = given.pop("weight_ih", None)
@@ -133,6 +181,7 @@ def forward(
 
 
 def backward(
+    host: JaxDevice,
     plan: Plan,
     arrays: Mapping[str, Array],
     options: Options,
@@ -142,7 +191,7 @@ def backward(
     wanted: Sequence[str],
 ) -> dict[str, Array]:
     """The gradients of a layer's arrays, from what ``forward`` kept of each direction."""
-    host, x, named = JaxDevice.of(plan.dtype), arrays["x"], dict[str, Array]()
+    x, named = arrays["x"], dict[str, Array]()
     size = plan.sizes[plan.cell.states[0].size]
     gates = jax.ShapeDtypeStruct((*x.shape[:2], plan.gates_width), x.dtype)  # which none reads
     for d, kept in enumerate(every):

@@ -66,14 +66,25 @@ def run(layer: Layer, arrays: Arrays) -> Results:
 
 
 def _fits(layer: Layer, arrays: Arrays) -> bool:
-    """Whether the plan's engine runs a call. A card's kernels keep no states of all steps, and
-    nothing is projected again between checkpoints.
-    """
-    plan = layer.plan
-    if plan.engine == "gpu":
-        apart = layer.sequences or layer.options.checkpoint is not None
-        return not apart and device.reason(plan, arrays["x"].shape[1]) is None
-    return plan.engine == "cpu"
+    """Whether the plan's engine runs a call. A card's kernels return no states of all steps."""
+    if layer.plan.engine != "gpu":
+        return bool(layer.plan.engine == "cpu")
+    shapes = tuple((a.shape, str(a.dtype)) for a in arrays.values())
+    return not layer.sequences and _drafted(layer, shapes)
+
+
+@lru_cache(maxsize=1024)
+def _drafted(layer: Layer, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> bool:
+    """Drafts all passes of a layer on a card; says whether there are kernels for them."""
+    flat = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    passes = [partial(_forward, layer, keep) for keep in (False, True)]
+    try:
+        _, (results, kept) = (jax.eval_shape(one, *flat) for one in passes)
+        of_all = partial(_run_backward, layer=layer, wanted=("x",), arriving=("output",))
+        jax.eval_shape(of_all, *flat, results[0], *jax.tree.leaves(kept))
+    except device.Unfit:
+        return False
+    return True
 
 
 def _check_shards(arrays: Arrays) -> None:
@@ -125,7 +136,9 @@ def _seeded(layer: Layer, arrays: Arrays) -> tuple[Layer, Arrays]:
 def _forward(layer: Layer, keep: bool, *flat: Array) -> tuple[Results, Any]:
     layer, arrays = _seeded(layer, layer.named(flat))
     if layer.plan.engine == "gpu":
-        found = device.forward(_kernels(layer, arrays), arrays, layer.options, keep)
+        plan = _kernels(layer, arrays)
+        host = device.JaxDevice.of(plan.dtype)
+        found = device.forward(host, plan, arrays, layer.options, keep)
         return (found[0], tuple(found[1]), ()), found[2]
     plan, keeps = _kernels(layer, arrays), keep or bool(layer.sequences)
     output, finals, kept = forward(Jax.of(plan.dtype), plan, arrays, layer.options, keep=keeps)
@@ -151,7 +164,7 @@ def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) ->
     d_final = [d.get(f"final {name}") for name in plan.cell.state_names]
     given = arrays, seeded.options, kept, d.get("output"), d_final
     if plan.engine == "gpu":
-        gradients = device.backward(plan, *given, wanted)
+        gradients = device.backward(device.JaxDevice.of(plan.dtype), plan, *given, wanted)
     else:
         gradients = backward(
             Jax.of(plan.dtype), plan, *given,

@@ -16,7 +16,7 @@ from problems import assert_solved, draw
 from processes import at_once
 
 from anycell import cells
-from anycell.engines.gpu import launch, xla
+from anycell.engines.gpu import launch, refusals, xla
 from anycell.engines.gpu.interpreter import Interpreter, Started
 
 pytest.importorskip("jax")
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 import anycell.jax as aj
 from anycell.jax import device, fused
+from anycell.layer import recipe
 from tests.conformance import on_jax
 
 FRAME = 176  # bytes of a frame
@@ -73,6 +74,7 @@ def target(captured: bool) -> str:
 
 
 SHIMS: list[Shim] = []
+DOUBT = device.doubt
 
 
 class Launched(list[Started]):
@@ -96,10 +98,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     monkeypatch.setattr(Interpreter, "launch", started)
     monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
     monkeypatch.setattr(device, "_target", target)
+    monkeypatch.setattr(device, "doubt", lambda _: None)
     monkeypatch.setattr(device.JaxDevice, "limits", CARDS["H100"])
     monkeypatch.setattr(launch, "missing", lambda: None)
     jax.clear_caches()
+    fused._drafted.cache_clear()
     yield seen
+    fused._drafted.cache_clear()
     jax.clear_caches()
 
 
@@ -188,15 +193,59 @@ def test_the_engine_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_that_go_step_by_step(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches that fill a card in tier 3, checkpoints, all states; and exported programs."""
+    """The states of all steps, exported programs, and batches that take tier 3."""
     reference = LAYER(PARAMS, X, engine="reference")[0]
-    for options in ({"checkpoint": 2}, {"return_states": True}):
-        assert_close(LAYER(PARAMS, X, engine="gpu", **options)[0], reference)
+    assert_close(LAYER(PARAMS, X, engine="gpu", return_states=True)[0], reference)
     exported = jax.export.export(jax.jit(partial(LAYER, engine="gpu")))(PARAMS, X)
     assert_close(exported.call(PARAMS, X)[0], reference)
-    monkeypatch.setattr(device, "reason", lambda *_: None if len(_) == 1 else "tier 3")
-    assert_close(call(), reference)
     assert not launched
+    x, wide = jnp.ones((2, 40_000, 4)), aj.RNN(cells.LSTM, 4, 200)  # too many rows for tier 2
+    params = wide.init(jax.random.key(0))
+    shapes = jax.eval_shape(partial(wide, engine="gpu"), params, x)
+    assert shapes[0].shape == (2, 40_000, 200) and not launched
+    text = jax.jit(partial(wide, engine="gpu")).lower(params, x).as_text()
+    assert "shim" not in text and "while" in text
+
+
+def test_a_refused_kernel_is_another_choice(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a compilation, the next choice runs; if there is none but tier 3, step by step."""
+    loaded, reference = launch.loaded, LAYER(PARAMS, X, engine="reference")[0]
+    refused: list[str] = []
+
+    def load(printed: Any, *given: Any) -> Any:
+        if printed.alone and (forever or not refused):
+            refused.append(printed.name)
+            raise launch.Refused(printed, "the test says so")
+        return loaded(printed, *given)
+
+    monkeypatch.setattr(launch, "loaded", load)
+    for forever in (False, True):
+        refusals.forget()
+        fused._drafted.cache_clear()
+        refused.clear()
+        assert_close(call(), reference)
+        assert bool(launched) is not forever and refused
+        launched.clear()
+        recipe.known.clear()
+        jax.clear_caches()
+    refusals.forget()
+
+
+def test_a_doubtful_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process first compares a small layer of each tier with the layer step by step."""
+    doubt = DOUBT.__wrapped__
+    assert doubt(1) is None and doubt(2) is None
+    monkeypatch.setattr(device, "_product", lambda a, b: 2 * jnp.matmul(a, b))
+    assert "computed a small layer wrongly here, by" in doubt(1)
+    monkeypatch.setattr(Interpreter, "launch", lambda *_: 700)
+    assert "failed at a small layer here" in doubt(1) and "700 is the error" in doubt(1)
+    monkeypatch.setattr(device, "doubt", lambda tier: f"doubts of tier {tier}")
+    with pytest.raises(ValueError, match=r"engine: given 'gpu'; .*doubts of tier 1"):
+        call()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert LAYER.engine == ("reference", "doubts of tier 1")
 
 
 # -- transformations -------------------------------------------------------------------------------
@@ -207,13 +256,13 @@ def test_transformations(launched: Launched) -> None:
         return (LAYER(PARAMS, x, engine=engine)[0] ** 2).sum()
 
     several = jnp.stack([X, 2 * X, -X])
-    found = jax.vmap(jax.grad(total))(several)
-    names = len(launched)
+    found = jax.block_until_ready(jax.vmap(jax.grad(total))(several))
+    count = len(launched)
     right = jax.vmap(jax.grad(partial(total, engine="reference")))(several)
     assert_close(found, right)
     launched.clear()
-    jax.grad(total)(X)
-    assert len(launched) == names  # as many as for one
+    jax.block_until_ready(jax.grad(total)(X))
+    assert len(launched) == count  # as many as for one
     for derive in (jax.hessian, jax.jacfwd):
         small = jnp.ones((2, 1, 4))
         assert_close(derive(total)(small), derive(partial(total, engine="reference"))(small))
