@@ -43,7 +43,7 @@ TEXT = 512  # bytes of a message, which begins with an error of three digits
 
 
 class Record:
-    """What a call of the handler needs to know of a pass.
+    """A pass as the handler needs to know it.
 
     Args:
         told: describes the pass in an error.
