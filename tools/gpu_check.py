@@ -110,17 +110,18 @@ def plan() -> list[Part]:
         Part("card", 120, 120, (Command("card", tool("gpu_card"), essential=True),)),
         Part("smoke", 60, 90, tuple(checks), each=60),
         Part("host", 15, 30, (Command("host", tool("gpu_host")),)),
+        Part("frames", 15, 40, (Command("frames", tool("gpu_frames")),)),
         Part("ahead", 40, 60, (Command("ahead", tool(
             "gpu_ahead", "--jobs", jobs, "--device", "{device}", *bench)),)),
-        Part("exchange", 25, 45, (Command("exchange", tool("gpu_exchange", *bench)),)),
+        Part("exchange", 20, 45, (Command("exchange", tool("gpu_exchange", *bench)),)),
         Part("targets", 85, 160, (Command(
             "targets", tool("gpu_bench", "--cases", "targets", *bench), goes_on=True),)),
-        Part("stress", 45, 60, (Command("stress", tool("gpu_stress", *bench)),)),
+        Part("stress", 40, 60, (Command("stress", tool("gpu_stress", *bench)),)),
         Part("tests", 90, 170, (Command(
             "tests", pytest("tests", "gpu and not slow", *of_a_card()), needs=("pytest",)),)),
         Part("engine", 30, 90, (Command(
             "engine", pytest("engine", "not gpu and not slow", *engine), needs=("pytest",)),)),
-        Part("sanitizer", 20, 60, tuple(sanitized)),
+        Part("sanitizer", 15, 60, tuple(sanitized)),
         Part("rest", 10, 540, (Command(
             "rest", tool("gpu_bench", "--cases", "rest", *bench), goes_on=True),)),
     ]  # fmt: skip
@@ -326,6 +327,7 @@ def markdown(results: Results) -> str:
         "Smoke": partial(of_lines, prefix="smoke-"), "Stress": partial(of_lines, prefix="stress"),
         "Exchange": partial(of_lines, prefix="exchange"),
         "Microseconds of a call on the host": partial(of_lines, prefix="host"),
+        "Frames of XLA": partial(of_lines, prefix="frames"),
         "Microseconds per step, forward / forward+backward": of_timings,
         "Tests": of_tests, "What failed": of_failures,
     }  # fmt: skip
@@ -506,7 +508,7 @@ def main() -> None:
     parts = plan()
     if args.rehearse:
         os.environ[REHEARSAL] = "1"
-        shown, long = ("smoke", "host"), {"seconds": 900.0, "most": 900.0, "each": 900.0}
+        shown, long = ("smoke", "host", "frames"), {"seconds": 900.0, "most": 900.0, "each": 900.0}
         parts = [part._replace(**long) for part in parts if part.name in shown]
     if args.parts:
         names = args.parts.split(",")

@@ -350,7 +350,7 @@ def check() -> Any:
 def test_the_plan_of_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes at most nine minutes, most important parts first, and its programs exist."""
     parts = check.plan()
-    order = "card smoke host ahead exchange targets stress tests engine sanitizer rest"
+    order = "card smoke host frames ahead exchange targets stress tests engine sanitizer rest"
     assert [part.name for part in parts] == order.split()
     assert sum(part.seconds for part in parts) <= 540
     assert parts[0].seconds >= 120 and all(part.most >= part.seconds for part in parts)
@@ -378,6 +378,7 @@ def test_the_rehearsal(tmp_path: Path) -> None:
     """Without a card, the first parts of a card's run end well, and say what they found."""
     said = run("tools/gpu_check.py", "--rehearse", str(tmp_path))
     assert "| smoke | 12 of 12 passed |" in said and "| host | passed |" in said
+    assert "| frames | passed |" in said
     lines = [json.loads(line) for line in (tmp_path / "host.txt").read_text().splitlines()]
     assert {line["cell"] for line in lines} == {"LSTM", "PeepholeLSTM", "GRU"}
     for line in lines:
