@@ -75,6 +75,7 @@ class Buffer:
         return self.values[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        value = Buffer.read(value)
         if isinstance(value, jax.Array):
             self.values = jnp.asarray(self.values).at[index].set(value)
         else:

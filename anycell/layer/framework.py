@@ -225,11 +225,15 @@ class DeviceFramework(Framework, DeviceArrays):
 
     Attributes:
         wide_states: False: states are kept in the plan's dtype, and only at borders in float32.
+        multiplies: whether it multiplies in the midst of a pass. If not, x is projected before the
+            pass, which then has one chunk of time and launches only; ``backward`` returns the
+            factors of the gradients of weights.
         tier: forces a tier; None lets ``capacity`` choose.
         patience: the nanoseconds after which a program gives up.
     """
 
     wide_states = False
+    multiplies = True
     tier: int | None = None
     patience: int
 

@@ -191,7 +191,7 @@ def _draft_backward(
     dx = draft.empty(x.shape) if wants_x else None
     if dy is None:
         dy = draft.zeros((1, x.shape[1], kept.hidden.shape[2]))
-    directions, gradients = [], []
+    directions, gradients, factors = [], [], {}
     for d in range(count):
         final = [None if a is None else a[d] for a in d_final]
         run = _Backward((draft, plan, options), d, kept, final, need)
@@ -199,7 +199,8 @@ def _draft_backward(
             run.advance(begin, end, memory, dy, dx)
         directions.append(run.w)
         gradients.append(run.result())
-    named = gradients_by_name(draft.empty, directions, dx, gradients)
+        factors = {} if host.multiplies else run.buffers
+    named = gradients_by_name(draft.empty, directions, dx, gradients) | factors
     return Drafted(draft.finish(named.values()), list(named))
 
 
@@ -273,7 +274,8 @@ class _DirectionPass:
         self.steps, self.batch = self.x.shape[:2]
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
-        self.chunk = _chunk(plan, self.steps, self.batch)
+        multiplies = host.multiplies  # else there is no buffer between chunks
+        self.chunk = _chunk(plan, self.steps, self.batch) if multiplies else max(1, self.steps)
         self.variant = self._variant(backward, keep)
         # The choices that may run the pass, the best first.
         self.choices = capacity.choices(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from anycell.engines import gpu
 from anycell.engines.gpu import Refused, Work, launch, player
-from anycell.engines.gpu.moves import AXES, ELEMENTS, print_move
+from anycell.engines.gpu.moves import AXES, ELEMENTS, print_draws, print_move, print_sum
 from anycell.engines.gpu.player import NUMBER, Launched, Tables
 from anycell.engines.gpu.step import FILLED, Step, print_fill
 from anycell.engines.gpu.text import Printed
@@ -30,6 +30,7 @@ from anycell.plan.dtype import COUNT, FLAG, WORD, Number
 
 _LINE = 256  # bytes to which arrays of a call's memory are aligned, as those of frameworks
 _WORD = (1 << 64) - 1
+SEED = "seed"  # the name of the words that random masks are drawn from, where they are an array
 Shape = tuple[int, ...]
 
 
@@ -249,11 +250,12 @@ class DeviceDraft:
 
     Attributes:
         views: of these arrays.
+        told: the name of the cell.
         waits: whether programs of a kernel wait for others.
     """
 
     def __init__(self, host: DeviceFramework, plan: Plan, arrays: Mapping[str, Array]) -> None:
-        self.host, self.waits = host, False
+        self.host, self.told, self.waits = host, plan.cell.name, False
         self.dtype, self.wide = plan.types.storage, plan.types.math
         self.slots = [Slot("number"), Slot("number"), Slot("made")]  # seed, stream, zeros
         self.seed, self.stream, self.zeroed = range(3)
@@ -302,8 +304,14 @@ class DeviceDraft:
         """The words that random masks are drawn from: seed and stream are those of the call."""
         table = self.new((FILLED,), WORD)
         seed, stream, *rest = draws
-        words = [OfCall(self.seed, seed), OfCall(self.stream, stream), *rest]
-        values = {f"value{n}": word for n, word in enumerate(words)}
+        if not self.host.multiplies:  # seed and stream are in memory, as an array of the call
+            if SEED not in self.views:
+                self.views[SEED] = self._slot(Slot("given", SEED, (3,), (1,), COUNT))
+            words = {"words": self.views[SEED], "stream": stream, "time": rest[0], "step": rest[1]}
+            self.launch(print_draws(), {"table": table, **words}, (1, 1))
+            return table
+        numbers = [OfCall(self.seed, seed), OfCall(self.stream, stream), *rest]
+        values = {f"value{n}": number for n, number in enumerate(numbers)}
         self.launch(print_fill(), {"table": table, **values}, (1, 1))
         return table
 
@@ -359,6 +367,13 @@ class DeviceDraft:
     def summed(self, array: View, total: View | None = None) -> View:
         """The sum of the rows of a matrix, in float32."""
         total = self.empty(array.shape[1:], wide=True) if total is None else total
+        if not self.host.multiplies:  # few rows
+            wide = self.empty(array.shape, wide=True)
+            wide[:] = array
+            (rows, columns), grid = array.shape, (-(-total.size // ELEMENTS), 1)
+            values = {"y": total, "x": wide, "rows": rows, "columns": columns}
+            self.launch(print_sum(), values, grid)
+            return total
         self.rows.append(Operation("summed", (array, total)))
         return total
 
@@ -454,7 +469,7 @@ class Call:
     def __init__(self, recipe: DeviceRecipe, given: Mapping[str, Array], options: Options) -> None:
         self.host = host = recipe.host
         made = map(host.like, recipe.templates)
-        bases = [*map(given.__getitem__, recipe.names), *made, *recipe.constants]
+        bases = [*map(given.__getitem__, recipe.names), *recipe.constants, *made]
         bases.append(host.block(recipe.bytes))
         self.seed, self.stream = options.seed & _WORD, 2 * options.stream & _WORD
         self.addresses = recipe.pack(*host.pointers(bases), self.seed, self.stream)
@@ -486,19 +501,23 @@ class Launches:
         """Raises what a result of ``play`` means."""
         if result == player.TROUBLE:
             host.trouble[0] = 0
-            raise RuntimeError(
-                "GPU kernels of an earlier call (tier 2) gave up: their programs, which must all "
-                f"run at once, waited for one another for {host.patience / 1e9:g} s. The results "
-                "of that call are NaN. Is the device shared, or a debugger attached? "
-                f"Set {type(host).__module__}.{type(host).__qualname__}.tier = 3 to avoid such "
-                "kernels."
-            )
+            raise RuntimeError(gave_up(host))
         number, error = player.failed(result)
         one = self.launches[number]
         try:
             launch.check_launch(error, one.printed, one.grid)
         except Refused as refused:
             _refuse(one, refused)
+
+
+def gave_up(host: DeviceFramework) -> str:
+    """The error for programs of an earlier call that waited in vain."""
+    return (
+        "GPU kernels of an earlier call (tier 2) gave up: their programs, which must all run at "
+        f"once, waited for one another for {host.patience / 1e9:g} s. The results of that call are "
+        "NaN. Is the device shared, or a debugger attached? "
+        f"Set {type(host).__module__}.{type(host).__qualname__}.tier = 3 to avoid such kernels."
+    )
 
 
 class DeviceRecipe:
@@ -513,10 +532,12 @@ class DeviceRecipe:
     """
 
     def __init__(self, draft: DeviceDraft, results: Sequence[View]) -> None:
-        self.host, slots = draft.host, draft.slots
+        self.host, slots, self.waits = draft.host, draft.slots, draft.waits
+        self.told = draft.told
         seen = {view.slot for view in results}
         lives = _lives(draft)
-        given = [s for s, slot in enumerate(slots) if slot.kind == "given"]
+        used = {*lives, *seen}
+        given = [s for s, slot in enumerate(slots) if slot.kind == "given" and s in used]
         made = [s for s, slot in enumerate(slots) if slot.kind == "made" and s in seen]
         constants = [s for s, slot in enumerate(slots) if slot.kind == "constant"]
         self.names = [slots[s].name for s in given]
@@ -528,7 +549,7 @@ class DeviceRecipe:
         sizes[draft.zeroed] = draft.zeros_end
         inside = {s: sizes[s] for s in lives if s in sizes and s not in seen}
         begins, self.bytes = _packed(inside, lives)
-        order = [*given, *made, *constants]
+        order = [*given, *constants, *made]
         entries = {s: (i, 0) for i, s in enumerate(order)}
         entries |= {s: (len(order), begin) for s, begin in begins.items()}
         entries |= {draft.seed: (len(order) + 1, 0), draft.stream: (len(order) + 2, 0)}
@@ -562,10 +583,14 @@ class DeviceRecipe:
 
     def run(self, given: Mapping[str, Array], options: Options) -> list[Array]:
         """Runs the pass; returns its results."""
-        call = Call(self, given, options)
-        for row in self.parts:
-            row.run(call)
-        bases, part = call.bases, self.host.part
+        part = self.host.part
+        if self.host.trace is not None:
+            bases = self.host.trace(self, given, options)
+        else:
+            call = Call(self, given, options)
+            for row in self.parts:
+                row.run(call)
+            bases = call.bases
         return [bases[n] if of is None else part(bases[n], *of) for n, of in self.results]
 
 

@@ -257,19 +257,15 @@ def print_handler(target: Target) -> Module:
     _print_find(module)
     b = module.function("handler", "ptr frame", "ptr")
     (frame,), null = b.args, Value("null", "ptr")
-    extension = _word(b, frame, EXTENSION)
-    with b.when(_word(b, frame, EXTENSION, "i64").ne(0)):
-        answer = _word(b, extension, ANSWER)
-        for offset, number in ((MAJOR, 0), (MINOR, 1), (TRAITS, 0)):
-            b.store(constant(number, "i32"), b.gep(answer, offset, "i8"))
-        b.ret(null)
+    answer(b, frame)
+    unknown = module.table([*UNKNOWN.encode(), 0], "i8")
     process = Entries(b, b.load(place, "ptr"), PROCESS)
-    attribute = _word(b, _word(b, frame, ATTRIBUTES), 0)
-    record = b.variable(_word(b, attribute, NUMBERS, "i64"))
+    attribute = word(b, word(b, frame, ATTRIBUTES), 0)
+    record = b.variable(word(b, attribute, NUMBERS, "i64"))
     with b.when(b.load(b.inttoptr(record.value, "ptr"), "i64").eq(0)):
         record.value = _print_form(b, frame, process, b.inttoptr(record.value, "ptr"))
     with b.when(record.value.eq(0)):
-        b.ret(_error(b, frame))
+        b.ret(error(b, frame, unknown))
     # What was drafted now may have made the table of names anew.
     of_pass = _Record(b, b.inttoptr(record.value, "ptr"), process.pointer("names"))
     missing = b.variable(0)
@@ -278,7 +274,7 @@ def print_handler(target: Target) -> Module:
     with b.loop(0, of_pass["shared"] + of_pass["kept"]) as i:
         missing.value = missing.value + b.zext(of_pass.constant(i).eq(0), "i64")
     with b.when(missing.value.ne(0)):
-        b.ret(_error(b, frame))
+        b.ret(error(b, frame, unknown))
     room = Entries(b, process.pointer("room"), ROOM)
     alone = b.atomic_add(room.at("users"), 1).eq(0) & (of_pass["bytes"] <= room["bytes"])
     memory = b.variable(room["address"])
@@ -309,25 +305,34 @@ def _print_find(module: Module) -> None:
 
 def _print_form(b: Builder, frame: Value, process: Entries, form: Value) -> Value:
     """The address of the record of a call that has a form."""
-    first = b.load(_word(b, frame, ARGUMENTS), "ptr")
+    first = b.load(word(b, frame, ARGUMENTS), "ptr")
     name = Entries(b, form, FORM)["form"]
     for i, factor in enumerate(OF_SIZES):
-        name = name + _word(b, _word(b, first, SHAPE), 8 * i, "i64") * ctypes.c_int64(factor).value
+        name = name + word(b, word(b, first, SHAPE), 8 * i, "i64") * ctypes.c_int64(factor).value
     record = b.variable(b.call("find", process.pointer("names"), name))
     with b.when(record.value.eq(0)):
         record.value = b.call(process.pointer("draft"), frame, returns="i64")
     return record.value
 
 
-def _error(b: Builder, frame: Value) -> Value:
-    """Makes the error that says that a name is unknown."""
-    message = b.module.table([*UNKNOWN.encode(), 0], "i8")
+def error(b: Builder, frame: Value, message: Value) -> Value:
+    """Makes an error that says what the text at this address says."""
     arguments = b.alloca("i64", ERROR_BYTES // 8)
     for offset, number in ((0, ERROR_BYTES), (8, 0), (MESSAGE, b.ptrtoint(message, "i64"))):
         b.store(b.value(number), b.gep(arguments, offset, "i8"))
     b.store(b.value(PRECONDITION), b.gep(arguments, CODE, "i8"))
-    create = _word(b, _word(b, frame, API), CREATE_ERROR)
+    create = word(b, word(b, frame, API), CREATE_ERROR)
     return b.call(create, arguments, returns="ptr")
+
+
+def answer(b: Builder, frame: Value, traits: int = 0) -> None:
+    """Answers a frame that asks for the version of the interface."""
+    extension = word(b, frame, EXTENSION)
+    with b.when(word(b, frame, EXTENSION, "i64").ne(0)):
+        told = word(b, extension, ANSWER)
+        for offset, number in ((MAJOR, 0), (MINOR, 1), (TRAITS, traits)):
+            b.store(constant(number, "i32"), b.gep(told, offset, "i8"))
+        b.ret(Value("null", "ptr"))
 
 
 class _Record(Entries):
@@ -363,8 +368,8 @@ class _Record(Entries):
 
 def _print_call(b: Builder, frame: Value, of_pass: _Record, memory: Value) -> None:
     """Makes the head and the call of a pass at the beginning of its memory, and runs it."""
-    given, made = (_word(b, frame, at, "i64") for at in (GIVEN, MADE))
-    arguments, results = (_word(b, frame, at) for at in (ARGUMENTS, RESULTS))
+    given, made = (word(b, frame, at, "i64") for at in (GIVEN, MADE))
+    arguments, results = (word(b, frame, at) for at in (ARGUMENTS, RESULTS))
     read, shared, kept = of_pass["read"], of_pass["shared"], of_pass["kept"]
     head = Entries(b, memory, HEAD)
     head.set(
@@ -386,12 +391,12 @@ def _print_call(b: Builder, frame: Value, of_pass: _Record, memory: Value) -> No
         add(number)
     for buffers, length in ((arguments, read), (results, made)):
         with b.loop(0, length) as i:
-            add(_data(b, buffers, i))
+            add(data(b, buffers, i))
     with b.loop(0, shared) as i:
         add(of_pass.constant(i))
     first_row, seed = b.variable(0), b.variable(0)
     with b.when(given > read):
-        words = b.inttoptr(_data(b, arguments, read), "ptr")
+        words = b.inttoptr(data(b, arguments, read), "ptr")
         seed.value = b.load(words, "i64", align=4)
         first_row.value = b.zext(b.load(b.gep(words, 8, "i8"), "i32"), "i64")
     numbers = {
@@ -404,18 +409,18 @@ def _print_call(b: Builder, frame: Value, of_pass: _Record, memory: Value) -> No
         add(of_pass.constant(i))
     with b.loop(0, of_pass["zeroed"]) as i:
         row = b.gep(of_pass.zeroed, i * 2, "i64")
-        begin = b.inttoptr(_data(b, results, b.load(row, "i64")), "ptr")
+        begin = b.inttoptr(data(b, results, b.load(row, "i64")), "ptr")
         count = b.load(b.gep(row, 1, "i64"), "i64") // 4  # sums have 32 bits or more
         with b.loop(0, count, b.lanes) as first:
             b.store_first(constant(0.0, b.vec), b.gep(begin, first), count - first)
     b.call(b.inttoptr(of_pass.find(of_pass["execute"]), "ptr"), call, returns="void")
 
 
-def _word(b: Builder, base: Value, offset: Operand, type: str = "ptr") -> Value:
+def word(b: Builder, base: Value, offset: Operand, type: str = "ptr") -> Value:
     """A word of a structure."""
     return b.load(b.gep(base, offset, "i8"), type)
 
 
-def _data(b: Builder, buffers: Value, number: Operand) -> Value:
+def data(b: Builder, buffers: Value, number: Operand) -> Value:
     """The address of the numbers of a buffer, as a number."""
-    return _word(b, b.load(b.gep(buffers, number, "i64"), "ptr"), DATA, "i64")
+    return word(b, b.load(b.gep(buffers, number, "i64"), "ptr"), DATA, "i64")

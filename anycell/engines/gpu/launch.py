@@ -20,6 +20,7 @@ from anycell.engines.gpu.interpreter import Interpreter
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed
 
+_PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _WITHOUT_ASKING = 48 << 10  # bytes of shared memory that every kernel may use
 MANY = 1 << 30  # programs that the interpreter runs: one after the other
@@ -187,6 +188,19 @@ def _handle(device: int) -> ctypes.c_int:
     _call("cuInit", 0)
     _call("cuDeviceGet", ctypes.byref(handle), device)
     return handle
+
+
+@functools.cache
+def shared_word() -> ctypes.c_int32:
+    """An int32 in memory that the host and all devices reach, at the same address; 0 at first."""
+    if build.interpreted():
+        return ctypes.c_int32(0)
+    use_context(0)
+    pointer = ctypes.c_void_p()
+    _call("cuMemHostAlloc", ctypes.byref(pointer), ctypes.c_size_t(4), _PORTABLE_AND_MAPPED)
+    word = ctypes.c_int32.from_address(pointer.value or 0)
+    word.value = 0
+    return word
 
 
 def limits(device: int) -> Device:

@@ -63,6 +63,39 @@ def print_move(to: str, of: str | None, masked: bool = False, adds: bool = False
     return Printed("move", text, tuple(arguments.items()), (1, ELEMENTS), "", 4)
 
 
+@functools.cache
+def print_sum() -> Printed:
+    """The kernel that sums the rows of a float32 matrix ``x``, which is dense."""
+    arguments = {"y": "*fp32", "x": "*fp32", "rows": "i32", "columns": "u64"}
+    body = f"""\
+    k = tl.program_id(0).to(tl.int64) * {ELEMENTS} + tl.arange(0, {ELEMENTS})
+    columns = columns.to(tl.int64)
+    total = tl.zeros([{ELEMENTS}], tl.float32)
+    for row in range(0, rows):
+        total += tl.load(x + (row * columns + k), mask=k < columns, other=0.0)
+    tl.store(y + k, total, mask=k < columns)"""
+    text = source("sum_rows", "Sums the rows of a matrix.", arguments, body)
+    return Printed("sum_rows", text, tuple(arguments.items()), (1, ELEMENTS), "", 4)
+
+
+@functools.cache
+def print_draws() -> Printed:
+    """The kernel that fills the table of random masks, ``keep`` in ``library``, from ``words`` in
+    memory: the seed, the low word first, and the stream.
+    """
+    arguments = {"table": "*i64", "words": "*u32"} | dict.fromkeys(
+        ("stream", "time", "step"), "u64"
+    )
+    body = """\
+    low, high = tl.load(words).to(tl.int64), tl.load(words + 1).to(tl.int64)
+    tl.store(table, low | (high << 32))
+    tl.store(table + 1, tl.load(words + 2).to(tl.int64) + stream.to(tl.int64))
+    tl.store(table + 2, time.to(tl.int64))
+    tl.store(table + 3, step.to(tl.int64))"""
+    text = source("draws", "Fills the table of random masks.", arguments, body)
+    return Printed("draws", text, tuple(arguments.items()), (1, 1), "", 1)
+
+
 def _load(where: str, kind: str | None) -> str:
     """Loads a tile; as float32 if the type of its numbers is given."""
     text = f"tl.load({where}, mask=inside, other=0.0)"
