@@ -255,7 +255,7 @@ def _left_alone(function: Any) -> None:
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
-_left_alone(DropIn._ours)
+_left_alone(DropIn.forward)
 
 
 @takes(DropInArguments, Returning)

@@ -131,7 +131,7 @@ def run_forward(
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
     given = arrays, on_threads(layer.options)
     if plan.engine == "cpu":
-        output, finals, kept = passes.run_forward(_rounded(plan), *given, keep)
+        output, finals, kept = passes.run_forward(rounded(plan), *given, keep)
     else:
         device = TorchDevice.on(plan.dtype, arrays["x"].device)
         output, finals, kept = device.run(gpu.forward, plan, *given, keep=keep)
@@ -154,13 +154,13 @@ def run_backward(
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
     given = arrays, on_threads(layer.options), kept
     if plan.engine == "cpu":
-        return passes.run_backward(_rounded(plan), *given, arriving, wanted, inside)
+        return passes.run_backward(rounded(plan), *given, arriving, wanted, inside)
     device = TorchDevice.on(plan.dtype, arrays["x"].device)
     d_output, *d_final = arriving
     return device.run(gpu.backward, plan, *given, d_output, d_final, wanted=wanted)
 
 
-def _rounded(plan: Plan) -> Plan:
+def rounded(plan: Plan) -> Plan:
     """The plan whose matmuls round as torch's setting allows."""
     precision = torch.get_float32_matmul_precision()
     return plan if precision == "highest" else cpu.rounded(plan, precision)

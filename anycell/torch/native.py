@@ -56,7 +56,6 @@ class Form:
         table = _table()
         self.number = -1 if table is None else table.form()
         self.names, self.never = tuple[str, ...](), table is None
-        self._tried: set[Recipe] = set()
 
     def learn(
         self, recipe: Recipe, given: Mapping[str, Tensor], results: Sequence[Part], stream: int = 0
@@ -68,9 +67,10 @@ class Form:
             stream: see ``Options``.
         """
         table = _table()
-        if table is None or recipe in self._tried or "lasting" in recipe.hows:
+        attempt = self.number, recipe
+        if table is None or attempt in table.tried or "lasting" in recipe.hows:
             return
-        self._tried.add(recipe)
+        table.tried.add(attempt)
         places = {name: place for place, name in enumerate(recipe.names)}
         rows = [
             aten.Given(
@@ -128,6 +128,7 @@ def _table() -> aten.Table | None:
     of_cpu, begin = ctypes.c_void_p(), function("aoti_torch_library_init_impl")
     begin(b"anycell", b"CPU", __file__.encode(), 0, ctypes.byref(of_cpu))
     implement(of_cpu, b"play", ctypes.c_void_p(table.kernel), ctypes.c_uint64(_ABI))
+    cpu.pool.CHANGED.append(table.forget)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=table.enter_process)
     return table

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from anycell.engines import cpu
 from anycell.layer import Kept, backward, forward, keeps_state
 from anycell.layer.backward import drafted_backward, held
 from anycell.layer.forward import drafted
@@ -158,7 +159,7 @@ def form_of(plan: Plan, arrays: Iterable[str], options: Options, *facts: Any) ->
     if plan.types.mixed or not {*arrays}.isdisjoint(FLAGS):
         return None
     same = options._replace(seed=0) if options.seed else options
-    key = facts, plan, same, tuple(arrays)
+    key = facts, plan, same, tuple(arrays), cpu.isa.current()
     form = _FORMS.get(key) or add_recent(_FORMS, key, Form(), _MOST)
     return None if form.never else form
 

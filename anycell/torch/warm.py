@@ -60,7 +60,7 @@ class _Unknown(Exception):
     """No call was like this one."""
 
 
-class _Again(Fused):
+class _FusedAgain(Fused):
     """A layer and its gradient, as in an earlier call."""
 
     @staticmethod
@@ -79,7 +79,7 @@ def quiet() -> bool:
     """Whether nobody sees what a call does: no autocast, no profiler, and tensors are their memory,
     but for gradients.
     """
-    return not (autocast() or _profiled() or observed())
+    return not (observed() or autocast() or _profiled())
 
 
 def again(
@@ -134,7 +134,7 @@ def _trained(module: Any, front: Front, tensors: list[Tensor]) -> list[Tensor]:
     if module.batch_first:
         x = x.swapaxes(0, 1)
     try:
-        output, *final = _Again.apply(front.layer, front.keeping, front.names, x, *others)
+        output, *final = _FusedAgain.apply(front.layer, front.keeping, front.names, x, *others)
     except _Unknown:
         return []
     return [output.swapaxes(0, 1) if module.batch_first else output, *final]

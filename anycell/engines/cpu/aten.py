@@ -86,13 +86,16 @@ class Table:
 
     Args:
         functions: addresses, by the names of ``TORCH`` and ``C``.
+
+    Attributes:
+        tried: what its users have tried to add since it last forgot all.
     """
 
     def __init__(self, functions: Mapping[str, int]) -> None:
         self.functions = functions
         self.state = array("q", bytes(8 * (len(STATE) + ROOMS * len(ROOM))))
         self._heads = [array("q", bytes(8 * 64))]  # the last is in use; calls may read the others
-        self._records, self._old = list[object](), list[object]()
+        self._records, self._old, self.tried = list[object](), list[object](), set[object]()
         self.count = 0
         self.enter_process()
         target, sources = isa.current(), fingerprint()
@@ -123,12 +126,17 @@ class Table:
 
     def forget(self) -> None:
         """Forgets all records. A call that runs may still read them until the next time."""
+        with self._lock:
+            self._forget()
+
+    def _forget(self) -> None:
         heads = self._heads[-1]
         heads[:] = array("q", bytes(8 * len(heads)))
         if not self.state[STATE.index("users")]:
             self._old.clear()
         self._old += self._records
         self._records.clear()
+        self.tried.clear()
 
     def add(
         self,
@@ -158,7 +166,7 @@ class Table:
         }  # fmt: skip
         with self._lock:
             if len(self._records) == RECORDS:
-                self.forget()
+                self._forget()
             heads = self._heads[-1]
             values = {**numbers, **counts, "next": heads[form]}
             record = array("q", [values[name] for name in RECORD])
