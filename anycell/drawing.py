@@ -75,14 +75,14 @@ def text(node: Expr) -> tuple[str, str]:
     if node.op == "linear":
         matmul, output = shared_name(node.attrs[0]), node.attrs[1]
         return f"W_{matmul}" + (f", {output}" if output != matmul else ""), "matmul"
-    given = [label(arg) if arg.op in INLINED else "·" for arg in node.args]
+    operands = [label(arg) if arg.op in INLINED else "·" for arg in node.args]
     if node.op == "linear_t":
         return f"@ W_{shared_name(node.attrs[0])}", "matmul"
     if node.op in SIGNS:
         sign = SIGNS[node.op]
-        return (sign if given == ["·", "·"] else f"{given[0]} {sign} {given[1]}"), "op"
-    alone = all(arg == "·" for arg in given)
-    return (node.op if alone else f"{node.op}({', '.join(map(str, given))})"), "op"
+        return (sign if operands == ["·", "·"] else f"{operands[0]} {sign} {operands[1]}"), "op"
+    alone = all(arg == "·" for arg in operands)
+    return (node.op if alone else f"{node.op}({', '.join(map(str, operands))})"), "op"
 
 
 def graph(roots: list[tuple[str, Expr, str]], known: dict[Expr, tuple[str, str]]) -> Graph:

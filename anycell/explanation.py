@@ -88,8 +88,8 @@ def explain(
     check_cell(cell, " Or pass a layer of anycell.")
     check_names(cell, sizes)
     hidden_size = 256 if hidden_size is None else hidden_size
-    given = {"hidden_size": hidden_size, "batch": 1 if batch is None else batch, **sizes}
-    for name, size in given.items():
+    numbers = {"hidden_size": hidden_size, "batch": 1 if batch is None else batch, **sizes}
+    for name, size in numbers.items():
         integer(name, size)
     return Explanation(make_plan(cell, hidden_size, dtype or "float32", engine, sizes), **shown)
 
@@ -398,8 +398,8 @@ class _Page:
             rows.append(("r.k", f"gate k's part of s.{first} @ W_hh.T{b.format('hh')}"))
         if "preact" in ops:
             rows.append(("a.k", "x.k + r.k: the matmul adds onto the input projection"))
-        there = known.keys() >= {*cell.gate_sizes.values()}
-        shape = f": [{cell.width(known)}, inputs]" if there else ""
+        sized = known.keys() >= {*cell.gate_sizes.values()}
+        shape = f": [{cell.width(known)}, inputs]" if sized else ""
         rows += [("W_ih", f"[{gates}, inputs]{shape}")] * bool(cell.gates)
         for l in cell.by_weight.values():
             if l.name == RECURRENT:
@@ -527,17 +527,17 @@ class _Page:
             output = " (the output)" if name == cell.state_names[0] else ""
             rows.append((f"the sequence of states {name}{output}", sizes[name]))
         column = min(max(len(what) for what, _ in rows), _WIDTH - 16)
-        every = [size for _, size in rows]
+        kept = [size for _, size in rows]
         table = [(what, self._bytes([size])) for what, size in rows]
-        table.append(("together", self._bytes(every)))
+        table.append(("together", self._bytes(kept)))
         if self.batch is not None:
-            table.append((f"of {self.batch} rows", self._bytes(every, self.batch)))
+            table.append((f"of {self.batch} rows", self._bytes(kept, self.batch)))
         lines = []
         for what, count in table:
             *above, last = _wrap(what, column)
             lines += [*above, f"{last:{column}}  {count:>9}"]
         title = "kept for the backward pass, in bytes per step and batch row"
-        return [title, *_indent([*lines, *self._again(every)])]
+        return [title, *_indent([*lines, *self._again(kept)])]
 
     def _definition(self, node: Expr, name: str) -> str:
         known = {n: k for n, k in {**self.names, **self.saved_names}.items() if n is not node}

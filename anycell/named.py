@@ -27,8 +27,8 @@ class Named:
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         names = (*self.of.hyper, *self.of.structure)
-        given = {name: options.pop(name) for name in names if name in options}
-        super().__init__(self.of(**given), *sizes, **options)  # type: ignore[call-arg]
+        of_cell = {name: options.pop(name) for name in names if name in options}
+        super().__init__(self.of(**of_cell), *sizes, **options)  # type: ignore[call-arg]
 
 
 def layers(base: Layer, module: str, taken: Container[str]) -> dict[str, Layer]:

@@ -656,16 +656,16 @@ def cell(
                     "name each hyperparameter, as a keyword-only argument with a default.",
                 )
         positional = kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD
-        given = [p.name for p in arguments if p.kind in positional]
-        if len(given) == len(expected) and given != expected and {*given} == {*expected}:
+        names = [p.name for p in arguments if p.kind in positional]
+        if len(names) == len(expected) and names != expected and {*names} == {*expected}:
             fail(
-                f"Cell {function.__name__} takes ({', '.join(given)}), but is called in the order "
+                f"Cell {function.__name__} takes ({', '.join(names)}), but is called in the order "
                 f"({', '.join(expected)}).",
                 f"write def {function.__name__}({', '.join(expected)}).",
             )
-        if len(given) != len(expected):
+        if len(names) != len(expected):
             fail(
-                f"Cell {function.__name__} takes {len(given)} positional arguments; "
+                f"Cell {function.__name__} takes {len(names)} positional arguments; "
                 f"with this declaration it must take {len(expected)}: ({', '.join(expected)}).",
                 f"write def {function.__name__}({', '.join(expected)}), hyperparameters behind a *,"
                 " and declare what is missing: gates=, state=, params=, static=.",

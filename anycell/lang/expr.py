@@ -53,8 +53,8 @@ def fail(problem: str, instead: str) -> NoReturn:
         raise CellError(f"{code or ''}{problem}\nInstead: {instead}")
     frame, users = sys._getframe(1), None
     while frame is not None and frame.f_code is not code:
-        file, ours = frame.f_code.co_filename, frame.f_globals.get("__package__") == __package__
-        if users is None and not ours and not any(part in file for part in _LIBRARIES):
+        file, inside = frame.f_code.co_filename, frame.f_globals.get("__package__") == __package__
+        if users is None and not inside and not any(part in file for part in _LIBRARIES):
             users = frame
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:

@@ -182,8 +182,8 @@ def _low_rank(cell: Cell, matmuls: tuple[str, ...], bias: bool) -> LowRank:
         declared[_factor(name, "v")] = Declared((f"{shared_name(name)}_v",), d.heads, False, RANK)
         of_u = bias if name == RECURRENT else d.bias
         declared[_factor(name, "u")] = d._replace(bias=of_u)
-    given = {"full": cell, "matmuls": matmuls, "bias": bias}
-    new = rewritten(cell, rule, declared, LowRank, **given)
+    options = {"full": cell, "matmuls": matmuls, "bias": bias}
+    new = rewritten(cell, rule, declared, LowRank, **options)
     new._check_names()
     return new
 

@@ -84,8 +84,8 @@ class _Walk:
                     self.door(run, begin, 0)
                     self.move(run, "rest", 0)
             if run.again is not None:
-                for each in (run, run.again):
-                    self.set(each, origin=begin, span=end - begin)
+                for placed in (run, run.again):
+                    self.set(placed, origin=begin, span=end - begin)
                 self.chunks(run.again, begin, end)
             self.chunks(run, begin, end)
 
@@ -104,9 +104,9 @@ class _Walk:
         self.set(run, begin=begin, count=count)
         kernel, base = run.kernel, run.base
         _, shared = self.row(kernel.shared, base)
-        each = [self.row(kernel.each, base + first)[1] for first in run.firsts]
+        directions = [self.row(kernel.each, base + first)[1] for first in run.firsts]
         entries = self.entries[base : base + kernel.first(len(run.firsts))]
-        cpu.check.check(kernel, entries, (shared, each))
+        cpu.check.check(kernel, entries, (shared, directions))
 
     def chunks(self, run: Placed, begin: int, end: int) -> None:
         """Checks the chunks between two steps of the forward pass."""

@@ -107,24 +107,24 @@ class Compression:
 
         run = operator.attrgetter(self.method)
         methods = [(l, self.method, partial(both, run(l), run(o), small)) for l, o, small in runs]
-        given: list[Any] | None = None
+        positional: list[Any] | None = None
         with replaced(methods):
             for batch in data:
-                given = [*batch] if isinstance(batch, tuple) else [batch]
+                positional = [*batch] if isinstance(batch, tuple) else [batch]
                 together = isinstance(batch, tuple) and batch and isinstance(batch[-1], dict)
-                named = given.pop() if together else {}
+                named = positional.pop() if together else {}
                 try:
-                    call(*given, **named)
+                    call(*positional, **named)
                 except TypeError as error:
                     # Python's own message does not mention data.
                     if "required" in str(error) or "multiple values" in str(error):
                         raise TypeError(
-                            f"data: given {len(given)} argument(s) a batch; the model says: "
+                            f"data: given {len(positional)} argument(s) a batch; the model says: "
                             f"{error}. Make each batch a tuple of its arguments, those by name in "
                             'a dict at the end: data=[(x, {"forced": forced})]. Leave targets out.'
                         ) from error
                     raise
-        if given is None:
+        if positional is None:
             hint = "A generator gives its batches only once: make a new one, or leave data out."
             refuse("data", "nothing to iterate over", "a batch or more", hint)
         for small, pairs in sums.items():

@@ -111,8 +111,8 @@ def _fitted(
         refuse("recurrent_mask", _kind(mask), f"nothing: the plan of {cell.name} takes none")
     if masks:
         rows = batch, states(plan)[0][1]
-        each = masks > 1 or (mask is not None and len(mask.shape) == 3)
-        wanted: Shape = (len(cell.gates), *rows) if each else rows
+        gated = masks > 1 or (mask is not None and len(mask.shape) == 3)
+        wanted: Shape = (len(cell.gates), *rows) if gated else rows
         fitted["recurrent_mask"] = _fit(host, "recurrent_mask", mask, wanted, DENSE)
     for name, size in states(plan):
         state, reset = arrays.get(f"state {name}"), arrays.get(f"reset_state {name}")
@@ -179,19 +179,19 @@ def fit_gradients(
     steps, batch, _ = shape
     sizes, borders, directions = states(plan), segment < steps, len(reverse)
     names = [name for name, _ in sizes]
-    given: dict[str, Array | None] = {"hidden": kept.hidden}
+    arrays: dict[str, Array | None] = {"hidden": kept.hidden}
     for d, array in enumerate(_all("saved values", kept.values, reverse)):
-        given[f"saved {d}"] = array
+        arrays[f"saved {d}"] = array
     for d, sequence in enumerate(_all("kept states", kept.states, reverse)):
         for name, array in zip(names, _all("kept states", sequence, names), strict=True):
-            given[f"sequence {d} {name}"] = array
+            arrays[f"sequence {d} {name}"] = array
     for name, array in zip(names, _all("d_state", d_final, names), strict=True):
-        given[f"d_final {name}"] = array
-    given |= {f"d_sequence {name}": array for name, array in d_states.items()}
+        arrays[f"d_final {name}"] = array
+    arrays |= {f"d_sequence {name}": array for name, array in d_states.items()}
     if d_output is not None:  # often one expanded number, as after a sum, and copied each time
         output = steps, batch, directions * sizes[0][1]
-        given["d_output"] = _fit(host, "d_output", d_output, output, ROWS)
-    parts = {name: array for name, array in given.items() if array is not None}
+        arrays["d_output"] = _fit(host, "d_output", d_output, output, ROWS)
+    parts = {name: array for name, array in arrays.items() if array is not None}
 
     def key() -> tuple[Any, ...]:
         facts = type(host), host.dtype, plan, tuple(shape), tuple(reverse), segment
@@ -200,9 +200,9 @@ def fit_gradients(
     known = key()
     if known in _accepted:
         return parts, known
-    there = [i > 0 and (borders or keeps(plan, i)) for i in range(len(sizes))]
+    apart = [i > 0 and (borders or keeps(plan, i)) for i in range(len(sizes))]
     slots, wide = -(-steps // segment) if borders else None, borders or host.wide_states
-    expected = kept_shapes(plan, steps, batch, reverse, there, slots)
+    expected = kept_shapes(plan, steps, batch, reverse, apart, slots)
     rows = {"hidden": ("hidden states", expected.hidden, DENSE, False)}
     for d, (of_states, of_values) in enumerate(zip(expected.states, expected.values, strict=True)):
         rows[f"saved {d}"] = "saved values", of_values, DENSE, False

@@ -188,8 +188,8 @@ class Stack(NamedTuple):
         for k, learned in enumerate(self.weights):
             if k and self.drop is not None:
                 x = self.drop(x, k)
-            ours = slice(k * count, (k + 1) * count)
-            parts = {n: a[ours] if n.startswith(OF_STATES) else a for n, a in arrays.items()}
+            rows = slice(k * count, (k + 1) * count)
+            parts = {n: a[rows] if n.startswith(OF_STATES) else a for n, a in arrays.items()}
             layer = changed(self.layer, OPTIONS, changed(self.layer.options, STREAM, k))
             if k + 1 == len(self.weights):
                 layer = changed(layer, SEQUENCES, others)

@@ -62,12 +62,12 @@ def rule() -> Rule:
     Raises:
         ValueError: for an ``ANYCELL_MATMUL`` that is neither "ours" nor "host".
     """
-    said = os.environ.get(ENV, "")
-    if said not in ("", "ours", "host"):
-        raise ValueError(f"{ENV}={said!r}: expected ours or host. Set it to one, or unset it.")
-    if said == "ours":
+    choice = os.environ.get(ENV, "")
+    if choice not in ("", "ours", "host"):
+        raise ValueError(f"{ENV}={choice!r}: expected ours or host. Set it to one, or unset it.")
+    if choice == "ours":
         return Rule(False, f"ours, as {ENV} says")
-    if said == "host":
+    if choice == "host":
         return Rule(True, f"the library's, as {ENV} says")
     if not X86:
         return NO_MKL

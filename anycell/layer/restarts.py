@@ -30,10 +30,10 @@ def restarts(resets: Array, mask: Array | None, reverse: bool) -> Array:
     if mask is None:
         return starts
     # Where the next step is under the mask, the flag of the next step that is not. After each turn
-    # ``starts`` has looked ``reach`` steps ahead, and ``found`` says whether one of them is a step.
-    found, reach = ahead(xp.logical_and(mask, mask), 1), 1
+    # ``starts`` has looked ``reach`` steps ahead, and ``valid`` says whether one of them is a step.
+    valid, reach = ahead(xp.logical_and(mask, mask), 1), 1
     while reach < mask.shape[0]:
-        further = xp.logical_and(ahead(starts, reach), xp.logical_not(found))
-        starts, found = xp.logical_or(starts, further), xp.logical_or(found, ahead(found, reach))
+        further = xp.logical_and(ahead(starts, reach), xp.logical_not(valid))
+        starts, valid = xp.logical_or(starts, further), xp.logical_or(valid, ahead(valid, reach))
         reach *= 2
     return xp.logical_and(starts, mask)

@@ -178,17 +178,17 @@ class Stream:
         Returns:
             the output ``[rows, size]`` and the new states.
         """
-        given = [x]
+        arrays = [x]
         if static is not None:
-            given.append(static)
+            arrays.append(static)
         if states:
-            given += states
+            arrays += states
         if resets is not None and reset_state:
-            given += reset_state
-        if self.host.misaligned(given):  # as arrays from a file or a record may be
-            given = [self.host.fit(array, DENSE) for array in given]
+            arrays += reset_state
+        if self.host.misaligned(arrays):  # as arrays from a file or a record may be
+            arrays = [self.host.fit(array, DENSE) for array in arrays]
         if resets is not None:
-            given.append(resets)
+            arrays.append(resets)
         key = rows, threads, not states, resets is None, not reset_state
         try:
             recipe, output, finals = self._steps[key]
@@ -196,9 +196,9 @@ class Stream:
             names = ["x", *["static"] * (static is not None), *self.before * bool(states)]
             if resets is not None:
                 names += [*self.restored * bool(reset_state), "resets"]
-            step = self._draft(rows, threads, dict(zip(names, given, strict=True)))
+            step = self._draft(rows, threads, dict(zip(names, arrays, strict=True)))
             recipe, output, finals = add_recent(self._steps, key, step, FORMS)
-        made = recipe.run(given, recipe.options)
+        made = recipe.run(arrays, recipe.options)
         return made[output], [made[final] for final in finals]
 
     def _pack(self, weights: Mapping[str, Array], threads: int) -> _Packed:

@@ -56,8 +56,8 @@ class Feedback(Fed, Explained, base.Layer):
     framework = Numpy
 
     def __init__(self, layer: RNN, readout: Dense, *, seed: int | None = None) -> None:
-        ours = isinstance(layer, RNN)
-        check_layer(layer, ours, "RNN, LSTM or GRU of anycell.numpy", "Make one.")
+        fused = isinstance(layer, RNN)
+        check_layer(layer, fused, "RNN, LSTM or GRU of anycell.numpy", "Make one.")
         fits = isinstance(readout, Dense) and readout.input_size == layer._width
         if not fits or readout.dtype != layer.dtype:
             expected = f"Dense({layer._width}, ...) of {layer.dtype}, like the layer"

@@ -386,8 +386,8 @@ class RNN(Explained, base.Layer):
             start = None
             if reset_state is not None:
                 start = self._states("reset_state", reset_state, len(x))
-            given = len(x), x, states, static, threads.current(), resets, start
-            output, new = packed.stream.step(*given)
+            arrays = len(x), x, states, static, threads.current(), resets, start
+            output, new = packed.stream.step(*arrays)
             return output, tuple(new) if len(new) > 1 else new[0]
         pending = self._saved
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}

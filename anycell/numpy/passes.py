@@ -61,8 +61,8 @@ def fused(layer: Layer, arrays: Named, keep: bool = True) -> Result:
 
     def pullback(d_output: Array, d_final: States, d_states: Named) -> dict[str, Array]:
         assert kept is not None, "only in training"
-        given = host, plan, arrays, options, kept, d_output, d_final
-        return backward(*given, d_states=d_states)
+        arguments = host, plan, arrays, options, kept, d_output, d_final
+        return backward(*arguments, d_states=d_states)
 
     return output, final, others, pullback
 

@@ -69,16 +69,16 @@ class Recording(Body):
 
     def key(self) -> str:
         """Text that is equal for the same step, whatever the numbers in its arrays."""
-        every = [*self.x, *self.states, *self.fixed]
-        every += [v for equation in self.equations for v in equation.results]
-        names = {v: f"v{number}" for number, v in enumerate(every)}
+        variables = [*self.x, *self.states, *self.fixed]
+        variables += [v for equation in self.equations for v in equation.results]
+        names = {v: f"v{number}" for number, v in enumerate(variables)}
 
         def text(leaf: Any) -> Any:
             if isinstance(leaf, np.ndarray):
                 return leaf.tobytes()
             return names[leaf] if isinstance(leaf, Variable) else leaf
 
-        lines = [f"{v.shape} {v.dtype}" for v in every]
+        lines = [f"{v.shape} {v.dtype}" for v in variables]
         for equation in self.equations:
             call = mapped(text, (equation.arguments, equation.options))
             lines.append(f"{equation.name} {call}")
@@ -191,8 +191,8 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     def sample(leaf: Any) -> Any:
         return leaf.sample if isinstance(leaf, Traced) else leaf
 
-    given, named = mapped(sample, (tuple(args), kwargs))
-    samples = function(*given, **named)
+    positional, named = mapped(sample, (tuple(args), kwargs))
+    samples = function(*positional, **named)
     several = isinstance(samples, (list, tuple))
     parts = list(samples) if several else [samples]
     name = f"np.{getattr(function, '__name__', function)}"

@@ -106,8 +106,8 @@ def export(
             call[FLAGS[name]] = graph("Unsqueeze", flags, graph.integers(2))
         else:
             for s in cell.states:
-                every = take(f"{name}_{s.name}", directions * count, "rows", layer.size(s.size))
-                for k, part in enumerate(graph.split(every, [directions] * count, 0)):
+                whole = take(f"{name}_{s.name}", directions * count, "rows", layer.size(s.size))
+                for k, part in enumerate(graph.split(whole, [directions] * count, 0)):
                     states[k][f"{name} {s.name}"] = part
     nodes = layer.dtype == "float32" and not call and how.apart(True) >= bool(lengths)
     form = form_of(cell) if nodes else None
@@ -217,17 +217,17 @@ def _node(
         attributes["activations"] = [name for _, name, _ in functions]
         attributes["activation_alpha"] = [n[0] for f, _, n in functions if f.alpha is not ...]
         attributes["activation_beta"] = [n[-1] for f, _, n in functions if f.beta is not ...]
-    given = [
+    operands = [
         x, constant("weight_ih"), constant("weight_hh"),
         constant("bias_ih", "bias_hh") if "bias_ih" in weights else "",
         graph("Cast", lengths, to=TensorProto.INT32) if lengths else "",
         *(states.get(f"state {name}", "") for name in cell.state_names),
     ]  # fmt: skip
     if form.peepholes:
-        given.append(constant("p_i", "p_o", "p_f"))
+        operands.append(constant("p_i", "p_o", "p_f"))
     attributes = {name: value for name, value in attributes.items() if value != []}
     count = 1 + len(cell.states)
-    y, *finals = graph(form.op, *given, count=count, name=title, **attributes)
+    y, *finals = graph(form.op, *operands, count=count, name=title, **attributes)
     if lengths and states:  # ONNX Runtime ends rows of length 0 in zeros, layers in their state
         empty = graph("Equal", lengths, graph.constant(0, np.int64))
         empty = graph("Unsqueeze", empty, graph.integers(1))

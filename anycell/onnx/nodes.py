@@ -81,8 +81,8 @@ def load(model: Any, framework: str = "torch") -> Any:
             parts[name] = _node(node, f"{node.op_type} node {name!r}", constants, frontend)
         elif {*node.input} <= constants.keys():
             with contextlib.suppress(Exception):  # what cannot be computed now is left
-                given = [constants[name] for name in node.input]
-                constants |= zip(node.output, _run(node, opset, given, framework), strict=True)
+                values = [constants[name] for name in node.input]
+                constants |= zip(node.output, _run(node, opset, values, framework), strict=True)
                 continue
         steps.append((node, name))
     if not parts:
@@ -290,11 +290,11 @@ class Chain:
 
     def __call__(self, parts: Sequence[Any], *inputs: Any, **named: Any) -> Any:
         """Returns the outputs of the model, a tuple if there are several."""
-        given = dict(zip(self.inputs, inputs, strict=False)) | named
-        if {*given} != {*self.inputs} or len(inputs) + len(named) != len(given):
+        feeds = dict(zip(self.inputs, inputs, strict=False)) | named
+        if {*feeds} != {*self.inputs} or len(inputs) + len(named) != len(feeds):
             shown = ", ".join([f"{len(inputs)} in order", *named])
             refuse("inputs", shown, ", ".join(self.inputs), "Pass each once.", TypeError)
-        values: dict[str, Any] = {**self.constants, **given}
+        values: dict[str, Any] = {**self.constants, **feeds}
         for node, name in self.steps:
             taken = [values[name] if name else None for name in node.input]
             if name:
@@ -309,8 +309,8 @@ class Chain:
 
 def _run(node: onnx.NodeProto, opset: int, inputs: Sequence[Any], framework: str) -> Sequence[Any]:
     """The outputs of another operator: of NumPy's arrays by ONNX's own evaluator."""
-    own = (np.ndarray, np.generic, type(None))
-    foreign = [type(value).__name__ for value in inputs if not isinstance(value, own)]
+    types = (np.ndarray, np.generic, type(None))
+    foreign = [type(value).__name__ for value in inputs if not isinstance(value, types)]
     if not foreign:
         feeds = {name: value for name, value in zip(node.input, inputs, strict=True) if name}
         return list(_evaluator(node.SerializeToString(), opset).run(None, feeds))

@@ -104,8 +104,8 @@ def scan(
         return str(graph("Expand", graph.constant(value, dtype), shape))
 
     def first(kind: str) -> list[str]:
-        given = [(call.get(f"{kind} {s.name}"), s) for s in cell.states]
-        return [name or full(s.initial, sizes[s.size]) for name, s in given]
+        names = [(call.get(f"{kind} {s.name}"), s) for s in cell.states]
+        return [name or full(s.initial, sizes[s.size]) for name, s in names]
 
     def choose(rows: str, yes: Sequence[str], no: Sequence[str]) -> list[str]:
         return [body("Where", rows, a, b) for a, b in zip(yes, no, strict=True)]

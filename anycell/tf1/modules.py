@@ -197,11 +197,11 @@ class KernelCell(Explained, RNNCell):
         sizes = tf.nest.flatten(self.state_size)
         several = isinstance(state, (tuple, list)) and isinstance(self.state_size, tuple)
         parts = [tensor("state", part, self.dtype) for part in (state if several else [state])]
-        given = [part.shape for part in parts]
+        actual = [part.shape for part in parts]
         expected = [tf.TensorShape((rows, size)) for size in sizes]
-        pairs = zip(given, expected, strict=False)
-        if len(given) != len(expected) or not all(g.is_compatible_with(e) for g, e in pairs):
-            shown = [", ".join(map(str, shapes)) for shapes in (given, expected)]
+        pairs = zip(actual, expected, strict=False)
+        if len(actual) != len(expected) or not all(g.is_compatible_with(e) for g, e in pairs):
+            shown = [", ".join(map(str, shapes)) for shapes in (actual, expected)]
             refuse("state", f"shapes {shown[0]}", shown[1], "cell.zero_state makes one.")
         return parts
 

@@ -157,8 +157,8 @@ class DropoutWrapper(_Wrapper):
         if dropout_state_filter_visitor is not None and not callable(dropout_state_filter_visitor):
             visitor, expected = "dropout_state_filter_visitor", "a function of a part of the state"
             refuse(visitor, repr(dropout_state_filter_visitor), expected, error=TypeError)
-        given = {"input": input_keep_prob, "output": output_keep_prob, "state": state_keep_prob}
-        self.keep = {role: _probability(f"{role}_keep_prob", p) for role, p in given.items()}
+        rates = {"input": input_keep_prob, "output": output_keep_prob, "state": state_keep_prob}
+        self.keep = {role: _probability(f"{role}_keep_prob", p) for role, p in rates.items()}
         self.variational, self.seed = variational_recurrent, seed
         self._filter = dropout_state_filter_visitor or _all_but_c
         if variational_recurrent and dtype is None:

@@ -44,7 +44,7 @@ def run(
         env: further variables of the environment; None unsets one.
     """
     found = filter(None, [os.environ.get("PYTHONPATH")])
-    here = os.pathsep.join([*map(str, (*paths, ROOT, ROOT / "tests")), *found])
+    here = os.pathsep.join([*map(str, (*paths, ROOT, ROOT / "tests" / "helpers")), *found])
     variables = {**os.environ, "PYTHONPATH": here, **env}
     with subprocess.Popen(
         [sys.executable, *arguments],

@@ -309,6 +309,7 @@ sys.path.insert(0, "tools")
 import gpu_ahead
 from anycell.engines.gpu import build
 job = gpu_ahead.Job("LSTM", "bfloat16", 9, 16, 256, 256, 1, 1, True)
+assert build.unusable() is None  # compiles its probe
 made, binary = [], build.binary
 def noted(printed, capability, aligned=frozenset()):
     made.append((printed.name, capability))

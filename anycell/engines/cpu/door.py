@@ -41,8 +41,8 @@ def print_gang(module: Module) -> None:
     b = module.private("gang", "ptr record, ptr function, ptr args, i64 parts")
     record, function, args, parts = b.args
     # Address 0 means that there is no gang of threads.
-    there = b.ptrtoint(record, "i64").ne(0)
-    with b.when(there & (parts > 1)) as otherwise:
+    present = b.ptrtoint(record, "i64").ne(0)
+    with b.when(present & (parts > 1)) as otherwise:
         run, table, openmp = (b.load(b.gep(record, i, "i64"), "ptr") for i in range(3))
         b.call(run, table, function, args, parts, openmp, returns="i64")
     with otherwise:

@@ -253,10 +253,10 @@ class Driver:
             valid = b.variable(1, "i8")
             with b.when(mask.ne(0)):
                 valid.value = b.load(b.gep(one.pointer("b"), row, "i8"), "i8")
-            there = valid.value.ne(0)
+            present = valid.value.ne(0)
             with b.loop(0, columns, b.lanes) as i:
                 inside = b.lane_mask(columns - i)
-                read = inside & b.splat(there)
+                read = inside & b.splat(present)
                 numbers = b.masked_load(b.gep(source, i, element), read, 0, kind)
                 b.store_first(numbers, b.gep(to, i, element), columns - i)
 
@@ -324,8 +324,8 @@ class Driver:
         with b.when(whole < inner):
             add(whole, b.lane_mask(inner - whole))
         for of_row, to in zip(sums, results, strict=True):
-            each = b.reduce_each([sum_.value for sum_ in of_row])
-            total = b.variable(each, each.type)
+            totals = b.reduce_each([sum_.value for sum_ in of_row])
+            total = b.variable(totals, totals.type)
             with b.when(one["add"].ne(0)):
                 total.value += b.load(to, total.type)
             b.store(total.value, to)

@@ -261,12 +261,12 @@ class Gemm:
         b = self.module.private(way, "ptr partial, ptr c, i64 c_rows, i64 rows, i64 columns")
         partial, c, c_rows, rows, columns = b.args
         with b.loop(0, rows) as r, b.loop(0, columns, b.lanes) as n:
-            left, there = columns - n, b.gep(c, r * c_rows + n)
+            left, corner = columns - n, b.gep(c, r * c_rows + n)
             here = b.gep(partial, r * self.width + n)
             if way == "fetch":
-                b.store(b.masked_load(there, b.lane_mask(left)), here)
+                b.store(b.masked_load(corner, b.lane_mask(left)), here)
             else:
-                b.store_first(b.load(here), there, left)
+                b.store_first(b.load(here), corner, left)
 
     def _panel(self) -> None:
         """Multiplies all rows of a piece by one block of a panel."""
@@ -491,11 +491,11 @@ class Gemm:
         number = self.left.llvm
         with b.loop(0, whole_chunks(count, self.geometry.chunk)) as k:
             start, into = b.gep(source, k * a_inner, number), b.gep(to, k * self.rows)
-            there = b.select(k < count, rest, 0)  # zeros after the last numbers
+            present = b.select(k < count, rest, 0)  # zeros after the last numbers
             with b.loop(0, _parts(rows, self.rows)) as block:
                 for n in range(0, self.rows, self.lanes):
                     first = block * self.rows + n
-                    at, left = b.gep(start, first, number), there - first
+                    at, left = b.gep(start, first, number), present - first
                     b.prefetch(b.gep(at, a_inner * COLUMNS_AHEAD, number))
                     numbers = b.unset(b.vec)
                     with b.when(left >= self.lanes) as otherwise:

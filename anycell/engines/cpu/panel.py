@@ -88,10 +88,10 @@ class Panel:
             return self._quantize(to, address, m.linear.heads, m.numbers, g.inner)
         operands = layout.plan.types.operands.llvm
         staged = operands if g.rounded and g.packs > 1 else layout.real
-        there = constant(1, "i1")
+        loads = constant(1, "i1")
         if layout.backward:  # there are no gradients before the first or after the last step
-            there = t < self.arg["steps"] if m.state is None else t > 0
-        with b.when(there), b.loop(0, m.linear.heads) as head:
+            loads = t < self.arg["steps"] if m.state is None else t > 0
+        with b.when(loads), b.loop(0, m.linear.heads) as head:
             for n in range(m.parts):
                 start = head * m.numbers + n * (m.inner // m.parts)
                 into = head * g.inner + n * m.stretch
