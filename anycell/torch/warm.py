@@ -21,7 +21,7 @@ from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
 from anycell.torch.framework import Torch
 from anycell.torch.fused import Fused, plan_of, save
-from anycell.torch.native import Form, Part, play
+from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
 from anycell.torch.passes import as_kept, form_of
 
@@ -171,7 +171,11 @@ def learn(
     cell, alone = module.cell, what == "cell"
     layers, both = (1, False) if alone else (module.num_layers, module.bidirectional)
     draws = bool(cell.keeps) or (layers > 1 and module.dropout > 0)
-    if (cell.static is not None and arguments.get("static") is None) or (draws and module.training):
+    if (
+        table() is None
+        or (cell.static is not None and arguments.get("static") is None)
+        or (draws and module.training)
+    ):
         return
     names = ["x", *state_names("state", cell) * (state is not None)]
     for name, value in arguments.items():
