@@ -138,7 +138,10 @@ def _table() -> aten.Table | None:
     implement(of_cpu, b"play", ctypes.c_void_p(records.kernel), ctypes.c_uint64(_ABI))
     cpu.pool.CHANGED.append(records.forget)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=records.enter_process)
+        lock = records.lock
+        os.register_at_fork(
+            before=lock.acquire, after_in_parent=lock.release, after_in_child=records.enter_process
+        )
     return records
 
 

@@ -259,7 +259,7 @@ _forms: dict[tuple[Any, ...], Form] = {}
 
 
 def _facts(text: str, hyper: Sequence[float], *others: Any) -> tuple[Any, ...]:
-    """What decides the form of a pass."""
+    """The key of a pass in ``_forms``."""
     settings = threads(), torch.get_float32_matmul_precision(), cpu.isa.current()
     return text, tuple(hyper), *others, *settings, torch._C._autograd._profiler_enabled()
 

@@ -72,7 +72,7 @@ class _FusedAgain(Fused):
             raise _Unknown
         output, final, kept = as_kept(layer.plan, tensors[0].shape[0], results, layer.options)
         save(ctx, layer, layer.plan, names, tensors, kept)
-        return output.detach(), *final
+        return output, *final
 
 
 def quiet() -> bool:
