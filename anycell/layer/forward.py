@@ -180,7 +180,7 @@ def _draft_stack(
 def _of_layer(
     plan: Plan, arrays: Mapping[str, Any], k: int, count: int, rows: Callable[[Any, int, int], Any]
 ) -> dict[str, Any]:
-    """What layer k reads of the arrays of a stack, besides x and resets."""
+    """The arrays of layer k among those of a stack, besides x and resets."""
     first, last = k * count, (k + 1) * count
     named = {n: rows(a, first, last) for n, a in arrays.items() if n.startswith(OF_STATES)}
     if "static" in arrays:

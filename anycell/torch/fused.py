@@ -13,13 +13,14 @@ from torch.profiler import record_function
 from anycell.engines import cpu
 from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
-from anycell.layer import Kept, gpu
+from anycell.layer import Kept, backward, forward, gpu
 from anycell.layer.sequences import keeping, sequences
+from anycell.layer.signature import ROWS
 from anycell.plan import Layer, Options, Plan, Sizes, no_kernel_on_gpu, plan
 from anycell.plan.dtype import dtypes
 from anycell.torch import passes
 from anycell.torch.composite import Arrays, Result, States, composite
-from anycell.torch.framework import ENGINES, Returned, TorchDevice
+from anycell.torch.framework import ENGINES, Returned, Torch, TorchDevice
 from anycell.torch.observers import autocast, stepwise, watched
 
 
@@ -129,13 +130,21 @@ def run_forward(
     layer: Layer, plan: Plan, arrays: Arrays, keep: bool
 ) -> tuple[Tensor, States, Kept | None]:
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
-    given = arrays, on_threads(layer.options)
+    options = on_threads(layer.options)
     finals: Sequence[Tensor]
     if plan.engine == "cpu":
-        output, finals, kept = passes.run_forward(_rounded(plan), *given, keep)
+        given = rounded(plan), arrays, options
+        form = passes.forward_form(*given, keep)
+        if form is not None:
+            known = passes.forward_again(form, *given, keep)
+            if known is not None:
+                return known
+        output, finals, kept = forward(Torch.of(plan.dtype), *given, keep=keep)
+        if form is not None:
+            passes.learn_forward(form, *given, keep)
     else:
         device = TorchDevice.on(plan.dtype, arrays["x"].device)
-        output, finals, kept = device.run(gpu.forward, plan, *given, keep=keep)
+        output, finals, kept = device.run(gpu.forward, plan, arrays, options, keep=keep)
     # Detached, so that autograd does not take them for views of what is kept.
     return output.detach(), tuple(finals), kept
 
@@ -153,15 +162,29 @@ def run_backward(
     # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
     arriving = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
-    given = arrays, on_threads(layer.options), kept
-    if plan.engine == "cpu":
-        return passes.run_backward(_rounded(plan), *given, arriving, wanted, inside)
-    device = TorchDevice.on(plan.dtype, arrays["x"].device)
+    given = arrays, on_threads(layer.options)
     d_output, *d_final = arriving
-    return device.run(gpu.backward, plan, *given, d_output, d_final, wanted=wanted)
+    if plan.engine == "gpu":
+        device = TorchDevice.on(plan.dtype, arrays["x"].device)
+        return device.run(gpu.backward, plan, *given, kept, d_output, d_final, wanted=wanted)
+    plan, host = rounded(plan), Torch.of(plan.dtype)
+    if d_output is not None and (fitted := host.fit(d_output, ROWS)) is not None:
+        d_output = fitted  # often one expanded number, which is copied each time
+    ends = [d_output, *d_final]
+    form = None if inside else passes.backward_form(plan, *given, ends, wanted)
+    if form is not None:
+        known = passes.backward_again(form, plan, *given, kept, ends)
+        if known is not None:
+            return known
+    gradients = backward(
+        host, plan, *given, kept, d_output, d_final, d_states=inside, wanted=wanted
+    )
+    if form is not None:
+        passes.learn_backward(form, plan, *given, kept, ends, wanted)
+    return gradients
 
 
-def _rounded(plan: Plan) -> Plan:
+def rounded(plan: Plan) -> Plan:
     """The plan whose matmuls round as torch's setting allows."""
     precision = torch.get_float32_matmul_precision()
     return plan if precision == "highest" else cpu.rounded(plan, precision)

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,10 +54,9 @@ class Form:
     """
 
     def __init__(self) -> None:
-        table = _table()
-        self.number = -1 if table is None else table.form()
-        self.names, self.never = tuple[str, ...](), table is None
-        self._tried: set[Recipe] = set()
+        records = table()
+        self.number = -1 if records is None else records.form()
+        self.names, self.never = tuple[str, ...](), records is None
 
     def learn(
         self, recipe: Recipe, given: Mapping[str, Tensor], results: Sequence[Part], stream: int = 0
@@ -67,10 +67,10 @@ class Form:
             given: the arrays of the call, in order; the recipe names some of them.
             stream: see ``Options``.
         """
-        table = _table()
-        if table is None or recipe in self._tried or "lasting" in recipe.hows:
+        records, attempt = table(), (self.number, recipe)
+        if records is None or attempt in records.tried or "lasting" in recipe.hows:
             return
-        self._tried.add(recipe)
+        records.tried.add(attempt)
         places = {name: place for place, name in enumerate(recipe.names)}
         rows = [
             aten.Given(
@@ -103,7 +103,7 @@ class Form:
             "execute": address_of(recipe.native), "stream": stream,
             "gang": cpu.pool.gang(threads) if threads > 1 else 0,
         }  # fmt: skip
-        table.add(self.number, rows, made, numbers, copied, recipe.fixed, values, recipe)
+        records.add(self.number, rows, made, numbers, copied, recipe.fixed, values, recipe)
 
 
 def made_by(recipe: Recipe) -> list[aten.Made]:
@@ -116,21 +116,33 @@ def made_by(recipe: Recipe) -> list[aten.Made]:
     return made
 
 
+def table() -> aten.Table | None:
+    """The records of this process, with the operator's kernel; None for PyTorch before 2.10."""
+    with _lock:
+        return _table()
+
+
+_lock = threading.Lock()
+
+
 @functools.cache
 def _table() -> aten.Table | None:
-    """The records of this process, with the operator's kernel; None for PyTorch before 2.10."""
     functions = {name: address(name) for name in aten.TORCH}
     implement: Any = function("torch_library_impl")
     if implement is None or not all(functions.values()):
         return None
     functions |= {name: address_of(ctypes.CDLL(None)[name]) for name in aten.C}
-    table = aten.Table(functions)
+    records = aten.Table(functions)
     of_cpu, begin = ctypes.c_void_p(), function("aoti_torch_library_init_impl")
     begin(b"anycell", b"CPU", __file__.encode(), 0, ctypes.byref(of_cpu))
-    implement(of_cpu, b"play", ctypes.c_void_p(table.kernel), ctypes.c_uint64(_ABI))
+    implement(of_cpu, b"play", ctypes.c_void_p(records.kernel), ctypes.c_uint64(_ABI))
+    cpu.pool.CHANGED.append(records.forget)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=table.enter_process)
-    return table
+        lock = records.lock
+        os.register_at_fork(
+            before=lock.acquire, after_in_parent=lock.release, after_in_child=records.enter_process
+        )
+    return records
 
 
 @functools.cache

@@ -146,7 +146,8 @@ class RNNCell(OfCell):
         """Returns the new state; see the class."""
         if isinstance(x, Proxy):
             return leaf(self, x, state, static=static)
-        alone, arguments = quiet(), {"static": static}
+        known_to_torch = (self.cell.name, self.cell.key) in _OPERATORS
+        alone, arguments = quiet() and not known_to_torch, {"static": static}
         if alone:
             known = again(self, "cell", x, state, arguments)
             if known is not None:

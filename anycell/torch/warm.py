@@ -21,7 +21,7 @@ from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
 from anycell.torch.framework import Torch
 from anycell.torch.fused import Fused, plan_of, save
-from anycell.torch.native import Form, Part, play
+from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
 from anycell.torch.passes import as_kept, form_of
 
@@ -60,7 +60,7 @@ class _Unknown(Exception):
     """No call was like this one."""
 
 
-class _Again(Fused):
+class _FusedAgain(Fused):
     """A layer and its gradient, as in an earlier call."""
 
     @staticmethod
@@ -72,14 +72,14 @@ class _Again(Fused):
             raise _Unknown
         output, final, kept = as_kept(layer.plan, tensors[0].shape[0], results, layer.options)
         save(ctx, layer, layer.plan, names, tensors, kept)
-        return output.detach(), *final
+        return output, *final
 
 
 def quiet() -> bool:
     """Whether nobody sees what a call does: no autocast, no profiler, and tensors are their memory,
     but for gradients.
     """
-    return not (autocast() or _profiled() or observed())
+    return not (observed() or autocast() or _profiled())
 
 
 def again(
@@ -134,7 +134,7 @@ def _trained(module: Any, front: Front, tensors: list[Tensor]) -> list[Tensor]:
     if module.batch_first:
         x = x.swapaxes(0, 1)
     try:
-        output, *final = _Again.apply(front.layer, front.keeping, front.names, x, *others)
+        output, *final = _FusedAgain.apply(front.layer, front.keeping, front.names, x, *others)
     except _Unknown:
         return []
     return [output.swapaxes(0, 1) if module.batch_first else output, *final]
@@ -171,7 +171,11 @@ def learn(
     cell, alone = module.cell, what == "cell"
     layers, both = (1, False) if alone else (module.num_layers, module.bidirectional)
     draws = bool(cell.keeps) or (layers > 1 and module.dropout > 0)
-    if (cell.static is not None and arguments.get("static") is None) or (draws and module.training):
+    if (
+        table() is None
+        or (cell.static is not None and arguments.get("static") is None)
+        or (draws and module.training)
+    ):
         return
     names = ["x", *state_names("state", cell) * (state is not None)]
     for name, value in arguments.items():

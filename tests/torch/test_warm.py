@@ -1,9 +1,13 @@
 """Calls without gradients that run as earlier ones did: ``anycell/torch/warm.py``."""
 
 import copy
+import gc
+import os
 import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,9 @@ from tolerances import assert_close, close
 import anycell
 import anycell.torch as at
 from anycell import cells, compress
-from anycell.torch import passes, warm
+from anycell.engines import cpu
+from anycell.engines.cpu import aten
+from anycell.torch import native, passes, warm
 
 Module = Any
 MODULES: dict[str, Callable[[], Module]] = {
@@ -143,6 +149,156 @@ def test_gradients_of_a_second_call_have_the_bits_of_the_first(
         for other in others:
             same(first, other)
     assert played[-1]
+
+
+# -- the operator ----------------------------------------------------------------------------------
+def known(steps: int = 1) -> tuple[list[torch.Tensor], int, Any]:
+    """Tensors and the form of a call that the operator knows, and its results."""
+    module, x = at.LSTM(5, 8), torch.randn(steps, 2, 5)
+    calls: list[Any] = []
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        right = flat(module(x))
+        play = warm.play
+
+        def seen(tensors: list[torch.Tensor], form: int, seed: int) -> Any:
+            calls.append(([t.detach() for t in tensors], form))
+            return play(tensors, form, seed)
+
+        patch.setattr(warm, "play", seen)
+        module(x)
+    return *calls[-1], right
+
+
+def test_the_schema_of_the_operator() -> None:
+    tensors, form, _ = known()
+    play = torch.ops.anycell.play.default
+    torch.library.opcheck(play, (tensors, form, 0), test_utils="test_schema")
+
+
+def test_wrong_calls_of_the_operator() -> None:
+    """It returns nothing, and holds nothing."""
+    tensors, form, right = known()
+    x, *weights = tensors
+    odd = torch.zeros(81, dtype=torch.uint8)[1:].view(torch.uint8)
+    wrong: list[tuple[Any, int]] = [
+        (tensors, -1), (tensors, 1 << 40), (tensors, form + 1000), ([], form), ([x], form),
+        ([*tensors, x], form), ([x] * 65, form), ([x] * 1000, form),
+        ([x.double(), *weights], form), ([x[:, :1], *weights], form),
+        ([x.expand(1, 2, 5)[:, :, ::2], *weights], form), ([x[0], *weights], form),
+        ([x.mT.contiguous().mT, *weights], form), ([x.to("meta"), *weights], form),
+        ([x.to_sparse(), *weights], form), ([odd, *weights], form),
+    ]  # fmt: skip
+    for _ in range(3):
+        for arrays, number in wrong:
+            assert native.play(arrays, number, 0) == []
+        same(native.play(tensors, form, 0), right)
+    gone = [weakref.ref(t) for t in tensors]
+    del x, weights, tensors, wrong, arrays
+    assert not any(ref() is not None for ref in gone)
+
+
+def test_the_operator_without_memory() -> None:
+    """A pass whose results PyTorch cannot make returns nothing, and what it has made is freed."""
+    tensors, form, right = known()
+    records = native.table()
+    assert records is not None
+    given = [aten.Given(6, tuple(t.shape), t.stride(), -1, 4) for t in tensors]
+    made = [aten.Made(6, (3,), (1,)), aten.Made(6, (1 << 60,), (1,)), aten.Made(6, (3,), (1,), 0)]
+    numbers = dict.fromkeys(aten.RECORD, 0)
+    number = records.form()
+    records.add(number, given, made, [1, 2], [], [], numbers, None)
+    for _ in range(3):
+        assert native.play(tensors, number, 0) == []
+    same(native.play(tensors, form, 0), right)
+
+
+@pytest.mark.parametrize("calls", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_memory_stays_flat(calls: int) -> None:
+    module, x = at.LSTM(5, 8), torch.randn(1, 2, 5)
+    wide = torch.randn(1, 2, 6)
+
+    def run(count: int) -> int:
+        """The pages of memory after some calls, of which some are wrong, and some train."""
+        for n in range(count):
+            with torch.no_grad():
+                module(x)
+                module.step(x[0])
+            if n % 10 == 0:
+                module(x)[0].sum().backward()
+                with pytest.raises(RuntimeError, match="input"):
+                    module(wide)
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    before = run(1_000)
+    assert run(calls) - before < 256  # pages: a megabyte
+
+
+def test_many_layouts_in_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While records are forgotten and learnt, all threads at once, more than there are rooms."""
+    monkeypatch.setattr(aten, "RECORDS", 5)
+    modules = [at.LSTM(5, 8), at.GRU(5, 8, 2)]
+    lengths = range(1, 9)
+    inputs = [torch.randn(n, 2, 5) for n in lengths]
+    with torch.no_grad(), anycell.threads(1):
+        right = [[flat(m(x)) for x in inputs] for m in modules]
+
+    def run(first: int) -> None:
+        with torch.no_grad(), anycell.threads(1 + first % 2):
+            for n in range(40):
+                which, k = (first + n) % 2, (first * n) % len(inputs)
+                for a, b in zip(flat(modules[which](inputs[k])), right[which][k], strict=True):
+                    assert torch.equal(a, b)
+
+    at_once(*[partial(run, n) for n in range(aten.ROOMS + 4)])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_learns_by_itself() -> None:
+    module, x = at.LSTM(5, 8), torch.randn(3, 2, 5)
+    with torch.no_grad(), anycell.threads(2):
+        right = flat(module(x))
+        module(x)
+        child = os.fork()
+        if not child:
+            good = all(
+                torch.equal(a, b)
+                for _ in range(3)
+                for a, b in zip(flat(module(x)), right)  # noqa: B905
+            )
+            os._exit(0 if good else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        same(flat(module(x)), right)
+
+
+def test_another_openmp_runtime(hits: list[bool]) -> None:
+    """Gangs of threads change their addresses: calls are learnt anew."""
+    module, x = at.LSTM(5, 8), torch.randn(3, 2, 5)
+    with torch.no_grad(), anycell.threads(2):
+        right, _ = (flat(module(x)) for _ in range(2))
+        hits.clear()
+        try:
+            cpu.pool.attach(None)
+            for _ in range(3):
+                same(flat(module(x)), right)
+        finally:
+            cpu.pool.attach("torch")
+    assert hits == [False, True, True]
+
+
+def test_pytorch_without_the_stable_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before PyTorch 2.10 all calls go the ordinary way."""
+    monkeypatch.setattr(native, "function", lambda name: None)
+    assert native._table.__wrapped__() is None
+    monkeypatch.setattr(native, "_table", lambda: None)
+    monkeypatch.setattr(warm, "FRONTS", {})
+    monkeypatch.setattr(passes, "_FORMS", {})
+    calls = count(monkeypatch, warm, passes)
+    module, x = at.LSTM(5, 8), torch.randn(3, 2, 5)
+    first, second = (flat(module(x)) for _ in range(2))
+    assert all(map(torch.equal, first, second)) and not calls
 
 
 # -- steps -----------------------------------------------------------------------------------------

@@ -86,15 +86,19 @@ class Table:
 
     Args:
         functions: addresses, by the names of ``TORCH`` and ``C``.
+
+    Attributes:
+        lock: of those who change the table.
+        tried: what its users have tried to add since it last forgot all.
     """
 
     def __init__(self, functions: Mapping[str, int]) -> None:
-        self.functions = functions
-        self.state = array("q", bytes(8 * (len(STATE) + ROOMS * len(ROOM))))
+        self.lock = threading.Lock()
+        self.state = array("q", [functions.get(name, 0) for name in STATE])
+        self.state.extend([0] * (ROOMS * len(ROOM)))
         self._heads = [array("q", bytes(8 * 64))]  # the last is in use; calls may read the others
-        self._records, self._old = list[object](), list[object]()
-        self.count = 0
-        self.enter_process()
+        self._records, self._old, self.tried = list[object](), list[object](), set[object]()
+        self._publish(count=0, forms=self._heads[0].buffer_info()[0])
         target, sources = isa.current(), fingerprint()
         recipe = f"{sources}\n{target}\naten" if sources else None
         names = ["play", "begin"]
@@ -102,33 +106,43 @@ class Table:
         library.function("begin")(self.state.buffer_info()[0])
         self.kernel = library.address("play")
 
+    def _publish(self, **values: int) -> None:
+        for name, value in values.items():
+            self.state[STATE.index(name)] = value
+
     def enter_process(self) -> None:
-        """Begins anew, as in a forked child: threads that used the memory may not exist there."""
-        self._lock = threading.Lock()
-        state = {**self.functions, "forms": self._heads[-1].buffer_info()[0], "count": self.count}
-        self.state[:] = array("q", [state.get(name, 0) for name in STATE] + [0] * ROOMS * len(ROOM))
-        self.forget()
+        """Begins anew in a forked child, where no thread is left that uses records or memory.
+        ``lock`` was taken before the fork.
+        """
+        self._publish(users=0)
+        self.state[len(STATE) :] = array("q", [0] * (ROOMS * len(ROOM)))
+        self._forget()
+        self.lock.release()
 
     def form(self) -> int:
         """A new form."""
-        with self._lock:
-            heads = self._heads[-1]
-            if self.count == len(heads):
-                heads = heads + array("q", bytes(8 * len(heads)))
+        with self.lock:
+            heads, count = self._heads[-1], self.state[STATE.index("count")]
+            if count == len(heads):
+                heads = heads + array("q", bytes(8 * count))
                 self._heads.append(heads)
-                self.state[STATE.index("forms")] = heads.buffer_info()[0]
-            self.count += 1
-            self.state[STATE.index("count")] = self.count
-            return self.count - 1
+                self._publish(forms=heads.buffer_info()[0])
+            self._publish(count=count + 1)
+            return count
 
     def forget(self) -> None:
         """Forgets all records. A call that runs may still read them until the next time."""
+        with self.lock:
+            self._forget()
+
+    def _forget(self) -> None:
         heads = self._heads[-1]
         heads[:] = array("q", bytes(8 * len(heads)))
         if not self.state[STATE.index("users")]:
             self._old.clear()
         self._old += self._records
         self._records.clear()
+        self.tried.clear()
 
     def add(
         self,
@@ -156,9 +170,9 @@ class Table:
             "given": len(given), "made": len(made), "copied": len(copied),
             "results": len(results), "shared": len(shared),
         }  # fmt: skip
-        with self._lock:
+        with self.lock:
             if len(self._records) == RECORDS:
-                self.forget()
+                self._forget()
             heads = self._heads[-1]
             values = {**numbers, **counts, "next": heads[form]}
             record = array("q", [values[name] for name in RECORD])
@@ -189,7 +203,7 @@ def print_play(target: Target) -> Module:
     b.store(b.ptrtoint(b.args[0], "i64"), place)
     _print_fits(module)
     b = module.function("play", "ptr stack, i64 arguments, i64 results")
-    call = _Play(b, Entries(b, b.load(place, "ptr"), STATE))
+    call = _Call(b, Entries(b, b.load(place, "ptr"), STATE))
     b.atomic_add(call.state.at("users"), 1)
     call.read()
     record = call.find()
@@ -220,7 +234,7 @@ def _print_fits(module: Module) -> None:
     b.ret(b.value(1))
 
 
-class _Play:
+class _Call:
     """The body of the kernel."""
 
     def __init__(self, b: Builder, state: Entries) -> None:
@@ -238,7 +252,7 @@ class _Play:
         return self.b.call(self.state.pointer(name), *arguments, returns="i32")
 
     def _get(self, name: str, *arguments: Value | int, type: str = "i64") -> Value:
-        """What a function of PyTorch writes to its last argument."""
+        """The number that a function of PyTorch writes to its last argument."""
         self._torch(name, *arguments, self.slot)
         return self.b.load(self.slot, type)
 
