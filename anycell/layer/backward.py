@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from anycell.engines.cpu.driver import SUM
@@ -109,7 +110,7 @@ def drafted_backward(
         given = widened(host, plan, given)
         parts |= {name: host.widen(d) for name, d in parts.items() if name.startswith("d_final ")}
     given |= parts
-    return recipe_of(key, lambda: _draft(host, plan, given, options, wants)), given
+    return recipe_of(key, lambda: _draft(host, plan, options, wants, given)), given
 
 
 class Wanted(NamedTuple):
@@ -151,9 +152,9 @@ class Backward(NamedTuple):
 def _draft(
     host: Framework,
     plan: Plan,
-    given: Mapping[str, Array],
     options: Options,
     wants: Wanted,
+    given: Mapping[str, Array],
 ) -> Backward:
     """Drafts the pass for arrays that are laid out like these."""
     run = PassTables(Draft(host, given, options), plan, options, True, False)
@@ -174,6 +175,7 @@ def _draft(
         if run.single and wants.first_state:
             direction.add_product(states_[_of_first(plan)].at(direction.d))
     recipe = finish(draft, [run])
+    recipe.again = partial(_draft, host, plan, options, wants)
 
     def numbers(views: Mapping[str, View]) -> dict[str, int]:
         return {name: recipe.number(view) for name, view in views.items()}

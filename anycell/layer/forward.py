@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from anycell.layer import contract
@@ -77,16 +78,16 @@ def drafted(
     key = "forward", plan, same, keep, holes, layout
     if plan.types.mixed:
         given = widened(host, plan, given)
-    return recipe_of(key, lambda: _draft(host, plan, given, options, keep, holes)), given
+    return recipe_of(key, lambda: _draft(host, plan, options, keep, holes, given)), given
 
 
 def _draft(
     host: Framework,
     plan: Plan,
-    given: Mapping[str, Array],
     options: Options,
     keep: bool,
     holes: bool,
+    given: Mapping[str, Array],
 ) -> Forward:
     """Drafts the pass for arrays that are laid out like these."""
     run = PassTables(Draft(host, given, options), plan, options, False, holes)
@@ -110,6 +111,7 @@ def _draft(
         kept = _borders(run, -(-steps // segment), finals)
         run.segment_length = segment
     recipe = finish(draft, [run])
+    recipe.again = partial(_draft, host, plan, options, keep, holes)
     number = recipe.number
     numbers = Kept(
         number(kept.hidden),

@@ -35,7 +35,7 @@ def gradients_by_name(
                 if len(w[name].shape) == 1:  # one value for all rows
                     gradient = gradient.sum(0)
                 if count == 1:
-                    named[name] = gradient.reshape(1, *gradient.shape)
+                    named[name] = gradient[None]
                     continue
                 both: Any = named.setdefault(name, empty((count, *gradient.shape)))
                 both[d] = gradient

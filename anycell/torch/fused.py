@@ -131,6 +131,7 @@ def run_forward(
 ) -> tuple[Tensor, States, Kept | None]:
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
     options = on_threads(layer.options)
+    finals: Sequence[Tensor]
     if plan.engine == "cpu":
         given = rounded(plan), arrays, options
         form = passes.forward_form(*given, keep)

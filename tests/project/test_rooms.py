@@ -215,6 +215,7 @@ def test_a_framework_has_one_class() -> None:
     bases = {"Framework", "DeviceFramework", "Numpy"}
     heirs = [(place, node.name) for place, node in classes if bases & _names(node.bases)]
     assert heirs == [
+        ("jax/device.py", "JaxDevice"),
         ("jax/framework.py", "Jax"),
         ("keras/framework.py", "TensorFlow"),
         ("layer/framework.py", "DeviceFramework"),

@@ -247,7 +247,7 @@ def test_autocast_trains(kind: str) -> None:
 
 # -- sharded weights -------------------------------------------------------------------------------
 class Spread(Tensor):
-    """Has what a ``DTensor`` is known by; test_torch_distributed.py has real ones."""
+    """Has what a ``DTensor`` is known by; test_distributed.py has real ones."""
 
     device_mesh = "two processes"
 
