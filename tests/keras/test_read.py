@@ -626,13 +626,18 @@ def test_a_wrong_reading_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @tensorflow
-def test_export_and_xla_run_keras_loop(rng: np.random.Generator) -> None:
+def test_step_by_step_runs_keras_loop_and_xla_the_kernels(rng: np.random.Generator) -> None:
     x = ops.convert_to_tensor(data(rng, B, T, I), "float32")
     ours, theirs = both(Concat, "float32")
     with ak.step_by_step():
         assert ours.engine.name == "keras"
         assert np.array_equal(ours(x), theirs(x))
-    assert_close(tf.function(ours, jit_compile=True)(x), theirs(x), "float32", "forward")
+    from anycell.keras import tensorflow as kernels
+
+    function = tf.function(ours, jit_compile=True)
+    assert_close(function(x), theirs(x), "float32", "forward")
+    nodes = {node.op for node in function.get_concrete_function(x).graph.as_graph_def().node}
+    assert ("XlaCallModule" in nodes) is (kernels.obstacle() is None)
 
 
 # -- what may change between calls -----------------------------------------------------------------
