@@ -375,6 +375,8 @@ def _export(parser: argparse.ArgumentParser) -> None:
     targets = "c for C99 source (default), or a machine: x86-64-avx2, aarch64, cortex-m4, ..."
     add("--target", default="c", metavar="T", help=targets)
     add("--name", default="model", help="of the files and functions (default: model)")
+    add("--weights", default="float32", metavar="W", help="float32 (default) or bfloat16")
+    add("--blob", action="store_true", help="weights in a file of their own")
 
 
 def export(options: argparse.Namespace) -> int:
@@ -382,7 +384,7 @@ def export(options: argparse.Namespace) -> int:
     import anycell
 
     try:
-        how = {"target": options.target, "name": options.name}
+        how = {name: getattr(options, name) for name in ("target", "name", "weights", "blob")}
         files = anycell.export(find_model(options.model), options.out, **how)
     except (TypeError, ValueError) as error:  # a layer or a name that cannot be exported
         raise UsageError(" ".join(str(error).split())) from error

@@ -71,7 +71,7 @@ FIXED_ISA = {
     *("lang/test_lang.py", "project/test_cards.py", "project/test_gpu_tools.py"),
     *("project/test_package.py", "project/test_rooms.py", "project/test_same_bits.py"),
     *("project/test_selection.py", "project/test_tolerances.py"),
-    *("test_export.py", "torch/test_gpu.py"),
+    *("exporter/test_export.py", "exporter/test_machines.py", "torch/test_gpu.py"),
     # They test the code around a kernel; the kernel is the same on both sides.
     *("keras/test_examples.py", "project/test_demo.py", "project/test_docs.py"),
     *("project/test_gallery.py", "project/test_types.py", "test_bench.py"),
@@ -126,6 +126,17 @@ def seeded(seed: int) -> None:
         keras.utils.set_random_seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(seed)
+
+
+@pytest.fixture
+def torch_in_float64() -> Iterator[None]:
+    """Makes PyTorch's numbers float64 that a test gives no dtype."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(params=[1, pytest.param(10, marks=pytest.mark.slow)], ids=["sample", "all"])

@@ -144,8 +144,10 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         f"{out}/gru.c,", f"{out}/gru.h,", f"{out}/gru.hpp,", f"{out}/gru_test.c,",
         f"{out}/CMakeLists.txt",
     ]  # fmt: skip
-    assert cli.main(["export", f"{file}:net", *options, "--target", "cortex-m4"]) == 0
+    further = ["--target", "cortex-m4"], ["--weights", "bfloat16"]
+    assert all(cli.main(["export", f"{file}:net", *options, *one]) == 0 for one in further)
     assert (out / "gru.o").read_bytes()[:4] == b"\x7fELF" and capsys.readouterr()
+    assert "const uint16_t w0_0" in (out / "gru.c").read_text()
     for model, folder, problem in (
         (f"{file}:ney", out, "defines no 'ney' (did you mean net"),
         (f"{file}:epochs", out, "model: given int; expected a layer or model"),

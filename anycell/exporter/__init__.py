@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from anycell.exporter import c, machine, wasm
-from anycell.exporter.program import VERSION, Program, padded
+from anycell.exporter.model import Model
+from anycell.exporter.program import VERSION, WEIGHTS, padded
 from anycell.exporter.schedule import Schedule
 from anycell.layer.checks import refuse
 from anycell.layer.parts import Part
@@ -40,8 +41,9 @@ STACK = 1 << 16  # bytes of stack in WebAssembly, besides what a step keeps ther
 
 
 def export(
-    model: Any, out: str | os.PathLike[str], *, target: str = "c", name: str = "model"
-) -> list[Path]:
+    model: Any, out: str | os.PathLike[str], *, target: str = "c", name: str = "model",
+    weights: str = "float32", blob: bool = False,
+) -> list[Path]:  # fmt: skip
     """Writes a trained model as a C library: the computation and the weights, and nothing else.
 
     The library computes one row in float32, sample by sample or block by block. It allocates
@@ -53,6 +55,11 @@ def export(
         model_reset(state);
         model_step(state, in, out);             /* MODEL_INPUTS numbers to MODEL_OUTPUTS numbers */
         model_process(state, in, out, steps);   /* the same for each of these steps */
+
+    A model with layers in both directions, or in reverse, has no ``step``, because it needs the
+    whole sequence::
+
+        model_process(state, in, out, steps, memory);  /* MODEL_MEMORY * steps numbers */
 
     Args:
         model: a layer of ``anycell.torch``, ``anycell.keras`` or ``anycell.numpy`` of any cell,
@@ -66,15 +73,22 @@ def export(
             "x86-64-avx512", "aarch64" and "riscv64" of Linux; "x86-64-macos", "aarch64-macos",
             "x86-64-windows", "aarch64-windows"; "armv7", "cortex-m4", "cortex-m55"; "wasm32".
         name: of the files, and what names in the header begin with.
+        weights: "float32" or "bfloat16", which takes half the memory. Layers with weights of 8 bits
+            keep these (``anycell.compress.quantize``).
+        blob: whether weights are in a file of their own, ``name.bin``, so that those of a model
+            trained again replace it without a compiler. The program brings it into memory, and
+            enters it in each state: ``model_load(state, weights, size)`` is 0, or says what is
+            wrong.
 
     Returns:
         the files: source or object file, header, a class of C++, a test program with inputs and
-        expected outputs, and a ``CMakeLists.txt``, which builds the library and runs the test. For
-        "wasm32" also a module that runs as it is, and a script of JavaScript that loads it.
+        expected outputs, and a ``CMakeLists.txt``, which builds the library and runs the test;
+        weights, if they are apart. For "wasm32" also a module that runs as it is, and a script of
+        JavaScript that loads it.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected; for a
-            layer that is not among the above, one that runs in reverse, or weights of 8 bits.
+            layer that is not among the above.
 
     Example:
         >>> import tempfile
@@ -85,13 +99,15 @@ def export(
     """
     if target not in TARGETS:
         refuse("target", repr(target), f"one of {', '.join(TARGETS)}")
+    if weights not in WEIGHTS:
+        refuse("weights", repr(weights), f"one of {', '.join(WEIGHTS)}")
     fits = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name)
     if not fits or name in TAKEN:
         rule = "small letters, digits and _, and no word or header of C or C++"
         refuse("name", repr(name), f"a name that C accepts: {rule}")
     platform = machine.PLATFORMS.get(target)
-    program = Program(_parts(model), 1 if platform is None else platform.lanes)
-    files = _files(program, platform, name)
+    passes = Model(_parts(model), 1 if platform is None else platform.lanes, weights, blob)
+    files = _files(passes, platform, name)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     for file, content in files.items():
@@ -115,32 +131,48 @@ def _parts(model: Any) -> Iterator[Part]:
     refuse("model", type(model).__name__, expected, "See anycell.export.", TypeError)
 
 
-def _files(program: Program, platform: machine.Platform | None, name: str) -> dict[str, bytes]:
+def _files(model: Model, platform: machine.Platform | None, name: str) -> dict[str, bytes]:
     """The contents of the files, by their names."""
-    order = Schedule(program)
-    x = np.random.default_rng(0).standard_normal((STEPS, program.inputs)).astype(np.float32)
-    tables = c.table("in", x) + "\n" + c.table("expected", program.run(x).astype(np.float32))
-    sizes = {name: getattr(program, name) for name in ("inputs", "outputs", "state_size")}
+    orders = [Schedule(of_pass.program) for of_pass in model.passes]
+    x = np.random.default_rng(0).standard_normal((STEPS, model.inputs)).astype(np.float32)
+    tables = c.table("in", x) + "\n" + c.table("expected", model.run(x).astype(np.float32))
+    sizes = {name: getattr(model, name) for name in ("inputs", "outputs", "state_size")}
+    sizes["memory"] = sum(model.memory.values())
+    matrices = [matrix for of_pass in model.passes for matrix in of_pass.program.matrices]
+    # Where Python rounds to another integer than C, because sums have rounded differently before.
+    tolerance = 1e-2 if any(matrix.scales is not None for matrix in matrices) else 1e-5
+    process = "float *state, const float *in, float *out, size_t steps"
+    process += ", float *memory" * model.whole
     library = f"{name}.c" if platform is None else f"{name}.o"
     filled: dict[str, dict[str, Any]] = {
-        "model.h": sizes | {"version": VERSION, "anycell": installed()},
+        "model.h": sizes | {"version": VERSION, "anycell": installed(), "process": process},
         "model.hpp": {},
-        "model_test.c": {"steps": STEPS, "tables": tables},
+        "model_test.c": {"steps": STEPS, "tables": tables, "tolerance": tolerance},
         "CMakeLists.txt": {"library": library},
     }
     files = dict[str, bytes]()
     if platform is None:
-        filled = {"model.c": c.texts(program, order)} | filled
+        filled = {"model.c": c.texts(model, orders) | {"process": process}} | filled
     else:
-        files[library] = code = machine.compiled(program, order, platform, name)
+        files[library] = code = machine.compiled(model, orders, platform, name)
         if platform.triple.startswith("wasm"):
-            files[f"{name}.wasm"], end = wasm.runnable(code, machine.FUNCTIONS)
-            stack = padded(end + STACK + 4 * sum(order.rooms.values()), 64)
-            filled["model.mjs"] = sizes | {"stack": stack}
+            files[f"{name}.wasm"], end = wasm.runnable(code, machine.functions(model))
+            kept = sum(sum(order.rooms.values()) for order in orders)
+            filled["model.mjs"] = sizes | {"stack": padded(end + STACK + 4 * kept, 64)}
+    if model.blob:
+        for values in filled.values():
+            values["size"] = len(model.blob.content)
+    lines = {"whole": model.whole, "step": not model.whole, "blob": model.blob is not None}
+    lines["embedded"] = not lines["blob"]
     for file, values in filled.items():
-        text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+        text = c.template(file)
+        for tag, kept in lines.items():
+            whole = "" if kept else r".*\n"
+            text = re.sub(rf"^#{tag} ?{whole}", "", text, flags=re.MULTILINE)
         text = text.replace("MODEL", name.upper()).replace("model", name)
         for key, value in values.items():
             text = text.replace(f"@{key}@", str(value))
         files[file.replace("model", name)] = text.encode()
+    if model.blob:
+        files[f"{name}.bin"] = model.blob.file()
     return files

@@ -11,13 +11,18 @@ import re
 import struct
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from anycell.engines.cpu.ir import Builder, Module, Target
 from anycell.engines.cpu.ops import EMIT
-from anycell.exporter.program import Array, Place, Program
+from anycell.exporter.blob import Blob
+from anycell.exporter.model import Model, Pass, Rows
+from anycell.exporter.program import Place, bfloat16, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
 from anycell.lang.expr import Expr
 from anycell.lang.ops import is_boolean
@@ -29,31 +34,99 @@ INFIX = {
 PREFIX = {"neg": "-", "logical_not": "!", "stop_gradient": ""}
 LIBRARY = {"sqrt": "sqrtf", "abs": "fabsf", "sin": "sinf", "cos": "cosf", "erf": "erff",
            "pow": "powf"}  # fmt: skip
+# How weights are stored, and read.
+NUMBERS = {
+    "float32": {"number": "float", "real": "weight"},
+    "bfloat16": {"number": "uint16_t", "real": "float_of((uint32_t)weight << 16)"},
+}
+TABLES = {"float32": "float", "uint16": "uint16_t", "int8": "int8_t"}  # names of types
 WIDTH = 60  # an expression wider than this gets a line of its own
 
 
-def texts(program: Program, schedule: Schedule) -> dict[str, str]:
-    """The texts that ``model.c`` lacks: tables, functions, the bodies of a step and of a reset."""
-    body, tables, functions = list[str](), list[str](), dict[str, str]()
-    if schedule.rooms:
-        rooms = ", ".join(f"{room}[{size}]" for room, size in schedule.rooms.items())
-        body += textwrap.wrap(f"    float {rooms};", 92, subsequent_indent=8 * " ")
-    for number, stage in enumerate(schedule.stages):
-        if isinstance(stage, Product):
-            tables.append(table(f"b{number}", stage.bias))
-            tables += [table(f"w{number}_{k}", w) for k, w in enumerate(stage.weights)]
-            body += _product(number, stage, schedule)
-        elif isinstance(stage, Loop):
-            body += _Turn(stage, schedule, functions).lines()
-        else:
-            body += _fold(stage, schedule)
-    tables += [table(f"p{k}", array) for k, array in enumerate(program.params)]
+def texts(model: Model, orders: Sequence[Schedule]) -> dict[str, str]:
+    """The texts that ``model.c`` lacks: functions, the steps of all passes, how they run, and the
+    body of a reset. Weights go to the model's blob if it has one.
+    """
+    functions, steps, runs = dict[str, str](), list[str](), list[str]()
+    for k, (of_pass, order) in enumerate(zip(model.passes, orders, strict=True)):
+        name = f"step{k}" if model.whole else "step"
+        steps += [*_step(name, of_pass, order, functions, model.blob), ""]
+        runs += _run(name, of_pass, model)
     reset = [
         f"    for (int j = 0; j < {m.at.size}; j++) {_at(m.at)} = {_number(m.initial)};"
-        for m in program.memories
+        for of_pass in model.passes
+        for m in of_pass.program.memories
     ]
-    lines = {"functions": functions.values(), "tables": tables, "step": body, "reset": reset}
-    return {name: "\n".join(of_name) for name, of_name in lines.items()}
+    lines: dict[str, Iterable[str]] = {
+        "functions": functions.values(), "steps": steps[:-1], "runs": runs, "reset": reset,
+    }  # fmt: skip
+    if model.blob:
+        model.blob.seal("\n".join(steps))
+        lines["words"] = [", ".join(f"{word}u" for word in model.blob.words)]
+    numbers = NUMBERS[model.weights]
+    return numbers | {name: "\n".join(of_name) for name, of_name in lines.items()}
+
+
+def _step(
+    name: str, of_pass: Pass, order: Schedule, functions: dict[str, str], blob: Blob | None
+) -> Iterator[str]:
+    """The text of one step of a pass, with its tables."""
+    program, body = of_pass.program, list[str]()
+    tables: list[tuple[str, npt.NDArray[Any]]] = [
+        (f"p{k}", array) for k, array in enumerate(program.params)
+    ]
+    for number, stage in enumerate(order.stages):
+        if isinstance(stage, Product):
+            tables += _tables(number, stage, program.weights)
+            body += _product(number, stage, order)
+            if any(scales is not None for scales in stage.scales):
+                functions["integers"] = template("integers.c")
+        elif isinstance(stage, Loop):
+            body += _Turn(stage, order, functions).lines()
+        else:
+            body += _fold(stage, order)
+    rows = "const float *restrict x, " if of_pass.reads else ""
+    yield f"static void {name}("
+    yield f"    float *restrict state, const float *restrict in, {rows}float *restrict out"
+    yield ") {"
+    yield "    (void)state, (void)in;"
+    if blob:
+        yield "    const unsigned char *const weights = weights_of(state);"
+    for called, array in tables:
+        kind = TABLES[array.dtype.name]
+        if blob:
+            address = f"(weights + {blob.add(array)})"
+            yield f"    const {kind} *const {called} = (const {kind} *){address};"
+        else:
+            yield textwrap.indent(table(called, array), 4 * " ")
+    if order.rooms:
+        rooms = ", ".join(f"{room}[{size}]" for room, size in order.rooms.items())
+        yield from textwrap.wrap(f"    float {rooms};", 92, subsequent_indent=8 * " ")
+    yield from body
+    yield "}"
+
+
+def _run(name: str, of_pass: Pass, model: Model) -> Iterator[str]:
+    """A pass over all steps."""
+    backwards = "size_t t = steps; t-- > 0;"
+    yield f"    for ({backwards if of_pass.reverse else 'size_t t = 0; t < steps; t++'})"
+    of_samples = Rows("in", 0, model.inputs)
+    at = [_rows(rows, model) for rows in (of_samples, of_pass.reads, of_pass.writes) if rows]
+    yield f"        {name}(state, {', '.join(at)});"
+
+
+def _rows(rows: Rows, model: Model) -> str:
+    """The address of a row."""
+    array, first = rows.array, [str(rows.column)] * bool(rows.column)
+    if array in model.memory:
+        first = [f"steps * {model.before(array)}"] * bool(model.before(array)) + first
+        array = "memory"
+    return " + ".join([array, *first, f"{rows.stride} * t"])
+
+
+def template(file: str) -> str:
+    """The text of a file of this folder."""
+    return (Path(__file__).parent / file).read_text(encoding="utf-8")
 
 
 def _number(value: float) -> str:
@@ -67,11 +140,25 @@ def _number(value: float) -> str:
     return text + ("f" if re.search(r"[.e]", text) else ".0f")
 
 
-def table(name: str, array: Array) -> str:
+def table(name: str, array: npt.NDArray[Any]) -> str:
     """An array as C spells it."""
-    numbers = [_number(value) for value in array.ravel().tolist()]
+    kind = TABLES[array.dtype.name]
+    numbers = [_number(v) if kind == "float" else str(v) for v in array.ravel().tolist()]
     lines = [", ".join(numbers[k : k + 8]) for k in range(0, len(numbers), 8)]
-    return f"static const float {name}[{len(numbers)}] = {{\n    " + ",\n    ".join(lines) + "};"
+    return f"static const {kind} {name}[{len(numbers)}] = {{\n    " + ",\n    ".join(lines) + "};"
+
+
+def _tables(number: int, stage: Product, weights: str) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """The tables of a product: its bias and weights, of integers an even number, and scales."""
+    yield f"b{number}", stage.bias
+    for k, (weight, scales) in enumerate(zip(stage.weights, stage.scales, strict=True)):
+        name = f"w{number}_{k}"
+        if scales is not None:
+            even = padded(len(weight), 2) - len(weight)
+            yield name, np.pad(weight, ((0, even), (0, 0))).astype(np.int8)
+            yield f"s{number}_{k}", scales
+        else:
+            yield name, bfloat16(weight) if weights == "bfloat16" else weight
 
 
 def _at(place: Place, index: str = "j") -> str:
@@ -86,7 +173,18 @@ def _product(number: int, stage: Product, schedule: Schedule) -> Iterator[str]:
     yield f"    for (int j = 0; j < {to.size}; j++) {to.array}[j] = b{number}[j];"
     for k, (operand, weight) in enumerate(zip(stage.operands, stage.weights, strict=True)):
         place, (into, out) = schedule.places[operand], weight.shape
-        if place.size == into:
+        if stage.scales[k] is not None:
+            even = padded(into, 2)
+            yield "    {"
+            yield f"        int8_t q[{even}] = {{0}};"
+            yield f"        int32_t sum[{out}];"
+            yield f"        const float scale = rounded(&{_at(place, '0')}, q, {place.size});"
+            if place.size < into:
+                yield f"        for (int i = 1; i < {into}; i++) q[i] = q[0];"
+            of = f"w{number}_{k}, s{number}_{k}, scale, q, sum, {to.array}, {even}, {out}"
+            yield f"        multiply_integers({of});"
+            yield "    }"
+        elif place.size == into:
             x = f"{place.array} + {place.first}" if place.first else place.array
             yield f"    multiply(w{number}_{k}, {x}, {to.array}, {into}, {out});"
         else:  # one number in place of many

@@ -6,21 +6,29 @@ order in memory. What lies beyond the last unit of a vector is never read by ano
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from anycell.engines.cpu import jit
-from anycell.engines.cpu.ir import Builder, Module, Target, Value
+from anycell.engines.cpu.idioms import dot, widen
+from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, vector
+from anycell.engines.cpu.matmul import ROUNDING
 from anycell.engines.cpu.ops import EMIT
-from anycell.exporter.program import VERSION, Array, Place, Program, padded
+from anycell.exporter.blob import CODES, FACTOR, LINE, SEED, Blob
+from anycell.exporter.model import Model, Rows
+from anycell.exporter.program import VERSION, Array, Place, Program, bfloat16, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
 from anycell.lang.expr import Expr
+from anycell.layer.rounding import STEPS
 
-FUNCTIONS = "version", "state_size", "reset", "step", "process"  # the last ones of a file
+FUNCTIONS = "load", "version", "state_size", "reset", "step", "process"  # the last ones of a file
+TABLES = {"float32": "float", "uint16": "i16", "uint32": "i32", "int32": "i32"}  # types of LLVM
 
 
 class Platform(NamedTuple):
@@ -51,8 +59,8 @@ PLATFORMS = {
     "aarch64-macos": Platform("arm64-apple-macosx11.0", "apple-m1", "", 128, 32),
     "aarch64-windows": Platform("aarch64-pc-windows-msvc", "generic", "+neon", 128, 32),
     "armv7": Platform("armv7-unknown-linux-gnueabihf", "cortex-a7", "+neon", word="i32"),
-    "cortex-m4": Platform("thumbv7em-none-eabihf", "cortex-m4", "", 32, 16, "i32"),
-    "cortex-m55": Platform("thumbv8.1m.main-none-eabihf", "cortex-m55", "", 128, 8, "i32"),
+    "cortex-m4": Platform("thumbv7em-unknown-none-eabihf", "cortex-m4", "", 32, 16, "i32"),
+    "cortex-m55": Platform("thumbv8.1m.main-unknown-none-eabihf", "cortex-m55", "", 128, 8, "i32"),
     "riscv64": Platform("riscv64-unknown-linux-gnu", "generic-rv64", "+m,+a,+f,+d,+c", 32, 32,
                         abi="lp64d"),
     "wasm32": Platform("wasm32-unknown-unknown", "generic", "+simd128", word="i32"),
@@ -69,37 +77,56 @@ def _binding() -> Any:
     return llvm
 
 
-def compiled(program: Program, order: Schedule, platform: Platform, name: str) -> bytes:
-    """Compiles a program to an object file."""
+def functions(model: Model) -> list[str]:
+    """The functions of the header: the last ones of a file."""
+    present = {"load": model.blob is not None, "step": not model.whole}
+    return [name for name in FUNCTIONS if present.get(name, True)]
+
+
+def compiled(model: Model, orders: Sequence[Schedule], platform: Platform, name: str) -> bytes:
+    """Compiles a model to an object file."""
     target = _binding().Target.from_triple(platform.triple)
     bare = "none" in platform.triple or "wasm" in platform.triple
     machine = target.create_target_machine(
         cpu=platform.cpu, features=platform.features, opt=3, codemodel="small",
         reloc="static" if bare else "pic", abiname=platform.abi,
     )  # fmt: skip
-    text = str(_Printer(program, order, platform, name).module)
+    fma, x86 = platform.bits > 32 and platform.cpu != "x86-64", platform.triple.startswith("x86")
+    vectors = Target(name, 32 * model.lanes, platform.registers, fma, x86=x86)
+    module = Module(vectors, "float")
+    for k, (of_pass, order) in enumerate(zip(model.passes, orders, strict=True)):
+        _Printer(module, f"step{k}", of_pass.program, order, platform, model.blob)
+    if model.blob:
+        model.blob.seal(str(module))
+        _print_load(module, model.blob.words, platform, name)
+    _print_calls(module, model, platform, name)
+    text = str(module)
     code: bytes = machine.emit_object(jit.optimised(text, machine))
     return code
 
 
 class _Printer:
-    """Prints the module of a program.
+    """Prints the step of a program as a function.
 
     Attributes:
         bases: the address of each array.
+        narrow: whether weights are stored in 16 bits.
+        rounded: values as integers; see ``_rounded``.
     """
 
-    def __init__(self, program: Program, order: Schedule, platform: Platform, name: str) -> None:
-        self.platform, self.order, self.lanes = platform, order, program.lanes
-        self.registers = platform.registers
-        x86 = platform.triple.startswith("x86")
-        fma = platform.bits > 32 and platform.cpu != "x86-64"
-        target = Target(name, 32 * self.lanes, platform.registers, fma, x86=x86)
-        self.module = Module(target, "float")
-        b = self.b = self.module.private(
-            "step", "ptr noalias state, ptr noalias in, ptr noalias out"
-        )
-        self.bases = dict(zip(("state", "in", "out"), b.args, strict=True))
+    def __init__(
+        self, module: Module, name: str, program: Program, order: Schedule, platform: Platform,
+        blob: Blob | None,
+    ) -> None:  # fmt: skip
+        self.module, self.order, self.lanes = module, order, program.lanes
+        self.registers, self.narrow = platform.registers, program.weights == "bfloat16"
+        self.rounded: dict[tuple[Expr, int], tuple[Value, Value]] = {}
+        arrays = "state", "in", "x", "out"
+        b = self.b = module.private(name, ", ".join(f"ptr noalias {array}" for array in arrays))
+        self.bases = dict(zip(arrays, b.args, strict=True))
+        self.blob = blob
+        if blob:
+            self.weights = b.load(self.bases["state"], "ptr", align=4)
         for room, size in order.rooms.items():
             self.bases[room] = b.alloca(b.vec, padded(size, self.lanes) // self.lanes)
         for k, array in enumerate(program.params):
@@ -111,12 +138,17 @@ class _Printer:
                 self._loop(stage)
             else:
                 self._fold(stage)
-        self._calls(program, name)
 
-    def _table(self, rows: Array) -> Value:
+    def _table(self, rows: npt.NDArray[Any]) -> Value:
         """Numbers in memory, each row filled up to whole vectors."""
         beyond = padded(rows.shape[1], self.lanes) - rows.shape[1]
-        return self.module.table(np.pad(rows, ((0, 0), (0, beyond))).ravel().tolist(), "float")
+        rows = np.pad(rows, ((0, 0), (0, beyond)))
+        if self.blob:
+            return self.b.gep(self.weights, self.blob.add(rows), "i8")
+        return self.module.table(rows.ravel().tolist(), TABLES[rows.dtype.name])
+
+    def _stored(self, weight: Array) -> npt.NDArray[Any]:
+        return bfloat16(weight) if self.narrow else weight
 
     def _address(self, place: Place, j: Value | int = 0) -> Value:
         return self.b.gep(self.b.gep(self.bases[place.array], place.first), j)
@@ -129,6 +161,8 @@ class _Printer:
     # -- products ----------------------------------------------------------------------------------
     def _product(self, stage: Product) -> None:
         lanes, most = self.lanes, self.registers * 3 // 4
+        if any(scales is not None for scales in stage.scales):
+            most //= 2  # sums of integers are beside those of reals
         vectors = len(stage.bias) // lanes
         for first in range(0, vectors, most):
             count = min(most, vectors - first)
@@ -143,14 +177,19 @@ class _Printer:
         bias = self._table(stage.bias[None, columns])
         sums = [b.variable(b.load(b.gep(bias, i * lanes))) for i in range(count)]
         sums += [b.variable(b.value(0.0, b.vec)) for _ in range(count * (ways - 1))]
+        stored = "i16" if self.narrow else "float"
 
         def add(k: Value | int, way: int) -> None:
-            x, row = self._number(place, k), b.gep(table, self.b.value(count * lanes) * k)
+            x, row = self._number(place, k), b.gep(table, self.b.value(count * lanes) * k, stored)
             for i, total in enumerate(sums[way * count : (way + 1) * count]):
-                total.value = b.fma(x, b.load(b.gep(row, i * lanes)), total.value)
+                w = b.load(b.gep(row, i * lanes, stored), vector(lanes, stored))
+                total.value = b.fma(x, widen(b, w, "bfloat") if self.narrow else w, total.value)
 
-        for operand, weight in zip(stage.operands, stage.weights, strict=True):
-            table, place = self._table(weight[:, columns]), self.order.places[operand]
+        for operand, weight, scales in zip(*stage[:3], strict=True):
+            if scales is not None:
+                self._integers(operand, weight[:, columns], scales[None, columns], sums)
+                continue
+            table, place = self._table(self._stored(weight[:, columns])), self.order.places[operand]
             whole = len(weight) // 2 * 2
             with b.loop(0, whole, 2) as k:
                 add(k, 0)
@@ -161,17 +200,64 @@ class _Printer:
             total = sums[i].value + sums[count + i].value if ways > 1 else sums[i].value
             b.store(total, self._address(stage.to, first + i * lanes))
 
+    def _rounded(self, operand: Expr, size: int) -> tuple[Value, Value]:
+        """The address of a value as integers with 128 added, of which four share a lane, and what
+        1 of them stands for; see ``anycell.engines.cpu.matmul``.
+        """
+        if (operand, size) in self.rounded:
+            return self.rounded[operand, size]
+        b, most = self.b, self.b.variable(0, self.b.ivec)
+        for j, count in self._turns(size):
+            bits = b.bits(self._value(operand, j, count)) & 0x7FFFFFFF
+            if count < self.lanes:
+                bits = b.select(b.lane_mask(b.value(count)), bits, 0)
+            most.value = b.smax(most.value, bits)
+        largest = b.reduce_max(most.value)
+        real = b.bitcast(largest, "float")
+        scale = b.select(largest < 0x7F800000, real * (1 / STEPS), math.nan)
+        inverse, room = b.splat(STEPS / real), b.alloca("i32", padded(size, self.lanes * 4) // 4)
+        b.store(b.value(0, "i32"), b.gep(room, (size - 1) // 4 * 4, "i8"))
+        for j, count in self._turns(size):
+            bits = b.bits(self._value(operand, j, count) * inverse + ROUNDING)
+            b.store(b.trunc(bits, "i8") ^ -128, b.gep(room, j, "i8"))
+        self.rounded[operand, size] = room, b.splat(scale)
+        return self.rounded[operand, size]
+
+    def _integers(self, operand: Expr, weight: Array, of: Array, sums: list[Variable]) -> None:
+        """Adds products of integers to sums."""
+        b, (size, columns) = self.b, weight.shape
+        room, scale = self._rounded(operand, size)
+        quads = np.zeros((padded(size, 4), columns), np.int64)
+        quads[:size] = weight
+        lanes = np.add.reduce(quads.reshape(-1, 4, columns) % 256 << np.r_[:32:8][:, None], 1)
+        table, scales = self._table(lanes.astype(np.uint32)), self._table(of)
+        offsets = self._table((-128 * quads.sum(0)[None]).astype(np.int32))
+        totals = [b.variable(b.load(b.gep(offsets, j), b.ivec)) for j in range(0, columns, b.lanes)]
+        with b.loop(0, len(lanes)) as k:
+            x = b.splat(b.load(b.gep(room, k), "i32"))
+            for i, total in enumerate(totals):
+                w = b.load(b.gep(table, k * columns + i * b.lanes), b.ivec)
+                total.value = dot(b, total.value, x, w)
+        for i, (total, real) in enumerate(zip(totals, sums, strict=False)):
+            product = b.sitofp(total.value, "float") * (scale * b.load(b.gep(scales, i * b.lanes)))
+            real.value += product
+
     # -- loops over units --------------------------------------------------------------------------
-    def _loop(self, stage: Loop) -> None:
-        full = stage.size // self.lanes * self.lanes if stage.size > 1 else 0
+    def _turns(self, size: int) -> Iterator[tuple[Value | int, int]]:
+        """The first unit of each vector, and how many units it has; all but the last are full."""
+        full = size // self.lanes * self.lanes if size > 1 else 0
         if full > 2 * self.lanes:
             with self.b.loop(0, full, self.lanes) as j:
-                self._turn(stage, j, self.lanes)
+                yield j, self.lanes
         else:
             for first in range(0, full, self.lanes):
-                self._turn(stage, first, self.lanes)
-        if full < stage.size:
-            self._turn(stage, full, stage.size - full)
+                yield first, self.lanes
+        if full < size:
+            yield full, size - full
+
+    def _loop(self, stage: Loop) -> None:
+        for j, count in self._turns(stage.size):
+            self._turn(stage, j, count)
 
     def _turn(self, stage: Loop, j: Value | int, count: int) -> None:
         """The values of ``count`` units from j on."""
@@ -201,7 +287,7 @@ class _Printer:
         place = self.order.places[node]
         if place.size == 1:
             return self._number(place, 0)
-        if place.array == "in" and count < self.lanes:
+        if place.array in ("in", "x") and count < self.lanes:
             mask = b.lane_mask(b.value(count))
             return b.masked_load(self._address(place, j), mask, b.value(0.0, b.vec))
         return b.load(self._address(place, j))
@@ -217,8 +303,8 @@ class _Printer:
                 self._fold_groups(node, groups, count, empty)
                 continue
             total = b.variable(b.value(empty, b.vec))
-            for first in range(0, width, self.lanes):
-                value, left = self._value(node.args[0], first, width - first), width - first
+            for j, left in self._turns(width):
+                value = self._value(node.args[0], j, left)
                 if left < self.lanes:
                     value = b.select(b.lane_mask(b.value(left)), value, empty)
                 total.value = both(total.value, value)
@@ -240,29 +326,65 @@ class _Printer:
             with b.loop(first, first + count) as j:
                 b.store(reduced, self._address(to, j))
 
-    # -- calls -------------------------------------------------------------------------------------
-    def _calls(self, program: Program, name: str) -> None:
-        """The functions of the header."""
-        word, module = self.platform.word, self.module
-        version, state_size, reset, step, process = (f"{name}_{called}" for called in FUNCTIONS)
-        b = module.function(version, "", "i32")
-        b.ret(b.value(VERSION, "i32"))
-        b = module.function(state_size, "", word)
-        b.ret(b.value(4 * program.state_size, word))
-        b = module.function(reset, "ptr state")
-        for memory in program.memories:
-            first = b.value(memory.initial, b.vec)
-            with b.loop(0, padded(memory.at.size, self.lanes), self.lanes) as j:
-                b.store(first, b.gep(b.gep(b.args[0], memory.at.first), j))
-        arrays = "ptr state, ptr in, ptr out"
-        b = module.function(step, arrays)
-        with _flushed(b, self.platform):
-            b.call("step", *b.args)
-        b = module.function(process, f"{arrays}, {word} steps")
-        state, into, out, steps = b.args
-        with _flushed(b, self.platform), b.loop(0, b.zext(steps, "i64")) as t:
-            sample = b.gep(into, t * program.inputs), b.gep(out, t * program.outputs)
-            b.call("step", state, *sample)
+
+# -- calls -----------------------------------------------------------------------------------------
+def _print_load(module: Module, expected: list[int], platform: Platform, name: str) -> None:
+    """Adds the function that checks weights and enters their address in a state."""
+    b = module.function(f"{name}_load", f"ptr state, ptr weights, {platform.word} size", "i32")
+    state, weights, count = b.args
+    size, codes = b.zext(count, "i64"), {code: k + 1 for k, code in enumerate(CODES)}
+
+    def refuse(wrong: Value, code: str) -> None:
+        with b.when(wrong):
+            b.ret(b.value(codes[code], "i32"))
+
+    refuse((b.ptrtoint(weights, "i64") & 3).ne(0), "MISALIGNED")
+    refuse(size < LINE, "TRUNCATED")
+    kinds = "NO_WEIGHTS", "OTHER_VERSION", *["OTHER_MODEL"] * 3
+    for k, (word, code) in enumerate(zip(expected, kinds, strict=True)):
+        refuse(b.load(b.gep(weights, k), "i32").ne(word), code)
+    refuse(size < expected[-1], "TRUNCATED")
+    total = b.variable(SEED, "i32")
+    with b.loop(len(expected) + 1, expected[-1] // 4) as at:
+        mixed = (total.value ^ b.load(b.gep(weights, at), "i32")) * FACTOR
+        total.value = mixed ^ mixed >> 15
+    refuse(total.value.ne(b.load(b.gep(weights, len(expected)), "i32")), "DAMAGED")
+    b.store(weights, state, align=4)
+    b.ret(b.value(0, "i32"))
+
+
+def _print_calls(module: Module, model: Model, platform: Platform, name: str) -> None:
+    """Adds the functions of the header."""
+    word, lanes = platform.word, model.lanes
+    b = module.function(f"{name}_version", "", "i32")
+    b.ret(b.value(VERSION, "i32"))
+    b = module.function(f"{name}_state_size", "", word)
+    b.ret(b.value(4 * model.state_size, word))
+    b = module.function(f"{name}_reset", "ptr state")
+    for of in (memory for of_pass in model.passes for memory in of_pass.program.memories):
+        first = b.value(of.initial, b.vec)
+        with b.loop(0, padded(of.at.size, lanes), lanes) as j:
+            b.store(first, b.gep(b.gep(b.args[0], of.at.first), j))
+    arrays = "ptr state, ptr in, ptr out"
+    if not model.whole:
+        b = module.function(f"{name}_step", arrays)
+        state, sample, out = b.args
+        with _flushed(b, platform):
+            b.call("step0", state, sample, sample, out)
+    memory = ", ptr memory" * model.whole
+    b = module.function(f"{name}_process", f"{arrays}, {word} steps{memory}")
+    state, sample, out, count, *_ = b.args
+    steps, bases = b.zext(count, "i64"), {"in": sample, "out": out}
+    for array in model.memory:
+        bases[array] = b.gep(b.args[-1], steps * model.before(array))
+    samples = Rows("in", 0, model.inputs)
+    with _flushed(b, platform):
+        for k, of_pass in enumerate(model.passes):
+            with b.loop(0, steps) as i:
+                t = steps - i - 1 if of_pass.reverse else i
+                rows = samples, of_pass.reads or samples, of_pass.writes
+                at = [b.gep(b.gep(bases[r.array], r.column), t * r.stride) for r in rows]
+                b.call(f"step{k}", state, *at)
 
 
 @contextmanager
@@ -277,6 +399,9 @@ def _flushed(b: Builder, platform: Platform) -> Iterator[None]:
     elif kind in ("aarch64", "arm64"):
         before = b.intrinsic("llvm.aarch64.get.fpcr", returns="i64", overload=())
         within, change = before | 1 << 24, "llvm.aarch64.set.fpcr"
+    elif kind.startswith(("arm", "thumb")):
+        before = b.intrinsic("llvm.arm.get.fpscr", returns="i32", overload=())
+        within, change = before | 1 << 24, "llvm.arm.set.fpscr"
     else:
         yield
         return

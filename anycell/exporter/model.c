@@ -16,13 +16,20 @@
         run; \
         _mm_setcsr(mode); \
     } while (0)
-#elif defined(__aarch64__) && defined(__GNUC__)
+#elif (defined(__aarch64__) || __ARM_FP) && defined(__GNUC__)
+#if defined(__aarch64__)
+#define GET "mrs %0, fpcr"
+#define SET "msr fpcr, %0"
+#else
+#define GET "vmrs %0, fpscr"
+#define SET "vmsr fpscr, %0"
+#endif
 #define FLUSH(run) do { \
-        uint64_t mode; \
-        __asm__ __volatile__("mrs %0, fpcr" : "=r"(mode)); \
-        __asm__ __volatile__("msr fpcr, %0" : : "r"(mode | 1u << 24) : "memory"); \
+        size_t mode; \
+        __asm__ __volatile__(GET : "=r"(mode) : : "memory"); \
+        __asm__ __volatile__(SET : : "r"(mode | 1u << 24) : "memory"); \
         run; \
-        __asm__ __volatile__("msr fpcr, %0" : : "r"(mode) : "memory"); \
+        __asm__ __volatile__(SET : : "r"(mode) : "memory"); \
     } while (0)
 #else
 #define FLUSH(run) do { run; } while (0)
@@ -40,28 +47,54 @@ static inline uint32_t bits_of(float x) {
     return both.to;
 }
 
+#blob /* The weights, whose address a state begins with. */
+#blob static inline const unsigned char *weights_of(const float *state) {
+#blob     const unsigned char *weights;
+#blob     for (size_t k = 0; k < sizeof weights; k++)
+#blob         ((unsigned char *)&weights)[k] = ((const unsigned char *)state)[k];
+#blob     return weights;
+#blob }
+#blob
 @functions@
+static inline float real(@number@ weight) { return @real@; }
+
 /* to += weight x, with the weight by columns */
 static inline void multiply(
-    const float *weight, const float *x, float *restrict to, int in, int out
+    const @number@ *weight, const float *x, float *restrict to, int in, int out
 ) {
     int i = 0;
     for (; i + 4 <= in; i += 4, weight += 4 * out)
         for (int j = 0; j < out; j++)
-            to[j] += (x[i] * weight[j] + x[i + 1] * weight[out + j])
-                + (x[i + 2] * weight[2 * out + j] + x[i + 3] * weight[3 * out + j]);
+            to[j] += (x[i] * real(weight[j]) + x[i + 1] * real(weight[out + j]))
+                + (x[i + 2] * real(weight[2 * out + j]) + x[i + 3] * real(weight[3 * out + j]));
     for (; i < in; i++, weight += out)
         for (int j = 0; j < out; j++)
-            to[j] += x[i] * weight[j];
+            to[j] += x[i] * real(weight[j]);
 }
 
-@tables@
+@steps@
 
-static void step(float *restrict state, const float *restrict in, float *restrict out) {
-    (void)state, (void)in;
-@step@
-}
-
+#blob int model_load(float *state, const void *weights, size_t size) {
+#blob     static const uint32_t header[5] = {@words@};
+#blob     const uint32_t *words = weights;
+#blob     uint32_t total = 2166136261u;
+#blob     if ((uintptr_t)weights % 4) return MODEL_MISALIGNED;
+#blob     if (size < 64) return MODEL_TRUNCATED;
+#blob     if (words[0] != header[0]) return MODEL_NO_WEIGHTS;
+#blob     if (words[1] != header[1]) return MODEL_OTHER_VERSION;
+#blob     for (int k = 2; k < 5; k++)
+#blob         if (words[k] != header[k]) return MODEL_OTHER_MODEL;
+#blob     if (size < MODEL_WEIGHTS_SIZE) return MODEL_TRUNCATED;
+#blob     for (int k = 6; k < MODEL_WEIGHTS_SIZE / 4; k++) {
+#blob         total = (total ^ words[k]) * 16777619u;
+#blob         total ^= total >> 15;
+#blob     }
+#blob     if (total != words[5]) return MODEL_DAMAGED;
+#blob     for (size_t k = 0; k < sizeof weights; k++)
+#blob         ((unsigned char *)state)[k] = ((const unsigned char *)&weights)[k];
+#blob     return 0;
+#blob }
+#blob
 int model_version(void) { return MODEL_VERSION; }
 
 size_t model_state_size(void) { return MODEL_STATE_SIZE * sizeof(float); }
@@ -71,9 +104,14 @@ void model_reset(float *state) {
 @reset@
 }
 
-void model_step(float *state, const float *in, float *out) { FLUSH(step(state, in, out)); }
+#step void model_step(float *state, const float *in, float *out) { FLUSH(step(state, in, out)); }
+#step
+static void run(@process@) {
+#whole     (void)memory;
+@runs@
+}
 
-void model_process(float *state, const float *in, float *out, size_t steps) {
-    FLUSH(for (size_t t = 0; t < steps; t++)
-        step(state, in + MODEL_INPUTS * t, out + MODEL_OUTPUTS * t));
+void model_process(@process@) {
+#step     FLUSH(run(state, in, out, steps));
+#whole     FLUSH(run(state, in, out, steps, memory));
 }

@@ -12,10 +12,14 @@ public:
     static constexpr std::size_t inputs = MODEL_INPUTS, outputs = MODEL_OUTPUTS;
 
     Stream() { reset(); }
+#blob     // What model_load returns. Nothing else may be called before.
+#blob     int load(const void *weights, std::size_t size) { return model_load(state, weights, size); }
     void reset() { model_reset(state); }
-    void step(const float *in, float *out) { model_step(state, in, out); }
-    void process(const float *in, float *out, std::size_t steps) {
-        model_process(state, in, out, steps);
+#step     void step(const float *in, float *out) { model_step(state, in, out); }
+#step     void process(const float *in, float *out, std::size_t steps) {
+#step         model_process(state, in, out, steps);
+#whole     void process(const float *in, float *out, std::size_t steps, float *memory) {
+#whole         model_process(state, in, out, steps, memory);
     }
 
 private:

@@ -6,7 +6,7 @@ It is for one row in evaluation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +21,13 @@ from anycell.layer.checks import refuse
 from anycell.layer.compression import numbers
 from anycell.layer.feedback import fed
 from anycell.layer.parts import Affine, FedBack, Part, Pointwise, Recurrent
+from anycell.layer.rounding import SCALES, STEPS
+from anycell.plan import scales_of
 
 VERSION = 1  # of the functions in the header
+WEIGHTS = "float32", "bfloat16"  # the numbers in memory of matrices that have no scales
 Array = npt.NDArray[np.float32]
+Simple = Recurrent | Affine | Pointwise
 
 
 class Place(NamedTuple):
@@ -32,6 +36,16 @@ class Place(NamedTuple):
     array: str
     first: int
     size: int
+
+
+class Matrix(NamedTuple):
+    """Weights ``[out, in]`` and a bias ``[out]``. With scales ``[out]`` the weights are integers of
+    8 bits, and what they multiply is rounded to such integers; see ``anycell.layer.rounding``.
+    """
+
+    weight: Array
+    bias: Array
+    scales: Array | None = None
 
 
 class Memory(NamedTuple):
@@ -43,40 +57,60 @@ class Memory(NamedTuple):
     layer: int
 
 
-class Program:
-    """One step of a model.
+class Start(NamedTuple):
+    """What passes before a program have: the inputs of a sample, the numbers of all states, how
+    many layers, and the width of the rows that they left; 0 if the program is the first.
+    """
 
-    Leaves of the graph are ``("input", place, size)``, ``("state", number)``, ``("param",
-    number)``; a product is ``linear(*operands)`` with the numbers of their matrices.
+    inputs: int = 0
+    states: int = 0
+    layer: int = 0
+    width: int = 0
+
+
+FIRST = Start()
+
+
+class Program:
+    """One step of a model, or of one pass.
+
+    Leaves of the graph are ``("input", array, place, size)``, ``("state", number)``, ``("param",
+    number)``; a product is ``linear(*operands)`` with the numbers of their matrices. The array is
+    ``in``, a sample, or ``x``, a row that passes before have left.
 
     Attributes:
-        inputs, outputs, state_size: how many numbers a step takes and gives, and all states have.
+        inputs, outputs: how many numbers a sample has, as far as is known, and a step gives.
+        state_size: how many numbers its states have.
         output: the last layer's output.
         memories: the states of all layers.
-        matrices: weights ``[out, in]``, each with its bias ``[out]``.
+        matrices: what the products multiply by.
+        weights: one of ``WEIGHTS``.
         params: vectors.
-        lanes: how many numbers a vector has, which each state begins; at most as many as given,
-            and fewer if vectors of the largest state would be filled badly.
+        lanes: how many numbers a vector has, which each state begins.
         ends: the outputs of all layers.
     """
 
-    def __init__(self, parts: Iterable[Part], lanes: int = 1) -> None:
+    def __init__(
+        self, parts: Sequence[Simple], lanes: int = 1, weights: str = "float32",
+        start: Start = FIRST,
+    ) -> None:  # fmt: skip
         self.memories: list[Memory] = []
-        self.matrices: list[tuple[Array, Array]] = []
+        self.matrices, self.weights = list[Matrix](), weights
         self.params: list[Array] = []
-        opened = [part for whole in parts for part in _opened(whole)]
-        self.inputs = width = next(filter(None, map(_width, opened)), 0)
+        width = start.width or next(filter(None, map(_width, parts)), 0)
+        self.inputs = start.inputs or width
         if not width:
             hint = "Export a model that begins with a layer of known inputs."
             refuse("model", "no layer with weights", "one at least", hint)
-        node, self.ends = Expr("input", (), (0, width)), list[Expr]()
-        for number, part in enumerate(opened):
+        rows = "x" if start.width else "in"
+        node, self.ends = Expr("input", (), (rows, 0, width)), list[Expr]()
+        for number, part in enumerate(parts, start.layer):
             if (_width(part) or width) != width:
                 expected = f"{width}, the outputs of the layer before it"
                 refuse("model", f"a layer {number} of {_width(part)} inputs", expected)
             if isinstance(part, Affine):
                 node = self._product(node, float32(part.weight), _optional(part.bias))
-                width = len(self.matrices[-1][1])
+                width = len(self.matrices[-1].bias)
             elif isinstance(part, Pointwise):
                 node = self._pointwise(part, node, width)
             else:
@@ -85,27 +119,23 @@ class Program:
         roots = [node, *self.ends, *(memory.new for memory in self.memories)]
         merged = iter(rewrite(roots, self._merge(roots)))
         self.output, self.ends = next(merged), [next(merged) for _ in self.ends]
-        largest = max((memory.at.size for memory in self.memories), default=lanes)
-        while lanes > 4 and padded(largest, lanes) > 1.25 * largest:
-            lanes //= 2
         self.lanes, self.state_size = lanes, 0
         for k, (at, initial, _, layer) in enumerate(self.memories):
-            at = at._replace(first=self.state_size)
+            at = at._replace(first=start.states + self.state_size)
             self.memories[k] = Memory(at, initial, next(merged), layer)
             self.state_size += padded(at.size, lanes)
-        self.state_size = self.state_size or lanes  # C has no arrays of no numbers
 
     def size(self, node: Expr, known: Mapping[Expr, int]) -> int:
         """The count of numbers of a value; 1 fits any other."""
         match node.op:
             case "input":
-                return int(node.attrs[1])
+                return int(node.attrs[2])
             case "state":
                 return self.memories[node.attrs[0]].at.size
             case "param":
                 return len(self.params[node.attrs[0]])
             case "linear":
-                return len(self.matrices[node.attrs[0]][1])
+                return len(self.matrices[node.attrs[0]].bias)
         if is_reduction(node):
             groups, width = node.attrs
             return 1 if groups == 1 else int(width)
@@ -122,11 +152,8 @@ class Program:
     def _layers(self, part: Recurrent, node: Expr) -> tuple[Expr, int]:
         """Adds recurrent layers after a node; returns their output and its width."""
         cell, sizes = part.layer.cell, {ONE: 1, **dict(part.layer.sizes)}
-        if any(part.layer.options.reverse):
-            hint = "A program that runs step by step cannot begin at the end of a sequence."
-            refuse("model", f"{part.name}, which runs in reverse", "layers that do not", hint)
         static = Expr("static", (), (cell.static,))
-        once = Expr("input", (), (self.inputs, sizes[cell.static_size]))
+        once = Expr("input", (), ("in", self.inputs, sizes[cell.static_size]))
         self.inputs += (cell.static is not None) * sizes[cell.static_size]
         for learned in part.learned:
             arrays = {name: float32(weight) for name, weight in learned.items()}
@@ -152,8 +179,9 @@ class Program:
         node: Expr,
     ) -> Expr:  # fmt: skip
         """The projected input of a gate."""
-        rows, bias = cell.places(sizes)[gate], arrays.get("bias_ih")
-        return self._product(node, arrays["weight_ih"][rows], None if bias is None else bias[rows])
+        rows, name = cell.places(sizes)[gate], "weight_ih"
+        further = (_part(arrays.get(of), rows) for of in ("bias_ih", scales_of(name)))
+        return self._product(node, arrays[name][rows], *further)
 
     def _embed(
         self, roots: Sequence[Expr], leaves: Mapping[Expr, Expr], arrays: Mapping[str, Array],
@@ -203,9 +231,13 @@ class Program:
 
         return rewrite(roots, rule)
 
-    def _product(self, operand: Expr, weight: Array, bias: Array | None) -> Expr:
+    def _product(
+        self, operand: Expr, weight: Array, bias: Array | None, scales: Array | None = None
+    ) -> Expr:
+        if self.weights == "bfloat16" and scales is None:
+            weight = (bfloat16(weight).astype(np.uint32) << 16).view(np.float32)
         zeros = np.zeros(len(weight), np.float32)
-        self.matrices.append((weight, zeros if bias is None else bias))
+        self.matrices.append(Matrix(weight, zeros if bias is None else bias, scales))
         return Expr("linear", (operand,), (len(self.matrices) - 1,))
 
     def _merge(self, roots: Sequence[Expr]) -> Callable[[Expr, tuple[Expr, ...]], Expr | None]:
@@ -223,41 +255,60 @@ class Program:
         return rule
 
     # -- what the model computes -------------------------------------------------------------------
-    def run(self, x: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-        """Runs the graph node by node, in float64: ``[T, inputs]`` to ``[T, outputs]``."""
+    def run(self, x: npt.NDArray[Any], rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Runs the graph node by node, in float64, on samples ``[T, inputs]`` and the rows that
+        passes before have left; returns ``[T, outputs]``.
+        """
         roots = [self.output, *(memory.new for memory in self.memories)]
         states: list[Any] = [np.full(memory.at.size, memory.initial) for memory in self.memories]
         order, outputs = topological(roots), []
-        for row in np.asarray(x, np.float64):
+        for sample, row in zip(np.asarray(x, np.float64), rows, strict=True):
+            leaves = {"in": sample, "x": row}
             values: dict[Expr, Any] = {}
             for node in order:
                 args = [values[arg] for arg in node.args]
-                values[node] = self._value(node, args, row, states)
+                values[node] = self._value(node, args, leaves, states)
             states = [np.broadcast_to(values[m.new], m.at.size) for m in self.memories]
             outputs.append(np.broadcast_to(values[self.output], self.outputs))
         return np.array(outputs).reshape(-1, self.outputs)
 
-    def _value(self, node: Expr, args: Sequence[Any], row: Any, states: Sequence[Any]) -> Any:
+    def _value(
+        self, node: Expr, args: Sequence[Any], rows: Mapping[str, Any], states: Sequence[Any]
+    ) -> Any:
         match node.op:
             case "const":
                 return np.float64(node.attrs[0])
             case "input":
-                place, size = node.attrs
-                return row[place : place + size]
+                array, place, size = node.attrs
+                return rows[array][place : place + size]
             case "state":
                 return states[node.attrs[0]]
             case "param":
                 return self.params[node.attrs[0]].astype(np.float64)
             case "linear":
-                pairs = [(self.matrices[k], v) for k, v in zip(node.attrs, args, strict=True)]
-                return sum(w @ np.broadcast_to(v, w.shape[1]) + b for (w, b), v in pairs)
+                pairs = zip(node.attrs, args, strict=True)
+                return sum(_multiplied(self.matrices[k], value) for k, value in pairs)
         if not is_reduction(node):
             with np.errstate(all="ignore"):
-                return TABLE[node.op].meaning(namespace(row), *args)
+                return TABLE[node.op].meaning(namespace(rows["in"]), *args)
         groups, width = node.attrs
         whole = np.broadcast_to(args[0], width)[None]
-        reduced = TABLE[node.op].meaning(namespace(row), whole, groups)[0]
+        reduced = TABLE[node.op].meaning(namespace(rows["in"]), whole, groups)[0]
         return reduced[:1] if groups == 1 else reduced
+
+
+def _multiplied(by: Matrix, x: Any) -> Any:
+    x = np.broadcast_to(x, by.weight.shape[1])
+    if by.scales is None:
+        return by.weight @ x + by.bias
+    scale = np.abs(x).max(initial=0.0) / STEPS
+    return by.scales * scale * (by.weight @ np.round(x / (scale or 1.0))) + by.bias
+
+
+def bfloat16(weight: Array) -> npt.NDArray[np.uint16]:
+    """The upper half of the bits of numbers, rounded to the nearest even."""
+    bits = weight.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def padded(size: int, lanes: int) -> int:
@@ -274,11 +325,14 @@ def _optional(array: Any) -> Array | None:
     return None if array is None else float32(array)
 
 
-def _opened(part: Part) -> list[Recurrent | Affine | Pointwise]:
+def opened(part: Part) -> list[Simple]:
     """The part, or of a layer with feedback the layer of its fed cell, and the readout."""
     if not isinstance(part, FedBack):
         return [part]
     (name, layer, weights), (weight, bias) = part.layers, part.readout
+    if SCALES in weights[0]:
+        hint = "Export the Feedback before quantize."
+        refuse("model", "a Feedback with weights of 8 bits", "one in float32", hint)
     sizes = (*layer.sizes, (OUTPUT, len(weight)))
     learned = {name: float32(array) for name, array in weights[0].items()}
     hidden = layer.size("H")
@@ -287,7 +341,7 @@ def _opened(part: Part) -> list[Recurrent | Affine | Pointwise]:
     return [Recurrent(name, layer, both), part.readout]
 
 
-def _width(part: Recurrent | Affine | Pointwise) -> int:
+def _width(part: Simple) -> int:
     """The number of inputs of a part; 0 if it takes any."""
     if isinstance(part, Recurrent):
         return int(part.learned[0]["weight_ih"].shape[1])
@@ -297,16 +351,21 @@ def _width(part: Recurrent | Affine | Pointwise) -> int:
 
 def _rows(
     l: Linear, output: str, arrays: Mapping[str, Array], sizes: Mapping[str, int]
-) -> tuple[Array, Array | None]:
-    """The weight of one output of a matmul, ``[out, in]``, and its bias; heads become blocks."""
+) -> tuple[Array, Array | None, Array | None]:
+    """The weight of one output of a matmul, ``[out, in]``, its bias and its scales; heads become
+    blocks.
+    """
     k, size = l.declared.index(output), sizes[l.out_size]
-    weight, bias = arrays[l.weight], arrays.get(l.bias_name)
-    rows = slice(k * size, (k + 1) * size)
-    if l.heads == 1:
-        block = weight[rows]
-    else:
-        high, wide = size // l.heads, weight.shape[-1]
+    high, rows = size // l.heads, slice(k * size, (k + 1) * size)
+    of_head = (slice(None),) * (l.heads > 1) + (slice(k * high, (k + 1) * high),)
+    block, scales = arrays[l.weight][of_head], _part(arrays.get(scales_of(l.weight)), of_head)
+    if l.heads > 1:
+        parts, wide = block, block.shape[-1]
         block = np.zeros((size, wide * l.heads), np.float32)
-        for head, part in enumerate(weight[:, k * high : (k + 1) * high]):
+        for head, part in enumerate(parts):
             block[head * high : (head + 1) * high, head * wide : (head + 1) * wide] = part
-    return block, None if bias is None else bias[rows]
+    return block, _part(arrays.get(l.bias_name), rows), scales if scales is None else scales.ravel()
+
+
+def _part(array: Array | None, rows: Any) -> Array | None:
+    return None if array is None else array[rows]

@@ -25,10 +25,12 @@ class Product(NamedTuple):
     Attributes:
         weights: ``[in, out]`` for each operand; ``out`` counts all products side by side, each
             filled up to whole vectors.
+        scales: ``[out]`` for each operand whose weights are integers.
     """
 
     operands: tuple[Expr, ...]
     weights: tuple[Array, ...]
+    scales: tuple[Array | None, ...]
     bias: Array
     to: Place
 
@@ -156,21 +158,28 @@ class Schedule:
 
     def _products(self, nodes: Sequence[Expr]) -> None:
         """Adds a stage for all products of the same operands."""
-        groups: dict[tuple[Expr, ...], list[Expr]] = {}
+        matrices = self.program.matrices
+        groups: dict[tuple[tuple[Expr, bool], ...], list[Expr]] = {}
         for node in nodes:
-            groups.setdefault(node.args, []).append(node)
+            integers = (matrices[k].scales is not None for k in node.attrs)
+            groups.setdefault((*zip(node.args, integers, strict=True),), []).append(node)
         for operands, members in groups.items():
-            blocks = [[self.program.matrices[k] for k in node.attrs] for node in members]
-            sizes = [len(block[0][1]) for block in blocks]
+            blocks = [[matrices[k] for k in node.attrs] for node in members]
+            sizes = [len(block[0].bias) for block in blocks]
             ends = list(itertools.accumulate(padded(size, self.program.lanes) for size in sizes))
-            weights = [np.zeros((w.shape[1], ends[-1]), np.float32) for w, _ in blocks[0]]
+            weights = [np.zeros((m.weight.shape[1], ends[-1]), np.float32) for m in blocks[0]]
+            scales = [np.zeros(ends[-1], np.float32) if of else None for _, of in operands]
             bias, to = np.zeros(ends[-1], np.float32), self._room(ends[-1])
             for node, block, size, first in zip(members, blocks, sizes, [0, *ends], strict=False):
                 self.places[node] = Place(to.array, first, size)
-                for weight, (part, added) in zip(weights, block, strict=True):
-                    weight[:, first : first + size] = part.T
-                    bias[first : first + size] += added
-            self.stages.append(Product(operands, tuple(weights), bias, to))
+                columns = slice(first, first + size)
+                for weight, of, part in zip(weights, scales, block, strict=True):
+                    weight[:, columns] = part.weight.T
+                    bias[columns] += part.bias
+                    if of is not None:
+                        of[columns] = part.scales
+            values = tuple(operand for operand, _ in operands)
+            self.stages.append(Product(values, (*weights,), (*scales,), bias, to))
 
 
 def _apart(node: Expr) -> bool:
@@ -181,7 +190,7 @@ def _apart(node: Expr) -> bool:
 def _leaf(program: Program, node: Expr, size: int) -> Place:
     match node.op:
         case "input":
-            return Place("in", node.attrs[0], size)
+            return Place(node.attrs[0], node.attrs[1], size)
         case "state":
             return program.memories[node.attrs[0]].at
     return Place(f"p{node.attrs[0]}", 0, size)

@@ -22,10 +22,11 @@ from anycell import cells
 from anycell.engines.gpu import build, capacity, launch, xla
 from anycell.engines.gpu.capacity import Device
 from anycell.jax.composite import composite
-from anycell.jax.framework import Buffer, Jax, Seed
+from anycell.jax.framework import Buffer, Jax
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, gpu
 from anycell.layer.arguments import Factors
+from anycell.layer.foreign import Seed
 from anycell.layer.framework import DeviceFramework
 from anycell.layer.launches import SEED, DeviceRecipe, Launches, gave_up
 from anycell.layer.signature import ENDS, OF_STATES, Shape

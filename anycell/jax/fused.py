@@ -26,9 +26,10 @@ from jax.interpreters import batching as interpreter
 
 from anycell.jax import batching, device, sharding
 from anycell.jax.composite import Array, composite
-from anycell.jax.framework import Buffer, Jax, Seed
+from anycell.jax.framework import Buffer, Jax
 from anycell.layer import backward, forward, stepped
 from anycell.layer.checks import refuse
+from anycell.layer.foreign import Seed
 from anycell.layer.sequences import keeping as keeping_states
 from anycell.layer.sequences import sequences
 from anycell.layer.steps import Results

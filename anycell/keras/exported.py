@@ -38,9 +38,10 @@ def parts(model: Any) -> Iterator[Part]:
             yield from parts(layer)
     elif isinstance(model, Feedback):
         yield FedBack(Recurrent.of(model.layer), _affine(model.readout))
-    elif issubclass(kind, Fused) and not getattr(model, "rounded", False):
-        if model.go_backwards:
-            refuse("model", f"{model.name} with go_backwards=True", "a layer that goes forwards")
+    elif isinstance(getattr(model, "forward_layer", model), Fused):
+        if getattr(model, "go_backwards", False):
+            expected, hint = "a layer that goes forwards", "Bidirectional layers may be exported."
+            refuse("model", f"{model.name} with go_backwards=True", expected, hint)
         yield Recurrent.of(model)
     elif kind is layers.Dense and model.built:
         yield _affine(model)
@@ -60,7 +61,7 @@ def parts(model: Any) -> Iterator[Part]:
         )
         hint = (
             "Export a list of the layers in their order. anycell.keras.accelerate turns layers of "
-            "Keras into ours; weights of 8 bits are exported before quantize."
+            "Keras into ours."
         )
         refuse("model", f"the layer {model.name} ({kind.__name__})", expected, hint, TypeError)
 

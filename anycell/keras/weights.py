@@ -92,7 +92,7 @@ def described(layer: Any) -> Layer:
 
 def weights_of(layer: Any, parts: bool = False) -> dict[str, Any]:
     """The weights of a layer by the names of ``anycell.layer.signature``; with ``parts``, also
-    those that are parts of another weight.
+    those that are parts of another weight, and the scales of integers.
     """
     weights: dict[str, Any] = {}
     for part, end in zip(directions(layer), ENDS, strict=False):
@@ -103,6 +103,9 @@ def weights_of(layer: Any, parts: bool = False) -> dict[str, Any]:
         rows = () if bias is None else (None,) if len(bias.shape) == 1 else (0, 1)
         for name, row in zip(("bias_ih", "bias_hh"), rows, strict=False):
             weights[name + end] = Weight(bias, row)
+        if parts:
+            scales = getattr(cell, "_scales", {})
+            weights |= {name + end: ops.convert_to_tensor(of) for name, of in scales.items()}
         if parts and not isinstance(cell, RNNCell):  # a GRU that resets before the matmul has one
             further = part._further(ops.convert_to_tensor(cell.recurrent_kernel))
             weights |= {name + end: matrix for name, matrix in further.items()}

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from anycell.engines.cpu.check import Bounds, reach
 from anycell.engines.gpu.arrays import DeviceArrays
 from anycell.lang.cell import Cell
-from anycell.lang.namespaces import Array, Namespace
+from anycell.lang.namespaces import Array, Namespace, namespace
 from anycell.layer.checks import describe, per_state, refuse
+from anycell.layer.restarts import restarts
 from anycell.layer.signature import Shape
 from anycell.plan import DTYPES
 
@@ -87,6 +88,11 @@ class Framework:
 
     def as_flags(self, array: Array) -> Array | None:
         """Returns bool or uint8 flags as contiguous uint8; None for other dtypes and devices."""
+
+    def restarts(self, resets: Array, mask: Array | None, reverse: Sequence[bool]) -> Array:
+        """The ``restarts`` of each direction, ``[D, T, B]``, as ``as_flags`` returns them."""
+        ways = [restarts(resets, mask, way) for way in reverse]
+        return self.as_flags(namespace(ways[0]).stack(ways))
 
     def widen(self, array: Array) -> Array:
         """Returns the array in the dtype of ``wide``; the array itself if it has that dtype."""

@@ -19,7 +19,7 @@ def parts(model: Layer) -> Iterator[Part]:
     """The parts of a layer."""
     if isinstance(model, Feedback):
         yield FedBack(Recurrent.of(model.layer), _affine(model.readout))
-    elif isinstance(model, RNN) and not getattr(model, "rounded", False):
+    elif isinstance(model, RNN):
         yield Recurrent.of(model)
     elif isinstance(model, Dense):
         yield _affine(model)
@@ -28,7 +28,7 @@ def parts(model: Layer) -> Iterator[Part]:
         yield Pointwise(lambda v, mean, std: (v - mean) / std, arrays)
     else:
         expected = "RNN and the layers of cells, Feedback, Dense or Standardise"
-        hint = "Export the layers around it, and write it in the program; weights in float32."
+        hint = "Export the layers around it, and write it in the program."
         refuse("model", repr(model), expected, hint, TypeError)
 
 

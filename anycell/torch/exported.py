@@ -46,7 +46,7 @@ def parts(model: Any) -> Iterator[Part]:
             yield from parts(module)
     elif isinstance(model, Feedback):
         yield FedBack(Recurrent.of(model.layer), Affine(model.readout.weight, model.readout.bias))
-    elif isinstance(model, TorchCompression.layers) and not getattr(model, "rounded", False):
+    elif isinstance(model, TorchCompression.layers):
         yield Recurrent.of(model)
     elif kind is nn.Linear:
         yield Affine(model.weight, model.bias)
@@ -59,7 +59,7 @@ def parts(model: Any) -> Iterator[Part]:
         expected = f"Sequential, layers of anycell.torch, Feedback, Linear, LayerNorm, {known}"
         hint = (
             "Export a list of the layers in their order, [layer, readout]. anycell.torch.accelerate"
-            " turns layers of torch.nn into ours; weights of 8 bits are exported before quantize."
+            " turns layers of torch.nn into ours."
         )
         refuse("model", f"the module {model!r}", expected, hint, TypeError)
 

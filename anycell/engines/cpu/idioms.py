@@ -77,9 +77,9 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
     if b.target.dot:
         return _dot_arm(b, total, unsigned, signed)
     pairs = vector(2 * shape(total.type)[0], "i16")
-    if b.target.x86 and b.target.bits >= 256:
+    if b.target.x86:
         # Bytes 0 and 2 form one pair of 16-bit numbers, bytes 1 and 3 another.
-        name = {256: "llvm.x86.avx2.pmadd.wd", 512: "llvm.x86.avx512.pmaddw.d.512"}
+        name = {128: "sse2.pmadd.wd", 256: "avx2.pmadd.wd", 512: "avx512.pmaddw.d.512"}
         halves = b.bitcast(signed, pairs)
         operands = (
             (unsigned & 0x00FF00FF, b.ashr(halves << 8, 8)),
@@ -87,7 +87,7 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
         )
         for left, right in operands:
             products = b.intrinsic(
-                name[b.target.bits], b.bitcast(left, pairs), right,
+                f"llvm.x86.{name[b.target.bits]}", b.bitcast(left, pairs), right,
                 returns=total.type, overload=(),
             )  # fmt: skip
             total += products
