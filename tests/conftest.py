@@ -128,6 +128,17 @@ def seeded(seed: int) -> None:
         torch.manual_seed(seed)
 
 
+@pytest.fixture
+def torch_in_float64() -> Iterator[None]:
+    """Makes PyTorch's numbers float64 that a test gives no dtype."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(params=[1, pytest.param(10, marks=pytest.mark.slow)], ids=["sample", "all"])
 def mutation_seeds(request: pytest.FixtureRequest, seed: int) -> range:
     """A seed for each damaged file. `--seed 2005 --mutations 1` repeats the file of seed 2005

@@ -36,6 +36,7 @@ from anycell.bench.stats import geometric_mean, median, paired_ratio
 from anycell.bench.tasks import Task
 from anycell.bench.timing import interleave, once
 from anycell.engines import cpu
+from anycell.layer.recipe import known
 
 Call = Callable[[], object]
 THREADS = 2
@@ -145,14 +146,16 @@ def step(arguments: list[str]) -> None:
 
 def _steps(h: int) -> dict[str, Call | Task]:
     torch.manual_seed(0)
-    layer, cell = anycell.torch.LSTM(h, h).prepare(), nn.LSTMCell(h, h)
+    layer, cell = anycell.torch.LSTM(h, h), nn.LSTMCell(h, h)
     x, state = torch.randn(1, h), (torch.zeros(1, 1, h), torch.zeros(1, 1, h))
     theirs, weights = (state[0][0], state[1][0]), torch.ones(8 * h * h)
     layer.step(x, state)
-    ((recipe, *_),) = layer._prepared.stream._steps.values()
-    native, calls = recipe.native, list[bytes]()
-    recipe.native = calls.append
-    alive = layer.step(x, state), cpu.scratch.idle[:]  # the call holds their addresses
+    pass_: Any = next(reversed(known.values()))  # the last one that was drafted
+    recipe, calls = pass_.recipe, list[bytes]()
+    arrays = {"x": x, "state h": state[0], "state c": state[1], **dict(layer.named_parameters())}
+    native, recipe.native = recipe.native, calls.append
+    made = recipe.run([arrays[name] for name in recipe.names], recipe.options)
+    alive = made, cpu.scratch.idle[:]  # the call holds their addresses
     recipe.native = native
 
     def run(alive: Any = alive) -> None:
@@ -171,7 +174,7 @@ def rollout(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows, inputs, h = map(int, arguments or ("32", "8", "64"))
-    layer, cell = anycell.torch.LSTM(inputs, h).prepare(), nn.LSTMCell(inputs, h)
+    layer, cell = anycell.torch.LSTM(inputs, h), nn.LSTMCell(inputs, h)
     cell.load_state_dict({n.removesuffix("_l0"): p for n, p in layer.state_dict().items()})
     x, resets = torch.randn(128, rows, inputs), torch.rand(128, rows) < 1 / 16
     keep = (~resets).float()[..., None]  # computed in advance, in the peer's favour

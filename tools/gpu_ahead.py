@@ -18,6 +18,8 @@ from unittest import mock
 
 from gpu_lines import Line, arguments, host_of_card, over, say, spelled, told, tried
 
+from anycell.engines.gpu.interpreter import HostDriver
+
 
 def main() -> None:
     """Compiles until all kernels are done or the time is over."""
@@ -101,21 +103,25 @@ def asked() -> str:
     return spelled(host_of_card(torch.bfloat16).limits)
 
 
-class Driver:
+class Driver(HostDriver):
     """A stub of the CUDA driver, which finds every function, launches nothing and never fails."""
 
     def __init__(self, device: Any) -> None:
+        super().__init__()
         # CU_DEVICE_ATTRIBUTE_..., as in ``launch``
         major, minor = divmod(device.capability, 10)
         self.attributes = {75: major, 76: minor, 97: device.shared, 82: device.registers}
         self.attributes[16] = device.processors
 
+    def launch(self, *_: Any) -> int:
+        return 0
+
     def cuDeviceGetAttribute(self, value: Any, attribute: Any, _: Any) -> int:
         value._obj.value = self.attributes.get(getattr(attribute, "value", attribute), 0)
         return 0
 
-    def cuCtxGetCurrent(self, context: Any) -> int:
-        context._obj.value = 1
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, count: Any, *_: Any) -> int:
+        count._obj.value = 1
         return 0
 
     def __getattr__(self, name: str) -> Any:
@@ -132,10 +138,10 @@ def without_a_card(device: str, tf32: bool) -> Iterator[None]:
 
     name, *numbers = device.rsplit(",", 4)
     card = Device(name, *map(int, numbers), build.compiler())
-    nothing = mock.Mock(return_value=None)
+    nothing, driver = mock.Mock(return_value=None), Driver(card)
     with (
         mock.patch.dict(fused.ENGINES, {"cpu": "gpu"}),
-        mock.patch.object(launch, "_driver", lambda: Driver(card)),
+        mock.patch.object(launch, "driver", lambda: driver),
         mock.patch.object(TorchDevice, "limits", card),
         mock.patch.object(TorchDevice, "tf32", lambda host, cell: tf32),
         mock.patch.object(TorchDevice, "matmul", nothing),

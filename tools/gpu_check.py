@@ -4,6 +4,8 @@
     python tools/gpu_check.py --parts A,B      only these parts
     python tools/gpu_check.py --plan           the parts, their seconds and commands
     python tools/gpu_check.py --read DIRECTORY the tables of an earlier run, as Markdown
+    python tools/gpu_check.py --rehearse       without a card, the parts that show first what a card
+                                               does: kernels interpreted, a stub of the driver
 
 It needs a PyTorch with CUDA and Triton, and pytest and pytest-xdist for the tests. Each part runs
 in one or more processes of its own, and the next part follows in any case: the tables name parts
@@ -35,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_lines import ROOT, Line, arguments, lines_of, table
+from gpu_lines import REHEARSAL, ROOT, Line, arguments, lines_of, rehearsing, table
 
 TOOLS = ROOT / "tools"
 NO_CARD, LOST = 3, 70  # exit statuses of ``gpu_card.py``, of ``gpu_bench.py``
@@ -107,18 +109,20 @@ def plan() -> list[Part]:
         # name, seconds, most
         Part("card", 120, 120, (Command("card", tool("gpu_card"), essential=True),)),
         Part("smoke", 60, 90, tuple(checks), each=60),
+        Part("host", 15, 30, (Command("host", tool("gpu_host")),)),
+        Part("frames", 15, 40, (Command("frames", tool("gpu_frames")),)),
         Part("ahead", 40, 60, (Command("ahead", tool(
             "gpu_ahead", "--jobs", jobs, "--device", "{device}", *bench)),)),
-        Part("exchange", 25, 45, (Command("exchange", tool("gpu_exchange", *bench)),)),
+        Part("exchange", 20, 45, (Command("exchange", tool("gpu_exchange", *bench)),)),
         Part("targets", 85, 160, (Command(
             "targets", tool("gpu_bench", "--cases", "targets", *bench), goes_on=True),)),
-        Part("stress", 45, 60, (Command("stress", tool("gpu_stress", *bench)),)),
+        Part("stress", 40, 60, (Command("stress", tool("gpu_stress", *bench)),)),
         Part("tests", 90, 170, (Command(
             "tests", pytest("tests", "gpu and not slow", *of_a_card()), needs=("pytest",)),)),
-        Part("engine", 35, 90, (Command(
+        Part("engine", 30, 90, (Command(
             "engine", pytest("engine", "not gpu and not slow", *engine), needs=("pytest",)),)),
-        Part("sanitizer", 20, 60, tuple(sanitized)),
-        Part("rest", 20, 540, (Command(
+        Part("sanitizer", 15, 60, tuple(sanitized)),
+        Part("rest", 10, 540, (Command(
             "rest", tool("gpu_bench", "--cases", "rest", *bench), goes_on=True),)),
     ]  # fmt: skip
 
@@ -153,12 +157,12 @@ LAST_WORDS = ((signal.SIGINT, 10.0), (signal.SIGABRT, 3.0))
 
 
 def environment() -> dict[str, str]:
-    """The environment of all processes, without Triton's interpreter."""
+    """The environment of all processes, with Triton's interpreter in a rehearsal only."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     found = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(paths)}
     found.pop("TRITON_INTERPRET", None)
-    return found
+    return found | ({"TRITON_INTERPRET": "1"} if rehearsing() else {})
 
 
 class Check:
@@ -322,6 +326,8 @@ def markdown(results: Results) -> str:
         "Card": of_card, "Parts": of_parts, "Targets": of_targets,
         "Smoke": partial(of_lines, prefix="smoke-"), "Stress": partial(of_lines, prefix="stress"),
         "Exchange": partial(of_lines, prefix="exchange"),
+        "Microseconds of a call on the host": partial(of_lines, prefix="host"),
+        "Frames of XLA": partial(of_lines, prefix="frames"),
         "Microseconds per step, forward / forward+backward": of_timings,
         "Tests": of_tests, "What failed": of_failures,
     }  # fmt: skip
@@ -497,8 +503,13 @@ def main() -> None:
     parser.add_argument("--parts", help="names, with commas between; all by default")
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--read", type=Path)
+    parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     parts = plan()
+    if args.rehearse:
+        os.environ[REHEARSAL] = "1"
+        shown, long = ("smoke", "host", "frames"), {"seconds": 900.0, "most": 900.0, "each": 900.0}
+        parts = [part._replace(**long) for part in parts if part.name in shown]
     if args.parts:
         names = args.parts.split(",")
         if unknown := {*names} - {part.name for part in parts}:

@@ -25,7 +25,8 @@ from gpu_lines import arguments, host_of_card, milliseconds, need_card, over, sa
 import anycell
 from anycell import cells
 from anycell.engines.gpu import capacity
-from anycell.engines.gpu.launch import Launch
+from anycell.engines.gpu.launch import aligned, check_launch
+from anycell.engines.gpu.player import NUMBER, Launched, Tables, compiled, failed
 from anycell.engines.gpu.text import Printed, power_of_two
 from anycell.plan import plan
 from anycell.torch.framework import TorchDevice
@@ -122,7 +123,7 @@ def timed(kind: str, programs: int, host: TorchDevice) -> dict[str, Any]:
     else:
         values = {
             "data": torch.zeros(LONG + 1, ROWS, programs * UNITS, device=host.device),
-            "flags": host.flags(2 * programs),
+            "flags": torch.zeros(2 * programs, dtype=torch.int32, device=host.device),
             "trouble": host.trouble,
             "patience": host.patience,
         }
@@ -144,13 +145,17 @@ def timed(kind: str, programs: int, host: TorchDevice) -> dict[str, Any]:
 
 def alone(kind: str, programs: int, steps: int, host: TorchDevice, values: dict[str, Any]) -> Any:
     """Returns a function that launches the kernel once, with flags that begin at zero."""
-    kernel = printed(programs, kind == "numbers")
-    values = {**values, "count": steps}
-    launch = Launch(kernel, values, (1, programs), host)
+    kernel, values = printed(programs, kind == "numbers"), {**values, "count": steps}
+    arguments = [values[name] for name, _ in kernel.arguments]
+    numbers = [a if isinstance(a, int) else host.pointer(a) for a in arguments]
+    told = aligned(kernel, numbers)
+    launched = Launched(kernel, (1, programs), tuple((NUMBER, n) for n in numbers), told)
+    tables, play = Tables([launched], [], host.ordinal, 0), compiled()
 
     def run() -> None:
         values["flags"].zero_()
-        launch(0)
+        result = play(tables.address, b"", host.stream())
+        check_launch(failed(result)[1], kernel, launched.grid)
 
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,34 @@ def evaluated(eqn: Any, operands: Sequence[Array]) -> list[Array]:
 
 def execute(equation: Equation, values: Values) -> list[Array]:
     """The results of an equation of a body."""
-    return evaluated(equation.source, [values[v] for v in equation.arguments])
+    operands = [values[v] for v in equation.arguments]
+    if equation.name in ("reduce_max", "reduce_min") and equation.results[0].floating:
+        return [_extreme(equation.source, *operands)]
+    return evaluated(equation.source, operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _extreme(eqn: Any, operand: Array) -> Array:
+    """The largest or smallest elements, with a derivative that is never lost.
+
+    JAX gives it to the elements that equal the result. XLA on the CPU (0.10.2) may compute the
+    operand once more, in another way, for that comparison, and then no element does.
+    """
+    return evaluated(eqn, [operand])[0]
+
+
+@_extreme.defjvp
+def _(eqn: Any, operands: Any, tangents: Any) -> tuple[Array, Array]:
+    axes = eqn.params["axes"]
+    last = tuple(range(-len(axes), 0))
+    flat, along = (
+        (whole := jnp.moveaxis(array, axes, last)).reshape(*whole.shape[: last[0]], -1)
+        for array in (*operands, *tangents)
+    )
+    made = _extreme(eqn, *operands)
+    place = (jnp.argmax if eqn.primitive.name == "reduce_max" else jnp.argmin)(flat, -1)
+    chosen = (flat == made[..., None]) | (jnp.arange(flat.shape[-1]) == place[..., None])
+    return made, jnp.where(chosen, along, 0).sum(-1) / chosen.sum(-1).astype(along.dtype)
 
 
 def at_all_steps(
@@ -183,27 +211,7 @@ def at_all_steps(
 
     if not wanted:
         return []
-    if _of_extremes(wanted, moving):
-        return list(jax.lax.scan(lambda _, xs: ((), one(*xs)), (), [*moving.values()], steps)[1])
     return jax.vmap(one, axis_size=steps)(*moving.values())
-
-
-def _of_extremes(wanted: Sequence[Variable], known: Values) -> bool:
-    """Whether a derivative may pass through ``reduce_max`` or ``reduce_min``.
-
-    JAX gives it to those elements that equal the result. For all steps at once XLA on the CPU
-    (0.10.2) can compute the two differently, and the derivative is lost; in a loop it is not.
-    """
-    todo, seen = list(wanted), set(known)
-    while todo:
-        v = todo.pop()
-        name = "" if v in seen or v.equation is None else v.equation.name
-        if name in ("reduce_max", "reduce_min"):
-            return True
-        if name not in ("", "stop_gradient"):
-            todo += v.equation.operands  # type: ignore[union-attr]
-        seen.add(v)
-    return False
 
 
 def found(fixed: Values) -> Callable[[Variable], Array]:

@@ -75,23 +75,20 @@ def _unwrapped(params: Any, keys: Array) -> Array:
     return (_split({"shape": (count,)}, keys) >> np.uint64(32)).astype(np.uint32)
 
 
+# Of floating point numbers.
+_REALS: dict[str, Callable[..., Array]] = {
+    "abs": np.abs, "expm1": np.expm1, "is_finite": np.isfinite, "log1p": np.log1p,
+    "max": np.maximum, "min": np.minimum, "pow": np.power, "square": np.square,
+    "clamp": lambda low, a, high: np.minimum(np.maximum(a, low), high),
+    "rsqrt": lambda a: 1.0 / np.sqrt(a),
+}  # fmt: skip
 _RULES: dict[str, Callable[..., Array]] = {
-    "abs": lambda p, a: np.abs(a),
-    "clamp": lambda p, low, a, high: np.minimum(np.maximum(a, low), high),
     "cumsum": _cumsum,
     "dot_general": _dot,
-    "expm1": lambda p, a: np.expm1(a),
     "integer_pow": lambda p, a: a ** p["y"],
-    "is_finite": lambda p, a: np.isfinite(a),
-    "log1p": lambda p, a: np.log1p(a),
-    "max": lambda p, a, b: np.maximum(a, b),
-    "min": lambda p, a, b: np.minimum(a, b),
-    "pow": lambda p, a, b: a**b,
     "reduce_max": lambda p, a: a.max(tuple(p["axes"])),
     "reduce_min": lambda p, a: a.min(tuple(p["axes"])),
     "reduce_sum": lambda p, a: a.sum(tuple(p["axes"])),
-    "rsqrt": lambda p, a: 1.0 / np.sqrt(a),
-    "square": lambda p, a: a * a,
 }
 # Of operands of any sort.
 _ANY: dict[str, Callable[..., Array]] = {
@@ -163,6 +160,8 @@ def _results(eqn: Any, operands: list[Array]) -> Sequence[Array]:
     real = all(a.dtype in (np.float64, bool) for a in operands)
     if op in TABLE and (real or op in _WHOLE):
         return [TABLE[op].meaning(NUMPY, *operands)]
+    if name in _REALS and real:
+        return [_REALS[name](*operands)]
     if name in _RULES and real:
         return [_RULES[name](params, *operands)]
     if name in _BITS and all(a.dtype.kind == "u" for a in operands):

@@ -1,4 +1,4 @@
-"""A layer by the kernels of the CPU engine, as four primitives of JAX.
+"""A layer by the kernels of the engines, as four primitives of JAX.
 
     layer       the results
     keeping     the results, and what a backward pass reads
@@ -24,17 +24,20 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import batching as interpreter
 
-from anycell.jax import batching, sharding
+from anycell.jax import batching, device, sharding
 from anycell.jax.composite import Array, composite
-from anycell.jax.framework import Buffer, Jax, Seed
-from anycell.layer import Kept, backward, forward, stepped
+from anycell.jax.framework import Buffer, Jax
+from anycell.layer import backward, forward, stepped
 from anycell.layer.checks import refuse
+from anycell.layer.foreign import Seed
 from anycell.layer.sequences import keeping as keeping_states
 from anycell.layer.sequences import sequences
 from anycell.layer.steps import Results
 from anycell.plan import Layer, Plan
 from anycell.plan import plan as make_plan
 
+# The engine whose kernels run on each of JAX's platforms.
+ENGINES = {"cpu": "cpu", "cuda": "gpu"}
 Arrays = dict[str, Array]
 Names = tuple[str, ...]
 Flat = list[Array]
@@ -44,7 +47,7 @@ def run(layer: Layer, arrays: Arrays) -> Results:
     """Runs a layer.
 
     Args:
-        layer: with the plan of its cell for the engine that runs it, "cpu" or "reference". "seed"
+        layer: with the plan of its cell for the engine that runs it. "seed"
             among the arrays takes the place of the seed in its options.
         arrays: by the names of ``layer.signature``.
     """
@@ -55,12 +58,34 @@ def run(layer: Layer, arrays: Arrays) -> Results:
     layer = layer._replace(arrays=tuple(arrays))
     fixed = all(isinstance(size, int) for array in arrays.values() for size in array.shape)
     # A kernel needs the sizes that an export leaves open.
-    if layer.plan.engine != "cpu" or not fixed:
+    if not fixed or not _fits(layer, arrays):
         return _composite(layer, arrays)
     _check_shards(arrays)
     output, *rest = _layer.bind(*arrays.values(), layer=layer)
     count = len(layer.cell.states)
     return output, tuple(rest[:count]), tuple(rest[count:])
+
+
+def _fits(layer: Layer, arrays: Arrays) -> bool:
+    """Whether the plan's engine runs a call. A card's kernels return no states of all steps."""
+    if layer.plan.engine != "gpu":
+        return bool(layer.plan.engine == "cpu")
+    shapes = tuple((a.shape, str(a.dtype)) for a in arrays.values())
+    return not layer.sequences and _drafted(layer, shapes)
+
+
+@lru_cache(maxsize=1024)
+def _drafted(layer: Layer, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> bool:
+    """Drafts all passes of a layer on a card; says whether there are kernels for them."""
+    flat = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    passes = [partial(_forward, layer, keep) for keep in (False, True)]
+    try:
+        _, (results, kept) = (jax.eval_shape(one, *flat) for one in passes)
+        of_all = partial(_run_backward, layer=layer, wanted=("x",), arriving=("output",))
+        jax.eval_shape(of_all, *flat, results[0], *jax.tree.leaves(kept))
+    except device.Unfit:
+        return False
+    return True
 
 
 def _check_shards(arrays: Arrays) -> None:
@@ -91,7 +116,7 @@ def _kernels(layer: Layer, arrays: Arrays) -> Plan:
     plan, mask = layer.plan, arrays.get("recurrent_mask")
     if mask is not None:
         cell = stepped(plan.cell, mask)
-        plan = make_plan(cell, plan.hidden_size, plan.dtype, "cpu", plan.sizes)
+        plan = make_plan(cell, plan.hidden_size, plan.dtype, plan.engine, plan.sizes)
     return keeping_states(plan, layer.sequences)
 
 
@@ -109,8 +134,13 @@ def _seeded(layer: Layer, arrays: Arrays) -> tuple[Layer, Arrays]:
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
-def _forward(layer: Layer, keep: bool, *flat: Array) -> tuple[Results, Kept | None]:
+def _forward(layer: Layer, keep: bool, *flat: Array) -> tuple[Results, Any]:
     layer, arrays = _seeded(layer, layer.named(flat))
+    if layer.plan.engine == "gpu":
+        plan = _kernels(layer, arrays)
+        host = device.JaxDevice.of(plan.dtype)
+        found = device.forward(host, plan, arrays, layer.options, keep)
+        return (found[0], tuple(found[1]), ()), found[2]
     plan, keeps = _kernels(layer, arrays), keep or bool(layer.sequences)
     output, finals, kept = forward(Jax.of(plan.dtype), plan, arrays, layer.options, keep=keeps)
     others = sequences(layer, arrays, kept) if kept else []
@@ -132,11 +162,15 @@ def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) ->
     plan = _kernels(layer, arrays)
     d = dict(zip(arriving, flat[count:], strict=False))
     kept = jax.tree.unflatten(_kept_tree(layer, flat[:count]), flat[count + len(arriving) :])
-    gradients = backward(
-        Jax.of(plan.dtype), plan, arrays, seeded.options, kept, d.get("output"),
-        [d.get(f"final {name}") for name in plan.cell.state_names],
-        d_states={name: d[name] for name in layer.sequences if name in d}, wanted=wanted,
-    )  # fmt: skip
+    d_final = [d.get(f"final {name}") for name in plan.cell.state_names]
+    given = arrays, seeded.options, kept, d.get("output"), d_final
+    if plan.engine == "gpu":
+        gradients = device.backward(device.JaxDevice.of(plan.dtype), plan, *given, wanted)
+    else:
+        gradients = backward(
+            Jax.of(plan.dtype), plan, *given,
+            d_states={name: d[name] for name in layer.sequences if name in d}, wanted=wanted,
+        )  # fmt: skip
     return [Buffer.read(gradients[name]) for name in wanted]
 
 
@@ -207,8 +241,8 @@ def primitive_of(
     scan: Callable[..., Flat],
     cut: Callable[..., sharding.Cut] = _cut,
 ) -> Primitive:
-    """A primitive that ``kernels`` run on the CPU, and ``scan`` elsewhere; on several devices each
-    runs its part, as ``cut`` says.
+    """A primitive that ``kernels`` run where they can, see ``ENGINES``, and ``scan`` elsewhere; on
+    several CPU devices each runs its part, as ``cut`` says.
     """
     primitive = Primitive(f"anycell_{name}")
     primitive.multiple_results = True
@@ -234,20 +268,23 @@ def primitive_of(
         mlir.lower_fun(f, multiple_results=True) for f in (kernels, cut_kernels, scan)
     )
 
-    def on_cpu(context: Any, *values: Any, **static: Any) -> Any:
-        module = context.module_context
+    def lowered(platform: str, context: Any, *values: Any, layer: Layer, **static: Any) -> Any:
+        module, engine = context.module_context, layer.plan.engine
         lower = by_kernels
+        several = getattr(module.axis_context, "num_devices", 1) > 1  # not inside of ``shard_map``
         # An exported program must run where anycell is not.
-        if getattr(module.lowering_parameters, "for_export", False) or kernels is scan:
+        exported = getattr(module.lowering_parameters, "for_export", False)
+        if exported or kernels is scan or engine != ENGINES[platform]:
             lower = by_scan
-        elif getattr(module.axis_context, "num_devices", 1) > 1:  # not inside of ``shard_map``
-            lower = by_parts
-        return lower(context, *values, **static)
+        elif several:
+            lower = by_parts if engine == "cpu" else by_scan
+        return lower(context, *values, layer=layer, **static)
 
     # A rule for several devices has to know them.
     dispatch.prim_requires_devices_during_lowering.add(primitive)
     mlir.register_lowering(primitive, by_scan)
-    mlir.register_lowering(primitive, on_cpu, platform="cpu")
+    for platform in ENGINES:
+        mlir.register_lowering(primitive, partial(lowered, platform), platform=platform)
     return primitive
 
 

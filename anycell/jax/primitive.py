@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from anycell.engines import cpu
-from anycell.jax import fused, streaming
+from anycell.jax import device, fused, streaming
 from anycell.jax.framework import Jax, as_arrays, check_key, known
 from anycell.lang.cell import Cell
 from anycell.layer import checks, primitive
 from anycell.layer.checks import choice, refuse
 from anycell.layer.layers import Stack
 from anycell.layer.primitive import check_call
-from anycell.plan import Layer, RecurrenceArguments, plan, takes
+from anycell.plan import Layer, Plan, RecurrenceArguments, plan, takes
 from anycell.plan.dtype import dtypes
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def recurrence(
 
     Args:
         {cell x weights state params}
-        engine: "cpu" (the kernel) or "reference" (``lax.scan``, on any device); None takes the
-            kernel if JAX's default device is the CPU and there is a kernel for the cell and dtype.
+        engine: "cpu", "gpu" (the kernels) or "reference" (``lax.scan``, on any device); None takes
+            the kernels of JAX's default device, if there are any for the cell and dtype.
         {arguments}
 
     A ``seed`` may also be a key of ``jax.random``; in training, a cell that draws random masks
@@ -85,17 +86,38 @@ def run(layer: Layer, arrays: Mapping[str, Any]) -> Any:
 
 def planned(layer: Layer, dtype: Any, engine: str | None = None) -> Layer:
     """The layer with its plan, and with it the engine that runs the layer."""
-    choice("engine", engine, None, "cpu", "reference")
-    name = jnp.dtype(dtype).name
-    if engine is None and (jax.default_backend() != "cpu" or name not in dtypes("cpu")):
+    choice("engine", engine, None, "cpu", "gpu", "reference")
+    name, sizes, backend = jnp.dtype(dtype).name, dict(layer.sizes), jax.default_backend()
+    forced = engine == "gpu"
+    if engine is None and backend != "cpu":
+        engine = "gpu" if backend == "gpu" else "reference"
+    if engine == "gpu":
+        chosen = on_card(layer, name)
+        if forced and chosen.engine != "gpu":
+            refuse("engine", "'gpu'", f"None or 'reference': {chosen.reason}", "Leave it out.")
+        return layer._replace(dtype=chosen.dtype, plan=chosen)
+    if engine is None and name not in dtypes("cpu"):
         engine = "reference"
     if name not in dtypes("cpu"):
         if engine == "cpu" or not jnp.issubdtype(dtype, jnp.floating):
             expected = f"one of {', '.join(dtypes('cpu'))}"
             refuse("x", f"dtype {name}", expected, "Convert it.", TypeError)
         name = "float32"
-    sizes = dict(layer.sizes)
     return layer._replace(dtype=name, plan=plan(layer.cell, sizes["H"], name, engine, sizes))
+
+
+def on_card(layer: Layer, dtype: str) -> Plan:
+    """The plan of a layer on a card: of the GPU engine, or else with the reason why of none."""
+    sizes = dict(layer.sizes)
+    known = dtype if dtype in dtypes("gpu") else "float32"
+    plain = plan(layer.cell, sizes["H"], known, sizes=sizes)
+    if plain.engine == "reference":
+        return plain
+    chosen = plan(layer.cell, sizes["H"], known, "gpu", sizes)
+    why = device.reason(chosen) if known == dtype else f"no fused kernel for {dtype} on a card"
+    if why is None:
+        return chosen
+    return replace(plan(layer.cell, sizes["H"], known, "reference", sizes), reason=why)
 
 
 def seed_words(cell: Cell, seed: Any) -> Array:

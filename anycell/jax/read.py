@@ -28,10 +28,11 @@ from anycell.jax.equations import (
     place,
     variable,
 )
-from anycell.jax.primitive import planned, recurrence
+from anycell.jax.primitive import planned
+from anycell.jax.primitive import run as run_layer
 from anycell.jax.table import Reader
-from anycell.plan import Plan
-from anycell.read import Equation, Reading, Refused, Values, Variable
+from anycell.plan import Options, Plan
+from anycell.read import Equation, Reading, Refused, Values, Variable, one_way
 
 Array = Any
 SPREAD, LEAST = 4, 64  # times as many numbers as x has, and how few never matter
@@ -164,16 +165,13 @@ class Body(read.Body):
             results = self.run(consts, first, flipped, steps=steps, reverse=False, engine=engine)
             return [*results[:carries], *(jnp.flip(y, 0) for y in results[carries:])]
         run = Run(self, consts, first, xs, steps, reverse)
-        every = reading.cell.state_names
-        seen = self.seen()
-        wanted = [n for n in every[1:] if any(n in reading.names_of(k) for k in seen)]
-        output, final, *more = recurrence(
-            reading.cell, **reading.call(run, [first[k] for k in self.moving]),
-            return_states=wanted or None, reverse=reverse, engine=engine,
+        arrays = reading.arrays_of(run, [first[k] for k in self.moving])
+        seen, layer = self.seen(), planned(reading.layer, self.dtype, engine)
+        ends, sequences = reading.ran(
+            one_way(run_layer), arrays, seen, Options((reverse,)), dtype=layer.dtype,
+            plan=layer.plan,
         )  # fmt: skip
-        sequences = {every[0]: output} | (dict(more[0]) if more else {})
-        named = dict(zip(every, final, strict=True))
-        last, known = self.unpacked(reading, first, named, sequences, seen, reverse)
+        last, known = self.unpacked(reading, first, ends, sequences, seen, reverse)
         run.series |= known
         for k, values in zip(self.ahead, run.final, strict=True):
             last[k] = values

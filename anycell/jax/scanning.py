@@ -17,8 +17,8 @@ from anycell.explanation import explain_read
 from anycell.jax import exact, fused
 from anycell.jax.equations import defined, evaluated
 from anycell.jax.read import Body
-from anycell.read import Refused
-from anycell.read.proof import STEPS, difference
+from anycell.read import Refused, proof
+from anycell.read.proof import STEPS
 
 Array = Any
 
@@ -27,14 +27,9 @@ STRICT = False
 
 
 def scan(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
-    length: int | None = None,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    _split_transpose: bool = False,
-) -> tuple[Any, Any]:
+    f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None, length: int | None = None,
+    reverse: bool = False, unroll: int | bool = 1, _split_transpose: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
     """``jax.lax.scan``, with its signature, semantics and errors, and faster where f is a cell.
 
     A body that can be read as a cell runs in a fused kernel, forward and backward, if JAX's default
@@ -215,24 +210,26 @@ def tried(body: Body, closed: Any) -> str:
         for lead, aval in zip(leads, avals, strict=True)
     ]
     derived = "custom_vjp" not in str(closed)  # which have no such derivative
-    both = [Program(function, shapes, derived) for function in (loop, read)]
+    programs = [Program(function, shapes, derived) for function in (loop, read)]
     rng = np.random.default_rng(0)
-    random = [_draw(rng, shape, i < consts) for i, shape in enumerate(shapes)]
+    arrays = [_draw(rng, shape, i < consts) for i, shape in enumerate(shapes)]
     directions = [_draw(rng, shape, False) for shape in shapes]
-    zeros = [
-        np.zeros(shape.shape) if _floating(shape) and (i >= consts or len(shape.shape) < 2) else a
-        for i, (a, shape) in enumerate(zip(random, shapes, strict=True))
-    ]
-    dtype = "float64" if body.dtype == "float64" else "float64 of float32 constants"
-    for start, arrays in (("random states", random), ("states of zeros", zeros)):
-        theirs, mine = (program(arrays, directions) for program in both)
+    small = [
+        i for i, shape in enumerate(shapes)
+        if _floating(shape) and (i >= consts or len(shape.shape) < 2)
+    ]  # fmt: skip
+
+    def both(started: list[np.ndarray]) -> Any:
+        for i, array in zip(small, started, strict=True):
+            arrays[i] = array
+        theirs, mine = (program(arrays, directions) for program in programs)
         for name, array in theirs.items():  # where the loop has no number, any will do
             mine[name] = np.where(np.isfinite(array), mine[name], 0.0)
             theirs[name] = np.where(np.isfinite(array), array, 0.0)
-        problem = difference(theirs, mine, dtype, start)
-        if problem:
-            return problem
-    return ""
+        return theirs, mine
+
+    dtype = "float64" if body.dtype == "float64" else "float64 of float32 constants"
+    return proof.tried([shapes[i].shape for i in small], both, dtype) or ""
 
 
 class Program:

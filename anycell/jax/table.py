@@ -131,14 +131,9 @@ def _dot_general(reader: Reader, a: Any, b: Any, dimension_numbers: Any, **_: An
 
 
 def _gather(
-    reader: Reader,
-    value: Any,
-    _: Any,
-    dimension_numbers: Any,
-    slice_sizes: Any,
-    mode: Any,
+    reader: Reader, value: Any, _: Any, dimension_numbers: Any, slice_sizes: Any, mode: Any,
     **__: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Units along one axis, at positions that are the same at all steps, by zeros and ones."""
     names, index = dimension_numbers, reader.equation.arguments[1]
     axes = tuple(names.start_index_map)
@@ -193,33 +188,23 @@ STRUCTURAL: dict[str, Any] = {
 }
 POINTWISE = frozenset({*OPS, "select_n", "convert_element_type", "integer_pow", "pow"})
 TABLE: dict[str, read.Rule] = {
-    **OPS,
-    **{name: _structural(name) for name in STRUCTURAL},
-    "abs": row("rising_abs"),
-    "argmax": _argmax,
+    **OPS, **{name: _structural(name) for name in STRUCTURAL},
+    "abs": row("rising_abs"), "argmax": _argmax, "convert_element_type": row("convert"),
+    "custom_jvp_call": _custom_jvp, "dot_general": _dot_general, "dynamic_slice": _placed,
+    "dynamic_update_slice": _placed, "erfc": row("erfc"), "gather": _gather,
+    "is_finite": row("is_finite"), "max": row("larger"), "min": row("smaller"),
+    "pow": row("power"), "scatter": _placed, "scatter-add": _combined("add"),
+    "scatter-mul": _combined("mul"), "select_n": _select_n,
+}  # fmt: skip
+TABLE |= {
     "clamp": lambda reader, low, v, high, **_: reader.bounded(v, low, high),
-    "convert_element_type": row("convert"),
     "cumsum": lambda reader, v, axis, reverse, **_: reader.cumsum(v, axis, reverse),
-    "custom_jvp_call": _custom_jvp,
-    "dot_general": _dot_general,
-    "dynamic_slice": _placed,
-    "dynamic_update_slice": _placed,
-    "erfc": row("erfc"),
-    "gather": _gather,
     "exp2": lambda reader, v, **_: reader.power(2.0, v),
     "integer_pow": lambda reader, v, y, **_: reader.power(v, y),
-    "is_finite": row("is_finite"),
-    "max": row("larger"),
-    "min": row("smaller"),
     "optimization_barrier": lambda reader, *values, **_: list(values),
-    "pow": row("power"),
     "reduce_max": lambda reader, v, axes, **_: reader.max(v, axes),
     "reduce_min": lambda reader, v, axes, **_: reader.min(v, axes),
     "reduce_sum": lambda reader, v, axes, **_: reader.sum(v, axes),
-    "scatter": _placed,
-    "scatter-add": _combined("add"),
-    "scatter-mul": _combined("mul"),
-    "select_n": _select_n,
 }
 
 

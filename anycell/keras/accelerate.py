@@ -42,7 +42,7 @@ def accelerate(model: Model) -> Model:
     change only their class. So weights, states, the optimizer, ``trainable``, dtype policies and
     all references to them stay, and files of weights fit as before. A compiled model stays
     compiled, and traces its steps again; your own ``tf.function`` that has called the model keeps
-    its graph. XLA is turned off if it was to compile the steps, because it cannot call kernels. A
+    its graph. XLA is turned off if it was to compile the steps and cannot call kernels here. A
     layer of a subclass gets a class that derives from the subclass and from anycell's layer, and is
     saved as a layer of the subclass. Subclasses with their own ``call`` or other methods, and
     layers of cells that cannot be read, are left alone.

@@ -37,6 +37,15 @@ def refusal(x: Tensor | None = None) -> str | None:
     return asked()
 
 
+def obstacle_of_xla() -> str | None:
+    """Why a layer loses its kernels where the backend compiles the whole program, or None."""
+    if keras.backend.backend() != "tensorflow":
+        return None
+    from anycell.keras import tensorflow
+
+    return tensorflow.obstacle()
+
+
 def on_gpu(x: Tensor) -> bool:
     """Whether ``x`` is on a GPU."""
     name = keras.backend.backend()

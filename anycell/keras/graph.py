@@ -192,7 +192,7 @@ def _described(
     return tuple(arguments), options, source
 
 
-class World:
+class World(Values):
     """Values of the tensors of a traced step, for some rows.
 
     Args:
@@ -204,21 +204,12 @@ class World:
     """
 
     def __init__(
-        self,
-        traced: Traced,
-        rows: Any,
-        known: Mapping[Variable, Tensor],
-        dtype: Any = None,
-        once: World | None = None,
-        variable: Callable[[Variable], Tensor] | None = None,
-    ) -> None:
+        self, traced: Traced, rows: Any, known: Mapping[Variable, Tensor], dtype: Any = None,
+        once: World | None = None, variable: Callable[[Variable], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.traced, self.rows, self.dtype, self.once = traced, rows, dtype, once
-        self.values = Values(known, self._execute, self._elsewhere)
+        super().__init__(known, self._execute, self._elsewhere)
         self.variable = variable or (lambda v: _read(traced.outer[v]))
-
-    def value(self, v: Variable) -> Tensor:
-        """The value of a tensor."""
-        return self.values[v]
 
     def lifted(self, tensor: Tensor) -> Tensor:
         real = self.dtype is not None and tensor.dtype.is_floating
@@ -226,7 +217,7 @@ class World:
 
     def _elsewhere(self, v: Variable) -> Tensor | None:
         if self.once is not None and v.kind == "F" and v not in self.traced.rowed:
-            return self.once.value(v)
+            return self.once[v]
         if v in self.traced.outer:
             return self.lifted(self.variable(v))
         if v.constant is None:

@@ -20,7 +20,7 @@ from keras import activations, ops, tree
 
 from anycell.explanation import Explained, Explanation, about_layer
 from anycell.keras import cells, reading
-from anycell.keras.backends import gpu_visible, on_gpu, refusal, uncompiled
+from anycell.keras.backends import gpu_visible, obstacle_of_xla, on_gpu, refusal, uncompiled
 from anycell.keras.call import (
     Arrays,
     Tensor,
@@ -154,13 +154,11 @@ class Fused(Steps, Keywords, Explained):
 
     @property
     def supports_jit(self) -> bool:
-        """Whether XLA may compile a model with this layer, for Keras: TensorFlow's XLA cannot call
-        kernels.
+        """Whether XLA may compile a model with this layer, for Keras: not if the layer would then
+        lose its kernels.
         """
         ours = choose(self._facts(False, gpu_visible(), asked())).name == "cpu"
-        return vars(self).get("supports_jit", True) and not (
-            ours and keras.backend.backend() == "tensorflow"
-        )
+        return vars(self).get("supports_jit", True) and not (ours and obstacle_of_xla())
 
     @supports_jit.setter
     def supports_jit(self, value: bool) -> None:

@@ -46,7 +46,7 @@ def recurrence(
     Returns:
         {output final states}
 
-    In TensorFlow, in training without a ``seed``, ``tf.random`` draws one for each run. XLA, an
+    In TensorFlow, in training without a ``seed``, ``tf.random`` draws one for each run. An
     export, ``step_by_step``, forward mode and second derivatives run step by step; a loop over the
     steps draws other random masks for a seed than the kernel.
 

@@ -87,30 +87,20 @@ TABLE |= dict.fromkeys(
 )
 TABLE |= dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matmul)
 TABLE |= {
-    "AddN": row("total"),
-    "Cast": row("convert"),
-    "ClipByValue": row("clamp"),
+    "AddN": row("total"), "Cast": row("convert"), "ClipByValue": row("clamp"),
+    "DivNoNan": row("divide_no_nan"), "Einsum": _einsum, "Erfc": row("erfc"),
+    "IsFinite": row("is_finite"), "LogSoftmax": row("log_softmax"), "Max": _reduced("max"),
+    "Mean": _reduced("mean"), "Min": _reduced("min"), "Pow": row("power"), "Relu6": row("relu6"),
+    "Select": row("where"), "SelectV2": row("where"), "Selu": row("selu"),
+    "Softmax": row("softmax"), "SquaredDifference": row("squared_difference"),
+    "Sum": _reduced("sum"),
+}  # fmt: skip
+TABLE |= {
     "Cumsum": lambda reader, v, axis, reverse, exclusive, **_: reader.cumsum(
         v, int(axis), reverse, exclusive
     ),
-    "DivNoNan": row("divide_no_nan"),
-    "Einsum": _einsum,
-    "Erfc": row("erfc"),
     "IdentityN": lambda reader, values, **_: list(values),
-    "IsFinite": row("is_finite"),
     "LeakyRelu": lambda reader, v, alpha, **_: reader.op("leaky_relu", v, alpha),
-    "LogSoftmax": row("log_softmax"),
-    "Max": _reduced("max"),
-    "Mean": _reduced("mean"),
-    "Min": _reduced("min"),
-    "Pow": row("power"),
-    "Relu6": row("relu6"),
-    "Select": row("where"),
-    "SelectV2": row("where"),
-    "Selu": row("selu"),
-    "Softmax": row("softmax"),
-    "SquaredDifference": row("squared_difference"),
-    "Sum": _reduced("sum"),
 }
 
 
@@ -125,7 +115,7 @@ class Reader(read.Reader):
 
     def operand(self, v: Variable) -> Any:
         if v.kind == "F" and not (v.floating or v.boolean):  # axes and sizes, known numbers
-            return np.asarray(self.world.value(v).numpy())
+            return np.asarray(self.world[v].numpy())
         return super().operand(v)
 
     def outer(self, v: Variable) -> Outer:
@@ -219,6 +209,6 @@ def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, **more: 
         known = {traced.x: one, **dict(zip(traced.others, others, strict=True))}
         known |= dict(zip(traced.states, states, strict=True))
         world = World(traced, x.shape[1], known, once=once, **more)
-        outputs.append(world.value(traced.output))
-        states = [world.value(v) for v in traced.after]
+        outputs.append(world[traced.output])
+        states = [world[v] for v in traced.after]
     return tf.stack(outputs), states

@@ -210,16 +210,17 @@ def _state_of(cell: Any) -> tuple[_Key, ...]:
 
 
 def _plain(value: Any, depth: int = 3) -> Any:
-    """A number or a word; the parts of a short collection; of a function also the variables that it
-    encloses; for all else its identity.
+    """A number or a word; the parts of a short collection; of a function also the variables around
+    it that it reads; for all else its identity.
     """
     if isinstance(value, _PLAIN):
         return value
-    parts: list[Any] = [
-        cell for cell in getattr(value, "__closure__", None) or () if cell != _EMPTY
-    ]
-    parts = [cell.cell_contents for cell in parts]
-    if isinstance(value, (list, tuple, dict)):
+    parts: list[Any] = []
+    if isinstance(value, types.FunctionType):
+        around = value.__globals__
+        parts += [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
+        parts += [around[name] for name in value.__code__.co_names if name in around]
+    elif isinstance(value, (list, tuple, dict)):
         parts = [len(value), *(value.values() if isinstance(value, dict) else value)]
     if depth == 0 or len(parts) > MOST:
         return id(value), len(parts)
@@ -275,10 +276,8 @@ def loop(read: Any, call: LoopCall) -> tuple[Tensor, Tensor, Any]:
 
 def over_time(
     run: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None, list[Tensor]]],
-    sequences: Tensor,
-    mask: Tensor | None,
-    options: LoopOptions,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    sequences: Tensor, mask: Tensor | None, options: LoopOptions,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Runs a function of sequences ``[B, T, ...]`` as Keras lays them out.
 
     Args:

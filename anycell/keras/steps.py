@@ -18,8 +18,7 @@ from anycell.keras.graph import Traced, World
 from anycell.keras.reading import MOST, LoopCall, LoopOptions, masked, over_time
 from anycell.keras.rule import planned
 from anycell.keras.tensorflow import recur, watched
-from anycell.layer.sequences import besides_output, by_name
-from anycell.plan import Engine, Options
+from anycell.plan import Engine, Layer, Options
 from anycell.read import Reading, Variable
 
 
@@ -83,18 +82,13 @@ class Run:
         self._traced, self._x = traced, x
         self._once = World(traced, self.rows, others, **more)
         every = tf.reshape(x, [self.steps * self.rows, *x.shape[2:]])
-        self._tiled = {name: self._tile(tensor) for name, tensor in others.items()}
-        self._every = World(
-            traced, self.steps * self.rows, {traced.x: every, **self._tiled}, once=self._once,
-            **more,
-        )  # fmt: skip
-
-    def _tile(self, tensor: Tensor) -> Tensor:
-        return tf.tile(tensor, [self.steps, *[1] * (tensor.shape.rank - 1)])
+        tiled = {v: tf.tile(t, [self.steps, *[1] * (t.shape.rank - 1)]) for v, t in others.items()}
+        known = {traced.x: every, **tiled}
+        self._every = World(traced, self.steps * self.rows, known, once=self._once, **more)
 
     def fixed(self, name: Variable) -> Tensor:
         """A value of kind F."""
-        return self._once.value(name)
+        return self._once[name]
 
     def moving(self, name: Variable) -> Tensor:
         """A value of kind X, ``[steps, ...]``."""
@@ -103,14 +97,14 @@ class Run:
         shape = self._traced.shapes[name]
         axis = shape.index(None)
         split = [*shape[:axis], self.steps, self.rows, *shape[axis + 1 :]]
-        return Arrays.move(tf.reshape(self._every.value(name), split), axis, 0)
+        return Arrays.move(tf.reshape(self._every[name], split), axis, 0)
 
     def after(self, name: Variable, known: Mapping[Variable, Tensor]) -> Tensor:
         """A value of any kind at every step, ``[steps, rows, ...]``, from values of states."""
         lead = [self.steps * self.rows]
         rows = {n: tf.reshape(t, [*lead, *t.shape[2:]]) for n, t in known.items()}
-        self._every.values.update(rows)
-        value = self._every.value(name)
+        self._every.update(rows)
+        value = self._every[name]
         return tf.reshape(value, [self.steps, self.rows, *value.shape[1:]])
 
 
@@ -138,18 +132,10 @@ class Step:
         return Engine("cpu", f"read as it is written; {chosen.reason}")
 
     def run(
-        self,
-        x: Tensor,
-        states: Sequence[Tensor],
-        others: Sequence[Tensor],
-        *,
-        mask: Tensor | None = None,
-        reverse: bool = False,
-        sequences: bool = True,
-        engine: str | None = None,
-        sure: bool = False,
-        **more: Any,
-    ) -> tuple[Tensor | None, list[Tensor]]:
+        self, x: Tensor, states: Sequence[Tensor], others: Sequence[Tensor], *,
+        mask: Tensor | None = None, reverse: bool = False, sequences: bool = True,
+        engine: str | None = None, sure: bool = False, **more: Any,
+    ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
         """Runs all steps.
 
         Args:
@@ -172,18 +158,19 @@ class Step:
         if mask is not None:
             arrays["mask"] = mask & arrays["mask"] if "mask" in arrays else mask
         wanted = [self.of_state] * sequences if self.of_state is not None else traced.body.seen()
-        names = [name for k in wanted for name in reading.names_of(k)]
         first, *_ = every = reading.cell.state_names
-        layer = reading.layer._replace(
-            options=Options((reverse,)).unread(), sequences=besides_output(names, reading.cell),
-            outputs=first in names, engine=engine,
+
+        def one_way(layer: Layer, arrays: Mapping[str, Tensor]) -> Any:
+            plain = {n: plain_of(t) for n, t in arrays.items() if n.startswith("weight_")}
+            plain = {name: tensor for name, tensor in plain.items() if tensor is not None}
+            output, ends = recur(layer, arrays, plain, sure)
+            return output, ends[: len(every)], ends[len(every) :]
+
+        ends, values = reading.ran(
+            one_way, arrays, wanted, Options((reverse,)), engine=engine,
+            outputs=any(first in reading.names_of(k) for k in wanted),
         )  # fmt: skip
-        plain = {n: plain_of(t) for n, t in arrays.items() if n.startswith("weight_")}
-        plain = {name: tensor for name, tensor in plain.items() if tensor is not None}
-        output, ends = recur(layer, arrays, plain, sure)
-        named = dict(zip(every, ends, strict=False))
-        values = by_name(names, reading.cell, output, ends[len(every) :])
-        final, known = traced.body.unpacked(reading, states, named, values, wanted, reverse)
+        final, known = traced.body.unpacked(reading, states, ends, values, wanted, reverse)
         if self.of_state is not None:
             return known.get(traced.output), final
         return run.after(traced.output, known), final
@@ -252,12 +239,9 @@ def _alone(
 
 
 def _loop(
-    step: Step,
-    options: LoopOptions,
-    counts: tuple[int, int],
-    flat: Sequence[Tensor],
+    step: Step, options: LoopOptions, counts: tuple[int, int], flat: Sequence[Tensor],
     sure: bool = False,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """The loop over a sequence, so many states, so many further tensors and perhaps a mask."""
     sequences, *rest = flat
     ends = counts[0], sum(counts)

@@ -34,6 +34,7 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed
 from tensorflow.python.saved_model import save_context
 
 from anycell.engines import cpu
+from anycell.keras import xla
 from anycell.keras.call import (
     KERNELS,
     Arrays,
@@ -49,10 +50,11 @@ from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, backward, forward, stepped
 from anycell.layer.checks import refuse
+from anycell.layer.framework import Framework
 from anycell.layer.rounding import quantized, with_integers
 from anycell.layer.sequences import keeping
-from anycell.layer.signature import OF_STATES
-from anycell.plan import Layer, Options, plan
+from anycell.layer.signature import OF_STATES, state_names
+from anycell.plan import Layer, Options, plan, recurrent_masks
 
 Array = npt.NDArray[Any]
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
@@ -91,11 +93,22 @@ def refusal() -> str | None:
     why = asked()
     if why is not None or tf.executing_eagerly():
         return why
-    if control_flow_util.GraphOrParentsInXlaContext(graphs.get_default_graph()):
-        return "XLA (jit_compile=True) compiles the whole graph and calls nothing outside it"
     if save_context.in_save_context() or _exporting():
         return "an exported model must run where anycell is not installed"
+    if _compiled() and (why := obstacle()) is not None:
+        return f"XLA (jit_compile=True) cannot call the kernels here: {why}"
     return None
+
+
+def _compiled() -> bool:
+    """Whether XLA will compile the graph that is being traced."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graphs.get_default_graph()))
+
+
+@functools.cache
+def obstacle() -> str | None:
+    """Why XLA cannot run the kernels in this process, or None; tried once, see ``xla.obstacle``."""
+    return xla.obstacle(run)
 
 
 def _exporting() -> bool:
@@ -141,7 +154,9 @@ def run(
     # is unlikely: nothing is kept, and a backward pass would run the forward pass again.
     taped = record.could_possibly_record()
     keep = layer.options.training or taped or bool(layer.sequences)
-    if layer.sequences:  # what the kernels keep for the backward pass has them
+    # With sequences, what the kernels keep for the backward pass has them. And XLA could not tell
+    # how much checkpoints of unknown steps keep.
+    if layer.sequences or (None in x.shape.as_list()[:2] and _compiled()):
         layer = layer._replace(options=layer.options._replace(checkpoint=None))
     if integers and keep:
         arrays, integers = dequantized(arrays), False
@@ -260,49 +275,65 @@ def _one_by_one(count: int, again: Callable[..., list[Tensor]], operation: Any) 
 
 
 def _ends(kernels: _Kernels, *tensors: Tensor) -> list[Tensor]:
-    """Returns outputs, if they are wanted, and final states."""
+    """Returns outputs, if they are wanted, and final states; tensors may be followed by others."""
+    tensors = tensors[: len(kernels.names)]
     outputs, final, kept = kernels.forward(tensors)
     if not tf.executing_eagerly():
-        kernels = _behind(final[0].op)
+        kernels = _behind(kept[-1])
 
     def gradient(*arriving: Tensor) -> Any:
         return _gradient(kernels, tensors, arriving, kept)
 
     ends, parts = [outputs, *final] if kernels.layer.outputs else final, len(kernels.parts)
     again = functools.partial(_ends, kernels)
-    return _differentiable(FORWARD, ends, tensors[:parts], tensors[parts:], gradient, again)
+    return _differentiable(
+        FORWARD, ends, tensors[:parts], [*tensors[parts:], *kept], gradient, again
+    )
 
 
-def _of(op: Any) -> tuple[_Kernels, list[Tensor], list[Tensor]]:
-    """The kernels behind an operation of ``_differentiable``, their inputs and outputs."""
-    source = next(t.op for t in op.inputs if t.op.type == "PyFuncStateless")  # results come first
-    return _behind(source), list(source.inputs[1:]), list(source.outputs)
-
-
-def _behind(source: Any) -> _Kernels:
-    """The kernels that an operation of ``_out_of_graph`` calls."""
-    kernels: _Kernels = _work[int(tf.get_static_value(source.inputs[0]))].__self__
+def _behind(number: Tensor) -> _Kernels:
+    """The kernels of a run by its number, the last input of an operation of ``_differentiable``."""
+    kernels: _Kernels = _work[int(tf.get_static_value(number))].__self__
     return kernels
+
+
+def _inputs(op: Any) -> list[Tensor]:
+    """The inputs of an operation of ``_differentiable``."""
+    if op is None:  # so TensorFlow asks for gradients where it saves a function
+        raise NotImplementedError(_REFUSAL)
+    return list(op.inputs)
 
 
 @tf.RegisterGradient(FORWARD)
 def _of_forward(op: Any, *arriving: Tensor) -> list[Tensor]:
-    kernels, inputs, outputs = _of(op)
+    *inputs, number = _inputs(op)
+    kernels = _behind(number)
     if not kernels.sure:
         kernels = replace(kernels, wanted=kernels.parts)
-    count, flags = kernels.ends, len(kernels.flags)
-    kept = outputs[len(outputs) - kernels.kept :]
-    grads = _gradient(kernels, inputs, arriving[:count], kept)
-    return [None] * count + grads + [None] * flags
+    count = kernels.ends
+    kept = count + len(kernels.names)
+    grads = _gradient(kernels, inputs[count:kept], arriving[:count], inputs[kept:])
+    return [None] * count + grads + [None] * (len(inputs) + 1 - count - len(grads))
 
 
 @tf.RegisterGradient(BACKWARD)
 def _of_backward(op: Any, *seconds: Tensor) -> list[Tensor]:
-    kernels, inputs, _ = _of(op)
-    count, given = len(kernels.wanted), len(kernels.names)
-    arriving = inputs[given : given + kernels.ends]
-    grads = [*_second(kernels, inputs[:given], arriving, seconds[:count])]
-    return [None] * count + grads + [None] * (len(op.inputs) - count - len(grads))
+    inputs = _inputs(op)
+    kernels = _behind(inputs[-1])
+    count = len(kernels.wanted)
+    tensors, arriving, _ = _parted(kernels, inputs[count:])
+    grads = [*_second(kernels, tensors, arriving, seconds[:count])]
+    return [None] * count + grads + [None] * (len(inputs) - count - len(grads))
+
+
+def _parted(kernels: _Kernels, inputs: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
+    """The tensors of the run, the gradients that arrive, and what was kept, among the args and
+    others of the operation of a gradient.
+    """
+    counts = len(kernels.parts), kernels.ends, len(kernels.flags)
+    at = [0, *itertools.accumulate(counts), len(inputs)]
+    parts, arriving, flags, kept = ([*inputs[a:b]] for a, b in itertools.pairwise(at))
+    return [*parts, *flags], arriving, kept
 
 
 def _gradient(
@@ -318,14 +349,14 @@ def _gradient(
     if taped and _carries_tangents(arriving):
         grads = _first(kernels, tensors, arriving)
     else:
-        grads = kernels.backward(tensors, arriving, kept)
+        grads, number = kernels.backward(tensors, arriving, kept)
         if taped or not tf.executing_eagerly():
 
             def twice(*seconds: Tensor) -> Any:
                 return _second(kernels, tensors, arriving, seconds)
 
             parts = len(kernels.parts)
-            args, others = [*tensors[:parts], *arriving], [*tensors[parts:], *kept]
+            args, others = [*tensors[:parts], *arriving], [*tensors[parts:], *kept, *number]
             again = functools.partial(_gradient_again, kernels)
             grads = _differentiable(BACKWARD, grads, args, others, twice, again)
     named = dict(zip(kernels.wanted, grads, strict=True))
@@ -334,10 +365,7 @@ def _gradient(
 
 def _gradient_again(kernels: _Kernels, *inputs: Tensor) -> list[Tensor]:
     """Computes the wanted gradients; ``inputs`` are the args and others of the operation."""
-    counts = len(kernels.parts), kernels.ends, len(kernels.flags)
-    at = [0, *itertools.accumulate(counts), len(inputs)]
-    parts, arriving, flags, kept = (inputs[a:b] for a, b in itertools.pairwise(at))
-    grads = _gradient(kernels, [*parts, *flags], arriving, kept)
+    grads = _gradient(kernels, *_parted(kernels, inputs))
     return [grad for grad in grads if grad is not None]
 
 
@@ -399,7 +427,7 @@ def _out_of_graph(
     compute: Callable[..., list[Array]], tensors: Sequence[Tensor], kinds: Sequence[Any]
 ) -> list[Tensor]:
     """Adds ``compute``, a method of ``_Kernels`` on arrays, as an operation to the graph that is
-    being traced.
+    being traced; returns its results and its number.
     """
     kernels: _Kernels = compute.__self__  # type: ignore[attr-defined]
     number, graph = next(_numbers), graphs.get_default_graph()
@@ -420,15 +448,25 @@ def _out_of_graph(
             weakref.finalize(graph, id, handle).atexit = False
         weakref.finalize(handle, _work.pop, number).atexit = False
     _work[number] = getattr(kernels, compute.__name__)
-    return list(
+    first = tf.constant(number, tf.int64)
+    results = list(
         tf.raw_ops.PyFuncStateless(  # TensorFlow Lite? Trace it in anycell.keras.step_by_step()
             # Its errors quote the line above, and no name of a node.
-            input=[tf.constant(number, tf.int64), *tensors],
+            input=[first, *tensors],
             token=_callback()[0],
             Tout=[tf.as_dtype(kind) for kind in kinds],
             name=_NODE,
         )
     )
+    return [*results, first]
+
+
+@functools.cache
+def _lasting(kernels: _Kernels) -> int:
+    """The number of kernels that XLA calls. They stay, as its programs do."""
+    number = next(_numbers)
+    _work[number] = kernels.forward
+    return number
 
 
 @functools.cache
@@ -498,7 +536,7 @@ class _Kernels:
         """Counts the last outputs of the forward pass that the backward pass reads."""
         return (2 + len(self.others)) * self.keep
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The names of all ``tensors``."""
         return self.parts + self.flags
@@ -506,10 +544,12 @@ class _Kernels:
     # -- on tensors --------------------------------------------------------------------------------
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Returns outputs, final states, and what the backward pass reads."""
-        results = _run(self._forward, tensors, self._described)
+        """Returns outputs, final states, and what the backward pass reads, in a graph with the
+        number of the run.
+        """
+        results, number = _run(self._forward, tensors, self._described, self._leading)
         ends = len(results) - self.kept
-        kept, results = results[ends:], results[:ends]
+        kept, results = [*results[ends:], *number], results[:ends]
         outputs = results.pop(0) if self.separate else None
         for name in self.layer.sequences:
             results.append(self._sequence(name, tensors, kept))
@@ -546,31 +586,50 @@ class _Kernels:
 
     def backward(
         self, tensors: Sequence[Tensor], arriving: Sequence[Tensor], kept: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Returns the wanted gradients."""
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the wanted gradients, and in a graph the number of the run."""
         if self.layer.plan.types.quantized:
             raise NotImplementedError(
                 "gradients: asked for outside of a tape, for a layer with weights of 8 bits. Call "
                 "the layer within a GradientTape, where it runs with the real weights."
             )
-        kept = kept or replace(self, keep=True).forward(tensors)[2]
-        return _run(self._backward, [*tensors, *arriving, *kept], self._described_back)
+        keeping = replace(self, keep=True)
+        kept = kept if self.keep else keeping.forward(tensors)[2]
+        read = [*tensors, *arriving, *kept[: keeping.kept]]
+        return _run(self._backward, read, self._described_back, self._leading)
 
     def _described_back(self, *tensors: Tensor) -> list[tuple[str, Any]]:
         """Describes the wanted gradients, like ``_described``."""
         pairs, storage = zip(self.parts, tensors, strict=False), self.layer.plan.types.storage.name
         return [(storage, like.shape) for name, like in pairs if name in self.wanted]
 
+    def _leading(self, steps: int, rows: int) -> list[tuple[int, ...]]:
+        """The sizes of the first axes of ``tensors``, of the gradients that arrive, and of what is
+        kept, as far as they are steps and rows.
+        """
+        layer, step, row = self.layer, (steps, rows), (rows,)
+        of_names = {"x": step, "mask": step, "resets": step, "static": row, "recurrent_mask": row}
+        if recurrent_masks(layer.plan) > 1:
+            of_names["recurrent_mask"] = len(layer.cell.gates), rows
+        of_names |= dict.fromkeys(state_names("state", layer.cell), row)
+        sequences = [step] * len(layer.sequences)
+        return [
+            *(of_names.get(name, ()) for name in self.names),
+            *[step] * layer.outputs, *[row] * len(layer.cell.states), *sequences,
+            (steps + 1 + any(layer.options.reverse), rows), step,
+            *[(steps + 1, rows)] * len(self.others),
+        ]  # fmt: skip
+
     # -- on arrays ---------------------------------------------------------------------------------
 
     def _forward(self, *tensors: Array) -> list[Array]:
-        host, (options, arrays) = TensorFlow.of(self.layer.plan.dtype), self._arguments(tensors)
+        host, options, arrays = self._arguments(tensors)
         out, final, kept = forward(host, self.layer.plan, arrays, options, keep=self.keep)
         results = [out] * self.separate + [state[0] for state in final]
         return results if kept is None else results + kept.flat()
 
     def _backward(self, *tensors: Array) -> list[Array]:
-        host, (options, arrays) = TensorFlow.of(self.layer.plan.dtype), self._arguments(tensors)
+        host, options, arrays = self._arguments(tensors)
         names, others = self.layer.cell.state_names, self.others
         first = len(self.names)
         last = first + self.ends
@@ -593,12 +652,16 @@ class _Kernels:
             return gradients[KERNELS[name]].T
         return gradients[name][0] if name.startswith(OF_STATES) else gradients[name]
 
-    def _arguments(self, tensors: Sequence[Array]) -> tuple[Options, dict[str, Array]]:
+    def _arguments(self, tensors: Sequence[Array]) -> tuple[Framework, Options, dict[str, Array]]:
         """Returns the arguments of ``anycell.layer``."""
         named = dict(zip(self.names, tensors, strict=False))
         named |= {name: named[name].swapaxes(-1, -2) for name in self.turned}
+        seed, kind = None, TensorFlow
+        if isinstance(tensors[0], xla.Buffer):
+            seed, kind = named.pop("seed", None), xla.Xla
         layer, arrays = lowered(self.layer, named)
-        return layer.options, arrays
+        options = layer.options if seed is None else layer.options._replace(seed=xla.seed(seed))
+        return kind.of(layer.plan.dtype), options, arrays
 
 
 @functools.lru_cache(maxsize=512)
@@ -610,18 +673,32 @@ def _kernels(layer: Layer, cell: Cell, dtype: str, *more: Any) -> _Kernels:
 
 
 def _run(
-    compute: Callable[..., list[Array]], tensors: Sequence[Tensor], describe: Callable[..., Any]
-) -> list[Tensor]:
-    """Runs ``compute`` on the memory of tensors: now, or when the graph runs; ``describe`` returns
-    the dtype of each result for these tensors, and its shape as far as it is known.
+    compute: Callable[..., list[Array]],
+    tensors: Sequence[Tensor],
+    describe: Callable[..., Any],
+    leading: Callable[..., Any],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Runs ``compute`` on the memory of tensors: now, or when the graph runs.
+
+    Args:
+        describe: returns the dtype of each result for these tensors, and its shape as far as it is
+            known.
+        leading: returns the sizes of the tensors' first axes, from numbers of steps and rows.
+
+    Returns:
+        the results, and in a graph one number, for ``_behind``.
     """
     if tf.executing_eagerly():
-        return [_tensor(array) for array in compute(*map(np.asarray, tensors))]
+        return [_tensor(array) for array in compute(*map(np.asarray, tensors))], []
     kinds, shapes = zip(*describe(*tensors), strict=True)
-    results = _out_of_graph(compute, tensors, kinds)
+    if _compiled():
+        results = xla.run(compute, tensors, leading)
+        number = tf.constant(_lasting(compute.__self__), tf.int64)  # type: ignore[attr-defined]
+    else:
+        *results, number = _out_of_graph(compute, tensors, kinds)
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
-    return results
+    return results, [number]
 
 
 def _tensor(array: Array) -> Tensor:

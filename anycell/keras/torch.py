@@ -19,8 +19,8 @@ from anycell.torch import functional
 from anycell.torch.around import Surroundings
 from anycell.torch.loops import obstacle
 from anycell.torch.planned import ReadStep
-from anycell.torch.proven import plan_of
-from anycell.torch.stepwise import Steps
+from anycell.torch.proven import plan_of, unlike
+from anycell.torch.stepwise import Steps, stepwise
 
 
 def run(layer: Layer, arrays: Arrays) -> Result:
@@ -42,14 +42,26 @@ places.skip(keras)
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A step that was read, and the cell's variables."""
+    """A step that was read, what is around it, and the cell's variables."""
 
     plan: ReadStep
+    step: Any
+    around: Surroundings
     variables: Sequence[Any]
 
     @property
     def reading(self) -> Reading:
         return self.plan.reading
+
+    def run(self, call: Steps, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The outputs and the last states; the cell's own if it branches on the batch's size."""
+        if call.rows not in self.plan.rows:
+            with self.around.swapped(tensors):
+                unlike(self.plan, self.step, self.around, call)
+        if self.plan.rows[call.rows] is None:
+            return self.plan.replay(call, tensors)
+        with self.around.swapped(tensors):
+            return stepwise(self.step, call)
 
 
 def unreadable() -> str | None:
@@ -84,7 +96,7 @@ def read_step(step: CellStep, x: Any, states: Sequence[Any], others: Sequence[An
         around.add(holder, name, label)
     one.__name__ = step.__name__
     plan = plan_of(one, around, sample)
-    return plan if isinstance(plan, str) else Step(plan, variables)
+    return plan if isinstance(plan, str) else Step(plan, one, around, variables)
 
 
 def _steps(x: Tensor, states: list[Tensor], *more: Any) -> Steps:
@@ -100,7 +112,7 @@ def loop(read: Step, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
 
     def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
         steps = _steps(x, list(call.states), mask, None, None, options.reverse)
-        outputs, final = read.plan.replay(steps, tensors)
+        outputs, final = read.run(steps, tensors)
         if mask is not None and not options.zero:
             outputs = masked(outputs, mask, options, False)
         return outputs[0 if options.reverse else -1], outputs, final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from anycell.engines.cpu.driver import SUM
@@ -15,7 +16,12 @@ from anycell.layer.pass_tables import PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, View, recipe_of
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import ENDS, of_a_matmul, states
-from anycell.layer.weight_gradients import WeightGradients, bias_gradients, gradients_by_name
+from anycell.layer.weight_gradients import (
+    WeightGradients,
+    bias_gradients,
+    gradients_by_name,
+    vector_of,
+)
 from anycell.plan import Options, Plan
 
 
@@ -49,24 +55,9 @@ def backward(
     Raises:
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    read = options.checkpoint is not None  # the forward pass runs again, and may read x
-    given, layout = contract.fit(host, plan, arrays, options, read)
-    segment = _segment(plan, given, options)
-    parts, further = contract.fit_gradients(
-        host, plan, given["x"].shape, options.reverse, kept, d_output, d_final, d_states or {},
-        segment=segment, keeps=keeps_state,
-    )  # fmt: skip
-    wants = Wanted(True, True, True)
-    if wanted is not None:
-        learned_too = any(map(of_a_matmul, wanted))
-        wants = Wanted(learned_too, "x" in wanted, _of_first(plan) in wanted)
-    same = options.unseeded() if options.seed or options.stream else options
-    key = "backward", plan, same, wants, layout, further
-    if plan.types.mixed:
-        given = widened(host, plan, given)
-        parts |= {name: host.widen(d) for name, d in parts.items() if name.startswith("d_final ")}
-    given |= parts
-    known: Backward = recipe_of(key, lambda: _draft(host, plan, given, options, wants))
+    known, given = drafted_backward(
+        host, plan, arrays, options, kept, d_output, d_final, d_states or {}, wanted
+    )
     recipe = known.recipe
     made = recipe.run(list(map(given.__getitem__, recipe.names)), options)
     gradients = {name: made[i] for name, i in known.whole.items()}
@@ -88,6 +79,38 @@ def backward(
     for name in known.turned:
         gradients[name] = gradients[name].T
     return gradients
+
+
+def drafted_backward(
+    host: Framework,
+    plan: Plan,
+    arrays: Mapping[str, Array],
+    options: Options,
+    kept: Kept,
+    d_output: Array | None,
+    d_final: Sequence[Array | None],
+    d_states: Mapping[str, Array],
+    wanted: Collection[str] | None,
+) -> tuple[Backward, dict[str, Array]]:
+    """The pass that ``backward`` runs, and the arrays that its recipe names."""
+    read = options.checkpoint is not None  # the forward pass runs again, and may read x
+    given, layout = contract.fit(host, plan, arrays, options, read)
+    segment = _segment(plan, given, options)
+    parts, further = contract.fit_gradients(
+        host, plan, given["x"].shape, options.reverse, kept, d_output, d_final, d_states,
+        segment=segment, keeps=keeps_state,
+    )  # fmt: skip
+    wants = Wanted(True, True, True)
+    if wanted is not None:
+        learned_too = any(map(of_a_matmul, wanted))
+        wants = Wanted(learned_too, "x" in wanted, _of_first(plan) in wanted)
+    same = options.unseeded() if options.seed or options.stream else options
+    key = "backward", plan, same, wants, layout, further
+    if plan.types.mixed:
+        given = widened(host, plan, given)
+        parts |= {name: host.widen(d) for name, d in parts.items() if name.startswith("d_final ")}
+    given |= parts
+    return recipe_of(key, lambda: _draft(host, plan, options, wants, given)), given
 
 
 class Wanted(NamedTuple):
@@ -129,9 +152,9 @@ class Backward(NamedTuple):
 def _draft(
     host: Framework,
     plan: Plan,
-    given: Mapping[str, Array],
     options: Options,
     wants: Wanted,
+    given: Mapping[str, Array],
 ) -> Backward:
     """Drafts the pass for arrays that are laid out like these."""
     run = PassTables(Draft(host, given, options), plan, options, True, False)
@@ -152,6 +175,7 @@ def _draft(
         if run.single and wants.first_state:
             direction.add_product(states_[_of_first(plan)].at(direction.d))
     recipe = finish(draft, [run])
+    recipe.again = partial(_draft, host, plan, options, wants)
 
     def numbers(views: Mapping[str, View]) -> dict[str, int]:
         return {name: recipe.number(view) for name, view in views.items()}
@@ -168,6 +192,36 @@ def _draft(
         for one, others in zip(directions, totals, strict=True)
     ]
     return Backward(recipe, run.directions, numbers(whole), sums, turned)
+
+
+class Gradient(NamedTuple):
+    """A gradient that an array of a pass holds as it is: the array's number, whether it is
+    transposed, and whether the gradient is a copy, because another one is the array itself.
+    """
+
+    number: int
+    turned: bool = False
+    copy: bool = False
+
+
+def held(plan: Plan, known: Backward) -> dict[str, Gradient] | None:
+    """The gradients of a pass, by name, and "d_params" of each direction; None if any is made of
+    several arrays.
+    """
+    named = {name: Gradient(i, name in known.turned) for name, i in known.whole.items()}
+    used = set[int]()
+    for d, (biases, vectors, totals) in enumerate(known.sums):
+        if totals.keys() - ({"d_params"} if d else {"d_params", "static"}):
+            return None
+        named |= {name + ENDS[d] * (name != "static"): Gradient(i) for name, i in totals.items()}
+        for name in biases:
+            vector = vector_of(plan, name)
+            if vector is None:
+                return None
+            number = vectors[vector]
+            named[name + ENDS[d]] = Gradient(number, copy=number in used)
+            used.add(number)
+    return named
 
 
 def _of_first(plan: Plan) -> str:

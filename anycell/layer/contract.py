@@ -29,11 +29,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anycell.lang.namespaces import namespace
 from anycell.layer.arguments import Array, Direction, Kept
 from anycell.layer.checks import refuse
 from anycell.layer.framework import Framework
-from anycell.layer.restarts import restarts
 from anycell.layer.signature import ANY, DENSE, ENDS, FLAGS, ROWS, Shape, learned, states
 from anycell.plan import Options, Plan, recurrent_masks
 from anycell.recent import add_recent
@@ -73,8 +71,7 @@ def fit(
             key += (name,)
     if "resets" in fitted:
         flags = fitted["resets"], fitted.get("mask")
-        ways = [restarts(*flags, reverse) for reverse in options.reverse]
-        fitted["resets"] = host.as_flags(namespace(ways[0]).stack(ways))
+        fitted["resets"] = host.restarts(*flags, options.reverse)
     return fitted, key
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Kept
@@ -11,7 +12,7 @@ from anycell.layer.framework import Framework
 from anycell.layer.heuristics import sparse
 from anycell.layer.pass_tables import PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, View, recipe_of
-from anycell.layer.signature import states
+from anycell.layer.signature import OF_STATES, of_layer, states
 from anycell.plan import Options, Plan, scales_of
 
 
@@ -51,13 +52,7 @@ def forward(
     Raises:
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    given, layout = contract.fit(host, plan, arrays, options)
-    holes = "mask" in given and host.trace is None and sparse(given["mask"])
-    same = options.unseeded() if options.seed or options.stream else options
-    key = "forward", plan, same, keep, holes, layout
-    if plan.types.mixed:
-        given = widened(host, plan, given)
-    known: Forward = recipe_of(key, lambda: _draft(host, plan, given, options, keep, holes))
+    known, given = drafted(host, plan, arrays, options, keep)
     recipe = known.recipe
     made = recipe.run(list(map(given.__getitem__, recipe.names)), options)
     finals = list(map(made.__getitem__, known.finals))
@@ -73,13 +68,26 @@ def forward(
     return out, finals, Kept(made[hidden], sequences, [made[i] for i in values])
 
 
+def drafted(
+    host: Framework, plan: Plan, arrays: Mapping[str, Array], options: Options, keep: bool
+) -> tuple[Forward, dict[str, Array]]:
+    """The pass that ``forward`` runs, and the arrays that its recipe names."""
+    given, layout = contract.fit(host, plan, arrays, options)
+    holes = "mask" in given and host.trace is None and sparse(given["mask"])
+    same = options.unseeded() if options.seed or options.stream else options
+    key = "forward", plan, same, keep, holes, layout
+    if plan.types.mixed:
+        given = widened(host, plan, given)
+    return recipe_of(key, lambda: _draft(host, plan, options, keep, holes, given)), given
+
+
 def _draft(
     host: Framework,
     plan: Plan,
-    given: Mapping[str, Array],
     options: Options,
     keep: bool,
     holes: bool,
+    given: Mapping[str, Array],
 ) -> Forward:
     """Drafts the pass for arrays that are laid out like these."""
     run = PassTables(Draft(host, given, options), plan, options, False, holes)
@@ -103,6 +111,7 @@ def _draft(
         kept = _borders(run, -(-steps // segment), finals)
         run.segment_length = segment
     recipe = finish(draft, [run])
+    recipe.again = partial(_draft, host, plan, options, keep, holes)
     number = recipe.number
     numbers = Kept(
         number(kept.hidden),
@@ -110,6 +119,77 @@ def _draft(
         [number(view) for view in kept.values],
     )
     return Forward(recipe, number(out), zeroed, [number(final) for final in finals], numbers)
+
+
+class Stacked(NamedTuple):
+    """A drafted pass of layers on top of each other, see ``Forward``."""
+
+    recipe: Recipe
+    out: int
+    finals: list[int]
+
+
+def draft_stack(
+    host: Framework, plan: Plan, layers: int, arrays: Mapping[str, Array], options: Options
+) -> Stacked | None:
+    """Drafts a pass of layers on top of each other, without masks, which keeps nothing; None if
+    a kernel cannot read the arrays as they are.
+
+    Args:
+        arrays: by the names of ``signature``, with the states of all layers; resets are bytes,
+            those of each direction, ``[D, T, B]``, and contiguous. Weights have the names of
+            parameters.
+    """
+    count, x, layouts = len(options.reverse), arrays["x"], []
+    for k in range(layers):
+        layer = _of_layer(plan, arrays, k, count, _rows)
+        given, layout = contract.fit(host, plan, {"x": x, **layer}, options)
+        if any(given.get(name) is not array for name, array in layer.items()) or (
+            not k and given["x"] is not x
+        ):
+            return None
+        layouts.append(layout)
+        x = host.empty((*x.shape[:2], count * states(plan)[0][1]))
+    key = "stack", plan, options, "resets" in arrays, *layouts
+    return recipe_of(key, lambda: _draft_stack(host, plan, layers, arrays, options))
+
+
+def _draft_stack(
+    host: Framework, plan: Plan, layers: int, arrays: Mapping[str, Array], options: Options
+) -> Stacked:
+    draft, count = Draft(host, arrays, options), len(options.reverse)
+    x, runs = draft.views["x"], list[PassTables]()
+    resets = {n: view for n, view in draft.views.items() if n == "resets"}
+    steps, rows, _ = x.shape
+    finals = {
+        f"final {name}": draft.new((layers * count, rows, size), wide=bool(i))
+        for i, (name, size) in enumerate(states(plan))
+    }
+    for k in range(layers):
+        views = {"x": x, **resets, **_of_layer(plan, draft.views, k, count, View.rows)}
+        run = PassTables(draft, plan, options, False, False, views)
+        hidden = allocate_states(run, steps, False, True).hidden
+        run.place_parts({n: final.rows(k * count, (k + 1) * count) for n, final in finals.items()})
+        project(run)
+        x = hidden.rows(1, steps + 1)
+        runs.append(run)
+    recipe = finish(draft, runs)
+    return Stacked(recipe, recipe.number(x), list(map(recipe.number, finals.values())))
+
+
+def _of_layer(
+    plan: Plan, arrays: Mapping[str, Any], k: int, count: int, rows: Callable[[Any, int, int], Any]
+) -> dict[str, Any]:
+    """The arrays of layer k among those of a stack, besides x and resets."""
+    first, last = k * count, (k + 1) * count
+    named = {n: rows(a, first, last) for n, a in arrays.items() if n.startswith(OF_STATES)}
+    if "static" in arrays:
+        named["static"] = arrays["static"]
+    return named | of_layer(plan.cell, arrays, k, count)
+
+
+def _rows(array: Array, begin: int, end: int) -> Array:
+    return array[begin:end]
 
 
 def allocate_states(run: PassTables, steps: int, everything: bool, whole: bool) -> Kept:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from anycell.engines.cpu.check import Bounds, reach
 from anycell.engines.gpu.arrays import DeviceArrays
 from anycell.lang.cell import Cell
-from anycell.lang.namespaces import Array, Namespace
+from anycell.lang.namespaces import Array, Namespace, namespace
 from anycell.layer.checks import describe, per_state, refuse
+from anycell.layer.restarts import restarts
 from anycell.layer.signature import Shape
 from anycell.plan import DTYPES
 
@@ -87,6 +88,11 @@ class Framework:
 
     def as_flags(self, array: Array) -> Array | None:
         """Returns bool or uint8 flags as contiguous uint8; None for other dtypes and devices."""
+
+    def restarts(self, resets: Array, mask: Array | None, reverse: Sequence[bool]) -> Array:
+        """The ``restarts`` of each direction, ``[D, T, B]``, as ``as_flags`` returns them."""
+        ways = [restarts(resets, mask, way) for way in reverse]
+        return self.as_flags(namespace(ways[0]).stack(ways))
 
     def widen(self, array: Array) -> Array:
         """Returns the array in the dtype of ``wide``; the array itself if it has that dtype."""
@@ -219,11 +225,15 @@ class DeviceFramework(Framework, DeviceArrays):
 
     Attributes:
         wide_states: False: states are kept in the plan's dtype, and only at borders in float32.
+        multiplies: whether it multiplies in the midst of a pass. If not, x is projected before the
+            pass, which then has one chunk of time and launches only; ``backward`` returns the
+            factors of the gradients of weights.
         tier: forces a tier; None lets ``capacity`` choose.
         patience: the nanoseconds after which a program gives up.
     """
 
     wide_states = False
+    multiplies = True
     tier: int | None = None
     patience: int
 
@@ -239,26 +249,26 @@ class DeviceFramework(Framework, DeviceArrays):
     def empty(self, shape: Shape, wide: bool = False) -> Array:
         """An array of that shape, whose numbers may be anything."""
 
-    def zeros(self, shape: Shape, wide: bool = False) -> Array:
-        """An array of zeros."""
+    def template(self, shape: Shape, wide: bool = False) -> Array:
+        """A stand-in for an array of that shape, with at most one number; for ``like``."""
 
-    def rounded(self, array: Array) -> Array:
-        """The array in the plan's dtype, contiguous; the array itself if it is so already."""
+    def block(self, count: int) -> Array:
+        """Memory of that many bytes, as an array of uint8."""
+
+    def typed(self, block: Array, dtype: str) -> Array:
+        """A block as an array of numbers of a dtype."""
+
+    def part(self, array: Array, shape: Shape, strides: Shape, offset: int) -> Array:
+        """A part of an array; strides and offset in elements."""
 
     def numbers(self, values: Sequence[float]) -> Array:
         """A float32 array on the device."""
 
-    def flags(self, count: int) -> Array:
-        """An array of ``count`` zeros, int32."""
-
     def matmul_add(self, a: Array, b: Array, out: Array) -> None:
         """``out += a @ b``, as ``matmul``."""
 
-    def summed(self, array: Array) -> Array:
-        """The sum of the rows of a matrix: wide, and never rounded on the way."""
-
-    def masked(self, x: Array, mask: Array) -> Array:
-        """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, even in place of NaN."""
+    def summed(self, array: Array, total: Array) -> None:
+        """``total = array.sum(0)`` of a matrix: wide, and never rounded on the way."""
 
 
 def extent(host: Framework, array: Array) -> Bounds:

@@ -9,7 +9,6 @@ With checkpoints both passes go segment by segment; segments of a direction shar
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,6 +23,8 @@ from anycell.lang.cell import Linear
 from anycell.layer import contract
 from anycell.layer.arguments import Direction, Factors, Kept
 from anycell.layer.framework import DeviceFramework
+from anycell.layer.launches import Again, DeviceDraft, DeviceRecipe, View
+from anycell.layer.recipe import forget, recipe_of
 from anycell.layer.schedule import chunk_steps, segment_steps
 from anycell.layer.signature import direction, of_a_matmul
 from anycell.layer.weight_gradients import WeightGradients, bias_gradients, gradients_by_name
@@ -34,9 +35,9 @@ CHUNK_BYTES = 64 << 20  # of projected gates for one direction
 
 
 Kernels = Step | Printed
-# Host, plan, options, and arrays fit for kernels: x is ``[T, B, I]`` or ``[T, B, G*H]``, the mask
-# uint8 ``[T, B]``, and resets uint8 ``[D, T, B]``, see ``restarts``.
-Call = tuple[DeviceFramework, Plan, Options, Mapping[str, Array]]
+# The draft, whose views fit kernels: x is ``[T, B, I]`` or ``[T, B, G*H]``, the mask uint8
+# ``[T, B]``, and resets uint8 ``[D, T, B]``, see ``restarts``.
+Call = tuple[DeviceDraft, Plan, Options]
 
 
 @functools.lru_cache(maxsize=256)
@@ -44,48 +45,34 @@ def _printed(plan: Plan, variant: Variant, choice: capacity.Choice) -> Kernels:
     return print_step(plan, variant) if choice.tier == 3 else gpu.print_whole(plan, variant, choice)
 
 
-class _Again(Exception):
-    """The device has refused a kernel: the next choice takes its place."""
-
-
-def _until_it_runs(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a pass start again if the device refuses its kernel. A pass changes none of its
-    arguments, so a refused attempt leaves no trace.
-    """
-
-    @functools.wraps(run)
-    def repeated(*args: Any, **options: Any) -> Any:
-        while True:
-            with contextlib.suppress(_Again):
-                return run(*args, **options)
-
-    return repeated
-
-
-def _exchange(host: DeviceFramework, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
-    """The arguments of programs that wait for one another; raises if earlier programs gave up."""
+def _exchange(draft: DeviceDraft, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
+    """The arguments of programs that wait for one another."""
     if not isinstance(kernels, Printed) or not kernels.cooperative:
         return {}
-    if int(host.trouble[0]):
-        host.trouble[0] = 0
-        raise RuntimeError(
-            "GPU kernels of an earlier call (tier 2) gave up: their programs, which must all run "
-            f"at once, waited for one another for {host.patience / 1e9:g} s. The results of that "
-            "call are NaN. Is the device shared, or a debugger attached? "
-            f"Set {type(host).__module__}.{type(host).__qualname__}.tier = 3 to avoid such kernels."
-        )
     groups, programs = gpu.grid(kernels, plan, batch)
     return {
-        "flags": host.flags(2 * groups * programs),
-        "trouble": host.trouble,
-        "patience": host.patience,
+        "flags": draft.flags(2 * groups * programs),
+        "trouble": draft.host.pointer(draft.host.trouble),
+        "patience": draft.host.patience,
         "done": 0,
         "behind": 0,
         "close": 1,
     }
 
 
-@_until_it_runs
+class Drafted(NamedTuple):
+    """A drafted pass.
+
+    Attributes:
+        names: of the gradients that it returns, in order.
+        states: whether the backward pass will read the sequence of each state.
+    """
+
+    recipe: DeviceRecipe
+    names: Sequence[str] = ()
+    states: Sequence[bool] = ()
+
+
 def forward(
     host: DeviceFramework, plan: Plan, arrays: Mapping[str, Array], options: Options, *, keep: bool
 ) -> tuple[Array, list[Array], Kept | None]:
@@ -94,7 +81,23 @@ def forward(
     The plan is for engine "gpu", and all arrays are on the device, in the plan's dtype. At the
     borders of segments, all states but the first are kept in float32, as they are between steps.
     """
-    fitted, _ = contract.fit(host, plan, arrays, options)
+    fitted, layout = contract.fit(host, plan, arrays, options)
+    same = options.unseeded()
+    key = "forward", keep, *_facts(host, plan), same, layout
+    made, known = _played(
+        key, fitted, options, lambda: _draft_forward(host, plan, fitted, same, keep)
+    )
+    end = 1 + len(plan.cell.states)
+    kept = Kept.of(made[end:], known.states, len(options.reverse)) if keep else None
+    return made[0], made[1:end], kept
+
+
+def _draft_forward(
+    host: DeviceFramework, plan: Plan, arrays: Mapping[str, Array], options: Options, keep: bool
+) -> Drafted:
+    """Drafts the pass for arrays that are laid out like these."""
+    draft = DeviceDraft(host, plan, arrays)
+    fitted = draft.views
     steps, batch = fitted["x"].shape[:2]
     widths = [plan.sizes[s.size] for s in plan.cell.states]
     directions, both = len(options.reverse), len(options.reverse) * widths[0]
@@ -102,26 +105,24 @@ def forward(
     borders, count = segment < steps, -(-steps // max(1, segment))
     # Outputs zeroed under a mask are not the hidden states, which then need memory of their own.
     zeroed = options.apart("mask" in fitted)
-    hidden = out = None
-    if not (zeroed and borders):
-        hidden = host.empty((steps + 1 + any(options.reverse), batch, both))
-        out = hidden[1 : steps + 1]
-    if zeroed:
-        out = host.empty((steps, batch, both))
-    finals = [host.empty((directions, batch, width)) for width in widths]
-    first = host.empty((count, batch, both)) if borders else hidden
-    kept_states, kept_values = list[list[Array | None]](), list[Array]()
+    slots = steps + 1 + any(options.reverse)
+    hidden = None if zeroed and borders else draft.empty((slots, batch, both))
+    out = None if zeroed or hidden is None else hidden[1 : steps + 1]
+    out = draft.empty((steps, batch, both)) if out is None else out
+    finals = [draft.empty((directions, batch, width)) for width in widths]
+    first = draft.empty((count, batch, both)) if borders or hidden is None else hidden
+    kept_states, kept_values = list[list[View | None]](), list[Any]()
     kept = Kept(first, kept_states, kept_values)
     for d in range(directions):
-        run = _Forward((host, plan, options, fitted), d, segment, keep, hidden)
+        run = _Forward((draft, plan, options), d, segment, keep, hidden)
         sequences, values = run.states, run.kept
         if borders:
-            wide = [host.empty((count, batch, width), wide=True) for width in widths[1:]]
-            sequences, values = [None, *wide], host.empty((0, batch, plan.saved_stride))
+            wide = [draft.empty((count, batch, width), wide=True) for width in widths[1:]]
+            sequences, values = [None, *wide], draft.empty((0, batch, plan.saved_stride))
         kept_states.append(sequences)
         kept_values.append(values)
         # The given states, else the values that the cell declares.
-        states: Sequence[Array | float]
+        states: Sequence[View | float]
         states = [run.w.get(f"state {s.name}", s.initial) for s in plan.cell.states]
         for slot, begin in enumerate(range(0, max(1, steps), max(1, segment))):
             if borders:
@@ -130,10 +131,12 @@ def forward(
             states = run.advance(begin, min(begin + segment, steps), states, out)
         for final, state in zip(finals, states, strict=True):
             final[d] = state
-    return out, finals, kept if keep else None
+    if not keep:
+        return Drafted(draft.finish([out, *finals]))
+    there = [view is not None for view in kept_states[0]]
+    return Drafted(draft.finish([out, *finals, *kept.flat()]), states=there)
 
 
-@_until_it_runs
 def backward(
     host: DeviceFramework,
     plan: Plan,
@@ -147,12 +150,37 @@ def backward(
 ) -> dict[str, Array]:
     """The gradients of a layer; arguments and results are those of ``anycell.layer.backward``."""
     again = options.checkpoint is not None  # whether the forward pass, which may read x, runs again
-    fitted, _ = contract.fit(host, plan, arrays, options, read=again)
-    x, count = fitted["x"], len(options.reverse)
-    parts, _ = contract.fit_gradients(
+    fitted, layout = contract.fit(host, plan, arrays, options, read=again)
+    x, same = fitted["x"], options.unseeded()
+    parts, more = contract.fit_gradients(
         host, plan, x.shape, options.reverse, kept, d_output, d_final, {},
-        segment=_segment(plan, options, *x.shape[:2]), keeps=keeps_state,
+        segment=_segment(plan, options, *x.shape[:2]) if again else x.shape[0], keeps=keeps_state,
     )  # fmt: skip
+    wants_x = wanted is None or "x" in wanted or "weight_ih" not in fitted
+    need = wanted is None or any(map(of_a_matmul, wanted))
+    key = "backward", wants_x, need, *_facts(host, plan), same, layout, more
+    given = fitted | parts
+    made, known = _played(
+        key, given, options, lambda: _draft_backward(host, plan, given, same, wants_x, need)
+    )
+    return dict(zip(known.names, made, strict=True))
+
+
+def _draft_backward(
+    host: DeviceFramework,
+    plan: Plan,
+    arrays: Mapping[str, Array],
+    options: Options,
+    wants_x: bool,
+    need: bool,
+) -> Drafted:
+    """Drafts the pass for arrays that are laid out like these.
+
+    Args:
+        wants_x, need: whether the gradient of x and those of weights are wanted.
+    """
+    draft = DeviceDraft(host, plan, arrays)
+    parts, x, count = draft.views, draft.views["x"], len(options.reverse)
     names, dy = plan.cell.state_names, parts.get("d_output")
     kept = Kept(
         parts["hidden"],
@@ -160,21 +188,42 @@ def backward(
         [parts[f"saved {d}"] for d in range(count)],
     )
     d_final = [parts.get(f"d_final {name}") for name in names]
-    dx = None
-    if wanted is None or "x" in wanted or "weight_ih" not in fitted:
-        dx = host.empty(tuple(x.shape))
-    need = wanted is None or any(map(of_a_matmul, wanted))
+    dx = draft.empty(x.shape) if wants_x else None
     if dy is None:
-        dy = host.zeros((1, x.shape[1], kept.hidden.shape[2]))
-    directions, gradients = [], []
+        dy = draft.zeros((1, x.shape[1], kept.hidden.shape[2]))
+    directions, gradients, factors = [], [], {}
     for d in range(count):
         final = [None if a is None else a[d] for a in d_final]
-        run = _Backward((host, plan, options, fitted), d, kept, final, need)
+        run = _Backward((draft, plan, options), d, kept, final, need)
         for begin, end, memory in run.parts():
             run.advance(begin, end, memory, dy, dx)
         directions.append(run.w)
         gradients.append(run.result())
-    return gradients_by_name(host.empty, directions, dx, gradients)
+        factors = {} if host.multiplies else run.buffers
+    named = gradients_by_name(draft.empty, directions, dx, gradients) | factors
+    return Drafted(draft.finish(named.values()), list(named))
+
+
+def _facts(host: DeviceFramework, plan: Plan) -> tuple[Any, ...]:
+    """The facts that a recipe depends on besides options and arrays."""
+    return plan, host, host.tier, host.patience, host.tf32(plan.cell)
+
+
+def _played(
+    key: tuple[Any, ...],
+    given: Mapping[str, Array],
+    options: Options,
+    draft: Callable[[], Drafted],
+) -> tuple[list[Array], Drafted]:
+    """Runs a pass, and drafts it before if its form is new. It starts again if the device refuses a
+    kernel: a pass changes none of its arguments, so a refused attempt leaves no trace.
+    """
+    while True:
+        try:
+            known: Drafted = recipe_of(key, draft)
+            return known.recipe.run(given, options), known
+        except Again:
+            forget(key)
 
 
 class _Chunk(NamedTuple):
@@ -217,27 +266,29 @@ class _DirectionPass:
     """
 
     def __init__(self, call: Call, d: int, backward: bool, keep: bool = False) -> None:
-        host, plan, options, arrays = call
-        self.call, self.host, self.plan, self.options, self.d = call, host, plan, options, d
+        draft, plan, options = call
+        arrays, host = draft.views, draft.host
+        self.call, self.draft, self.plan, self.options, self.d = call, draft, plan, options, d
         self.w, self.cell, self.reverse = direction(plan, arrays, d), plan.cell, options.reverse[d]
         self.x, self.mask, self.projects = arrays["x"], arrays.get("mask"), "weight_ih" in self.w
         self.steps, self.batch = self.x.shape[:2]
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
-        self.chunk = _chunk(plan, self.steps, self.batch)
+        multiplies = host.multiplies  # else there is no buffer between chunks
+        self.chunk = _chunk(plan, self.steps, self.batch) if multiplies else max(1, self.steps)
         self.variant = self._variant(backward, keep)
         # The choices that may run the pass, the best first.
         self.choices = capacity.choices(
             plan, host.limits, backward, host.tier, self.batch, host.tf32(plan.cell)
         )
         self.choice, self.kernels = self._kernels()
-        self.matrices = [_used(host, plan, l, self.w[l.weight]) for l in plan.cell.linears]
+        self.matrices = [_used(draft, plan, l, self.w[l.weight]) for l in plan.cell.linears]
         if backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
-            self.matrices = [host.rounded(matrix.mT) for matrix in self.matrices]
-        self.values = _constants(host, plan, self.w)
-        self.values |= _exchange(host, plan, self.kernels, self.batch)
+            self.matrices = [draft.rounded(matrix.mT) for matrix in self.matrices]
+        self.values = _constants(draft, plan, self.w)
+        self.values |= _exchange(draft, plan, self.kernels, self.batch)
         if "resets" in self.w:
-            self.values |= _restored(host, plan, self.w)
+            self.values |= _restored(draft, plan, self.w)
         self.turn = 0  # of buffers that take turns
         self.done = 0  # steps that programs which wait for one another have counted
 
@@ -257,7 +308,7 @@ class _DirectionPass:
 
     def _kernels(self) -> tuple[capacity.Choice, Kernels]:
         """The best choice that the device has not refused, and its kernels."""
-        host, plan = self.host, self.plan
+        host, plan = self.draft.host, self.plan
         for choice in self.choices:
             kernels = _printed(plan, self.variant, choice)
             if not isinstance(kernels, Printed):
@@ -313,20 +364,16 @@ class _DirectionPass:
         if "done" in self.values:
             self.values["done"] = self.done
         work = Work(
-            self.host, self.plan, self.variant, self.values, spans, self.matrices, self.batch,
+            self.draft, self.plan, self.variant, self.values, spans, self.matrices, self.batch,
             chunk.end - chunk.begin, draws if self.variant.draw else None,
         )  # fmt: skip
         if self.batch:
-            try:
-                self.turn += gpu.run(self.kernels, work)
-            except gpu.Refused as refused:
-                self._remember(refused)
-                raise _Again from refused
+            self.turn += self.draft.run(self.kernels, work, self._remember)
             self.done += work.steps
 
     def _remember(self, refused: gpu.Refused) -> None:
         """Remembers a refusal for the next attempt; raises it again if there can be no other."""
-        limits = self.host.limits
+        limits = self.draft.host.limits
         if limits is None or not isinstance(self.kernels, Printed):
             raise refused
         later = self.choices[self.choices.index(self.choice) + 1 :]
@@ -346,19 +393,19 @@ class _Forward(_DirectionPass):
 
     def __init__(self, call: Call, d: int, segment: int, keep: bool, hidden: Any) -> None:
         super().__init__(call, d, backward=False, keep=keep)
-        host, plan, batch = self.host, self.plan, self.batch
+        draft, plan, batch = self.draft, self.plan, self.batch
         self.whole = hidden is not None
         if not self.whole:
-            hidden = host.empty((segment + 1 + self.reverse, batch, self.widths[0]))
+            hidden = draft.empty((segment + 1 + self.reverse, batch, self.widths[0]))
         self.hidden = hidden
         self.states = [
-            host.empty((segment + 1, batch, width)) if i and keeps(plan, self.variant, i) else None
+            draft.empty((segment + 1, batch, width)) if i and keeps(plan, self.variant, i) else None
             for i, width in enumerate(self.widths)
         ]
-        self.kept = host.empty((segment, batch, plan.saved_stride)) if keep else None
+        self.kept = draft.empty((segment, batch, plan.saved_stride)) if keep else None
         for i, width in enumerate(self.widths[1:], 1):
-            self.values[f"work{i}"] = host.empty((2, batch, width), wide=True)
-        self.projected = host.empty((self.chunk, batch, self.width)) if self.projects else None
+            self.values[f"work{i}"] = draft.empty((2, batch, width), wide=True)
+        self.projected = draft.empty((self.chunk, batch, self.width)) if self.projects else None
 
     def memory(self, begin: int, end: int) -> _Memory:
         """The memory for the steps of a segment."""
@@ -371,7 +418,7 @@ class _Forward(_DirectionPass):
         self, begin: int, end: int, states: Sequence[Array | float], out: Array
     ) -> list[Array]:
         """Runs a segment from the states before it; returns the states after it."""
-        memory, host = self.memory(begin, end), self.host
+        memory, draft = self.memory(begin, end), self.draft
         self._hidden(memory, begin)[:] = states[0]
         for i, state in enumerate(states[1:], 1):
             self.values[f"work{i}"][self.turn & 1] = state
@@ -385,7 +432,7 @@ class _Forward(_DirectionPass):
                 count = chunk.end - chunk.begin
                 rows = self.x[chunk.begin : chunk.end].reshape(count * self.batch, self.x.shape[2])
                 into = self.projected[:count].reshape(count * self.batch, self.width)
-                host.matmul(rows, self.w["weight_ih"].mT, into)
+                draft.matmul(rows, self.w["weight_ih"].mT, into)
                 spans["gates"] = Span(self.projected, chunk.time - chunk.begin, chunk.sign)
             if self.variant.separate_output:
                 spans["out"] = self.over(out, chunk)
@@ -406,21 +453,21 @@ class _Backward(_DirectionPass):
         self, call: Call, d: int, kept: Kept, d_final: Sequence[Array | None], need: bool
     ) -> None:
         super().__init__(call, d, backward=True)
-        host, plan, cell = self.host, self.plan, self.cell
+        draft, plan, cell = self.draft, self.plan, self.cell
         self.kept, values, batch = kept, self.values, self.batch
         for name, size, arriving in zip(cell.state_names, self.widths, d_final, strict=True):
-            values[f"d_state {name}"] = host.zeros((2, batch, size), wide=True)
+            values[f"d_state {name}"] = draft.zeros((2, batch, size), wide=True)
             if arriving is not None:
                 values[f"d_state {name}"][0] = arriving
             if "resets" in self.w:
-                values[f"d_reset {name}"] = host.zeros((batch, size), wide=True)
+                values[f"d_reset {name}"] = draft.zeros((batch, size), wide=True)
         if cell.params:
             rows = _row_blocks(self.kernels, batch)
-            values["d_params"] = host.zeros((rows, len(cell.params) * plan.hidden_size), wide=True)
+            values["d_params"] = draft.zeros((rows, len(cell.params) * plan.hidden_size), wide=True)
         if cell.static is not None:
-            values["d_static"] = host.zeros((batch, plan.hidden_size), wide=True)
+            values["d_static"] = draft.zeros((batch, plan.hidden_size), wide=True)
         rows = self.steps * batch
-        self.need, self.sums = need, _DeviceGradients(host, plan, self.w, need, fresh=rows > 0)
+        self.need, self.sums = need, _DeviceGradients(draft, plan, self.w, need, fresh=rows > 0)
         # For a chunk: gradients of the projected gates, and for each matmul the gradients of its
         # outputs and what it multiplied, unless other arrays hold these.
         sizes = {"d_gates": self.width} if self.projects else {}
@@ -429,7 +476,7 @@ class _Backward(_DirectionPass):
                 sizes[f"d_outputs {l.name}"] = len(l.outputs) * plan.sizes[l.out_size]
             if stores_operand(plan, self.variant, l):
                 sizes[f"operand {l.name}"] = plan.sizes[l.in_size]
-        self.buffers = {name: host.empty((self.chunk, batch, n)) for name, n in sizes.items()}
+        self.buffers = {name: draft.empty((self.chunk, batch, n)) for name, n in sizes.items()}
 
     def parts(self) -> Iterator[tuple[int, int, _Memory]]:
         """Yields for each segment, the last one first, the numbers of steps that are done before
@@ -441,7 +488,7 @@ class _Backward(_DirectionPass):
             yield 0, steps, _Memory(kept.hidden, d * first, kept.states[d], kept.values[d], 0)
             return
         again = _Forward(self.call, d, segment, True, None)
-        nowhere = self.host.empty((1, *kept.hidden.shape[1:]))
+        nowhere = self.draft.empty((1, *kept.hidden.shape[1:]))
         for slot in reversed(range(kept.hidden.shape[0])):
             begin, end = slot * segment, min(slot * segment + segment, steps)
             again.advance(begin, end, kept.border(d, slot, first), nowhere)
@@ -451,11 +498,11 @@ class _Backward(_DirectionPass):
         """Runs a segment. The first direction overwrites its part of ``dx``; the second direction
         adds to it.
         """
-        host = self.host
+        draft = self.draft
         for chunk in self.chunks(begin, end):
             spans = self.spans(memory, chunk)
             for name in set(spans) - {"saved"}:  # from a state before a step to the state after it
-                self.values[f"{name}__next"] = -chunk.sign * host.strides(spans[name].array)[0]
+                self.values[f"{name}__next"] = -chunk.sign * draft.strides(spans[name].array)[0]
             time = chunk.time - chunk.begin
             spans |= {name: Span(b, time, chunk.sign) for name, b in self.buffers.items()}
             if not self.projects:
@@ -473,14 +520,14 @@ class _Backward(_DirectionPass):
                 self.sums.add(dg, self._input(chunk, rows), hidden.reshape(rows, width), factors)
             if self.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
-                (host.matmul_add if self.d else host.matmul)(dg, self.w["weight_ih"], into)
+                (draft.matmul_add if self.d else draft.matmul)(dg, self.w["weight_ih"], into)
 
     def _input(self, chunk: _Chunk, rows: int) -> Array:
         """The rows of the input of a chunk."""
         x, mask = self.x[chunk.begin : chunk.end], self.mask
         if mask is not None:
             # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
-            x = self.host.masked(x, mask[chunk.begin : chunk.end])
+            x = self.draft.masked(x, mask[chunk.begin : chunk.end])
         return x.reshape(rows, x.shape[2])
 
     def _dense(self, name: str, rows: int) -> Array | None:
@@ -495,30 +542,30 @@ class _Backward(_DirectionPass):
 
     def result(self) -> Direction:
         """All gradients, after the last segment, in the plan's dtype."""
-        host, cell, h, values = self.host, self.cell, self.plan.hidden_size, self.values
+        draft, cell, h, values = self.draft, self.cell, self.plan.hidden_size, self.values
         sums = self.sums
         named: dict[str, Array | None] = dict(
             bias_gradients(self.plan, sums.named, sums.totals, sums.vectors, sums.empty, sums.zeros)
         )
-        total: Any = host.summed(values["d_params"]) if cell.params else None
+        total: Any = draft.summed(values["d_params"]) if cell.params else None
         for i, name in enumerate(cell.param_names):
             named[name] = total[i * h : (i + 1) * h]
         for name in cell.state_names:
             named[f"state {name}"] = values[f"d_state {name}"][self.turn & 1]
             named[f"reset_state {name}"] = values.get(f"d_reset {name}")
         named["static"] = values.get("d_static")
-        return {n: host.rounded(array) for n, array in named.items() if array is not None}
+        return {n: draft.rounded(array) for n, array in named.items() if array is not None}
 
 
 class _DeviceGradients(WeightGradients):
     """Gradients of weights and biases in float32, by the matmuls of the framework."""
 
     def __init__(
-        self, host: DeviceFramework, plan: Plan, w: Direction, need: bool, fresh: bool
+        self, draft: DeviceDraft, plan: Plan, w: Direction, need: bool, fresh: bool
     ) -> None:
-        self.host = host
-        self.empty = functools.partial(host.empty, wide=True)
-        self.zeros = functools.partial(host.zeros, wide=True)
+        self.draft = draft
+        self.empty = functools.partial(draft.empty, wide=True)
+        self.zeros = functools.partial(draft.zeros, wide=True)
         super().__init__(plan, w, need, fresh)
 
     def new(self, shape: tuple[int, ...], overwritten: bool) -> Array:
@@ -526,17 +573,19 @@ class _DeviceGradients(WeightGradients):
 
     def multiply(self, d: Array, operand: Array, weight: Array, whole: bool) -> None:
         first = whole and self.fresh
-        (self.host.matmul if first else self.host.matmul_add)(d.T, operand, weight)
+        (self.draft.matmul if first else self.draft.matmul_add)(d.T, operand, weight)
 
     def add_blocks(self, d: Array, operand: Array, weight: Array, heads: int, first: int) -> None:
-        host, out = self.host, d.shape[1] // heads
+        draft, out = self.draft, d.shape[1] // heads
         blocks = weight.reshape(heads, -1, weight.shape[-1])[:, first : first + out]
-        one, parts = (host.by_head(a.reshape(-1, 1, a.shape[1]), heads) for a in (d, operand))
-        host.matmul_add(one.mT, parts, blocks)
+        one, parts = (draft.by_head(a.reshape(-1, 1, a.shape[1]), heads) for a in (d, operand))
+        draft.matmul_add(one.mT, parts, blocks)
 
-    def add_rows(self, d: Array, vector: Array) -> None:
-        total = self.host.summed(d)
-        vector[:] = total if self.fresh else vector + total
+    def add_rows(self, d: View, vector: View) -> None:
+        if self.fresh:
+            self.draft.summed(d, vector)
+        else:
+            vector += self.draft.summed(d)
 
 
 # -- what both passes share ------------------------------------------------------------------------
@@ -554,38 +603,38 @@ def _chunk(plan: Plan, steps: int, batch: int) -> int:
     return min(max(1, steps), -(-count // block) * block)
 
 
-def _constants(host: DeviceFramework, plan: Plan, w: Direction) -> dict[str, Any]:
+def _constants(draft: DeviceDraft, plan: Plan, w: Direction) -> dict[str, Any]:
     """Arguments that are the same for all chunks."""
     cell = plan.cell
     values: dict[str, Any] = {f"param {name}": w[name] for name in cell.param_names}
     names = ["bias_ih", *(l.bias_name for l in cell.linears), "static", "recurrent_mask"]
     values |= {name: w.get(name) for name in names}
     if cell.hyper:
-        values["hyper"] = host.numbers(list(cell.hyper.values()))
+        values["hyper"] = draft.numbers(list(cell.hyper.values()))
     return values
 
 
-def _restored(host: DeviceFramework, plan: Plan, w: Direction) -> dict[str, Any]:
+def _restored(draft: DeviceDraft, plan: Plan, w: Direction) -> dict[str, Any]:
     """The values that resets restore, given or else declared, for each row or for all rows."""
     values: dict[str, Any] = {}
     for state in plan.cell.states:
         name = f"reset_state {state.name}"
         value = w.get(name)
         if value is None:
-            value = host.empty((plan.sizes[state.size],))
+            value = draft.empty((plan.sizes[state.size],))
             value[:] = state.initial
         values |= {name: value, f"{name}__b": value.shape[1] if len(value.shape) == 2 else 0}
     return values
 
 
-def _used(host: DeviceFramework, plan: Plan, l: Linear, weight: Array) -> Array:
+def _used(draft: DeviceDraft, plan: Plan, l: Linear, weight: Array) -> Array:
     """The rows of a weight that belong to outputs which the cell uses."""
     if l.outputs == l.declared:
-        return host.rounded(weight)
+        return draft.rounded(weight)
     count, axis = plan.sizes[l.out_size] // l.heads, len(weight.shape) - 2
     shape = list(weight.shape)
     shape[axis] = count * len(l.outputs)
-    used = host.empty(tuple(shape))
+    used = draft.empty(tuple(shape))
     for n, output in enumerate(l.outputs):
         k = l.declared.index(output)
         rows = slice(k * count, (k + 1) * count)

@@ -55,6 +55,11 @@ class View(NamedTuple):
         offset = self.offset + i * self.strides[0] * self.size
         return self._replace(shape=self.shape[1:], strides=self.strides[1:], offset=offset)
 
+    def rows(self, begin: int, end: int) -> View:
+        """A part along the first axis, from ``begin`` to ``end``."""
+        offset = self.offset + begin * self.strides[0] * self.size
+        return self._replace(shape=(end - begin, *self.shape[1:]), offset=offset)
+
     def columns(self, begin: int, end: int) -> View:
         """The columns from ``begin`` to ``end``, along the last axis."""
         offset = self.offset + begin * self.strides[-1] * self.size
@@ -225,6 +230,7 @@ class Recipe:
             the addresses of a call, or beyond them for memory that is kept.
         aliases: arrays that a call makes whose memory may be that of a given one, which the pass
             has read by then: from the index of the given array to the number of the other.
+        again: drafts the pass for other arrays, by name; set for the passes of layers.
         places: rows of ``driver.PLACE`` for the addresses of a call; ``flat`` joins them.
         fastened: the same for memory that is kept, whose addresses the tables have already.
     """
@@ -234,6 +240,7 @@ class Recipe:
     ) -> None:
         self.host, self.options, self.kept = draft.host, draft.options, draft.kept
         self.passes, self.check, self.aliases = passes, check, dict[int, int]()
+        self.again: Callable[[Mapping[str, Array]], Any] | None = None
         # Addresses are sorted by where their arrays come from.
         order = [Given, Made, Constant, OfCall, Fixed]
         slots = sorted(enumerate(draft.sources), key=lambda item: order.index(type(item[1])))
@@ -317,3 +324,8 @@ def recipe_of(key: tuple[Any, ...], draft: Callable[[], Any]) -> Any:
         return known[key]
     except KeyError:
         return add_recent(known, key, draft(), _RECIPES)
+
+
+def forget(key: tuple[Any, ...]) -> None:
+    """Drops a draft."""
+    known.pop((key, cpu.isa.current(), cpu.pool.FORKED), None)

@@ -32,7 +32,8 @@ def restarts(resets: Array, mask: Array | None, reverse: bool) -> Array:
     # Where the next step is under the mask, the flag of the next step that is not. After each turn
     # ``starts`` has looked ``reach`` steps ahead, and ``valid`` says whether one of them is a step.
     valid, reach = ahead(xp.logical_and(mask, mask), 1), 1
-    while reach < mask.shape[0]:
+    most = 1 << 31 if mask.shape[0] is None else mask.shape[0]  # a graph may not know its steps
+    while reach < most:
         further = xp.logical_and(ahead(starts, reach), xp.logical_not(valid))
         starts, valid = xp.logical_or(starts, further), xp.logical_or(valid, ahead(valid, reach))
         reach *= 2

@@ -35,7 +35,7 @@ def gradients_by_name(
                 if len(w[name].shape) == 1:  # one value for all rows
                     gradient = gradient.sum(0)
                 if count == 1:
-                    named[name] = gradient.reshape(1, *gradient.shape)
+                    named[name] = gradient[None]
                     continue
                 both: Any = named.setdefault(name, empty((count, *gradient.shape)))
                 both[d] = gradient
@@ -153,6 +153,16 @@ def bias_gradients(
             else:
                 bias[into] += vectors[gradient][of]
     return totals
+
+
+def vector_of(plan: Plan, bias: str) -> str | None:
+    """The sum that is the gradient of a bias, by its name among ``WeightGradients.vectors``; None
+    if it is made of parts.
+    """
+    _, moves = _moves(plan, bias)
+    if not moves:
+        return GATES
+    return moves[0][0] if moves[0][1] == slice(None) else None
 
 
 @functools.lru_cache(maxsize=512)

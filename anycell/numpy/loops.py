@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from anycell.layer.checks import describe, refuse
-from anycell.layer.sequences import besides_output, by_name
 from anycell.numpy import passes, threads
-from anycell.numpy.read import Read, Traced, execute, read_step, start
+from anycell.numpy.read import Recording, Traced, execute, read_step, start
 from anycell.plan import Options, plan
 from anycell.plan.dtype import dtypes
-from anycell.read import STATES, Reading, Refused, Values, Variable, definition, mapped, trees
-from anycell.read.proof import STEPS, difference, starts
+from anycell.read import Refused, Values, Variable, definition, mapped, one_way, trees
+from anycell.read.proof import STEPS, tried
 
 Tree = Any  # an array, or a tuple, list or dict of trees
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
@@ -60,7 +59,7 @@ class loop:
         self.step = step
         self.text: str | None = None
         self.reason: str | None = None
-        self._read: dict[str, Read | Refused] = {}
+        self._read: dict[Any, Recording | Refused] = {}
 
     def __call__(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         """Runs the step over all of ``x[0], x[1], ...``.
@@ -118,14 +117,13 @@ class _Run:
     """
 
     def __init__(
-        self, read: Read, arrays: Sequence[np.ndarray], xs: Sequence[np.ndarray],
+        self, body: Recording, arrays: Sequence[np.ndarray], xs: Sequence[np.ndarray],
         first: Sequence[np.ndarray],
     ) -> None:  # fmt: skip
-        body = read.recording
         self.memo: dict[Any, Any] = {}
         self.steps = len(xs[0])
         self.dtype = next(a.dtype for a, v in zip(first, body.states, strict=True) if v.floating)
-        self.rows = first[body.moving[0]].shape[0] if read.reading.axis == 0 else 1
+        self.rows = first[body.moving[0]].shape[0] if body.reading.axis == 0 else 1
         self._fixed: dict[Variable, Any] = dict(zip(body.fixed, arrays, strict=True))
         self._fixed |= {v: first[k] for k, v in enumerate(body.states) if v.kind == "F"}
         self._x = dict(zip(body.x, xs, strict=True))
@@ -191,15 +189,15 @@ class _Call:
                 )
         self.read = self._known()
 
-    def _known(self) -> Read:
+    def _known(self) -> Recording:
         """The reading of the step, from an earlier call or proven now."""
         name = getattr(self.owner.step, "__name__", type(self.owner.step).__name__)
-        key = self.recording.key()
+        key = tuple(self.recording.lines())
         if key not in self.owner._read:
             try:
-                read = read_step(self.recording, name)
-                self._prove(read)
-                self.owner._read[key] = read
+                read_step(self.recording, name)
+                self._prove()
+                self.owner._read[key] = self.recording
             except Refused as error:
                 self.owner._read[key] = error
         known = self.owner._read[key]
@@ -207,35 +205,40 @@ class _Call:
             raise known.with_traceback(None)
         return known
 
-    def _prove(self, read: Read) -> None:
+    def _prove(self) -> None:
         short = [array[:STEPS] for array in self.xs]
         x = filled(self.x, short)
-        for name, states in starts([array.shape for array in self.first]):
+
+        def both(states: list[np.ndarray]) -> Any:
             first = [
                 array if array.dtype != self.dtype else state.astype(self.dtype)
                 for array, state in zip(self.first, states, strict=True)
             ]
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
-                mine = self.results(read, short, first, "reference")
-            expected, read_ = (
+                mine = self.results(self.recording, short, first, "reference")
+            return [
                 {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
                 for results in (step, mine)
-            )
-            reason = difference(expected, read_, self.dtype.name, name)
-            if reason is not None:
-                raise Refused(reason)
+            ]
+
+        reason = tried([array.shape for array in self.first], both, self.dtype.name)
+        if reason is not None:
+            raise Refused(reason)
 
     def results(
-        self, read: Read, xs: Sequence[Any], first: Sequence[Any], engine: str | None = None
+        self, body: Recording, xs: Sequence[Any], first: Sequence[Any], engine: str | None = None
     ) -> tuple[Tree, Tree]:
-        body, reading = read.recording, read.reading
-        run = _Run(read, self.recording.arrays, xs, first)
-        # Sequences are wanted of states that outputs need: as they are, or to compute others.
-        wanted = body.seen()
-        sequences, finals = _recurrence(
-            reading, run, [first[k] for k in body.moving], wanted, engine
-        )
+        reading, run = body.reading, _Run(body, self.recording.arrays, xs, first)
+        wanted, start = body.seen(), [first[k] for k in body.moving]
+        arrays = {
+            name: array if array.dtype == bool else np.ascontiguousarray(array, run.dtype)
+            for name, array in reading.arrays_of(run, start).items()
+        }
+        finals, sequences = reading.ran(
+            one_way(passes.run), arrays, wanted, Options(threads=threads.current()),
+            plan=plan(reading.cell, reading.size, run.dtype.name, engine, reading.sizes),
+        )  # fmt: skip
         last, known = body.unpacked(reading, first, finals, sequences, wanted)
         for k, value in zip(body.ahead, run.last, strict=True):
             last[k] = value.item() if self.numbers[k] else value
@@ -250,27 +253,6 @@ def _variable(leaf: Any) -> Variable:
     if isinstance(leaf, Traced):
         return leaf.variable
     raise Refused("a result of the step depends neither on x nor on a state")
-
-
-def _recurrence(
-    reading: Reading, run: _Run, first: Sequence[Any], wanted: Sequence[int], engine: str | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sequences of the wanted states, and all final states, by the cell's names."""
-    cell = reading.cell
-    arrays = {
-        name: array if array.dtype == bool else np.ascontiguousarray(array, run.dtype)
-        for name, array in reading.arrays_of(run, first).items()
-    }
-    arrays |= {name: array[None] for name, array in arrays.items() if name.startswith(STATES)}
-    names = [name for k in wanted for name in reading.names_of(k)]
-    layer = reading.layer._replace(
-        options=Options(threads=threads.current()).unread(),
-        sequences=besides_output(names, cell),
-        plan=plan(cell, reading.size, run.dtype.name, engine, reading.sizes),
-    )
-    output, finals, more, _ = passes.run(layer, arrays)
-    final = dict(zip(cell.state_names, [f[0] for f in finals], strict=True))
-    return by_name(names, cell, output, more), final
 
 
 __all__ = ["loop"]

@@ -63,27 +63,11 @@ class Recording(Body):
 
     Attributes:
         arrays: those that the step has from elsewhere, in the order of ``fixed``.
+        reading: of this recording, and so of all with the same lines.
     """
 
     arrays: list[np.ndarray] = field(default_factory=list)
-
-    def key(self) -> str:
-        """Text that is equal for the same step, whatever the numbers in its arrays."""
-        variables = [*self.x, *self.states, *self.fixed]
-        variables += [v for equation in self.equations for v in equation.results]
-        names = {v: f"v{number}" for number, v in enumerate(variables)}
-
-        def text(leaf: Any) -> Any:
-            if isinstance(leaf, np.ndarray):
-                return leaf.tobytes()
-            return names[leaf] if isinstance(leaf, Variable) else leaf
-
-        lines = [f"{v.shape} {v.dtype}" for v in variables]
-        for equation in self.equations:
-            call = mapped(text, (equation.arguments, equation.options))
-            lines.append(f"{equation.name} {call}")
-        ends = [[names[v] for v in group] for group in (self.outputs, self.after)]
-        return "\n".join([f"{len(self.x)} {len(self.states)} {ends}", *lines])
+    reading: Reading = field(init=False)
 
     def of(self, array: np.ndarray) -> Variable:
         """An array that the step has from elsewhere."""
@@ -212,14 +196,6 @@ def start(xs: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> tuple[Recor
     return recording, [Traced(recording, v, array) for v, array in inputs]
 
 
-@dataclass
-class Read:
-    """A recording that was read, for all recordings of the same key."""
-
-    recording: Recording
-    reading: Reading
-
-
 # -- rules -----------------------------------------------------------------------------------------
 
 
@@ -272,22 +248,12 @@ TABLE: dict[Any, Rule] = dict.fromkeys(STRUCTURAL, read.Reader.moved) | {
     np.bitwise_xor: "logical_xor",
 }  # fmt: skip
 TABLE |= {
-    np.clip: _clip,
-    np.cumsum: _cumsum,
-    np.dot: row("matmul"),
-    np.einsum: _einsum,
+    np.clip: _clip, np.cumsum: _cumsum, np.dot: row("matmul"), np.einsum: _einsum,
+    np.isfinite: row("is_finite"), np.matmul: row("matmul"), np.max: _reduced("max"),
+    np.mean: _reduced("mean"), np.min: _reduced("min"), np.power: row("power"), np.std: _std,
+    np.sum: _reduced("sum"), np.var: _reduced("variance"), np.where: row("where"),
     np.exp2: lambda reader, value: reader.power(2.0, value),
-    np.isfinite: row("is_finite"),
-    np.matmul: row("matmul"),
-    np.max: _reduced("max"),
-    np.mean: _reduced("mean"),
-    np.min: _reduced("min"),
-    np.power: row("power"),
-    np.std: _std,
-    np.sum: _reduced("sum"),
-    np.var: _reduced("variance"),
-    np.where: row("where"),
-}
+}  # fmt: skip
 
 
 class Reader(read.Reader):
@@ -296,8 +262,8 @@ class Reader(read.Reader):
     table = TABLE
 
 
-def read_step(recording: Recording, name: str) -> Read:
-    """Reads a step.
+def read_step(recording: Recording, name: str) -> None:
+    """Adds the reading of a step to its recording.
 
     Raises:
         Refused: if it cannot be read.
@@ -308,4 +274,4 @@ def read_step(recording: Recording, name: str) -> Read:
     axis = 0 if len(batch) == 1 and max(len(v.shape) for v in states) > 1 else None
     dtype = next(v.dtype for v in recording.states if v.floating)
     reader = Reader(recording, Arrays, axis, dtype)
-    return Read(recording, reader.read([""] * len(recording.states), name))
+    recording.reading = reader.read([""] * len(recording.states), name)

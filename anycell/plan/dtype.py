@@ -77,6 +77,7 @@ _BFLOAT16 = Number("bfloat16", 2, "bfloat", "bf16")
 _FLOAT16 = Number("float16", 2, "half", "fp16")
 _INT8 = Number("int8", 1, "i8", "int8")
 FLAG = Number("uint8", 1, "i8", "int8")
+COUNT, WORD = Number("int32", 4, "i32", "i32"), Number("int64", 8, "i64", "i64")
 _TWO_BFLOAT16 = Number("sums of two bfloat16", 4, "bfloat", "bf16")
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from anycell.read.functions import Functions
 from anycell.read.printer import read
 from anycell.read.reading import Reading
@@ -103,6 +105,25 @@ class Body:
     equations: list[Equation]
     ahead: list[int] = field(default_factory=list)
     moving: list[int] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> list[Variable]:
+        return [*self.fixed, *self.x, *self.states]
+
+    def lines(self) -> list[str]:
+        """The inputs, each equation and the results as text, which is the same for the same step,
+        whatever the numbers in its arrays.
+        """
+        names = {v: f"v{number}" for number, v in enumerate(self.inputs)}
+
+        def text(leaf: Any) -> Any:
+            if isinstance(leaf, Variable):
+                return names.get(leaf) or names.setdefault(leaf, f"v{len(names)}")
+            return leaf.tobytes() if isinstance(leaf, np.ndarray) else leaf
+
+        calls = [[e.name, e.arguments, e.options, e.results] for e in self.equations]
+        lines = [str(mapped(text, part)) for part in (*calls, [self.outputs, self.after])]
+        return [str([(v.dtype, v.shape) for v in self.inputs]), *lines]
 
     def sort(self, early: Iterable[int] = ()) -> None:
         """Says of what kind each value is.
@@ -212,11 +233,11 @@ class Values(dict[Variable, Array]):
                 raise KeyError(todo[-1])
             missing = [o for o in equation.operands if self._missing(o)]
             todo += missing
-            if not missing:
-                todo.pop()
-                if equation.results[0] not in self:
-                    results = self.execute(equation, self)
-                    self.update(zip(equation.results, results, strict=True))
+            if not missing and todo.pop() not in self:  # of several results some may be known
+                for result, value in zip(
+                    equation.results, self.execute(equation, self), strict=True
+                ):
+                    self.setdefault(result, value)
         return self[v]
 
 

@@ -5,6 +5,7 @@ The tables of all frontends are made of them. An operand is a ``Value``, an ``Ou
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import re
@@ -126,10 +127,7 @@ class Functions:
         return value * factor if plain else self.op("mul", value, float(factor))
 
     def total(self, values: Sequence[Any]) -> Any:
-        total = values[0]
-        for value in values[1:]:
-            total = self.op("add", total, value)
-        return total
+        return functools.reduce(functools.partial(self.op, "add"), values)
 
     def lerp(self, start: Any, end: Any, weight: Any) -> Any:
         part = self.op("mul", self.op("sub", end, start), weight)
@@ -151,10 +149,7 @@ class Functions:
         if number is None:
             return self.op("pow", base, exponent)
         if number == int(number) and 1 <= number <= 16:
-            result = base
-            for _ in range(int(number) - 1):
-                result = self.op("mul", result, base)
-            return result
+            return functools.reduce(functools.partial(self.op, "mul"), [base] * int(number))
         named = {0.5: "sqrt", -1.0: "reciprocal", -0.5: "rsqrt"}.get(number)
         return self.op(named, base) if named else self.op("pow", base, number)
 

@@ -143,30 +143,27 @@ class _Printer:
         if len(held) == len(masks) and len({condition for condition, _ in held}) == 1:
             return [value for _, value in held], held[0][0], None
         live = self.graph.live(after)
+        read = list(after)  # the units that are used as they are, not where the condition is off
         starts: list[dict[Any, Any]] = [{} for _ in self.sources]
         renamed: list[tuple[Source, Source]] = []
         for user in live:
-            for number, source in enumerate(self.sources):
-                if user.sort == "op" and (start := self._where(user.units, source)):
-                    condition, value = start
-                    if not isinstance(value, float) and self.graph.kind(value) != "F":
-                        return after, None, None
+            restored = False
+            for start, source in zip(starts, self.sources, strict=True):
+                if user.sort == "op" and (where := self._where(user.units, source)):
+                    condition, value = where
                     text = repr(value) if isinstance(value, float) else value.tobytes()
-                    starts[number][condition, text] = value
+                    start[condition, text] = value
                     renamed.append((user, source))
-                elif any(_touches(units, source) for units in user.operand_units):
-                    return after, None, None
-        if any(_touches(units, source) for units in after for source in self.sources):
-            return after, None, None
-        if any(len(start) != 1 for start in starts):
-            return after, None, None
-        found = {condition for start in starts for condition, _ in start}
-        if len(found) != 1:
+                    restored = isinstance(value, float) or self.graph.kind(value) == "F"
+            read += [] if restored else user.operand_units
+        conditions = {condition for start in starts for condition, _ in start}
+        used = any(_touches(units, source) for units in read for source in self.sources)
+        if used or len(conditions) != 1 or any(len(start) != 1 for start in starts):
             return after, None, None
         for user in live:
             user.operands = [_renamed(operand, renamed) for operand in user.operands]
         values = [next(iter(start.values())) for start in starts]
-        return [_renamed(units, renamed) for units in after], found.pop(), values
+        return [_renamed(units, renamed) for units in after], conditions.pop(), values
 
     def _where(self, units: Units, state: Source) -> tuple[tuple[int, bool], Any] | None:
         """If units are ``where(condition on x, value, state)``: the condition's unit and whether it

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 STEPS = 3
+Results = Mapping[str, np.ndarray]  # by what they are: "the output", "the gradient of weight"
 # The largest norm(read - step) / norm(step): far above rounding, far below a misread step's.
 LIMITS = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 LIMITS["float64 of float32 constants"] = 1e-5
 
 
-def starts(
-    shapes: Sequence[tuple[int, ...]], seed: int = 0
-) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """States to start the comparison from, float64, and what to call them.
+def tried(
+    shapes: Sequence[tuple[int, ...]],
+    both: Callable[[list[np.ndarray]], tuple[Results, Results]],
+    dtype: str,
+) -> str | None:
+    """Why a reading is not the user's step; None if they agree, wherever they start.
 
     Zeros meet the ties of ``maximum`` and the corners of ``abs``, which random numbers never do.
+
+    Args:
+        shapes: of the states, which start as random numbers and as zeros, in float64.
+        both: states -> the results of the step, and those of the reading.
+        dtype: what both are computed in.
     """
-    rng = np.random.default_rng(seed)
-    yield "random states", [rng.normal(size=shape) for shape in shapes]
-    yield "states of zeros", [np.zeros(shape) for shape in shapes]
+    rng = np.random.default_rng(0)
+    random = [rng.normal(size=shape) for shape in shapes]
+    zeros = list(map(np.zeros, shapes))
+    for start, states in (("random states", random), ("states of zeros", zeros)):
+        reason = difference(*both(states), dtype, start)
+        if reason is not None:
+            return reason
+    return None
 
 
-def difference(
-    step: Mapping[str, np.ndarray], reading: Mapping[str, np.ndarray], dtype: str, start: str
-) -> str | None:
+def difference(step: Results, reading: Results, dtype: str, start: str) -> str | None:
     """Why a reading is not the user's step; None if results agree to rounding.
 
     Args:
-        step, reading: results by what they are: "the output", "the gradient of weight".
-        dtype: what both were computed in.
+        dtype: what both were computed in, as in ``LIMITS``.
         start: what they started from.
     """
     for name, expected in step.items():

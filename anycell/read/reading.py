@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from anycell import lang
+from anycell.layer.sequences import besides_output, by_name
 from anycell.layer.signature import state_names
-from anycell.plan import Layer
-from anycell.plan.call import HELD
+from anycell.plan import Layer, Options
 from anycell.read.affine import Affine, Constant, Matrix
 from anycell.read.arrays import merged, neighbours
 from anycell.read.units import Run, Source
 
 STATES = "state", "reset_state"  # as the names of states in a call begin
+
+
+def one_way(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function that runs a layer one whose states have no axis of directions."""
+
+    def one(layer: Layer, arrays: Mapping[str, Any]) -> tuple[Any, list[Any], Sequence[Any]]:
+        named = {n: a[None] if n.startswith(STATES) else a for n, a in arrays.items()}
+        output, final, others, *_ = run(layer, named)
+        return output, [state[0] for state in final], others
+
+    return one
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,48 +107,56 @@ class Reading:
 
     # -- the arrays of a call --------------------------------------------------------------------
     def arrays_of(self, run: Run, first: Sequence[Any]) -> dict[str, Any]:
-        """The arrays of the layer, by name, of ``call``."""
-        named = self.call(run, first)
-        x, gates, arrays = named.pop("x"), named.pop("gates", None), named.pop("weights")
-        for kind in STATES:
-            states = named.pop(kind, ())
-            arrays |= zip(state_names(kind, self.cell), states, strict=bool(states))
-        arrays |= {name: array for name, array in named.items() if name not in HELD}
-        return arrays | {"x": x if gates is None else gates}
-
-    def call(self, run: Run, first: Sequence[Any]) -> dict[str, Any]:
-        """The arguments of ``recurrence`` besides the cell.
+        """The arrays of the layer, by name; those of states without the axis of directions.
 
         Args:
             run: with ``dtype``, ``steps``, ``rows`` and ``memo``.
             first: the user's states before the first step.
         """
         arrays = self.arrays
-        weights = {
+        named = {
             f"weight_{name}": _weight(arrays, run, heads, matrices)
             for name, (heads, matrices) in self.weights.items()
         }
         for name, part in self.params.items():
-            weights[name] = arrays.reshape(part.constant(run, arrays), (part.size,))
-        call: dict[str, Any] = {"weights": weights, "state": tuple(self.start(run, first))}
+            named[name] = arrays.reshape(part.constant(run, arrays), (part.size,))
+        named |= zip(state_names("state", self.cell), self.start(run, first), strict=True)
         if self.flags is not None:
-            call |= self._flags(self.flags, run)
+            named |= self._flags(self.flags, run)
         if self.static is not None:
             value = self.static.constant(run, arrays)
-            call["static"] = arrays.broadcast(value, (run.rows, self.static.size))
-        if self.projected:
-            return call | {"x": self._input(run, weights)}
-        return call | {"x": None, "gates": self._gates(run)}
+            named["static"] = arrays.broadcast(value, (run.rows, self.static.size))
+        return named | {"x": self._input(run, named) if self.projected else self._gates(run)}
+
+    def ran(
+        self, run: Callable[..., Any], arrays: Mapping[str, Any], wanted: Sequence[int],
+        options: Options, **how: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+        """The states of the cell after the last step, and those that the user's ``wanted`` states
+        consist of after all steps, by name.
+
+        Args:
+            run: (layer, arrays) -> the output, the final states, the sequences of other states.
+            arrays: of ``arrays_of``.
+            how: further fields of the layer.
+        """
+        names, cell = [n for k in wanted for n in self.names_of(k)], self.cell
+        how |= {"options": options.unread(), "sequences": besides_output(names, cell)}
+        layer = self.layer._replace(**how)
+        output, final, others = run(layer, arrays)
+        ends = dict(zip(cell.state_names, final, strict=True))
+        return ends, by_name(names, cell, output, others)
 
     def _flags(self, flags: Flags, run: Run) -> dict[str, Any]:
         arrays, values = self.arrays, flags.array(run, self.arrays)
-        if flags.restored is None:  # a state that is held is also what the step returns
-            return {"mask": values, **HELD}
+        if flags.restored is None:
+            return {"mask": values}
         restored = []
         for part, piece in zip(flags.restored, self.pieces, strict=True):
             state = part.constant(run, arrays)
             restored.append(arrays.broadcast(state, (run.rows, piece.size)))
-        return {"resets": values, "reset_state": tuple(restored)}
+        named = dict(zip(state_names("reset_state", self.cell), restored, strict=True))
+        return named | {"resets": values}
 
     @functools.cached_property
     def projected(self) -> bool:

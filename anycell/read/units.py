@@ -406,16 +406,13 @@ class Graph:
     def _mean(self, op: str, a: Any, b: Any) -> Source | None:
         """A sum over units that is divided by their number, as one reduction."""
         total, factor = (a, b) if isinstance(b, float) else (b, a)
-        if not isinstance(factor, float) or factor == 0.0 or (op == "div" and total is b):
+        rows = self.operands("sum", total)
+        if not rows or not isinstance(factor, float) or (op == "div" and total is b):
             return None
-        known = self.whole(total)
-        if known is None or (known[0].op, known[0].sort) != ("sum", "reduction"):
+        share = 1.0 / factor if op == "div" and factor else factor
+        if abs(share * rows[0].shape[1] - 1.0) > 1e-6:
             return None
-        rows = known[0].operands[0][known[1]]
-        count = factor if op == "div" else 1.0 / factor
-        if abs(count / rows.shape[1] - 1.0) > 1e-6:
-            return None
-        return self.source("reduction", len(rows), op="mean", operands=[rows])
+        return self.source("reduction", len(rows[0]), op="mean", operands=rows)
 
     def operands(self, op: str, units: Any) -> list[Any]:
         """The operands of the op that computes these units; none if another computes them."""

@@ -104,12 +104,9 @@ class RNNCell(tf.Module):
             return self.call(inputs, state)
 
     def run(
-        self,
-        inputs: Tensor,
-        initial_state: Any = None,
-        sequence_length: Tensor = None,
+        self, inputs: Tensor, initial_state: Any = None, sequence_length: Tensor = None,
         reverse: bool = False,
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Returns outputs ``[T, B, output_size]`` and final state for inputs ``[T, B, width]``.
 
         Past a row's ``sequence_length`` outputs are zero and the state is held; ``reverse`` starts

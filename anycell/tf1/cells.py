@@ -15,16 +15,9 @@ def _lstm(name: str, state: str, params: str, doc: str) -> Cell:
     """Makes an LSTM, with peepholes if it has parameters, with a projection if h has a size."""
 
     def with_peepholes(
-        x: Gates,
-        r: Gates,
-        s: Gates,
-        p: Gates | None,
-        *,
-        forget_bias: float = 1.0,
-        cell_clip: float | None = None,
-        proj_clip: float | None = None,
-        activation: str = "tanh",
-    ) -> tuple[Expr, Expr]:
+        x: Gates, r: Gates, s: Gates, p: Gates | None, *, forget_bias: float = 1.0,
+        cell_clip: float | None = None, proj_clip: float | None = None, activation: str = "tanh",
+    ) -> tuple[Expr, Expr]:  # fmt: skip
         inner = ACTIVATIONS[activation]
         i, g, f, o = x + r
         if p is not None:

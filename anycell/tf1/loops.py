@@ -14,16 +14,10 @@ from anycell.tf1.base import Result, like_cell, read, run, v1
 
 
 def dynamic_rnn(
-    cell: Any,
-    inputs: Tensor,
-    sequence_length: Tensor = None,
-    initial_state: Any = None,
-    dtype: Any = None,
-    parallel_iterations: int | None = None,
-    swap_memory: bool = False,
-    time_major: bool = False,
-    scope: Any = None,
-) -> Result:
+    cell: Any, inputs: Tensor, sequence_length: Tensor = None, initial_state: Any = None,
+    dtype: Any = None, parallel_iterations: int | None = None, swap_memory: bool = False,
+    time_major: bool = False, scope: Any = None,
+) -> Result:  # fmt: skip
     """Runs a cell over sequences.
 
     Args:
@@ -44,18 +38,11 @@ def dynamic_rnn(
 
 
 def bidirectional_dynamic_rnn(
-    cell_fw: Any,
-    cell_bw: Any,
-    inputs: Tensor,
-    sequence_length: Tensor = None,
-    initial_state_fw: Any = None,
-    initial_state_bw: Any = None,
-    dtype: Any = None,
-    parallel_iterations: int | None = None,
-    swap_memory: bool = False,
-    time_major: bool = False,
+    cell_fw: Any, cell_bw: Any, inputs: Tensor, sequence_length: Tensor = None,
+    initial_state_fw: Any = None, initial_state_bw: Any = None, dtype: Any = None,
+    parallel_iterations: int | None = None, swap_memory: bool = False, time_major: bool = False,
     scope: Any = None,
-) -> tuple[tuple[Tensor, Tensor], tuple[Any, Any]]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Any, Any]]:  # fmt: skip
     """Runs one cell forwards, and another backwards from each row's end.
 
     Returns:
@@ -73,18 +60,11 @@ def bidirectional_dynamic_rnn(
 
 
 def stack_bidirectional_dynamic_rnn(
-    cells_fw: list[Any],
-    cells_bw: list[Any],
-    inputs: Tensor,
-    initial_states_fw: list[Any] | None = None,
-    initial_states_bw: list[Any] | None = None,
-    dtype: Any = None,
-    sequence_length: Tensor = None,
-    parallel_iterations: int | None = None,
-    time_major: bool = False,
-    scope: Any = None,
-    swap_memory: bool = False,
-) -> tuple[Tensor, tuple[Any, ...], tuple[Any, ...]]:
+    cells_fw: list[Any], cells_bw: list[Any], inputs: Tensor,
+    initial_states_fw: list[Any] | None = None, initial_states_bw: list[Any] | None = None,
+    dtype: Any = None, sequence_length: Tensor = None, parallel_iterations: int | None = None,
+    time_major: bool = False, scope: Any = None, swap_memory: bool = False,
+) -> tuple[Tensor, tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """``tf.contrib.rnn.stack_bidirectional_dynamic_rnn``: each layer reads both directions of the
     previous layer.
 
@@ -127,13 +107,9 @@ def stack_bidirectional_dynamic_rnn(
 
 
 def static_rnn(
-    cell: Any,
-    inputs: Sequence[Tensor],
-    initial_state: Any = None,
-    dtype: Any = None,
-    sequence_length: Tensor = None,
-    scope: Any = None,
-) -> tuple[list[Tensor], Any]:
+    cell: Any, inputs: Sequence[Tensor], initial_state: Any = None, dtype: Any = None,
+    sequence_length: Tensor = None, scope: Any = None,
+) -> tuple[list[Tensor], Any]:  # fmt: skip
     """Runs a cell over a list of steps, ``[B, width]`` each.
 
     Returns:
@@ -146,15 +122,10 @@ def static_rnn(
 
 
 def static_bidirectional_rnn(
-    cell_fw: Any,
-    cell_bw: Any,
-    inputs: Sequence[Tensor],
-    initial_state_fw: Any = None,
-    initial_state_bw: Any = None,
-    dtype: Any = None,
-    sequence_length: Tensor = None,
+    cell_fw: Any, cell_bw: Any, inputs: Sequence[Tensor], initial_state_fw: Any = None,
+    initial_state_bw: Any = None, dtype: Any = None, sequence_length: Tensor = None,
     scope: Any = None,
-) -> tuple[list[Tensor], Any, Any]:
+) -> tuple[list[Tensor], Any, Any]:  # fmt: skip
     """Runs two cells over a list of steps, ``[B, width]`` each, in both directions.
 
     Returns:

@@ -48,16 +48,10 @@ class KernelCell(Explained, RNNCell):
     _cell_sizes: tuple[tuple[str, int], ...] = ()
 
     def __init__(
-        self,
-        num_units: int,
-        dtype: Any,
-        name: str | None,
-        activation: Any = None,
-        reuse: Any = None,
-        kernel_initializer: Any = None,
-        bias_initializer: Any = None,
+        self, num_units: int, dtype: Any, name: str | None, activation: Any = None,
+        reuse: Any = None, kernel_initializer: Any = None, bias_initializer: Any = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(name=name, dtype=dtype, **{"_reuse": reuse, **kwargs})
         if self._reuse is True and v1.executing_eagerly_outside_functions():
             expected = "None, False or AUTO_REUSE outside a graph of TensorFlow 1"
@@ -222,14 +216,9 @@ class BasicRNNCell(KernelCell):
     """
 
     def __init__(
-        self,
-        num_units: int,
-        activation: Any = None,
-        reuse: Any = None,
-        name: str | None = None,
-        dtype: Any = None,
-        **kwargs: Any,
-    ) -> None:
+        self, num_units: int, activation: Any = None, reuse: Any = None, name: str | None = None,
+        dtype: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(num_units, dtype, name, activation, reuse, **kwargs)
         self.cell = cells.RNN(activation=self.activation)
 
@@ -264,23 +253,12 @@ class LSTMCell(KernelCell):
     _diagonals = "w_f_diag", "w_i_diag", "w_o_diag"  # in the order in which TensorFlow 1 made them
 
     def __init__(
-        self,
-        num_units: int,
-        use_peepholes: bool = False,
-        cell_clip: float | None = None,
-        initializer: Any = None,
-        num_proj: int | None = None,
-        proj_clip: float | None = None,
-        num_unit_shards: int | None = None,
-        num_proj_shards: int | None = None,
-        forget_bias: float = 1.0,
-        state_is_tuple: bool = True,
-        activation: Any = None,
-        reuse: Any = None,
-        name: str | None = None,
-        dtype: Any = None,
-        **kwargs: Any,
-    ) -> None:
+        self, num_units: int, use_peepholes: bool = False, cell_clip: float | None = None,
+        initializer: Any = None, num_proj: int | None = None, proj_clip: float | None = None,
+        num_unit_shards: int | None = None, num_proj_shards: int | None = None,
+        forget_bias: float = 1.0, state_is_tuple: bool = True, activation: Any = None,
+        reuse: Any = None, name: str | None = None, dtype: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(num_units, dtype, name, activation, reuse, initializer, **kwargs)
         if num_proj is not None:
             num_proj = self.output_size = integer("num_proj", num_proj)
@@ -324,16 +302,10 @@ class BasicLSTMCell(LSTMCell):
     """``tf.compat.v1.nn.rnn_cell.BasicLSTMCell``: without peepholes, bounds and projection."""
 
     def __init__(
-        self,
-        num_units: int,
-        forget_bias: float = 1.0,
-        state_is_tuple: bool = True,
-        activation: Any = None,
-        reuse: Any = None,
-        name: str | None = None,
-        dtype: Any = None,
+        self, num_units: int, forget_bias: float = 1.0, state_is_tuple: bool = True,
+        activation: Any = None, reuse: Any = None, name: str | None = None, dtype: Any = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             num_units, forget_bias=forget_bias, state_is_tuple=state_is_tuple,
             activation=activation, reuse=reuse, name=name, dtype=dtype, **kwargs,
@@ -346,15 +318,10 @@ class LSTMBlockCell(LSTMCell):
     _diagonals = "w_i_diag", "w_f_diag", "w_o_diag"
 
     def __init__(
-        self,
-        num_units: int,
-        forget_bias: float = 1.0,
-        cell_clip: float | None = None,
-        use_peephole: bool = False,
-        dtype: Any = None,
-        reuse: Any = None,
+        self, num_units: int, forget_bias: float = 1.0, cell_clip: float | None = None,
+        use_peephole: bool = False, dtype: Any = None, reuse: Any = None,
         name: str | None = "lstm_cell",
-    ) -> None:
+    ) -> None:  # fmt: skip
         # TensorFlow 1 spelt "no bound" as -1 too.
         bound = None if cell_clip is None or cell_clip <= 0 else cell_clip
         super().__init__(
@@ -371,15 +338,10 @@ class LSTMBlockFusedCell(LSTMBlockCell):
     """
 
     def __init__(
-        self,
-        num_units: int,
-        forget_bias: float = 1.0,
-        cell_clip: float | None = None,
-        use_peephole: bool = False,
-        reuse: Any = None,
-        dtype: Any = None,
+        self, num_units: int, forget_bias: float = 1.0, cell_clip: float | None = None,
+        use_peephole: bool = False, reuse: Any = None, dtype: Any = None,
         name: str | None = "lstm_fused_cell",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(num_units, forget_bias, cell_clip, use_peephole, dtype, reuse, name)
 
     def __call__(  # type: ignore[override]
@@ -411,16 +373,10 @@ class GRUCell(KernelCell):
     """
 
     def __init__(
-        self,
-        num_units: int,
-        activation: Any = None,
-        reuse: Any = None,
-        kernel_initializer: Any = None,
-        bias_initializer: Any = None,
-        name: str | None = None,
-        dtype: Any = None,
-        **kwargs: Any,
-    ) -> None:
+        self, num_units: int, activation: Any = None, reuse: Any = None,
+        kernel_initializer: Any = None, bias_initializer: Any = None, name: str | None = None,
+        dtype: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(
             num_units, dtype, name, activation, reuse, kernel_initializer, bias_initializer,
             **kwargs,

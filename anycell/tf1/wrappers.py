@@ -142,17 +142,11 @@ class DropoutWrapper(_Wrapper):
     """
 
     def __init__(
-        self,
-        cell: Any,
-        input_keep_prob: Any = 1.0,
-        output_keep_prob: Any = 1.0,
-        state_keep_prob: Any = 1.0,
-        variational_recurrent: bool = False,
-        input_size: Any = None,
-        dtype: Any = None,
-        seed: int | None = None,
+        self, cell: Any, input_keep_prob: Any = 1.0, output_keep_prob: Any = 1.0,
+        state_keep_prob: Any = 1.0, variational_recurrent: bool = False, input_size: Any = None,
+        dtype: Any = None, seed: int | None = None,
         dropout_state_filter_visitor: Callable[[Any], Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(cell, dtype)
         if dropout_state_filter_visitor is not None and not callable(dropout_state_filter_visitor):
             visitor, expected = "dropout_state_filter_visitor", "a function of a part of the state"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,16 +25,17 @@ _TORCH = str(Path(torch.__file__).parent)
 class Surroundings:
     """Things that a step reads besides its arguments.
 
+    A variable is a holder, which is a dictionary or the cell of a closure, and a name there.
+
     Attributes:
         step: the module or the function.
-        places: where its tensors are: a dictionary or the cell of a closure, and the name there.
+        places: the variables that are tensors.
         modules: the modules among them.
         labels: what the tensors are called.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
-        watched: variables of modules, attributes of classes and objects among them: the dictionary,
-            the name, the value.
-        cells: variables of enclosing functions, and their values.
+        watched: variables of code, of classes and of objects among them, and their values.
         containers: lists and dictionaries among them, which may change in place, and copies.
+        attributes: of the modules, when all was walked.
         token: a number that stands for the guards.
     """
 
@@ -43,16 +45,17 @@ class Surroundings:
     guards: list[Any] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
-    watched: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
-    cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
+    watched: list[tuple[Any, str, Any]] = field(default_factory=list)
     containers: list[tuple[Any, Any]] = field(default_factory=list)
     seen: set[Any] = field(default_factory=set)
+    attributes: list[Any] = field(default_factory=list)
     token: int = 0
 
     @classmethod
     def of(cls, step: Any) -> Surroundings:
         around = cls(step)
         around.walk(step)
+        around.attributes = around._attributes()
         return around
 
     @property
@@ -63,15 +66,23 @@ class Surroundings:
     @property
     def fresh(self) -> bool:
         """Whether all variables are what they were; False if containers may differ."""
-        if self.containers or any(_content(cell) is not value for cell, value in self.cells):
+        old, new = self.attributes, self._attributes()
+        if self.containers or len(old) != len(new) or not all(map(operator.is_, old, new)):
             return False
-        return all(holder.get(name) is value for holder, name, value in self.watched)
+        return all(_value(holder, name) is value for holder, name, value in self.watched)
+
+    def _attributes(self) -> list[Any]:
+        """Says that modules are as they were: their attributes and children."""
+        made: list[Any] = []
+        for module in self.modules:
+            made += module.__dict__.values()
+            made += module._modules.values()
+            for tensors in (module._parameters, module._buffers):
+                made += [name for name, tensor in tensors.items() if tensor is not None]
+        return made
 
     def tensors(self) -> list[Tensor]:
-        return [
-            holder[name] if type(holder) is dict else holder.cell_contents
-            for holder, name in self.places
-        ]
+        return [_value(holder, name) for holder, name in self.places]
 
     def walk(self, value: Any) -> None:
         """Adds a module, or what a function reads."""
@@ -96,41 +107,26 @@ class Surroundings:
             if callable(value):
                 self.walk(type(value).__call__)
             for name in vars(value):
-                self._item(value.__dict__, name, name)
+                self._variable(value.__dict__, name)
 
     def _function(self, function: types.FunctionType) -> None:
-        code = function.__code__
-        self.guards.append(code)
+        code, variables = function.__code__, function.__globals__
+        self.guards += [code, self._frozen(function.__defaults__)]
         names = frozenset(_names(code))
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        for label, cell in cells:
-            value = _content(cell)
-            if not isinstance(value, Tensor):
-                self.cells.append((cell, value))
-            self._item(cell, "cell_contents", label)
-            self._object(value, names)
-        variables = function.__globals__
+        for label, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._variable(cell, "cell_contents", label, names)
         for name in sorted(names & variables.keys()):
-            self._watch(variables, name, names)
-            self._item(variables, name, name)
-        self.guards.append(self._frozen(function.__defaults__))
-
-    def _watch(self, holder: Mapping[str, Any], name: str, names: frozenset[str]) -> None:
-        value = holder[name]
-        if not isinstance(value, Tensor):
-            self.watched.append((holder, name, value))
-            self._object(value, names)
+            self._variable(variables, name, name, names)
 
     def _object(self, value: Any, names: frozenset[str]) -> None:
-        """Watches the attributes of an object of the user's that code with these names may read."""
+        """Adds the attributes of an object of the user's that code with these names may read."""
         attributes = getattr(value, "__dict__", None)
         known = isinstance(value, (*_WALKED, Tensor, type, types.ModuleType))
         if known or type(attributes) is not dict or (id(value), names) in self.seen:
             return
         self.seen.add((id(value), names))
         for name in sorted(names & attributes.keys()):
-            self._watch(attributes, name, names)
-            self.guards.append((name, self._frozen(attributes[name])))
+            self._variable(attributes, name, name, names)
 
     def _module(self, module: nn.Module) -> None:
         if any(module is other for other in self.modules):
@@ -138,50 +134,47 @@ class Surroundings:
         self.modules.append(module)
         self.guards += [type(module), *module._modules]
         for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    self.add(tensors, name, name)
-                self.guards.append((name, tensor is None))
-        for name in [*module.__dict__]:
-            if name not in _ORDINARY:
-                self._item(module.__dict__, name, name)
-        names, done = ["forward"], set[str]()
+            for name in tensors:
+                self._variable(tensors, name)
+        names, read = ["forward"], set[str]()
         while names:  # methods that forward calls, with the variables that they read
             name = names.pop()
-            if name in done:
+            holders = [vars(kind) for kind in type(module).__mro__ if not _of_torch(kind)]
+            place = next((k for k, holder in enumerate(holders) if name in holder), -1)
+            known = name in read or place < 0
+            read.add(name)
+            if known:
                 continue
-            done.add(name)
-            kinds = [kind for kind in type(module).__mro__ if not _of_torch(kind)]
-            for place, kind in enumerate(kinds):
-                if name in vars(kind):
-                    self.watched.append((vars(kind), name, vars(kind)[name]))
-                    self.watched += [(vars(nearer), name, None) for nearer in kinds[:place]]
-                    method = vars(kind)[name]
-                    method = getattr(method, "fget", None) or getattr(method, "__func__", method)
-                    if isinstance(method, types.FunctionType):
-                        self.walk(method)
-                        names += _names(method.__code__)
-                    else:
-                        self.guards.append((name, self._frozen(method)))
-                    break
-        read = frozenset(done)
-        for name, value in module.__dict__.items():
+            self.watched += [(holder, name, holder.get(name)) for holder in holders[: place + 1]]
+            method = holders[place][name]
+            method = getattr(method, "fget", None) or getattr(method, "__func__", method)
+            if isinstance(method, types.FunctionType):
+                self.walk(method)
+                names += _names(method.__code__)
+            else:
+                self.guards.append((name, self._frozen(method)))
+        for name, value in [*module.__dict__.items()]:
             if name not in _ORDINARY:
-                self._object(value, read)
+                self._variable(module.__dict__, name)
+                self._object(value, frozenset(read))
 
     def add(self, holder: Any, name: Any, label: str) -> None:
         """Adds a tensor in a dictionary or in the cell of a closure."""
         self.places.append((holder, name))
         self.labels.append(label)
 
-    def _item(self, holder: Any, name: str, label: str) -> None:
-        try:
-            value = holder[name] if type(holder) is dict else holder.cell_contents
-        except ValueError:  # a variable that has no value yet
-            return
+    def _variable(
+        self, holder: Any, name: str, label: str = "", names: frozenset[str] | None = None
+    ) -> None:
+        """Adds a variable, and watches it if code with these names reads it."""
+        value, label = _value(holder, name), label or name
         if isinstance(value, Tensor):
             self.add(holder, name, label)
-        elif isinstance(value, _WALKED):
+            return
+        if names is not None:
+            self.watched.append((holder, name, value))
+            self._object(value, names)
+        if isinstance(value, _WALKED):
             self.walk(value)
         else:
             self.guards.append((label, self._frozen(value)))
@@ -210,10 +203,10 @@ class Surroundings:
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for (holder, name), tensor in zip(self.places, tensors, strict=True):
-            if type(holder) is dict:
-                holder[name] = tensor
-            else:
+            if isinstance(holder, types.CellType):
                 holder.cell_contents = tensor
+            else:
+                holder[name] = tensor
 
     def hooked(self) -> str | None:
         """Why hooks are in the way, if there are any."""
@@ -237,12 +230,14 @@ def _of_torch(kind: type) -> bool:
     return kind is object or kind.__module__.partition(".")[0] == "torch"
 
 
-def _content(cell: types.CellType) -> Any:
+def _value(holder: Any, name: str) -> Any:
     """The value of a variable, None if it has no value yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+    if isinstance(holder, types.CellType):
+        try:
+            return holder.cell_contents
+        except ValueError:
+            return None
+    return holder.get(name)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

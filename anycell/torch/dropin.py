@@ -22,10 +22,19 @@ from anycell.torch import ops
 from anycell.torch.framework import TorchDevice, memory
 from anycell.torch.functional import autocast_dtype, engine_of
 from anycell.torch.fused import plan_on
-from anycell.torch.observers import autocast, compiled, observed, traced, transformed, watched
+from anycell.torch.observers import (
+    autocast,
+    compiled,
+    left_alone,
+    observed,
+    traced,
+    transformed,
+    watched,
+)
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Recurrent, leaf, stacked
 from anycell.torch.typed import DropInArguments
+from anycell.torch.warm import NOTHING, again, learn, quiet
 
 if TYPE_CHECKING:
     from anycell.torch.typed import DropInCall
@@ -94,6 +103,11 @@ class DropIn(Recurrent):
         self, input: Tensor | PackedSequence, hx: Any = None, *by_position: Any, **arguments: Any
     ) -> tuple[Any, ...]:
         """Returns output, final state and, if wanted, sequences of states; see the class."""
+        plain = not (by_position or arguments) and quiet()
+        if plain:
+            known = again(self, "call", input, hx)
+            if known is not None:
+                return known
         if by_position:
             arguments = self._named(by_position, arguments)
         if isinstance(input, Proxy):
@@ -104,7 +118,11 @@ class DropIn(Recurrent):
             arguments = {n: v for n, v in arguments.items() if v is not None or n not in ARRAYS}
         states = None if hx is None else tuple(hx) if len(self.cell.states) > 1 else (hx,)
         results = self._ours(input, states, arguments)
-        return super().forward(input, hx) if results is None else results  # type: ignore[misc]
+        if results is None:
+            return super().forward(input, hx)  # type: ignore[misc]
+        if plain:
+            learn(self, "call", input, hx, NOTHING, results)
+        return results
 
     def _ours(
         self, x: Any, states: tuple[Any, ...] | None, arguments: dict[str, Any]
@@ -231,21 +249,10 @@ def _beats_cudnn(plan: Plan, device: torch.device, steps: int, rows: int) -> boo
     )
 
 
-def _left_alone(function: Any) -> None:
-    """Makes Dynamo run a function, and all that it calls, uncompiled outside of its graphs.
-
-    Dynamo breaks the graph at each ``torch.nn.LSTM``, and would then compile the functions that our
-    forward calls one by one, with guards around each, which take longer than the call. If Dynamo
-    traces the layer (its setting ``allow_rnn``), this changes nothing. It does nothing before
-    PyTorch 2.7.
-    """
-    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    if hasattr(frames, "set_code_exec_strategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-
-
-_left_alone(DropIn._ours)
+# Dynamo breaks the graph at each ``torch.nn.LSTM``, and would then compile the functions that our
+# forward calls one by one, with guards around each, which take longer than the call.
+for _function in (DropIn._ours, quiet, again, learn):
+    left_alone(_function)
 
 
 @takes(DropInArguments, Returning)

@@ -318,30 +318,22 @@ class TorchDevice(DeviceFramework, Torch):
     def empty(self, shape: tuple[int, ...], wide: bool = False) -> Tensor:
         return torch.empty(shape, dtype=torch.float32 if wide else self.dtype, device=self.device)
 
-    def zeros(self, shape: tuple[int, ...], wide: bool = False) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float32 if wide else self.dtype, device=self.device)
+    def template(self, shape: Shape, wide: bool = False) -> Tensor:
+        one = self.empty((), wide)
+        # ``empty_like`` would keep the strides of 0 of an expanded tensor with fewer numbers.
+        return one.expand(shape) if math.prod(shape) > 1 else self.empty(shape, wide)
 
-    def rounded(self, array: Tensor) -> Tensor:
-        return array.to(self.dtype).contiguous()
+    def block(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self.device)
+
+    def typed(self, block: Tensor, dtype: str) -> Tensor:
+        return block.view(self.dtype_named(dtype))
+
+    def part(self, array: Tensor, shape: Shape, strides: Shape, offset: int) -> Tensor:
+        return array.as_strided(shape, strides, array.storage_offset() + offset)
 
     def numbers(self, values: Sequence[float]) -> Tensor:
-        return self._filled(values, torch.float32)
-
-    def integers(self, values: Sequence[int]) -> Tensor:
-        signed = [(v + (1 << 63)) % (1 << 64) - (1 << 63) for v in values]
-        return self._filled(signed, torch.int64)
-
-    def _filled(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """Fills a tensor number by number: a copy from the host would wait for all work on the
-        stream, and a CUDA graph cannot capture a copy.
-        """
-        filled = torch.empty(len(values), dtype=dtype, device=self.device)
-        for place, value in zip(filled, values, strict=True):
-            place.fill_(value)
-        return filled
-
-    def flags(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=self.device)
+        return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def table(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.int64, device=self.device)
@@ -378,16 +370,13 @@ class TorchDevice(DeviceFramework, Torch):
         self.matmul(a, b, product)
         out += product
 
-    def summed(self, array: Tensor) -> Tensor:
-        return array.sum(0, dtype=torch.float32)
+    def summed(self, array: Tensor, total: Tensor) -> None:
+        torch.sum(array, 0, dtype=torch.float32, out=total)
 
     def by_head(self, array: Tensor, heads: int) -> Tensor:
         rows, outputs, width = array.shape
         split = array.reshape(rows, outputs, heads, width // heads).permute(2, 0, 1, 3)
         return split.reshape(heads, rows, outputs * (width // heads))  # -1 would fail for no rows
-
-    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
-        return x.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
 
 
 # Whether torch multiplies 16-bit matrices into float32 (since 2.8).

@@ -15,8 +15,10 @@ from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, backward, forward, gpu
 from anycell.layer.sequences import keeping, sequences
+from anycell.layer.signature import ROWS
 from anycell.plan import Layer, Options, Plan, Sizes, no_kernel_on_gpu, plan
 from anycell.plan.dtype import dtypes
+from anycell.torch import passes
 from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.framework import ENGINES, Returned, Torch, TorchDevice
 from anycell.torch.observers import autocast, stepwise, watched
@@ -62,7 +64,7 @@ def run(layer: Layer, plan: Plan, arrays: Arrays) -> Result:
     if torch.is_grad_enabled():
         for tensor in arrays.values():
             if tensor.requires_grad:
-                output, *rest = _Fused.apply(layer, plan, tuple(arrays), *arrays.values())
+                output, *rest = Fused.apply(layer, plan, tuple(arrays), *arrays.values())
                 states = len(plan.cell.states)
                 return output, tuple(rest[:states]), tuple(rest[states:])
     output, final, kept = run_forward(layer, plan, arrays, keep=bool(layer.sequences))
@@ -74,7 +76,21 @@ def _sequences(layer: Layer, arrays: Arrays, kept: Kept) -> States:
     return tuple([whole.detach() for whole in sequences(layer, arrays, kept)])
 
 
-class _Fused(torch.autograd.Function):
+def save(
+    ctx: Any, layer: Layer, plan: Plan, names: tuple[str, ...], tensors: Sequence[Tensor],
+    kept: Kept,
+) -> None:  # fmt: skip
+    """Saves what the backward pass of ``Fused`` reads."""
+    # Saved by autograd, they are guarded against edits, and pass through the user's hooks.
+    ctx.save_for_backward(*tensors, *kept.flat())
+    ctx.set_materialize_grads(False)
+    ctx.layer, ctx.plan, ctx.names = layer, plan, names
+    ctx.states = [array is not None for array in kept.states[0]]
+
+
+class Fused(torch.autograd.Function):
+    """A layer and its gradient."""
+
     @staticmethod
     def forward(
         ctx: Any, layer: Layer, plan: Plan, names: tuple[str, ...], *tensors: Tensor
@@ -82,11 +98,7 @@ class _Fused(torch.autograd.Function):
         arrays = dict(zip(names, tensors, strict=True))
         output, final, kept = run_forward(layer, plan, arrays, keep=True)
         assert kept is not None
-        # Saved by autograd, they are guarded against edits, and pass through the user's hooks.
-        ctx.save_for_backward(*tensors, *kept.flat())
-        ctx.set_materialize_grads(False)
-        ctx.layer, ctx.plan, ctx.names = layer, plan, names
-        ctx.states = [array is not None for array in kept.states[0]]
+        save(ctx, layer, plan, names, tensors, kept)
         return output, *final, *(_sequences(layer, arrays, kept) if layer.sequences else ())
 
     @staticmethod
@@ -118,14 +130,21 @@ def run_forward(
     layer: Layer, plan: Plan, arrays: Arrays, keep: bool
 ) -> tuple[Tensor, States, Kept | None]:
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
-    given = arrays, on_threads(layer.options)
+    options = on_threads(layer.options)
+    finals: Sequence[Tensor]
     if plan.engine == "cpu":
-        precision = torch.get_float32_matmul_precision()
-        plan = plan if precision == "highest" else cpu.rounded(plan, precision)
-        output, finals, kept = forward(Torch.of(plan.dtype), plan, *given, keep=keep)
+        given = rounded(plan), arrays, options
+        form = passes.forward_form(*given, keep)
+        if form is not None:
+            known = passes.forward_again(form, *given, keep)
+            if known is not None:
+                return known
+        output, finals, kept = forward(Torch.of(plan.dtype), *given, keep=keep)
+        if form is not None:
+            passes.learn_forward(form, *given, keep)
     else:
         device = TorchDevice.on(plan.dtype, arrays["x"].device)
-        output, finals, kept = device.run(gpu.forward, plan, *given, keep=keep)
+        output, finals, kept = device.run(gpu.forward, plan, arrays, options, keep=keep)
     # Detached, so that autograd does not take them for views of what is kept.
     return output.detach(), tuple(finals), kept
 
@@ -141,15 +160,34 @@ def run_backward(
 ) -> dict[str, Tensor]:
     """Returns the gradients of a layer's tensors by name; ``inside`` are of ``layer.sequences``."""
     # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
-    d_output, *d_final = [None if d is None else d.resolve_neg() for d in arriving]
+    arriving = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
-    given = arrays, on_threads(layer.options), kept, d_output, d_final
-    if plan.engine == "cpu":
-        precision = torch.get_float32_matmul_precision()
-        plan = plan if precision == "highest" else cpu.rounded(plan, precision)
-        return backward(Torch.of(plan.dtype), plan, *given, d_states=inside, wanted=wanted)
-    device = TorchDevice.on(plan.dtype, arrays["x"].device)
-    return device.run(gpu.backward, plan, *given, wanted=wanted)
+    given = arrays, on_threads(layer.options)
+    d_output, *d_final = arriving
+    if plan.engine == "gpu":
+        device = TorchDevice.on(plan.dtype, arrays["x"].device)
+        return device.run(gpu.backward, plan, *given, kept, d_output, d_final, wanted=wanted)
+    plan, host = rounded(plan), Torch.of(plan.dtype)
+    if d_output is not None and (fitted := host.fit(d_output, ROWS)) is not None:
+        d_output = fitted  # often one expanded number, which is copied each time
+    ends = [d_output, *d_final]
+    form = None if inside else passes.backward_form(plan, *given, ends, wanted)
+    if form is not None:
+        known = passes.backward_again(form, plan, *given, kept, ends)
+        if known is not None:
+            return known
+    gradients = backward(
+        host, plan, *given, kept, d_output, d_final, d_states=inside, wanted=wanted
+    )
+    if form is not None:
+        passes.learn_backward(form, plan, *given, kept, ends, wanted)
+    return gradients
+
+
+def rounded(plan: Plan) -> Plan:
+    """The plan whose matmuls round as torch's setting allows."""
+    precision = torch.get_float32_matmul_precision()
+    return plan if precision == "highest" else cpu.rounded(plan, precision)
 
 
 def differentiable(

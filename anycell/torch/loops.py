@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
-import threading
+import math
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,13 +27,15 @@ from anycell.torch.around import Surroundings
 from anycell.torch.framework import Torch
 from anycell.torch.observers import autocast, compiled, observed
 from anycell.torch.planned import ReadStep
-from anycell.torch.proven import plan_of
+from anycell.torch.proven import plan_of, unlike
 from anycell.torch.recurrent import Lengths
 from anycell.torch.stepwise import Step, Steps, stepwise
 
-_LOCK = threading.RLock()  # a step is read with other tensors in place of its own
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _RESTLESS = 16  # readings for tensors of the same shapes
+# A kernel's call takes as long as some twenty functions of torch of so few numbers.
+_FEW, _CALLS = 2048, 20
+_SHORT = "so few steps take less time as they are written"
 _NUMBERS = itertools.count()
 
 
@@ -77,7 +78,11 @@ class Readings:
         signature = call.signature(tensors)
         known = self.plans.get((around.token, signature))
         plan = known or self._read(step, around, signature, call)
-        return plan if isinstance(plan, str) else plan.unfit(call) or plan
+        if isinstance(plan, str):
+            return plan
+        if _short(len(call.xs[0]), call.state, plan.recording.calls):
+            return _SHORT
+        return unlike(plan, step, around, call) or plan.unfit(call) or plan
 
     def _read(
         self, step: Step, around: Surroundings, signature: Any, call: Steps
@@ -89,9 +94,20 @@ class Readings:
                 "contains them. Instead: keep what changes in a tensor, such as a buffer."
             )
         else:
-            with _LOCK:
-                plan = plan_of(step, around, call)
+            plan = plan_of(step, around, call)
         return add_recent(self.plans, (around.token, signature), plan, _MOST)
+
+
+def _short(steps: int, state: Sequence[Tensor], calls: float = math.inf) -> bool:
+    """Whether a loop over so few steps takes less time than a kernel, as measured.
+
+    Args:
+        calls: how many functions of torch a step calls, if that is known.
+    """
+    if steps > 2 and steps * calls >= _CALLS:
+        return False
+    few = steps == 1 or sum(t.numel() for t in state) <= _FEW
+    return few and state[0].device.type == "cpu"
 
 
 def obstacle() -> str | None:
@@ -160,7 +176,7 @@ class loop(Explained, nn.Module):
         what is not watched: attributes of objects other than modules, and variables of other files.
         """
         self._readings = Readings()
-        self._around: tuple[list[Any], Surroundings] | None = None
+        self._around: Surroundings | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         made = "_readings", "_around"
@@ -174,16 +190,9 @@ class loop(Explained, nn.Module):
         return "batch_first=True" if self.batch_first else ""
 
     def forward(
-        self,
-        x: Any,
-        state: Any,
-        *,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | None = None,
-        reset_state: Any = None,
-        reverse: bool = False,
-    ) -> tuple[Any, Any]:
+        self, x: Any, state: Any, *, mask: Tensor | None = None, lengths: Lengths | None = None,
+        resets: Tensor | None = None, reset_state: Any = None, reverse: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Returns the output and the final state; see the class."""
         if compiled():  # the graph breaks here
             return torch.compiler.disable(self.forward)(
@@ -227,15 +236,10 @@ class loop(Explained, nn.Module):
         return leaves[0], result
 
     def _surroundings(self) -> Surroundings:
-        """Returns what the module reads, walked again only if an attribute has changed."""
-        if self._around is not None:
-            old, around = self._around
-            new = _attributes(around.modules)
-            if len(old) == len(new) and all(map(operator.is_, old, new)) and around.fresh:
-                return around
-        around = self._readings.known(Surroundings.of(self.module))
-        self._around = _attributes(around.modules), around
-        return around
+        """Returns what the module reads, walked again only if it has changed."""
+        if self._around is None or not self._around.fresh:
+            self._around = self._readings.known(Surroundings.of(self.module))
+        return self._around
 
     @property
     def engine(self) -> Engine:
@@ -259,17 +263,6 @@ def _swapped(tensor: Tensor, rows: int) -> Tensor:
     """``[T, B, ...]`` as ``[B, T, ...]``; what has no rows stays as it is."""
     both = tensor.dim() > 1 and tensor.shape[1] == rows
     return tensor.transpose(0, 1) if both else tensor
-
-
-def _attributes(watched: Sequence[nn.Module]) -> list[Any]:
-    """Returns what says that modules are as they were: their attributes and children."""
-    made: list[Any] = []
-    for module in watched:
-        made += module.__dict__.values()
-        made += module._modules.values()
-        for tensors in (module._parameters, module._buffers):
-            made += [name for name, tensor in tensors.items() if tensor is not None]
-    return made
 
 
 _LEAF = pytree.tree_structure(0)
@@ -318,8 +311,8 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
     if len(held) < len(leaves) or not held:
         other = next((describe(v) for v in leaves if not isinstance(v, Tensor)), "no tensors")
         why = f"the state has {other}, and a kernel holds tensors. Instead: keep it as a tensor"
-    elif lead[time] == 1 and whole.device.type == "cpu":
-        why = "one step takes less time as it is written"
+    elif _short(lead[time], held):
+        why = _SHORT
     call = Steps(xs, tree, leaves, state_tree, batched, rows, turned=tuple(turned), why=why)
     return call._replace(state=call._swapped(leaves)) if turned else call
 

@@ -61,6 +61,16 @@ def traced() -> bool:
     return exporting() or torch._C._get_tracing_state() is not None
 
 
+def left_alone(function: Any) -> None:
+    """Makes Dynamo run a function, and all that it calls, uncompiled outside of its graphs. It
+    changes nothing within, and nothing before PyTorch 2.7.
+    """
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
 @constant  # Dynamo enters torch.func's transforms while it traces them, and guards them itself
 def transformed() -> bool:
     """Whether tensors carry more than memory: torch.func's transforms, or forward-mode tangents."""

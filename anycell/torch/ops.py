@@ -14,6 +14,7 @@ do not pass autograd again, which would take as long as a few steps of a small l
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch._compile import _disable_dynamo  # calls torch.compiler.disable at th
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anycell import cells
+from anycell.engines import cpu
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, contract, gpu, keeps_state
 from anycell.layer import names as array_names
@@ -30,10 +32,14 @@ from anycell.layer.checks import check_options
 from anycell.layer.signature import FLAGS
 from anycell.plan import DTYPES, OF_CALL, OPTIONS, Layer, Options, Plan, Sizes, scales_of
 from anycell.plan.layer import CELLS, SEED, changed, name_of, register
+from anycell.recent import add_recent
 from anycell.torch import fused
 from anycell.torch.composite import Arrays, Result
 from anycell.torch.fused import enter
+from anycell.torch.native import Form, play
 from anycell.torch.observers import ORDINARY, TRACERS, compiled, constant, stepwise
+from anycell.torch.passes import form_of
+from anycell.torch.threads import threads
 
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: the operators replay
 # their own graphs, whose memory lasts, and read what kernels have reported. Recent PyTorch has a
@@ -235,12 +241,35 @@ def _run(tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: boo
     the backward pass. The output is then a part of one of these arrays, or else comes last, because
     results of an operator must not share memory.
     """
+    key = _facts(text, hyper, keep)
+    if (form := _forms.get(key)) is not None and (results := play(tensors, form.number, 0)):
+        return results
     layer, arrays = unpack(tensors, text, hyper)
     given = layer, layer.plan, arrays, keep
     output, final, kept = enter(layer.cell, "forward", fused.run_forward, *given)
+    if layer.plan.engine == "cpu":
+        _remember(key, layer, "forward", keep)
     if kept is None:
         return [output, *final]
     return [*final, *kept.flat(), *([output] if apart(layer) else [])]
+
+
+# The forms of passes, see ``anycell.torch.passes``, by what calls of the operators say of them.
+_forms: dict[tuple[Any, ...], Form] = {}
+
+
+def _facts(text: str, hyper: Sequence[float], *others: Any) -> tuple[Any, ...]:
+    """The key of a pass in ``_forms``."""
+    settings = threads(), torch.get_float32_matmul_precision(), cpu.isa.current()
+    return text, tuple(hyper), *others, *settings, torch._C._autograd._profiler_enabled()
+
+
+def _remember(key: tuple[Any, ...], layer: Layer, *facts: Any) -> None:
+    """Lets later calls find the form of a pass, unless a profiler wants to see its range."""
+    plan, options = fused.rounded(layer.plan), fused.on_threads(layer.options)
+    form = form_of(plan, layer.arrays, options, *facts)
+    if form is not None and not (key[-1] or options.seed or "seed" in layer.arrays):
+        add_recent(_forms, key, form, 512)
 
 
 def _run_fake(
@@ -282,6 +311,12 @@ def _backward(
     """Returns the gradients of the tensors that need one; ``given`` says for the output and each
     final state whether its gradient arrives. If nothing was kept, the forward pass runs again.
     """
+    key = _facts(text, hyper, tuple(given), tuple(needs))
+    form = _forms.get(key)
+    if form is not None and (made := play([*tensors, *kept, *arriving], form.number, 0)):
+        by_name = dict(zip(form.names, made, strict=True))
+        names = itertools.compress(read(text).arrays, needs)
+        return [by_name[name].contiguous() for name in names]
     layer, arrays = unpack(tensors, text, hyper)
     cell, plan = layer.cell, layer.plan
     _expect("given", len(given), 1 + len(cell.states))
@@ -296,6 +331,9 @@ def _backward(
     gradients = [next(present) if one else None for one in given]
     wanted, run = _wanted(layer, needs), fused.run_backward
     by_name = enter(cell, "backward", run, layer, plan, arrays, before, gradients, wanted)
+    if kept and plan.engine == "cpu" and not cell.params and wanted <= by_name.keys():
+        there = tuple([gradient is None for gradient in gradients])
+        _remember(key, layer, "backward", there, frozenset(wanted))
     return [
         _alone(by_name[name], plan) if name in by_name else t.new_zeros(t.shape)
         for name, t in zip(layer.arrays, tensors, strict=True)

@@ -21,7 +21,7 @@ from anycell.read import STATES, Refused, Value, Variable
 from anycell.recent import add_recent
 from anycell.torch.functional import engine_of, fused_plan, run_layer
 from anycell.torch.read import Reader
-from anycell.torch.record import A, Recording, Run
+from anycell.torch.record import ROWS, A, Recording, Run
 from anycell.torch.stepwise import Steps, stepwise, unmasked, wide
 from anycell.torch.tape import Tape
 
@@ -37,6 +37,9 @@ class ReadStep:
         trees: the structure of the output and of the state after a step, and the leaves of the
             output that are no tensors, with their places.
         merged: see ``Run``.
+
+    Attributes:
+        rows: by size of a batch, why the step itself runs; None if it is as recorded.
     """
 
     def __init__(
@@ -44,20 +47,18 @@ class ReadStep:
     ) -> None:
         self.recording, self.reading, self.merged = recording, reader.reading, merged
         self.output_tree, self.state_tree, self.others = trees
-        states, after = recording.states, recording.after
-        self.moving, before = recording.moving, [states[k] for k in recording.moving]
-        results = {after[k]: place for place, k in enumerate(self.moving)}
+        self.moving = recording.moving
+        before, ends = ([s[k] for k in self.moving] for s in (recording.states, recording.after))
+        results = {var: place for place, var in enumerate(ends)}
         known = {*results, *before}
         # Outputs that are no part of a state are computed after the loop, from all states.
         others = [v for v in recording.outputs if v.kind == "S" and v not in known]
-        found = {var: _part(reader, var, [after[k] for k in self.moving]) for var in others}
         # States that are only detached get no gradient, not one of zeros.
         tied = {v for e in recording.equations if e.op is not A.detach for v in e.operands}
         tied |= {*recording.outputs, *recording.after}
         self.loose = {k for k, v in zip(self.moving, before, strict=True) if v not in tied}
-        self.parts = {var: part for var, part in found.items() if part is not None}
-        later = [var for var in others if var not in self.parts]
-        self.later = list(dict.fromkeys(later))
+        self.parts = {v: part for v in others if (part := _part(reader, v, ends))}
+        self.later = list(dict.fromkeys(v for v in others if v not in self.parts))
         used = recording.sources(self.later, known) | {*recording.outputs}
         self.after = {var: place for var, place in results.items() if var in used}
         self.before = {var: place for place, var in enumerate(before) if var in used}
@@ -67,8 +68,8 @@ class ReadStep:
         self.names = tuple(dict.fromkeys(chain.from_iterable(names)))
         # Whether the kernel itself can write the zeros of outputs under a mask.
         direct = not self.later and not self.before and self.reading.flags is None
-        states_only = {*self.after, *self.parts}
-        self.direct = direct and all(var in states_only for var in recording.outputs)
+        self.direct = direct and {*recording.outputs} <= {*self.after, *self.parts}
+        self.rows: dict[int, str | None] = dict.fromkeys((1, 2, *ROWS))  # as tried, as recorded
         self.layers: dict[Any, Layer] = {}
         self.tapes: dict[Any, Tape | bool] = {}
         register(self.reading.cell)
@@ -98,12 +99,9 @@ class ReadStep:
 
     # -- a call ----------------------------------------------------------------------------------
     def run(
-        self,
-        call: Steps,
-        tensors: Sequence[Tensor],
-        engine: str | None = None,
+        self, call: Steps, tensors: Sequence[Tensor], engine: str | None = None,
         drawn: Mapping[Variable, Tensor] | None = None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Returns the output and the last state.
 
         Args:
@@ -170,18 +168,39 @@ class ReadStep:
         step, xs = self.recording, unmasked(call)
         run = Run(step, tensors, xs, call.state, call.rows, self.merged)
         if step.ahead:
-            before, after = ([group[k] for k in step.ahead] for group in (step.states, step.after))
-
-            def count(x: list[Tensor], state: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-                return state, run.one(x, dict(zip(before, state, strict=True)), after)
-
-            first = [call.state[k] for k in step.ahead]
-            restored = call.restored and [call.restored[k] for k in step.ahead]
-            trees = (pytree.tree_structure([0] * len(group)) for group in (xs, first))
-            counting = Steps(list(xs), next(trees), first, next(trees), *call[4:])
-            series, run.last = stepwise(count, counting._replace(restored=restored))
+            before = [step.states[k] for k in step.ahead]
+            moving = dict(zip(step.x, xs, strict=True))
+            series, run.last = self._stepwise(call, run, moving, step.ahead, before)
             run.series |= zip(before, series, strict=True)
         return run
+
+    def repeat(
+        self, call: Steps, tensors: Sequence[Tensor], drawn: Mapping[Variable, Tensor]
+    ) -> tuple[Any, Any]:
+        """The results of the recorded operations, step by step, with these random numbers."""
+        step = self.recording
+        moving = {**dict(zip(step.x, call.xs, strict=True)), **drawn}
+        run, places = self.values(call, tensors), range(len(step.states))
+        return self._stepwise(call, run, moving, places, step.outputs)
+
+    def _stepwise(
+        self, call: Steps, run: Run, moving: Mapping[Variable, Tensor], places: Sequence[int],
+        outputs: Sequence[Variable],
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """Outputs at all steps and the last states, of the states at these places."""
+        step = self.recording
+        before, after = ([group[k] for k in places] for group in (step.states, step.after))
+
+        def one(x: list[Tensor], state: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            known = dict(zip((*moving, *before), (*x, *state), strict=True))
+            made = run.one(known, [*outputs, *after])
+            return made[: len(outputs)], made[len(outputs) :]
+
+        first = [call.state[k] for k in places]
+        restored = call.restored and [call.restored[k] for k in places]
+        trees = (pytree.tree_structure([0] * len(group)) for group in (moving, first))
+        steps = Steps([*moving.values()], next(trees), first, next(trees), *call[4:])
+        return stepwise(one, steps._replace(restored=restored, turned=()))
 
     def _enter(self, call: Steps, run: Run) -> dict[str, Tensor]:
         """The arrays of the layer."""

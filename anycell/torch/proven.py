@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -18,19 +19,37 @@ from anycell.read import Refused, definition, mapped, places, proof
 from anycell.torch.around import Surroundings
 from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
-from anycell.torch.record import ROWS, A, _record, record
+from anycell.torch.record import ROWS, A, Call, Recording, otherwise, record
 from anycell.torch.stepwise import Step, Steps, stepwise
+
+_LOCK = threading.RLock()  # a step is recorded with other tensors in place of its own
 
 
 def plan_of(step: Step, around: Surroundings, call: Steps) -> ReadStep | str:
     """Reads a step, and tries the reading; a string says why the step runs step by step."""
+    return _recording(around, call, lambda: _proven(step, around, call))
+
+
+def unlike(plan: ReadStep, step: Step, around: Surroundings, call: Steps) -> str | None:
+    """Why a reading is not the step for a batch of the call's size, if it is not: a branch on that
+    size shows in no recording of others.
+    """
+    if call.batched and call.rows not in plan.rows:
+        plan.rows[call.rows] = _recording(
+            around, call, lambda: _same(plan.recording, _Flat(step, around, call), call.rows)
+        )
+    return plan.rows.get(call.rows)
+
+
+def _recording(around: Surroundings, call: Steps, work: Callable[[], Any]) -> Any:
+    """The result of work that records a step; a string says why it cannot be recorded."""
     device = call.xs[0].device
     devices = [device] if device.type == "cuda" else []
     try:
         with (
-            torch.random.fork_rng(devices), torch.inference_mode(False), _unchanged(around),
+            _LOCK, torch.random.fork_rng(devices), torch.inference_mode(False), _unchanged(around),
         ):  # fmt: skip
-            return _proven(step, around, call)
+            return work()
     except Refused as refusal:
         return str(refusal.at(_place(around.step)))
     except Exception as error:  # whatever a step does under a recording that it does not do alone
@@ -84,17 +103,25 @@ def _alike(a: Any, b: Any) -> bool:
     return all(one is other for one, other in pairs) and (type(a) is list or [*a] == [*b])
 
 
-def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
-    if not any(state.is_floating_point() for state in call.state):
-        raise Refused("the state has no floating-point tensor")
-    tensors = [tensor.detach() for tensor in around.tensors()]
-    trees: list[Any] = []
+class _Flat:
+    """A step as a function of tensors, to the tensors of its output and of the new state.
 
-    def flat(tensors: list[Tensor], xs: list[Tensor], states: list[Tensor]) -> Any:
+    Attributes:
+        trees: after a call, the structure of both, and the leaves of the output that are no
+            tensors, with their places.
+    """
+
+    def __init__(self, step: Step, around: Surroundings, call: Steps) -> None:
+        self.step, self.around, self.call = step, around, call
+        self.tensors = [tensor.detach() for tensor in around.tensors()]
+        self.trees: list[Any] = []
+
+    def __call__(self, tensors: list[Tensor], xs: list[Tensor], states: list[Tensor]) -> Any:
+        around, call = self.around, self.call
         with around.swapped(tensors):
             before = call.state_of(states)
             first = pytree.tree_leaves(before)
-            output, state = step(pytree.tree_unflatten(xs, call.x_tree), before)
+            output, state = self.step(pytree.tree_unflatten(xs, call.x_tree), before)
             held = pytree.tree_leaves(before)
             pairs = zip(around.tensors(), tensors, around.labels, strict=True)
             changed = [label for now, old, label in pairs if now is not old]
@@ -111,26 +138,36 @@ def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
         parts, output_tree = pytree.tree_flatten(output)
         after, state_tree = call.leaves_of(state)
         fixed = [(k, part) for k, part in enumerate(parts) if not isinstance(part, Tensor)]
-        trees[:] = output_tree, state_tree, fixed
+        self.trees[:] = output_tree, state_tree, fixed
         return [part for part in parts if isinstance(part, Tensor)], after
 
-    samples = [_sample(call, rows, seed) for seed, rows in enumerate(ROWS)]
-    xs, states = zip(*samples, strict=True)
-    rowed = [
-        call.batched and not isinstance(t, nn.Parameter) and t.shape[:1] == (call.rows,)
-        for t in around.tensors()
-    ]
-    try:
-        recording = record(flat, (tensors, tensors), xs, states, call.batched)
-    except (RuntimeError, ValueError):
-        if not any(rowed):
-            raise
-        # Tensors around the step, such as masks of dropout, may have the rows of this call.
-        parts = [
-            [_of_rows(t, rows) if row else t for t, row in zip(tensors, rowed, strict=True)]
-            for rows in ROWS
+    def recorded(self, rows: tuple[int, int]) -> Recording:
+        """The step recorded with batches of these sizes."""
+        call = self.call
+        samples = [_sample(call, count, seed) for seed, count in enumerate(rows)]
+        rowed = [
+            call.batched and not isinstance(t, nn.Parameter) and t.shape[:1] == (call.rows,)
+            for t in self.around.tensors()
         ]
-        recording = record(flat, parts, xs, states, call.batched)
+        both = rows if call.batched else None
+        try:
+            return record(self, [(self.tensors, *sample) for sample in samples], both)
+        except (RuntimeError, ValueError):
+            if not any(rowed):
+                raise
+            # Tensors around the step, such as masks of dropout, may have the rows of this call.
+            calls: list[Call] = []
+            for count, sample in zip(rows, samples, strict=True):
+                pairs = zip(self.tensors, rowed, strict=True)
+                calls.append(([_of_rows(t, count) if row else t for t, row in pairs], *sample))
+            return record(self, calls, both)
+
+
+def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
+    if not any(state.is_floating_point() for state in call.state):
+        raise Refused("the state has no floating-point tensor")
+    flat = _Flat(step, around, call)
+    recording = flat.recorded(ROWS)
     constants = recording.constants
     for equation in recording.equations:
         for var in equation.operands:
@@ -153,19 +190,21 @@ def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
     merged = call.batched and all(var.axis is not None for var in [*moving, *recording.x])
     reason: str | None = None
     for way in (True, False) if merged else (False,):
-        plan = ReadStep(recording, reader, list(trees), way)
+        plan = ReadStep(recording, reader, list(flat.trees), way)
         reason = _tried(step, around, plan, call)
         if reason is None:
             return plan
-    # What a batch of another size shows, the two recordings may not.
-    other = _record(flat, tensors, *_sample(call, min(call.rows, 2), 0))
-    for mine, its in itertools.zip_longest(recording.equations, other.equations):
-        if mine is None or its is None or mine.source is not its.source:
-            raise Refused(
-                "the step does something else for another batch",
-                "compute each row from itself alone, without a branch", (mine or its).where,
-            )  # fmt: skip
+    _same(recording, flat, min(call.rows, 2))
     raise Refused(f"{reason}", "report it, with the step")
+
+
+def _same(recording: Recording, flat: _Flat, rows: int) -> None:
+    """Refuses a step that does something else for so many rows than the recording shows."""
+    other = flat.recorded((ROWS[0], rows))
+    lines = ["", *(equation.where for equation in recording.equations), ""]
+    for where, mine, its in zip(lines, recording.lines(), other.lines(), strict=False):
+        if mine != its:
+            raise otherwise(where)
 
 
 def _of_rows(tensor: Tensor, rows: int) -> Tensor:
@@ -238,7 +277,8 @@ def _compared(
             numbers = torch.randn(x.shape, generator=generator, dtype=torch.float64)
             x = numbers.to(x.device, dtype if x.dtype is own else x.dtype).requires_grad_()
         inputs.append(x)
-    for start, values in proof.starts(shapes):
+
+    def both(values: list[np.ndarray]) -> tuple[proof.Results, proof.Results]:
         states = [
             _started(state, number, call, rows, dtype if state.dtype is own else state.dtype)
             for state, number in zip(call.state, values, strict=True)
@@ -252,19 +292,14 @@ def _compared(
             drawn = plan.values(trial, tensors).drawn()
             mine = _results(plan.run(trial, tensors, "reference", drawn), leaves)
             if drawn:  # the step draws other numbers
-                expected = _results(plan.values(trial, tensors).replay(drawn, states), leaves)
-            else:
-                with around.swapped(tensors), _Casts(own, dtype):
-                    expected = _results(stepwise(step, trial), leaves)
-        # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
-        rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
-        name = (
-            "float32" if rounded and own is not torch.float64 else str(dtype).removeprefix("torch.")
-        )
-        reason = proof.difference(expected, mine, name, start)
-        if reason is not None:
-            return reason
-    return None
+                return _results(plan.repeat(trial, tensors, drawn), leaves), mine
+            with around.swapped(tensors), _Casts(own, dtype):
+                return _results(stepwise(step, trial), leaves), mine
+
+    # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
+    rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
+    name = "float32" if rounded and own is not torch.float64 else str(dtype).removeprefix("torch.")
+    return proof.tried(shapes, both, name)
 
 
 class _Casts(TorchFunctionMode):

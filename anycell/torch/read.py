@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anycell import read
 from anycell.read import Equation, Outer, Rule, Value, Variable, leaves, row
-from anycell.torch.record import ROWS, TABLE, A, Recording, Rows, pointwise
+from anycell.torch.record import ROWS, TABLE, A, Recording, Rows
 
 
 class Arrays(read.Arrays):
@@ -160,6 +160,9 @@ _STRUCTURAL = (
     A._reshape_alias, A.diagonal, A.repeat_interleave, A.as_strided, A.cat, A.stack,
     A.slice_scatter, A.select_scatter,
 )  # fmt: skip
+# Their results are alike in all rows where the operands are, as those of pointwise operations.
+_SAME = {A.expand, A.clone, A.detach, A.alias, A.view, A.reshape, A._unsafe_view, A._to_copy}
+_SAME |= {A.lift_fresh, A.lift_fresh_copy, A.unsqueeze, A.squeeze}
 TABLE |= dict.fromkeys(_STRUCTURAL, read.Reader.moved)
 TABLE |= dict.fromkeys((A.clone, A.alias, A.lift_fresh, A.contiguous), row("identity"))
 TABLE |= {
@@ -173,55 +176,38 @@ TABLE |= {
     A.bitwise_xor: "logical_xor",
 }  # fmt: skip
 TABLE |= {
+    A._to_copy: row("convert"), A.add: read.Reader.add, A.amax: _reduced("max"),
+    A.amin: _reduced("min"), A.bmm: _product("bxy,byz->bxz"), A.cumsum: row("cumsum"),
+    A.dot: _product("x,x->"), A.elu: read.Reader.elu, A.erfc: row("erfc"),
+    A.isfinite: row("is_finite"), A.lerp: read.Reader.lerp, A.logaddexp: row("logaddexp"),
+    A.logsumexp: read.Reader.logsumexp, A.max: _reduced("max"), A.maximum: row("larger"),
+    A.mean: _reduced("mean"), A.min: _reduced("min"), A.minimum: row("smaller"),
+    A.mm: _product("xy,yz->xz"), A.mv: _product("xy,y->x"), A.pow: row("power"),
+    A.sub: read.Reader.subtract, A.sum: _reduced("sum"), A.where: read.Reader.where,
+}  # fmt: skip
+TABLE |= dict.fromkeys((A.std, A.std_mean, A.var, A.var_mean), _variance)
+TABLE |= {
     A._log_softmax: lambda reader, value, axis, *_: reader.log_softmax(value, axis),
     A._softmax: lambda reader, value, axis, *_: reader.softmax(value, axis),
-    A._to_copy: row("convert"),
-    A.add: read.Reader.add,
     A.addmm: _addmm,
-    A.amax: _reduced("max"),
-    A.amin: _reduced("min"),
-    A.bmm: _product("bxy,byz->bxz"),
     A.clamp: _clamp,
     A.clamp_max: lambda reader, value, high: reader.clamp(value, None, high),
-    A.constant_pad_nd: _pad,
     A.clamp_min: lambda reader, value, low: reader.clamp(value, low),
+    A.constant_pad_nd: _pad,
     A.copy: _copy,
-    A.cumsum: row("cumsum"),
     A.div: _divide,
-    A.dot: _product("x,x->"),
-    A.elu: read.Reader.elu,
-    A.erfc: row("erfc"),
     A.gelu: _gelu,
     A.hardsigmoid: _hard_sigmoid,
     A.hardtanh: lambda reader, value, low=-1, high=1: reader.bounded(value, low, high),
     A.index: _index,
     A.index_select: _picked,
-    A.isfinite: row("is_finite"),
     A.leaky_relu: lambda reader, value, slope=0.01: reader.op("leaky_relu", value, slope),
-    A.lerp: read.Reader.lerp,
     A.log_sigmoid_forward: lambda reader, value: [reader.op("log_sigmoid", value), None],
-    A.logaddexp: row("logaddexp"),
-    A.logsumexp: read.Reader.logsumexp,
     A.masked_fill: lambda reader, value, mask, filled: reader.where(mask, filled, value),
-    A.max: _reduced("max"),
-    A.maximum: row("larger"),
-    A.mean: _reduced("mean"),
-    A.min: _reduced("min"),
-    A.minimum: row("smaller"),
-    A.mm: _product("xy,yz->xz"),
-    A.mv: _product("xy,y->x"),
     A.native_batch_norm: _batch_norm,
     A.native_layer_norm: _layer_norm,
-    A.pow: row("power"),
     A.rsub: lambda reader, a, b, alpha=1: reader.subtract(b, a, alpha),
     A.softplus: _softplus,
-    A.std: _variance,
-    A.std_mean: _variance,
-    A.sub: read.Reader.subtract,
-    A.sum: _reduced("sum"),
-    A.var: _variance,
-    A.var_mean: _variance,
-    A.where: read.Reader.where,
 }
 
 
@@ -241,7 +227,7 @@ class Reader(read.Reader):
         self.reading = self.read(names, title)
 
     def pointwise(self, equation: Equation) -> bool:
-        return pointwise(equation)
+        return equation.op in _SAME or torch.Tag.pointwise in equation.source.tags
 
     def axis_of(self, v: Variable) -> int | None:
         return v.axis

@@ -9,6 +9,7 @@ or for all steps at once.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,26 +61,29 @@ TABLE: dict[Any, Rule] = {}  # rules of ``read``, by packets of ATen
 
 # -- recording -------------------------------------------------------------------------------------
 
-_RANDOM_LIKE = {A.rand_like, A.randn_like, A.randint_like}
-_FILLED = {
-    A.zeros: 0.0, A.ones: 1.0, A.zeros_like: 0.0, A.ones_like: 1.0, A.new_zeros: 0.0,
-    A.new_ones: 1.0, A.empty: None, A.empty_like: None, A.new_empty: None, A.full: None,
-    A.full_like: None, A.new_full: None, A.scalar_tensor: None, A.empty_strided: None,
-    A.new_empty_strided: None,
-}  # fmt: skip
-_LIKE = {op for op in {*_FILLED, *_RANDOM_LIKE} if str(op).endswith("_like") or "new_" in str(op)}
+# Of a tensor's shape and dtype alone.
+_LIKE = {
+    getattr(A, name)
+    for name in "zeros_like ones_like empty_like full_like rand_like randn_like randint_like "
+    "new_zeros new_ones new_empty new_full new_empty_strided".split()
+}
 _STATISTICS = {
     A.native_batch_norm: 5, A._native_batch_norm_legit: 5, A.cudnn_batch_norm: 5,
     A._batch_norm_with_update: None,
 }  # fmt: skip
 
 
-class _OneHot(TorchFunctionMode):
-    """Lets ``one_hot`` compare, where torch's own reads the values to check them."""
+class _Functions(TorchFunctionMode):
+    """Counts the functions of torch that a step calls. Lets ``one_hot`` compare, where torch's own
+    reads the values to check them.
+    """
+
+    calls = 0
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        self.calls += 1
         count = (kwargs or {}).get("num_classes", args[1] if len(args) > 1 else -1)
         if function is torch.nn.functional.one_hot and args and count > 0:
             classes = torch.arange(count, device=args[0].device)
@@ -120,15 +124,13 @@ class Recorder(TorchDispatchMode):
         """Returns what a tensor is; one that the step took from elsewhere is a constant."""
         return self.vars.get(id(tensor)) or self._var(tensor, constant=tensor)
 
-    def _recorded(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            var = self.var(value)
-            if var in self.stale:
-                _refuse("an edit in place also changed this view", "assign a new tensor instead")
-            return var
-        if isinstance(value, (tuple, list)):
-            return [self._recorded(item) for item in value]
-        return value
+    def _recorded(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        var = self.var(leaf)
+        if var in self.stale:
+            _refuse("an edit in place also changed this view", "assign a new tensor instead")
+        return var
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -155,7 +157,7 @@ class Recorder(TorchDispatchMode):
                 kept = A.bernoulli.p(args[0], 1 - args[1])
                 scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
                 return args[0] * (kept * scale), kept != 0
-        recorded = [self._recorded(arg) for arg in args]
+        recorded, options = mapped(self._recorded, ([*args], kwargs))
         parts = decomposition_table.get(op) or (op.decompose if op._can_decompose() else None)
         ruled = packet in TABLE or packet in _LIKE
         if (
@@ -170,7 +172,7 @@ class Recorder(TorchDispatchMode):
             finally:
                 self.whole = outer
         made = op(*args, **kwargs)
-        self._note(op, recorded, {k: self._recorded(v) for k, v in kwargs.items()}, made)
+        self._note(op, recorded, options, made)
         if torch.is_grad_enabled() or packet is A.detach:
             return made
         with self:  # as the user's ``no_grad`` has it
@@ -187,8 +189,9 @@ class Recorder(TorchDispatchMode):
         name = self.whole or str(packet)
         kinds = {var.kind for var in leaves((args, options), Var)}
         kind = "S" if "S" in kinds else "X" if "X" in kinds or random else "F"
+        fixed = not random and all(v.inside or v.number is not None for v in leaves(args, Var))
         results: list[Any] = [
-            self._var(tensor, kind=kind, number=_number(packet, args))
+            self._var(tensor, kind=kind, number=_number(tensor) if fixed else None)
             for tensor in (made if isinstance(made, (tuple, list)) else [made])
         ]
         self.equations.append(
@@ -211,8 +214,7 @@ class Recorder(TorchDispatchMode):
         new = getattr(getattr(A, name.removesuffix("_"), None), op._overloadname, None)
         if new is None or not name.endswith("_"):
             _refuse(f"{op.overloadpacket} edits a tensor in place", "assign a new tensor instead")
-        recorded = [self._recorded(arg) for arg in args]
-        named = {k: self._recorded(v) for k, v in kwargs.items()}
+        recorded, options = mapped(self._recorded, ([*args], kwargs))
         places = _places(target)
         for other in [*self.tensors.values()]:
             same = other is not target and storage(other) == storage(target)
@@ -220,7 +222,7 @@ class Recorder(TorchDispatchMode):
                 self.stale.add(self.vars[id(other)])
         self.stale.discard(var)
         made = op(*args, **kwargs)
-        self._note(new, recorded, named, made)
+        self._note(new, recorded, options, made)
         return made
 
 
@@ -257,11 +259,13 @@ class Recording(Body):
     Attributes:
         dtype: that of the states.
         rows: the batch of the recording; None if the states have no axis of a batch.
+        calls: how many functions of torch it calls.
     """
 
     dtype: torch.dtype = torch.float32
     device: Any = "cpu"
     rows: int | None = None
+    calls: int = 0
 
     @property
     def constants(self) -> list[Variable]:
@@ -278,58 +282,44 @@ class Recording(Body):
 
 
 Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
+Call = Sequence[Sequence[Tensor]]  # what is the same at all steps, this step's input, the states
 
 
-def record(
-    step: Step,
-    tensors: Sequence[Sequence[Tensor]],
-    xs: Sequence[Sequence[Tensor]],
-    states: Sequence[Sequence[Tensor]],
-    batched: bool,
-) -> Recording:
+def record(step: Step, calls: Sequence[Call], rows: tuple[int, int] | None = ROWS) -> Recording:
     """Records a step.
 
     Args:
-        step: (tensors, xs, states) -> (outputs, new states).
-        tensors: what is the same at all steps, in each of two calls.
-        xs, states: the arguments of the calls, of ``ROWS`` rows each if ``batched``.
+        calls: the arguments of two calls, which are alike but for their rows.
+        rows: of both; None without an axis of the batch.
 
     Raises:
         Refused: if the step does what no recording can show.
     """
-    one, other = (_record(step, *call) for call in zip(tensors, xs, states, strict=True))
-    if len(one.equations) != len(other.equations):
-        raise Refused("the step does something else for another batch or other numbers")
-    known: dict[Variable, Variable] = {}
-    for mine, theirs in (
-        (one.fixed, other.fixed), (one.x, other.x), (one.states, other.states),
-    ):  # fmt: skip
-        for var, twin in zip(mine, theirs, strict=True):
-            _join(var, twin, known, "")
-    for equation, second in zip(one.equations, other.equations, strict=True):
-        where = equation.where
-        if equation.source is not second.source or len(equation.results) != len(second.results):
-            _refuse("the step does something else for another batch", where=where)
-        equation.arguments = _joined(equation.arguments, second.arguments, known, where)
+    one, other = (_record(step, call) for call in calls)
+    twins = _Twins(rows or ROWS)
+    for var, twin in zip(one.inputs, other.inputs, strict=True):
+        twins.pair(var, twin)
+    for equation, second in itertools.zip_longest(one.equations, other.equations):
+        twins.where = (equation or second).where
+        if (equation and equation.source) is not (second and second.source):
+            twins.refuse()
+        equation.arguments = twins.joined(equation.arguments, second.arguments)
         equation.options = {
-            name: _joined(value, second.options[name], known, where)
+            name: twins.joined(value, second.options[name])
             for name, value in equation.options.items()
         }
         for var, twin in zip(equation.results, second.results, strict=True):
-            _join(var, twin, known, where)
-    for mine, theirs in ((one.outputs, other.outputs), (one.after, other.after)):
-        if len(mine) != len(theirs):
-            raise Refused("the step returns something else for another batch")
-        for var, twin in zip(mine, theirs, strict=True):
-            _joined(var, twin, known, "")
-    one.rows = ROWS[0] if batched else None
+            twins.pair(var, twin)
+    twins.where = ""
+    twins.joined([one.outputs, one.after], [other.outputs, other.after])
+    one.rows = rows[0] if rows else None
     one.sort(k for k, state in enumerate(one.states) if not state.floating)
     return one
 
 
-def _record(
-    step: Step, tensors: Sequence[Tensor], xs: Sequence[Tensor], states: Sequence[Tensor]
-) -> Recording:
+def _record(step: Step, call: Call) -> Recording:
+    """Records one call."""
+    tensors, xs, states = call
     inputs = [("F", tensor) for tensor in tensors] + [("X", x) for x in xs]
     # Counters keep the operations that the user called.
     inputs += [("S" if t.is_floating_point() or t.dtype is torch.bool else "X", t) for t in states]
@@ -339,7 +329,7 @@ def _record(
         made.append(step(*arguments))
         return [*made[0][0], *made[0][1]]
 
-    with Recorder(inputs) as recorder, _OneHot(), torch.enable_grad():
+    with Recorder(inputs) as recorder, _Functions() as functions, torch.enable_grad():
         results = functionalize(run)(list(tensors), list(xs), list(states))
     variables: list[Any] = [recorder.var(tensor) for tensor in results]
     known: list[Any] = recorder.inputs
@@ -347,73 +337,76 @@ def _record(
     return Recording(
         known[:a], known[a:b], known[b:], variables[:count], variables[count:], recorder.equations,
         dtype=next(state.dtype for state in states if state.is_floating_point()),
-        device=states[0].device,
+        device=states[0].device, calls=functions.calls,
     )  # fmt: skip
 
 
-def _join(var: Variable, twin: Variable, known: dict[Variable, Variable], where: str) -> None:
-    """Notes the batch's axis of a tensor, which the second recording has in another size."""
-    known[twin] = var
-    if len(var.shape) != len(twin.shape) or var.dtype != twin.dtype:
-        _refuse("this has another shape or dtype for another batch", where=where)
-    axes = [i for i, (n, m) in enumerate(zip(var.shape, twin.shape, strict=True)) if n != m]
-    if len(axes) > 1:
-        _refuse("this has the batch in two axes", "compute each row from itself", where)
-    var.axis = axes[0] if axes else None
+def otherwise(where: str) -> Refused:
+    """The refusal of a step that branches on the size of the batch."""
+    problem = "the step does something else for another batch"
+    return Refused(problem, "compute each row from itself alone, without a branch", where)
 
 
-def _joined(a: Any, b: Any, known: dict[Variable, Variable], where: str) -> Any:
-    """An argument of an operation, from those of both recordings."""
-    if isinstance(a, Var):
-        if (
-            b not in known
-            and isinstance(b, Var)
-            and a.constant is not None
-            and b.constant is not None
-        ):
-            same = a.constant is b.constant or (a.inside and torch.equal(a.constant, b.constant))
-            if not same:
-                _refuse("the step reads numbers out of tensors", "compute with tensors", where)
-            known[b] = a
-        if known.get(b) is not a:
-            _refuse("the step does something else for another batch", where=where)
-        return a
-    if isinstance(a, Like):
-        return Like(_joined(a.shape, b.shape, known, where), a.dtype)
-    if isinstance(a, (tuple, list)):
-        if len(a) != len(b):
-            _refuse("the step does something else for another batch", where=where)
-        return type(a)([_joined(x, y, known, where) for x, y in zip(a, b, strict=True)])
-    if a == b or a is b or (a != a and b != b):
-        return a
-    if type(a) is int and type(b) is int and a % ROWS[0] == 0 and a * ROWS[1] == b * ROWS[0]:
-        return Rows(a // ROWS[0])
-    return _refuse(
-        "a number here follows the size of the batch, or values that Python has read",
-        "compute each row from itself alone, with tensors", where,
-    )  # fmt: skip
+class _Twins:
+    """Finds where the batch is, in two recordings with other numbers of rows.
+
+    Args:
+        rows: of each.
+    """
+
+    def __init__(self, rows: tuple[int, int]) -> None:
+        self.rows, self.known, self.where = rows, dict[Variable, Variable](), ""
+
+    def refuse(self, problem: str = "", instead: str = "") -> Any:
+        if not problem:
+            raise otherwise(self.where)
+        _refuse(problem, instead, self.where)
+
+    def pair(self, var: Variable, twin: Variable) -> None:
+        """Notes the batch's axis of a tensor, which the second recording has in another size."""
+        self.known[twin] = var
+        if len(var.shape) != len(twin.shape) or var.dtype != twin.dtype:
+            self.refuse("this has another shape or dtype for another batch")
+        axes = [i for i, (n, m) in enumerate(zip(var.shape, twin.shape, strict=True)) if n != m]
+        if len(axes) > 1:
+            self.refuse("this has the batch in two axes", "compute each row from itself")
+        var.axis = axes[0] if axes else None
+        var.number = var.number if var.number == twin.number else None
+
+    def joined(self, a: Any, b: Any) -> Any:
+        """An argument of an operation, from those of both recordings."""
+        if isinstance(a, Var):
+            if isinstance(b, Var) and b not in self.known and b.constant is not None:
+                inside = a.inside and torch.equal(a.constant, b.constant)
+                if a.constant is not b.constant and not inside:
+                    self.refuse("the step reads numbers out of tensors", "compute with tensors")
+                self.known[b] = a
+            if self.known.get(b) is not a:
+                self.refuse()
+            return a
+        if isinstance(a, Like):
+            return Like(self.joined(a.shape, b.shape), a.dtype)
+        if isinstance(a, (tuple, list)):
+            if len(a) != len(b):
+                self.refuse()
+            return type(a)([self.joined(x, y) for x, y in zip(a, b, strict=True)])
+        if a == b or a is b or (a != a and b != b):
+            return a
+        one, other = self.rows
+        if type(a) is int and type(b) is int and a % one == 0 and a * other == b * one:
+            return Rows(a // one)
+        return self.refuse(
+            "a number here follows the size of the batch, or values that Python has read",
+            "compute each row from itself alone, with tensors",
+        )
 
 
-_SAME = {A.expand, A.clone, A.detach, A.alias, A.view, A.reshape, A._unsafe_view, A._to_copy}
-_SAME |= {A.lift_fresh, A.lift_fresh_copy, A.unsqueeze, A.squeeze}
-
-
-def _number(packet: Any, args: Sequence[Any]) -> float | None:
-    """The number that all elements of a result are, if it is known."""
-    if packet in (A.full, A.full_like, A.new_full, A.scalar_tensor):
-        value = args[0] if packet is A.scalar_tensor else args[2 if packet is A.new_full else 1]
-        return float(value) if isinstance(value, (int, float)) else None
-    if packet in (A.lift_fresh, A.lift_fresh_copy) and args[0].inside and not args[0].shape:
-        return float(args[0].constant)
-    if packet in _SAME and args and isinstance(args[0], Var):
-        return args[0].number
-    return _FILLED.get(packet)
-
-
-def pointwise(equation: Equation) -> bool:
-    """Whether results are alike in all rows where the operands are."""
-    same = equation.op in _SAME or equation.op in _FILLED
-    return same or torch.Tag.pointwise in equation.source.tags
+def _number(made: Any) -> float | None:
+    """The number that all elements of a tensor are; None if they differ."""
+    if not isinstance(made, Tensor) or made.is_complex() or not made.numel():
+        return None
+    first = made.flatten()[0]
+    return float(first) if bool((made == first).all()) else None
 
 
 # -- computing what needs no state -----------------------------------------------------------------
@@ -426,7 +419,7 @@ class Run:
         tensors: of ``Recording.fixed``.
         xs: ``[T, B, ...]``, without a batch ``[T, ...]``.
         first: the states before the first step.
-        batch: the number of rows; 1 without an axis of rows.
+        rows: their number; 1 without an axis of rows.
         merged: whether all steps are computed as one batch of T * B rows; else by ``vmap``.
 
     Attributes:
@@ -435,23 +428,20 @@ class Run:
 
     def __init__(
         self, step: Recording, tensors: Sequence[Tensor], xs: Sequence[Tensor],
-        first: Sequence[Tensor],
-        batch: int,
-        merged: bool,
+        first: Sequence[Tensor], rows: int, merged: bool,
     ) -> None:  # fmt: skip
-        self.step, self.merged = step, merged
+        self.step, self.rows, self.merged = step, rows, merged
         self.dtype = next(t.dtype for t in first if t.is_floating_point())
         self.steps = xs[0].shape[0]
-        self.batch = self.rows = batch
         self.memo: dict[Any, Any] = {}
         self.last: list[Tensor] = []  # the counters after the last step
-        self._once = functools.partial(self._execute, batch)
+        self._once = functools.partial(self._execute, rows)
         self._values = Values(dict(zip(step.fixed, tensors, strict=True)), self._once)
         self._values.update(
             (v, t) for v, t in zip(step.states, first, strict=True) if v.kind == "F"
         )
         self.series: dict[Variable, Tensor] = dict(zip(step.x, xs, strict=True))
-        every = functools.partial(self._execute, self.steps * batch)
+        every = functools.partial(self._execute, self.steps * rows)
         self._flat = Values({}, every, self._flattened)  # [T * B, ...]
 
     def fixed(self, v: Variable) -> Tensor:
@@ -478,11 +468,8 @@ class Run:
             tensor = tensor.unflatten(axis, (self.steps, times))
             self.series[v] = tensor.movedim(axis, 0) if axis else tensor
 
-    def one(
-        self, xs: Sequence[Tensor], states: Mapping[Variable, Tensor], wanted: Sequence[Variable]
-    ) -> Any:
+    def one(self, known: Mapping[Variable, Tensor], wanted: Sequence[Variable]) -> list[Tensor]:
         """Values of one step."""
-        known = {**states, **dict(zip(self.step.x, xs, strict=True))}
         values = Values(known, self._once, self._fixed)
         return [values[v] for v in wanted]
 
@@ -492,19 +479,6 @@ class Run:
         if random:
             self.compute(random)
         return {v: self.series[v] for v in random}
-
-    def replay(
-        self, drawn: Mapping[Variable, Tensor], states: Sequence[Tensor]
-    ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """The step's own operations, step by step: the outputs ``[T, ...]``, the last states."""
-        step, outputs = self.step, []
-        for t in range(self.steps):
-            known = {v: series[t] for v, series in drawn.items()}
-            known |= zip(step.states, states, strict=True)
-            made = self.one([self.series[v][t] for v in step.x], known, step.outputs + step.after)
-            outputs.append(made[: len(step.outputs)])
-            states = made[len(step.outputs) :]
-        return [torch.stack(parts) for parts in zip(*outputs, strict=True)], states
 
     def _fixed(self, v: Variable) -> Tensor | None:
         return self._values[v] if v.kind == "F" else None

@@ -24,7 +24,7 @@ from anycell.torch.framework import Torch
 from anycell.torch.functional import autocast_dtype, in_its_dtype, run_layer
 from anycell.torch.observers import autocast, compiled, exporting, watched
 from anycell.torch.packed import Packing
-from anycell.torch.streaming import Packed, elsewhere
+from anycell.torch.warm import again, learn, quiet
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,20 +66,12 @@ class Recurrent(Explained):
         return layer_of(self.cell, self._sizes, self.weight_ih_l0, 1 + self.bidirectional)
 
     def prepare(self) -> Self:
-        """Packs the weights for ``step``, once for all steps to come; returns the module itself.
-
-        ``step`` packs them again when ``cell`` or a weight was replaced, or when a weight was
-        written to in a way that autograd notices: by an optimizer, ``load_state_dict``, ``copy_``.
-        A write in place through ``.data`` or ``torch.distributed``, to a weight made in inference
-        mode, or to an attribute of a parametrisation goes unnoticed: call this method again. A step
-        is an ordinary call if the module, or torch for all modules, has forward hooks, which the
-        older ``weight_norm`` sets, and in training if weights are parametrised.
+        """Returns the module itself: steps read the weights as they are, and need no preparation.
 
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.
         """
         check_one_direction("prepare", self)
-        object.__setattr__(self, "_prepared", Packed(self))
         return self
 
     def step(
@@ -93,9 +85,8 @@ class Recurrent(Explained):
     ) -> tuple[Tensor, Any]:
         """Runs one time step; returns the results of a call for a sequence of one step.
 
-        After ``prepare()``, and if no gradient is wanted (under ``torch.no_grad()`` or
-        ``torch.inference_mode()``), a step in float32 or float64 on the CPU is one native call on
-        packed weights. Any other step is an ordinary call.
+        Under ``torch.no_grad()`` or ``torch.inference_mode()``, a step in float32 or float64 on the
+        CPU that is like an earlier one is one native call. Any other step is an ordinary call.
 
         Args:
             x: ``[B, input_size]``, or without a batch ``[input_size]``.
@@ -114,26 +105,28 @@ class Recurrent(Explained):
             TypeError, ValueError: for arguments of another kind, shape or dtype.
 
         Example:
-            >>> layer = anycell.torch.LSTM(3, 8).prepare()
+            >>> layer = anycell.torch.LSTM(3, 8)
             >>> with torch.no_grad():
             ...     output, state = layer.step(torch.zeros(1, 3))
             ...     output, state = layer.step(torch.zeros(1, 3), state, resets=torch.ones(1))
             >>> output.shape
             torch.Size([1, 8])
         """
-        prepared = self.__dict__.get("_prepared")
         hooks = self._forward_pre_hooks or self._forward_hooks  # what forward() would run
         hooks = hooks or modules._global_forward_pre_hooks or modules._global_forward_hooks
-        if prepared is not None and not hooks and not elsewhere():
-            if prepared.stale(self):
-                prepared = self.prepare().__dict__["_prepared"]
-            if not (self.training and (self.dropout or prepared.draws)):
-                results = prepared.step(x, state, static, resets, reset_state)
-                if results is not None:
-                    return results
-        check_one_direction("step", self)
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
-        return one_step(Torch, self, self, x, self._like, state, arguments)
+        alone, plain = not hooks and quiet(), arguments
+        if alone:
+            if type(resets) is Tensor:
+                plain = {**arguments, "resets": _plain_flags(resets)}
+            known = again(self, "step", x, state, plain)
+            if known is not None:
+                return known
+        check_one_direction("step", self)
+        results = one_step(Torch, self, self, x, self._like, state, arguments)
+        if alone:
+            learn(self, "step", x, state, plain, results)
+        return results
 
     def _named(self, by_position: Sequence[Any], arguments: dict[str, Any]) -> dict[str, Any]:
         """All arguments of a call by name: torch.onnx's older exporter passes each by position.
@@ -168,6 +161,14 @@ class Recurrent(Explained):
         options = Options(reverse, training=training, seed=seed, checkpoint=checkpoint, **named)
         sizes = self._sizes if plan is None else tuple(plan.sizes.items())  # saves a call
         return Layer(cell, sizes, options, plan=plan)
+
+
+def _plain_flags(flags: Tensor) -> Tensor:
+    """Flags as contiguous bool; the tensor itself if any is neither 0 nor 1."""
+    whole = flags.bool().contiguous()
+    if flags.dtype is torch.bool or flags.is_complex():
+        return whole if flags.dtype is torch.bool else flags
+    return whole if torch.equal(whole.to(flags.dtype), flags) else flags
 
 
 def stacked(

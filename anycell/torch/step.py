@@ -22,6 +22,7 @@ from anycell.torch.functional import run_layer
 from anycell.torch.observers import autocast
 from anycell.torch.recurrent import draw_seed, layer_of, leaf, learned
 from anycell.torch.rnn import OfCell
+from anycell.torch.warm import again, learn, quiet
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -145,6 +146,12 @@ class RNNCell(OfCell):
         """Returns the new state; see the class."""
         if isinstance(x, Proxy):
             return leaf(self, x, state, static=static)
+        known_to_torch = (self.cell.name, self.cell.key) in _OPERATORS
+        alone, arguments = quiet() and not known_to_torch, {"static": static}
+        if alone:
+            known = again(self, "cell", x, state, arguments)
+            if known is not None:
+                return known
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         axes = "one step of the input" if rows else f"or [B, {self.input_size}], one step"
         Torch.check_array("x", x, (*rows, self.input_size), axes, self.weight_ih)
@@ -164,7 +171,10 @@ class RNNCell(OfCell):
             new = self._step(*tensors)
         if not rows:
             new = tuple(s.squeeze(0) for s in new)
-        return new if len(new) > 1 else new[0]
+        results = new if len(new) > 1 else new[0]
+        if alone:
+            learn(self, "cell", x, state, arguments, results)
+        return results
 
     def _step(self, x: Tensor, static: Tensor | None, *states: Tensor) -> States:
         """Returns the new states, ``[B, size]``, by torch's operator for the cell if one exists."""

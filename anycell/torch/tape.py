@@ -33,12 +33,9 @@ class Tape:
     """
 
     def __init__(
-        self,
-        arrays: Sequence[Tensor],
-        enter: Callable[[list[Tensor]], tuple[Tree, Any]],
-        between: Tree,
-        leave: Callable[[list[Tensor], Tree, Any], Tree],
-    ) -> None:
+        self, arrays: Sequence[Tensor], enter: Callable[[list[Tensor]], tuple[Tree, Any]],
+        between: Tree, leave: Callable[[list[Tensor], Tree, Any], Tree],
+    ) -> None:  # fmt: skip
         self._names: dict[Variable, str] = {}
         self._space: dict[str, Any] = {}
         inputs = [tensor.detach() for tensor in arrays]

@@ -19,7 +19,7 @@ def threads() -> int:
 
 
 @functools.cache
-def _function(name: str) -> Any:
+def function(name: str) -> Any:
     """A function of PyTorch, or of a library that it is linked to; None where there is none."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
@@ -31,8 +31,18 @@ def _function(name: str) -> Any:
 @functools.cache
 def blas(name: str) -> int:
     """The address of a function of the MKL in PyTorch; 0 where there is none."""
-    function = _function(name) if torch.backends.mkl.is_available() else None
-    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+    return address(name) if torch.backends.mkl.is_available() else 0
+
+
+def address(name: str) -> int:
+    """The address of a function of PyTorch; 0 where there is none."""
+    known = function(name)
+    return 0 if known is None else address_of(known)
+
+
+def address_of(function: Any) -> int:
+    """The address of a function of ``ctypes``."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 class _Forks:
@@ -55,7 +65,7 @@ class _Forks:
             os.register_at_fork(before=self._prepare, after_in_child=self._settle)
 
     def _prepare(self) -> None:
-        pause = _function("omp_pause_resource_all")
+        pause = function("omp_pause_resource_all")
         self._ended = pause is not None and pause(1) == 0  # omp_pause_soft
 
     def _settle(self) -> None:

@@ -65,8 +65,9 @@ from anycell.lang.expr import topological
 from anycell.lang.ops import TABLE
 from anycell.layer import gpu as device
 from anycell.layer.arguments import Factors
+from anycell.layer.launches import DeviceDraft
 from anycell.layer.weight_gradients import bias_gradients
-from anycell.plan import Plan, plan
+from anycell.plan import Options, Plan, plan
 from anycell.torch.framework import TorchDevice
 from anycell.torch.graphs import Replays, captured
 from tests.engines.test_engines import (
@@ -534,11 +535,9 @@ def test_what_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def loaded(printed: Any, aligned: frozenset[str], *_: int) -> Any:
         told.append(aligned)
-        return SimpleNamespace(hidden=0), None
+        return launch.Loaded(build.Binary("", b"", "", 0, 1, 0, 0), 1)
 
-    monkeypatch.setattr(build, "interpreted", lambda: False)
-    monkeypatch.setattr(launch, "_context", lambda _: 1)
-    monkeypatch.setattr(launch, "_loaded", loaded)
+    monkeypatch.setattr(launch, "loaded", loaded)
     host = SimpleNamespace(pointer=int, stream=lambda: 0, ordinal=0)
     for unit in (1, 16):
         numbers = {f"value{n}": unit * n - 16 for n in range(32)}
@@ -557,20 +556,24 @@ def test_odd_addresses(rng: np.random.Generator) -> None:
     """Kernels assume aligned addresses only if all addresses are multiples of 16."""
 
     class Odd(Poisoned):
-        """A host whose arrays begin one element after an aligned address."""
+        """A host that copies the user's arrays to an element after an aligned address."""
 
-        def empty(self, shape: tuple[int, ...], wide: bool = False) -> Any:
-            count = 1 + math.prod(shape)
-            return super().empty((count,), wide)[1:].reshape(shape)
+        def fit(self, array: Any, layout: int, wide: bool = False) -> Any:
+            count = 1 + math.prod(array.shape)
+            odd = torch.empty(count, dtype=array.dtype, device=DEVICE)[1:].view(array.shape)
+            return odd.copy_(array)
 
     for host_class, odd in ((Poisoned, 0), (Odd, 1)):
         graphs = Graphs()
         problem = random_problem(cells.PeepholeLSTM, (3, 2, 16), rng, "float32")
         assert_right(by_gpu(problem, replays=graphs, host_class=host_class), problem)
         every = [form.steps.launches[0] for form in graphs.graphs.values()]
-        names = [[name for name, _ in kernel.printed.arguments].index("odd") for kernel in every]
-        for kernel, n in zip(every, names, strict=True):
-            assert (kernel.cells[n].value if CARD else kernel.arguments[n]) == odd
+        for kernel in every:
+            names = [name for name, _ in kernel.printed.arguments]
+            assert kernel.cells[names.index("odd")] == odd
+        for tier in (1, 2):
+            found = by_gpu(problem, tier=tier, host_class=host_class)
+            assert_right(found, problem)
 
 
 def test_streams_have_graphs_of_their_own(rng: np.random.Generator) -> None:
@@ -624,21 +627,22 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
     for cell, fresh in itertools.product(both, (False, True)):
         one = plan(cell, 4, "float16", "gpu")
         width = 4 * len(cell.gates)
-        weights = {
-            name: host.zeros(s) for name, s in layers.shapes(cell, {"H": 4}, 3, True).items()
-        }
-        sums = device._DeviceGradients(host, one, weights, True, fresh)
-        widths = [4 * len(l.outputs) for l in cell.linears]
         chunks = rng.uniform(0.0, 1.0, (100, 64, width)).astype("float16")
         chunks[:2] = [[[2000.0]], [[-2000.0]]]  # their sums exceed the range of float16
-        for chunk in chunks:
-            dg = torch.tensor(chunk, device=DEVICE)
+        given = {str(n): torch.tensor(chunk, device=DEVICE) for n, chunk in enumerate(chunks)}
+        draft = DeviceDraft(host, one, given)
+        shapes = layers.shapes(cell, {"H": 4}, 3, True)
+        weights = {name: draft.zeros(shape) for name, shape in shapes.items()}
+        sums = device._DeviceGradients(draft, one, weights, True, fresh)
+        widths = [4 * len(l.outputs) for l in cell.linears]
+        for dg in draft.views.values():
             factors = [Factors(dg[:, :n], None) for n in widths]
-            sums.add(dg, host.zeros((64, 3)), host.zeros((64, 4)), factors)
+            sums.add(dg, draft.zeros((64, 3)), draft.zeros((64, 4)), factors)
         right = chunks.astype("float64").sum((0, 1))
         totals = bias_gradients(one, sums.named, sums.totals, sums.vectors, sums.empty, sums.zeros)
-        assert_close(totals["bias_ih"].cpu(), right, "float32", "gradient")
-        bias = totals["bias_hh"]
+        biases = [totals[name] for name in ("bias_ih", "bias_hh")]
+        bias_ih, bias = draft.finish(biases).run(given, Options())
+        assert_close(bias_ih.cpu(), right, "float32", "gradient")
         assert_close(bias.cpu()[: widths[0]], right[: widths[0]], "float32", "gradient")
 
 

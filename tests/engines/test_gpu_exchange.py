@@ -190,28 +190,31 @@ def test_the_machine_code_of_a_step(way: str, codes: dict[Kernel, Code]) -> None
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     one = Driver(current=0)  # no thread has a context at first
-    monkeypatch.setattr(launch, "_driver", lambda: one)
+    monkeypatch.setattr(launch, "driver", lambda: one)
     launch._primary.cache_clear()
     yield one
     launch._primary.cache_clear()
 
 
 def test_a_thread_without_a_context_gets_that_of_the_device(driver: Driver) -> None:
-    assert launch._context(1) == driver.current == 1101
-    driver.current = 0  # another thread
-    assert launch._context(1) == driver.current == 1101
+    launch.use_context(1)
+    assert driver.context == 1101
+    driver.context = 0  # another thread
+    launch.use_context(1)
+    assert driver.context == 1101
     assert driver.kept == [101]  # once for all threads
 
 
 def test_the_context_of_a_thread_stays(driver: Driver) -> None:
-    driver.current = 7
-    assert launch._context(1) == driver.current == 7
+    driver.context = 7
+    launch.use_context(1)
+    assert driver.context == 7
     assert not driver.kept
 
 
 def test_a_device_that_is_not_there(driver: Driver) -> None:
     with pytest.raises(RuntimeError, match=r"cuDeviceGet failed: .* 101, CUDA_ERROR_101"):
-        launch._context(2)
+        launch.use_context(2)
 
 
 @pytest.mark.gpu
@@ -223,7 +226,7 @@ def test_a_new_thread_on_a_card() -> None:
     def run() -> None:
         host = TorchDevice(torch.float32, DEVICE)
         found.append(launch.limits(host.ordinal))
-        assert launch._context(host.ordinal)
+        launch.use_context(host.ordinal)
         with torch.no_grad():
             found.append(layer(x)[0].cpu())
 

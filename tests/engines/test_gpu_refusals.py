@@ -5,6 +5,7 @@ Triton's interpreter with launches that refuse.
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ from anycell import cells
 from anycell.engines.gpu import build, capacity, launch, refusals
 from anycell.engines.gpu.build import Binary
 from anycell.engines.gpu.cooperative import print_cooperative
+from anycell.engines.gpu.interpreter import Interpreter, Started
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.resident import print_resident
 from anycell.engines.gpu.step import print_step
 from anycell.engines.gpu.text import Printed, Variant
+from anycell.layer import Options
+from anycell.layer.launches import DeviceDraft
 from anycell.plan import Plan, plan
 from anycell.torch import functional, fused
 from anycell.torch.framework import TorchDevice
@@ -51,20 +55,30 @@ SHARED = print_cooperative(
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Driver]]:
-    """Returns a function that launches a kernel once, with this binary and a driver's results."""
+    """Returns a function that launches a kernel once, with this binary and a driver's results: a
+    kernel of tier 3 by itself, others by a recipe.
+    """
 
-    def start(kernel: Printed, binary: Binary, **results: int) -> Driver:
+    def start(
+        kernel: Printed, binary: Binary, values: dict[str, int] | None = None, **results: int
+    ) -> Driver:
         driver = Driver(**results)
-        monkeypatch.setattr(launch, "_driver", lambda: driver)
+        driver.count = len(kernel.arguments) + binary.hidden
+        monkeypatch.setattr(launch, "driver", lambda: driver)
         monkeypatch.setattr(build, "interpreted", lambda: False)
         monkeypatch.setattr(build, "binary", lambda *_: binary)
-        launch._loaded.cache_clear()
-        numbers = {name: 0 for name, _ in kernel.arguments}
-        Launch(kernel, numbers, (2, 3), ADDRESSES)(0)
+        launch.loaded.cache_clear()
+        numbers = {name: 0 for name, _ in kernel.arguments} if values is None else values
+        if kernel is STEP:
+            Launch(kernel, numbers, (2, 3), ADDRESSES)(5)
+        else:
+            draft = DeviceDraft(TorchDevice(torch.float16, DEVICE), ONE, {})
+            draft.launch(kernel, numbers, (2, 3))
+            draft.finish([]).run({}, Options())
         return driver
 
     yield start
-    launch._loaded.cache_clear()
+    launch.loaded.cache_clear()
 
 
 def binary(shared: int = 1024, spilled: int = 0) -> Binary:
@@ -75,40 +89,43 @@ def binary(shared: int = 1024, spilled: int = 0) -> Binary:
 def test_a_kernel_that_fits_is_launched(kernel: Printed, started: Any) -> None:
     limits = binary(shared=64 << 10, spilled=build.MOST_SPILLED)
     way = "cuLaunchCooperativeKernel" if kernel is SHARED else "cuLaunchKernel"
-    assert started(kernel, limits).launched == [way]
+    driver = started(kernel, limits)
+    assert driver.launched == [way]
+    _, grid, threads, shared, stream, _, _ = driver.last
+    assert (grid, threads, shared) == ((2, 3, 1), (128, 1, 1), 64 << 10) and not stream
 
 
 @pytest.mark.parametrize("kernel", [RESIDENT, SHARED, STEP], ids=lambda k: k.name)
-def test_what_the_driver_reads_of_arguments(
-    kernel: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver, kinds = Driver(), {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
-    monkeypatch.setattr(launch, "_driver", lambda: driver)
-    monkeypatch.setattr(build, "interpreted", lambda: False)
-    monkeypatch.setattr(launch, "_loaded", lambda *_: (binary(), 1))
+def test_what_the_driver_reads_of_arguments(kernel: Printed, started: Any) -> None:
+    kinds = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
     extremes = {"i32": [-(2**31), -1, 7], "i64": [-(2**63), -16, 2**62]}
     values = {
         name: extremes.get(kind, [2**63 + 16, 2**40, 48])[i % 3]
         for i, (name, kind) in enumerate(kernel.arguments)
     }
-    started = Launch(kernel, values, (2, 3), ADDRESSES)
-    started(5)
+    values |= {"t": 5} if "t" in values else {}
+    arguments = started(kernel, binary(), values).arguments
     read = [
-        kinds.get(kind, ctypes.c_uint64).from_address(address).value
-        for (_, kind), address in zip(kernel.arguments, driver.arguments, strict=False)
+        kinds.get(kind, ctypes.c_uint64)(number).value
+        for (_, kind), number in zip(kernel.arguments, arguments, strict=False)
     ]
-    assert read == [5 if name == "t" else values[name] for name, _ in kernel.arguments]
-    # Triton's own scratch memory, which is empty.
-    behind = driver.arguments[len(read) :]
-    assert [ctypes.c_uint64.from_address(address).value for address in behind] == [0] * 2
+    assert read == [values[name] for name, _ in kernel.arguments]
+    assert arguments[len(read) :] == [0] * 2  # Triton's own scratch memory, which is empty
+
+
+@pytest.mark.parametrize("kernel", [RESIDENT, STEP], ids=lambda k: k.name)
+def test_a_new_thread_gets_a_context_first(kernel: Printed, started: Any) -> None:
+    driver = started(kernel, binary(), current=0)
+    assert driver.launched == ["cuLaunchKernel"] and driver.context == 1100
 
 
 REFUSED: list[tuple[Binary, dict[str, int], str]] = [
     (binary(shared=69_632), {}, "it takes 69,632 bytes of shared memory, of which there are 65,53"),
     (binary(spilled=68), {}, "registers do not suffice: each thread keeps 68 bytes in memory"),
-    (binary(), {"cuModuleLoadData": 209}, "does not load it .CUDA_ERROR_NO_BINARY_FOR_GPU"),
-    (binary(), {"cuModuleLoadData": 222}, "does not load it .CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
-    (binary(shared=60 << 10), {"cuFuncSetAttribute": 1},
+    (binary(), {"cuLibraryLoadData": 209}, "does not load it .CUDA_ERROR_NO_BINARY_FOR_GPU"),
+    (binary(), {"cuKernelGetFunction": 222},
+     "does not load it .CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
+    (binary(shared=60 << 10), {"cuKernelSetAttribute": 1},
      "asking for 61,440 bytes of shared memory"),
     (binary(), {"cuLaunchKernel": 701},
      "does not launch 2 x 3 programs at once .*OUT_OF_RESOURCES"),
@@ -132,13 +149,20 @@ def test_more_programs_than_run_at_once(result: int, started: Any) -> None:
     assert refused.value.programs == 6
 
 
+def test_occupancy_is_known_before_a_launch(started: Any) -> None:
+    with pytest.raises(Refused, match="6 programs do not run at once, 0 do") as refused:
+        started(SHARED, binary(), together=0)
+    assert refused.value.programs == 6
+    assert started(SHARED, binary(), together=1).launched == ["cuLaunchCooperativeKernel"]
+
+
 BROKEN = [
     {"cuLaunchKernel": 700},  # an illegal address, of this kernel or of one before
     {"cuLaunchKernel": 1},  # our own mistake
     {"cuLaunchKernel": 719},
-    {"cuModuleLoadData": 700},
-    {"cuModuleLoadData": 2},  # out of memory
-    {"cuFuncSetAttribute": 700},
+    {"cuLibraryLoadData": 700},
+    {"cuLibraryGetKernel": 2},  # out of memory
+    {"cuKernelSetAttribute": 700},
 ]
 
 
@@ -166,13 +190,17 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> None:
         raise OSError(name)
 
-    launch._driver.cache_clear()
-    monkeypatch.setattr(ctypes, "CDLL", none)
-    why = launch.missing()
-    assert why is not None and "found no CUDA driver" in why
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver())
-    assert launch.missing() is None
-    launch._driver.cache_clear()
+    monkeypatch.setattr(build, "interpreted", lambda: False)
+    for find, words in (
+        (none, "found no CUDA driver"),
+        (lambda _: SimpleNamespace(), "older than 12.0"),
+        (lambda _: Driver(), None),
+    ):
+        launch.driver.cache_clear()
+        monkeypatch.setattr(ctypes, "CDLL", find)
+        why = launch.missing()
+        assert why is None if words is None else why is not None and words in why
+    launch.driver.cache_clear()
 
 
 # -- a pass that begins anew -----------------------------------------------------------------------
@@ -183,26 +211,26 @@ class H100(Poisoned):
 
 
 class Launches:
-    """Replaces ``Launch._interpret``: refuses some launches, and runs the others."""
+    """Makes the driver refuse some launches, and run the others."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[Launch], bool]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[Printed], bool]) -> None:
         self.refused: list[str] = []
         self.ran: set[str] = set()
-        run = Launch._interpret
+        run = Interpreter.launch
 
-        def start(launch: Launch, t: int) -> None:
-            kind = launch.printed.name
-            if refuse(launch):
-                self.refused.append(kind)
-                raise Refused(launch.printed, "the test says so")
-            self.ran.add(kind)
-            run(launch, t)
+        def start(driver: Interpreter, one: Started) -> int:
+            printed = driver.kernels[one.handle - 1]
+            if refuse(printed):
+                self.refused.append(printed.name)
+                return 701
+            self.ran.add(printed.name)
+            return run(driver, one)
 
-        monkeypatch.setattr(Launch, "_interpret", start)
+        monkeypatch.setattr(Interpreter, "launch", start)
 
 
-def whole(launch: Launch) -> bool:
-    return launch.printed.alone
+def whole(printed: Printed) -> bool:
+    return printed.alone
 
 
 @pytest.mark.skipif(CARD, reason="the kernels are interpreted")
@@ -242,15 +270,15 @@ def test_only_what_is_refused_falls(
     problem = random_problem(cells.RNN, (3, 3, 40), rng, "float32")
     first: list[Printed] = []
 
-    def refuse(launch: Launch) -> bool:
-        if launch.printed.alone and not first:
-            first.append(launch.printed)
-        return launch.printed in first
+    def refuse(printed: Printed) -> bool:
+        if printed.alone and not first:
+            first.append(printed)
+        return printed in first
 
     launches = Launches(monkeypatch, refuse)
     assert_right(by_gpu(problem, tier=None, host_class=H100), problem)
     assert launches.refused == ["forward_resident"]
-    assert launches.ran == {"forward_resident", "backward_resident"}
+    assert launches.ran - {"move"} == {"forward_resident", "backward_resident"}
 
 
 @pytest.mark.skipif(CARD, reason="the kernels are interpreted")
@@ -267,7 +295,7 @@ def test_a_tier_that_was_asked_for_is_not_left(
 def test_tier_3_has_no_next(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(cells.RNN, (2, 3, 18), rng, "float32")
     Launches(monkeypatch, lambda _: True)
-    with pytest.raises(Refused, match=r"kernel \w+ cannot run on this device: the test"):
+    with pytest.raises(Refused, match=r"kernel \w+ cannot run on this device: the driver does not"):
         by_gpu(problem, tier=3, host_class=H100)
 
 
@@ -303,7 +331,8 @@ def test_layers_say_what_was_refused(
     Launches(monkeypatch, whole)
     found, _ = layer(x)
     assert_close(found.detach().cpu(), right.detach().cpu(), "float32", "forward")
-    one = "T4 refused tier 1 of 4 warps, forward: the test says so; next comes tier"
+    why = "the driver does not launch 1 x 1 programs at once (CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)"
+    one = f"T4 refused tier 1 of 4 warps, forward: {why}; next comes tier"
     for engine in (layer.engine, cell.engine):
         assert engine.name == "gpu"
         assert engine.reason.startswith(f"{plain}; {one}")

@@ -100,9 +100,9 @@ def test_a_launch_passes_them(
 
     binary = build.Binary(kernel.name, b"", "", 0, 4, hidden, 0)
     monkeypatch.setattr(build, "interpreted", lambda: False)
-    monkeypatch.setattr(launch, "_context", lambda device: 1)
-    monkeypatch.setattr(launch, "_loaded", lambda *_: (binary, ctypes.c_void_p(1)))
-    monkeypatch.setattr(launch, "_driver", lambda: SimpleNamespace(cuLaunchKernel=launched))
+    monkeypatch.setattr(launch, "use_context", lambda device: None)
+    monkeypatch.setattr(launch, "loaded", lambda *_: launch.Loaded(binary, 1))
+    monkeypatch.setattr(launch, "driver", lambda: SimpleNamespace(cuLaunchKernel=launched))
     numbers = {name: n << 40 for n, (name, kind) in enumerate(kernel.arguments) if kind != "i32"}
     wide = [name for name, kind in kernel.arguments[-3:] if kind != "i32"]
     assert len(wide) == 3  # all of 64 bits, so that they can be read back alike

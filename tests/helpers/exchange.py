@@ -11,12 +11,14 @@ It fails if programs that run at once compute other results than programs run on
 """
 
 import functools
+import itertools
 import json
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
@@ -26,7 +28,8 @@ from triton.runtime import interpreter
 
 from anycell import Cell, cells
 from anycell.engines import gpu
-from anycell.engines.gpu import Printed, Work
+from anycell.engines.gpu import Printed
+from anycell.engines.gpu.interpreter import Interpreter
 from anycell.layer import gpu as device
 from anycell.torch.framework import TorchDevice
 
@@ -38,41 +41,40 @@ class Shared(Poisoned):
     patience = 200_000_000  # about ten seconds: a look takes longer than it counts
     made: list[Any]
 
-    def empty(self, *args: Any, **options: Any) -> Any:
-        self.made.append(super().empty(*args, **options).share_memory_())
+    def like(self, array: Any) -> Any:
+        self.made.append(super().like(array).share_memory_())
         return self.made[-1]
 
-    def zeros(self, *args: Any, **options: Any) -> Any:
-        return super().zeros(*args, **options).share_memory_()
-
-    def flags(self, count: int) -> Any:
-        return super().flags(count).share_memory_()
+    def block(self, count: int) -> Any:
+        return super().block(count).share_memory_()
 
     @functools.cached_property
     def trouble(self) -> Any:
         return TorchDevice.trouble.func(self).share_memory_()
 
 
-def run_at_once(kernel: Printed, work: Work) -> int:
-    """Replaces ``_run_interpreted``: one launch of all steps."""
-    launch = work.launch(kernel, work.all_values())
-    groups, programs = launch.grid
-    launch.grid = (1, 1)
+def start_at_once(
+    self: Interpreter, printed: Printed, grid: tuple[int, int], parameters: Any
+) -> None:
+    """Replaces ``Interpreter.start``: programs that wait for one another run at once."""
+    if not printed.cooperative:
+        return start(self, printed, grid, parameters)
     children = []
-    for group in range(groups):
-        for program in range(programs):
-            if (group, program, work.variant.backward) == work.host.absent:  # type: ignore[attr-defined]
-                continue
-            child = os.fork()
-            if child == 0:
-                pretend((group, program, 0), (groups, programs, 1))
-                time.sleep(0.2 * program)  # the others have to wait
-                launch(0)
-                os._exit(0)
-            children.append(child)
+    for group, program in itertools.product(*map(range, grid)):
+        if (group, program, printed.name.startswith("backward")) == Shared.absent:
+            continue
+        child = os.fork()
+        if child == 0:
+            pretend((group, program, 0), (*grid, 1))
+            time.sleep(0.2 * program)  # the others have to wait
+            start(self, printed, (1, 1), parameters)
+            os._exit(0)
+        children.append(child)
     for child in children:
         assert os.waitpid(child, 0)[1] == 0
-    return 1
+
+
+start = Interpreter.start
 
 
 def pretend(place: tuple[int, int, int], shape: tuple[int, int, int]) -> None:
@@ -81,18 +83,16 @@ def pretend(place: tuple[int, int, int], shape: tuple[int, int, int]) -> None:
     set_place, set_shape = builder.set_grid_idx, builder.set_grid_dim
     builder.set_grid_idx = lambda *_: set_place(*place)
     builder.set_grid_dim = lambda *_: set_shape(*shape)
-    # After a launch, the interpreter copies all arrays back: here it would undo others' writes.
-    interpreter.GridExecutor._restore_args_dev = lambda *_: None
 
 
 def together(problem: Problem, **options: Any) -> Arrays:
     """Solves a problem by all programs at once."""
     Shared.made = []
-    one_by_one, gpu._run_interpreted = gpu._run_interpreted, run_at_once
-    try:
+    with (
+        mock.patch.object(gpu, "launches", lambda _, work: [work]),  # one launch of all steps
+        mock.patch.object(Interpreter, "start", start_at_once),
+    ):
         return by_gpu(problem, tier=2, host_class=Shared, **options)
-    finally:
-        gpu._run_interpreted = one_by_one
 
 
 def make(

@@ -1,5 +1,6 @@
 """Solves random problems on the GPU engine: on a card, or in Triton's interpreter."""
 
+import ctypes
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from anycell.engines.gpu import capacity, library  # noqa: E402
+from anycell.engines.gpu.interpreter import HostDriver, Started  # noqa: E402
 from anycell.layer import gpu as device  # noqa: E402  (Triton reads the variable when it is imported)
 from anycell.plan import plan  # noqa: E402
 from anycell.torch.framework import TorchDevice  # noqa: E402
@@ -45,6 +47,12 @@ class Poisoned(TorchDevice):
 
     def empty(self, shape: tuple[int, ...], wide: bool = False) -> Any:
         return super().empty(shape, wide).fill_(float("nan"))
+
+    def like(self, array: Any) -> Any:  # type: ignore[override]
+        return torch.empty_like(array).fill_(float("nan"))
+
+    def block(self, count: int) -> Any:
+        return super().block(count).fill_(255)  # NaN in any dtype
 
 
 def by_gpu(
@@ -99,19 +107,43 @@ def by_gpu(
 ADDRESSES = SimpleNamespace(pointer=int, stream=lambda: 0, ordinal=0)
 
 
-class Driver:
-    """A stub of the CUDA driver with two T4; ``launched`` lists the launches that succeeded, and
-    ``arguments`` holds the addresses of the last launch's arguments.
+class Driver(HostDriver):
+    """A stub of the CUDA driver with two T4.
 
     Args:
         current: the context of the thread; 0 for none.
+        together: programs of a kernel that run at once on a multiprocessor.
         results: results of functions, by name; others return 0.
+
+    Attributes:
+        launched: the launches that succeeded.
+        kept: the devices whose contexts are kept.
+        count: how many arguments to read.
+        last: the last of them.
+        arguments: of the last launch, 64 bits of each.
     """
 
-    def __init__(self, current: int = 1, **results: int) -> None:
-        self.current, self.results = current, results
-        self.launched, self.kept = list[str](), list[int]()  # kernels, and devices of contexts
+    count = 0
+    last: Started
+
+    def __init__(self, current: int = 1, together: int = 1, **results: int) -> None:
+        super().__init__()
+        self.context, self.together, self.results = current, together, results
+        self.launched, self.kept = list[str](), list[int]()
         self.arguments = list[int]()
+
+    def launch(self, one: Started) -> int:
+        name = "cuLaunchCooperativeKernel" if one.cooperative else "cuLaunchKernel"
+        if not self.results.get(name, 0):
+            self.launched.append(name)
+            places = one.parameters[: self.count]
+            self.arguments = [ctypes.c_uint64.from_address(place).value for place in places]
+            self.last = one
+        return self.results.get(name, 0)
+
+    def current(self, context: Any) -> int:
+        context[0] = self.context
+        return 0
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if not name.startswith("cu"):
@@ -120,18 +152,18 @@ class Driver:
         def call(*given: Any) -> int:
             result = self.results.get(name, 0)
             match name, given:
-                case "cuCtxGetCurrent", (context,):
-                    context._obj.value = self.current or None
                 case "cuCtxSetCurrent", (context,):
-                    self.current = context.value
+                    self.context = context.value
                 case "cuDeviceGet", (handle, ordinal):
                     handle._obj.value = 100 + ordinal
                     result = 0 if ordinal < 2 else 101
                 case "cuDevicePrimaryCtxRetain", (context, handle):
                     self.kept.append(handle.value)
                     context._obj.value = 1000 + handle.value
-                case "cuModuleLoadData" | "cuModuleGetFunction", (handle, *_):
-                    handle._obj.value = 1
+                case "cuLibraryLoadData" | "cuLibraryGetKernel" | "cuKernelGetFunction", (one, *_):
+                    one._obj.value = 1
+                case "cuOccupancyMaxActiveBlocksPerMultiprocessor", (count, *_):
+                    count._obj.value = self.together
                 case "cuDeviceGetAttribute", (value, attribute, _):
                     limits = {75: 7, 76: 5, 97: 64 << 10, 82: 1 << 16, 16: 40}
                     value._obj.value = limits[attribute]
@@ -139,9 +171,6 @@ class Driver:
                     text.value = b"Stub T4"
                 case "cuGetErrorName", (code, text):
                     text._obj.value = f"CUDA_ERROR_{code}".encode()
-                case "cuLaunchKernel" | "cuLaunchCooperativeKernel", _ if not result:
-                    self.launched.append(name)
-                    self.arguments = list(given[9])
             return result
 
         return call

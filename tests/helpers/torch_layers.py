@@ -112,7 +112,7 @@ def fused(value: Tensor) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if "_Fused" in node.name():
+        if "Fused" in node.name():
             return True
         stack += [before for before, _ in node.next_functions]
     return False

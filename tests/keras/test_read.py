@@ -598,7 +598,7 @@ def test_what_is_not_read_runs_in_keras_loop(why: str, rng: np.random.Generator)
     layer.build((None, None, I))
     name, reason = layer.engine
     assert name == "keras" and why in reason, reason
-    assert "test_keras_read.py:" in reason or "has an effect" in reason
+    assert "test_read.py:" in reason or "has an effect" in reason
     assert not layer.losses
 
 
@@ -626,18 +626,28 @@ def test_a_wrong_reading_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @tensorflow
-def test_export_and_xla_run_keras_loop(rng: np.random.Generator) -> None:
+def test_step_by_step_runs_keras_loop_and_xla_the_kernels(rng: np.random.Generator) -> None:
     x = ops.convert_to_tensor(data(rng, B, T, I), "float32")
     ours, theirs = both(Concat, "float32")
     with ak.step_by_step():
         assert ours.engine.name == "keras"
         assert np.array_equal(ours(x), theirs(x))
-    assert_close(tf.function(ours, jit_compile=True)(x), theirs(x), "float32", "forward")
+    from anycell.keras import tensorflow as kernels
+
+    function = tf.function(ours, jit_compile=True)
+    assert_close(function(x), theirs(x), "float32", "forward")
+    nodes = {node.op for node in function.get_concrete_function(x).graph.as_graph_def().node}
+    assert ("XlaCallModule" in nodes) is (kernels.obstacle() is None)
 
 
 # -- what may change between calls -----------------------------------------------------------------
-@pytest.mark.parametrize("change", ["a class", "a base", "a list in a dictionary", "a closure"])
-def test_the_next_call_sees_what_has_changed(change: str) -> None:
+GAIN = 1.0
+
+
+@pytest.mark.parametrize(
+    "change", ["a class", "a base", "a list in a dictionary", "a closure", "a variable of the file"]
+)
+def test_the_next_call_sees_what_has_changed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scale = 1.0
 
     class Base(OfUnits):
@@ -651,7 +661,7 @@ def test_the_next_call_sees_what_has_changed(change: str) -> None:
             self.options = {"gains": [1.0]}
 
         def call(self, inputs: Any, states: Any) -> Any:
-            gain = self.options["gains"][0] * self.rate * self.leak
+            gain = self.options["gains"][0] * self.rate * self.leak * GAIN
             h = ops.tanh(gain * ops.matmul(inputs, self.kernel) + scale * states[0])
             return h, [h]
 
@@ -661,6 +671,8 @@ def test_the_next_call_sees_what_has_changed(change: str) -> None:
     before = [number(ours(x)) for _ in range(2)][1]
     if change == "a closure":
         scale = 2.0
+    elif change == "a variable of the file":
+        monkeypatch.setitem(globals(), "GAIN", 2.0)
     elif change == "a list in a dictionary":
         cell.options["gains"][0] = 2.0
     else:

@@ -78,8 +78,7 @@ def test_under_xla(step: Any, rng: np.random.Generator) -> None:
     assert_close(outer(x).numpy(), plain(x).numpy(), "float64", "forward")
 
 
-def test_fit_takes_the_kernels(rng: np.random.Generator) -> None:
-    """By default, ``fit`` would compile the model with XLA, and the kernels would never run."""
+def test_fit(rng: np.random.Generator) -> None:
     x, y = data(rng, 8, 5, 3), data(rng, 8, 1)
     trained = []
     for module in (ak, keras.layers):
@@ -88,14 +87,10 @@ def test_fit_takes_the_kernels(rng: np.random.Generator) -> None:
         model.set_weights(trained[0] if trained else model.get_weights())
         trained.append(model.get_weights())
         model.compile("sgd", "mse")
-        assert model.jit_compile is False
         model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
         trained.append(model.get_weights())
     for a, b in zip(trained[1], trained[3], strict=True):
         assert_close(a, b, "float32", "gradient")
-    model = keras.Sequential([keras.Input((None, 3)), ak.LSTM(4)])
-    with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
-        model.compile("sgd", "mse", jit_compile=True)
 
 
 @pytest.mark.slow
@@ -139,8 +134,8 @@ def test_the_engine_inside_a_graph(rng: np.random.Generator) -> None:
         tf.function(
             lambda x, xla=xla: (found.setdefault(xla, layer.engine), layer(x))[1], jit_compile=xla
         ).get_concrete_function(tf.TensorSpec([2, 5, 3]))
-    assert found[False].name == "cpu"
-    assert (found[True].name, "XLA" in found[True].reason) == ("keras", True)
+    fused = "cpu" if tensorflow.obstacle() is None else "keras"
+    assert [found[xla].name for xla in (False, True)] == ["cpu", fused]
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.slow)])
@@ -726,7 +721,7 @@ def test_exported_models_call_no_python(tmp_path: Path, rng: np.random.Generator
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["export", "saved_model", "traced before"])
+@pytest.mark.parametrize("way", ["export", "saved_model", "traced before", "compiled before"])
 def test_exported_models_run_without_anycell(
     way: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -739,9 +734,11 @@ def test_exported_models_run_without_anycell(
         module = tf.Module()
         module.model = model
         module.call = tf.function(
-            lambda x: model(x), input_signature=[tf.TensorSpec([None, None, 3])]
+            lambda x: model(x),
+            input_signature=[tf.TensorSpec([None, None, 3])],
+            jit_compile=way == "compiled before",
         )
-        if way == "traced before":
+        if way.endswith("before"):
             module.call(x)
         tf.saved_model.save(module, path)
     assert_runs_elsewhere(path, "found.serve" if way == "export" else "found.call", x, right)

@@ -109,6 +109,18 @@ def test_frozen_variables(rng: np.random.Generator, replays: list[int]) -> None:
     assert len(replays) == 6
 
 
+def _of_large_batches(cell: Any, h: Any, new: Any) -> Any:
+    return h + new if len(new) * H > 50 else 0.5 * new
+
+
+def test_a_branch_on_the_size_of_the_batch(rng: np.random.Generator, replays: list[int]) -> None:
+    """Its loop runs for the sizes that it was not read for."""
+    pair = both(_of_large_batches)
+    for rows in (B, 50, B, 50):
+        assert_alike(pair, rng.normal(size=(rows, T, I)))
+    assert replays == [B, B]
+
+
 def _counts(cell: Any, h: Any, new: Any) -> Any:
     cell.calls.assign_add(1.0)
     return h + new
@@ -136,7 +148,7 @@ def test_what_is_not_read_runs_in_keras_loop(
     pair = both(step)
     name, reason = pair[0].engine
     assert name == "keras" and REFUSED[step] in reason, reason
-    assert reason.startswith("the cell Leaky cannot be read: test_keras_torch.py:"), reason
+    assert reason.startswith("the cell Leaky cannot be read: test_torch.py:"), reason
     assert float(pair[0].cell.calls.value) == 0.0  # reading has no effect
     assert_alike(pair, rng.normal(size=(B, T, I)))
     assert not replays

@@ -206,7 +206,8 @@ def trees(x: Any, h: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, "float64") for name in STEPS]
-    + [(name, "float32") for name in ("concatenated", "norm_of_all_gates", "mask")],
+    + [(name, "float32") for name in ("concatenated", "norm_of_all_gates", "mask")]
+    + [("concatenated", "float16")],
 )
 def test_a_step_gives_the_numbers_of_its_loop(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -317,7 +318,7 @@ def test_edits_in_place_run_as_they_are() -> None:
     run, h = loop(edit), draw(B, H)
     outputs, last = run(X, h)
     assert "np.where or np.concatenate" in str(run.reason)
-    assert "test_numpy_loop.py:" in str(run.reason)
+    assert "test_loop.py:" in str(run.reason)
     np.testing.assert_array_equal(outputs[-1], last)
 
 

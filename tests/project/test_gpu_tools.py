@@ -1,5 +1,6 @@
 """``tools/gpu_check.py`` and the tools that it runs on a card, tested without a card."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -192,16 +193,13 @@ def test_without_a_card(tool: str, tmp_path: Path) -> None:
 def test_smoke(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, the tool reports right, refused, wrong and broken kernels."""
     smoke = load("tools/gpu_smoke.py")
-    monkeypatch.setattr(smoke, "STEPS", 3)
-    monkeypatch.setattr(smoke, "BATCH", 3)
-    monkeypatch.setattr(smoke, "CALLS", 2)
-    monkeypatch.setattr(smoke, "HIDDEN", {1: 9, 2: 18, 3: 9})
+    tried = functools.partial(smoke.tried, sizes=smoke.SMALL)
     monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
     case = smoke.Case(3, passes, "float32")
-    line = smoke.tried(cells.LSTM, case, DEVICE.type)
+    line = tried(cells.LSTM, case, DEVICE.type)
     assert 0 < line["worst"] <= 1.0
-    assert smoke.tried(cells.LSTM, case._replace(tier=1), DEVICE.type)["worst"] <= 1.0
-    refused = smoke.tried(cells.LayerNormLSTM, case._replace(tier=2), DEVICE.type)
+    assert tried(cells.LSTM, case._replace(tier=1), DEVICE.type)["worst"] <= 1.0
+    refused = tried(cells.LayerNormLSTM, case._replace(tier=2), DEVICE.type)
     assert "tier=2 cannot run cell LayerNormLSTM" in refused["refused"]
     forward = fused.gpu.forward
 
@@ -210,13 +208,13 @@ def test_smoke(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return out * 2, *rest
 
     monkeypatch.setattr(fused, "gpu", SimpleNamespace(**{**vars(device), "forward": doubled}))
-    assert smoke.tried(cells.LSTM, case, DEVICE.type)["worst"] > 1.0
+    assert tried(cells.LSTM, case, DEVICE.type)["worst"] > 1.0
 
     def broken(*args: Any, **options: Any) -> Any:
         raise RuntimeError("CUDA error")
 
     monkeypatch.setattr(fused, "gpu", SimpleNamespace(**{**vars(device), "forward": broken}))
-    assert smoke.tried(cells.LSTM, case, DEVICE.type) == {"error": "RuntimeError: CUDA error"}
+    assert tried(cells.LSTM, case, DEVICE.type) == {"error": "RuntimeError: CUDA error"}
 
 
 def test_stress_counts_wrong_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +276,7 @@ def test_the_exchange_alone(numbers: bool) -> None:
     exchange, host = load("tools/gpu_exchange.py"), TorchDevice(torch.float32, DEVICE)
     values = {
         "data": torch.zeros(5, exchange.ROWS, exchange.UNITS),
-        "flags": host.flags(2),
+        "flags": torch.zeros(2, dtype=torch.int32),
         "trouble": host.trouble,
         "patience": 20_000_000,
     }
@@ -352,7 +350,7 @@ def check() -> Any:
 def test_the_plan_of_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes at most nine minutes, most important parts first, and its programs exist."""
     parts = check.plan()
-    order = "card smoke ahead exchange targets stress tests engine sanitizer rest"
+    order = "card smoke host frames ahead exchange targets stress tests engine sanitizer rest"
     assert [part.name for part in parts] == order.split()
     assert sum(part.seconds for part in parts) <= 540
     assert parts[0].seconds >= 120 and all(part.most >= part.seconds for part in parts)
@@ -372,6 +370,20 @@ def test_the_plan_of_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> N
         )
         (tests,) = [c for part in check.plan() for c in part.commands if c.name == "tests"]
         assert ("--max-worker-restart" in tests.words) is there
+
+
+@without_a_card
+@pytest.mark.slow
+def test_the_rehearsal(tmp_path: Path) -> None:
+    """Without a card, the first parts of a card's run end well, and say what they found."""
+    said = run("tools/gpu_check.py", "--rehearse", str(tmp_path))
+    assert "| smoke | 12 of 12 passed |" in said and "| host | passed |" in said
+    assert "| frames | passed |" in said
+    lines = [json.loads(line) for line in (tmp_path / "host.txt").read_text().splitlines()]
+    assert {line["cell"] for line in lines} == {"LSTM", "PeepholeLSTM", "GRU"}
+    for line in lines:
+        assert 0 < line["forward"] < line["forward+backward"]
+        assert line["forward"] < line["call"] < line["training"]
 
 
 HANGS = "import time; print('begins', flush=True); time.sleep(600)"

@@ -162,6 +162,19 @@ def test_values_are_computed_once_and_however_deep() -> None:
         values[alone]
 
 
+def test_of_several_results_some_may_be_known() -> None:
+    whole, parts, total = variable(), [variable(), variable()], variable()
+    Equation("split", (whole,), {}, parts)
+    Equation("neg", (parts[1],), {}, [total])
+
+    def execute(equation: Equation, values: Values) -> list[Any]:
+        value = values[equation.operands[0]]
+        return [-value] if equation.op == "neg" else [value + 1, value + 2]
+
+    values = Values({whole: 1, parts[0]: 9}, execute)
+    assert values[total] == -3 and values[parts[0]] == 9
+
+
 def test_trees() -> None:
     tree = {"b": (1, [None, 2.0]), "a": 3}
     assert list(leaves(tree)) == [3, 1, 2.0] and list(leaves(tree, float)) == [2.0]

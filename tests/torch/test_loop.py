@@ -8,7 +8,8 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,14 +46,7 @@ import anycell.torch
 from anycell.torch import loop, scan
 from anycell.torch.tape import Tape
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(old)
+pytestmark = pytest.mark.usefixtures("torch_in_float64")
 
 
 @pytest.mark.sample(6)
@@ -321,6 +315,30 @@ def test_a_module_that_changes() -> None:
     check()
 
 
+def test_tensors_of_an_object_are_read() -> None:
+    """As those of a module: what replaces them is seen, and they have gradients."""
+
+    class Holding(OfTorchGRU):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = SimpleNamespace(gain=torch.ones(H))
+
+        def forward(self, x: Tensor, h: Tensor) -> Any:
+            h = self.cell(x, h) * self.held.gain
+            return h, h
+
+    module = Holding()
+    layer = loop(module)
+    x, h = inputs_of(module)
+    for _ in range(3):
+        gain = module.held.gain = torch.rand(H).requires_grad_()
+        made, expected = (run(x, h)[0] for run in (layer, by_hand(module)))
+        check_trees(made, expected)
+        slopes = [torch.autograd.grad(output.sin().sum(), gain) for output in (made, expected)]
+        check_trees(*slopes)
+        assert layer.engine.name == "cpu", layer.engine.reason
+
+
 GAIN = 1.0
 
 
@@ -345,27 +363,29 @@ def test_a_number_that_changes_in_each_call(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys.modules["anycell.torch.loops"], "_RESTLESS", 3)
     module = Switched().eval()
     layer = loop(module)
-    x, h = inputs_of(module, 2)
+    x, h = inputs_of(module, steps=3)
     for k in range(5):
         module.gain = 1.0 + k
         check_trees(layer(x, h), by_hand(module)(x, h))
     assert "such as a buffer" in layer.engine.reason
 
 
-def test_dtype_and_device_move() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_moves(dtype: torch.dtype) -> None:
     module = Concatenated()
     layer = loop(module)
     x, state = inputs_of(module)
     layer(x, state)
-    layer.to(torch.float32)
-    x, state = x.float(), pytree.tree_map(Tensor.float, state)
+    layer.to(dtype)
+    x, state = pytree.tree_map(lambda t: t.to(dtype), (x, state))
     for _ in range(3):
         output, _ = layer(x, state)
         expected, _ = by_hand(copy.deepcopy(module).double())(
             x.double(), pytree.tree_map(Tensor.double, state)
         )
-        assert output.dtype is torch.float32
-        assert error(output.detach(), expected.detach()) <= LIMITS["float32", "forward"]
+        assert output.dtype is dtype
+        limit = LIMITS[str(dtype).removeprefix("torch."), "forward"]
+        assert error(output.detach().double(), expected.detach()) <= limit
     assert layer.engine.name == "cpu", layer.engine.reason
 
 
@@ -563,7 +583,7 @@ def test_refusals_name_the_line(name: str) -> None:
     step, _ = STEPS[name]
     layer = loop(Refusing(step))
     layer(*inputs_of(layer.module))
-    place = f"test_torch_loop.py:{step.__code__.co_firstlineno}: "
+    place = f"test_loop.py:{step.__code__.co_firstlineno}: "
     assert layer.engine.reason.startswith(place), layer.engine.reason
 
 
@@ -627,7 +647,7 @@ def test_transformations_run_the_loop() -> None:
 
 def test_second_derivatives() -> None:
     layer = loop(Leaky())
-    x, h = torch.randn(2, 1, I, requires_grad=True), torch.randn(1, H, requires_grad=True)
+    x, h = torch.randn(5, 1, I, requires_grad=True), torch.randn(1, H, requires_grad=True)
     layer(x, h)
     assert layer.engine.name == "cpu", layer.engine.reason
     assert torch.autograd.gradgradcheck(lambda x, h: layer(x, h), (x, h))
@@ -922,13 +942,45 @@ def test_layers_in_one_tensor_of_states(fused: bool) -> None:
     check_trees((output[2:], end), by_hand(module)(x[2:], restored))
 
 
-def test_one_step_is_the_module() -> None:
-    layer = loop(Concatenated())
-    x, state = inputs_of(layer.module, steps=1)
+@pytest.mark.parametrize(
+    ("kind", "steps", "rows", "read"),
+    [
+        (Concatenated, 1, B, False),
+        (Concatenated, 2, B, False),
+        (Concatenated, 2, 300, True),
+        (Concatenated, 3, B, True),
+        (OfTorchGRU, 3, B, False),
+        (OfTorchGRU, 3, 400, True),
+    ],
+)
+def test_few_steps_are_the_module(kind: Any, steps: int, rows: int, read: bool) -> None:
+    """One step; two of few numbers; a few more of few functions of torch."""
+    layer = loop(kind())
+    x, state = inputs_of(layer.module, steps=steps, rows=rows)
     check_trees(layer(x, state), by_hand(layer.module)(x, state))
-    assert "one step takes less time" in layer.engine.reason
-    layer(*inputs_of(layer.module, steps=2))
-    assert layer.engine.name == "cpu", layer.engine.reason
+    assert ("so few steps take less time" in layer.engine.reason) != read
+    assert (layer.engine.name == "cpu") == read, layer.engine.reason
+
+
+@pytest.mark.parametrize("other", [torch.sin, lambda h: h * 0.5], ids=["operation", "number"])
+def test_a_branch_on_a_larger_batch_than_the_trial(other: Any) -> None:
+    """Read for all batches on its one side, in any order."""
+
+    class Branched(OfTorchGRU):
+        def forward(self, x: Tensor, h: Tensor) -> Any:
+            h = self.cell(x, h)
+            h = other(h) if len(x) * H > 50 else h * 0.25
+            return h, h
+
+    module = Branched()
+    for sizes in ((4, 40, 6, 40, 4), (40, 6)):
+        layer = loop(module)
+        for rows in sizes:
+            x, h = inputs_of(module, rows=rows)
+            check_trees(layer(x, h), by_hand(module)(x, h))
+            assert layer.engine.name == ("torch" if rows == 40 else "cpu"), layer.engine.reason
+            said = re.search("batch.* Instead: compute each row from itself", layer.engine.reason)
+            assert bool(said) == (rows == 40)
 
 
 def test_hardsigmoid_in_float32() -> None:
@@ -953,5 +1005,5 @@ def test_a_step_that_was_typed(file: str, place: str) -> None:
 
     layer = loop(Typed())
     layer(torch.ones(3, 2, 4), torch.ones(2, 4))
-    said = re.sub(r"\S*test_torch_loop.py:\d+: ", "", layer.engine.reason)
+    said = re.sub(r"\S*test_loop.py:\d+: ", "", layer.engine.reason)
     assert said.startswith(f"{place}Python reads the value of a tensor")

@@ -247,7 +247,7 @@ def test_autocast_trains(kind: str) -> None:
 
 # -- sharded weights -------------------------------------------------------------------------------
 class Spread(Tensor):
-    """Has what a ``DTensor`` is known by; test_torch_distributed.py has real ones."""
+    """Has what a ``DTensor`` is known by; test_distributed.py has real ones."""
 
     device_mesh = "two processes"
 
@@ -297,7 +297,7 @@ def test_distributed_tensors_beside_plain_ones() -> None:
 
 
 # -- the price of a call ---------------------------------------------------------------------------
-@pytest.mark.parametrize(("gradients", "most"), [(False, 36), (True, 56)])
+@pytest.mark.parametrize(("gradients", "most"), [(False, 11), (True, 38)])
 def test_a_call_is_few_calls(gradients: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Python functions, as a profiler counts them: what a small layer takes follows from it."""
     monkeypatch.setattr(cpu.check, "ON", False)

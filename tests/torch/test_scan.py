@@ -1,6 +1,5 @@
 """``anycell.torch.scan``: that of torch, and fused."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +11,7 @@ from torch import Tensor, nn
 import anycell
 from anycell.torch import explain_scan, scan
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(old)
+pytestmark = pytest.mark.usefixtures("torch_in_float64")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, in Dynamo
@@ -120,7 +112,7 @@ def test_explain_scan_shows_the_cell_or_the_reason() -> None:
     cell = anycell.lang.text.from_text(text[: text.index("\nread")])
     assert [state.name for state in cell.states] == ["h"] and "float64" in said
     said = explain_scan(refused, h, x, dim=1)
-    assert said.startswith("A loop over the steps runs this body: test_torch_scan.py:")
+    assert said.startswith("A loop over the steps runs this body: test_scan.py:")
     with torch.autocast("cpu"):
         assert "autocast" in explain_scan(read, h, x, dim=1)
     assert explain_scan(read, h, []) == "A loop over the steps runs this body: there are no steps"

@@ -28,6 +28,7 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from string import Template
 from typing import Any, NamedTuple
@@ -240,6 +241,7 @@ class _Gangs(NamedTuple):
 
 _near: str | None = ""
 _gangs: _Gangs | None = None
+CHANGED: list[Callable[[], None]] = []  # called where ``attach`` made addresses invalid
 
 
 def _around(workers: _Workers) -> _Gangs:
@@ -266,6 +268,8 @@ def attach(near: str | None) -> None:
     _near = near
     if _gangs is not None:
         _gangs = _around(_gangs.workers)
+    for forget in CHANGED:
+        forget()
 
 
 def backend() -> str:

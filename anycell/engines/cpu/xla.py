@@ -8,6 +8,10 @@ owns its recipes, and is the same program in every process. The names are looked
 the ``Process`` whose address the handler knows. The arguments of a call are the arrays that the
 pass reads, and maybe the seed of its random masks; its results are the arrays that the pass makes.
 
+A framework may not know sizes while it traces a program. Then the attribute is a *form*, a number
+that stands for a pass of any sizes, and the first two axes of the first argument are these sizes.
+The handler finds the record under a name made of all three; for new sizes Python drafts it.
+
 The memory of a call is not XLA's, which would be fresh pages at every run of a program. One call at
 a time has the ``Room`` that stays warm; others, at the same time, allocate theirs.
 
@@ -20,9 +24,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
+import secrets
 import threading
+import traceback
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +49,7 @@ CREATE_ERROR = 48  # among XLA's functions
 # Its arguments: their bytes, an extension, the message, and a code, which says "failed
 # precondition".
 ERROR_BYTES, MESSAGE, CODE, PRECONDITION = 32, 16, 24, 9
-DATA = 24  # in a buffer, the address of its numbers
+DATA, RANK, SHAPE = 24, 32, 40  # in a buffer: the address of its numbers; its axes; their sizes
 NUMBERS = 16  # in an attribute that is an array, the address of its numbers
 # An extension that asks for the version has the address of the answer.
 ANSWER, MAJOR, MINOR, TRAITS = 24, 24, 28, 32
@@ -58,15 +65,21 @@ RECORD = (
 # An array that all calls share: its place in the record, or if this is 0, a name.
 CONSTANT = "place name".split()
 ROOM = "users address bytes".split()
+# In place of a record: 0, where a record has the name of a function, and the number of the form.
+FORM = "none form".split()
+# The name of a record is its form, plus these multiples of the sizes.
+OF_SIZES = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 # ``names`` is the address of a table of names and addresses: its rows, a power of two, and then
 # these rows, of which one with the name 0 is free. A name has the first free row from row
-# ``name % rows`` on.
-PROCESS = "names room malloc free".split()
+# ``name % rows`` on. ``draft`` is the address of a function: from a call frame whose call has a
+# form, to the address of the record, or 0.
+PROCESS = "names room draft malloc free".split()
 NAME = "name address".split()
 UNKNOWN = (
     "This program was compiled in another process, and has a layer of anycell that this process "
     "has not compiled. Compile the program here: call its function, or lower it."
 )
+Buffers = Sequence[tuple[int, ...]]  # the shapes of arguments, or of results
 
 
 class Room:
@@ -90,6 +103,12 @@ class Process:
         for name in ("malloc", "free"):
             address = ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value or 0
             self.numbers[PROCESS.index(name)] = address
+        self._forms: dict[int, Callable[[Buffers, Buffers], npt.NDArray[np.int64]]] = {}
+        self._next_form = itertools.count(secrets.randbits(62))  # no other process has its forms
+        self._records: list[npt.NDArray[np.int64]] = []
+        self._draft = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(self._drafted)
+        address = ctypes.cast(self._draft, ctypes.c_void_p).value or 0
+        self.numbers[PROCESS.index("draft")] = address
         self.make_room(0)
         self._publish(64)
 
@@ -103,6 +122,10 @@ class Process:
     def name(self, text: str, address: int) -> int:
         """Gives what ``text`` describes its name, by which calls find its address."""
         name = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 or 1
+        self._give(name, address)
+        return name
+
+    def _give(self, name: int, address: int) -> None:
         with self._lock:
             self.addresses[name] = address
             table = self._tables[-1]
@@ -110,7 +133,36 @@ class Process:
                 self._publish(2 * table[0])
             else:
                 self._enter(table, name, address)
-        return name
+
+    def form(self, record: Callable[[Buffers, Buffers], npt.NDArray[np.int64]]) -> npt.NDArray[Any]:
+        """Makes a form, the attribute of calls, of what describes the pass for the shapes of a
+        call's arguments and results.
+        """
+        number = next(self._next_form)
+        self._forms[number] = record
+        return np.array([0, number])
+
+    def _drafted(self, frame: int) -> int:
+        """Drafts the record of a call; see ``PROCESS``."""
+        try:
+            return self._draft_of(frame)
+        except BaseException:  # which cannot pass through XLA, whose error follows
+            traceback.print_exc()
+            return 0
+
+    def _draft_of(self, frame: int) -> int:
+        attribute = _at(_at(frame + ATTRIBUTES))
+        number = _at(_at(attribute + NUMBERS) + 8 * FORM.index("form"))
+        given, made = (
+            [_shape(_at(_at(frame + buffers) + 8 * i)) for i in range(_at(frame + count))]
+            for count, buffers in ((GIVEN, ARGUMENTS), (MADE, RESULTS))
+        )
+        record = self._forms[number](given, made)
+        self._records.append(record)
+        address = record.__array_interface__["data"][0]
+        sizes = sum(size * k for size, k in zip(given[0][:2], OF_SIZES, strict=True))
+        self._give(ctypes.c_int64(number + sizes).value, address)
+        return int(address)
 
     def _publish(self, rows: int) -> None:
         """Writes a larger table of names."""
@@ -128,6 +180,15 @@ class Process:
         at = 1 + len(NAME) * row
         table[at + 1] = address  # before its name: a call may read the table now
         table[at] = name
+
+
+def _at(address: int) -> int:
+    """The word at an address."""
+    return ctypes.c_int64.from_address(address).value
+
+
+def _shape(buffer: int) -> tuple[int, ...]:
+    return tuple((ctypes.c_int64 * _at(buffer + RANK)).from_address(_at(buffer + SHAPE)))
 
 
 @functools.lru_cache(maxsize=1)
@@ -196,21 +257,24 @@ def print_handler(target: Target) -> Module:
     _print_find(module)
     b = module.function("handler", "ptr frame", "ptr")
     (frame,), null = b.args, Value("null", "ptr")
-    extension = _word(b, frame, EXTENSION)
-    with b.when(_word(b, frame, EXTENSION, "i64").ne(0)):
-        answer = _word(b, extension, ANSWER)
-        for offset, number in ((MAJOR, 0), (MINOR, 1), (TRAITS, 0)):
-            b.store(constant(number, "i32"), b.gep(answer, offset, "i8"))
-        b.ret(null)
+    answer(b, frame)
+    unknown = module.table([*UNKNOWN.encode(), 0], "i8")
     process = Entries(b, b.load(place, "ptr"), PROCESS)
-    of_pass = _Record(b, frame, process.pointer("names"))
+    attribute = word(b, word(b, frame, ATTRIBUTES), 0)
+    record = b.variable(word(b, attribute, NUMBERS, "i64"))
+    with b.when(b.load(b.inttoptr(record.value, "ptr"), "i64").eq(0)):
+        record.value = _print_form(b, frame, process, b.inttoptr(record.value, "ptr"))
+    with b.when(record.value.eq(0)):
+        b.ret(error(b, frame, unknown))
+    # What was drafted now may have made the table of names anew.
+    of_pass = _Record(b, b.inttoptr(record.value, "ptr"), process.pointer("names"))
     missing = b.variable(0)
     for named in (of_pass.find(of_pass["execute"]), of_pass.gang()):
         missing.value = missing.value + b.zext(named.eq(0), "i64")
     with b.loop(0, of_pass["shared"] + of_pass["kept"]) as i:
         missing.value = missing.value + b.zext(of_pass.constant(i).eq(0), "i64")
     with b.when(missing.value.ne(0)):
-        b.ret(_error(b, frame))
+        b.ret(error(b, frame, unknown))
     room = Entries(b, process.pointer("room"), ROOM)
     alone = b.atomic_add(room.at("users"), 1).eq(0) & (of_pass["bytes"] <= room["bytes"])
     memory = b.variable(room["address"])
@@ -239,23 +303,43 @@ def _print_find(module: Module) -> None:
     b.ret(b.value(0))
 
 
-def _error(b: Builder, frame: Value) -> Value:
-    """Makes the error that says that a name is unknown."""
-    message = b.module.table([*UNKNOWN.encode(), 0], "i8")
+def _print_form(b: Builder, frame: Value, process: Entries, form: Value) -> Value:
+    """The address of the record of a call that has a form."""
+    first = b.load(word(b, frame, ARGUMENTS), "ptr")
+    name = Entries(b, form, FORM)["form"]
+    for i, factor in enumerate(OF_SIZES):
+        name = name + word(b, word(b, first, SHAPE), 8 * i, "i64") * ctypes.c_int64(factor).value
+    record = b.variable(b.call("find", process.pointer("names"), name))
+    with b.when(record.value.eq(0)):
+        record.value = b.call(process.pointer("draft"), frame, returns="i64")
+    return record.value
+
+
+def error(b: Builder, frame: Value, message: Value) -> Value:
+    """Makes an error that says what the text at this address says."""
     arguments = b.alloca("i64", ERROR_BYTES // 8)
     for offset, number in ((0, ERROR_BYTES), (8, 0), (MESSAGE, b.ptrtoint(message, "i64"))):
         b.store(b.value(number), b.gep(arguments, offset, "i8"))
     b.store(b.value(PRECONDITION), b.gep(arguments, CODE, "i8"))
-    create = _word(b, _word(b, frame, API), CREATE_ERROR)
+    create = word(b, word(b, frame, API), CREATE_ERROR)
     return b.call(create, arguments, returns="ptr")
+
+
+def answer(b: Builder, frame: Value, traits: int = 0) -> None:
+    """Answers a frame that asks for the version of the interface."""
+    extension = word(b, frame, EXTENSION)
+    with b.when(word(b, frame, EXTENSION, "i64").ne(0)):
+        told = word(b, extension, ANSWER)
+        for offset, number in ((MAJOR, 0), (MINOR, 1), (TRAITS, traits)):
+            b.store(constant(number, "i32"), b.gep(told, offset, "i8"))
+        b.ret(Value("null", "ptr"))
 
 
 class _Record(Entries):
     """The record of a call, in the code of the handler."""
 
-    def __init__(self, b: Builder, frame: Value, names: Value) -> None:
-        attribute = _word(b, _word(b, frame, ATTRIBUTES), 0)
-        super().__init__(b, _word(b, attribute, NUMBERS), RECORD)
+    def __init__(self, b: Builder, address: Value, names: Value) -> None:
+        super().__init__(b, address, RECORD)
         self.names = names
         self.template = b.gep(self.address, len(RECORD), "i64")
         self.places = b.gep(self.template, self["length"], "i64")
@@ -284,8 +368,8 @@ class _Record(Entries):
 
 def _print_call(b: Builder, frame: Value, of_pass: _Record, memory: Value) -> None:
     """Makes the head and the call of a pass at the beginning of its memory, and runs it."""
-    given, made = (_word(b, frame, at, "i64") for at in (GIVEN, MADE))
-    arguments, results = (_word(b, frame, at) for at in (ARGUMENTS, RESULTS))
+    given, made = (word(b, frame, at, "i64") for at in (GIVEN, MADE))
+    arguments, results = (word(b, frame, at) for at in (ARGUMENTS, RESULTS))
     read, shared, kept = of_pass["read"], of_pass["shared"], of_pass["kept"]
     head = Entries(b, memory, HEAD)
     head.set(
@@ -307,12 +391,12 @@ def _print_call(b: Builder, frame: Value, of_pass: _Record, memory: Value) -> No
         add(number)
     for buffers, length in ((arguments, read), (results, made)):
         with b.loop(0, length) as i:
-            add(_data(b, buffers, i))
+            add(data(b, buffers, i))
     with b.loop(0, shared) as i:
         add(of_pass.constant(i))
     first_row, seed = b.variable(0), b.variable(0)
     with b.when(given > read):
-        words = b.inttoptr(_data(b, arguments, read), "ptr")
+        words = b.inttoptr(data(b, arguments, read), "ptr")
         seed.value = b.load(words, "i64", align=4)
         first_row.value = b.zext(b.load(b.gep(words, 8, "i8"), "i32"), "i64")
     numbers = {
@@ -325,18 +409,18 @@ def _print_call(b: Builder, frame: Value, of_pass: _Record, memory: Value) -> No
         add(of_pass.constant(i))
     with b.loop(0, of_pass["zeroed"]) as i:
         row = b.gep(of_pass.zeroed, i * 2, "i64")
-        begin = b.inttoptr(_data(b, results, b.load(row, "i64")), "ptr")
+        begin = b.inttoptr(data(b, results, b.load(row, "i64")), "ptr")
         count = b.load(b.gep(row, 1, "i64"), "i64") // 4  # sums have 32 bits or more
         with b.loop(0, count, b.lanes) as first:
             b.store_first(constant(0.0, b.vec), b.gep(begin, first), count - first)
     b.call(b.inttoptr(of_pass.find(of_pass["execute"]), "ptr"), call, returns="void")
 
 
-def _word(b: Builder, base: Value, offset: Operand, type: str = "ptr") -> Value:
+def word(b: Builder, base: Value, offset: Operand, type: str = "ptr") -> Value:
     """A word of a structure."""
     return b.load(b.gep(base, offset, "i8"), type)
 
 
-def _data(b: Builder, buffers: Value, number: Operand) -> Value:
+def data(b: Builder, buffers: Value, number: Operand) -> Value:
     """The address of the numbers of a buffer, as a number."""
-    return _word(b, b.load(b.gep(buffers, number, "i64"), "ptr"), DATA, "i64")
+    return word(b, b.load(b.gep(buffers, number, "i64"), "ptr"), DATA, "i64")

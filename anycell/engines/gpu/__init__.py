@@ -17,39 +17,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from anycell.engines.gpu import capacity
+from anycell.engines.gpu import build, capacity
 from anycell.engines.gpu.arrays import DeviceArrays
 from anycell.engines.gpu.capacity import Choice
 from anycell.engines.gpu.cooperative import print_cooperative
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.resident import print_resident
-from anycell.engines.gpu.step import Step, print_step
+from anycell.engines.gpu.step import print_step
 from anycell.engines.gpu.steps import run_plainly
 from anycell.engines.gpu.text import Printed, Variant
 from anycell.engines.gpu.work import Span, Work, grid
 from anycell.plan import Plan
 
 
-def run(kernels: Step | Printed, work: Work) -> int:
-    """Runs a call; returns by how many turns the buffers that take turns have moved on."""
-    if isinstance(kernels, Printed):
-        if kernels.cooperative and work.host.limits is None:
-            return _run_interpreted(kernels, work)
-        work.launch(kernels, work.all_values())(0)
-        return 1
-    (work.host.replay or run_plainly)(kernels, work)
-    return work.steps + work.variant.backward
+def launches(kernel: Printed, work: Work) -> Iterator[Work]:
+    """Yields the calls of a kernel of tier 1 or 2 that run the steps, a launch each.
 
-
-def _run_interpreted(kernel: Printed, work: Work) -> int:
-    """Runs tier 2 with one step per launch: the interpreter runs one program after the other, so
-    none may wait for a later one. The last launch collects what the last step owes.
+    The interpreter runs one program after the other, so none may wait for a later one: there tier 2
+    runs one step per launch, and the last launch collects what the last step owes.
     """
+    if not (kernel.cooperative and build.interpreted()):
+        yield work
+        return
     for t in range(work.steps + work.variant.backward):
         part = work.part(t, int(t < work.steps), work.values["turn"] + t)
         part.values.update(behind=int(t > 0), close=int(t == work.steps))
-        part.launch(kernel, part.all_values())(0)
-    return work.steps + work.variant.backward
+        yield part
 
 
 def sources(plan: Plan, backward: bool) -> Iterator[str]:
@@ -83,7 +76,8 @@ __all__ = [
     "Refused",
     "Span",
     "grid",
+    "launches",
     "print_whole",
-    "run",
+    "run_plainly",
     "sources",
 ]

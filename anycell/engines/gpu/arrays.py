@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from anycell.engines.gpu.capacity import Device
@@ -38,10 +38,6 @@ class DeviceArrays(Protocol):
 
     def empty(self, shape: tuple[int, ...], wide: bool = False) -> Array:
         """An array of that shape, whose numbers may be anything."""
-        ...
-
-    def integers(self, values: Sequence[int]) -> Array:
-        """An int64 array on the device; values are taken modulo 2**64."""
         ...
 
     def table(self, count: int) -> Array:

@@ -1,25 +1,29 @@
 """Starts kernels on a device, through the CUDA driver's own interface.
 
 Frameworks only have to provide addresses and a stream. The driver library is loaded when the first
-kernel starts.
+kernel starts. Kernels belong to no context, which needs a driver of CUDA 12.0 or newer: so one
+recipe serves all contexts of a device.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from anycell.engines.gpu import build
 from anycell.engines.gpu.arrays import DeviceArrays
 from anycell.engines.gpu.build import Binary
 from anycell.engines.gpu.capacity import Device
+from anycell.engines.gpu.interpreter import Interpreter
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed
 
+_PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _WITHOUT_ASKING = 48 << 10  # bytes of shared memory that every kernel may use
+MANY = 1 << 30  # programs that the interpreter runs: one after the other
 # CU_DEVICE_ATTRIBUTE_...: COMPUTE_CAPABILITY_MAJOR, _MINOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
 # MAX_REGISTERS_PER_MULTIPROCESSOR, MULTIPROCESSOR_COUNT
 _ATTRIBUTES = (75, 76, 97, 82, 16)
@@ -37,6 +41,19 @@ _NOT_FOR_THIS_DEVICE = {
     218: "CUDA_ERROR_INVALID_PTX",
     222: "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
 }
+
+
+class Loaded(NamedTuple):
+    """A kernel on a device.
+
+    Attributes:
+        handle: the driver's, which no context owns.
+        together: the most programs that can run at once, of kernels whose programs must.
+    """
+
+    binary: Binary
+    handle: int
+    together: int = 0
 
 
 class Launch:
@@ -57,64 +74,64 @@ class Launch:
         self.printed, self.grid, self.stream = printed, grid, host.stream()
         names = [name for name, _ in printed.arguments]
         self.place = names.index("t") if "t" in names else None
-        if build.interpreted():
-            self.function = build.function(printed)
-            self.arguments = [0 if name == "t" else values[name] for name in names]
-            self.start: Callable[[int], None] = self._interpret
-            return
         self.kept = values  # arrays stay alive as long as the launch
         numbers = [
             host.pointer(values[name]) if kind[0] == "*" else int(values.get(name, 0))
             for name, kind in printed.arguments
         ]
-        aligned = frozenset(
-            name
-            for (name, kind), number in zip(printed.arguments, numbers, strict=True)
-            if number % 16 == 0 and (kind == "i64" or kind[0] == "*")
-        )
-        context = _context(host.ordinal)
-        self.binary, self.handle = _loaded(printed, aligned, host.ordinal, context)
+        self.loaded = loaded(printed, aligned(printed, numbers), host.ordinal)
+        self.driver = driver()
+        use_context(host.ordinal)
         # Triton's own arguments come last: scratch memory, which our kernels do not need.
-        count = len(numbers) + self.binary.hidden
+        count = len(numbers) + self.loaded.binary.hidden
         # The driver reads the lowest bytes of each, as many as its type has.
         self.cells = (ctypes.c_uint64 * count)(*numbers)
         first = ctypes.addressof(self.cells)
         self.parameters = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
-        self.start = self._launch
 
     def __call__(self, t: int) -> None:
         """Runs the kernel for step t of the call; asynchronous on a device."""
-        self.start(t)
-
-    def _interpret(self, t: int) -> None:
-        if self.place is not None:
-            self.arguments[self.place] = t
-        self.function[self.grid](*self.arguments)
-
-    def _launch(self, t: int) -> None:
         if self.place is not None:
             self.cells[self.place] = t
-        shape = *self.grid, 1, 32 * self.binary.warps, 1, 1, self.binary.shared
-        stream, parameters = ctypes.c_void_p(self.stream), self.parameters
-        if self.printed.cooperative:  # refused, unless all programs can run at once
-            result = _driver().cuLaunchCooperativeKernel(self.handle, *shape, stream, parameters)
-        else:
-            result = _driver().cuLaunchKernel(self.handle, *shape, stream, parameters, None)
-        if result in _NO_ROOM:
-            why = f"the driver does not launch {' x '.join(map(str, self.grid))} programs at once"
-            programs = self.grid[0] * self.grid[1] if self.printed.cooperative else 0
-            raise Refused(self.printed, f"{why} ({_NO_ROOM[result]})", programs)
-        _check(result, f"the launch of {self.printed.name}")
+        binary, handle, _ = self.loaded
+        shape = *self.grid, 1, 32 * binary.warps, 1, 1, binary.shared
+        given = ctypes.c_void_p(handle), *shape, ctypes.c_void_p(self.stream), self.parameters
+        check_launch(self.driver.cuLaunchKernel(*given, None), self.printed, self.grid)
+
+
+def aligned(printed: Printed, numbers: Iterable[int]) -> frozenset[str]:
+    """The names of the arguments that 16 divides, of those that the compiler is told about."""
+    pairs = zip(printed.arguments, numbers, strict=True)
+    return frozenset(
+        name for (name, kind), n in pairs if n % 16 == 0 and (kind == "i64" or kind[0] == "*")
+    )
+
+
+def check_launch(result: int, printed: Printed, grid: tuple[int, int]) -> None:
+    """Raises the error of a launch."""
+    if result in _NO_ROOM:
+        why = f"the driver does not launch {' x '.join(map(str, grid))} programs at once"
+        programs = grid[0] * grid[1] if printed.cooperative else 0
+        raise Refused(printed, f"{why} ({_NO_ROOM[result]})", programs)
+    _check(result, f"the launch of {printed.name}")
 
 
 @functools.cache
-def _driver() -> Any:
-    """The CUDA driver."""
+def driver() -> Any:
+    """The CUDA driver, or Triton's interpreter in its place."""
+    if build.interpreted():
+        return Interpreter()
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
-            return ctypes.CDLL(name)
+            library = ctypes.CDLL(name)
         except OSError:
             continue
+        if not hasattr(library, "cuLibraryLoadData"):
+            raise RuntimeError(
+                "the GPU engine found a CUDA driver older than 12.0; expected 12.0 (525) or newer. "
+                "Install a newer driver, or move the layer to the CPU."
+            )
+        return library
     raise RuntimeError(
         "the GPU engine found no CUDA driver (libcuda.so.1); expected one with every NVIDIA GPU. "
         "Move the layer to the CPU, or install the driver."
@@ -122,9 +139,9 @@ def _driver() -> Any:
 
 
 def missing() -> str | None:
-    """Why there is no CUDA driver; None if there is one."""
+    """Why there is no CUDA driver for the engine; None if there is one."""
     try:
-        _driver()
+        driver()
     except RuntimeError as error:
         return str(error)
     return None
@@ -132,28 +149,29 @@ def missing() -> str | None:
 
 def _check(result: int, what: str) -> None:
     if result:
+        here = driver()
+        if raised := getattr(here, "raised", None):
+            here.raised = None
+            raise raised
         text = ctypes.c_char_p()
-        _driver().cuGetErrorName(result, ctypes.byref(text))
+        here.cuGetErrorName(result, ctypes.byref(text))
         name = (text.value or b"unknown").decode()
         raise RuntimeError(f"{what} failed: CUDA driver error {result}, {name}.")
 
 
 def _call(name: str, *arguments: Any) -> None:
     """Calls the driver, and raises its errors."""
-    _check(getattr(_driver(), name)(*arguments), name)
+    _check(getattr(driver(), name)(*arguments), name)
 
 
-def _context(device: int) -> int:
-    """The context of the calling thread. A new thread, such as one of PyTorch's autograd, may have
-    none: it gets the device's primary context, which frameworks share.
+def use_context(device: int) -> None:
+    """Gives the calling thread a context if it has none, as a new one of PyTorch's autograd: the
+    device's primary context, which frameworks share.
     """
-    current = ctypes.c_void_p()
+    current = ctypes.c_uint64()
     _call("cuCtxGetCurrent", ctypes.byref(current))
-    if current.value:
-        return current.value
-    context = _primary(device)
-    _call("cuCtxSetCurrent", ctypes.c_void_p(context))
-    return context
+    if not current.value:
+        _call("cuCtxSetCurrent", ctypes.c_void_p(_primary(device)))
 
 
 @functools.cache
@@ -172,6 +190,19 @@ def _handle(device: int) -> ctypes.c_int:
     return handle
 
 
+@functools.cache
+def shared_word() -> ctypes.c_int32:
+    """An int32 in memory that the host and all devices reach, at the same address; 0 at first."""
+    if build.interpreted():
+        return ctypes.c_int32(0)
+    use_context(0)
+    pointer = ctypes.c_void_p()
+    _call("cuMemHostAlloc", ctypes.byref(pointer), ctypes.c_size_t(4), _PORTABLE_AND_MAPPED)
+    word = ctypes.c_int32.from_address(pointer.value or 0)
+    word.value = 0
+    return word
+
+
 def limits(device: int) -> Device:
     """The limits of a device, as ``capacity`` knows them."""
     handle, value, values = _handle(device), ctypes.c_int(), []
@@ -187,27 +218,42 @@ def limits(device: int) -> Device:
 
 
 @functools.lru_cache(maxsize=4096)
-def _loaded(
-    printed: Printed, aligned: frozenset[str], device: int, context: int
-) -> tuple[Binary, ctypes.c_void_p]:
-    """The kernel's machine code, and its handle in a context."""
+def loaded(printed: Printed, aligned: frozenset[str], device: int) -> Loaded:
+    """The kernel on a device, ready to be launched.
+
+    Raises:
+        Refused: if it does not fit.
+    """
+    here = driver()
+    if build.interpreted():
+        binary, number = here.load(printed)
+        return Loaded(binary, number, MANY)
     card = limits(device)
     binary = build.binary(printed, card.capability, aligned)
     misfit = binary.misfit(card.shared)
     if misfit is not None:
         raise Refused(printed, misfit)
-    module, handle = ctypes.c_void_p(), ctypes.c_void_p()
-    driver = _driver()
-    result = driver.cuModuleLoadData(ctypes.byref(module), binary.cubin)
-    if result in _NOT_FOR_THIS_DEVICE:
-        raise Refused(printed, f"the driver does not load it ({_NOT_FOR_THIS_DEVICE[result]})")
-    _check(result, "cuModuleLoadData")
-    symbol = binary.symbol.encode()
-    _call("cuModuleGetFunction", ctypes.byref(handle), module, symbol)
+    use_context(device)
+    library, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    no_options = None, None, 0
+    for name, *arguments in (
+        ("cuLibraryLoadData", ctypes.byref(library), binary.cubin, *no_options, *no_options),
+        ("cuLibraryGetKernel", ctypes.byref(kernel), library, binary.symbol.encode()),
+        ("cuKernelGetFunction", ctypes.byref(function), kernel),  # loads it now, not when launched
+    ):
+        result = getattr(here, name)(*arguments)
+        if result in _NOT_FOR_THIS_DEVICE:
+            raise Refused(printed, f"the driver does not load it ({_NOT_FOR_THIS_DEVICE[result]})")
+        _check(result, name)
+    shared, together = ctypes.c_int(binary.shared), ctypes.c_int()
     if binary.shared > _WITHOUT_ASKING:
-        result = driver.cuFuncSetAttribute(handle, _SHARED_LIMIT, ctypes.c_int(binary.shared))
+        result = here.cuKernelSetAttribute(_SHARED_LIMIT, shared, kernel, _handle(device))
         what = f"asking for {binary.shared:,} bytes of shared memory"
         if result == _INVALID_VALUE:
             raise Refused(printed, f"{what} failed (CUDA_ERROR_INVALID_VALUE)")
         _check(result, what)
-    return binary, handle
+    if printed.cooperative:  # the driver takes a kernel in the place of a function
+        size = ctypes.c_int(32 * binary.warps), ctypes.c_size_t(binary.shared)
+        name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        _call(name, ctypes.byref(together), kernel, *size)
+    return Loaded(binary, kernel.value or 0, together.value * card.processors)

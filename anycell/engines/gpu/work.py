@@ -41,7 +41,7 @@ class Work(NamedTuple):
     """A call of a step's kernels over some steps.
 
     Attributes:
-        host: the framework's arrays.
+        host: the framework's arrays, or a draft's, which have no addresses yet.
         values: what kernels take besides spans.
         spans: arrays over time, by name.
         draws: for random masks: seed, stream, time of the first step, time per step.
@@ -49,7 +49,7 @@ class Work(NamedTuple):
             in / heads]``, of the outputs that the cell uses.
     """
 
-    host: DeviceArrays
+    host: Any
     plan: Plan
     variant: Variant
     values: dict[str, Any]

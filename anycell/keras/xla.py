@@ -1,0 +1,363 @@
+"""Passes of layers in what XLA compiles for TensorFlow, as by ``jit_compile=True``.
+
+TensorFlow's operation ``XlaCallModule`` takes the text of a program. Ours is one call of the
+foreign function that also serves JAX, ``anycell/engines/cpu/xla.py``. TensorFlow has no public
+function that registers a foreign function. So ``obstacle`` tries once in a process that it works.
+
+A graph may not know how many steps and rows there are, and is compiled for any. So passes are
+drafted for numbers that stand for unknown sizes, and once more when the graph runs. The text
+computes the shapes of results from the sizes of x.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python.xla import call_module
+
+from anycell import cells
+from anycell.engines.cpu import xla
+from anycell.keras.composite import composite
+from anycell.keras.framework import NAMESPACE
+from anycell.layer import foreign
+from anycell.layer.foreign import Seed, Traced
+from anycell.layer.recipe import Recipe, dense
+from anycell.layer.restarts import restarts
+from anycell.layer.signature import Shape
+from anycell.numpy.check import numpy_dtype
+from anycell.plan import Layer, Options
+
+Tensor = Any
+# The numbers that stand for unknown steps and rows, and others to see which sizes depend on which.
+STEPS, ROWS = (5, 7), (65, 100)
+# By the pair of numbers that it has for these, the name of a size in the text of the program.
+SIZES = {
+    STEPS: "%steps", (6, 8): "%slots", (7, 9): "%more", ROWS: "%rows", (33, 34): "%groups"
+}  # fmt: skip
+# The names' values: slots of states, one or two more than steps; and as ``heuristics.row_group``.
+COMPUTED = """
+    %steps = "stablehlo.get_dimension_size"(%0) {{dimension = 0 : i64}} : ({x}) -> tensor<i32>
+    %rows = "stablehlo.get_dimension_size"(%0) {{dimension = 1 : i64}} : ({x}) -> tensor<i32>
+    %one = stablehlo.constant dense<1> : tensor<i32>
+    %group = stablehlo.constant dense<32> : tensor<i32>
+    %slots = stablehlo.add %steps, %one : tensor<i32>
+    %more = stablehlo.add %slots, %one : tensor<i32>
+    %whole = stablehlo.divide %rows, %group : tensor<i32>
+    %size = stablehlo.maximum %whole, %one : tensor<i32>
+    %least = stablehlo.subtract %size, %one : tensor<i32>
+    %ahead = stablehlo.add %rows, %least : tensor<i32>
+    %groups = stablehlo.divide %ahead, %size : tensor<i32>"""
+TYPES = {"bfloat16": "bf16", "uint8": "ui8", "uint32": "ui32", "int8": "i8"}  # others: f and bits
+TARGET = "anycell.keras.step_by_step_traces_it_without"  # XLA's errors elsewhere quote this name
+
+
+class Buffer:
+    """An array of a graph, as passes handle arrays.
+
+    Attributes:
+        tensor: TensorFlow's; or NumPy's, until a tensor is written to it.
+        shape: with numbers in place of sizes that the graph does not know.
+        turned: whether the last two axes are those of ``tensor`` in the other order.
+    """
+
+    def __init__(self, tensor: Any, shape: Sequence[int] | None = None, turned: bool = False):
+        self.tensor, self.turned, dtype = tensor, turned, tensor.dtype
+        self.shape: Shape = tuple(tensor.shape if shape is None else shape)
+        self.dtype = np.dtype(getattr(dtype, "as_numpy_dtype", dtype))
+
+    @property
+    def T(self) -> Buffer:
+        """The transpose of a matrix."""
+        return self.swapaxes(-1, -2)
+
+    def swapaxes(self, *last: int) -> Buffer:
+        """The array with its last two axes swapped."""
+        return Buffer(self.tensor, _swapped(self.shape), not self.turned)
+
+    @property
+    def plain(self) -> Tensor:
+        """The tensor of this shape."""
+        return tf.linalg.matrix_transpose(self.tensor) if self.turned else self.tensor
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.tensor
+
+    def __getitem__(self, index: Any) -> Buffer:
+        if index is None:
+            return Buffer(self.tensor[None], (1, *self.shape))
+        size, *others = self.shape
+        if isinstance(index, int):
+            return Buffer(self.tensor[index], others)
+        start, stop, _ = index.indices(size)
+        part = self.tensor[start : stop - size or None]  # from the end, which the graph will know
+        return Buffer(part, (stop - start, *others))
+
+    def __setitem__(self, index: slice, value: Any) -> None:
+        if isinstance(value, Buffer):
+            start, stop, _ = index.indices(self.shape[0])
+            self.tensor = tf.concat([self.tensor[:start], value.tensor, self.tensor[stop:]], 0)
+        else:
+            self.tensor[index] = value
+
+    def __add__(self, other: Buffer) -> Buffer:
+        return Buffer(self.tensor + other.tensor, self.shape)
+
+    def sum(self, axis: int) -> Buffer:
+        """The sum over an axis, the first one."""
+        return Buffer(tf.reduce_sum(self.tensor, axis), self.shape[1:])
+
+    def astype(self, dtype: Any) -> Buffer:
+        """The array in another dtype."""
+        return Buffer(tf.cast(self.tensor, dtype), self.shape, self.turned)
+
+
+def _swapped(shape: Shape) -> Shape:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+class Xla(Traced):
+    """The tensors of one dtype of a graph that XLA compiles."""
+
+    kind, xp, buffer = Buffer, NAMESPACE, Buffer
+    dtype_named = staticmethod(numpy_dtype)
+
+    def as_flags(self, array: Buffer) -> Buffer | None:
+        return array.astype(np.uint8)
+
+    def restarts(self, resets: Buffer, mask: Buffer | None, reverse: Sequence[bool]) -> Buffer:
+        flags = resets.tensor, None if mask is None else mask.tensor
+        ways = tf.stack([tf.cast(restarts(*flags, way), tf.uint8) for way in reverse])
+        return Buffer(ways, (len(reverse), *resets.shape))
+
+    def narrow(self, array: Buffer) -> Buffer:
+        return array.astype(self.dtype)
+
+    def strides(self, array: Buffer, /) -> Shape:
+        return _swapped(dense(_swapped(array.shape))) if array.turned else dense(array.shape)
+
+    def trace(self, recipe: Recipe, given: list[Buffer], options: Options) -> list[Buffer]:
+        """Puts a pass into the graph; see ``Framework``."""
+        shapes = [shape for shape, _ in foreign.results(recipe)]
+        again: Any = recipe.again
+        other = again(dict(zip(recipe.names, map(_with_others, given), strict=True))).recipe
+        sized = tuple(
+            tuple(n if n == m else SIZES[n, m] for n, m in zip(*pair, strict=True))
+            for pair in zip(shapes, [shape for shape, _ in foreign.results(other)], strict=True)
+        )
+        tensors = [array.tensor for array in given]
+        if isinstance(options.seed, Seed):
+            tensors.append(tf.concat([options.seed.words, [0]], 0))
+        types = tuple(_type(tensor.shape, tensor.dtype.name) for tensor in tensors)
+        kinds = tuple((array.dtype, array.turned) for array in given)
+        form = _form(recipe, kinds, options.stream)
+        text = _text(form, types, sized, tuple(recipe.dtypes))
+        made = call_module(
+            tensors,
+            version=9,
+            module=text.encode(),
+            Sout=[[n if isinstance(n, int) else None for n in shape] for shape in sized],
+            Tout=[tf.as_dtype(dtype) for dtype in recipe.dtypes],
+            platforms=["CPU"],
+            function_list=[],
+            disabled_checks=[],
+        )
+        return [Buffer(tensor, shape) for tensor, shape in zip(made, shapes, strict=True)]
+
+
+def _stand_in(shape: Sequence[int], dtype: Any, turned: bool) -> Buffer:
+    """A buffer of no memory, whose tensor has this shape."""
+    buffer = Buffer(np.broadcast_to(np.zeros((), dtype), shape))
+    return buffer.T if turned else buffer
+
+
+def _with_others(array: Buffer) -> Buffer:
+    """A stand-in for an array with the other numbers for the sizes that are not known."""
+    pairs, known = dict([*SIZES]), array.tensor.shape
+    whole = _swapped(array.shape) if array.turned else array.shape
+    shape = [pairs[n] if m is None else n for n, m in zip(whole, known, strict=True)]
+    return _stand_in(shape, array.dtype, array.turned)
+
+
+@functools.lru_cache(maxsize=512)
+def _form(recipe: Recipe, kinds: Sequence[tuple[Any, bool]], stream: int) -> tuple[int, ...]:
+    """The form of a pass, for arrays of these dtypes, which may be turned; see ``xla.FORM``."""
+    again: Any = recipe.again
+
+    def record(given: xla.Buffers, made: xla.Buffers) -> Any:
+        arrays = (_stand_in(shape, *kind) for shape, kind in zip(given, kinds, strict=False))
+        drafted = again(dict(zip(recipe.names, arrays, strict=True))).recipe
+        assert [shape for shape, _ in foreign.results(drafted)] == list(made)
+        return foreign.record(drafted, stream)
+
+    return tuple(xla.process().form(record).tolist())
+
+
+def _type(shape: Sequence[int | str | None], dtype: str) -> str:
+    sizes = "".join(f"{n}x" if isinstance(n, int) else "?x" for n in shape)
+    return f"tensor<{sizes}{TYPES.get(dtype, dtype.replace('float', 'f'))}>"
+
+
+@functools.lru_cache(maxsize=512)
+def _text(
+    form: Sequence[int], given: Sequence[str], shapes: Sequence[Shape], dtypes: Sequence[Any]
+) -> str:
+    """The program that calls the handler.
+
+    Args:
+        form: the attribute of the call.
+        given: the types of the arguments.
+        shapes, dtypes: of the results, with names in place of sizes that are not known.
+    """
+    made = [_type(*result) for result in zip(shapes, map(str, dtypes), strict=True)]
+    lines, operands, types = list[str](), [f"%{i}" for i in range(len(given))], list(given)
+    for i, shape in enumerate(shapes):  # XLA wants all of them
+        for k, n in enumerate(shape):
+            lines.append(
+                f"%s{i}_{k} = stablehlo.constant dense<{n}> : tensor<1xi32>"
+                if isinstance(n, int)
+                else f"%s{i}_{k} = stablehlo.reshape {n} : (tensor<i32>) -> tensor<1xi32>"
+            )
+        parts = ", ".join(f"%s{i}_{k}" for k in range(len(shape)))
+        of_parts = ", ".join(["tensor<1xi32>"] * len(shape))
+        size = f"tensor<{len(shape)}xi32>"
+        lines.append(f"%s{i} = stablehlo.concatenate {parts}, dim = 0 : ({of_parts}) -> {size}")
+        operands.append(f"%s{i}")
+        types.append(size)
+    at = f"dense<{[*range(len(given), len(types))]}> : tensor<{len(made)}xi64>"
+    inputs = ", ".join(f"%{i}: {kind}" for i, kind in enumerate(given))
+    outputs, results = ", ".join(made), ", ".join(f"%r#{i}" for i in range(len(made)))
+    return f"""module @anycell attributes {{jax.uses_shape_polymorphism = true}} {{
+  func.func public @main({inputs}) -> ({outputs}) {{
+    {COMPUTED.format(x=given[0]).strip()}
+    {f"{chr(10)}    ".join(lines)}
+    %r:{len(made)} = "stablehlo.custom_call"({", ".join(operands)}) {{
+      api_version = 4 : i32, backend_config = {{recipe = array<i64: {form[0]}, {form[1]}>}},
+      call_target_name = "{TARGET}", operand_layouts = [{_layouts(types)}],
+      result_layouts = [{_layouts(made)}], indices_of_shape_operands = {at}
+    }} : ({", ".join(types)}) -> ({outputs})
+    return {results} : {outputs}
+  }}
+}}"""
+
+
+def _layouts(types: Sequence[str]) -> str:
+    """Dense rows for arrays of these types."""
+    axes = [[*reversed(range(kind.count("x")))] for kind in types]
+    return ", ".join(f"dense<{one}> : tensor<{len(one)}xindex>" for one in axes)
+
+
+def seed(drawn: Buffer) -> Seed:
+    """The seed of ``keras.call.lowered``, from two numbers that only the graph knows."""
+    low, high = tf.unstack(tf.cast(drawn.tensor, tf.int64))
+    return Seed.of(tf.bitcast(low + high * 2**31, tf.uint32))
+
+
+def run(
+    compute: Callable[..., list[Any]],
+    tensors: Sequence[Tensor],
+    leading: Callable[[int, int], Sequence[Sequence[int]]],
+) -> list[Tensor]:
+    """Puts ``compute``, a function of passes on arrays, into the graph.
+
+    Args:
+        tensors: x first.
+        leading: returns the sizes of the tensors' first axes, from numbers of steps and rows.
+    """
+    tensors, first = [*map(tf.convert_to_tensor, tensors)], leading(STEPS[0], ROWS[0])
+    known = {
+        number: size
+        for tensor, numbers in zip(tensors, first, strict=False)
+        for number, size in zip(numbers, tensor.shape, strict=False)
+        if size is not None
+    }
+    steps, rows = tf.unstack(tf.shape(tensors[0])[:2])
+    steps, rows = known.get(STEPS[0], steps), known.get(ROWS[0], rows)
+    sizes = {STEPS[0]: steps, STEPS[0] + 1: steps + 1, STEPS[0] + 2: steps + 2, ROWS[0]: rows}
+    arrays = []
+    for tensor, numbers in zip(tensors, first, strict=False):
+        whole = tensor.shape.as_list()
+        if None in whole:  # kernels check no bounds: what has not the sizes of x stops here
+            shape = [sizes[numbers[k]] if n is None else n for k, n in enumerate(whole)]
+            tensor = tf.reshape(tensor, shape)
+            whole = [numbers[k] if n is None else n for k, n in enumerate(tensor.shape)]
+        arrays.append(Buffer(tensor, whole))
+    # TensorFlow looks for the gradient of the operation in vectorized loops, and finds none.
+    return [tf.stop_gradient(array.plain) for array in compute(*arrays)]
+
+
+# -- whether the road works ------------------------------------------------------------------------
+
+SYMBOLS = "XLA_FFI_GetApi", "_ZN3xla3ffi12GetXlaFfiApiEv"  # since TensorFlow 2.21, and since 2.18
+# Among XLA's functions: the bytes of the structure with the version, and the number of the version
+# that must not differ; and the function that registers a handler, whose arguments are 84 bytes.
+VERSION, VERSION_BYTES, MAJOR, REGISTER, ARGUMENTS_BYTES = 16, 24, 32, 72, 84
+
+
+def obstacle(run: Callable[..., Any]) -> str | None:
+    """Why XLA cannot run passes in this process, or None: runs both passes of a small LSTM.
+
+    Args:
+        run: a layer on the kernels, in a graph that XLA compiles.
+    """
+    layer = Layer(cells.LSTM, (("H", 4),), Options(), "float32", outputs=True, unroll=True)
+    shapes = {
+        "x": (3, 2, 5), "kernel": (5, 16), "recurrent_kernel": (4, 16), "bias_ih": (16,),
+        "state h": (2, 4), "state c": (2, 4),
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape).astype(layer.dtype) for shape in shapes.values()]
+    open_sizes = [tf.TensorSpec([None, None, 5]), *map(tf.TensorSpec, [*shapes.values()][1:])]
+
+    def passes(by: Callable[..., Any], *flat: Tensor) -> list[Tensor]:
+        with tf.GradientTape() as tape:
+            tape.watch(flat)
+            output, states = by(layer, dict(zip(shapes, flat, strict=True)))
+        ends = [output, *states]
+        return [*ends, *tape.gradient(ends, flat)]
+
+    def tried() -> bool:
+        if tf.config.list_logical_devices("TPU"):
+            raise OSError("the kernels run on the CPU alone, and there is a TPU")
+        _register()
+        ours = functools.partial(passes, run)
+        with tf.device("CPU:0"):
+            made = tf.function(ours, open_sizes, autograph=False, jit_compile=True)(*arrays)
+            right = passes(composite, *map(tf.constant, arrays))
+        return all(map(functools.partial(np.allclose, rtol=1e-4, atol=1e-5), made, right))
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # which is in no graph, and under no tape
+            same = thread.submit(tried).result()
+        return None if same else "its results differ from those step by step"
+    except Exception as error:  # of any kind: TensorFlow promises nothing of this road
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _register() -> None:
+    """Registers the handler with TensorFlow's XLA."""
+    paths = sorted(Path(tf.sysconfig.get_lib()).glob("libtensorflow_*"))
+    libraries = [ctypes.CDLL(str(path)) for path in paths]
+    functions = [getattr(one, symbol, None) for one in libraries for symbol in SYMBOLS]
+    api = next((function for function in functions if function is not None), None)
+    if api is None:
+        raise OSError(f"TensorFlow {tf.__version__} exports no function of XLA's foreign functions")
+    api.restype = ctypes.c_void_p
+    address = api()
+    known = ctypes.c_size_t.from_address(address + VERSION).value == VERSION_BYTES
+    if not known or ctypes.c_int.from_address(address + MAJOR).value != 0:
+        raise OSError("XLA's foreign functions have another version than 0")
+    register = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(
+        ctypes.c_size_t.from_address(address + REGISTER).value
+    )
+    name, platform = (ctypes.create_string_buffer(text.encode()) for text in (TARGET, "Host"))
+    of_name, of_platform = ((ctypes.addressof(s), len(s) - 1) for s in (name, platform))
+    words = ARGUMENTS_BYTES, 0, *of_name, *of_platform, 0, 0, 0, xla.handler(), 0
+    if register((ctypes.c_size_t * len(words))(*words)):
+        raise OSError("XLA did not register the handler")

@@ -1,0 +1,159 @@
+"""Both passes of a layer on the CPU, as earlier ones: by the native operator, see ``native``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from anycell.engines import cpu
+from anycell.layer import Kept, keeps_state
+from anycell.layer.backward import drafted_backward, held
+from anycell.layer.forward import drafted
+from anycell.layer.signature import ENDS, FLAGS
+from anycell.plan import Options, Plan
+from anycell.recent import add_recent
+from anycell.torch.composite import Arrays, States
+from anycell.torch.framework import Torch
+from anycell.torch.native import Form, Part, made_by, play
+
+_MOST = 512  # forms
+_FORMS: dict[tuple[Any, ...], Form] = {}
+
+
+Result = tuple[Tensor, States, Kept | None]
+Ends = Sequence[Tensor | None]  # gradients of the output and of final states
+
+
+def forward_form(plan: Plan, arrays: Arrays, options: Options, keep: bool) -> Form | None:
+    """The form of a forward pass; None if it is not one of the operator's."""
+    if keep and options.checkpoint is not None:
+        return None
+    return form_of(plan, arrays, options, "forward", keep)
+
+
+def forward_again(
+    form: Form, plan: Plan, arrays: Arrays, options: Options, keep: bool
+) -> Result | None:
+    """Runs one layer like an earlier one; None if there was none."""
+    results = play([*arrays.values()], form.number, _signed(options.seed))
+    if not results:
+        return None
+    if keep:
+        return as_kept(plan, arrays["x"].shape[0], results, options)
+    return results[0], tuple(results[1:]), None
+
+
+def as_kept(
+    plan: Plan, steps: int, results: list[Tensor], options: Options
+) -> tuple[Tensor, States, Kept]:
+    """Output, final states, and what the backward pass reads, from the operator's results."""
+    states = len(plan.cell.states)
+    there = [i > 0 and keeps_state(plan, i) for i in range(states)]
+    kept = Kept.of(results[states:], there, len(options.reverse))
+    # Detached, so that autograd does not take it for a view of what is kept.
+    return kept.hidden[1 : 1 + steps].detach(), tuple(results[:states]), kept
+
+
+def learn_forward(form: Form, plan: Plan, arrays: Arrays, options: Options, keep: bool) -> None:
+    """Learns a pass that has run."""
+    known, given = drafted(Torch.of(plan.dtype), plan, arrays, options, keep)
+    if any(given[name] is not array for name, array in arrays.items()):
+        return  # a copy
+    whole = [Part(i, made.shape, made.strides) for i, made in enumerate(made_by(known.recipe))]
+    finals = [whole[i] for i in known.finals]
+    if keep:
+        parts = finals + [whole[i] for i in known.kept.flat()]
+    else:
+        output = whole[known.out]
+        shape = arrays["x"].shape[0], *output.shape[1:]
+        parts = [output._replace(shape=shape, offset=output.strides[0]), *finals]
+    form.learn(known.recipe, arrays, parts, options.stream)
+
+
+def backward_form(
+    plan: Plan, arrays: Arrays, options: Options, arriving: Ends, wanted: set[str]
+) -> Form | None:
+    """The form of a backward pass; None if it is not one of the operator's."""
+    if options.checkpoint is not None:
+        return None
+    there = tuple([d is None for d in arriving])
+    return form_of(plan, arrays, options, "backward", there, frozenset(wanted))
+
+
+def backward_again(
+    form: Form, plan: Plan, arrays: Arrays, options: Options, kept: Kept, arriving: Ends
+) -> dict[str, Tensor] | None:
+    """Returns the gradients of a layer's tensors by name, as an earlier pass; None if there was
+    none.
+    """
+    inputs = [*arrays.values(), *kept.flat(), *[d for d in arriving if d is not None]]
+    results = play(inputs, form.number, _signed(options.seed))
+    if not results:
+        return None
+    gradients = dict(zip(form.names, results, strict=True))
+    if plan.cell.params:  # as sums over groups of rows
+        for end in ENDS:
+            sums = gradients.pop(f"d_params{end}", None)
+            if sums is not None:
+                parts = Torch.split(sums.sum(0), plan.param_sizes)
+                names = [name + end for name in plan.cell.param_names]
+                gradients.update(zip(names, parts, strict=True))
+    return gradients
+
+
+def learn_backward(
+    form: Form,
+    plan: Plan,
+    arrays: Arrays,
+    options: Options,
+    kept: Kept,
+    arriving: Ends,
+    wanted: set[str],
+) -> None:
+    """Learns a pass that has run."""
+    d_output, *d_final = arriving
+    known, given = drafted_backward(
+        Torch.of(plan.dtype), plan, arrays, options, kept, d_output, d_final, {}, wanted
+    )
+    gradients = held(plan, known)
+    if gradients is None:
+        form.never = True
+        return
+    names, d = plan.cell.state_names, len(options.reverse)
+    further = {"hidden": kept.hidden}
+    further |= {f"saved {i}": values for i, values in enumerate(kept.values)}
+    for i in range(d):
+        for name, sequence in zip(names, kept.states[i], strict=True):
+            if sequence is not None:
+                further[f"sequence {i} {name}"] = sequence
+    ends = dict(zip(["d_output", *(f"d_final {n}" for n in names)], arriving, strict=True))
+    inputs = {**arrays, **further, **{n: t for n, t in ends.items() if t is not None}}
+    if any(given.get(name) is not array for name, array in inputs.items()):
+        return  # a copy
+    made, parts = made_by(known.recipe), []
+    for number, turned, copy in gradients.values():
+        shape, strides = made[number].shape, made[number].strides
+        parts.append(
+            Part(number, shape[::-1], strides[::-1], 0, copy)
+            if turned
+            else Part(number, shape, strides, 0, copy)
+        )
+    form.names = tuple(gradients)
+    form.learn(known.recipe, inputs, parts, options.stream)
+
+
+def form_of(plan: Plan, arrays: Iterable[str], options: Options, *facts: Any) -> Form | None:
+    """The form of a pass; None if it is not one of the operator's."""
+    if plan.types.mixed or not {*arrays}.isdisjoint(FLAGS):
+        return None
+    same = options._replace(seed=0) if options.seed else options
+    key = facts, plan, same, tuple(arrays), cpu.isa.current()
+    form = _FORMS.get(key) or add_recent(_FORMS, key, Form(), _MOST)
+    return None if form.never else form
+
+
+def _signed(seed: int) -> int:
+    """A seed of 64 bits as PyTorch's integer."""
+    return seed - (1 << 64) if seed >> 63 else seed

@@ -1,0 +1,244 @@
+"""Calls like earlier ones: one native operator, and little Python around it.
+
+The first call of a module goes the ordinary way, which checks everything. Then it is learnt: a
+``Front`` for the facts of module and call, and the layouts of all tensors for the operator. Later
+calls with the same facts and layouts are the operator alone; all others go the ordinary way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anycell.engines import cpu
+from anycell.layer.forward import draft_stack
+from anycell.layer.layers import Layout
+from anycell.layer.signature import ENDS, OF_STATES, places, shapes, state_names
+from anycell.plan import Layer, Options, Plan
+from anycell.recent import add_recent
+from anycell.torch.framework import Torch
+from anycell.torch.fused import Fused, plan_of, save
+from anycell.torch.native import Form, Part, play, table
+from anycell.torch.observers import ORDINARY, autocast, observed
+from anycell.torch.passes import as_kept, form_of
+
+_MOST = 512  # fronts
+_ordinary = frozenset(ORDINARY).issuperset
+# Not by torch's own functions in Python, which would be further calls of each layer.
+_precision = torch._C._get_float32_matmul_precision
+_profiled = torch._C._autograd._profiler_enabled
+_threads = cpu.threads.within
+NOTHING: Mapping[str, Any] = {}
+
+
+class Front(NamedTuple):
+    """Calls that differ in layouts alone.
+
+    Attributes:
+        weights: the names of what the call reads of the module; ``absent``, of what it would read
+            if it were there.
+        form: of calls without gradients.
+        keeping: the form of the forward pass of calls with gradients; None if they are not learnt.
+        layer, names: of these, with the plan, and the names of its arrays.
+    """
+
+    weights: tuple[str, ...]
+    absent: tuple[str, ...]
+    form: Form
+    keeping: Form | None
+    layer: Layer
+    names: tuple[str, ...]
+
+
+FRONTS: dict[tuple[Any, ...], Front] = {}
+
+
+class _Unknown(Exception):
+    """No call was like this one."""
+
+
+class _FusedAgain(Fused):
+    """A layer and its gradient, as in an earlier call."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, layer: Layer, form: Form, names: tuple[str, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        results = play(tensors, form.number, 0)
+        if not results:
+            raise _Unknown
+        output, final, kept = as_kept(layer.plan, tensors[0].shape[0], results, layer.options)
+        save(ctx, layer, layer.plan, names, tensors, kept)
+        return output, *final
+
+
+def quiet() -> bool:
+    """Whether nobody sees what a call does: no autocast, no profiler, and tensors are their memory,
+    but for gradients.
+    """
+    return not (observed() or autocast() or _profiled())
+
+
+def again(
+    module: Any, what: str, x: Any, state: Any, arguments: Mapping[str, Any] = NOTHING
+) -> Any:
+    """Runs a call as an earlier one, and returns what users get; None if there was none like it.
+
+    Args:
+        what: "call", a "step" of the module, or the "cell" alone, which has no output.
+        arguments: of a step: static, resets and reset_state.
+    """
+    key, tensors = _call(module, what, x, state, arguments)
+    front = FRONTS.get(key)
+    if front is None:
+        return None
+    held = module._parameters or module._buffers  # weights of 8 bits are buffers
+    try:
+        for name in front.weights:
+            tensors.append(held[name])
+    except KeyError:  # parametrised
+        return None
+    for name in front.absent:
+        if getattr(module, name, None) is not None:
+            return None
+    if not _ordinary(map(type, tensors)):
+        return None
+    if torch.is_grad_enabled() and _wanted(tensors):
+        results = _trained(module, front, tensors)
+    else:
+        results = play(tensors, front.form.number, 0)
+    if not results:
+        return None
+    if what == "cell":
+        return tuple(results) if len(results) > 1 else results[0]
+    output, *last = results
+    return output, tuple(last) if len(last) > 1 else last[0]
+
+
+def _wanted(tensors: list[Tensor]) -> bool:
+    """Whether the gradient of any is wanted."""
+    for tensor in tensors:  # noqa: SIM110  (``any`` would call a generator for each)
+        if tensor.requires_grad:
+            return True
+    return False
+
+
+def _trained(module: Any, front: Front, tensors: list[Tensor]) -> list[Tensor]:
+    """The results of a call with gradients; none if there was none like it."""
+    if front.keeping is None or tensors[0].dim() != 3:
+        return []
+    x, *others = tensors
+    if module.batch_first:
+        x = x.swapaxes(0, 1)
+    try:
+        output, *final = _FusedAgain.apply(front.layer, front.keeping, front.names, x, *others)
+    except _Unknown:
+        return []
+    return [output.swapaxes(0, 1) if module.batch_first else output, *final]
+
+
+def _call(
+    module: Any, what: str, x: Any, state: Any, arguments: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """The facts of a call, and its tensors."""
+    tensors, given = [x], []
+    for value in (state, *arguments.values()):
+        many = type(value) is tuple
+        given.append(len(value) if many else value is None)
+        if many:
+            tensors += value
+        elif value is not None:
+            tensors.append(value)
+    facts: tuple[Any, ...] = ()
+    if what != "cell":
+        facts = (
+            module.num_layers, module.bidirectional, module.batch_first, module.dropout,
+            module.checkpoint,
+        )  # fmt: skip
+    return (
+        what, id(module.cell), module._sizes, module.bias, module.training, *given, facts,
+        _threads() or torch.get_num_threads(), cpu.isa.current(), _precision(),
+    ), tensors  # fmt: skip
+
+
+def learn(
+    module: Any, what: str, x: Any, state: Any, arguments: Mapping[str, Any], results: Any
+) -> None:
+    """Learns a call that went the ordinary way, with these results; see ``again``."""
+    cell, alone = module.cell, what == "cell"
+    layers, both = (1, False) if alone else (module.num_layers, module.bidirectional)
+    draws = bool(cell.keeps) or (layers > 1 and module.dropout > 0)
+    if (
+        table() is None
+        or (cell.static is not None and arguments.get("static") is None)
+        or (draws and module.training)
+    ):
+        return
+    names = ["x", *state_names("state", cell) * (state is not None)]
+    for name, value in arguments.items():
+        if value is not None:
+            names += state_names(name, cell) if name == "reset_state" else [name]
+    held, weights, of_layer, absent = module._parameters or module._buffers, {}, [], []
+    learned = shapes(cell, dict(module._sizes), 1, module.bias)
+    for k in range(layers):
+        for public, place in places(cell.learned, k, 1 + both).items():
+            name = place.removesuffix("_l0") if alone else place
+            if public.removesuffix(ENDS[1]) not in learned:
+                absent.append(name)
+                continue
+            weights[place] = name
+            of_layer.append(public)
+            if f"{name}_scales" in held:
+                weights[f"{place}_scales"] = f"{name}_scales"
+    key, tensors = _call(module, what, x, state, arguments)
+    tensors += map(held.get, weights.values())
+    if not _ordinary(map(type, tensors)) or not all(t.is_cpu for t in tensors):
+        return
+    if any(getattr(module, name, None) is not None for name in absent):
+        return
+    flags = arguments.get("resets")
+    if flags is not None and (flags.dtype is not torch.bool or not flags.is_contiguous()):
+        return
+    plan = plan_of(cell, module._sizes, held[weights["weight_ih_l0"]].dtype, "cpu")
+    if not isinstance(plan, Plan) or plan.types.mixed or x.dtype != Torch.of(plan.dtype).dtype:
+        return
+    rounded = cpu.rounded(plan, _precision())
+    user = dict(zip((*names, *weights), tensors, strict=True))
+    arrays = {**user, **_entering(module, user, what)}
+    threads = _threads() or torch.get_num_threads()
+    options = Options((False, True)[: 1 + both], training=module.training, threads=threads)
+    front = FRONTS.get(key)
+    if front is None:
+        layer, inputs = Layer(cell, module._sizes, options, plan=plan), (*names, *of_layer)
+        single = what == "call" and layers == 1 and module.checkpoint is None
+        keeping = form_of(rounded, inputs, options, "forward", True) if single else None
+        read = tuple(weights.values()), tuple(absent)
+        front = add_recent(FRONTS, key, Front(*read, Form(), keeping, layer, inputs), _MOST)
+    if torch.is_grad_enabled() and _wanted(tensors):
+        return  # the passes of the layer learn themselves
+    known = draft_stack(Torch.of(rounded.dtype), rounded, layers, arrays, options)
+    if known is None:
+        return
+    output, last = (None, results) if alone else results
+    ends = [(known.out, output)] if output is not None else []
+    ends += zip(known.finals, last if type(last) is tuple else (last,), strict=True)
+    parts = [Part(n, tuple(t.shape), t.stride(), t.storage_offset()) for n, t in ends]
+    front.form.learn(known.recipe, user, parts)
+
+
+def _entering(module: Any, user: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    """The arrays of a call as a layer reads them, in views of the user's."""
+    x, batch_first = user["x"], what != "cell" and module.batch_first
+    arrays = {name: a for name, a in user.items() if name.startswith((*OF_STATES, "static"))}
+    if what == "cell":
+        arrays = {n: a[None] if n.startswith(OF_STATES) else a for n, a in arrays.items()}
+    if what != "call":
+        x = x[:, None] if batch_first and x.dim() == 2 else x[None]
+    x, others = Layout.of(Torch, x, batch_first).enter(x, arrays, {})
+    entering = {"x": x, **others}
+    if "resets" in user:  # of one step, whose flags are those of its only direction
+        entering["resets"] = user["resets"].view(torch.uint8).reshape(1, 1, -1)
+    return entering

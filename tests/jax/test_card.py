@@ -1,0 +1,296 @@
+"""JAX on a card, without one: real XLA on the CPU calls the real handler, through a shim that puts
+a stream into XLA's frames; the driver interprets the kernels.
+"""
+
+import ctypes
+import functools
+import secrets
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu import CARDS  # before anything else that may import Triton
+from problems import assert_solved, draw
+from processes import at_once
+
+from anycell import cells
+from anycell.engines.gpu import launch, refusals, xla
+from anycell.engines.gpu.interpreter import Interpreter, Started
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+
+import anycell.jax as aj
+from anycell.jax import device, fused
+from anycell.layer import recipe
+from tests.conformance import on_jax
+
+FRAME = 176  # bytes of a frame
+STREAM = 0x5EED
+FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+
+
+def word(address: int) -> Any:
+    return ctypes.c_uint64.from_address(address)
+
+
+def copied(address: int, count: int) -> Any:
+    return (ctypes.c_char * count).from_buffer_copy(ctypes.string_at(address, count))
+
+
+class Shim:
+    """A handler that calls another one with XLA's frames, whose ``Stream_Get`` knows a stream."""
+
+    def __init__(self, handler: int) -> None:
+        self.inner, self.get = FUNCTION(handler), FUNCTION(self.stream)
+        self.outer = FUNCTION(self.call)
+        self.address = ctypes.cast(self.outer, ctypes.c_void_p).value
+
+    def stream(self, arguments: int) -> None:
+        word(arguments + xla.STREAM).value = STREAM
+
+    def call(self, frame: int) -> int | None:
+        if word(frame + 8).value:  # XLA asks for the version
+            return self.inner(frame)
+        functions = word(frame + xla.API).value
+        table, mine = copied(functions, word(functions).value), copied(frame, FRAME)
+        get = ctypes.cast(self.get, ctypes.c_void_p).value
+        word(ctypes.addressof(table) + xla.STREAM_GET).value = get
+        word(ctypes.addressof(mine) + xla.API).value = ctypes.addressof(table)
+        return self.inner(ctypes.addressof(mine))
+
+
+@functools.cache
+def target(captured: bool) -> str:
+    name, shim = f"shim_{secrets.token_hex(8)}", Shim(xla.handler(captured))
+    capsule = jax.ffi.pycapsule(ctypes.c_void_p(shim.address))
+    jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    SHIMS.append(shim)
+    return name
+
+
+SHIMS: list[Shim] = []
+DOUBT = device.doubt
+
+
+class Launched(list[Started]):
+    """The launches of a test, of which some may fail."""
+
+    fails: dict[str, int]
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """Makes JAX run layers for a card on the CPU; lists the launches."""
+    seen, run = Launched(), Interpreter.launch
+    seen.fails = {}
+
+    def started(driver: Interpreter, one: Started) -> int:
+        seen.append(one)
+        name = driver.kernels[one.handle - 1].name
+        with np.errstate(all="ignore"):
+            return seen.fails.get(name) or run(driver, one)
+
+    monkeypatch.setattr(Interpreter, "launch", started)
+    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
+    monkeypatch.setattr(device, "_target", target)
+    monkeypatch.setattr(device, "doubt", lambda _: None)
+    monkeypatch.setattr(device.JaxDevice, "limits", CARDS["H100"])
+    monkeypatch.setattr(launch, "missing", lambda: None)
+    jax.clear_caches()
+    fused._drafted.cache_clear()
+    yield seen
+    fused._drafted.cache_clear()
+    jax.clear_caches()
+
+
+HAS = ("state", "d state", "mask", "resets", "reset_state", "bidirectional")
+CELLS = [
+    (cells.LSTM, 1, HAS),
+    (cells.GRU, 1, ()),
+    (cells.PeepholeLSTM, 2, ("mask", "reverse")),
+    pytest.param(cells.LSTM, 2, HAS, marks=pytest.mark.slow),
+    pytest.param(cells.GRU, 2, HAS, marks=pytest.mark.slow),
+    pytest.param(cells.GRU(reset_after=False), 1, HAS, marks=pytest.mark.slow),
+    pytest.param(cells.LSTMP, 1, HAS, marks=pytest.mark.slow),
+    pytest.param(cells.sLSTM, 1, (), marks=pytest.mark.slow),
+    pytest.param(cells.EALSTM, 1, HAS, marks=pytest.mark.slow),
+    pytest.param(cells.LayerNormLSTM, 1, HAS, marks=pytest.mark.slow),
+    pytest.param(cells.ZoneoutLSTM, 1, ("bidirectional", "training"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("cell", "tier", "has"), CELLS)
+def test_results_and_gradients(
+    cell: Any, tier: int, has: Any, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of masked, reset and reversed layers; launches go to XLA's stream."""
+    monkeypatch.setattr(device.JaxDevice, "tier", tier)
+    problem = draw(cell, (3, 3, 4, 9), has, "float32")
+    assert_solved(on_jax.solve(on_jax.layer_of, "gpu", problem), problem)
+    assert launched and {one.stream for one in launched} == {STREAM}
+    assert (tier == 2) is any(one.cooperative for one in launched)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+X, LAYER = jnp.ones((3, 2, 4)), aj.RNN(cells.LSTM, 4, 9)
+PARAMS = LAYER.init(jax.random.key(0))
+
+
+def call() -> Any:
+    return jax.block_until_ready(LAYER(PARAMS, X, engine="gpu")[0])
+
+
+@pytest.mark.parametrize(("tier", "name"), [(1, "forward_resident"), (2, "forward_cooperative")])
+def test_a_refused_launch_is_an_error(
+    tier: int, name: str, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the driver's error and the cell; the next call runs."""
+    monkeypatch.setattr(device.JaxDevice, "tier", tier)
+    launched.fails = {name: 720}
+    with pytest.raises(Exception, match="720 is the error of the CUDA driver at a launch of LSTM"):
+        call()
+    launched.fails = {}
+    assert_close(call(), jax.jit(partial(LAYER, engine="reference"))(PARAMS, X)[0])
+
+
+def test_programs_that_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call says so, once."""
+    monkeypatch.setattr(device.JaxDevice, "tier", 2)
+    right = call()
+    device.JaxDevice.of("float32").trouble.value = 1
+    with pytest.raises(Exception, match=r"gave up.*JaxDevice.tier = 3"):
+        call()
+    assert np.array_equal(call(), right)
+
+
+def test_xla_has_no_stream_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler by itself passes XLA's own error on."""
+    monkeypatch.setattr(device, "PLATFORM", "cpu")
+    monkeypatch.setattr(device, "_target", REAL)
+    with pytest.raises(Exception, match="GPU context is not available"):
+        call()
+
+
+REAL = device._target.__wrapped__
+
+
+# -- which engine ----------------------------------------------------------------------------------
+def test_the_engine_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If JAX's default device is a card, layers say what runs them, and why not these kernels."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert LAYER.engine == ("gpu", "fused kernel, 1 matmul a step")
+    norm = aj.RNN(cells.LayerNormLSTM, 4, 900).engine
+    assert norm.name == "reference" and "one step per launch" in norm.reason
+    monkeypatch.setattr(launch, "missing", lambda: "no driver")
+    assert LAYER.engine == ("reference", "no driver")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert LAYER.engine.name == "reference"
+
+
+def test_calls_that_go_step_by_step(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of all steps, exported programs, and batches that take tier 3."""
+    reference = LAYER(PARAMS, X, engine="reference")[0]
+    assert_close(LAYER(PARAMS, X, engine="gpu", return_states=True)[0], reference)
+    exported = jax.export.export(jax.jit(partial(LAYER, engine="gpu")))(PARAMS, X)
+    assert_close(exported.call(PARAMS, X)[0], reference)
+    assert not launched
+    x, wide = jnp.ones((2, 40_000, 4)), aj.RNN(cells.LSTM, 4, 200)  # too many rows for tier 2
+    params = wide.init(jax.random.key(0))
+    shapes = jax.eval_shape(partial(wide, engine="gpu"), params, x)
+    assert shapes[0].shape == (2, 40_000, 200) and not launched
+    text = jax.jit(partial(wide, engine="gpu")).lower(params, x).as_text()
+    assert "shim" not in text and "while" in text
+
+
+def test_a_refused_kernel_is_another_choice(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a compilation, the next choice runs; if there is none but tier 3, step by step."""
+    loaded, reference = launch.loaded, LAYER(PARAMS, X, engine="reference")[0]
+    refused: list[str] = []
+
+    def load(printed: Any, *given: Any) -> Any:
+        if printed.alone and (forever or not refused):
+            refused.append(printed.name)
+            raise launch.Refused(printed, "the test says so")
+        return loaded(printed, *given)
+
+    monkeypatch.setattr(launch, "loaded", load)
+    for forever in (False, True):
+        refusals.forget()
+        fused._drafted.cache_clear()
+        refused.clear()
+        assert_close(call(), reference)
+        assert bool(launched) is not forever and refused
+        launched.clear()
+        recipe.known.clear()
+        jax.clear_caches()
+    refusals.forget()
+
+
+def test_a_doubtful_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process first compares a small layer of each tier with the layer step by step."""
+    doubt = DOUBT.__wrapped__
+    assert doubt(1) is None and doubt(2) is None
+    monkeypatch.setattr(device, "_product", lambda a, b: 2 * jnp.matmul(a, b))
+    assert "computed a small layer wrongly here, by" in doubt(1)
+    monkeypatch.setattr(Interpreter, "launch", lambda *_: 700)
+    assert "failed at a small layer here" in doubt(1) and "700 is the error" in doubt(1)
+    monkeypatch.setattr(device, "doubt", lambda tier: f"doubts of tier {tier}")
+    with pytest.raises(ValueError, match=r"engine: given 'gpu'; .*doubts of tier 1"):
+        call()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert LAYER.engine == ("reference", "doubts of tier 1")
+
+
+# -- transformations -------------------------------------------------------------------------------
+def test_transformations(launched: Launched) -> None:
+    """``vmap`` of rows is one call; forward mode and second derivatives go step by step."""
+
+    def total(x: Any, engine: str = "gpu") -> Any:
+        return (LAYER(PARAMS, x, engine=engine)[0] ** 2).sum()
+
+    several = jnp.stack([X, 2 * X, -X])
+    found = jax.block_until_ready(jax.vmap(jax.grad(total))(several))
+    count = len(launched)
+    right = jax.vmap(jax.grad(partial(total, engine="reference")))(several)
+    assert_close(found, right)
+    launched.clear()
+    jax.block_until_ready(jax.grad(total)(X))
+    assert len(launched) == count  # as many as for one
+    for derive in (jax.hessian, jax.jacfwd):
+        small = jnp.ones((2, 1, 4))
+        assert_close(derive(total)(small), derive(partial(total, engine="reference"))(small))
+
+
+def test_threads_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled program, whose handler keeps nothing between calls; no kernel runs."""
+    seen: list[tuple[int, ...]] = []
+
+    def started(_: Interpreter, one: Started) -> int:
+        seen.append(tuple(word(one.parameters[n]).value for n in range(2)))
+        return 0
+
+    monkeypatch.setattr(Interpreter, "launch", started)
+    run = jax.jit(partial(LAYER, engine="gpu")).lower(PARAMS, X).compile()
+    at_once(*[lambda: [jax.block_until_ready(run(PARAMS, X)) for _ in range(50)]] * 3)
+    assert len(seen) % 150 == 0 and seen
+
+
+def test_a_program_reads_what_it_needs(launched: Launched) -> None:
+    """No array that the backward pass does not read is kept for it or passed to it."""
+    text = jax.jit(jax.grad(lambda p: LAYER(p, X, engine="gpu")[0].sum())).lower(PARAMS).as_text()
+    calls = [line for line in text.splitlines() if "stablehlo.custom_call @shim" in line]
+    assert len(calls) == 2 and not launched
+    _, backward = (line.partition(" : (")[2].partition(") -> ")[0] for line in calls)
+    assert "tensor<4x9" not in backward  # no part of the input's projection
+    assert backward.count("tensor<3x2x36xf32>") == 1  # the saved gates
+
+
+def assert_close(found: Any, right: Any) -> None:
+    np.testing.assert_allclose(np.asarray(found), np.asarray(right), rtol=2e-5, atol=2e-6)
