@@ -55,7 +55,7 @@ class Recall:
 class Policy(nn.Module):
     def __init__(self, units: int = UNITS) -> None:
         super().__init__()
-        self.rnn = anycell.torch.LSTM(2, units).prepare()
+        self.rnn = anycell.torch.LSTM(2, units)
         self.actor, self.critic = nn.Linear(units, 2), nn.Linear(units, 1)
 
     def step(self, x: Tensor, state: State, first: Tensor) -> tuple[Categorical, Tensor, State]:

@@ -156,7 +156,7 @@ def run(
     keep = layer.options.training or taped or bool(layer.sequences)
     # With sequences, what the kernels keep for the backward pass has them. And XLA could not tell
     # how much checkpoints of unknown steps keep.
-    if layer.sequences or (_compiled() and None in x.shape.as_list()[:2]):
+    if layer.sequences or (None in x.shape.as_list()[:2] and _compiled()):
         layer = layer._replace(options=layer.options._replace(checkpoint=None))
     if integers and keep:
         arrays, integers = dequantized(arrays), False
@@ -536,7 +536,7 @@ class _Kernels:
         """Counts the last outputs of the forward pass that the backward pass reads."""
         return (2 + len(self.others)) * self.keep
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The names of all ``tensors``."""
         return self.parts + self.flags

@@ -319,7 +319,7 @@ known: dict[tuple[Any, ...], Any] = {}
 
 def recipe_of(key: tuple[Any, ...], draft: Callable[[], Any]) -> Any:
     """Looks up a draft, or makes it and keeps it."""
-    key = _key(key)
+    key = key, cpu.isa.current(), cpu.pool.FORKED
     try:
         return known[key]
     except KeyError:
@@ -328,8 +328,4 @@ def recipe_of(key: tuple[Any, ...], draft: Callable[[], Any]) -> Any:
 
 def forget(key: tuple[Any, ...]) -> None:
     """Drops a draft."""
-    known.pop(_key(key), None)
-
-
-def _key(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    return key, cpu.isa.current(), cpu.pool.FORKED
+    known.pop((key, cpu.isa.current(), cpu.pool.FORKED), None)

@@ -86,8 +86,7 @@ class Recurrent(Explained):
         """Runs one time step; returns the results of a call for a sequence of one step.
 
         Under ``torch.no_grad()`` or ``torch.inference_mode()``, a step in float32 or float64 on the
-        CPU that is like an earlier one is one native call; resets must be bool. Any other step is
-        an ordinary call.
+        CPU that is like an earlier one is one native call. Any other step is an ordinary call.
 
         Args:
             x: ``[B, input_size]``, or without a batch ``[input_size]``.
@@ -116,15 +115,17 @@ class Recurrent(Explained):
         hooks = self._forward_pre_hooks or self._forward_hooks  # what forward() would run
         hooks = hooks or modules._global_forward_pre_hooks or modules._global_forward_hooks
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}
-        alone = not hooks and quiet()
+        alone, plain = not hooks and quiet(), arguments
         if alone:
-            results = again(self, "step", x, state, arguments)
-            if results is not None:
-                return results
+            if type(resets) is Tensor:
+                plain = {**arguments, "resets": _plain_flags(resets)}
+            known = again(self, "step", x, state, plain)
+            if known is not None:
+                return known
         check_one_direction("step", self)
         results = one_step(Torch, self, self, x, self._like, state, arguments)
         if alone:
-            learn(self, "step", x, state, arguments, results)
+            learn(self, "step", x, state, plain, results)
         return results
 
     def _named(self, by_position: Sequence[Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +161,14 @@ class Recurrent(Explained):
         options = Options(reverse, training=training, seed=seed, checkpoint=checkpoint, **named)
         sizes = self._sizes if plan is None else tuple(plan.sizes.items())  # saves a call
         return Layer(cell, sizes, options, plan=plan)
+
+
+def _plain_flags(flags: Tensor) -> Tensor:
+    """Flags as contiguous bool; the tensor itself if any is neither 0 nor 1."""
+    whole = flags.bool().contiguous()
+    if flags.dtype is torch.bool or flags.is_complex():
+        return whole if flags.dtype is torch.bool else flags
+    return whole if torch.equal(whole.to(flags.dtype), flags) else flags
 
 
 def stacked(

@@ -203,7 +203,7 @@ def learn(
     if flags is not None and (flags.dtype is not torch.bool or not flags.is_contiguous()):
         return
     plan = plan_of(cell, module._sizes, held[weights["weight_ih_l0"]].dtype, "cpu")
-    if not isinstance(plan, Plan) or plan.types.mixed:
+    if not isinstance(plan, Plan) or plan.types.mixed or x.dtype != Torch.of(plan.dtype).dtype:
         return
     rounded = cpu.rounded(plan, _precision())
     user = dict(zip((*names, *weights), tensors, strict=True))

@@ -224,23 +224,22 @@ def numpys_steps(problem: Problem, prepared: bool) -> Any:
     return (feedback.prepare() if prepared else feedback).step
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["packed", "plain"])
+@pytest.mark.parametrize("more", [False, True], ids=["plain", "with gradients, or prepared"])
 @pytest.mark.parametrize("steps", [torchs_steps, numpys_steps])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.sample(12)
-def test_steps_are_one_call(cell: Cell, steps: Any, plain: bool) -> None:
-    """Forced and free, with resets, from a state that is given."""
+def test_steps(cell: Cell, steps: Any, more: bool) -> None:
+    """Forced and free, with resets, from a state that is given; NumPy's on packed weights."""
     problem = draw(cell, SHAPES[0], "resets")
     right, x = by_loop(problem), poisoned(problem, "float64")
-    packed = plain is (steps is numpys_steps)
-    step = steps(problem, plain)
+    step = steps(problem, more)
     state, found = one(problem.group("state")), []
     with mock.patch.object(Stream, "step", autospec=True, side_effect=Stream.step) as native:
         for t in range(len(x)):
             flags = {"forced": problem["forced"][t], "resets": problem["resets"][t]}
             y, state = step(x[t], state, **flags)
             found.append(y)
-    assert native.call_count == (len(x) if packed else 0)
+    assert native.call_count == (len(x) if more and steps is numpys_steps else 0)
     assert_close(np.stack(found), right["y"], "float64", "forward")
     for name, value in named(problem, "final", state).items():
         assert_close(value, right[name], "float64", "forward", name)

@@ -86,6 +86,8 @@ def Rows(x: Any, r: Any, s: Any, p: Any, e: Any, *, bias: bool = True) -> Any:
 def forget_passes() -> None:
     """Makes layers on the CPU draft their passes again."""
     layer.recipe.known.clear()
+    for forget in cpu.pool.CHANGED:  # a frontend keeps calls of passes
+        forget()
 
 
 @dataclass(frozen=True)

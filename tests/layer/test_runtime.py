@@ -239,10 +239,10 @@ from anycell.plan import Options
 from anycell.torch import fused, threads
 
 ends = sys.argv[1] == "True"
-if ends and threads._function("omp_pause_resource_all") is None:
+if ends and threads.function("omp_pause_resource_all") is None:
     sys.exit()  # an older runtime
 if not ends:
-    threads._function = lambda name: None
+    threads.function = lambda name: None
 torch.set_num_threads(2)
 layer, x = anycell.torch.RNN(anycell.cells.GRU, 6, 33), torch.randn(20, 32, 6)
 of_layers = lambda: fused.on_threads(Options()).threads
