@@ -167,8 +167,8 @@ class _Printer:
 
     # -- products ----------------------------------------------------------------------------------
     def _split(self, stage: Product) -> tuple[int, int]:
-        """How many blocks the columns of a product have, and how many vectors each; together they
-        may be more than the columns.
+        """The numbers of blocks of a product's columns, and of vectors in each; together these may
+        be more than the columns.
         """
         most, vectors = self.registers * 3 // 4, len(stage.bias) // self.lanes
         if any(scales is not None for scales in stage.scales):

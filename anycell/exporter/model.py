@@ -87,7 +87,7 @@ class Model:
         return len(self.passes) > 1 or self.passes[0].reverse
 
     def before(self, array: str) -> int:
-        """How many numbers of a step lie before an array in the caller's memory."""
+        """The count of numbers of a step that lie before an array in the caller's memory."""
         return self.memory["m0"] if array == "m1" else 0
 
     def run(self, x: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
@@ -105,7 +105,7 @@ class Model:
 
 
 def _filled(parts: Iterable[Simple], lanes: int) -> int:
-    """How many numbers a vector has: fewer if those of the largest state would be filled badly."""
+    """The numbers of a vector: fewer if those of the largest state would be filled badly."""
     layers = [part.layer for part in parts if isinstance(part, Recurrent)]
     sizes = [{ONE: 1, **dict(of.sizes)}[state.size] for of in layers for state in of.cell.states]
     largest = max(sizes, default=lanes)
@@ -139,7 +139,7 @@ def _layers(
 
 
 def _of_direction(learned: Mapping[str, Any], d: int) -> dict[str, Any]:
-    """What one direction learns, without the end of the names."""
+    """The weights of one direction, without the end of the names."""
     return {
         name.removesuffix(ENDS[1]): weight
         for name, weight in learned.items()

@@ -58,8 +58,8 @@ class Memory(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What passes before a program have: the inputs of a sample, the numbers of all states, how
-    many layers, and the width of the rows that they left; 0 if the program is the first.
+    """The place of a program behind other passes: the inputs of a sample, the numbers of all states
+    and of layers before it, and the width of the rows that they left; 0 if it is the first.
     """
 
     inputs: int = 0
