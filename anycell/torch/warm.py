@@ -19,7 +19,7 @@ from anycell.layer.layers import Layout
 from anycell.layer.signature import ENDS, OF_STATES, places, shapes, state_names
 from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
-from anycell.torch.framework import Torch
+from anycell.torch.framework import ENGINES, Torch
 from anycell.torch.fused import Fused, plan_of, save
 from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
@@ -159,8 +159,8 @@ def _call(
             module.checkpoint,
         )  # fmt: skip
     return (
-        what, id(module.cell), module._sizes, module.bias, module.training, *given, facts,
-        _threads() or torch.get_num_threads(), cpu.isa.current(), _precision(),
+        ENGINES["cpu"], what, id(module.cell), module._sizes, module.bias, module.training, *given,
+        facts, _threads() or torch.get_num_threads(), cpu.isa.current(), _precision(),
     ), tensors  # fmt: skip
 
 
@@ -202,8 +202,14 @@ def learn(
     flags = arguments.get("resets")
     if flags is not None and (flags.dtype is not torch.bool or not flags.is_contiguous()):
         return
-    plan = plan_of(cell, module._sizes, held[weights["weight_ih_l0"]].dtype, "cpu")
-    if not isinstance(plan, Plan) or plan.types.mixed or x.dtype != Torch.of(plan.dtype).dtype:
+    engine = ENGINES["cpu"]  # another one in tests of kernels that a driver's stand-in runs
+    plan = plan_of(cell, module._sizes, held[weights["weight_ih_l0"]].dtype, engine)
+    if (
+        not isinstance(plan, Plan)
+        or plan.engine != "cpu"
+        or plan.types.mixed
+        or x.dtype != Torch.of(plan.dtype).dtype
+    ):
         return
     rounded = cpu.rounded(plan, _precision())
     user = dict(zip((*names, *weights), tensors, strict=True))
