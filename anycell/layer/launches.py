@@ -114,9 +114,6 @@ class View:
 
     def __getitem__(self, index: Any) -> View:
         index = index if isinstance(index, tuple) else (index,)
-        if index and index[0] is None:  # a new axis
-            whole = self[index[1:]]
-            return whole._part((1, *whole.shape), (0, *whole.strides))
         if Ellipsis in index:
             at = index.index(Ellipsis)
             missing = len(self.shape) + 1 - len(index)

@@ -19,8 +19,8 @@ from anycell.layer.layers import Layout
 from anycell.layer.signature import ENDS, OF_STATES, places, shapes, state_names
 from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
-from anycell.torch.framework import ENGINES, Torch
-from anycell.torch.fused import Fused, plan_of, save
+from anycell.torch.framework import Torch
+from anycell.torch.fused import Fused, plan_on, save
 from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
 from anycell.torch.passes import as_kept, form_of
@@ -159,8 +159,8 @@ def _call(
             module.checkpoint,
         )  # fmt: skip
     return (
-        ENGINES["cpu"], what, id(module.cell), module._sizes, module.bias, module.training, *given,
-        facts, _threads() or torch.get_num_threads(), cpu.isa.current(), _precision(),
+        what, id(module.cell), module._sizes, module.bias, module.training, *given, facts,
+        _threads() or torch.get_num_threads(), cpu.isa.current(), _precision(),
     ), tensors  # fmt: skip
 
 
@@ -202,14 +202,10 @@ def learn(
     flags = arguments.get("resets")
     if flags is not None and (flags.dtype is not torch.bool or not flags.is_contiguous()):
         return
-    engine = ENGINES["cpu"]  # another one in tests of kernels that a driver's stand-in runs
-    plan = plan_of(cell, module._sizes, held[weights["weight_ih_l0"]].dtype, engine)
-    if (
-        not isinstance(plan, Plan)
-        or plan.engine != "cpu"
-        or plan.types.mixed
-        or x.dtype != Torch.of(plan.dtype).dtype
-    ):
+    plan = plan_on("cpu", cell, module._sizes, held[weights["weight_ih_l0"]].dtype)
+    if not isinstance(plan, Plan) or plan.engine != "cpu" or plan.types.mixed:
+        return
+    if x.dtype != Torch.of(plan.dtype).dtype:
         return
     rounded = cpu.rounded(plan, _precision())
     user = dict(zip((*names, *weights), tensors, strict=True))
