@@ -140,7 +140,7 @@ class Table:
         heads[:] = array("q", bytes(8 * len(heads)))
         if not self.state[STATE.index("users")]:
             self._old.clear()
-        self._old += self._records
+        self._old.extend(self._records)
         self._records.clear()
         self.tried.clear()
 
@@ -319,7 +319,8 @@ class _Call:
                 number = b.load(b.gep(numbers, i, "i64"), "i64")
                 one = b.load(b.gep(self.made, number, "i64"), "i64")
                 self._torch("torch_list_push_back", results, one)
-            self.results.value = b.ptrtoint(results, "i64")
+            returned = self.results
+            returned.value = b.ptrtoint(results, "i64")
         with b.when(room.ne(0)) as otherwise:
             b.atomic_add(Entries(b, b.inttoptr(room, "ptr"), ROOM).at("busy"), -1)
         with otherwise:
@@ -337,9 +338,10 @@ class _Call:
             handle = self._get("torch_list_get_item", self.list, i, type="ptr")
             self._torch("aoti_torch_delete_tensor_object", handle)
         self._torch("torch_delete_list", self.list)
-        with b.when(self.results.value.eq(0)):
-            self.results.value = self._get("torch_new_list_reserve_size", 0)
-        b.store(self.results.value, self.stack)
+        results = self.results
+        with b.when(results.value.eq(0)):
+            results.value = self._get("torch_new_list_reserve_size", 0)
+        b.store(results.value, self.stack)
 
     def _handle(self, number: Operand) -> Value:
         """An array that the call makes."""
