@@ -4,6 +4,7 @@ Outputs and the gradients of weights, initial states and inputs are compared in 
 are in ``cells_jax.py``, written by another hand than the reader.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,7 +75,12 @@ def test_cell(entry: Entry) -> None:
         return aj.scan(f, init, xs, **options)
 
     made = entry()
-    check_results(results(made, door), results(made, lax.scan))
+    expected = results(made, lax.scan)
+    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") != "0":
+        # Then lax.scan may give a NaN as the derivative of a maximum, which anycell does not.
+        expected = {name: a for name, a in expected.items() if not np.isnan(a).any()}
+    got = results(made, door)
+    check_results({name: got[name] for name in expected}, expected)
     check_verdict(entry, next(filter(None, refusals), None))
 
 
