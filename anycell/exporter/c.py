@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.engines.cpu.ir import Builder, Module, Target
-from anycell.engines.cpu.ops import EMIT
 from anycell.exporter.blob import Blob
+from anycell.exporter.functions import EMIT
 from anycell.exporter.model import Model, Pass, Rows
 from anycell.exporter.program import Place, bfloat16, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule

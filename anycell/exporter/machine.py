@@ -19,8 +19,8 @@ from anycell.engines.cpu import jit
 from anycell.engines.cpu.idioms import dot, widen
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, vector
 from anycell.engines.cpu.matmul import ROUNDING
-from anycell.engines.cpu.ops import EMIT
 from anycell.exporter.blob import CODES, FACTOR, LINE, SEED, Blob
+from anycell.exporter.functions import EMIT
 from anycell.exporter.model import Model, Rows
 from anycell.exporter.program import VERSION, Array, Place, Program, bfloat16, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
@@ -28,6 +28,8 @@ from anycell.lang.expr import Expr
 from anycell.layer.rounding import STEPS
 
 FUNCTIONS = "load", "version", "state_size", "reset", "step", "process"  # the last ones of a file
+CACHE = 1 << 15  # bytes: from larger weights a step reads narrower blocks, so that some stay cached
+NARROW = 8  # vectors
 TABLES = {"float32": "float", "uint16": "i16", "uint32": "i32", "int32": "i32"}  # types of LLVM
 
 
@@ -110,6 +112,7 @@ class _Printer:
 
     Attributes:
         bases: the address of each array.
+        flip: whether a step takes blocks in reverse.
         narrow: whether weights are stored in 16 bits.
         rounded: values as integers; see ``_rounded``.
     """
@@ -122,13 +125,17 @@ class _Printer:
         self.registers, self.narrow = platform.registers, program.weights == "bfloat16"
         self.rounded: dict[tuple[Expr, int], tuple[Value, Value]] = {}
         arrays = "state", "in", "x", "out"
-        b = self.b = module.private(name, ", ".join(f"ptr noalias {array}" for array in arrays))
-        self.bases = dict(zip(arrays, b.args, strict=True))
+        params = ", ".join(f"ptr noalias {array}" for array in arrays)
+        b = self.b = module.private(name, f"{params}, i64 flip")
+        self.bases, self.flip = dict(zip(arrays, b.args, strict=False)), b.args[-1]
         self.blob = blob
         if blob:
             self.weights = b.load(self.bases["state"], "ptr", align=4)
-        for room, size in order.rooms.items():
-            self.bases[room] = b.alloca(b.vec, padded(size, self.lanes) // self.lanes)
+        sizes = {room: padded(size, self.lanes) // self.lanes for room, size in order.rooms.items()}
+        products = [stage for stage in order.stages if isinstance(stage, Product)]
+        sizes |= {stage.to.array: math.prod(self._split(stage)) for stage in products}
+        for room, vectors in sizes.items():
+            self.bases[room] = b.alloca(b.vec, vectors)
         for k, array in enumerate(program.params):
             self.bases[f"p{k}"] = self._table(array[None])
         for stage in order.stages:
@@ -159,38 +166,61 @@ class _Printer:
         return self.b.splat(self.b.load(address, "float"))
 
     # -- products ----------------------------------------------------------------------------------
-    def _product(self, stage: Product) -> None:
-        lanes, most = self.lanes, self.registers * 3 // 4
+    def _split(self, stage: Product) -> tuple[int, int]:
+        """How many blocks the columns of a product have, and how many vectors each; together they
+        may be more than the columns.
+        """
+        most, vectors = self.registers * 3 // 4, len(stage.bias) // self.lanes
         if any(scales is not None for scales in stage.scales):
             most //= 2  # sums of integers are beside those of reals
-        vectors = len(stage.bias) // lanes
-        for first in range(0, vectors, most):
-            count = min(most, vectors - first)
-            self._block(stage, first * lanes, count, 2 if count <= most // 2 else 1)
+        if sum(weight.nbytes for weight in stage.weights) > CACHE:
+            most = min(most, NARROW)
+        blocks = -(-vectors // most)
+        return blocks, -(-vectors // blocks)
 
-    def _block(self, stage: Product, first: int, count: int, ways: int) -> None:
-        """Columns of a product, ``count`` vectors of them. The sums of every other operand are
+    def _product(self, stage: Product) -> None:
+        """Every other step takes the blocks in reverse: weights that the step before has read last
+        are still in the cache.
+        """
+        blocks, count = self._split(stage)
+        for operand, weight, scales in zip(*stage[:3], strict=True):
+            if scales is not None:
+                self._rounded(operand, len(weight))
+        if blocks == 1:
+            self._block(stage, 0, 1, count, 2 if count <= self.registers * 3 // 8 else 1)
+            return
+        with self.b.loop(0, blocks) as i:
+            n = self.b.select(self.flip.ne(0), blocks - 1 - i, i)
+            self._block(stage, n, blocks, count, 1)
+
+    def _blocks(self, rows: npt.NDArray[Any], blocks: int, width: int, n: Value | int) -> Value:
+        """The address of block n of a table ``[rows, columns]``, whose columns are filled up."""
+        rows = np.pad(rows, ((0, 0), (0, blocks * width - rows.shape[1])))
+        table = self._table(np.concatenate(np.split(rows, blocks, 1)))
+        return self.b.gep(table, n * (len(rows) * width * rows.itemsize), "i8")
+
+    def _block(self, stage: Product, n: Value | int, blocks: int, count: int, ways: int) -> None:
+        """Block n of a product, ``count`` vectors of columns. The sums of every other operand are
         apart if there are two ``ways``: each sum waits for the one before.
         """
-        b, lanes = self.b, self.lanes
-        columns = slice(first, first + count * lanes)
-        bias = self._table(stage.bias[None, columns])
-        sums = [b.variable(b.load(b.gep(bias, i * lanes))) for i in range(count)]
+        b, width = self.b, count * self.lanes
+        bias = self._blocks(stage.bias[None], blocks, width, n)
+        sums = [b.variable(b.load(b.gep(bias, i * self.lanes))) for i in range(count)]
         sums += [b.variable(b.value(0.0, b.vec)) for _ in range(count * (ways - 1))]
         stored = "i16" if self.narrow else "float"
 
         def add(k: Value | int, way: int) -> None:
-            x, row = self._number(place, k), b.gep(table, self.b.value(count * lanes) * k, stored)
+            x, row = self._number(place, k), b.gep(table, b.value(width) * k, stored)
             for i, total in enumerate(sums[way * count : (way + 1) * count]):
-                w = b.load(b.gep(row, i * lanes, stored), vector(lanes, stored))
+                w = b.load(b.gep(row, i * self.lanes, stored), vector(self.lanes, stored))
                 total.value = b.fma(x, widen(b, w, "bfloat") if self.narrow else w, total.value)
 
         for operand, weight, scales in zip(*stage[:3], strict=True):
             if scales is not None:
-                self._integers(operand, weight[:, columns], scales[None, columns], sums)
+                self._integers(operand, weight, scales, sums[:count], blocks, n)
                 continue
-            table, place = self._table(self._stored(weight[:, columns])), self.order.places[operand]
-            whole = len(weight) // 2 * 2
+            table = self._blocks(self._stored(weight), blocks, width, n)
+            place, whole = self.order.places[operand], len(weight) // 2 * 2
             with b.loop(0, whole, 2) as k:
                 add(k, 0)
                 add(k + 1, ways - 1)
@@ -198,7 +228,7 @@ class _Printer:
                 add(b.value(whole), 0)
         for i in range(count):
             total = sums[i].value + sums[count + i].value if ways > 1 else sums[i].value
-            b.store(total, self._address(stage.to, first + i * lanes))
+            b.store(total, self._address(stage.to, n * width + i * self.lanes))
 
     def _rounded(self, operand: Expr, size: int) -> tuple[Value, Value]:
         """The address of a value as integers with 128 added, of which four share a lane, and what
@@ -223,23 +253,30 @@ class _Printer:
         self.rounded[operand, size] = room, b.splat(scale)
         return self.rounded[operand, size]
 
-    def _integers(self, operand: Expr, weight: Array, of: Array, sums: list[Variable]) -> None:
+    def _integers(
+        self, operand: Expr, weight: Array, of: Array, sums: list[Variable], blocks: int,
+        n: Value | int,
+    ) -> None:  # fmt: skip
         """Adds products of integers to sums."""
-        b, (size, columns) = self.b, weight.shape
+        b, width, (size, columns) = self.b, len(sums) * self.lanes, weight.shape
         room, scale = self._rounded(operand, size)
         quads = np.zeros((padded(size, 4), columns), np.int64)
         quads[:size] = weight
-        lanes = np.add.reduce(quads.reshape(-1, 4, columns) % 256 << np.r_[:32:8][:, None], 1)
-        table, scales = self._table(lanes.astype(np.uint32)), self._table(of)
-        offsets = self._table((-128 * quads.sum(0)[None]).astype(np.int32))
-        totals = [b.variable(b.load(b.gep(offsets, j), b.ivec)) for j in range(0, columns, b.lanes)]
-        with b.loop(0, len(lanes)) as k:
+        packed = np.add.reduce(quads.reshape(-1, 4, columns) % 256 << np.r_[:32:8][:, None], 1)
+        offset = (-128 * quads.sum(0)[None]).astype(np.int32)
+        table, offsets, scales = (
+            self._blocks(rows, blocks, width, n)
+            for rows in (packed.astype(np.uint32), offset, of[None])
+        )
+        places = range(0, width, self.lanes)
+        totals = [b.variable(b.load(b.gep(offsets, j), b.ivec)) for j in places]
+        with b.loop(0, len(packed)) as k:
             x = b.splat(b.load(b.gep(room, k), "i32"))
-            for i, total in enumerate(totals):
-                w = b.load(b.gep(table, k * columns + i * b.lanes), b.ivec)
+            for j, total in zip(places, totals, strict=True):
+                w = b.load(b.gep(table, k * width + j), b.ivec)
                 total.value = dot(b, total.value, x, w)
-        for i, (total, real) in enumerate(zip(totals, sums, strict=False)):
-            product = b.sitofp(total.value, "float") * (scale * b.load(b.gep(scales, i * b.lanes)))
+        for j, total, real in zip(places, totals, sums, strict=True):
+            product = b.sitofp(total.value, "float") * (scale * b.load(b.gep(scales, j)))
             real.value += product
 
     # -- loops over units --------------------------------------------------------------------------
@@ -370,7 +407,7 @@ def _print_calls(module: Module, model: Model, platform: Platform, name: str) ->
         b = module.function(f"{name}_step", arrays)
         state, sample, out = b.args
         with _flushed(b, platform):
-            b.call("step0", state, sample, sample, out)
+            b.call("step0", state, sample, sample, out, 0)
     memory = ", ptr memory" * model.whole
     b = module.function(f"{name}_process", f"{arrays}, {word} steps{memory}")
     state, sample, out, count, *_ = b.args
@@ -384,7 +421,7 @@ def _print_calls(module: Module, model: Model, platform: Platform, name: str) ->
                 t = steps - i - 1 if of_pass.reverse else i
                 rows = samples, of_pass.reads or samples, of_pass.writes
                 at = [b.gep(b.gep(bases[r.array], r.column), t * r.stride) for r in rows]
-                b.call(f"step{k}", state, *at)
+                b.call(f"step{k}", state, *at, i & 1)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from anycell.engines.cpu.sources import fingerprint
 from anycell.lang.namespaces import KNOWN, Namespace
 from anycell.layer import foreign
 from anycell.layer.checks import describe, refuse
-from anycell.layer.foreign import Seed, Traced
+from anycell.layer.foreign import Seed, TracedFramework
 from anycell.layer.recipe import Recipe
 from anycell.numpy.check import numpy_dtype
 from anycell.plan import Options
@@ -90,7 +90,7 @@ class Buffer:
         return array.values if isinstance(array, Buffer) else array
 
 
-class Jax(Traced):
+class Jax(TracedFramework):
     """JAX's arrays of one dtype."""
 
     kind, xp, buffer = jax.Array, NAMESPACE, Buffer

@@ -118,3 +118,16 @@ class TensorFlow(Numpy):
             expected = "integers [B], the number of steps of each row"
             refuse("lengths", describe(lengths), expected, "Pass one length per row of the input.")
         return tf.range(tf.cast(steps, lengths.dtype))[:, None] < lengths[None]
+
+
+def as_tensor(array: Array) -> Tensor:
+    """Returns an eager tensor, on the array's own memory if possible."""
+    if array.nbytes < 1 << 14 or array.ctypes.data % LINE or not array.flags.c_contiguous:
+        return tf.constant(array)
+    if array.dtype.kind == "V":  # bfloat16, which NumPy does not export as such
+        return tf.bitcast(_shared(array.view(np.uint16)), tf.bfloat16)
+    return _shared(array)
+
+
+def _shared(array: Array) -> Tensor:
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

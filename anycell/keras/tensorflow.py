@@ -45,7 +45,7 @@ from anycell.keras.call import (
     lowered,
 )
 from anycell.keras.composite import composite
-from anycell.keras.framework import LINE, TensorFlow
+from anycell.keras.framework import TensorFlow, as_tensor
 from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, backward, forward, stepped
@@ -286,9 +286,8 @@ def _ends(kernels: _Kernels, *tensors: Tensor) -> list[Tensor]:
 
     ends, parts = [outputs, *final] if kernels.layer.outputs else final, len(kernels.parts)
     again = functools.partial(_ends, kernels)
-    return _differentiable(
-        FORWARD, ends, tensors[:parts], [*tensors[parts:], *kept], gradient, again
-    )
+    others = [*tensors[parts:], *kept]
+    return _differentiable(FORWARD, ends, tensors[:parts], others, gradient, again)
 
 
 def _behind(number: Tensor) -> _Kernels:
@@ -689,7 +688,7 @@ def _run(
         the results, and in a graph one number, for ``_behind``.
     """
     if tf.executing_eagerly():
-        return [_tensor(array) for array in compute(*map(np.asarray, tensors))], []
+        return [as_tensor(array) for array in compute(*map(np.asarray, tensors))], []
     kinds, shapes = zip(*describe(*tensors), strict=True)
     if _compiled():
         results = xla.run(compute, tensors, leading)
@@ -699,16 +698,3 @@ def _run(
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return results, [number]
-
-
-def _tensor(array: Array) -> Tensor:
-    """Returns an eager tensor, on the array's own memory if possible."""
-    if array.nbytes < 1 << 14 or array.ctypes.data % LINE or not array.flags.c_contiguous:
-        return tf.constant(array)
-    if array.dtype.kind == "V":  # bfloat16, which NumPy does not export as such
-        return tf.bitcast(_shared(array.view(np.uint16)), tf.bfloat16)
-    return _shared(array)
-
-
-def _shared(array: Array) -> Tensor:
-    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

@@ -27,7 +27,7 @@ from anycell.engines.cpu import xla
 from anycell.keras.composite import composite
 from anycell.keras.framework import NAMESPACE
 from anycell.layer import foreign
-from anycell.layer.foreign import Seed, Traced
+from anycell.layer.foreign import Seed, TracedFramework
 from anycell.layer.recipe import Recipe, dense
 from anycell.layer.restarts import restarts
 from anycell.layer.signature import Shape
@@ -122,7 +122,7 @@ def _swapped(shape: Shape) -> Shape:
     return (*shape[:-2], shape[-1], shape[-2])
 
 
-class Xla(Traced):
+class Xla(TracedFramework):
     """The tensors of one dtype of a graph that XLA compiles."""
 
     kind, xp, buffer = Buffer, NAMESPACE, Buffer

@@ -38,7 +38,7 @@ class Seed(int):
         return seed
 
 
-class Traced(Framework):
+class TracedFramework(Framework):
     """The arrays of one dtype of a program that is traced, which are dense.
 
     Attributes:

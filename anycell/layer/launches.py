@@ -114,16 +114,16 @@ class View:
 
     def __getitem__(self, index: Any) -> View:
         index = index if isinstance(index, tuple) else (index,)
-        if index and index[0] is None:  # a new axis
-            whole = self[index[1:]]
-            return whole._part((1, *whole.shape), (0, *whole.strides))
         if Ellipsis in index:
             at = index.index(Ellipsis)
             missing = len(self.shape) + 1 - len(index)
             index = (*index[:at], *[slice(None)] * missing, *index[at + 1 :])
         shape, strides, offset = list[int](), list[int](), 0
-        rest = [slice(None)] * (len(self.shape) - len(index))
-        for n, stride, i in zip(self.shape, self.strides, (*index, *rest), strict=True):
+        rest = [slice(None)] * (len(self.shape) - len(index) + index.count(None))
+        axes = zip(self.shape, self.strides, strict=True)
+        for i in (*index, *rest):
+            n, stride = (1, self.size) if i is None else next(axes)  # None is a new axis
+            i = slice(None) if i is None else i
             begin, end, _ = i.indices(n) if isinstance(i, slice) else (range(n)[i], 0, 1)
             offset += begin * stride
             if isinstance(i, slice):

@@ -20,7 +20,7 @@ from anycell.layer.signature import ENDS, OF_STATES, places, shapes, state_names
 from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
 from anycell.torch.framework import Torch
-from anycell.torch.fused import Fused, plan_of, save
+from anycell.torch.fused import Fused, plan_on, save
 from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
 from anycell.torch.passes import as_kept, form_of
@@ -202,8 +202,10 @@ def learn(
     flags = arguments.get("resets")
     if flags is not None and (flags.dtype is not torch.bool or not flags.is_contiguous()):
         return
-    plan = plan_of(cell, module._sizes, held[weights["weight_ih_l0"]].dtype, "cpu")
-    if not isinstance(plan, Plan) or plan.types.mixed or x.dtype != Torch.of(plan.dtype).dtype:
+    plan = plan_on("cpu", cell, module._sizes, held[weights["weight_ih_l0"]].dtype)
+    if not isinstance(plan, Plan) or plan.engine != "cpu" or plan.types.mixed:
+        return
+    if x.dtype != Torch.of(plan.dtype).dtype:
         return
     rounded = cpu.rounded(plan, _precision())
     user = dict(zip((*names, *weights), tensors, strict=True))

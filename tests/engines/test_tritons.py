@@ -12,7 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gpu import ADDRESSES, CARD, COMPILES, reports  # before anything else that may import Triton
+from gpu import (  # before anything else that may import Triton
+    ADDRESSES,
+    CARD,
+    COMPILES,
+    choose_gpu,
+    reports,
+)
 from processes import ROOT, load, python
 
 import anycell
@@ -22,7 +28,7 @@ from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.step import print_step
 from anycell.engines.gpu.text import Printed, Variant
 from anycell.plan import Plan, plan
-from anycell.torch import functional, fused
+from anycell.torch import functional
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +312,7 @@ def test_a_layer_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(
         functional.fused_plan(cells.LSTM, (("H", 8),), torch.zeros(1)), Plan
     )  # on the CPU
-    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
+    choose_gpu(monkeypatch)
     layer = anycell.torch.RNN(cells.PeepholeLSTM, 2, 3)
     assert layer.engine == ("reference", "there is none")
     y, _ = layer(torch.zeros(2, 1, 2))

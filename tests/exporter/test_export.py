@@ -474,6 +474,28 @@ def test_feedback(tmp_path: Path, rng: np.random.Generator) -> None:
     assert_close(run(compiled(model, tmp_path), rows), expected, "float32", "forward")
 
 
+@pytest.mark.parametrize("target", ["c", *HERE])
+def test_sigmoid_and_tanh(target: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """They are within 4e-7, never beyond their limits, which they reach, and odd."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("anycell.torch")
+    first = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(first.weight)
+    x = np.sort(np.exp(rng.uniform(-20, 4, 50_000)).astype(np.float32))
+    x = np.concatenate([-x[::-1], [0.0], x, [np.inf, -np.inf, np.nan]])[:, None]
+    for name, exact in (("Tanh", np.tanh), ("Sigmoid", lambda v: 1 / (1 + np.exp(-v)))):
+        model = torch.nn.Sequential(first, getattr(torch.nn, name)())
+        out = run(compiled(model, tmp_path / name, target=target), x)
+        assert np.isnan(out[-1, 0]) and out[-3, 0] == 1.0
+        out, inside = out[:-3], x[:-3].astype(np.float64)
+        assert out.max() == 1.0 and out.min() == (0.0 if name == "Sigmoid" else -1.0)
+        error = np.abs(out - exact(inside))
+        assert error.max() < 4e-7
+        if name == "Tanh":
+            assert (error <= 5e-7 * np.abs(exact(inside))).all()
+            assert np.array_equal(out, -out[::-1])
+
+
 @pytest.mark.parametrize("target", ["c", HERE[-1]])
 def test_functions_of_large_numbers(target: str, tmp_path: Path) -> None:
     """Up to the largest, they are torch's in float64: its GELU of float32 overflows before."""

@@ -24,6 +24,7 @@ from anycell.engines.gpu import capacity, library  # noqa: E402
 from anycell.engines.gpu.interpreter import HostDriver, Started  # noqa: E402
 from anycell.layer import gpu as device  # noqa: E402  (Triton reads the variable when it is imported)
 from anycell.plan import plan  # noqa: E402
+from anycell.torch import fused, warm  # noqa: E402
 from anycell.torch.framework import TorchDevice  # noqa: E402
 
 CARDS = {device.name: device for device in capacity.DEVICES}
@@ -40,6 +41,12 @@ def reports(*words: str, **how: Any) -> list[dict[str, Any]]:
     """Returns the compiler's reports on kernels; the tool fails if a kernel does not fit."""
     said = run("tools/gpu_compile.py", "--json", *words, **COMPILES, **how)
     return [json.loads(line) for line in said.splitlines()]
+
+
+def choose_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes torch's layers on the CPU take the GPU's engine, and forget earlier calls."""
+    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
+    monkeypatch.setattr(warm, "FRONTS", {})
 
 
 class Poisoned(TorchDevice):

@@ -223,14 +223,15 @@ def test_a_refused_kernel_is_another_choice(
     monkeypatch.setattr(launch, "loaded", load)
     for forever in (False, True):
         refusals.forget()
+        recipe.known.clear()
         fused._drafted.cache_clear()
+        jax.clear_caches()
         refused.clear()
+        launched.clear()
         assert_close(call(), reference)
         assert bool(launched) is not forever and refused
-        launched.clear()
-        recipe.known.clear()
-        jax.clear_caches()
     refusals.forget()
+    recipe.known.clear()
 
 
 def test_a_doubtful_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from tolerances import assert_close
 from anycell import cell, cells, sigmoid, tanh
 from anycell.engines import cpu
 from anycell.engines.cpu import isa
+from anycell.engines.gpu import launch
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -149,6 +150,7 @@ def test_where_no_kernel_packs(x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     params = layer.init(KEY)
     prepared = layer.prepare(params)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(launch, "missing", lambda: "there is no driver")
     assert not layer.prepare(params).packed
     near(layer.step(prepared, x[0]), layer.step(params, x[0]))
 

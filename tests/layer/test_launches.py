@@ -42,6 +42,8 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     "heads": lambda a: a.reshape(4, 3, 2, 3)[:, :, 1],
     "a copy": lambda a: a.mT.reshape(24, 3),
     "an axis of one": lambda a: a[1:2].reshape(3, 6),
+    "a new axis": lambda a: a[1][None],
+    "a new axis within": lambda a: a[0, None, 1:],
     "any rows": lambda a: a.reshape(-1, 1, 6)[:, 0],
 }
 

@@ -15,7 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gpu import COMPILES, DEVICE, without_a_card  # before anything else that may import Triton
+from gpu import (  # before anything else that may import Triton
+    COMPILES,
+    DEVICE,
+    choose_gpu,
+    without_a_card,
+)
 from processes import ROOT, load, python, run
 from tolerances import assert_close
 
@@ -194,7 +199,7 @@ def test_smoke(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, the tool reports right, refused, wrong and broken kernels."""
     smoke = load("tools/gpu_smoke.py")
     tried = functools.partial(smoke.tried, sizes=smoke.SMALL)
-    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
+    choose_gpu(monkeypatch)
     case = smoke.Case(3, passes, "float32")
     line = tried(cells.LSTM, case, DEVICE.type)
     assert 0 < line["worst"] <= 1.0

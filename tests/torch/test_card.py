@@ -8,13 +8,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from gpu import CARD, COMPILES, DEVICE, SLOW, torch  # before anything else that may import Triton
+from gpu import (  # before anything else that may import Triton
+    CARD,
+    COMPILES,
+    DEVICE,
+    SLOW,
+    choose_gpu,
+    torch,
+)
 from processes import at_once, python
 from tolerances import assert_close
 
 import anycell
 from anycell import cells
-from anycell.torch import fused, ops
+from anycell.torch import ops
 from anycell.torch.framework import TorchDevice
 from tests.torch.test_gpu import results
 
@@ -56,7 +63,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     if CARD:
         pytest.skip("there is a card")
-    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
+    choose_gpu(monkeypatch)
     ops._planned.cache_clear()
     with np.errstate(all="ignore"):
         yield Place("interpreter", torch.float32, 18, 3, 3)

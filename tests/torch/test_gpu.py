@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import CARD, CARDS, DEVICE, SLOW, torch  # before anything else that may import Triton
+from gpu import (  # before anything else that may import Triton
+    CARD,
+    CARDS,
+    DEVICE,
+    SLOW,
+    choose_gpu,
+    torch,
+)
 from problems import Adding, assert_solved, draw
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -129,7 +136,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return run
 
-    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
+    choose_gpu(monkeypatch)
     passes = {name: recorded(name) for name in ("forward", "backward")}
     monkeypatch.setattr(fused, "gpu", SimpleNamespace(**{**vars(device), **passes}))
     ops._planned.cache_clear()
