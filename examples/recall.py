@@ -59,7 +59,7 @@ class Policy(nn.Module):
         self.actor, self.critic = nn.Linear(units, 2), nn.Linear(units, 1)
 
     def step(self, x: Tensor, state: State, first: Tensor) -> tuple[Categorical, Tensor, State]:
-        """One step of a rollout: a native call on packed weights."""
+        """One step of a rollout: a native call."""
         output, state = self.rnn.step(x, state, resets=first)
         return Categorical(logits=self.actor(output)), self.critic(output)[..., 0], state
 

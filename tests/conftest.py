@@ -203,9 +203,11 @@ def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A list of all passes that layers on the CPU draft from here on."""
+    from problems import forget_passes
+
     from anycell import layer
 
-    layer.recipe.known.clear()  # known passes are not drafted again
+    forget_passes()  # known passes are not drafted again
     begin, taken = layer.pass_tables.PassTables._begin, []
 
     def spy(run: Any, *args: Any) -> None:

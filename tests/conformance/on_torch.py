@@ -187,10 +187,14 @@ RNN = {
     "negative strides": "PyTorch has no such tensors",
 }
 ONE, ONE_WAY = "it is one layer", "it is one direction"
+AS_THEY_ARE = {"prepare": "steps read the weights as they are"}
 FRONTENDS = [
-    Frontend("torch.RNN", by_rnn, RNN, None, lambda p: by_step(module(p, (p.cell,)), p)),
     Frontend(
-        "torch.LSTM and GRU", by_drop_in, RNN,
+        "torch.RNN", by_rnn, RNN | AS_THEY_ARE, None,
+        lambda p: by_step(module(p, (p.cell,)), p),
+    ),
+    Frontend(
+        "torch.LSTM and GRU", by_drop_in, RNN | AS_THEY_ARE,
         (cells.LSTM, cells.GRU), lambda p: by_step(module(p), p),
     ),
     Frontend(

@@ -87,6 +87,8 @@ LITERALS = re.compile(
 )
 ELSEWHERE = {
     "test_tolerances.py": "names what it looks for",
+    "test_export.py": "numbers of all sizes, each by itself",
+    "test_machines.py": "numbers that a program prints",
     "test_gallery.py": "the variance of numbers that are drawn",
     "test_guides.py": "layers of other libraries, in float32 on both sides",
 }
