@@ -60,7 +60,8 @@ class JaxDevice(DeviceFramework, Jax):
 
     def tf32(self, cell: Cell) -> bool:
         """Whether JAX's own matmuls may round float32 to TF32, as they do by default."""
-        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        config: Any = jax.config
+        precision = config.jax_default_matmul_precision
         return self.dtype == np.float32 and precision not in ("float32", "highest")
 
     def pointer(self, array: Any, /) -> int:
