@@ -373,7 +373,9 @@ def test_a_card_without_a_driver(there: bool, cards: pytest.MonkeyPatch) -> None
 def precision() -> Iterator[None]:
     """Resets torch's precision settings, and restores them after a test."""
     backends = torch.backends
-    places = [backends, backends.cuda.matmul, backends.cudnn, getattr(backends.cudnn, "rnn", None)]
+    cudnn = backends.cudnn
+    parts = [getattr(cudnn, name, None) for name in ("conv", "rnn")]
+    places = [backends, backends.cuda.matmul, cudnn, *parts]
     before = [getattr(p, "fp32_precision", None) for p in places]
     enabled = backends.cudnn.enabled
 

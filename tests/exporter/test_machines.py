@@ -20,6 +20,8 @@ from anycell import Cell, cells
 from anycell.numpy import RNN
 from tests.project.test_docs import blocks
 
+pytestmark = pytest.mark.sample(every=5)
+
 # A board without a system: its stack, and where it starts. Floats work once they are switched on.
 START = """
 void _start(void);

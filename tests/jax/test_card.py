@@ -30,6 +30,8 @@ from anycell.jax import device, fused
 from anycell.layer import recipe
 from tests.conformance import on_jax
 
+pytestmark = pytest.mark.sample(every=3)
+
 FRAME = 176  # bytes of a frame
 STREAM = 0x5EED
 FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
@@ -235,6 +237,7 @@ def test_a_refused_kernel_is_another_choice(
     recipe.known.clear()
 
 
+@pytest.mark.slow
 def test_a_doubtful_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process first compares a small layer of each tier with the layer step by step."""
     doubt = DOUBT.__wrapped__
@@ -251,6 +254,7 @@ def test_a_doubtful_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- transformations -------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_transformations(launched: Launched) -> None:
     """``vmap`` of rows is one call; forward mode and second derivatives go step by step."""
 

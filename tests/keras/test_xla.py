@@ -22,6 +22,8 @@ from anycell.engines.cpu import xla as handler  # noqa: E402
 from anycell.keras import tensorflow, xla  # noqa: E402
 from anycell.layer import foreign  # noqa: E402
 
+pytestmark = pytest.mark.sample(every=3)
+
 if tensorflow.obstacle() is not None:
     pytest.skip(f"XLA calls no kernels here: {tensorflow.obstacle()}", allow_module_level=True)
 

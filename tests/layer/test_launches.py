@@ -24,6 +24,8 @@ from anycell.layer.launches import DeviceDraft, View
 from anycell.plan import plan
 from anycell.torch.framework import TorchDevice
 
+pytestmark = pytest.mark.sample(every=2)
+
 PLAN = plan(cells.RNN, 8, "float32", "gpu")
 
 

@@ -23,6 +23,8 @@ from anycell.engines import cpu
 from anycell.engines.cpu import aten
 from anycell.torch import native, passes, warm
 
+pytestmark = pytest.mark.sample(every=3)
+
 Module = Any
 MODULES: dict[str, Callable[[], Module]] = {
     "LSTM": lambda: at.LSTM(5, 8),
@@ -256,6 +258,7 @@ def test_many_layouts_in_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of other tests' frameworks
 def test_a_forked_child_learns_by_itself() -> None:
     module, x = at.LSTM(5, 8), torch.randn(3, 2, 5)
     with torch.no_grad(), anycell.threads(2):

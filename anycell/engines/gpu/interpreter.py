@@ -7,6 +7,7 @@ kernels starts them here too. A kernel's handle is its number.
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from anycell.engines.gpu.build import Binary
 from anycell.engines.gpu.text import Printed
 
 FAILED = 999  # CUDA_ERROR_UNKNOWN
+_turn = threading.Lock()  # Triton replaces functions of its language while it interprets a kernel
 _TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
 _POINTER, _SIZES = ctypes.c_void_p, [ctypes.c_uint32] * 7
 _LAUNCH = ctypes.CFUNCTYPE(
@@ -105,4 +107,5 @@ class Interpreter(HostDriver):
                 values.append(tl.tensor(handle, pointer))
             else:
                 values.append(number)
-        build.function(printed)[grid](*values)
+        with _turn:
+            build.function(printed)[grid](*values)
