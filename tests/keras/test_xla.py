@@ -405,6 +405,7 @@ def test_a_pass_that_cannot_be_drafted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
 ) -> None:
     """It is an error of the program, and no crash."""
+    assert tensorflow.obstacle() is None  # tried before ``fails`` is there
     layer, x = ak.RNN(cells.JANET, 11), data(rng, B, T, I)  # as in no other test
     function = tf.function(layer, jit_compile=True, autograph=False)
     monkeypatch.setattr(foreign, "record", fails)
