@@ -377,7 +377,8 @@ def precision() -> Iterator[None]:
     parts = [getattr(cudnn, name, None) for name in ("conv", "rnn")]
     places = [backends, backends.cuda.matmul, cudnn, *parts]
     before = [getattr(p, "fp32_precision", None) for p in places]
-    enabled = backends.cudnn.enabled
+    older = [(place, place.allow_tf32) for place in (cudnn, backends.cuda.matmul)]
+    enabled = cudnn.enabled
 
     def choose(values: list[str | None]) -> None:
         for place, value in zip(places, values, strict=True):
@@ -387,8 +388,11 @@ def precision() -> Iterator[None]:
     # A setting of matmuls alone, left by other tests, would hide the setting of everything.
     choose([value and "none" for value in before[:2]] + before[2:])
     yield
+    for place, allowed in older:  # torch remembers these apart: unequal ones are unreadable
+        place.allow_tf32 = allowed
     choose(before)
-    backends.cudnn.enabled = enabled
+    cudnn.enabled = enabled
+    assert [place.allow_tf32 for place, _ in older] == [allowed for _, allowed in older]
 
 
 NEWER = pytest.mark.skipif(
