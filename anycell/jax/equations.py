@@ -141,6 +141,8 @@ def _folded(equation: Equation) -> float | None:
     numbers = [v.number for v in operands]
     if not operands or len(equation.results) != 1:
         return None
+    if equation.results[0].dtype.startswith("complex"):
+        return None
     if name == "select_n" and len(numbers) == 3 and numbers[0] is not None:
         return numbers[1 + int(numbers[0])]
     if any(number is None for number in numbers):

@@ -165,7 +165,10 @@ class _Flat:
 
 def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
     if not any(state.is_floating_point() for state in call.state):
-        raise Refused("the state has no floating-point tensor")
+        raise Refused(
+            "the state has no real floating point numbers",
+            "keep it in such tensors, complex numbers as two of them",
+        )
     flat = _Flat(step, around, call)
     recording = flat.recorded(ROWS)
     constants = recording.constants
