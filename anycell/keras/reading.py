@@ -14,6 +14,7 @@ from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers
 
 from anycell.keras.call import Tensor
 from anycell.read import Refused, definition
+from anycell.read.places import module_variables
 from anycell.recent import add_recent
 
 _MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a call
@@ -219,7 +220,8 @@ def _plain(value: Any, depth: int = 3) -> Any:
     if isinstance(value, types.FunctionType):
         around = value.__globals__
         parts += [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
-        parts += [around[name] for name in value.__code__.co_names if name in around]
+        names = sorted(module_variables(value.__code__) & around.keys())
+        parts += [around[name] for name in names]
     elif isinstance(value, (list, tuple, dict)):
         parts = [len(value), *(value.values() if isinstance(value, dict) else value)]
     if depth == 0 or len(parts) > MOST:

@@ -33,8 +33,8 @@ from anycell.torch.stepwise import Step, Steps, stepwise
 
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _RESTLESS = 16  # readings for tensors of the same shapes
-# A kernel's call takes as long as some twenty functions of torch of so few numbers.
-_FEW, _CALLS = 2048, 20
+# A kernel's call takes as long as some 28 functions of torch of so few numbers.
+_FEW, _CALLS = 8192, 28
 _SHORT = "so few steps take less time as they are written"
 _NUMBERS = itertools.count()
 
