@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ _MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a 
 _HOMES = {"tensorflow": "read", "jax": "jax", "torch": "torch"}
 _PLAIN = (int, float, bool, str, type(None))
 MOST = 16  # readings that a layer keeps
+SHORT, FEW = 12, 8192  # steps, and numbers in the states, up to which Keras's loop may be faster
 _Key = tuple[Any, ...]
 
 
@@ -120,6 +122,18 @@ def unreadable() -> str | None:
         return None
     why: str | None = _home().unreadable()
     return why
+
+
+def short(sequences: Tensor, states: Any) -> bool:
+    """Whether Keras's loop over so few steps of few numbers takes less time, as measured: where a
+    graph calls a kernel through Python.
+    """
+    rows, steps = sequences.shape[:2]
+    if keras.backend.backend() != "tensorflow" or None in (rows, steps):
+        return False
+    numbers = sum(rows * math.prod(state.shape[1:]) for state in tree.flatten(states))
+    few: bool = 1 < steps <= SHORT and numbers <= FEW
+    return few and _home().through_python()
 
 
 def _spec(tensor: Any) -> tuple[tuple[int | None, ...], str]:
