@@ -134,12 +134,17 @@ class Traced(NDArrayOperatorsMixin):
         _refuse("an edit in place", "compute a new array, by np.where or np.concatenate")
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse("a conversion of x or of a state by a function that is not NumPy's")
+        _refuse(
+            "x or a state written into an array that exists, or given to a function that is not "
+            "NumPy's", "new arrays, by functions of NumPy"
+        )  # fmt: skip
 
     __float__ = __int__ = __index__ = __array__
 
     def __getattr__(self, name: str) -> Any:
         function = METHODS.get(name)
+        if name.startswith("__array"):  # NumPy asks for an array's memory
+            self.__array__()
         if function is None:
             if hasattr(np.ndarray, name):
                 _refuse(f"the method {name}() of x or of a state")

@@ -283,6 +283,12 @@ def test_counters_are_computed_beforehand(count: Any) -> None:
     assert isinstance(results[1][1], int) == isinstance(count, int)
 
 
+def _filled(h: Any) -> Any:
+    new = np.empty((B, H))
+    new[:] = h
+    return new
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "branch": (lambda x, h: (h, np.tanh(h) if h.sum() > 0 else h), "branch on a number"),
     "over the batch": (lambda x, h: (h, np.tanh(h - h.mean(0))), "the rows of the batch"),
@@ -291,7 +297,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "another function": (lambda x, h: (h, np.sort(h)), "np.sort"),
     "method": (lambda x, h: (h, h.cumprod(-1)), "the method cumprod()"),
     "fewer bits": (lambda x, h: (h, h.astype(np.float16)), "a conversion from float64 to float16"),
-    "other library": (lambda x, h: (h, float(h[0, 0]) * h), "a conversion of x or of a state"),
+    "other library": (lambda x, h: (h, float(h[0, 0]) * h), "a function that is not NumPy's"),
+    "array of its own": (lambda x, h: (h, _filled(h)), "into an array that exists"),
     "constant": (lambda x, h: (np.ones(3), h), "depends neither on x nor on a state"),
     "counter of floats": (lambda x, s: (s[0], (np.tanh(s[0]), s[1] + (s[0] > 0).sum())), "int64"),
     "another dtype": (lambda x, h: (h, (h @ R.astype(np.complex128))), "complex128 state"),
