@@ -208,13 +208,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from anycell import layer
 
     forget_passes()  # known passes are not drafted again
-    begin, taken = layer.pass_tables.PassTables._begin, []
+    make, taken = layer.pass_tables.PassTables.__init__, []
 
     def spy(run: Any, *args: Any) -> None:
-        begin(run, *args)
+        make(run, *args)
         taken.append(run)
 
-    monkeypatch.setattr(layer.pass_tables.PassTables, "_begin", spy)
+    monkeypatch.setattr(layer.pass_tables.PassTables, "__init__", spy)
     return taken
 
 

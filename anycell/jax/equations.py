@@ -96,8 +96,8 @@ def inlined(
             for v, array in zip(inner.constvars, getattr(closed, "consts", ()), strict=True):
                 inside[v] = variable(v.aval, constant=array)
             # JAX traces its own functions once: their lines are those of some earlier caller.
-            own = origin(inner)[1].startswith(PACKAGE)
-            results = inlined(inner, inside, equations, caller or (eqn if own else None))
+            ours = origin(inner)[1].startswith(PACKAGE)
+            results = inlined(inner, inside, equations, caller or (eqn if ours else None))
         else:
             results = [variable(v.aval, kind=kind) for v in eqn.outvars]
             where = place(caller or eqn)
