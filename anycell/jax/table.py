@@ -44,8 +44,8 @@ class Arrays(read.Arrays):
 def _select_n(reader: Reader, condition: Any, *cases: Any, **_: Any) -> Any:
     if isinstance(condition, tuple):  # the first that holds, or the first case
         chosen = cases[0]
-        for one, case in zip(reversed(condition), reversed(cases), strict=True):
-            chosen = reader.where(one, case, chosen)
+        for flag, case in zip(reversed(condition), reversed(cases), strict=True):
+            chosen = reader.where(flag, case, chosen)
         return chosen
     if len(cases) != 2 or not condition.boolean:
         reader.graph.refuse("this selects among more than two values", "jnp.where, once or nested")

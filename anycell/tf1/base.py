@@ -202,8 +202,8 @@ def sequence(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -
     """Returns the results of ``run``: all steps at once if possible, else step by step."""
     if obstacle(cell) is not None:
         if _of_users(cell) is not None:
-            one = cell._begin() if isinstance(cell, RNNCell) else cell
-            step = vars(cell)["_step"] = reading.read(one, x, state)
+            begun = cell._begin() if isinstance(cell, RNNCell) else cell
+            step = vars(cell)["_step"] = reading.read(begun, x, state)
             if not isinstance(step, str):
                 known = None if lengths is None else mask(x, lengths)
                 return reading.run(step, masked(x, lengths), state, known, reverse)
@@ -220,9 +220,9 @@ def _step_by_step(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bo
             return tf.reverse(steps, [0])
         return tf.reverse_sequence(steps, lengths, seq_axis=0, batch_axis=1)
 
-    one = cell._begin() if isinstance(cell, RNNCell) else cell
+    begun = cell._begin() if isinstance(cell, RNNCell) else cell
     outputs, final = v1.nn.dynamic_rnn(
-        one, flip(masked(x, lengths)), lengths, state, x.dtype, time_major=True,
+        begun, flip(masked(x, lengths)), lengths, state, x.dtype, time_major=True,
         scope=v1.get_variable_scope(),
     )  # fmt: skip
     return tf.nest.map_structure(flip, outputs), final
