@@ -14,7 +14,7 @@ from anycell.keras.call import Tensor
 from anycell.keras.graph import ROWS, Traced, World, eagerly
 from anycell.keras.steps import Arrays, Step
 from anycell.keras.steps import loop as loop
-from anycell.keras.tensorflow import through_python as through_python
+from anycell.keras.tensorflow import compiled
 from anycell.read import Outer, Refused, Rule, Variable, row
 from anycell.read.proof import STEPS, difference
 
@@ -37,6 +37,11 @@ def read_step(
     if problem is not None:
         raise Refused(problem)
     return step
+
+
+def through_python() -> bool:
+    """Whether a graph is being traced that calls the kernels through Python."""
+    return not tf.executing_eagerly() and not compiled()
 
 
 # -- rules -----------------------------------------------------------------------------------------

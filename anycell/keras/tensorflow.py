@@ -95,17 +95,12 @@ def refusal() -> str | None:
         return why
     if save_context.in_save_context() or _exporting():
         return "an exported model must run where anycell is not installed"
-    if _compiled() and (why := obstacle()) is not None:
+    if compiled() and (why := obstacle()) is not None:
         return f"XLA (jit_compile=True) cannot call the kernels here: {why}"
     return None
 
 
-def through_python() -> bool:
-    """Whether a graph is being traced that calls the kernels through Python."""
-    return not tf.executing_eagerly() and not _compiled()
-
-
-def _compiled() -> bool:
+def compiled() -> bool:
     """Whether XLA will compile the graph that is being traced."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graphs.get_default_graph()))
 
@@ -161,7 +156,7 @@ def run(
     keep = layer.options.training or taped or bool(layer.sequences)
     # With sequences, what the kernels keep for the backward pass has them. And XLA could not tell
     # how much checkpoints of unknown steps keep.
-    if layer.sequences or (None in x.shape.as_list()[:2] and _compiled()):
+    if layer.sequences or (None in x.shape.as_list()[:2] and compiled()):
         layer = layer._replace(options=layer.options._replace(checkpoint=None))
     if integers and keep:
         arrays, integers = dequantized(arrays), False
@@ -695,7 +690,7 @@ def _run(
     if tf.executing_eagerly():
         return [as_tensor(array) for array in compute(*map(np.asarray, tensors))], []
     kinds, shapes = zip(*describe(*tensors), strict=True)
-    if _compiled():
+    if compiled():
         results = xla.run(compute, tensors, leading)
         number = tf.constant(_lasting(compute.__self__), tf.int64)  # type: ignore[attr-defined]
     else:

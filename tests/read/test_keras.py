@@ -20,6 +20,8 @@ from cells_keras import corpus  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
+from anycell.keras import reading  # noqa: E402
+from anycell.keras import tensorflow as kernels  # noqa: E402
 from tools import random_steps  # noqa: E402
 
 
@@ -158,3 +160,28 @@ def test_calls_of_a_layer(case: Any) -> None:
             for layer in layers:
                 change(layer)
     assert layers[1].engine.name != "keras", layers[1].engine.reason
+
+
+def test_few_steps_run_in_keras_loop_where_a_graph_calls_kernels_through_python(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    run, ran = reading.loop, list[Any]()
+    monkeypatch.setattr(reading, "loop", lambda *call: ran.append(call) or run(*call))
+    monkeypatch.setattr(reading, "SHORT", 12)
+    layer = ak.RNN(Mutable())
+    x = tf.constant(rng.normal(size=(3, 12, 5)))
+    expected = layer(x)
+    assert len(ran) == 1  # in eager mode
+    graph = tf.function(layer, autograph=False)
+    assert_close(graph(x), expected, "float64", "forward")
+    assert len(ran) == 1
+    for shape, kernel in {
+        (3, 2): False, (3, 1): True, (3, 13): True, (1400, 12): True, (3, None): True,
+        (None, 12): True,
+    }.items():  # fmt: skip
+        ran.clear()
+        graph.get_concrete_function(tf.TensorSpec([*shape, 5], tf.float64))
+        assert bool(ran) == kernel, shape
+    ran.clear()
+    tf.function(layer, jit_compile=True).get_concrete_function(x)
+    assert bool(ran) == (kernels.obstacle() is None)
