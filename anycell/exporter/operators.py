@@ -56,8 +56,8 @@ class Operator:
         shapes: of x and, where there are some, of the states that resets restore.
 
     Attributes:
-        arguments: the names of the tensors that a call takes, in order: ``gates`` of each direction,
-            or x if no weight projects it; ``packed`` weights; others by the names of ``signature``.
+        arguments: the names of the tensors that a call takes, in order: ``gates`` of each
+            direction, or x if no weight projects it; ``packed`` weights; others of ``signature``.
         tensors: dtype and sizes of each tensor: arguments, results, and memory of a call.
         results: how many results there are: the output, and the final states.
     """
@@ -169,7 +169,14 @@ class Operator:
         kernel, directions = self.kernel, len(self.layer.options.reverse)
         table, at = array("q", bytes(8 * kernel.first(directions))), kernel.shared
         # A chunk of no steps, after the first: the door packs, and does nothing else.
-        values = self.numbers | {"steps": 1, "batch": 1, "span": 1, "begin": 1, "pack": 1, "packed": 1}
+        values = self.numbers | {
+            "steps": 1,
+            "batch": 1,
+            "span": 1,
+            "begin": 1,
+            "pack": 1,
+            "packed": 1,
+        }
         for name, value in values.items():
             table[at[name]] = value
         kernel.needs(table.buffer_info()[0])
@@ -197,12 +204,16 @@ class Operator:
         """The operator as C, number k of a library."""
         kernel, directions = self.kernel, len(self.layer.options.reverse)
         hyper = cpu.hyperparameters(self.plan)
-        forms = [_row(f"aoti_torch_dtype_{dtype}", len(sizes), _row(*sizes)) for dtype, sizes in self.tensors]
+        forms = [
+            _row(f"aoti_torch_dtype_{dtype}", len(sizes), _row(*sizes))
+            for dtype, sizes in self.tensors
+        ]
         places = kernel.shared["scratch"], kernel.shared["scratch_bytes"]
         numbers = len(self.arguments), self.results, len(self.tensors), len(self.entries), *places
         flags = (self.flags.get(name, -1) for name in FLAGS)
         of_layer = f"forms{k}", f"entries{k}", *numbers, self.packed, *flags, directions
         entries = map(_row, *zip(*self.entries, strict=True))
+        functions = self.numbers["reverse"], f"hyper{k}", f"needs{k}", f"door{k}"
         return "\n".join([
             f"HIDDEN void needs{k}(Word *);",
             f"HIDDEN void door{k}(Word *);",
@@ -210,11 +221,12 @@ class Operator:
             f"{_row(*hyper.view(f'u{hyper.itemsize}'))};",
             f"static const Form forms{k}[] = {_row(*forms)};",
             f"static const Entry entries{k}[] = {_row(*entries)};",
-            f"static const Layer layer{k} = {_row(*of_layer, self.numbers['reverse'], f'hyper{k}', f'needs{k}', f'door{k}')};",
+            f"static const Layer layer{k} = {_row(*of_layer, *functions)};",
             f"static void call{k}(uint64_t *stack, uint64_t arguments, uint64_t results) {{",
             f"    call(&layer{k}, stack);",
             "}",
         ])  # fmt: skip
+
 
 def _row(*values: object) -> str:
     return f"{{{', '.join(map(str, values))}}}"
@@ -235,7 +247,8 @@ def write(operators: Sequence[Operator], space: str, path: Path, libraries: Path
     values = {
         "space": space, "anycell": installed(), "words": tables,
         "most": 1 + max(len(op.tensors) for op in operators),
-        "layers": "\n".join(op.text(k) for k, op in enumerate(operators)), "begin": "\n".join(begin),
+        "layers": "\n".join(op.text(k) for k, op in enumerate(operators)),
+        "begin": "\n".join(begin),
     }  # fmt: skip
     source = template("operators.c")
     for key, value in values.items():
@@ -255,9 +268,7 @@ def write(operators: Sequence[Operator], space: str, path: Path, libraries: Path
         command = [*shlex.split(compiler), "-shared", "-fPIC", "-O2", *map(str, files)]
         command += ["-o", str(path), f"-L{libraries}", "-ltorch_cpu"]
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False
-            )
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
             refuse("target", "'torch'", "a C compiler to link the library with", f"Set CC. {error}")
         if done.returncode:

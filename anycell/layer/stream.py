@@ -203,7 +203,9 @@ class Stream:
 
     def step_of(self, threads: int, arrays: Sequence[Array]) -> Step:
         """The drafted step of x and states like these, which is not kept."""
-        return self._draft(len(arrays[0]), threads, dict(zip(("x", *self.before), arrays, strict=True)))
+        return self._draft(
+            len(arrays[0]), threads, dict(zip(("x", *self.before), arrays, strict=True))
+        )
 
     def _pack(self, weights: Mapping[str, Array], threads: int) -> _Packed:
         """Packs the weights of a layer."""

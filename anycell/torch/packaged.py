@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,7 @@ def operators_of(program: Any, make: Callable[..., Any]) -> list[Any]:
     return operators
 
 
-def package(
-    program: Any, space: str, operators: Sequence[Any], library: Path, path: Path
-) -> None:
+def package(program: Any, space: str, operators: Sequence[Any], library: Path, path: Path) -> None:
     """Writes a program as a package of AOTInductor, with operators in place of its layers.
 
     Args:
@@ -69,7 +68,9 @@ def substituted(program: Any, space: str, operators: Sequence[Any], library: Pat
         torch.ops.load_library(str(library))
         for name, made in zip(names, operators, strict=True):
             torch.library.register_fake(name, _fake(made))
-    program = copy.deepcopy(program)
+    with warnings.catch_warnings():  # torch's own copies warn of torch
+        warnings.simplefilter("ignore", FutureWarning)
+        program = copy.deepcopy(program)
     for node, made in zip(_layers(program), operators, strict=True):
         _replace(program, node, made, getattr(getattr(torch.ops, space), made.name).default)
     return program
@@ -154,7 +155,9 @@ def _value(program: Any, node: Any, name: str) -> Tensor:
         signature, target = program.graph_signature, node.name
         for of_kind in (signature.inputs_to_parameters, signature.inputs_to_buffers):
             if target in of_kind:
-                return program.state_dict.get(of_kind[target], program.constants.get(of_kind[target]))
+                return program.state_dict.get(
+                    of_kind[target], program.constants.get(of_kind[target])
+                )
         if target in signature.inputs_to_lifted_tensor_constants:
             return program.constants[signature.inputs_to_lifted_tensor_constants[target]]
         expected = "weights that do not depend on inputs of the program"
