@@ -56,8 +56,8 @@ class Operator:
         shapes: of x and, where there are some, of the states that resets restore.
 
     Attributes:
-        arguments: the names of the tensors that a call takes, in order: ``gates`` of each
-            direction, or x if no weight projects it; ``packed`` weights; others of ``signature``.
+        arguments: the names of the tensors that a call takes, in order: the ``gates`` that each
+            direction's weight_ih projects, or x; ``packed weights``; others of ``signature``.
         tensors: dtype and sizes of each tensor: arguments, results, and memory of a call.
         results: how many results there are: the output, and the final states.
     """
@@ -89,7 +89,10 @@ class Operator:
         self.projects = "weight_ih" in layer.arrays and not multiplies_input(self.plan)
         if self.projects:
             width = self.plan.gates_width
-            gates = [self._argument(f"gates{end}", STEPS, ROWS, width) for end in ENDS[:directions]]
+            gates = [
+                self._argument(f"gates weight_ih{end}", STEPS, ROWS, width)
+                for end in ENDS[:directions]
+            ]
         else:
             width = shapes["x"][2]
             gates = [self._argument("x", STEPS, ROWS, width)] * directions
@@ -97,7 +100,7 @@ class Operator:
             self._enter("gates", tensor, d)
             self._enter("gates steps", d=d, by_row=width)
             self._enter("gates rows", d=d, fixed=width)
-        self.packed = self._argument("packed", self.pack({}).size, dtype="uint8")
+        self.packed = self._argument("packed weights", self.pack({}).size, dtype="uint8")
         self._enter("packed", self.packed)
         flags = [flag for flag in FLAGS if flag in layer.arrays]
         self.flags = {flag: self._argument(flag, STEPS, ROWS, dtype="bool") for flag in flags}

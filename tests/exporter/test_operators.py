@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exported import EVERY, FURTHER, sizes_of
+from tolerances import assert_close
 
 import anycell
 from anycell import Cell, cells
@@ -46,10 +47,12 @@ def with_operators(program: Any, folder: Path) -> Any:
 
 
 def same(module: Any, model: Any, *inputs: Any) -> None:
-    """Compares the bits of all results."""
+    """Compares all results; torch projects the input, so that last bits may differ."""
     of_both = (torch.utils._pytree.tree_leaves(m(*inputs)) for m in (module, model))
     for result, expected in zip(*of_both, strict=True):
-        assert result.shape == expected.shape and torch.equal(result, expected)
+        kind = str(expected.dtype).removeprefix("torch.")
+        assert result.shape == expected.shape
+        assert_close(result.detach().numpy(), expected.detach().numpy(), kind, "forward")
 
 
 @pytest.mark.parametrize("cell", [*EVERY, *FURTHER], ids=repr)
