@@ -232,7 +232,7 @@ class RNN(Explained, base.Layer):
                 steps.
         """
         x = check.array("x", x, self._layout(self.input_size), self.dtype)
-        how = self._options(training, **arguments)
+        options = self._options(training, **arguments)
         states: dict[str, Array] = {}
         if state is None:  # so that the backward pass returns their gradients
             rows = x.shape[0 if self.batch_first else 1]
@@ -250,7 +250,7 @@ class RNN(Explained, base.Layer):
             saved.dropped.append(kept * self.dtype.type(1.0 / (1.0 - self.dropout)))
             return x * saved.dropped[-1]
 
-        layer = Layer(self.cell, tuple(self.sizes.items()), how, plan=self.plan)
+        layer = Layer(self.cell, tuple(self.sizes.items()), options, plan=self.plan)
         drops = drop if training and self.dropout else None
         stack = Stack(Numpy, run, layer, weights, self.batch_first, drops)
         output, final, *sequences = stack.call(x, state, arguments, states)

@@ -43,10 +43,11 @@ class Packed(Prepared):
         with _LOCK:
             ids = [id(_memory(array)) for array in arrays.values()]
             writes = [_WRITES.setdefault(key, Writes()) for key in ids]
-        self.note(layer, places, writes)
+        stream = None
         if steps(layer.plan):
             weights = [layer._learned(k) for k in range(layer.num_layers)]
-            self.stream = Stream(Numpy.of(layer.dtype.name), layer.plan, weights, threads.current())
+            stream = Stream(Numpy.of(layer.dtype.name), layer.plan, weights, threads.current())
+        super().__init__(layer, places, writes, stream)
 
 
 class Again:
