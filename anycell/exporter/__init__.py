@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,12 @@ def _package(program: Any, folder: Path, name: str) -> list[Path]:
     layers = packaged.operators_of(program, operators.Operator)
     folder.mkdir(parents=True, exist_ok=True)
     package, library = folder / f"{name}.pt2", folder / f"{name}.so"
-    operators.write(layers, space, library, packaged.LIBRARIES)
-    packaged.package(program, space, layers, library, package)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        # This process loads it: by another name than a library that it may have loaded before.
+        new = Path(place) / library.name
+        operators.write(layers, space, new, packaged.LIBRARIES)
+        packaged.package(program, space, layers, new, package)
+        new.replace(library)
     return [package, library]
 
 

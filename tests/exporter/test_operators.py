@@ -42,8 +42,9 @@ def program_of(model: Any, inputs: tuple[Any, ...], dynamic: Any = None) -> Any:
 def with_operators(program: Any, folder: Path) -> Any:
     """A module that runs a program with operators of a library in place of its layers."""
     layers = packaged.operators_of(program, operators.Operator)
-    operators.write(layers, "anycell_test", folder / "test.so", packaged.LIBRARIES)
-    return packaged.substituted(program, "anycell_test", layers, folder / "test.so").module()
+    library = folder / f"{layers[0].name}.so"
+    operators.write(layers, "anycell_test", library, packaged.LIBRARIES)
+    return packaged.substituted(program, "anycell_test", layers, library).module()
 
 
 def same(module: Any, model: Any, *inputs: Any) -> None:
