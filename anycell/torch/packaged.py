@@ -83,7 +83,7 @@ def _layers(program: Any) -> list[Any]:
     return list(program.graph.find_nodes(op="call_function", target=forward))
 
 
-def _fake(made: Any) -> Callable[..., list[Tensor]]:
+def _fake(made: Any) -> Callable[..., tuple[Tensor, ...]]:
     count = len(made.arguments)
 
     def fake(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -135,7 +135,7 @@ def _replace(program: Any, node: Any, made: Any, target: Any) -> None:
 
 
 def _learned(program: Any, layer: Layer, node: Any) -> dict[str, Any]:
-    """What a layer learns, as arrays of NumPy by name."""
+    """The weights of a layer, as arrays of NumPy by name."""
     return {
         name: _value(program, of, name).detach().contiguous().numpy()
         for name, of in layer.named(node.args[0]).items()
