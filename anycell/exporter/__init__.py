@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,8 @@ def export(
         the files: source or object file, header, a class of C++, a test program with inputs and
         expected outputs, and a ``CMakeLists.txt``, which builds the library and runs the test;
         weights, if they are apart. For "wasm32" also a module that runs as it is, and a script of
-        JavaScript that loads it. For "torch" ``name.pt2``, a package of AOTInductor, and ``name.so``
-        with its operators, which a program loads first; both are for processors like this one.
+        JavaScript that loads it. For "torch" ``name.pt2``, a package of AOTInductor, and
+        ``name.so`` with its operators, which a program loads first; for processors like this one.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected; for a
@@ -122,15 +123,19 @@ def export(
 
 def _package(program: Any, folder: Path, name: str) -> list[Path]:
     """Writes a program of ``torch.export`` as a package, and its layers as a library."""
-    if "anycell.torch" not in sys.modules or not isinstance(program, _packaged().KIND):
+    if "torch" not in sys.modules or not isinstance(program, _packaged().KIND):
         hint = "Call torch.export.export(model.eval(), inputs), and export what it returns."
         refuse("model", type(program).__name__, "an ExportedProgram for 'torch'", hint, TypeError)
     packaged, space = _packaged(), f"anycell_{name}"
     layers = packaged.operators_of(program, operators.Operator)
     folder.mkdir(parents=True, exist_ok=True)
     package, library = folder / f"{name}.pt2", folder / f"{name}.so"
-    operators.write(layers, space, library, packaged.LIBRARIES)
-    packaged.package(program, space, layers, library, package)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        # This process loads it: by another name than a library that it may have loaded before.
+        new = Path(place) / library.name
+        operators.write(layers, space, new, packaged.LIBRARIES)
+        packaged.package(program, space, layers, new, package)
+        new.replace(library)
     return [package, library]
 
 
@@ -144,14 +149,16 @@ def _parts(model: Any) -> Iterator[Part]:
         for layer in model:
             yield from _parts(layer)
         return
+    bases = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     for framework in ("keras", "torch", "numpy"):  # layers of Keras may be modules of torch
-        if f"anycell.{framework}" in sys.modules:
+        if framework in bases or f"anycell.{framework}" in sys.modules:
             adapter = importlib.import_module(f"anycell.{framework}.exported")
             if isinstance(model, adapter.KINDS):
                 yield from adapter.parts(model)
                 return
     expected = "a layer or model of anycell.torch, anycell.keras or anycell.numpy, or a list"
-    refuse("model", type(model).__name__, expected, "See anycell.export.", TypeError)
+    hint = "A program of torch.export takes target='torch'."
+    refuse("model", type(model).__name__, expected, hint, TypeError)
 
 
 def _files(model: Model, platform: machine.Platform | None, name: str) -> dict[str, bytes]:

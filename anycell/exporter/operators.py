@@ -56,8 +56,8 @@ class Operator:
         shapes: of x and, where there are some, of the states that resets restore.
 
     Attributes:
-        arguments: the names of the tensors that a call takes, in order: ``gates`` of each direction,
-            or x if no weight projects it; ``packed`` weights; others by the names of ``signature``.
+        arguments: the names of the tensors that a call takes, in order: the ``gates`` that each
+            direction's weight_ih projects, or x; ``packed weights``; others of ``signature``.
         tensors: dtype and sizes of each tensor: arguments, results, and memory of a call.
         results: how many results there are: the output, and the final states.
     """
@@ -89,7 +89,10 @@ class Operator:
         self.projects = "weight_ih" in layer.arrays and not multiplies_input(self.plan)
         if self.projects:
             width = self.plan.gates_width
-            gates = [self._argument(f"gates{end}", STEPS, ROWS, width) for end in ENDS[:directions]]
+            gates = [
+                self._argument(f"gates weight_ih{end}", STEPS, ROWS, width)
+                for end in ENDS[:directions]
+            ]
         else:
             width = shapes["x"][2]
             gates = [self._argument("x", STEPS, ROWS, width)] * directions
@@ -97,7 +100,7 @@ class Operator:
             self._enter("gates", tensor, d)
             self._enter("gates steps", d=d, by_row=width)
             self._enter("gates rows", d=d, fixed=width)
-        self.packed = self._argument("packed", self.pack({}).size, dtype="uint8")
+        self.packed = self._argument("packed weights", self.pack({}).size, dtype="uint8")
         self._enter("packed", self.packed)
         flags = [flag for flag in FLAGS if flag in layer.arrays]
         self.flags = {flag: self._argument(flag, STEPS, ROWS, dtype="bool") for flag in flags}
@@ -213,6 +216,7 @@ class Operator:
         flags = (self.flags.get(name, -1) for name in FLAGS)
         of_layer = f"forms{k}", f"entries{k}", *numbers, self.packed, *flags, directions
         entries = map(_row, *zip(*self.entries, strict=True))
+        functions = self.numbers["reverse"], f"hyper{k}", f"needs{k}", f"door{k}"
         return "\n".join([
             f"HIDDEN void needs{k}(Word *);",
             f"HIDDEN void door{k}(Word *);",
@@ -220,7 +224,7 @@ class Operator:
             f"{_row(*hyper.view(f'u{hyper.itemsize}'))};",
             f"static const Form forms{k}[] = {_row(*forms)};",
             f"static const Entry entries{k}[] = {_row(*entries)};",
-            f"static const Layer layer{k} = {_row(*of_layer, self.numbers['reverse'], f'hyper{k}', f'needs{k}', f'door{k}')};",
+            f"static const Layer layer{k} = {_row(*of_layer, *functions)};",
             f"static void call{k}(uint64_t *stack, uint64_t arguments, uint64_t results) {{",
             f"    call(&layer{k}, stack);",
             "}",
@@ -246,7 +250,8 @@ def write(operators: Sequence[Operator], space: str, path: Path, libraries: Path
     values = {
         "space": space, "anycell": installed(), "words": tables,
         "most": 1 + max(len(op.tensors) for op in operators),
-        "layers": "\n".join(op.text(k) for k, op in enumerate(operators)), "begin": "\n".join(begin),
+        "layers": "\n".join(op.text(k) for k, op in enumerate(operators)),
+        "begin": "\n".join(begin),
     }  # fmt: skip
     source = template("operators.c")
     for key, value in values.items():

@@ -122,7 +122,7 @@ def _can_project(whole: Plan) -> bool:
     return set(whole.cell.gate_sizes.values()) == {"H"}
 
 
-class Step(NamedTuple):
+class DraftedStep(NamedTuple):
     """A drafted step, and the numbers of its results among the arrays that it makes."""
 
     recipe: Recipe
@@ -155,7 +155,7 @@ class Stream:
         self.width = weights[0]["weight_ih"].shape[1]
         self.shape = [(len(weights), size) for _, size in states_of(plan)]
         self.before, self.restored = (state_names(k, cell) for k in ("state", "reset_state"))
-        self._steps: dict[tuple[Any, ...], Step] = {}
+        self._steps: dict[tuple[Any, ...], DraftedStep] = {}
 
     def step(
         self,
@@ -205,7 +205,7 @@ class Stream:
         made = recipe.run(arrays, recipe.options)
         return made[output], [made[final] for final in finals]
 
-    def step_of(self, threads: int, arrays: Sequence[Array]) -> Step:
+    def step_of(self, threads: int, arrays: Sequence[Array]) -> DraftedStep:
         """The drafted step of x and states like these, which is not kept."""
         return self._draft(
             len(arrays[0]), threads, dict(zip(("x", *self.before), arrays, strict=True))
@@ -225,7 +225,7 @@ class Stream:
         recipe.run([learned[name] for name in recipe.names], draft.options)
         return _Packed(projecting(self.plan, inputs), blocks[0], unpacked(self.plan, learned))
 
-    def _draft(self, rows: int, threads: int, arrays: Mapping[str, Array]) -> Step:
+    def _draft(self, rows: int, threads: int, arrays: Mapping[str, Array]) -> DraftedStep:
         """Drafts the step for this number of rows, and for arrays of these names."""
         if cpu.isa.current() is not self.target:
             current = f"{cpu.isa.current().name!r} as the instruction set"
@@ -242,7 +242,9 @@ class Stream:
         if threads > 1 and all(of_layer.parts < 2 for of_layer in tables):
             return self._draft(rows, 1, arrays)  # without a gang of threads
         recipe = finish(draft, list(map(Pass, tables)))
-        return Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
+        return DraftedStep(
+            recipe, recipe.number(output), [recipe.number(final) for final in finals]
+        )
 
 
 def draft_packing(

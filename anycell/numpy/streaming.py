@@ -18,7 +18,7 @@ import numpy.typing as npt
 from anycell.engines import cpu
 from anycell.engines.cpu.driver import CALL, OBJECTS, OF_CALL
 from anycell.layer.checks import refuse
-from anycell.layer.stream import Prepared, Step, Stream, Writes, names_of, steps
+from anycell.layer.stream import DraftedStep, Prepared, Stream, Writes, names_of, steps
 from anycell.numpy import threads
 from anycell.numpy.framework import Numpy
 
@@ -55,7 +55,7 @@ class Again:
     Python as possible. Native code reads the addresses of arrays from their objects.
     """
 
-    def __init__(self, stream: Stream, arrays: Sequence[Array], step: Step) -> None:
+    def __init__(self, stream: Stream, arrays: Sequence[Array], step: DraftedStep) -> None:
         recipe, self.dtype = step.recipe, arrays[0].dtype
         self.shapes = [array.shape for array in arrays]
         self.output, self.finals, self.fixed = step.output, step.finals, recipe.fixed

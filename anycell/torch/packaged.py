@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from anycell.layer.checks import refuse
 from anycell.layer.signature import FLAGS, OF_STATES
+from anycell.plan import Layer
 from anycell.torch.ops import planned
 
 LIBRARIES = Path(torch.__file__).parent / "lib"
@@ -42,6 +44,7 @@ def operators_of(program: Any, make: Callable[..., Any]) -> list[Any]:
             refuse("model", given, "float32 or float64, on the CPU")
         if layer.options.training and layer.cell.keeps:
             refuse("model", "a layer in training, which draws random masks", "one after eval()")
+        _learned(program, layer, node)  # refuses before anything is written
         shapes = {name: value.shape for name, value in layer.named(values).items()}
         operators.append(make(f"layer_{k}", layer, shapes))
     return operators
@@ -67,7 +70,9 @@ def substituted(program: Any, space: str, operators: Sequence[Any], library: Pat
         torch.ops.load_library(str(library))
         for name, made in zip(names, operators, strict=True):
             torch.library.register_fake(name, _fake(made))
-    program = copy.deepcopy(program)
+    with warnings.catch_warnings():  # torch's own copies warn of torch
+        warnings.simplefilter("ignore", FutureWarning)
+        program = copy.deepcopy(program)
     for node, made in zip(_layers(program), operators, strict=True):
         _replace(program, node, made, getattr(getattr(torch.ops, space), made.name).default)
     return program
@@ -78,7 +83,7 @@ def _layers(program: Any) -> list[Any]:
     return list(program.graph.find_nodes(op="call_function", target=forward))
 
 
-def _fake(made: Any) -> Callable[..., list[Tensor]]:
+def _fake(made: Any) -> Callable[..., tuple[Tensor, ...]]:
     count = len(made.arguments)
 
     def fake(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -97,11 +102,6 @@ def _replace(program: Any, node: Any, made: Any, target: Any) -> None:
     graph, layer = program.graph, made.layer
     arrays: dict[str, Any] = layer.named(node.args[0])
     mode = arrays["x"].meta["val"].fake_mode
-    learned = {
-        name: _value(program, of, name).detach().contiguous().numpy()
-        for name, of in arrays.items()
-        if name not in _INPUTS and not name.startswith(OF_STATES)
-    }
 
     def call(function: Any, *args: Any, **options: Any) -> Any:
         new = graph.call_function(function, args, options)
@@ -112,13 +112,14 @@ def _replace(program: Any, node: Any, made: Any, target: Any) -> None:
 
     aten = torch.ops.aten
     arguments, initial = [], {f"reset_state {s.name}": s for s in layer.cell.states}
-    packed = _constant(program, f"{made.name}_packed", torch.from_numpy(made.pack(learned)), mode)
+    weights = torch.from_numpy(made.pack(_learned(program, layer, node)))
+    packed = _constant(program, f"{made.name}_packed", weights, mode)
     with graph.inserting_before(node):
         for name in made.arguments:
-            if name.startswith("gates"):
-                weight = arrays[f"weight_ih{name.removeprefix('gates')}"]
+            if name.startswith("gates "):
+                weight = arrays[name.removeprefix("gates ")]
                 arguments.append(call(aten.linear.default, arrays["x"], weight))
-            elif name == "packed":
+            elif name == "packed weights":
                 arguments.append(packed)
             elif name not in arrays:  # what resets restore
                 state = initial[name]
@@ -131,6 +132,15 @@ def _replace(program: Any, node: Any, made: Any, target: Any) -> None:
         new = call(target, *dense)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
+
+
+def _learned(program: Any, layer: Layer, node: Any) -> dict[str, Any]:
+    """The weights of a layer, as arrays of NumPy by name."""
+    return {
+        name: _value(program, of, name).detach().contiguous().numpy()
+        for name, of in layer.named(node.args[0]).items()
+        if name not in _INPUTS and not name.startswith(OF_STATES)
+    }
 
 
 def _constant(program: Any, name: str, tensor: Tensor, mode: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 from exported import (
     CC,
@@ -602,6 +603,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
             anycell.export(model, folder, **options)
     assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_model_of_torch_alone(tmp_path: Path) -> None:
+    """Nothing but anycell itself has been imported."""
+    pytest.importorskip("torch")
+    processes.python(
+        "import anycell, torch; net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh());"
+        f"assert anycell.export([net], {str(tmp_path)!r})",
+    )
 
 
 def test_what_is_refused_of_torch(tmp_path: Path) -> None:

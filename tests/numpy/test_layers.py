@@ -24,6 +24,7 @@ import anycell.numpy as an
 from anycell import cell, cells, keep, sigmoid, tanh
 from anycell.engines import cpu
 from anycell.numpy import base, initializers, passes
+from anycell.numpy.streaming import Again
 
 ROOT = Path(__file__).parents[2]
 
@@ -754,3 +755,43 @@ def test_a_call_is_few_calls(
         layer.backward(d)
 
     assert calls_of_ours(train) <= 100
+
+
+def test_prepared_steps_like_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the bits of ordinary ones, see new weights, and take no other arrays."""
+    layer, other = (an.LSTM(5, 7, num_layers=2, seed=0).prepare() for _ in range(2))
+    monkeypatch.setattr(Again, "of", lambda *_: None)
+    expected, x = [], np.random.default_rng(0).standard_normal((6, 2, 5)).astype(np.float32)
+    state = None
+    for row in x:
+        output, state = other.step(row, state)
+        expected.append((output, *state))
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu.check, "ON", False)  # which takes the ordinary way
+
+    def check() -> None:
+        state = None
+        for row, results in zip(x, expected, strict=True):
+            output, state = layer.step(row, state)
+            for one, result in zip((output, *state), results, strict=True):
+                assert np.array_equal(one, result)
+
+    check()
+    (again,) = layer._prepared.again.values()
+    assert again is not None and again.idle
+    check()
+    _, state = layer.step(x[0])
+    strided, writable = np.repeat(x[1], 2, 1)[:, ::2], x[1].copy()
+    writable.flags.writeable = False
+    for odd in (strided, writable, x[1].astype(">f4").tolist(), x[1, :1]):
+        assert again(odd, state) is None
+    for odd in ((state[0],), (state[0], state[1][:1]), None):
+        assert again(x[1], odd) is None
+    assert np.array_equal(layer.step(strided, state)[0], layer.step(x[1], state)[0])
+    layer.set_parameters({name: 0.0 * array for name, array in layer.parameters.items()})
+    assert not layer.step(x[1], tuple(map(np.zeros_like, state)))[0].any()
+    large = an.LSTM(33, 100, seed=0).prepare()
+    rows = np.zeros((64, 33), np.float32)
+    _, state = large.step(rows)
+    large.step(rows, state)
+    assert [*large._prepared.again.values()] == [None]  # threads would share it

@@ -53,8 +53,8 @@ PASS = (
 # masks.
 CALL = "head table".split()
 OF_CALL = "block table gang first_row seed stream".split()
-# Before a call for arrays of NumPy: the first ``objects`` of its addresses are those of the objects,
-# which have the address of their numbers ``after`` bytes from their begin. It is overwritten.
+# Before a call for arrays of NumPy, whose first ``objects`` addresses are those of the objects:
+# the address of their numbers lies ``after`` bytes from their begin. The call is overwritten.
 OBJECTS = "objects after".split()
 # A head: the template, and its length in numbers; the rows of ``PLACE``, and their count; the place
 # in the template where the first pass begins.
