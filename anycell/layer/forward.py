@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from anycell.engines.cpu.driver import GATHER
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Kept
 from anycell.layer.framework import Framework
@@ -243,9 +244,23 @@ def project(run: PassTables) -> None:
         if run.single:
             product = run.draft.buffer((run.batch, width), plan.types.accumulate.bytes)
             run.place_of(d, {"product": product})
-            state = w.get(f"state {plan.cell.state_names[0]}") or run.declared(0, run.batch)
-            weight = w["weight_hh"].T
+            state, weight = _entering(run, d), w["weight_hh"].T
             run.multiply(run.before, d, state, weight, product, kind=run.by_weight(weight))
+
+
+def _entering(run: PassTables, d: int) -> View:
+    """The first state before a single step, ``[B, size]``, after resets."""
+    w, name = run.directions[d], run.plan.cell.state_names[0]
+    state, restored = w.get(f"state {name}"), w.get(f"reset_state {name}")
+    resets, state = w.get("resets"), state or run.declared(0, run.batch)
+    if resets is None:
+        return state
+    restored = restored or run.declared(0, 1).at(0)
+    apart = restored.strides[0] if len(restored.shape) > 1 else 0
+    flags = resets._replace(shape=(1, 1), strides=(1, apart))
+    entering = run.draft.buffer(state.shape, state.size)
+    run.multiply(run.before, d, state, flags, entering, scales=restored, kind=GATHER)
+    return entering
 
 
 def _borders(run: PassTables, count: int, finals: list[View]) -> Kept:
