@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems import forget_passes
 from processes import at_once
 from tolerances import assert_close, close
 
@@ -152,6 +153,65 @@ def test_gradients_of_a_second_call_have_the_bits_of_the_first(
         for other in others:
             same(first, other)
     assert played[-1]
+
+
+def test_calls_with_flags_and_of_16_bits(played: list[bool]) -> None:
+    """Single passes are as earlier ones, also with other flags."""
+    count = 0
+    for kind, dtype, both, masked_output in (
+        ("PeepholeLSTM", torch.float32, True, "zero"),
+        ("GRU", torch.float64, False, "repeat"),
+        ("LSTM", torch.bfloat16, False, "repeat"),
+        ("EALSTM", torch.float16, True, "zero"),
+    ):
+        torch.manual_seed(0)
+        cell = getattr(cells, kind)
+        module = at.RNN(cell, 5, 8, bidirectional=both, dtype=dtype)
+        x, state = problem(module)
+        inputs = [x, *as_tuple(state), *module.parameters()]
+        for tensor in inputs:
+            tensor.requires_grad_()
+        static = {"static": torch.randn(3, 8, dtype=dtype)} if cell.static else {}
+        masks = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1]]).T.bool()
+        flags: list[dict[str, Any]] = [
+            {},
+            {"mask": masks},
+            {"mask": ~masks},
+            {"mask": masks.mT.contiguous().mT, "masked_output": masked_output},
+            {"lengths": [4, 2, 1]},
+            {"resets": masks},
+            {"resets": ~masks, "lengths": torch.tensor([3, 4, 2])},
+        ]
+        for arguments in flags:
+            results = []
+            for fresh in (True, False, False):
+                if fresh:  # an ordinary call of the same passes
+                    forget_passes()
+                count = len(played)
+                with torch.no_grad():
+                    alone = flat(module(x, state, **static, **arguments))
+                ends = flat(module(x, state, **static, **arguments))
+                slopes = [torch.cos(end.detach()) for end in ends]
+                results.append([*alone, *ends, *torch.autograd.grad(ends, inputs, slopes)])
+                assert set(played[count:]) == {not fresh}
+            for other in results[1:]:
+                same(results[0], other)
+
+
+def test_packed_sequences_and_autocast(played: list[bool]) -> None:
+    module = at.LSTM(5, 8)
+    packed = torch.nn.utils.rnn.pack_sequence([torch.randn(n, 5) for n in (4, 2, 1)])
+
+    def run() -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=isinstance(x, torch.Tensor)):
+            output, final = module(x)
+        ends = [output if isinstance(x, torch.Tensor) else output.data, *final]
+        return [*ends, *torch.autograd.grad(ends, [*module.parameters()], ends)]
+
+    for x in (packed, torch.randn(4, 3, 5)):
+        first, second = (run() for _ in range(2))
+        same(first, second)
+        assert played[-2:] == [True, True]
 
 
 # -- the operator ----------------------------------------------------------------------------------
