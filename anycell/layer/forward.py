@@ -13,7 +13,7 @@ from anycell.layer.framework import Framework
 from anycell.layer.heuristics import sparse
 from anycell.layer.pass_tables import PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, View, recipe_of
-from anycell.layer.signature import OF_STATES, of_layer, states
+from anycell.layer.signature import FLAGS, OF_STATES, of_layer, states
 from anycell.plan import Options, Plan, scales_of
 
 
@@ -131,15 +131,21 @@ class Stacked(NamedTuple):
 
 
 def draft_stack(
-    host: Framework, plan: Plan, layers: int, arrays: Mapping[str, Array], options: Options
+    host: Framework,
+    plan: Plan,
+    layers: int,
+    arrays: Mapping[str, Array],
+    options: Options,
+    holes: bool,
 ) -> Stacked | None:
-    """Drafts a pass of layers on top of each other, without masks, which keeps nothing; None if
-    a kernel cannot read the arrays as they are.
+    """Drafts a pass of layers on top of each other, which keeps nothing; None if a kernel cannot
+    read the arrays as they are.
 
     Args:
-        arrays: by the names of ``signature``, with the states of all layers; resets are bytes,
-            those of each direction, ``[D, T, B]``, and contiguous. Weights have the names of
+        arrays: by the names of ``signature``, with the states of all layers; flags are bytes and
+            contiguous, resets those of each direction, ``[D, T, B]``. Weights have the names of
             parameters.
+        holes: whether the mask is ``sparse``.
     """
     count, x, layouts = len(options.reverse), arrays["x"], []
     for k in range(layers):
@@ -151,28 +157,38 @@ def draft_stack(
             return None
         layouts.append(layout)
         x = host.empty((*x.shape[:2], count * states(plan)[0][1]))
-    key = "stack", plan, options, "resets" in arrays, *layouts
-    return recipe_of(key, lambda: _draft_stack(host, plan, layers, arrays, options))
+    key = "stack", plan, options, holes, *(name in arrays for name in FLAGS), *layouts
+    arrays = _wide_states(host, plan, arrays)
+    return recipe_of(key, lambda: _draft_stack(host, plan, layers, arrays, options, holes))
 
 
 def _draft_stack(
-    host: Framework, plan: Plan, layers: int, arrays: Mapping[str, Array], options: Options
+    host: Framework,
+    plan: Plan,
+    layers: int,
+    arrays: Mapping[str, Array],
+    options: Options,
+    holes: bool,
 ) -> Stacked:
     draft, count = Draft(host, arrays, options), len(options.reverse)
     x, runs = draft.views["x"], list[PassTables]()
-    resets = {n: view for n, view in draft.views.items() if n == "resets"}
+    flags = {n: view for n, view in draft.views.items() if n in FLAGS}
     steps, rows, _ = x.shape
+    zeroed = options.apart("mask" in flags)
     finals = {
         f"final {name}": draft.new((layers * count, rows, size), wide=bool(i))
         for i, (name, size) in enumerate(states(plan))
     }
     for k in range(layers):
-        views = {"x": x, **resets, **_of_layer(plan, draft.views, k, count, View.rows)}
-        run = PassTables(draft, plan, options, False, False, views)
-        hidden = allocate_states(run, steps, False, True).hidden
+        views = {"x": x, **flags, **_of_layer(plan, draft.views, k, count, View.rows)}
+        run = PassTables(draft, plan, options, False, holes, views)
+        hidden = allocate_states(run, steps, False, not zeroed).hidden
+        x = hidden.rows(1, steps + 1)
+        if zeroed:
+            x = draft.new((steps, rows, hidden.shape[2]))
+            run.place("out", x)
         run.place_parts({n: final.rows(k * count, (k + 1) * count) for n, final in finals.items()})
         project(run)
-        x = hidden.rows(1, steps + 1)
         runs.append(run)
     recipe = finish(draft, runs)
     return Stacked(recipe, recipe.number(x), list(map(recipe.number, finals.values())))
@@ -284,11 +300,16 @@ def widened(host: Framework, plan: Plan, given: Mapping[str, Array]) -> dict[str
     """The arrays for a kernel of 16 bits, which takes all states but the first, and projected
     gates, in the dtype of ``host.wide``.
     """
+    wide = _wide_states(host, plan, given)
+    if "weight_ih" not in wide:
+        wide["x"] = host.widen(wide["x"])
+    return wide
+
+
+def _wide_states(host: Framework, plan: Plan, given: Mapping[str, Array]) -> dict[str, Array]:
     wide = dict(given)
-    for name in plan.cell.state_names[1:]:
+    for name in plan.cell.state_names[1:] if plan.types.mixed else ():
         for state in (f"state {name}", f"reset_state {name}"):
             if state in wide:
                 wide[state] = host.widen(wide[state])
-    if "weight_ih" not in wide:
-        wide["x"] = host.widen(wide["x"])
     return wide

@@ -39,7 +39,7 @@ def forward_again(
     form: Form, plan: Plan, arrays: Arrays, options: Options, keep: bool
 ) -> Result | None:
     """Runs one layer like an earlier one; None if there was none."""
-    read = arrays if as_given(plan, arrays) else _as_read(plan, arrays, options)
+    read = arrays if as_given(plan, arrays) else as_read(plan, arrays, options)
     results = play([*read.values()], form.number, _signed(options.seed))
     if not results:
         return None
@@ -72,7 +72,7 @@ def _narrowed(plan: Plan, states: list[Tensor]) -> States:
 def learn_forward(form: Form, plan: Plan, arrays: Arrays, options: Options, keep: bool) -> None:
     """Learns a pass that has run."""
     known, given = drafted(Torch.of(plan.dtype), plan, arrays, options, keep)
-    arrays = _as_read(plan, arrays, options)
+    arrays = as_read(plan, arrays, options)
     if not _laid_out(arrays, given):
         return
     whole = [Part(i, made.shape, made.strides) for i, made in enumerate(made_by(known.recipe))]
@@ -106,7 +106,7 @@ def backward_again(
     none.
     """
     if not as_given(plan, arrays):
-        arrays, arriving = _as_read(plan, arrays, options), _widened(plan, arriving)
+        arrays, arriving = as_read(plan, arrays, options), _widened(plan, arriving)
     inputs = [*arrays.values(), *kept.flat(), *[d for d in arriving if d is not None]]
     results = play(inputs, form.number, _signed(options.seed))
     if not results:
@@ -150,7 +150,7 @@ def learn_backward(
         for name, sequence in zip(names, kept.states[i], strict=True):
             if sequence is not None:
                 further[f"sequence {i} {name}"] = sequence
-    arrays, arriving = _as_read(plan, arrays, options), _widened(plan, arriving)
+    arrays, arriving = as_read(plan, arrays, options), _widened(plan, arriving)
     ends = dict(zip(["d_output", *(f"d_final {n}" for n in names)], arriving, strict=True))
     inputs = {**arrays, **further, **{n: t for n, t in ends.items() if t is not None}}
     if not _laid_out(inputs, given):
@@ -180,10 +180,12 @@ def as_given(plan: Plan, arrays: Iterable[str]) -> bool:
     return not plan.types.mixed and {*arrays}.isdisjoint(FLAGS)
 
 
-def _as_read(plan: Plan, arrays: Arrays, options: Options) -> Arrays:
+def as_read(plan: Plan, arrays: Arrays, options: Options) -> Arrays:
     """The arrays of a call as a kernel reads them, as ``contract.fit`` and ``widened`` return them:
     flags as bytes, resets of each direction, and wide states.
     """
+    if as_given(plan, arrays):
+        return arrays
     host = Torch.of(plan.dtype)
     read = widened(host, plan, arrays)
     for name in FLAGS:

@@ -155,9 +155,11 @@ def test_gradients_of_a_second_call_have_the_bits_of_the_first(
     assert played[-1]
 
 
-def test_calls_with_flags_and_of_16_bits(played: list[bool]) -> None:
-    """Single passes are as earlier ones, also with other flags."""
-    count = 0
+def test_calls_with_flags_and_of_16_bits(
+    played: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole calls are as earlier ones, or, with options, their passes."""
+    hits = count(monkeypatch, warm)
     for kind, dtype, both, masked_output in (
         ("PeepholeLSTM", torch.float32, True, "zero"),
         ("GRU", torch.float64, False, "repeat"),
@@ -183,33 +185,37 @@ def test_calls_with_flags_and_of_16_bits(played: list[bool]) -> None:
             {"resets": ~masks, "lengths": torch.tensor([3, 4, 2])},
         ]
         for arguments in flags:
-            results = []
+            results = list[Any]()
             for fresh in (True, False, False):
                 if fresh:  # an ordinary call of the same passes
                     forget_passes()
-                count = len(played)
+                played.clear()
+                hits.clear()
                 with torch.no_grad():
                     alone = flat(module(x, state, **static, **arguments))
                 ends = flat(module(x, state, **static, **arguments))
                 slopes = [torch.cos(end.detach()) for end in ends]
                 results.append([*alone, *ends, *torch.autograd.grad(ends, inputs, slopes)])
-                assert set(played[count:]) == {not fresh}
+                assert set(played) == {not fresh}
+            assert hits == [True, True] * ("masked_output" not in arguments)
             for other in results[1:]:
                 same(results[0], other)
+        with pytest.raises(ValueError, match="lengths: given a length of 5"):
+            module(x, state, **static, lengths=torch.tensor([5, 4, 2]))
 
 
 def test_packed_sequences_and_autocast(played: list[bool]) -> None:
     module = at.LSTM(5, 8)
     packed = torch.nn.utils.rnn.pack_sequence([torch.randn(n, 5) for n in (4, 2, 1)])
 
-    def run() -> list[torch.Tensor]:
+    def run(x: Any) -> list[torch.Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=isinstance(x, torch.Tensor)):
             output, final = module(x)
         ends = [output if isinstance(x, torch.Tensor) else output.data, *final]
         return [*ends, *torch.autograd.grad(ends, [*module.parameters()], ends)]
 
     for x in (packed, torch.randn(4, 3, 5)):
-        first, second = (run() for _ in range(2))
+        first, second = (run(x) for _ in range(2))
         same(first, second)
         assert played[-2:] == [True, True]
 
@@ -473,7 +479,7 @@ def test_a_step_from_any_address(hits: list[bool]) -> None:
         (at_lines, _), (anywhere, _) = (
             layer.step(x, (h, c), static=static) for x, h, c, static in zip(*arrays, strict=True)
         )
-        assert torch.equal(at_lines, anywhere) and hits == [False]
+        assert torch.equal(at_lines, anywhere) and hits and not any(hits)
         # The same holds if resets restore such an array.
         (x, _), hs, (c, _), (static, _) = arrays
         resets = torch.tensor([True, False, True, False])
@@ -633,9 +639,16 @@ def test_inference_mode_and_other_dtypes(hits: list[bool]) -> None:
         for _ in range(2):
             assert torch.equal(layer.step(x)[0], layer(x[None])[0][0])
         assert all(hits[-2:])
-        hits.clear()
         half = at.RNN(cells.LSTM, 3, 5, dtype=torch.bfloat16)
-        assert torch.equal(half.step(x.bfloat16())[0], half(x.bfloat16()[None])[0][0])
+        for _ in range(2):
+            assert torch.equal(half.step(x.bfloat16())[0], half(x.bfloat16()[None])[0][0])
+        assert all(hits[-2:])
+        hits.clear()
+        resets = torch.tensor([True, False])
+        for _ in range(2):  # a kernel of 16 bits reads other states and flags
+            once = half.step(x.bfloat16(), resets=resets)[0]
+            assert torch.equal(once, half(x.bfloat16()[None], resets=resets[None])[0][0])
+        hits.clear()
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(layer.step(x)[0], layer(x[None])[0][0])
     assert not any(hits)
