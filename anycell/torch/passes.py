@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anycell.engines import cpu
@@ -31,6 +32,12 @@ def forward_form(plan: Plan, arrays: Arrays, options: Options, keep: bool) -> Fo
     """The form of a forward pass; None if it is not one of the operator's."""
     if keep and options.checkpoint is not None:
         return None
+    for name in FLAGS:  # wrong ones are refused the ordinary way, and not read before
+        flags = arrays.get(name)
+        if flags is not None and not (flags.is_cpu and flags.shape == arrays["x"].shape[:2]):
+            return None
+        if flags is not None and flags.dtype not in (torch.bool, torch.uint8):
+            return None
     holes = ["holes"] * sparse(arrays.get("mask"))
     return form_of(plan, arrays, options, "forward", keep, *holes)
 

@@ -23,6 +23,7 @@ from anycell import cells, compress
 from anycell.engines import cpu
 from anycell.engines.cpu import aten
 from anycell.torch import native, passes, warm
+from anycell.torch.functional import run_layer
 
 pytestmark = pytest.mark.sample(every=3)
 
@@ -204,6 +205,26 @@ def test_calls_with_flags_and_of_16_bits(
             module(x, state, **static, lengths=torch.tensor([5, 4, 2]))
 
 
+@pytest.mark.parametrize(
+    "flags", [torch.ones(4, 3, dtype=torch.int64), torch.ones(3, 4).bool(), None]
+)
+def test_flags_of_a_pass(flags: torch.Tensor | None, played: list[bool]) -> None:
+    """The operator reads bytes, one for each step and row; all else is refused before."""
+    module, x = at.LSTM(5, 8), torch.randn(4, 3, 5)
+    arrays = {"x": x, **module._weights(cells.LSTM)[0]}
+    right = run_layer(module._layer(), {**arrays, "mask": torch.ones(4, 3).bool()})
+    played.clear()
+    if flags is None:
+        flags = torch.ones(4, 3, dtype=torch.uint8)
+        same(right[0], run_layer(module._layer(), {**arrays, "mask": flags})[0])
+        assert played
+        return
+    for name in ("mask", "resets"):
+        with pytest.raises((TypeError, ValueError), match=f"{name}: given"):
+            run_layer(module._layer(), {**arrays, name: flags})
+    assert not played
+
+
 def test_packed_sequences_and_autocast(played: list[bool]) -> None:
     module = at.LSTM(5, 8)
     packed = torch.nn.utils.rnn.pack_sequence([torch.randn(n, 5) for n in (4, 2, 1)])
@@ -284,7 +305,7 @@ def test_the_operator_without_memory() -> None:
 @pytest.mark.parametrize("calls", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_memory_stays_flat(calls: int) -> None:
     module, x = at.LSTM(5, 8), torch.randn(1, 2, 5)
-    wide = torch.randn(1, 2, 6)
+    wide, flags = torch.randn(1, 2, 6), torch.tensor([[True, False]])
 
     def run(count: int) -> int:
         """The pages of memory after some calls, of which some are wrong, and some train."""
@@ -294,6 +315,7 @@ def test_memory_stays_flat(calls: int) -> None:
                 module.step(x[0])
             if n % 10 == 0:
                 module(x)[0].sum().backward()
+                module(x, lengths=[1, 0], resets=flags)[0].sum().backward()
                 with pytest.raises(RuntimeError, match="input"):
                     module(wide)
         gc.collect()
@@ -341,6 +363,34 @@ def test_a_forked_child_learns_by_itself() -> None:
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         same(flat(module(x)), right)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_workers_of_a_data_loader() -> None:
+    """Forked workers run layers whose calls their parent has learnt, at the same time."""
+    module, inputs = at.LSTM(5, 8), torch.randn(64, 3, 2, 5)
+
+    class Outputs(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return len(inputs)
+
+        def __getitem__(self, i: int) -> torch.Tensor:
+            with torch.no_grad():
+                output: torch.Tensor = module(inputs[i])[0]
+            return output
+
+    data = Outputs()
+    with anycell.threads(2):
+        right = torch.stack([data[i] for i in range(len(inputs))])
+        for _ in range(2):
+            loader = torch.utils.data.DataLoader(
+                data, batch_size=4, num_workers=2, multiprocessing_context="fork"
+            )
+            assert torch.equal(torch.cat([*loader]), right)
+            assert torch.equal(data[0], right[0])
 
 
 def test_another_openmp_runtime(hits: list[bool]) -> None:
