@@ -46,21 +46,22 @@ def forward_again(
     form: Form, plan: Plan, arrays: Arrays, options: Options, keep: bool
 ) -> Result | None:
     """Runs one layer like an earlier one; None if there was none."""
-    read = arrays if as_given(plan, arrays) else as_read(plan, arrays, options)
+    read = as_read(plan, arrays, options)
     results = play([*read.values()], form.number, _signed(options.seed))
     if not results:
         return None
-    if keep:
-        apart = options.apart("mask" in arrays)
-        return as_kept(plan, arrays["x"].shape[0], results, options, apart)
-    return results[0], _narrowed(plan, results[1:]), None
+    if not keep:
+        return results[0], narrowed(plan, results[1:]), None
+    apart = options.apart("mask" in arrays)
+    output, final, kept = as_kept(plan, arrays["x"].shape[0], results, options, apart)
+    return output, narrowed(plan, final), kept
 
 
 def as_kept(
     plan: Plan, steps: int, results: list[Tensor], options: Options, apart: bool = False
 ) -> tuple[Tensor, States, Kept]:
     """Output, final states, and what the backward pass reads, from the operator's results; if
-    outputs are ``apart`` from the states, they come last.
+    outputs are ``apart`` from the states, they come last. Final states may be wide.
     """
     states = len(plan.cell.states)
     there = [i > 0 and keeps_state(plan, i) for i in range(states)]
@@ -68,10 +69,10 @@ def as_kept(
     kept = Kept.of(results[states:], there, len(options.reverse))
     if output is None:  # detached, so that autograd does not take it for a view of what is kept
         output = kept.hidden[1 : 1 + steps].detach()
-    return output, _narrowed(plan, results[:states]), kept
+    return output, tuple(results[:states]), kept
 
 
-def _narrowed(plan: Plan, states: list[Tensor]) -> States:
+def narrowed(plan: Plan, states: Sequence[Tensor]) -> States:
     """Final states in the dtype of the layer."""
     return tuple(map(Torch.of(plan.dtype).narrow, states) if plan.types.mixed else states)
 

@@ -24,7 +24,7 @@ from anycell.torch.framework import Torch
 from anycell.torch.fused import Fused, plan_on, save
 from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
-from anycell.torch.passes import as_given, as_kept, as_read, form_of
+from anycell.torch.passes import as_given, as_kept, as_read, form_of, narrowed
 
 _MOST = 512  # fronts
 _ordinary = frozenset(ORDINARY).issuperset
@@ -83,9 +83,11 @@ class _FusedAgain(Fused):
         results = play(read, front.keeping.number, 0)
         if not results:
             raise _Unknown
-        apart = layer.options.apart("mask" in names)
-        parts = as_kept(layer.plan, tensors[0].shape[0], results, layer.options, apart)
-        output, final, kept = parts
+        apart = not front.plain and layer.options.apart("mask" in names)
+        steps = tensors[0].shape[0]
+        output, final, kept = as_kept(layer.plan, steps, results, layer.options, apart)
+        if not front.plain:
+            final = narrowed(layer.plan, final)
         save(ctx, layer, layer.plan, names, tensors, kept)
         return output, *final
 
