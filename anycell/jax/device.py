@@ -238,8 +238,9 @@ def _of_weights(
         Factors(rows(factors.get(f"d_outputs {l.name}")), rows(factors.get(f"operand {l.name}")))
         for l in plan.cell.linears
     ]
-    sums.add(rows(dg), rows(x), rows(kept.hidden[first : first + steps]), named)
-    totals = bias_gradients(plan, sums.named, sums.totals, sums.vectors, sums.zeros, sums.zeros)
+    hidden = rows(kept.hidden[first : first + steps])
+    sums.add(rows(dg), rows(x), hidden, named, first=True)
+    totals = bias_gradients(plan, sums.biases, sums.totals, sums.vectors, sums.zeros, sums.zeros)
     return {name: Buffer.read(total) for name, total in totals.items()}
 
 
@@ -252,7 +253,7 @@ class _Gradients(WeightGradients):
     def new(self, shape: Shape, overwritten: bool) -> Buffer:
         return self.zeros(shape)
 
-    def multiply(self, d: Array, operand: Array, weight: Buffer, whole: bool) -> None:
+    def multiply(self, d: Array, operand: Array, weight: Buffer, first: bool) -> None:
         weight[:] = weight[:] + _product(d.T, operand)
 
     def add_blocks(self, d: Array, operand: Array, weight: Buffer, heads: int, first: int) -> None:
@@ -262,7 +263,7 @@ class _Gradients(WeightGradients):
         whole = whole.at[:, first : first + blocks.shape[1]].add(blocks)
         weight[:] = whole.reshape(weight.shape)
 
-    def add_rows(self, d: Array, vector: Buffer) -> None:
+    def add_rows(self, d: Array, vector: Buffer, first: bool) -> None:
         vector[:] = vector[:] + d.sum(0, dtype=np.float32)
 
 

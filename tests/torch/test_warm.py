@@ -1,4 +1,7 @@
-"""Calls without gradients that run as earlier ones did: ``anycell/torch/warm.py``."""
+"""Calls that run as earlier ones did: ``anycell/torch/warm.py``, and its operator.
+
+One file, because all tests share how they count the calls that the operator has run.
+"""
 
 import copy
 import gc
