@@ -211,9 +211,12 @@ def held(plan: Plan, known: Backward) -> dict[str, Gradient] | None:
     named = {name: Gradient(i, name in known.turned) for name, i in known.whole.items()}
     used = set[int]()
     for d, (biases, vectors, totals) in enumerate(known.sums):
-        if totals.keys() - ({"d_params"} if d else {"d_params", "static"}):
-            return None
-        named |= {name + ENDS[d] * (name != "static"): Gradient(i) for name, i in totals.items()}
+        for name, number in totals.items():
+            if name.startswith("reset_state ") and name not in known.directions[d]:
+                continue  # of a value that the cell declares
+            if name not in ({"d_params"} if d else {"d_params", "static"}):
+                return None
+            named[name + ENDS[d] * (name != "static")] = Gradient(number)
         for name in biases:
             vector = vector_of(plan, name)
             if vector is None:

@@ -136,11 +136,12 @@ class _Walk:
         elif kind == driver.GATHER:
             of_x = (count, row["a_inner"]), (batch, row["a_rows"]), (columns, 1)
             axes = {"a": of_x, "b": ((rows, 1),), "c": ((rows, row["c_rows"]), (columns, 1))}
+            axes = {**axes, "scales": ((rows, row["b_columns"]), (columns, 1))}
             sizes = types.storage.bytes, 1, types.storage.bytes
         else:
             axes = product_axes(row)
-        for name, size in zip("abc", sizes, strict=True):
-            if name in axes and row[name]:  # 0 where there is no mask
-                moved = time * row[f"{name}_time"] + window * row[f"{name}_window"]
+        for name, size in zip([*"abc", "scales"], [*sizes, sizes[0]], strict=True):
+            if name in axes and row[name]:  # 0 where there are no flags, or no other rows
+                moved = time * row.get(f"{name}_time", 0) + window * row.get(f"{name}_window", 0)
                 for touched in reach(name, row[name] + moved, size, 1, axes[name]):
                     inside(touched, limits.get(name))

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from anycell.engines.cpu.driver import GATHER
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Kept
 from anycell.layer.framework import Framework
 from anycell.layer.heuristics import sparse
 from anycell.layer.pass_tables import Pass, PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, Row, View, recipe_of
-from anycell.layer.signature import OF_STATES, of_layer, states
+from anycell.layer.signature import FLAGS, OF_STATES, of_layer, states
 from anycell.plan import Options, Plan, scales_of
 
 
@@ -130,15 +131,21 @@ class Stacked(NamedTuple):
 
 
 def draft_stack(
-    host: Framework, plan: Plan, layers: int, arrays: Mapping[str, Array], options: Options
+    host: Framework,
+    plan: Plan,
+    layers: int,
+    arrays: Mapping[str, Array],
+    options: Options,
+    holes: bool,
 ) -> Stacked | None:
-    """Drafts a pass of layers on top of each other, without masks, which keeps nothing; None if
-    a kernel cannot read the arrays as they are.
+    """Drafts a pass of layers on top of each other, which keeps nothing; None if a kernel cannot
+    read the arrays as they are.
 
     Args:
-        arrays: by the names of ``signature``, with the states of all layers; resets are bytes,
-            those of each direction, ``[D, T, B]``, and contiguous. Weights have the names of
+        arrays: by the names of ``signature``, with the states of all layers; flags are bytes and
+            contiguous, resets those of each direction, ``[D, T, B]``. Weights have the names of
             parameters.
+        holes: whether the mask is ``sparse``.
     """
     count, x, layouts = len(options.reverse), arrays["x"], []
     for k in range(layers):
@@ -150,29 +157,39 @@ def draft_stack(
             return None
         layouts.append(layout)
         x = host.empty((*x.shape[:2], count * states(plan)[0][1]))
-    key = "stack", plan, options, "resets" in arrays, *layouts
-    return recipe_of(key, lambda: _draft_stack(host, plan, layers, arrays, options))
+    key = "stack", plan, options, holes, *(name in arrays for name in FLAGS), *layouts
+    arrays = _wide_states(host, plan, arrays)
+    return recipe_of(key, lambda: _draft_stack(host, plan, layers, arrays, options, holes))
 
 
 def _draft_stack(
-    host: Framework, plan: Plan, layers: int, arrays: Mapping[str, Array], options: Options
+    host: Framework,
+    plan: Plan,
+    layers: int,
+    arrays: Mapping[str, Array],
+    options: Options,
+    holes: bool,
 ) -> Stacked:
     draft, count = Draft(host, arrays, options), len(options.reverse)
     x, passes = draft.views["x"], list[Pass]()
-    resets = {n: view for n, view in draft.views.items() if n == "resets"}
+    flags = {n: view for n, view in draft.views.items() if n in FLAGS}
     steps, rows, _ = x.shape
+    zeroed = options.apart("mask" in flags)
     finals = {
         f"final {name}": draft.new((layers * count, rows, size), wide=bool(i))
         for i, (name, size) in enumerate(states(plan))
     }
     for k in range(layers):
-        views = {"x": x, **resets, **_of_layer(plan, draft.views, k, count, View.rows)}
-        tables = PassTables(draft, plan, options, False, False, views)
-        hidden = allocate_states(tables, steps, False, True).hidden
+        views = {"x": x, **flags, **_of_layer(plan, draft.views, k, count, View.rows)}
+        tables = PassTables(draft, plan, options, False, holes, views)
+        hidden = allocate_states(tables, steps, False, not zeroed).hidden
+        x = hidden.rows(1, steps + 1)
+        if zeroed:
+            x = draft.new((steps, rows, hidden.shape[2]))
+            tables.place("out", x)
         first, last = k * count, (k + 1) * count
         tables.place_parts({name: final.rows(first, last) for name, final in finals.items()})
         project(tables)
-        x = hidden.rows(1, steps + 1)
         passes.append(Pass(tables))
     recipe = finish(draft, passes)
     return Stacked(recipe, recipe.number(x), list(map(recipe.number, finals.values())))
@@ -244,9 +261,23 @@ def project(tables: PassTables) -> None:
         if tables.single:
             product = tables.draft.buffer((tables.batch, width), plan.types.accumulate.bytes)
             tables.place_of(d, {"product": product})
-            state = w.get(f"state {plan.cell.state_names[0]}") or tables.declared(0, tables.batch)
-            weight = w["weight_hh"].T
+            state, weight = _entering(tables, d), w["weight_hh"].T
             tables.multiply(tables.before, d, state, weight, product, kind=tables.by_weight(weight))
+
+
+def _entering(tables: PassTables, d: int) -> View:
+    """The first state before a single step, ``[B, size]``, after resets."""
+    w, name = tables.directions[d], tables.plan.cell.state_names[0]
+    state, restored = w.get(f"state {name}"), w.get(f"reset_state {name}")
+    resets, state = w.get("resets"), state or tables.declared(0, tables.batch)
+    if resets is None:
+        return state
+    restored = restored or tables.declared(0, 1).at(0)
+    apart = restored.strides[0] if len(restored.shape) > 1 else 0
+    flags = resets._replace(shape=(1, 1), strides=(1, apart))
+    entering = tables.draft.buffer(state.shape, state.size)
+    tables.multiply(tables.before, d, state, flags, entering, scales=restored, kind=GATHER)
+    return entering
 
 
 def _borders(tables: PassTables, count: int, finals: list[View]) -> tuple[Kept, list[Row]]:
@@ -274,11 +305,16 @@ def widened(host: Framework, plan: Plan, arrays: Mapping[str, Array]) -> dict[st
     """The arrays for a kernel of 16 bits, which takes all states but the first, and projected
     gates, in the dtype of ``host.wide``.
     """
+    wide = _wide_states(host, plan, arrays)
+    if "weight_ih" not in wide:
+        wide["x"] = host.widen(wide["x"])
+    return wide
+
+
+def _wide_states(host: Framework, plan: Plan, arrays: Mapping[str, Array]) -> dict[str, Array]:
     wide = dict(arrays)
-    for name in plan.cell.state_names[1:]:
+    for name in plan.cell.state_names[1:] if plan.types.mixed else ():
         for state in (f"state {name}", f"reset_state {name}"):
             if state in wide:
                 wide[state] = host.widen(wide[state])
-    if "weight_ih" not in wide:
-        wide["x"] = host.widen(wide["x"])
     return wide

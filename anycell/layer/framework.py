@@ -92,7 +92,7 @@ class Framework:
     def restarts(self, resets: Array, mask: Array | None, reverse: Sequence[bool]) -> Array:
         """The ``restarts`` of each direction, ``[D, T, B]``, as ``as_flags`` returns them."""
         ways = [restarts(resets, mask, way) for way in reverse]
-        return self.as_flags(namespace(ways[0]).stack(ways))
+        return self.as_flags(ways[0][None] if len(ways) == 1 else namespace(ways[0]).stack(ways))
 
     def widen(self, array: Array) -> Array:
         """Returns the array in the dtype of ``wide``; the array itself if it has that dtype."""

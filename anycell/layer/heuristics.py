@@ -17,10 +17,12 @@ from anycell.plan import Plan
 # Bytes of the projected gates of a chunk, for all directions: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
 WORTH_PACKING = 256  # rows of all steps from which packing the input weight may pay off
-# Rows of a single step up to which packing a weight for its products does not pay off either; and,
-# for each vector of a sum, if the columns of the weight are dense: then lanes must be added up.
+# Rows of a single step up to which packing a weight for its products does not pay off either. If
+# the columns of the weight are dense, packing takes longer, but lanes must be added up: there is
+# also a limit for each vector of a sum.
 FEW_ROWS = 16
-ROWS_A_VECTOR = 1.5
+FEW_ROWS_TURNED = 64
+ROWS_A_VECTOR = 2.0
 # The same where an instruction adds two products of packed bfloat16.
 FEW_ROWS_IN_PAIRS = 4
 PAIRED_ROWS_A_VECTOR = 0.125
@@ -67,7 +69,7 @@ def projection(
     x: tuple[int, ...],
     *,
     holes: bool,
-    resets: bool,
+    restored: bool,
     state: View | None,
 ) -> Projection:
     """Chooses where the matmul of the input of a layer that projects is computed.
@@ -76,11 +78,12 @@ def projection(
         matmul: the matmul to whose sums the kernel can add the projection, if it can.
         x: the shape ``[T, B, I]``.
         holes: whether the mask is sparse.
+        restored: whether a backward pass hands gradients to what resets restored.
         state: the first state before the first step.
     """
     steps, batch, inputs = x
     is_dense_state = state is None or state.strides[-1] == 1
-    if steps == 1 and is_dense_state and not resets and recurrent_alone(plan):
+    if steps == 1 and is_dense_state and not restored and recurrent_alone(plan):
         return Projection.SINGLE
     if matmul is not None and projects(plan, matmul, steps * batch, inputs, holes, batch):
         return Projection.INSIDE
@@ -126,12 +129,14 @@ def few(plan: Plan, rows: int, weight: View) -> bool:
         weight: ``[length of the sums, columns]``, with dense rows or columns.
     """
     target, types = cpu.isa.current(), plan.types
-    most, of_vector = FEW_ROWS, ROWS_A_VECTOR
+    dense_columns = weight.strides[0] == 1
+    most = FEW_ROWS_TURNED if dense_columns and types.plain else FEW_ROWS
+    of_vector = ROWS_A_VECTOR
     if in_pairs(target, types.operands.llvm):
         most, of_vector = FEW_ROWS_IN_PAIRS, PAIRED_ROWS_A_VECTOR
     elif not target.fma:
         most = FEW_ROWS_UNFUSED
-    if weight.strides[0] == 1:
+    if dense_columns:
         vectors = weight.shape[0] / target.lanes(types.accumulate.llvm)
         most = min(most, max(1, int(of_vector * vectors)))
     return rows <= most

@@ -65,7 +65,7 @@ class PassTables:
             self.chunk = heuristics.chunk_of(plan, self.steps, self.batch * len(self.directions))
             self.projection = heuristics.projection(
                 plan, self.kernel.projecting, self.x.shape, holes=holes,
-                resets=self.resets is not None,
+                restored=backward and self.resets is not None,
                 state=self.directions[0].get(f"state {plan.cell.state_names[0]}"),
             )  # fmt: skip
         self.single = self.projection is Projection.SINGLE

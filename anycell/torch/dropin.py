@@ -34,7 +34,7 @@ from anycell.torch.observers import (
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Recurrent, leaf, stacked
 from anycell.torch.typed import DropInArguments
-from anycell.torch.warm import NOTHING, again, learn, quiet
+from anycell.torch.warm import KNOWN, again, learn, quiet
 
 if TYPE_CHECKING:
     from anycell.torch.typed import DropInCall
@@ -105,9 +105,9 @@ class DropIn(Recurrent):
         self, input: Tensor | PackedSequence, hx: Any = None, *by_position: Any, **arguments: Any
     ) -> tuple[Any, ...]:
         """Returns output, final state and, if wanted, sequences of states; see the class."""
-        plain = not (by_position or arguments) and quiet()
+        plain = not by_position and quiet() and KNOWN.issuperset(arguments)
         if plain:
-            known = again(self, "call", input, hx)
+            known = again(self, "call", input, hx, arguments)
             if known is not None:
                 return known
         if by_position:
@@ -123,7 +123,7 @@ class DropIn(Recurrent):
         if results is None:
             return super().forward(input, hx)  # type: ignore[misc]
         if plain:
-            learn(self, "call", input, hx, NOTHING, results)
+            learn(self, "call", input, hx, arguments, results)
         return results
 
     def _ours(

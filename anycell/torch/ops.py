@@ -38,7 +38,7 @@ from anycell.torch.composite import Arrays, Result
 from anycell.torch.fused import enter
 from anycell.torch.native import Form, play
 from anycell.torch.observers import ORDINARY, TRACERS, compiled, constant, stepwise
-from anycell.torch.passes import form_of
+from anycell.torch.passes import as_given, form_of
 from anycell.torch.threads import threads
 
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: the operators replay
@@ -267,8 +267,10 @@ def _facts(text: str, hyper: Sequence[float], *others: Any) -> tuple[Any, ...]:
 def _remember(key: tuple[Any, ...], layer: Layer, *facts: Any) -> None:
     """Lets later calls find the form of a pass, unless a profiler wants to see its range."""
     plan, options = fused.rounded(layer.plan), fused.on_threads(layer.options)
+    if key[-1] or options.seed or "seed" in layer.arrays or not as_given(plan, layer.arrays):
+        return
     form = form_of(plan, layer.arrays, options, *facts)
-    if form is not None and not (key[-1] or options.seed or "seed" in layer.arrays):
+    if form is not None:
         add_recent(_forms, key, form, 512)
 
 

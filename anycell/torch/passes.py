@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anycell.engines import cpu
 from anycell.layer import Kept, keeps_state
 from anycell.layer.backward import drafted_backward, held
-from anycell.layer.forward import drafted
+from anycell.layer.forward import drafted, widened
+from anycell.layer.heuristics import sparse
 from anycell.layer.signature import ENDS, FLAGS
 from anycell.plan import Options, Plan
 from anycell.recent import add_recent
@@ -30,45 +32,68 @@ def forward_form(plan: Plan, arrays: Arrays, options: Options, keep: bool) -> Fo
     """The form of a forward pass; None if it is not one of the operator's."""
     if keep and options.checkpoint is not None:
         return None
-    return form_of(plan, arrays, options, "forward", keep)
+    for name in FLAGS:  # wrong ones are refused the ordinary way, and not read before
+        flags = arrays.get(name)
+        if flags is not None and not (flags.is_cpu and flags.shape == arrays["x"].shape[:2]):
+            return None
+        if flags is not None and flags.dtype not in (torch.bool, torch.uint8):
+            return None
+    holes = ["holes"] * sparse(arrays.get("mask"))
+    return form_of(plan, arrays, options, "forward", keep, *holes)
 
 
 def forward_again(
     form: Form, plan: Plan, arrays: Arrays, options: Options, keep: bool
 ) -> Result | None:
     """Runs one layer like an earlier one; None if there was none."""
-    results = play([*arrays.values()], form.number, _signed(options.seed))
+    read = as_read(plan, arrays, options)
+    results = play([*read.values()], form.number, _signed(options.seed))
     if not results:
         return None
-    if keep:
-        return as_kept(plan, arrays["x"].shape[0], results, options)
-    return results[0], tuple(results[1:]), None
+    if not keep:
+        return results[0], narrowed(plan, results[1:]), None
+    apart = options.apart("mask" in arrays)
+    output, final, kept = as_kept(plan, arrays["x"].shape[0], results, options, apart)
+    return output, narrowed(plan, final), kept
 
 
 def as_kept(
-    plan: Plan, steps: int, results: list[Tensor], options: Options
+    plan: Plan, steps: int, results: list[Tensor], options: Options, apart: bool = False
 ) -> tuple[Tensor, States, Kept]:
-    """Output, final states, and what the backward pass reads, from the operator's results."""
+    """Output, final states, and what the backward pass reads, from the operator's results; if
+    outputs are ``apart`` from the states, they come last. Final states may be wide.
+    """
     states = len(plan.cell.states)
     there = [i > 0 and keeps_state(plan, i) for i in range(states)]
+    output = results.pop() if apart else None
     kept = Kept.of(results[states:], there, len(options.reverse))
-    # Detached, so that autograd does not take it for a view of what is kept.
-    return kept.hidden[1 : 1 + steps].detach(), tuple(results[:states]), kept
+    if output is None:  # detached, so that autograd does not take it for a view of what is kept
+        output = kept.hidden[1 : 1 + steps].detach()
+    return output, tuple(results[:states]), kept
+
+
+def narrowed(plan: Plan, states: Sequence[Tensor]) -> States:
+    """Final states in the dtype of the layer."""
+    return tuple(map(Torch.of(plan.dtype).narrow, states) if plan.types.mixed else states)
 
 
 def learn_forward(form: Form, plan: Plan, arrays: Arrays, options: Options, keep: bool) -> None:
     """Learns a pass that has run."""
     known, given = drafted(Torch.of(plan.dtype), plan, arrays, options, keep)
-    if any(given[name] is not array for name, array in arrays.items()):
-        return  # a copy
+    arrays = as_read(plan, arrays, options)
+    if not _laid_out(arrays, given):
+        return
     whole = [Part(i, made.shape, made.strides) for i, made in enumerate(made_by(known.recipe))]
     finals = [whole[i] for i in known.finals]
     if keep:
-        parts = finals + [whole[i] for i in known.kept.flat()]
+        outputs = [whole[known.out]] * known.apart
+        parts = finals + [whole[i] for i in known.kept.flat()] + outputs
     else:
         output = whole[known.out]
-        shape = arrays["x"].shape[0], *output.shape[1:]
-        parts = [output._replace(shape=shape, offset=output.strides[0]), *finals]
+        if not known.apart:
+            shape = arrays["x"].shape[0], *output.shape[1:]
+            output = output._replace(shape=shape, offset=output.strides[0])
+        parts = [output, *finals]
     form.learn(known.recipe, arrays, parts, options.stream)
 
 
@@ -88,6 +113,8 @@ def backward_again(
     """Returns the gradients of a layer's tensors by name, as an earlier pass; None if there was
     none.
     """
+    if not as_given(plan, arrays):
+        arrays, arriving = as_read(plan, arrays, options), _widened(plan, arriving)
     inputs = [*arrays.values(), *kept.flat(), *[d for d in arriving if d is not None]]
     results = play(inputs, form.number, _signed(options.seed))
     if not results:
@@ -100,6 +127,9 @@ def backward_again(
                 parts = Torch.split(sums.sum(0), plan.param_sizes)
                 names = [name + end for name in plan.cell.param_names]
                 gradients.update(zip(names, parts, strict=True))
+    if plan.types.mixed:
+        narrow = Torch.of(plan.dtype).narrow
+        gradients = {name: narrow(gradient) for name, gradient in gradients.items()}
     return gradients
 
 
@@ -128,10 +158,11 @@ def learn_backward(
         for name, sequence in zip(names, kept.states[i], strict=True):
             if sequence is not None:
                 further[f"sequence {i} {name}"] = sequence
+    arrays, arriving = as_read(plan, arrays, options), _widened(plan, arriving)
     ends = dict(zip(["d_output", *(f"d_final {n}" for n in names)], arriving, strict=True))
     inputs = {**arrays, **further, **{n: t for n, t in ends.items() if t is not None}}
-    if any(given.get(name) is not array for name, array in inputs.items()):
-        return  # a copy
+    if not _laid_out(inputs, given):
+        return
     made, parts = made_by(known.recipe), []
     for number, turned, copy in gradients.values():
         shape, strides = made[number].shape, made[number].strides
@@ -146,12 +177,46 @@ def learn_backward(
 
 def form_of(plan: Plan, arrays: Iterable[str], options: Options, *facts: Any) -> Form | None:
     """The form of a pass; None if it is not one of the operator's."""
-    if plan.types.mixed or not {*arrays}.isdisjoint(FLAGS):
-        return None
     same = options._replace(seed=0) if options.seed else options
     key = facts, plan, same, tuple(arrays), cpu.isa.current()
     form = _FORMS.get(key) or add_recent(_FORMS, key, Form(), _MOST)
     return None if form.never else form
+
+
+def as_given(plan: Plan, arrays: Iterable[str]) -> bool:
+    """Whether a kernel reads the arrays of a call themselves: none is a flag, or widened."""
+    return not plan.types.mixed and {*arrays}.isdisjoint(FLAGS)
+
+
+def as_read(plan: Plan, arrays: Arrays, options: Options) -> Arrays:
+    """The arrays of a call as a kernel reads them, as ``contract.fit`` and ``widened`` return them:
+    flags as bytes, resets of each direction, and wide states.
+    """
+    if as_given(plan, arrays):
+        return arrays
+    host = Torch.of(plan.dtype)
+    read = widened(host, plan, arrays)
+    for name in FLAGS:
+        if name in read:
+            read[name] = host.as_flags(read[name])
+    if "resets" in read:
+        read["resets"] = host.restarts(read["resets"], read.get("mask"), options.reverse)
+    return read
+
+
+def _widened(plan: Plan, arriving: Ends) -> Ends:
+    """Gradients as a kernel reads them: wide, but for those of the output."""
+    first, *others = arriving
+    return [first, *[None if d is None else Torch.of(plan.dtype).widen(d) for d in others]]
+
+
+def _laid_out(arrays: Arrays, given: Arrays) -> bool:
+    """Whether the arrays of a pass are laid out as these: none was copied to fit."""
+    for name, array in arrays.items():
+        other = given.get(name)
+        if other is None or (other.dtype, other.stride()) != (array.dtype, array.stride()):
+            return False
+    return True
 
 
 def _signed(seed: int) -> int:

@@ -85,8 +85,8 @@ class Recurrent(Explained):
     ) -> tuple[Tensor, Any]:
         """Runs one time step; returns the results of a call for a sequence of one step.
 
-        Under ``torch.no_grad()`` or ``torch.inference_mode()``, a step in float32 or float64 on the
-        CPU that is like an earlier one is one native call. Any other step is an ordinary call.
+        Under ``torch.no_grad()`` or ``torch.inference_mode()``, a step on the CPU that is like
+        an earlier one is one native call. Any other step is an ordinary call.
 
         Args:
             x: ``[B, input_size]``, or without a batch ``[input_size]``.

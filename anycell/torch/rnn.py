@@ -36,7 +36,7 @@ from anycell.torch.observers import compiled
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Recurrent, layer_of, leaf, stacked
 from anycell.torch.typed import Arguments
-from anycell.torch.warm import NOTHING, again, learn, quiet
+from anycell.torch.warm import KNOWN, again, learn, quiet
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -224,9 +224,9 @@ class RNN(Recurrent, OfCell):
         **arguments: Any,
     ) -> tuple[Any, ...]:
         """Returns the output and the final state; see the class."""
-        plain = not (by_position or arguments) and quiet()
+        plain = not by_position and quiet() and KNOWN.issuperset(arguments)
         if plain:
-            known = again(self, "call", x, state)
+            known = again(self, "call", x, state, arguments)
             if known is not None:
                 return known
         if by_position:
@@ -248,5 +248,5 @@ class RNN(Recurrent, OfCell):
         stack = stacked(layer, weights, x, self.batch_first, self.dropout)
         results = stack.call(x, state, arguments)
         if plain:
-            learn(self, "call", x, state, NOTHING, results)
+            learn(self, "call", x, state, arguments, results)
         return results

@@ -7,7 +7,7 @@ calls with the same facts and layouts are the operator alone; all others go the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +15,16 @@ from torch import Tensor
 
 from anycell.engines import cpu
 from anycell.layer.forward import draft_stack
+from anycell.layer.heuristics import sparse
 from anycell.layer.layers import Layout
-from anycell.layer.signature import ENDS, OF_STATES, places, shapes, state_names
+from anycell.layer.signature import ENDS, FLAGS, OF_STATES, places, shapes, state_names
 from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
 from anycell.torch.framework import Torch
 from anycell.torch.fused import Fused, plan_on, save
 from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
-from anycell.torch.passes import as_kept, form_of
+from anycell.torch.passes import as_given, as_kept, as_read, form_of, narrowed
 
 _MOST = 512  # fronts
 _ordinary = frozenset(ORDINARY).issuperset
@@ -32,6 +33,8 @@ _precision = torch._C._get_float32_matmul_precision
 _profiled = torch._C._autograd._profiler_enabled
 _threads = cpu.threads.within
 NOTHING: Mapping[str, Any] = {}
+FLAGGED = {*FLAGS, "lengths"}  # arguments of a call that become flags
+KNOWN = {*FLAGGED, "static", "reset_state"}  # those of the calls that are learnt
 
 
 class Front(NamedTuple):
@@ -43,6 +46,7 @@ class Front(NamedTuple):
         form: of calls without gradients.
         keeping: the form of the forward pass of calls with gradients; None if they are not learnt.
         layer, names: of these, with the plan, and the names of its arrays.
+        plain: whether kernels read the tensors of the call themselves.
     """
 
     weights: tuple[str, ...]
@@ -51,6 +55,13 @@ class Front(NamedTuple):
     keeping: Form | None
     layer: Layer
     names: tuple[str, ...]
+    plain: bool
+
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of a call as kernels read them, see ``as_read``."""
+        last = self.names.index("weight_ih") + 1  # the weights are read as they are
+        arrays = dict(zip(self.names[:last], tensors, strict=False))
+        return [*as_read(self.layer.plan, arrays, self.layer.options).values(), *tensors[last:]]
 
 
 FRONTS: dict[tuple[Any, ...], Front] = {}
@@ -65,12 +76,18 @@ class _FusedAgain(Fused):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, layer: Layer, form: Form, names: tuple[str, ...], *tensors: Tensor
+        ctx: Any, layer: Layer, front: Front, names: tuple[str, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        results = play(tensors, form.number, 0)
+        assert front.keeping is not None
+        read = tensors if front.plain else front.read(tensors)
+        results = play(read, front.keeping.number, 0)
         if not results:
             raise _Unknown
-        output, final, kept = as_kept(layer.plan, tensors[0].shape[0], results, layer.options)
+        apart = not front.plain and layer.options.apart("mask" in names)
+        steps = tensors[0].shape[0]
+        output, final, kept = as_kept(layer.plan, steps, results, layer.options, apart)
+        if not front.plain:
+            final = narrowed(layer.plan, final)
         save(ctx, layer, layer.plan, names, tensors, kept)
         return output, *final
 
@@ -89,8 +106,13 @@ def again(
 
     Args:
         what: "call", a "step" of the module, or the "cell" alone, which has no output.
-        arguments: of a step: static, resets and reset_state.
+        arguments: of a step: static, resets and reset_state; of a call also mask and lengths.
     """
+    if arguments and what == "call":
+        flagged = _flagged(module, x, arguments)
+        if flagged is None:
+            return None
+        arguments = flagged
     key, tensors = _call(module, what, x, state, arguments)
     front = FRONTS.get(key)
     if front is None:
@@ -109,7 +131,9 @@ def again(
     if torch.is_grad_enabled() and _wanted(tensors):
         results = _trained(module, front, tensors)
     else:
-        results = play(tensors, front.form.number, 0)
+        results = play(tensors if front.plain else front.read(tensors), front.form.number, 0)
+        if not front.plain:
+            results = [result.to(x.dtype) for result in results]  # final states may be wide
     if not results:
         return None
     if what == "cell":
@@ -134,17 +158,32 @@ def _trained(module: Any, front: Front, tensors: list[Tensor]) -> list[Tensor]:
     if module.batch_first:
         x = x.swapaxes(0, 1)
     try:
-        output, *final = _FusedAgain.apply(front.layer, front.keeping, front.names, x, *others)
+        output, *final = _FusedAgain.apply(front.layer, front, front.names, x, *others)
     except _Unknown:
         return []
     return [output.swapaxes(0, 1) if module.batch_first else output, *final]
+
+
+def _flagged(module: Any, x: Any, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call with its flags as ``mask`` and ``resets``, bool ``[T, B]``; None if
+    it is not one to learn.
+    """
+    if not arguments.keys() <= KNOWN or type(x) is not Tensor or x.dim() not in (2, 3):
+        return None
+    named = {n: arguments[n] for n in ("reset_state", "static") if arguments.get(n) is not None}
+    if arguments.keys().isdisjoint(FLAGGED):
+        return named
+    try:
+        return named | Layout.of(Torch, x, module.batch_first).of_steps(arguments)
+    except (TypeError, ValueError):  # the ordinary way raises it, after errors of other arrays
+        return None
 
 
 def _call(
     module: Any, what: str, x: Any, state: Any, arguments: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], list[Any]]:
     """The facts of a call, and its tensors."""
-    tensors, given = [x], []
+    tensors, given = [x], list[Any]()
     for value in (state, *arguments.values()):
         many = type(value) is tuple
         given.append(len(value) if many else value is None)
@@ -152,6 +191,8 @@ def _call(
             tensors += value
         elif value is not None:
             tensors.append(value)
+    if arguments and what == "call":
+        given += [*arguments, sparse(arguments.get("mask"))]
     facts: tuple[Any, ...] = ()
     if what != "cell":
         facts = (
@@ -159,7 +200,8 @@ def _call(
             module.checkpoint,
         )  # fmt: skip
     return (
-        what, id(module.cell), module._sizes, module.bias, module.training, *given, facts,
+        what, getattr(x, "dtype", None), id(module.cell), module._sizes, module.bias,
+        module.training, *given, facts,
         _threads() or torch.get_num_threads(), cpu.isa.current(), _precision(),
     ), tensors  # fmt: skip
 
@@ -168,6 +210,11 @@ def learn(
     module: Any, what: str, x: Any, state: Any, arguments: Mapping[str, Any], results: Any
 ) -> None:
     """Learns a call that went the ordinary way, with these results; see ``again``."""
+    if arguments and what == "call":
+        flagged = _flagged(module, x, arguments)
+        if flagged is None:
+            return
+        arguments = flagged
     cell, alone = module.cell, what == "cell"
     layers, both = (1, False) if alone else (module.num_layers, module.bidirectional)
     draws = bool(cell.keeps) or (layers > 1 and module.dropout > 0)
@@ -203,32 +250,40 @@ def learn(
     if flags is not None and (flags.dtype is not torch.bool or not flags.is_contiguous()):
         return
     plan = plan_on("cpu", cell, module._sizes, held[weights["weight_ih_l0"]].dtype)
-    if not isinstance(plan, Plan) or plan.engine != "cpu" or plan.types.mixed:
+    if not isinstance(plan, Plan) or plan.engine != "cpu":
         return
     if x.dtype != Torch.of(plan.dtype).dtype:
         return
+    if flags is not None and plan.types.mixed and what == "step":
+        return
     rounded = cpu.rounded(plan, _precision())
-    user = dict(zip((*names, *weights), tensors, strict=True))
-    arrays = {**user, **_entering(module, user, what)}
     threads = _threads() or torch.get_num_threads()
     options = Options((False, True)[: 1 + both], training=module.training, threads=threads)
-    front = FRONTS.get(key)
+    front, holes = FRONTS.get(key), sparse(arguments.get("mask"))
     if front is None:
         layer, inputs = Layer(cell, module._sizes, options, plan=plan), (*names, *of_layer)
         single = what == "call" and layers == 1 and module.checkpoint is None
-        keeping = form_of(rounded, inputs, options, "forward", True) if single else None
+        facts = "forward", True, *["holes"] * holes
+        keeping = form_of(rounded, inputs, options, *facts) if single else None
         read = tuple(weights.values()), tuple(absent)
-        front = add_recent(FRONTS, key, Front(*read, Form(), keeping, layer, inputs), _MOST)
+        plain = as_given(plan, names if what == "call" else ())
+        front = Front(*read, Form(), keeping, layer, inputs, plain)
+        add_recent(FRONTS, key, front, _MOST)
     if torch.is_grad_enabled() and _wanted(tensors):
         return  # the passes of the layer learn themselves
-    known = draft_stack(Torch.of(rounded.dtype), rounded, layers, arrays, options)
+    user = dict(zip((*names, *weights), tensors, strict=True))
+    given = dict(zip(user, tensors if front.plain else front.read(tensors), strict=True))
+    arrays = {**user, **_entering(module, user, what)}
+    if what == "call":
+        arrays |= {name: given[name] for name in FLAGS if name in given}
+    known = draft_stack(Torch.of(rounded.dtype), rounded, layers, arrays, options, holes)
     if known is None:
         return
     output, last = (None, results) if alone else results
     ends = [(known.out, output)] if output is not None else []
     ends += zip(known.finals, last if type(last) is tuple else (last,), strict=True)
     parts = [Part(n, tuple(t.shape), t.stride(), t.storage_offset()) for n, t in ends]
-    front.form.learn(known.recipe, user, parts)
+    front.form.learn(known.recipe, given, parts)
 
 
 def _entering(module: Any, user: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
@@ -241,6 +296,8 @@ def _entering(module: Any, user: Mapping[str, Tensor], what: str) -> dict[str, T
         x = x[:, None] if batch_first and x.dim() == 2 else x[None]
     x, others = Layout.of(Torch, x, batch_first).enter(x, arrays, {})
     entering = {"x": x, **others}
-    if "resets" in user:  # of one step, whose flags are those of its only direction
+    if (
+        "resets" in user and what == "step"
+    ):  # of one step, whose flags are those of its only direction
         entering["resets"] = user["resets"].view(torch.uint8).reshape(1, 1, -1)
     return entering

@@ -196,10 +196,15 @@ def test_sums_of_rows(dtype: str, threads: int, rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize("dtype", dtypes("cpu"))
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("instead", [None, "zeros", "rows"])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_gathered_rows(dtype: str, masked: bool, reverse: bool, rng: np.random.Generator) -> None:
-    """Of any stride from step to step, zeros for those under a mask, whatever lies there."""
+def test_gathered_rows(
+    dtype: str, instead: str | None, reverse: bool, rng: np.random.Generator
+) -> None:
+    """Of any stride from step to step; zeros for those under a mask, whatever lies there, or other
+    rows for those with a flag.
+    """
+    masked = instead == "zeros"
     for steps, batch, width, threads in ((5, 3, 7, 1), (4, 2, 33, 2), (1, 1, 1, 1), (3, 5, 64, 3)):
         whole = numbers((batch, steps, width), dtype, threads > 1, rng)
         x = whole.transpose(1, 0, 2)
@@ -208,22 +213,26 @@ def test_gathered_rows(dtype: str, masked: bool, reverse: bool, rng: np.random.G
         if masked:
             x[mask == 0] = np.nan
         rows, seen = guarded((2 * batch, width), numpy_dtype(dtype), threads > 1), list[Array]()
+        others = numbers((2 * batch, width), dtype, threads > 1, rng)
         one = Pass(dtype, steps=steps, batch=batch, chunk=2, threads=threads)
         step, row, _ = (s // x.itemsize for s in x.strides)
         one.before.append({
             "rows": CHUNK, "columns": width, "kind": driver.GATHER, "reverse": reverse,
             "a": x.__array_interface__["data"][0], "a_rows": row, "a_inner": step,
-            "a_time": x.strides[0], "b": mask.ctypes.data if masked else 0,
-            "b_time": batch if masked else 0, **matrix("c", rows),
+            "a_time": x.strides[0], "b": mask.ctypes.data if instead else 0,
+            "b_time": batch if instead else 0, **matrix("c", rows), "b_columns": width,
+            "scales": others.__array_interface__["data"][0] if instead == "rows" else 0,
         })  # fmt: skip
         one.look = lambda rows=rows, seen=seen: seen.append(rows.copy())
         one.run()
         for (done, count, *_), gathered in zip(one.calls, seen, strict=True):
             begin = steps - done - count if reverse else done
             wanted = x[begin : begin + count].reshape(-1, width)
+            flagged = mask[begin : begin + count].reshape(-1, 1) > 0
             if masked:
-                there = mask[begin : begin + count].reshape(-1, 1) > 0
-                wanted = np.where(there, wanted, np.zeros((), x.dtype))
+                wanted = np.where(flagged, wanted, np.zeros((), x.dtype))
+            elif instead:
+                wanted = np.where(flagged, others[: count * batch], wanted)
             assert np.array_equal(gathered[: count * batch], wanted)
 
 

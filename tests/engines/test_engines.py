@@ -305,26 +305,33 @@ def test_batch_slices(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "change", "dense_rows", "most"),
+    ("dtype", "change", "inner", "dense_rows", "most"),
     [
-        ("float32", {}, True, heuristics.FEW_ROWS),
-        ("float32", {}, False, 6),  # of four vectors
-        ("float64", {}, False, 12),
-        ("float32", {"fma": False}, True, heuristics.FEW_ROWS_UNFUSED),
-        ("bfloat16", {}, True, heuristics.FEW_ROWS),
-        ("bfloat16", {"pairs": "yes"}, True, heuristics.FEW_ROWS_IN_PAIRS),
-        ("bfloat16", {"pairs": "yes"}, False, 1),
+        ("float32", {}, 64, True, heuristics.FEW_ROWS),
+        ("float32", {}, 64, False, 8),  # of four vectors
+        ("float32", {}, 1024, False, heuristics.FEW_ROWS_TURNED),
+        ("float64", {}, 64, False, 16),
+        ("float32", {"fma": False}, 64, True, heuristics.FEW_ROWS_UNFUSED),
+        ("bfloat16", {}, 64, True, heuristics.FEW_ROWS),
+        ("bfloat16", {}, 1024, False, heuristics.FEW_ROWS),
+        ("bfloat16", {"pairs": "yes"}, 64, True, heuristics.FEW_ROWS_IN_PAIRS),
+        ("bfloat16", {"pairs": "yes"}, 64, False, 1),
     ],
 )
 def test_how_many_rows_read_weights_that_are_not_packed(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, change: Any, dense_rows: bool, most: int
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    change: Any,
+    inner: int,
+    dense_rows: bool,
+    most: int,
 ) -> None:
     target = replace(isa.current(), bits=512, fma=True, pairs="")
     target = replace(target, **change)
     one = plan(cells.LSTM, 64, dtype)
     monkeypatch.setattr(isa, "current", lambda: target)
-    weight = View(0, (64, 256), (256, 1) if dense_rows else (1, 64), 4)
-    few = [rows for rows in range(1, 40) if heuristics.few(one, rows, weight)]
+    weight = View(0, (inner, 256), (256, 1) if dense_rows else (1, inner), 4)
+    few = [rows for rows in range(1, 80) if heuristics.few(one, rows, weight)]
     assert few == [*range(1, most + 1)]
 
 

@@ -220,8 +220,9 @@ THRESHOLDS = {
         "TILED_WEIGHTS": None,
         "FILLED": "a mask with holes",
         "FEW_ROWS": "a single step of few rows",
+        "FEW_ROWS_TURNED": None,  # both sides of these: test_engines
         "ROWS_A_VECTOR": "a single step of few rows",
-        "FEW_ROWS_IN_PAIRS": None,  # both sides of these: test_engines
+        "FEW_ROWS_IN_PAIRS": None,
         "PAIRED_ROWS_A_VECTOR": None,
         "FEW_ROWS_UNFUSED": None,
         "WORTH_A_THREAD": "several threads",

@@ -104,3 +104,13 @@ def test_no_choice_makes_a_kernel_project_that_cannot(
     assert_solved(by_rnn(problem), problem)
     inside = {run.backward: run.inputs for run in runs}
     assert inside == {False: 7 if name in NAMES else 0, True: 0}
+
+
+def test_a_single_step_with_resets(runs: list[Any]) -> None:
+    """Weights are not packed, but by a backward pass."""
+    for has in ((), ("state",), ("reset_state",), ("state", "reset_state", "mask")):
+        for name in ("GRU", "PeepholeLSTM"):
+            words = "resets", "bidirectional", *has
+            problem = draw(getattr(cells, name), (1, 5, 7, 33), words, "float64")
+            assert_solved(by_rnn(problem), problem)
+    assert {(run.backward, run.single) for run in runs} == {(False, True), (True, False)}

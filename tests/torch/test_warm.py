@@ -1,4 +1,7 @@
-"""Calls without gradients that run as earlier ones did: ``anycell/torch/warm.py``."""
+"""Calls that run as earlier ones did: ``anycell/torch/warm.py``, and its operator.
+
+One file, because all tests share how they count the calls that the operator has run.
+"""
 
 import copy
 import gc
@@ -13,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems import forget_passes
 from processes import at_once
 from tolerances import assert_close, close
 
@@ -22,6 +26,7 @@ from anycell import cells, compress
 from anycell.engines import cpu
 from anycell.engines.cpu import aten
 from anycell.torch import native, passes, warm
+from anycell.torch.functional import run_layer
 
 pytestmark = pytest.mark.sample(every=3)
 
@@ -154,6 +159,91 @@ def test_gradients_of_a_second_call_have_the_bits_of_the_first(
     assert played[-1]
 
 
+def test_calls_with_flags_and_of_16_bits(
+    played: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole calls are as earlier ones, or, with options, their passes."""
+    hits = count(monkeypatch, warm)
+    for kind, dtype, both, masked_output in (
+        ("PeepholeLSTM", torch.float32, True, "zero"),
+        ("GRU", torch.float64, False, "repeat"),
+        ("LSTM", torch.bfloat16, False, "repeat"),
+        ("EALSTM", torch.float16, True, "zero"),
+    ):
+        torch.manual_seed(0)
+        cell = getattr(cells, kind)
+        module = at.RNN(cell, 5, 8, bidirectional=both, dtype=dtype)
+        x, state = problem(module)
+        inputs = [x, *as_tuple(state), *module.parameters()]
+        for tensor in inputs:
+            tensor.requires_grad_()
+        static = {"static": torch.randn(3, 8, dtype=dtype)} if cell.static else {}
+        masks = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1]]).T.bool()
+        flags: list[dict[str, Any]] = [
+            {},
+            {"mask": masks},
+            {"mask": ~masks},
+            {"mask": masks.mT.contiguous().mT, "masked_output": masked_output},
+            {"lengths": [4, 2, 1]},
+            {"resets": masks},
+            {"resets": ~masks, "lengths": torch.tensor([3, 4, 2])},
+        ]
+        for arguments in flags:
+            results = list[Any]()
+            for fresh in (True, False, False):
+                if fresh:  # an ordinary call of the same passes
+                    forget_passes()
+                played.clear()
+                hits.clear()
+                with torch.no_grad():
+                    alone = flat(module(x, state, **static, **arguments))
+                ends = flat(module(x, state, **static, **arguments))
+                slopes = [torch.cos(end.detach()) for end in ends]
+                results.append([*alone, *ends, *torch.autograd.grad(ends, inputs, slopes)])
+                assert set(played) == {not fresh}
+            assert hits == [True, True] * ("masked_output" not in arguments)
+            for other in results[1:]:
+                same(results[0], other)
+        with pytest.raises(ValueError, match="lengths: given a length of 5"):
+            module(x, state, **static, lengths=torch.tensor([5, 4, 2]))
+
+
+@pytest.mark.parametrize(
+    "flags", [torch.ones(4, 3, dtype=torch.int64), torch.ones(3, 4).bool(), None]
+)
+def test_flags_of_a_pass(flags: torch.Tensor | None, played: list[bool]) -> None:
+    """The operator reads bytes, one for each step and row; all else is refused before."""
+    module, x = at.LSTM(5, 8), torch.randn(4, 3, 5)
+    arrays = {"x": x, **module._weights(cells.LSTM)[0]}
+    right = run_layer(module._layer(), {**arrays, "mask": torch.ones(4, 3).bool()})
+    played.clear()
+    if flags is None:
+        flags = torch.ones(4, 3, dtype=torch.uint8)
+        same(right[0], run_layer(module._layer(), {**arrays, "mask": flags})[0])
+        assert played
+        return
+    for name in ("mask", "resets"):
+        with pytest.raises((TypeError, ValueError), match=f"{name}: given"):
+            run_layer(module._layer(), {**arrays, name: flags})
+    assert not played
+
+
+def test_packed_sequences_and_autocast(played: list[bool]) -> None:
+    module = at.LSTM(5, 8)
+    packed = torch.nn.utils.rnn.pack_sequence([torch.randn(n, 5) for n in (4, 2, 1)])
+
+    def run(x: Any) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=isinstance(x, torch.Tensor)):
+            output, final = module(x)
+        ends = [output if isinstance(x, torch.Tensor) else output.data, *final]
+        return [*ends, *torch.autograd.grad(ends, [*module.parameters()], ends)]
+
+    for x in (packed, torch.randn(4, 3, 5)):
+        first, second = (run(x) for _ in range(2))
+        same(first, second)
+        assert played[-2:] == [True, True]
+
+
 # -- the operator ----------------------------------------------------------------------------------
 def known(steps: int = 1) -> tuple[list[torch.Tensor], int, Any]:
     """Tensors and the form of a call that the operator knows, and its results."""
@@ -218,7 +308,7 @@ def test_the_operator_without_memory() -> None:
 @pytest.mark.parametrize("calls", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_memory_stays_flat(calls: int) -> None:
     module, x = at.LSTM(5, 8), torch.randn(1, 2, 5)
-    wide = torch.randn(1, 2, 6)
+    wide, flags = torch.randn(1, 2, 6), torch.tensor([[True, False]])
 
     def run(count: int) -> int:
         """The pages of memory after some calls, of which some are wrong, and some train."""
@@ -228,6 +318,7 @@ def test_memory_stays_flat(calls: int) -> None:
                 module.step(x[0])
             if n % 10 == 0:
                 module(x)[0].sum().backward()
+                module(x, lengths=[1, 0], resets=flags)[0].sum().backward()
                 with pytest.raises(RuntimeError, match="input"):
                     module(wide)
         gc.collect()
@@ -275,6 +366,34 @@ def test_a_forked_child_learns_by_itself() -> None:
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         same(flat(module(x)), right)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_workers_of_a_data_loader() -> None:
+    """Forked workers run layers whose calls their parent has learnt, at the same time."""
+    module, inputs = at.LSTM(5, 8), torch.randn(64, 3, 2, 5)
+
+    class Outputs(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return len(inputs)
+
+        def __getitem__(self, i: int) -> torch.Tensor:
+            with torch.no_grad():
+                output: torch.Tensor = module(inputs[i])[0]
+            return output
+
+    data = Outputs()
+    with anycell.threads(2):
+        right = torch.stack([data[i] for i in range(len(inputs))])
+        for _ in range(2):
+            loader = torch.utils.data.DataLoader(
+                data, batch_size=4, num_workers=2, multiprocessing_context="fork"
+            )
+            assert torch.equal(torch.cat([*loader]), right)
+            assert torch.equal(data[0], right[0])
 
 
 def test_another_openmp_runtime(hits: list[bool]) -> None:
@@ -413,7 +532,7 @@ def test_a_step_from_any_address(hits: list[bool]) -> None:
         (at_lines, _), (anywhere, _) = (
             layer.step(x, (h, c), static=static) for x, h, c, static in zip(*arrays, strict=True)
         )
-        assert torch.equal(at_lines, anywhere) and hits == [False]
+        assert torch.equal(at_lines, anywhere) and hits and not any(hits)
         # The same holds if resets restore such an array.
         (x, _), hs, (c, _), (static, _) = arrays
         resets = torch.tensor([True, False, True, False])
@@ -573,9 +692,16 @@ def test_inference_mode_and_other_dtypes(hits: list[bool]) -> None:
         for _ in range(2):
             assert torch.equal(layer.step(x)[0], layer(x[None])[0][0])
         assert all(hits[-2:])
-        hits.clear()
         half = at.RNN(cells.LSTM, 3, 5, dtype=torch.bfloat16)
-        assert torch.equal(half.step(x.bfloat16())[0], half(x.bfloat16()[None])[0][0])
+        for _ in range(2):
+            assert torch.equal(half.step(x.bfloat16())[0], half(x.bfloat16()[None])[0][0])
+        assert all(hits[-2:])
+        hits.clear()
+        resets = torch.tensor([True, False])
+        for _ in range(2):  # a kernel of 16 bits reads other states and flags
+            once = half.step(x.bfloat16(), resets=resets)[0]
+            assert torch.equal(once, half(x.bfloat16()[None], resets=resets[None])[0][0])
+        hits.clear()
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(layer.step(x)[0], layer(x[None])[0][0])
     assert not any(hits)

@@ -73,7 +73,8 @@ PRODUCT = [
 ]  # fmt: skip
 # The kinds of products: our matmul; the matmul of ``blas``; our matmul without packing, for few
 # rows; the sum of the rows of ``a``; and a dense copy of the rows of ``a``, which may have any
-# stride between steps, with zeros in place of rows whose mask in ``b`` is 0.
+# stride between steps, with zeros in place of rows whose flag in ``b`` is 0, or, if ``scales`` has
+# rows, ``b_columns`` apart, with these in place of rows whose flag is not 0.
 KINDS = OURS, BLAS, FEW, SUM, GATHER = range(5)
 
 _TABLE = align(8 * len(gemm.ENTRIES))
@@ -254,19 +255,27 @@ class Driver:
                 b.store_first(total.value, place, count)
 
     def _gather(self) -> None:
-        """Copies rows of the input, with zeros for masked rows; threads share the rows."""
+        """Copies rows, with zeros or others in place of some of them; threads share the rows."""
         b, entries, first, last = self._part("gather", "rows")
-        batch, columns, mask = entries["inner"], entries["columns"], entries["b"]
+        batch, columns, flags, others = (
+            entries["inner"],
+            entries["columns"],
+            entries["b"],
+            entries["scales"],
+        )
         element = f"i{8 * self.bytes}"
         kind = vector(b.lanes, element)
         with b.loop(first, last) as row:
             at = row // batch * entries["a_inner"] + row % batch * entries["a_rows"]
             source = b.gep(entries.pointer("a"), at, element)
             to = b.gep(entries.pointer("c"), row * entries["c_rows"], element)
-            valid = b.variable(1, "i8")
-            with b.when(mask.ne(0)):
-                valid.value = b.load(b.gep(entries.pointer("b"), row, "i8"), "i8")
-            present = valid.value.ne(0)
+            flag = b.variable(1, "i8")
+            with b.when(flags.ne(0)):
+                flag.value = b.load(b.gep(entries.pointer("b"), row, "i8"), "i8")
+            present, instead = flag.value.ne(0), others.ne(0)
+            other = b.gep(entries.pointer("scales"), row * entries["b_columns"], element)
+            source = b.select(present & instead, other, source)
+            present = present | instead
             with b.loop(0, columns, b.lanes) as i:
                 inside = b.lane_mask(columns - i)
                 read = inside & b.splat(present)
