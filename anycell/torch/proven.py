@@ -298,9 +298,8 @@ def _compared(
 
     # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
     rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
-    name = (
-        "float32" if rounded and storage is not torch.float64 else str(dtype).removeprefix("torch.")
-    )
+    rounded = rounded and storage is not torch.float64
+    name = "float32" if rounded else str(dtype).removeprefix("torch.")
     return proof.tried(shapes, both, name)
 
 
