@@ -77,6 +77,6 @@ def one_by_one(run: Callable[..., Any], flat: Sequence[Array], batched: Sequence
 
     def of_element(parts: list[Array]) -> Any:
         rest = iter(parts)
-        return run(*(next(rest) if maps else a for a, maps in zip(flat, batched, strict=True)))
+        return run(*(next(rest) if mapped else a for a, mapped in zip(flat, batched, strict=True)))
 
-    return jax.lax.map(of_element, [a for a, maps in zip(flat, batched, strict=True) if maps])
+    return jax.lax.map(of_element, [a for a, mapped in zip(flat, batched, strict=True) if mapped])

@@ -217,14 +217,14 @@ def _become(layer: Any, kind: type[keras.layers.RNN] | type[Fused]) -> None:
 def _swapped(kind: type[keras.layers.RNN], of_anycell: bool) -> type[Fused]:
     """Returns the class for layers of ``kind``, whose cells are anycell's or Keras's."""
     base = _base(kind)
-    base_of_ours = RNN if of_anycell else _SWAPS[base]
+    our_base = RNN if of_anycell else _SWAPS[base]
     if kind is base:
-        return base_of_ours
+        return our_base
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     if of_anycell:  # RNN(cell, units) takes other arguments than the subclass
         made = "__init__", "get_config", "from_config"
         names |= {name: inspect.getattr_static(kind, name) for name in made}
-    derived: type[Fused] = type(kind.__name__, (base_of_ours, kind), names)
+    derived: type[Fused] = type(kind.__name__, (our_base, kind), names)
     # Files store the name of the subclass, so that reading them makes a layer of the subclass.
     object_registration.GLOBAL_CUSTOM_NAMES[derived] = keras.saving.get_registered_name(kind)
     _BACK[derived] = kind

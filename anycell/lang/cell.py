@@ -384,7 +384,7 @@ class Cell:
                     )
 
     def _check_result(self, result: Any, known: set[Expr]) -> tuple[Expr, ...]:
-        """Returns one node per state, made only from nodes that the function was ``known``."""
+        """Returns one node per state, made only from ``known`` nodes, those of the arguments."""
         names = " ".join(self.state_names)
         results = result if isinstance(result, (tuple, list)) else (result,)
         if isinstance(result, Gates) or len(results) != len(self.states):

@@ -244,13 +244,13 @@ def _sample(call: Steps, rows: int, seed: int) -> tuple[list[Tensor], list[Tenso
 
 def _tried(step: Step, around: Surroundings, plan: ReadStep, call: Steps) -> str | None:
     """Why the reading is not the step; None if both agree for a few steps in float64."""
-    exact, storage, default = torch.float64, plan.recording.dtype, torch.get_default_dtype()
+    exact, recorded, default = torch.float64, plan.recording.dtype, torch.get_default_dtype()
     try:
         torch.set_default_dtype(exact)  # of numbers and new tensors in the step
         return _compared(step, around, plan, call, exact)
     except (RuntimeError, TypeError):  # a step that knows its dtype
         torch.set_default_dtype(default)
-        return _compared(step, around, plan, call, storage)
+        return _compared(step, around, plan, call, recorded)
     finally:
         torch.set_default_dtype(default)
 
@@ -258,12 +258,12 @@ def _tried(step: Step, around: Surroundings, plan: ReadStep, call: Steps) -> str
 def _compared(
     step: Step, around: Surroundings, plan: ReadStep, call: Steps, dtype: torch.dtype
 ) -> str | None:
-    rows, storage = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
+    rows, recorded = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
     shapes = [(rows, *t.shape[1:]) if call.has_rows(t, 0) else tuple(t.shape) for t in call.state]
     tensors, inputs = [], []
     for tensor, var in zip(around.tensors(), plan.recording.fixed, strict=True):
         tensor = tensor if var.axis is None else tensor[:rows]
-        tensor = tensor.detach().to(dtype if tensor.dtype is storage else tensor.dtype, copy=True)
+        tensor = tensor.detach().to(dtype if tensor.dtype is recorded else tensor.dtype, copy=True)
         tensors.append(tensor)
     buffers = [module._buffers for module in around.modules]
     for tensor, now, (holder, _) in zip(tensors, around.tensors(), around.places, strict=True):
@@ -275,12 +275,12 @@ def _compared(
         if x.is_floating_point():
             generator = torch.Generator().manual_seed(7)
             numbers = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-            x = numbers.to(x.device, dtype if x.dtype is storage else x.dtype).requires_grad_()
+            x = numbers.to(x.device, dtype if x.dtype is recorded else x.dtype).requires_grad_()
         inputs.append(x)
 
     def both(values: list[np.ndarray]) -> tuple[proof.Results, proof.Results]:
         states = [
-            _started(state, number, call, rows, dtype if state.dtype is storage else state.dtype)
+            _started(state, number, call, rows, dtype if state.dtype is recorded else state.dtype)
             for state, number in zip(call.state, values, strict=True)
         ]
         plain: dict[str, Any] = {"mask": None, "resets": None, "restored": None, "reverse": False}
@@ -293,12 +293,12 @@ def _compared(
             mine = _results(plan.run(trial, tensors, "reference", drawn), leaves)
             if drawn:  # the step draws other numbers
                 return _results(plan.repeat(trial, tensors, drawn), leaves), mine
-            with around.swapped(tensors), _Casts(storage, dtype):
+            with around.swapped(tensors), _Casts(recorded, dtype):
                 return _results(stepwise(step, trial), leaves), mine
 
     # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
     rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
-    rounded = rounded and storage is not torch.float64
+    rounded = rounded and recorded is not torch.float64
     name = "float32" if rounded else str(dtype).removeprefix("torch.")
     return proof.tried(shapes, both, name)
 
@@ -306,10 +306,10 @@ def _compared(
 class _Casts(TorchFunctionMode):
     """Lets a step that names its dtype compute in another."""
 
-    def __init__(self, storage: torch.dtype, dtype: torch.dtype) -> None:
+    def __init__(self, recorded: torch.dtype, dtype: torch.dtype) -> None:
         super().__init__()
-        self.other = {storage: dtype}
-        self.casts = {torch.float32: Tensor.float, torch.float16: Tensor.half}.get(storage)
+        self.other = {recorded: dtype}
+        self.casts = {torch.float32: Tensor.float, torch.float16: Tensor.half}.get(recorded)
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
