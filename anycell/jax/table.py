@@ -23,6 +23,9 @@ INSTEAD = {
     "scan": "a loop of few turns, or its steps one after the other",
     "cond": "jnp.where(condition, a, b)",
     "sort": "a cell without sorting",
+    "top_k": "a cell without sorting",
+    "conv_general_dilated": "a product with the matrix of the convolution",
+    "fft": "a product with the matrix of the transform, in real numbers",
     "rem": "a counter of whole numbers, which no state of floats enters",
     "custom_vjp_call": "the function without custom_vjp, with jax.lax.stop_gradient where needed",
 }

@@ -516,7 +516,8 @@ class OfCell(DropIn, keras.layers.RNN):
         facts = self._facts_of(step, on_gpu(sequences), refusal(sequences))
         if choose(facts).name != "cpu" or _arguments.get().get("resets") is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
-        if isinstance(step, str):  # it was not read when it was called first
+        # Perhaps the step was not read when it was called first.
+        if isinstance(step, str) or reading.short(sequences, states):
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         if mask is not None:
             mask = for_all(_as_tensor(mask, sequences), sequences)

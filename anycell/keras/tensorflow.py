@@ -100,6 +100,11 @@ def refusal() -> str | None:
     return None
 
 
+def through_python() -> bool:
+    """Whether a graph is being traced that calls the kernels through Python."""
+    return not tf.executing_eagerly() and not _compiled()
+
+
 def _compiled() -> bool:
     """Whether XLA will compile the graph that is being traced."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graphs.get_default_graph()))

@@ -121,7 +121,7 @@ def _can_project(whole: Plan) -> bool:
     return set(whole.cell.gate_sizes.values()) == {"H"}
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A drafted step, and the numbers of its results among the arrays that it makes."""
 
     recipe: Recipe
@@ -154,7 +154,7 @@ class Stream:
         self.width = weights[0]["weight_ih"].shape[1]
         self.shape = [(len(weights), size) for _, size in states_of(plan)]
         self.before, self.restored = (state_names(k, cell) for k in ("state", "reset_state"))
-        self._steps: dict[tuple[Any, ...], _Step] = {}
+        self._steps: dict[tuple[Any, ...], Step] = {}
 
     def step(
         self,
@@ -204,6 +204,12 @@ class Stream:
         made = recipe.run(arrays, recipe.options)
         return made[output], [made[final] for final in finals]
 
+    def step_of(self, threads: int, arrays: Sequence[Array]) -> Step:
+        """The drafted step of x and states like these, which is not kept."""
+        return self._draft(
+            len(arrays[0]), threads, dict(zip(("x", *self.before), arrays, strict=True))
+        )
+
     def _pack(self, weights: Mapping[str, Array], threads: int) -> _Packed:
         """Packs the weights of a layer."""
         inputs, blocks = weights["weight_ih"].shape[1], list[cpu.Block]()
@@ -218,7 +224,7 @@ class Stream:
         recipe.run([learned[name] for name in recipe.names], draft.options)
         return _Packed(projecting(self.plan, inputs), blocks[0], unpacked(self.plan, learned))
 
-    def _draft(self, rows: int, threads: int, arrays: Mapping[str, Array]) -> _Step:
+    def _draft(self, rows: int, threads: int, arrays: Mapping[str, Array]) -> Step:
         """Drafts the step for this number of rows, and for arrays of these names."""
         if cpu.isa.current() is not self.target:
             current = f"{cpu.isa.current().name!r} as the instruction set"
@@ -236,7 +242,7 @@ class Stream:
         if threads > 1 and all(of_layer.parts < 2 for of_layer in tables):
             return self._draft(rows, 1, arrays)  # without a gang of threads
         recipe = finish(draft, list(map(Pass, tables)))
-        return _Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
+        return Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
 
 
 def draft_packing(

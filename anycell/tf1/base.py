@@ -270,13 +270,13 @@ def like_cell(name: str, cell: Any) -> Any:
     wanted = ("state_size", "output_size", "zero_state")
     missing = [part for part in wanted if not hasattr(cell, part)]
     if isinstance(cell, type) or not callable(cell) or missing:
-        given = f"the class {cell.__name__}" if isinstance(cell, type) else type(cell).__name__
+        shown = f"the class {cell.__name__}" if isinstance(cell, type) else type(cell).__name__
         expected = (
             "a cell of anycell.tf1, or another of TensorFlow 1, which has "
             f"{', '.join(wanted)} and is called with inputs and a state"
         )
         hint = "Make one, as LSTMCell(128); a cell of Keras runs in keras.layers.RNN."
-        refuse(name, given, expected, hint, TypeError)
+        refuse(name, shown, expected, hint, TypeError)
     return cell
 
 
@@ -284,8 +284,8 @@ def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = Non
     """Returns inputs of that layout as a tensor; ``dtype`` is the argument of a loop, or None."""
     of_cell = getattr(cell, "dtype", None)
     if None not in (dtype, of_cell) and tf.as_dtype(dtype) != of_cell:
-        given, expected = tf.as_dtype(dtype).name, f"{tf.as_dtype(of_cell).name}, that of the cell"
-        refuse("dtype", given, expected, "Pass this dtype to the cell when you make it.")
+        shown, expected = tf.as_dtype(dtype).name, f"{tf.as_dtype(of_cell).name}, that of the cell"
+        refuse("dtype", shown, expected, "Pass this dtype to the cell when you make it.")
     kind = dtype or of_cell or (None if tf.is_tensor(inputs) else tf.float32)
     x = tensor("inputs", inputs, kind)
     _floating(x.dtype)

@@ -165,7 +165,10 @@ class _Flat:
 
 def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
     if not any(state.is_floating_point() for state in call.state):
-        raise Refused("the state has no floating-point tensor")
+        raise Refused(
+            "the state has no real floating point numbers",
+            "keep it in such tensors, complex numbers as two of them",
+        )
     flat = _Flat(step, around, call)
     recording = flat.recorded(ROWS)
     constants = recording.constants
@@ -298,18 +301,21 @@ def _compared(
 
     # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
     rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
-    rounded = rounded and recorded is not torch.float64
-    name = "float32" if rounded else str(dtype).removeprefix("torch.")
+    name = (
+        "float32"
+        if rounded and recorded is not torch.float64
+        else str(dtype).removeprefix("torch.")
+    )
     return proof.tried(shapes, both, name)
 
 
 class _Casts(TorchFunctionMode):
     """Lets a step that names its dtype compute in another."""
 
-    def __init__(self, recorded: torch.dtype, dtype: torch.dtype) -> None:
+    def __init__(self, named: torch.dtype, dtype: torch.dtype) -> None:
         super().__init__()
-        self.other = {recorded: dtype}
-        self.casts = {torch.float32: Tensor.float, torch.float16: Tensor.half}.get(recorded)
+        self.other = {named: dtype}
+        self.casts = {torch.float32: Tensor.float, torch.float16: Tensor.half}.get(named)
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

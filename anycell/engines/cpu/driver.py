@@ -12,6 +12,7 @@ numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``. Passes of one recip
 their addresses. So a call has a template of the tables, and the addresses to fill in.
 
     void execute(const int64_t *call)    fills in the addresses and runs the pass
+    void execute_objects(int64_t *call)    the same for arrays of NumPy, see ``OBJECTS``
     void run(int64_t *pass)           runs a pass whose table has its addresses
     void room(int64_t *pass)          writes scratch_bytes
 
@@ -52,6 +53,9 @@ PASS = (
 # masks.
 CALL = "head table".split()
 OF_CALL = "block table gang first_row seed stream".split()
+# Before a call for arrays of NumPy: the first ``objects`` of its addresses are those of the objects,
+# which have the address of their numbers ``after`` bytes from their begin. It is overwritten.
+OBJECTS = "objects after".split()
 # A head: the template, and its length in numbers; the rows of ``PLACE``, and their count; the place
 # in the template where the first pass begins.
 HEAD = "template length places count first".split()
@@ -98,6 +102,7 @@ class Driver:
         self._chunks()
         self._run()
         self._execute()
+        self._execute_objects()
         self._room()
 
     # ---- the loops -------------------------------------------------------------------------------
@@ -114,6 +119,14 @@ class Driver:
             address = b.load(b.gep(addresses, place["address"], "i64"), "i64")
             b.store(address + place["offset"], b.gep(table, place["at"], "i64"))
         b.call("run", b.gep(table, head["first"], "i64"))
+
+    def _execute_objects(self) -> None:
+        b = self.module.function("execute_objects", "ptr objects")
+        head, call = Entries(b, b.args[0], OBJECTS), b.gep(b.args[0], len(OBJECTS), "i64")
+        with b.loop(len(CALL), head["objects"] + len(CALL)) as i:
+            place = b.gep(call, i, "i64")
+            b.store(b.load(b.inttoptr(b.load(place, "i64") + head["after"], "ptr"), "i64"), place)
+        b.call("execute", call)
 
     def _run(self) -> None:
         b = self.module.function("run", "ptr pass")
@@ -454,6 +467,7 @@ class Functions(NamedTuple):
     room: Callable[[int], None]
     run: Callable[[int], None]
     execute: Callable[[bytes], None]
+    execute_objects: Callable[[bytes], None]
 
 
 @functools.lru_cache(maxsize=32)
