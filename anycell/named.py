@@ -82,8 +82,6 @@ def shown(layer: Any) -> list[str]:
         value = getattr(layer, name, default)
         if value != default:
             arguments.append(f"{name}={value!r}")
-    settings = {**(cell.given if named else {}), **layer.sizes}
+    values = {**(cell.given if named else {}), **layer.sizes}
     hidden = "H", ONE
-    return arguments + [
-        f"{name}={value!r}" for name, value in settings.items() if name not in hidden
-    ]
+    return arguments + [f"{name}={value!r}" for name, value in values.items() if name not in hidden]

@@ -77,10 +77,6 @@ def one_by_one(run: Callable[..., Any], flat: Sequence[Array], batched: Sequence
 
     def of_element(parts: list[Array]) -> Any:
         rest = iter(parts)
-        return run(
-            *(next(rest) if is_batched else a for a, is_batched in zip(flat, batched, strict=True))
-        )
+        return run(*(next(rest) if mapped else a for a, mapped in zip(flat, batched, strict=True)))
 
-    return jax.lax.map(
-        of_element, [a for a, is_batched in zip(flat, batched, strict=True) if is_batched]
-    )
+    return jax.lax.map(of_element, [a for a, mapped in zip(flat, batched, strict=True) if mapped])

@@ -80,7 +80,7 @@ def _drafted(layer: Layer, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> b
     flat = [jax.ShapeDtypeStruct(*spec) for spec in shapes]
     passes = [partial(_forward, layer, keep) for keep in (False, True)]
     try:
-        _, (results, kept) = (jax.eval_shape(spec, *flat) for spec in passes)
+        _, (results, kept) = (jax.eval_shape(run, *flat) for run in passes)
         of_all = partial(_run_backward, layer=layer, wanted=("x",), arriving=("output",))
         jax.eval_shape(of_all, *flat, results[0], *jax.tree.leaves(kept))
     except device.Unfit:
@@ -163,12 +163,12 @@ def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) ->
     d = dict(zip(arriving, flat[count:], strict=False))
     kept = jax.tree.unflatten(_kept_tree(layer, flat[:count]), flat[count + len(arriving) :])
     d_final = [d.get(f"final {name}") for name in plan.cell.state_names]
-    given = arrays, seeded.options, kept, d.get("output"), d_final
+    arguments = arrays, seeded.options, kept, d.get("output"), d_final
     if plan.engine == "gpu":
-        gradients = device.backward(device.JaxDevice.of(plan.dtype), plan, *given, wanted)
+        gradients = device.backward(device.JaxDevice.of(plan.dtype), plan, *arguments, wanted)
     else:
         gradients = backward(
-            Jax.of(plan.dtype), plan, *given,
+            Jax.of(plan.dtype), plan, *arguments,
             d_states={name: d[name] for name in layer.sequences if name in d}, wanted=wanted,
         )  # fmt: skip
     return [Buffer.read(gradients[name]) for name in wanted]
@@ -191,7 +191,7 @@ def _keeping_by_scan(*flat: Array, layer: Layer) -> Flat:
     """Keeps nothing: ``_backward_by_scan`` reads nothing."""
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat]
     kept = jax.eval_shape(partial(_run_keeping, layer=layer), *shapes)[len(layer.results) :]
-    return [*layer_by_scan(*flat, layer=layer), *(jnp.zeros(one.shape, one.dtype) for one in kept)]
+    return [*layer_by_scan(*flat, layer=layer), *(jnp.zeros(k.shape, k.dtype) for k in kept)]
 
 
 def _backward_by_scan(*flat: Array, layer: Layer, wanted: Names, arriving: Names) -> Flat:
@@ -204,7 +204,7 @@ def _backward_by_scan(*flat: Array, layer: Layer, wanted: Names, arriving: Names
 
     results, pull_back = jax.vjp(of_wanted, *(arrays[name] for name in wanted))
     names = zip(layer.results, results, strict=True)
-    return list(pull_back([d.get(name, jnp.zeros_like(one)) for name, one in names]))
+    return list(pull_back([d.get(name, jnp.zeros_like(result)) for name, result in names]))
 
 
 def _linear_by_scan(*flat: Array, layer: Layer, moved: Names) -> Flat:
@@ -227,12 +227,13 @@ def _cut(
     """Describes how a layer, its step or its backward pass may be cut for several devices."""
     arrays = layer.named(flat[: len(layer.arrays)])
     axes = [batching.row_axis(name, array) for name, array in arrays.items()]
-    result_axes = [*axes, *[1] * (len(flat) - len(axes))]  # gradients of results, and what is kept
+    # Behind the arrays there are gradients of results, and what is kept.
+    axes_of_all = [*axes, *[1] * (len(flat) - len(axes))]
     seed = layer.arrays.index("seed") if "seed" in layer.arrays else None
     if not arriving:
-        return sharding.Cut(result_axes, [1] * len(made), [None] * len(made), seed)
+        return sharding.Cut(axes_of_all, [1] * len(made), [None] * len(made), seed)
     like = [layer.arrays.index(name) for name in wanted]
-    return sharding.Cut(result_axes, [axes[i] for i in like], like, seed)
+    return sharding.Cut(axes_of_all, [axes[i] for i in like], like, seed)
 
 
 def primitive_of(
@@ -250,10 +251,10 @@ def primitive_of(
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=keywords))
 
     @lru_cache(maxsize=1024)
-    def made(given: tuple[Any, ...], static: tuple[Any, ...]) -> list[Any]:
-        shapes = [jax.ShapeDtypeStruct(*one) for one in given]
+    def made(specs: tuple[Any, ...], static: tuple[Any, ...]) -> list[Any]:
+        shapes = [jax.ShapeDtypeStruct(*spec) for spec in specs]
         results = jax.eval_shape(partial(kernels, **dict(static)), *shapes)
-        return [jax.core.ShapedArray(one.shape, one.dtype) for one in results]
+        return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
 
     def shapes(*flat: Any, **static: Any) -> list[Any]:
         return made(tuple((a.shape, a.dtype) for a in flat), tuple(static.items()))

@@ -350,9 +350,9 @@ class RNN(Explained):
             refuse("params", f"{faults[0]!r}, {kind}", known, "Pass all of them, and no other.")
         params = as_arrays(dict(params))
         first, *_ = shapes
-        sizes = f"by the sizes of the layer and the dtype of {first}"
+        axes = f"by the sizes of the layer and the dtype of {first}"
         for name, shape in shapes.items():
-            Jax.check_array(name, params[name], shape, sizes, params[first])
+            Jax.check_array(name, params[name], shape, axes, params[first])
         return params
 
     def _dropped(self, x: Array, k: int, words: Array) -> Array:

@@ -44,91 +44,30 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
         return keras.tree.map_structure(
             lambda result: None if result is None else ops.cast(result, narrow), results
         )
-    cell, get = layer.cell, arrays.get
-    mask, resets_, kernel, bias = map(get, ("mask", "resets", "kernel", "bias_ih"))
+    cell, get, (reverse,) = layer.cell, arrays.get, layer.options.reverse
+    mask, resets, kernel, bias = map(get, ("mask", "resets", "kernel", "bias_ih"))
     initial = [arrays[f"state {name}"] for name in cell.state_names]
-    x = unmasked(arrays)
-    # What a step reads besides the states is concatenated: Keras's loop takes one sequence.
-    within = keras.backend.backend() == "jax"
-    parts = [x if within else project(x, kernel, bias)]
-    width = parts[0].shape[-1]
-    (reverse,) = layer.options.reverse
-    around = frame(mask is not None, False, layer.options.apart(True))
-    for flags in (mask, resets_):
-        if flags is not None:
-            parts.append(ops.expand_dims(ops.cast(flags, x.dtype), -1))
-    if resets_ is not None and reverse:
+    x, projects = unmasked(arrays), keras.backend.backend() == "jax"
+    entering = x if projects else project(x, kernel, bias)
+    flags = [ops.expand_dims(ops.cast(f, x.dtype), -1) for f in (mask, resets) if f is not None]
+    if resets is not None and reverse:
         # A step is reset by the flag of the step that ran last, which is a state here.
-        initial.append(ops.zeros_like(parts[-1][0]))
-    drawn = layer.options.training and bool(cell.keeps)
-    once: dict[int, Tensor] = {}
-    if drawn:
-        steps, rows = ops.shape(x)[:2]
-        for k, node in enumerate(cell.keeps):
-            index, per = node.attrs
-            seed = _Seed(arrays["seed"], k, len(cell.keeps))
-            shape = (rows, layer.size(cell.sizes[node]))
-            if per == "step":
-                parts.append(keras.random.uniform((steps, *shape), dtype=x.dtype, seed=seed))
-            else:
-                once[index] = keras.random.uniform(shape, dtype=x.dtype, seed=seed)
-    after = [cell.state_names.index(name) for name in (cell.state_names[0], *layer.sequences)]
-    weights = {n: get(n) for l in cell.linears for n in (l.weight, l.bias_name)}
-    turned = {l.name: w for l in cell.linears if (w := get(l.weight)) is not None and l.heads == 1}
-    kernels = {name: ops.swapaxes(w, -1, -2) for name, w in turned.items()}
-    if "recurrent_kernel" in arrays:
-        weights["weight_hh"] = ops.transpose(arrays["recurrent_kernel"])
-        if "recurrent_mask" not in arrays:  # with one, gates may have operands of their own
-            kernels[RECURRENT] = arrays["recurrent_kernel"]
-
-    of_any_step = _Step(
-        layer._replace(options=Options(training=drawn)),
-        parts[0][:1],
-        weights,
-        initial[: len(cell.states)],
-        {name: arrays[name] for name in cell.param_names},
-        static=get("static"),
-        reset_state=[get(f"reset_state {name}") for name in cell.state_names],
-        recurrent_mask=get("recurrent_mask"),
-        kernels=kernels,
+        initial.append(ops.zeros_like(flags[-1][0]))
+    per_step, per_sequence = _draw(layer, arrays, x)
+    step = _LoopStep(
+        _step_of(layer, arrays, entering[:1], initial[: len(cell.states)]),
+        layer,
+        entering.shape[-1],
+        (kernel, bias) if projects else (None, None),
+        mask is not None,
+        resets is not None,
+        per_sequence,
     )
-
-    def step(t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
-        at, resets, uniform = width, None, dict(once)
-        before, present = list(states), None
-        states, last = states[: len(cell.states)], list(states[len(cell.states) :])
-        if mask is not None:  # Keras's loop would begin the outputs with zeros, not with the state
-            present, at = t[:, at : at + 1] > 0.5, at + 1
-        if resets_ is not None:
-            flag, at = t[:, at : at + 1], at + 1
-            resets = ops.transpose((last[0] if reverse else flag) > 0.5)
-            last = [flag] * reverse
-        for node in cell.keeps if drawn else ():
-            if node.attrs[1] == "step":
-                size = layer.size(cell.sizes[node])
-                uniform[node.attrs[0]] = t[:, at : at + size]
-                at += size
-        gates = t[:, :width]
-        gates = project(gates, kernel, bias) if within else gates
-        one = replace(
-            of_any_step, gates_x=ops.expand_dims(gates, 0), state=states, resets=resets,
-            uniform=lambda seed, stream, index, *_: ops.cast(uniform[index], "float32"),
-        )  # fmt: skip
-        _, final = one.forward()
-
-        def framed(name: str, **leaves: Tensor) -> Tensor:
-            return evaluate(around[name], {"valid": present, **leaves}, FRAME_OPS)
-
-        pairs = zip([*final, *last], before, strict=True)
-        new = [framed("after", new=value, entered=held) for value, held in pairs]
-        outputs = [framed("output", after=new[k]) for k in after]
-        return outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=-1), new
-
+    parts = [entering, *flags, *per_step]
     sequence = parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1)
     if x.shape[0] == 1:  # no loop
         output, final = step(sequence[0], initial)
-        output = ops.expand_dims(output, 0)
-        return _ends(layer, output, final)
+        return _ends(layer, ops.expand_dims(output, 0), final)
     # Batch first: with time-major input, Keras 3 mistakes the batch for the number of steps.
     _, outputs, final = backend.rnn(
         step,
@@ -140,6 +79,99 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
     )
     outputs = ops.swapaxes(outputs, 0, 1)
     return _ends(layer, ops.flip(outputs, axis=0) if reverse else outputs, final)
+
+
+def _draw(layer: Layer, arrays: Arrays, x: Tensor) -> tuple[list[Tensor], dict[int, Tensor]]:
+    """Draws the numbers of the random masks of each step, and by index those of the sequence."""
+    per_step, per_sequence = list[Tensor](), dict[int, Tensor]()
+    if not layer.options.training:
+        return per_step, per_sequence
+    (steps, rows), cell = ops.shape(x)[:2], layer.cell
+    for k, node in enumerate(cell.keeps):
+        index, per = node.attrs
+        seed = _Seed(arrays["seed"], k, len(cell.keeps))
+        shape = (rows, layer.size(cell.sizes[node]))
+        if per == "step":
+            per_step.append(keras.random.uniform((steps, *shape), dtype=x.dtype, seed=seed))
+        else:
+            per_sequence[index] = keras.random.uniform(shape, dtype=x.dtype, seed=seed)
+    return per_step, per_sequence
+
+
+def _step_of(layer: Layer, arrays: Arrays, gates: Tensor, states: Sequence[Tensor]) -> _Step:
+    """The step of the reference engine, which each step of the loop gives its gates and states."""
+    cell, get = layer.cell, arrays.get
+    weights = {n: get(n) for l in cell.linears for n in (l.weight, l.bias_name)}
+    turned = {l.name: w for l in cell.linears if (w := get(l.weight)) is not None and l.heads == 1}
+    kernels = {name: ops.swapaxes(w, -1, -2) for name, w in turned.items()}
+    if "recurrent_kernel" in arrays:
+        weights["weight_hh"] = ops.transpose(arrays["recurrent_kernel"])
+        if "recurrent_mask" not in arrays:  # with one, gates may have operands of their own
+            kernels[RECURRENT] = arrays["recurrent_kernel"]
+    return _Step(
+        layer._replace(options=Options(training=layer.options.training and bool(cell.keeps))),
+        gates,
+        weights,
+        list(states),
+        {name: arrays[name] for name in cell.param_names},
+        static=get("static"),
+        reset_state=[get(f"reset_state {name}") for name in cell.state_names],
+        recurrent_mask=get("recurrent_mask"),
+        kernels=kernels,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _LoopStep:
+    """A step as Keras's loop calls it, which takes one sequence. So all that a step reads besides
+    the states is concatenated there: x, the flags of the mask and of resets, random numbers.
+
+    Attributes:
+        width: of x in the sequence.
+        projection: a kernel and a bias, if the step projects x itself.
+        masked, resets: whether there are such flags.
+        drawn: the random numbers of the sequence, by index.
+    """
+
+    step: _Step
+    layer: Layer
+    width: int
+    projection: tuple[Tensor | None, Tensor | None]
+    masked: bool
+    resets: bool
+    drawn: Mapping[int, Tensor]
+
+    def __call__(self, t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
+        layer, cell, (reverse,) = self.layer, self.layer.cell, self.layer.options.reverse
+        at, resets, uniform, count = self.width, None, dict(self.drawn), len(cell.states)
+        present, last = None, list(states[count:])
+        if self.masked:  # Keras's loop would begin the outputs with zeros, not with the state
+            present, at = t[:, at : at + 1] > 0.5, at + 1
+        if self.resets:
+            flag, at = t[:, at : at + 1], at + 1
+            resets = ops.transpose((last[0] if reverse else flag) > 0.5)
+            last = [flag] * reverse
+        for node in cell.keeps if layer.options.training else ():
+            if node.attrs[1] == "step":
+                size = layer.size(cell.sizes[node])
+                uniform[node.attrs[0]] = t[:, at : at + size]
+                at += size
+        gates = ops.expand_dims(project(t[:, : self.width], *self.projection), 0)
+        step = replace(
+            self.step, gates_x=gates, state=states[:count], resets=resets,
+            uniform=lambda seed, stream, index, *_: ops.cast(uniform[index], "float32"),
+        )  # fmt: skip
+        _, final = step.forward()
+        around = frame(self.masked, False, layer.options.apart(True))
+
+        def framed(name: str, **leaves: Tensor) -> Tensor:
+            return evaluate(around[name], {"valid": present, **leaves}, FRAME_OPS)
+
+        pairs = zip([*final, *last], states, strict=True)
+        new = [framed("after", new=value, entered=held) for value, held in pairs]
+        after = [cell.state_names.index(name) for name in (cell.state_names[0], *layer.sequences)]
+        outputs = [framed("output", after=new[k]) for k in after]
+        return outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=-1), new
 
 
 def _ends(layer: Layer, outputs: Tensor, final: Sequence[Tensor]) -> Result:

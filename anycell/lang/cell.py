@@ -296,11 +296,9 @@ class Cell:
         for l in self.linears:
             split += [(l.in_size, l.heads, l), (l.out_size, l.heads, l)]
         split += [(s, n.attrs[0], n) for n, s in self.sizes.items() if n.op in REDUCTIONS]
-        for size, count, label in split:
+        for size, count, op in split:
             if size == ONE and count > 1:
-                problem = (
-                    f"Cell {self.name}: `{label}` splits a value of size 1 into {count} heads."
-                )
+                problem = f"Cell {self.name}: `{op}` splits a value of size 1 into {count} heads."
                 fail(problem, "leave out heads=.")
         self._split = split
         self.key: str = _canonical(self)
@@ -386,7 +384,7 @@ class Cell:
                     )
 
     def _check_result(self, result: Any, known: set[Expr]) -> tuple[Expr, ...]:
-        """Returns one node per state, made only from nodes that the function was ``known``."""
+        """Returns one node per state, made only from ``known`` nodes, those of the arguments."""
         names = " ".join(self.state_names)
         results = result if isinstance(result, (tuple, list)) else (result,)
         if isinstance(result, Gates) or len(results) != len(self.states):

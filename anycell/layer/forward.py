@@ -149,7 +149,7 @@ def draft_stack(
     """
     count, x, layouts = len(options.reverse), arrays["x"], []
     for k in range(layers):
-        layer = _of_layer(plan, arrays, k, count, _rows)
+        layer = _of_layer(plan, arrays, k, count, lambda array, *ends: array[slice(*ends)])
         fitted, layout = contract.fit(host, plan, {"x": x, **layer}, options)
         if any(fitted.get(name) is not array for name, array in layer.items()) or (
             not k and fitted["x"] is not x
@@ -204,10 +204,6 @@ def _of_layer(
     if "static" in arrays:
         named["static"] = arrays["static"]
     return named | of_layer(plan.cell, arrays, k, count)
-
-
-def _rows(array: Array, begin: int, end: int) -> Array:
-    return array[begin:end]
 
 
 def allocate_states(tables: PassTables, steps: int, everything: bool, whole: bool) -> Kept:
@@ -281,10 +277,8 @@ def _entering(tables: PassTables, d: int) -> View:
 
 
 def _borders(tables: PassTables, count: int, finals: list[View]) -> tuple[Kept, list[Row]]:
-    """Makes memory for the states before each segment, which the door writes like final states.
-
-    Returns:
-        the memory, and ``Pass.moves``.
+    """Makes memory for the states before each segment, which the door writes like final states;
+    returns it and ``Pass.moves``.
     """
     draft, plan, batch, directions = tables.draft, tables.plan, tables.batch, len(tables.directions)
     (_, first), *others = states(plan)

@@ -434,9 +434,8 @@ class _Forward(_DirectionPass):
             if self.variant.separate_output:
                 spans["out"] = self.over(out, chunk)
             self.run(chunk, spans)
-        work = [
-            self.values[f"work{i}"][self.values["turn"] & 1] for i in range(1, len(self.widths))
-        ]
+        slot = self.values["turn"] & 1
+        work = [self.values[f"work{i}"][slot] for i in range(1, len(self.widths))]
         return [self._hidden(memory, end), *work]
 
     def _hidden(self, memory: _Memory, done: int) -> Array:
@@ -516,10 +515,9 @@ class _Backward(_DirectionPass):
                 width = self.widths[0]
                 hidden = spans["hidden"].over(0, chunk.end - chunk.begin, width)
                 factors = [self._factors(l.name, rows) for l in self.cell.linears]
-                hidden = hidden.reshape(rows, width)
                 first = chunk.begin == 0 if self.reverse else chunk.end == self.steps
-                x = self._input(chunk, rows)
-                self.sums.add(dg, x, hidden, factors, first=first and self.batch > 0)
+                x, hidden = self._input(chunk, rows), hidden.reshape(rows, width)
+                self.sums.add(dg, x, hidden, factors, first=first and rows > 0)
             if self.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
                 (draft.matmul_add if self.d else draft.matmul)(dg, self.w["weight_ih"], into)
@@ -545,11 +543,9 @@ class _Backward(_DirectionPass):
     def result(self) -> Direction:
         """All gradients, after the last segment, in the plan's dtype."""
         draft, cell, h, values = self.draft, self.cell, self.plan.hidden_size, self.values
-        sums = self.sums
+        s = self.sums
         named: dict[str, Array | None] = dict(
-            bias_gradients(
-                self.plan, sums.biases, sums.totals, sums.vectors, sums.empty, sums.zeros
-            )
+            bias_gradients(self.plan, s.biases, s.totals, s.vectors, s.empty, s.zeros)
         )
         total: Any = draft.summed(values["d_params"]) if cell.params else None
         for i, name in enumerate(cell.param_names):

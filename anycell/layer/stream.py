@@ -49,9 +49,8 @@ class Prepared:
         writes: Iterable[Writes] = (),
         stream: Stream | None = None,
     ) -> None:
-        self.stream = stream
+        self.stream, self.cell = stream, getattr(layer, "cell", None)
         self.attributes = None if layer is None else layer.__dict__
-        self.cell = None if layer is None else layer.cell
         self.places = [(place, name, place.get(name)) for place, name in places]
         self.counts = [(counted, counted.count) for counted in writes]
 
@@ -232,7 +231,8 @@ class Stream:
             expected = f"{self.target.name!r}, for which the weights are packed"
             refuse("step", current, expected, "Call prepare() again.", RuntimeError)
         draft = Draft(self.host, arrays, Options(threads=threads))
-        views = {name: _dense(view) for name, view in draft.views.items()}
+        # Axes of one element may have come with any stride.
+        views = {n: view._replace(strides=dense(view.shape)) for n, view in draft.views.items()}
         if "resets" in views:
             views["resets"] = views["resets"]._replace(shape=(1, 1, rows), strides=(rows, rows, 1))
         layers = [layer.views(draft) for layer in self.layers]
@@ -313,11 +313,6 @@ def _steps(
         entering = finals[0].at(k)
         of_layers.append(tables)
     return of_layers, finals
-
-
-def _dense(view: View) -> View:
-    """The view of a contiguous array, whose axes of one element may have come with any stride."""
-    return view._replace(strides=dense(view.shape))
 
 
 def _one(view: View) -> View:

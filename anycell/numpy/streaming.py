@@ -43,10 +43,9 @@ class Packed(Prepared):
         with _LOCK:
             ids = [id(_memory(array)) for array in arrays.values()]
             writes = [_WRITES.setdefault(key, Writes()) for key in ids]
-        stream = None
-        if steps(layer.plan):
-            weights = [layer._learned(k) for k in range(layer.num_layers)]
-            stream = Stream(Numpy.of(layer.dtype.name), layer.plan, weights, threads.current())
+        weights = [layer._learned(k) for k in range(layer.num_layers)]
+        host, on = Numpy.of(layer.dtype.name), threads.current()
+        stream = Stream(host, layer.plan, weights, on) if steps(layer.plan) else None
         super().__init__(layer, places, writes, stream)
 
 

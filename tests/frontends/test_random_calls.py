@@ -11,6 +11,7 @@ reference whose saved values are off by a rounding each, while its branches are 
 pass: an engine must take the same branches.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from anycell.engines import reference
 from anycell.engines.cpu import isa
 from anycell.lang.cell import RECURRENT
 from anycell.numpy.check import numpy_dtype
+from tests.conformance.on_numpy import FRONTENDS
+from tools import random_layers
 
 HALVES = ("bfloat16", "float16")
 
@@ -170,3 +173,19 @@ def test_random_calls(calls_seed: int, calls_of_cell: int, monkeypatch: pytest.M
         ]
     told = cell.name if built_in else source(cell)
     assert not wrong, "\n".join([*wrong, f"{dtype}, {told}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(0, 40, 10))
+def test_random_layers(seed: int) -> None:
+    """The calls that ``tools/random_layers.py`` makes, one of each cell."""
+    assert random_layers.check(FRONTENDS, seed)[1] == ""
+
+
+def test_wrong_layers_are_reported() -> None:
+    def wrong(problem: Problem) -> Arrays:
+        return {name: array + 1.0 for name, array in problem.right.items()}
+
+    frontend = replace(FRONTENDS[0], solve=wrong)
+    told = [random_layers.check([frontend], seed)[1] for seed in range(3)]
+    assert all(text.startswith(f"seed {n}, numpy.RNN, ") for n, text in enumerate(told))

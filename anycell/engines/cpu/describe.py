@@ -57,9 +57,8 @@ def _geometry(layout: Layout, batch: int | None) -> Iterator[str]:
         if g.paired:
             blocking += " of pairs of bfloat16"
         if g.tiled:
-            blocking = f"matrix tiles of {tiles.ROWS} rows" + ", emulated" * (
-                target.tiles == "emulated"
-            )
+            emulated = ", emulated" * (target.tiles == "emulated")
+            blocking = f"matrix tiles of {tiles.ROWS} rows{emulated}"
         yield (
             f"tile: {g.unroll * g.lanes} units x {g.outputs}, "
             f"{g.columns} {_plural('vector', g.columns)} wide; {blocking}"

@@ -200,18 +200,18 @@ class Driver:
         time = b.select(reverse, steps - done - count, done)
         window = time - b.select(reverse, steps - origin - span, origin)
         scratch, along = table.pointer("scratch"), row["along"]
-        entries = Entries(b, scratch, gemm.ENTRIES)
+        call = Entries(b, scratch, gemm.ENTRIES)
         for name in (*gemm.OPERANDS, "scales"):
-            entries[name] = row[name]
+            call[name] = row[name]
         for name in "abc":
-            entries[name] = row[name] + time * row[f"{name}_time"] + window * row[f"{name}_window"]
+            call[name] = row[name] + time * row[f"{name}_time"] + window * row[f"{name}_window"]
         chunk_rows = count * table["batch"]
-        entries["rows"] = rows = b.select(along.eq(0), chunk_rows, row["rows"])
-        entries["inner"] = inner = b.select(along.eq(2), chunk_rows, row["inner"])
+        call["rows"] = rows = b.select(along.eq(0), chunk_rows, row["rows"])
+        call["inner"] = inner = b.select(along.eq(2), chunk_rows, row["inner"])
         few = rows * row["columns"] * inner < table["least_work"]
-        entries["threads"] = threads = b.select(few, 1, table["threads"])
-        entries["gang"] = table["gang"]
-        entries["scratch"] = table["scratch"] + _TABLE
+        call["threads"] = threads = b.select(few, 1, table["threads"])
+        call["gang"] = table["gang"]
+        call["scratch"] = table["scratch"] + _TABLE
         kind, gang = row["kind"], table.pointer("gang")
         with b.when(kind.eq(OURS)):
             b.call("gemm", scratch)
@@ -219,7 +219,7 @@ class Driver:
             b.call("gang", gang, Value("@sum_rows", "ptr"), scratch, threads)
         with b.when(kind.eq(GATHER)):
             # A gather has no sum: ``inner`` tells it how many rows a step has.
-            entries["inner"], entries["c_rows"] = table["batch"], row["c_rows"]
+            call["inner"], call["c_rows"] = table["batch"], row["c_rows"]
             b.call("gang", gang, Value("@gather", "ptr"), scratch, threads)
         if not self.matmul.quantized:
             with b.when(kind.eq(FEW)):
@@ -231,21 +231,21 @@ class Driver:
 
     def _sum(self) -> None:
         """Writes the sum of the rows of A to C, or adds it to C; threads share the columns."""
-        b, entries, first, last = self._part("sum_rows", "columns", self.matmul.lanes)
-        add, end = entries["add"].ne(0), b.smin(entries["columns"], last * b.lanes)
+        b, call, first, last = self._part("sum_rows", "columns", self.matmul.lanes)
+        add, end = call["add"].ne(0), b.smin(call["columns"], last * b.lanes)
         with b.loop(first, last, BLOCK) as block:
             columns = [(block + n) * b.lanes for n in range(BLOCK)]
             counts = [end - column for column in columns]
             masks = list(map(b.lane_mask, counts))
             totals = [b.variable(0.0, b.vec) for _ in columns]
-            places = [b.gep(entries.pointer("c"), column) for column in columns]
+            places = [b.gep(call.pointer("c"), column) for column in columns]
             with b.when(add):
                 for total, place, mask in zip(totals, places, masks, strict=True):
                     total.value = b.masked_load(place, mask)
-            with b.loop(0, entries["rows"], SUMMED) as begin:
+            with b.loop(0, call["rows"], SUMMED) as begin:
                 sums = [b.variable(0.0, b.vec) for _ in columns]
-                with b.loop(begin, b.smin(begin + SUMMED, entries["rows"])) as row:
-                    start = b.gep(entries.pointer("a"), row * entries["a_rows"], self.left)
+                with b.loop(begin, b.smin(begin + SUMMED, call["rows"])) as row:
+                    start = b.gep(call.pointer("a"), row * call["a_rows"], self.left)
                     for sum_, column, mask in zip(sums, columns, masks, strict=True):
                         at = b.gep(start, column, self.left)
                         sum_.value += masked_numbers(b, at, mask, self.left)
@@ -256,24 +256,20 @@ class Driver:
 
     def _gather(self) -> None:
         """Copies rows, with zeros or others in place of some of them; threads share the rows."""
-        b, entries, first, last = self._part("gather", "rows")
-        batch, columns, flags, others = (
-            entries["inner"],
-            entries["columns"],
-            entries["b"],
-            entries["scales"],
-        )
+        b, call, first, last = self._part("gather", "rows")
+        batch, columns = call["inner"], call["columns"]
+        flags, others = call["b"], call["scales"]
         element = f"i{8 * self.bytes}"
         kind = vector(b.lanes, element)
         with b.loop(first, last) as row:
-            at = row // batch * entries["a_inner"] + row % batch * entries["a_rows"]
-            source = b.gep(entries.pointer("a"), at, element)
-            to = b.gep(entries.pointer("c"), row * entries["c_rows"], element)
+            at = row // batch * call["a_inner"] + row % batch * call["a_rows"]
+            source = b.gep(call.pointer("a"), at, element)
+            to = b.gep(call.pointer("c"), row * call["c_rows"], element)
             flag = b.variable(1, "i8")
             with b.when(flags.ne(0)):
-                flag.value = b.load(b.gep(entries.pointer("b"), row, "i8"), "i8")
+                flag.value = b.load(b.gep(call.pointer("b"), row, "i8"), "i8")
             present, instead = flag.value.ne(0), others.ne(0)
-            other = b.gep(entries.pointer("scales"), row * entries["b_columns"], element)
+            other = b.gep(call.pointer("scales"), row * call["b_columns"], element)
             source = b.select(present & instead, other, source)
             present = present | instead
             with b.loop(0, columns, b.lanes) as i:
@@ -287,8 +283,8 @@ class Driver:
         Threads share the columns. The bits of an element depend only on its row and its column. If
         the rows of B are dense, they are the matmul's; else each lane adds up a part of the sum.
         """
-        b, entries, first, last = self._part("few_rows", "columns")
-        a, into = entries.pointer("a"), entries.pointer("c")
+        b, call, first, last = self._part("few_rows", "columns")
+        a, into = call.pointer("a"), call.pointer("c")
 
         def blocks(
             most: int, column: Value, print_block: Callable[[list[Value], list[Value]], None]
@@ -296,27 +292,27 @@ class Driver:
             """Cuts the rows into blocks of up to ``most``: prints each size from the addresses of
             its rows of A and of its results, which begin in ``column``.
             """
-            with b.loop(0, entries["rows"], most) as begin:
-                count = b.smin(entries["rows"] - begin, most)
+            with b.loop(0, call["rows"], most) as begin:
+                count = b.smin(call["rows"] - begin, most)
                 for n in range(1, most + 1):
                     with b.when(count.eq(n)):
                         rows = [begin + r for r in range(n)]
-                        starts = [b.gep(a, r * entries["a_rows"], self.left) for r in rows]
+                        starts = [b.gep(a, r * call["a_rows"], self.left) for r in rows]
                         print_block(
-                            starts, [b.gep(into, r * entries["c_rows"] + column) for r in rows]
+                            starts, [b.gep(into, r * call["c_rows"] + column) for r in rows]
                         )
 
-        with b.when(entries["b_inner"].eq(1)) as otherwise:
+        with b.when(call["b_inner"].eq(1)) as otherwise:
             whole = first + (last - first) // BLOCK * BLOCK
             # The sums of a block, a number of each row and a number of B fill 16 registers.
             most = 4 if b.target.registers == 32 else 3 if b.target.fma else 2
             for begin, end, count in ((first, whole, BLOCK), (whole, last, 1)):
                 with b.loop(begin, end, count) as column:
-                    blocks(most, column, functools.partial(self._dots, b, entries, column, count))
+                    blocks(most, column, functools.partial(self._dots, b, call, column, count))
         width = BLOCK * b.lanes
         with otherwise, b.loop(first, last, width) as column:
             left, most = last - column, 4 if b.target.registers == 32 else 2
-            of_block = functools.partial(self._rows_of_b, b, entries, column)
+            of_block = functools.partial(self._rows_of_b, b, call, column)
             with b.when(left >= width) as last_columns:
                 blocks(most, column, functools.partial(of_block, BLOCK, None))
             with last_columns:
@@ -326,14 +322,12 @@ class Driver:
                     blocks(most, column, functools.partial(of_block, BLOCK // 2, left))
 
     def _dots(
-        self, b: Builder, entries: Entries, column: Value, count: int, rows: list[Value],
+        self, b: Builder, call: Entries, column: Value, count: int, rows: list[Value],
         results: list[Value],
     ) -> None:  # fmt: skip
         """Multiplies rows by ``count`` dense columns of B; lanes are added up last."""
-        inner, apart = entries["inner"], entries["b_columns"]
-        columns = [
-            b.gep(entries.pointer("b"), (column + n) * apart, self.right) for n in range(count)
-        ]
+        inner, apart = call["inner"], call["b_columns"]
+        columns = [b.gep(call.pointer("b"), (column + n) * apart, self.right) for n in range(count)]
         sums = [[b.variable(0.0, b.vec) for _ in columns] for _ in rows]
 
         def add(k: Value, mask: Value | None) -> None:
@@ -352,12 +346,12 @@ class Driver:
         for of_row, to in zip(sums, results, strict=True):
             totals = b.reduce_each([sum_.value for sum_ in of_row])
             total = b.variable(totals, totals.type)
-            with b.when(entries["add"].ne(0)):
+            with b.when(call["add"].ne(0)):
                 total.value += b.load(to, total.type)
             b.store(total.value, to)
 
     def _rows_of_b(
-        self, b: Builder, entries: Entries, column: Value, vectors: int, left: Value | None,
+        self, b: Builder, call: Entries, column: Value, vectors: int, left: Value | None,
         rows: list[Value], results: list[Value],
     ) -> None:  # fmt: skip
         """Multiplies each number of rows by vectors of a dense row of B, of which only ``left``
@@ -365,11 +359,11 @@ class Driver:
         """
         counts = [None if left is None else left - n * b.lanes for n in range(vectors)]
         masks = [None if count is None else b.lane_mask(count) for count in counts]
-        inner, of_b = entries["inner"], b.gep(entries.pointer("b"), column, self.right)
+        inner, of_b = call["inner"], b.gep(call.pointer("b"), column, self.right)
         with b.loop(0, b.smax(inner, 1), gemm.INNER) as begin:
             sums = [[b.variable(0.0, b.vec) for _ in masks] for _ in rows]
             with b.loop(begin, b.smin(begin + gemm.INNER, inner)) as k:
-                at = b.gep(of_b, k * entries["b_inner"], self.right)
+                at = b.gep(of_b, k * call["b_inner"], self.right)
                 rights = [
                     self._numbers(b, b.gep(at, n * b.lanes, self.right), mask, self.right)
                     for n, mask in enumerate(masks)
@@ -379,7 +373,7 @@ class Driver:
                     value = widen(b, b.splat(number), self.left)
                     for sum_, right in zip(of_row, rights, strict=True):
                         sum_.value = b.fma(value, right, sum_.value)
-            adds = entries["add"].ne(0) | (begin > 0)
+            adds = call["add"].ne(0) | (begin > 0)
             for of_row, to in zip(sums, results, strict=True):
                 places = [b.gep(to, n * b.lanes) for n in range(vectors)]
                 with b.when(adds):
@@ -405,52 +399,52 @@ class Driver:
         """
         b = self.module.private(name, "ptr table, i64 part, i64 parts")
         address, part, parts = b.args
-        entries = Entries(b, address, gemm.ENTRIES)
-        pieces = (entries[shared] + (width - 1)) // width
-        return b, entries, pieces * part // parts, pieces * (part + 1) // parts
+        call = Entries(b, address, gemm.ENTRIES)
+        pieces = (call[shared] + (width - 1)) // width
+        return b, call, pieces * part // parts, pieces * (part + 1) // parts
 
     def _blas(self) -> None:
         """Calls a Fortran gemm, whose matrices are column-major: C.T = B.T @ A.T."""
         b = self.module.private("blas", "ptr blas, ptr table")
         blas, address = b.args
-        entries = Entries(b, address, gemm.ENTRIES)
+        call = Entries(b, address, gemm.ENTRIES)
         letters = b.module.table([ord("N"), ord("T")], "i8")
-        rows, columns, inner = entries["rows"], entries["columns"], entries["inner"]
-        of_b, of_a = entries["b_columns"].eq(1), entries["a_inner"].eq(1)
+        rows, columns, inner = call["rows"], call["columns"], call["inner"]
+        of_b, of_a = call["b_columns"].eq(1), call["a_inner"].eq(1)
 
         def stride(dense: Value, ways: tuple[str, str], lengths: tuple[Value, Value]) -> Value:
             # The stride of a single column or row is never used, but BLAS checks it.
-            steps = b.select(dense, *(entries[way] for way in ways))
+            steps = b.select(dense, *(call[way] for way in ways))
             return b.smax(b.smax(steps, b.select(dense, *lengths)), 1)
 
         ldb = stride(of_b, ("b_inner", "b_columns"), (columns, inner))
         lda = stride(of_a, ("a_rows", "a_inner"), (inner, rows))
-        ldc = b.smax(b.smax(entries["c_rows"], columns), 1)
+        ldc = b.smax(b.smax(call["c_rows"], columns), 1)
         # Fortran takes addresses.
         numbers = (columns, rows, inner, ldb, lda, ldc)
         m, n, k, ldb, lda, ldc = (b.variable(b.trunc(x, "i32")).address for x in numbers)
         alpha = b.variable(1.0, b.real).address
-        beta = b.variable(b.select(entries["add"].ne(0), 1.0, 0.0)).address
+        beta = b.variable(b.select(call["add"].ne(0), 1.0, 0.0)).address
         turned = [b.gep(letters, b.zext(~dense, "i64"), "i8") for dense in (of_b, of_a)]
         b.call(
             blas, *turned, m, n, k, alpha,
-            entries.pointer("b"), ldb, entries.pointer("a"), lda, beta,
-            entries.pointer("c"), ldc, returns="void",
+            call.pointer("b"), ldb, call.pointer("a"), lda, beta,
+            call.pointer("c"), ldc, returns="void",
         )  # fmt: skip
 
     def _room(self) -> None:
         b = self.module.function("room", "ptr pass")
         table, space = Entries(b, b.args[0], PASS), b.alloca("i64", len(gemm.ENTRIES))
-        entries = Entries(b, space, gemm.ENTRIES)
+        call = Entries(b, space, gemm.ENTRIES)
         most = b.variable(0)
         chunk = table["chunk"] * table["batch"]
         with b.loop(0, table["before"] + table["after"]) as i:
             row = _product(table, i)
             with b.when(row["kind"].eq(OURS)):
-                entries["columns"], entries["threads"] = row["columns"], table["threads"]
-                entries["inner"] = b.select(row["along"].eq(2), chunk, row["inner"])
+                call["columns"], call["threads"] = row["columns"], table["threads"]
+                call["inner"] = b.select(row["along"].eq(2), chunk, row["inner"])
                 b.call("needs", space)
-                most.value = b.smax(most.value, entries["scratch_bytes"])
+                most.value = b.smax(most.value, call["scratch_bytes"])
         table["scratch_bytes"] = most.value + _TABLE
 
 

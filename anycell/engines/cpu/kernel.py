@@ -53,9 +53,7 @@ class Kernel:
             if layout.backward:
                 self.copied[f"d_final {state}"] = self.arrays[f"d_state {state}"]
             else:
-                self.copied |= {
-                    f"{moment} {state}": self.arrays[name] for moment in ("state", "final")
-                }
+                self.copied |= {f"{kind} {state}": self.arrays[name] for kind in ("state", "final")}
         sizes = plan.sizes
         self.weights = {m.linear.weight: (1, *m.linear.shape(sizes))[-3:] for m in layout.matmuls}
 
