@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 import anycell.jax as aj
 from anycell.jax import device, fused
-from anycell.layer import recipe
+from anycell.layer import card, recipe
 from tests.conformance import on_jax
 
 pytestmark = pytest.mark.sample(every=3)
@@ -54,7 +54,7 @@ class Shim:
         self.address = ctypes.cast(self.outer, ctypes.c_void_p).value
 
     def stream(self, arguments: int) -> None:
-        word(arguments + xla.STREAM).value = STREAM
+        word(arguments + xla.OWN).value = STREAM
 
     def call(self, frame: int) -> int | None:
         if word(frame + 8).value:  # XLA asks for the version
@@ -173,7 +173,7 @@ def test_programs_that_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_xla_has_no_stream_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler by itself passes XLA's own error on."""
-    monkeypatch.setattr(device, "PLATFORM", "cpu")
+    monkeypatch.setattr(card, "PLATFORM", "cpu")
     monkeypatch.setattr(device, "_target", REAL)
     with pytest.raises(Exception, match="GPU context is not available"):
         call()
@@ -242,7 +242,7 @@ def test_a_doubtful_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process first compares a small layer of each tier with the layer step by step."""
     doubt = DOUBT.__wrapped__
     assert doubt(1) is None and doubt(2) is None
-    monkeypatch.setattr(device, "_product", lambda a, b: 2 * jnp.matmul(a, b))
+    monkeypatch.setattr(device.JaxDevice, "product", lambda _, a, b: 2 * jnp.matmul(a, b))
     assert "computed a small layer wrongly here, by" in doubt(1)
     monkeypatch.setattr(Interpreter, "launch", lambda *_: 700)
     assert "failed at a small layer here" in doubt(1) and "700 is the error" in doubt(1)
