@@ -354,7 +354,9 @@ class XlaCard(TracedDevice, Xla):
     def row_sum(self, array: Buffer) -> Buffer:
         return array.astype(np.float32).sum(0)
 
-    def add_blocks(self, d: Buffer, operand: Buffer, weight: Buffer, heads: int, first: int) -> None:
+    def add_blocks(
+        self, d: Buffer, operand: Buffer, weight: Buffer, heads: int, first: int
+    ) -> None:
         parts = [tf.reshape(a.plain, [-1, heads, a.shape[-1] // heads]) for a in (d, operand)]
         whole = tf.reshape(weight.tensor, [heads, -1, weight.shape[-1]])
         blocks = tf.cast(tf.einsum("nho,nhi->hoi", *parts), whole.dtype)
@@ -451,7 +453,8 @@ def run(
         if size is not None
     }
     if not {STEPS[0], ROWS[0]}.issubset(known):
-        known = dict(zip((STEPS[0], ROWS[0]), tf.unstack(tf.shape(tensors[0])[:2]))) | known
+        steps, rows = tf.unstack(tf.shape(tensors[0])[:2])
+        known = {STEPS[0]: steps, ROWS[0]: rows} | known
     steps = known[STEPS[0]]
     sizes = known | {STEPS[0] + 1: steps + 1, STEPS[0] + 2: steps + 2}
     arrays = []

@@ -136,13 +136,15 @@ def choice(
 
 @functools.lru_cache(maxsize=256)
 def most_rows(host: TracedDevice, plan: Plan) -> int:
-    """The most rows that kernels run other than one step per launch; ``ANY`` if any number."""
+    """The most rows that kernels run other than one step per launch; ``ANY`` for any number, or if
+    the tier is forced.
+    """
 
     def fits(rows: int) -> bool:
         return all(choice(host, plan, backward, rows).tier < 3 for backward in (False, True))
 
     fitting, too_many = 0, ANY
-    if fits(ANY):
+    if host.tier is not None or fits(ANY):
         return ANY
     while too_many - fitting > 1:
         rows = (fitting + too_many) // 2

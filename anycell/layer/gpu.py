@@ -158,9 +158,7 @@ def backward(
     wants_x = wanted is None or "x" in wanted or "weight_ih" not in fitted
     need = wanted is None or any(map(of_a_matmul, wanted))
     key = "backward", wants_x, need, *_facts(host, plan), same, layout, more
-    draft = functools.partial(
-        _draft_backward, host, plan, options=same, wants_x=wants_x, need=need
-    )
+    draft = functools.partial(_draft_backward, host, plan, options=same, wants_x=wants_x, need=need)
     made, known = _played(key, fitted | parts, options, draft)
     return dict(zip(known.names, made, strict=True))
 

@@ -17,7 +17,7 @@ def read(cell: Any, x: Tensor, state: Any) -> Step | str:
     """The step of a cell over ``x`` ``[T, B, width]``, or why it is not read."""
     if tf.compat.v1.executing_eagerly_outside_functions():
         return "cells of your own are read in graphs of TensorFlow 1"
-    why = refusal()
+    why = refusal(bool(tf.config.list_logical_devices("GPU")))
     if why is not None:
         return why
     cell(x[0], state)  # makes the variables, which a trace must not make
