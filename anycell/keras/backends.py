@@ -86,9 +86,9 @@ def gpu_visible() -> bool:
     """Whether the backend would place a layer on a GPU here."""
     name = keras.backend.backend()
     if name == "tensorflow":
-        import tensorflow as tf
+        from anycell.keras import tensorflow
 
-        return bool(tf.config.list_logical_devices("GPU"))
+        return tensorflow.gpu_visible()
     if name == "torch":
         import torch
 

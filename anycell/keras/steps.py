@@ -13,12 +13,11 @@ from keras import ops
 
 from anycell import read
 from anycell.engines import cpu
-from anycell.keras.backends import gpu_visible
 from anycell.keras.call import Tensor
 from anycell.keras.graph import Traced, World
 from anycell.keras.reading import MOST, LoopCall, LoopOptions, masked, over_time
 from anycell.keras.rule import OURS, Facts, choose
-from anycell.keras.tensorflow import recur, unfit, watched
+from anycell.keras.tensorflow import gpu_visible, recur, unfit, watched
 from anycell.plan import Engine, Layer, Options
 from anycell.read import Reading, Variable
 

@@ -63,9 +63,14 @@ NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _CONTROL_FLOW = control_flow_graphs.ControlFlowFuncGraph  # the body of a loop, or a branch
 
 
+def gpu_visible() -> bool:
+    """Whether TensorFlow runs on a GPU what has no device of its own."""
+    return bool(tf.config.list_logical_devices("GPU"))
+
+
 def on_gpu(x: Tensor) -> bool:
     """Whether TensorFlow would run an operation on ``x`` on a GPU."""
-    if "GPU" in x.device or not tf.config.list_logical_devices("GPU"):
+    if "GPU" in x.device or not gpu_visible():
         return "GPU" in x.device
     return "CPU" not in x.device  # a graph places what has no device of its own
 

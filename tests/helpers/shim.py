@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import CARDS  # before anything else that may import Triton
+from gpu import CARDS
 
 from anycell.engines.gpu import launch, xla
 from anycell.engines.gpu.interpreter import Interpreter, Started

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import CARDS  # before anything else that may import Triton
 from problems import assert_solved, draw
 from processes import at_once
+from shim import STREAM, Launched, Shim, launches, word
 from tolerances import assert_close
 
 from anycell import cells
@@ -32,40 +32,6 @@ from tests.conformance import on_jax
 
 pytestmark = pytest.mark.sample(every=3)
 
-FRAME = 176  # bytes of a frame
-STREAM = 0x5EED
-FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-
-
-def word(address: int) -> Any:
-    return ctypes.c_uint64.from_address(address)
-
-
-def copied(address: int, count: int) -> Any:
-    return (ctypes.c_char * count).from_buffer_copy(ctypes.string_at(address, count))
-
-
-class Shim:
-    """A handler that calls another one with XLA's frames, whose ``Stream_Get`` knows a stream."""
-
-    def __init__(self, handler: int) -> None:
-        self.inner, self.get = FUNCTION(handler), FUNCTION(self.stream)
-        self.outer = FUNCTION(self.call)
-        self.address = ctypes.cast(self.outer, ctypes.c_void_p).value
-
-    def stream(self, arguments: int) -> None:
-        word(arguments + xla.OWN).value = STREAM
-
-    def call(self, frame: int) -> int | None:
-        if word(frame + 8).value:  # XLA asks for the version
-            return self.inner(frame)
-        functions = word(frame + xla.API).value
-        table, mine = copied(functions, word(functions).value), copied(frame, FRAME)
-        get = ctypes.cast(self.get, ctypes.c_void_p).value
-        word(ctypes.addressof(table) + xla.STREAM_GET).value = get
-        word(ctypes.addressof(mine) + xla.API).value = ctypes.addressof(table)
-        return self.inner(ctypes.addressof(mine))
-
 
 @functools.cache
 def target(captured: bool) -> str:
@@ -80,33 +46,16 @@ SHIMS: list[Shim] = []
 DOUBT = device.doubt
 
 
-class Launched(list[Started]):
-    """The launches of a test, of which some may fail."""
-
-    fails: dict[str, int]
-
-
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     """Makes JAX run layers for a card on the CPU; lists the launches."""
-    seen, run = Launched(), Interpreter.launch
-    seen.fails = {}
-
-    def started(driver: Interpreter, one: Started) -> int:
-        seen.append(one)
-        name = driver.kernels[one.handle - 1].name
-        with np.errstate(all="ignore"):
-            return seen.fails.get(name) or run(driver, one)
-
-    monkeypatch.setattr(Interpreter, "launch", started)
     monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
     monkeypatch.setattr(device, "_target", target)
     monkeypatch.setattr(device, "doubt", lambda _: None)
-    monkeypatch.setattr(device.JaxDevice, "limits", CARDS["H100"])
-    monkeypatch.setattr(launch, "missing", lambda: None)
     jax.clear_caches()
     fused._drafted.cache_clear()
-    yield seen
+    with launches(monkeypatch) as seen:
+        yield seen
     fused._drafted.cache_clear()
     jax.clear_caches()
 
