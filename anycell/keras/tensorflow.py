@@ -708,7 +708,8 @@ class _Kernels:
         of_names = {"x": step, "mask": step, "resets": step, "static": row, "recurrent_mask": row}
         if recurrent_masks(layer.plan) > 1:
             of_names["recurrent_mask"] = len(layer.cell.gates), rows
-        of_names |= dict.fromkeys(state_names("state", layer.cell), row)
+        for kind in ("state", "reset_state"):
+            of_names |= dict.fromkeys(state_names(kind, layer.cell), row)
         sequences = [step] * len(layer.sequences)
         return [
             *(of_names.get(name, ()) for name in self.names),

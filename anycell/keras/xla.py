@@ -446,6 +446,7 @@ def run(
         leading: returns the sizes of the tensors' first axes, from numbers of steps and rows.
     """
     tensors, first = [*map(tf.convert_to_tensor, tensors)], leading(STEPS[0], ROWS[0])
+    first = [n if t.shape.rank > 1 else () for t, n in zip(tensors, first, strict=False)]
     known = {
         number: size
         for tensor, numbers in zip(tensors, first, strict=False)

@@ -3,6 +3,8 @@ frames that the real handler gets, and the driver interprets the kernels.
 """
 
 import ctypes
+import functools
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,3 +93,36 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     monkeypatch.setattr(launch, "missing", lambda: None)
     yield seen
     recipe.known.clear()
+
+
+@functools.cache
+def _target(captured: bool) -> str:
+    """The name by which JAX calls the handler through a shim."""
+    import jax
+
+    name, shim = f"shim_{secrets.token_hex(8)}", Shim(xla.handler(captured))
+    capsule = jax.ffi.pycapsule(ctypes.c_void_p(shim.address))
+    jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    SHIMS.append(shim)
+    return name
+
+
+SHIMS: list[Shim] = []
+
+
+@contextmanager
+def jax_on_a_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """Makes JAX run layers for a card on the CPU; lists the launches."""
+    import jax
+
+    from anycell.jax import device, fused
+
+    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
+    monkeypatch.setattr(device, "_target", _target)
+    monkeypatch.setattr(device, "doubt", lambda _: None)
+    jax.clear_caches()
+    fused._drafted.cache_clear()
+    with launches(monkeypatch) as seen:
+        yield seen
+    fused._drafted.cache_clear()
+    jax.clear_caches()

@@ -2,9 +2,6 @@
 a stream into XLA's frames; the driver interprets the kernels.
 """
 
-import ctypes
-import functools
-import secrets
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,11 +10,11 @@ import numpy as np
 import pytest
 from problems import assert_solved, draw
 from processes import at_once
-from shim import STREAM, Launched, Shim, launches, word
+from shim import STREAM, Launched, jax_on_a_card, word
 from tolerances import assert_close
 
 from anycell import cells
-from anycell.engines.gpu import launch, refusals, xla
+from anycell.engines.gpu import launch, refusals
 from anycell.engines.gpu.interpreter import Interpreter, Started
 
 pytest.importorskip("jax")
@@ -33,31 +30,14 @@ from tests.conformance import on_jax
 pytestmark = pytest.mark.sample(every=3)
 
 
-@functools.cache
-def target(captured: bool) -> str:
-    name, shim = f"shim_{secrets.token_hex(8)}", Shim(xla.handler(captured))
-    capsule = jax.ffi.pycapsule(ctypes.c_void_p(shim.address))
-    jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    SHIMS.append(shim)
-    return name
-
-
-SHIMS: list[Shim] = []
 DOUBT = device.doubt
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     """Makes JAX run layers for a card on the CPU; lists the launches."""
-    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
-    monkeypatch.setattr(device, "_target", target)
-    monkeypatch.setattr(device, "doubt", lambda _: None)
-    jax.clear_caches()
-    fused._drafted.cache_clear()
-    with launches(monkeypatch) as seen:
+    with jax_on_a_card(monkeypatch) as seen:
         yield seen
-    fused._drafted.cache_clear()
-    jax.clear_caches()
 
 
 HAS = ("state", "d state", "mask", "resets", "reset_state", "bidirectional")
@@ -108,6 +88,18 @@ def test_a_refused_launch_is_an_error(
         call()
     launched.fails = {}
     near(call(), jax.jit(partial(LAYER, engine="reference"))(PARAMS, X)[0])
+
+
+@pytest.mark.slow
+def test_checkpoints_are_not_made(launched: Launched) -> None:
+    """Gradients of weights need what all steps have kept."""
+    gradients = []
+    for checkpoint in (None, 2):
+        layer = aj.RNN(cells.LSTM, 4, 9, checkpoint=checkpoint)
+        loss = jax.jit(jax.grad(lambda p, layer=layer: layer(p, X, engine="gpu")[0].sum()))
+        gradients.append(loss(PARAMS))
+    assert launched
+    jax.tree.map(near, *gradients)
 
 
 def test_programs_that_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
