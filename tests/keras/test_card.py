@@ -92,8 +92,7 @@ def cases() -> Iterator[Any]:
         for way in WAYS:
             has = () if way == "XLA" else HAS
             yield pytest.param(cell, tier, has, way, marks=pytest.mark.slow)
-    for reverse in ("reverse", "repeat"):
-        yield pytest.param(cells.LSTM, 2, (*HAS, reverse), "graph", marks=pytest.mark.slow)
+    yield pytest.param(cells.LSTM, 2, (*HAS, "reverse"), "graph", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("cell", "tier", "has", "way"), [*cases()], ids=str)
@@ -103,7 +102,7 @@ def test_results_and_gradients(
 ) -> None:
     """Also of masked, reset and reversed layers of open sizes; launches go to XLA's stream."""
     monkeypatch.setattr(XlaCard, "tier", tier)
-    problem = draw(cell, (3, 3, 4, 9), has, "float32")
+    problem = draw(cell, (3, 3, 4, 9 + (cell is Odd)), has, "float32")  # Odd has two heads
     assert_solved(on_keras.by_layer(**WAYS[way])(problem), problem)
     assert launched and {one.stream for one in launched} == {STREAM}
     assert (tier == 2) is any(one.cooperative for one in launched)
