@@ -384,8 +384,8 @@ def export(options: argparse.Namespace) -> int:
     import anycell
 
     try:
-        how = {name: getattr(options, name) for name in ("target", "name", "weights", "blob")}
-        files = anycell.export(find_model(options.model), options.out, **how)
+        arguments = {name: getattr(options, name) for name in ("target", "name", "weights", "blob")}
+        files = anycell.export(find_model(options.model), options.out, **arguments)
     except (TypeError, ValueError) as error:  # a layer or a name that cannot be exported
         raise UsageError(" ".join(str(error).split())) from error
     except OSError as error:

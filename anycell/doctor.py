@@ -120,9 +120,9 @@ def _threads() -> Iterator[Finding]:
         if count == 1 or count <= cores - busy + SPARE:
             yield "ok", others
         else:
-            what = "calls that lose time by waiting run in one thread for a while"
+            yielding = "calls that lose time by waiting run in one thread for a while"
             advice = f"ANYCELL_NUM_THREADS={max(1, round(cores - busy))} does not try others"
-            yield "note", f"{others}: {what}; {advice}"
+            yield "note", f"{others}: {yielding}; {advice}"
 
 
 ASLEEP = 0.3  # seconds of the measurement of other work

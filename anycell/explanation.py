@@ -526,15 +526,15 @@ class _Page:
         for name in plan.states:
             output = " (the output)" if name == cell.state_names[0] else ""
             rows.append((f"the sequence of states {name}{output}", sizes[name]))
-        column = min(max(len(what) for what, _ in rows), _WIDTH - 16)
+        column = min(max(len(text) for text, _ in rows), _WIDTH - 16)
         kept = [size for _, size in rows]
-        table = [(what, self._bytes([size])) for what, size in rows]
+        table = [(text, self._bytes([size])) for text, size in rows]
         table.append(("together", self._bytes(kept)))
         if self.batch is not None:
             table.append((f"of {self.batch} rows", self._bytes(kept, self.batch)))
         lines = []
-        for what, count in table:
-            *above, last = _wrap(what, column)
+        for text, count in table:
+            *above, last = _wrap(text, column)
             lines += [*above, f"{last:{column}}  {count:>9}"]
         title = "kept for the backward pass, in bytes per step and batch row"
         return [title, *_indent([*lines, *self._again(kept)])]

@@ -82,6 +82,8 @@ def shown(layer: Any) -> list[str]:
         value = getattr(layer, name, default)
         if value != default:
             arguments.append(f"{name}={value!r}")
-    given = {**(cell.given if named else {}), **layer.sizes}
+    settings = {**(cell.given if named else {}), **layer.sizes}
     hidden = "H", ONE
-    return arguments + [f"{name}={value!r}" for name, value in given.items() if name not in hidden]
+    return arguments + [
+        f"{name}={value!r}" for name, value in settings.items() if name not in hidden
+    ]

@@ -128,6 +128,13 @@ def seeded(seed: int) -> None:
         torch.manual_seed(seed)
 
 
+@pytest.fixture(autouse=True)
+def kernels_run_short_sequences() -> None:
+    """Kernels run what Keras's loop does in less time: tests have few steps of few numbers."""
+    if (reading := sys.modules.get("anycell.keras.reading")) is not None:
+        reading.SHORT = 0  # type: ignore[attr-defined]
+
+
 @pytest.fixture
 def torch_in_float64() -> Iterator[None]:
     """Makes PyTorch's numbers float64 that a test gives no dtype."""
@@ -208,13 +215,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from anycell import layer
 
     forget_passes()  # known passes are not drafted again
-    begin, taken = layer.pass_tables.PassTables._begin, []
+    make, taken = layer.pass_tables.PassTables.__init__, []
 
     def spy(run: Any, *args: Any) -> None:
-        begin(run, *args)
+        make(run, *args)
         taken.append(run)
 
-    monkeypatch.setattr(layer.pass_tables.PassTables, "_begin", spy)
+    monkeypatch.setattr(layer.pass_tables.PassTables, "__init__", spy)
     return taken
 
 

@@ -38,7 +38,7 @@ def _row(settings: Settings, problem: Problem, mode: Mode, rate: float) -> float
     calls = [in_loop if name.endswith("-loop") else call for name in names]
     checked = 4 * call + 4 * sum(calls)  # the reference in float64, two calls to check, two to warm
     # A sample warms up for as long as it may last, and waits until all threads are at rest.
-    round_s = sum(2 * max(one, BLOCK_S) + 3 * WINDOW_S for one in calls)
+    round_s = sum(2 * max(seconds, BLOCK_S) + 3 * WINDOW_S for seconds in calls)
     rounds = max(settings.seconds, MIN_ROUNDS * round_s)
     matmuls = 6 * 2 * Matmul.SIZE**3 / rate
     fresh = 2 * PROCESS_S * settings.first_call

@@ -132,13 +132,13 @@ def tables(report: Report) -> list[Table]:
 
 
 def _columns(settings: Settings, rows: list[Row]) -> Iterator[Column]:
-    ours, *peers = settings.contenders
+    subject, *peers = settings.contenders
 
     def of(name: str) -> Iterator[Column]:
         yield Column(f"{name} ms", lambda row: _spread(row.entries[name]))
         if rounds(settings.dtype):  # a time without the error says little
             yield Column("error", lambda row: _errors(row.entries[name]))
-        if name != ours:
+        if name != subject:
             yield Column(
                 "ratio",
                 lambda row: _number("{:.2f}x", row.ratio(name)),
@@ -152,7 +152,7 @@ def _columns(settings: Settings, rows: list[Row]) -> Iterator[Column]:
     yield Column("shape", lambda row: row.shape.name, TITLES.__getitem__)
     yield Column("T B I H L D", lambda row: " ".join(map(str, astuple(row.shape)[2:])))
     yield Column("bound ms", lambda row: _ms(row.bound_ms) if row.ours.timed else "")
-    yield from of(ours)
+    yield from of(subject)
     yield Column("of bound", lambda row: _share(row.over_bound), reached)
     for peer in peers:
         if any(row.entries[peer].status != "unsupported" for row in rows):

@@ -391,12 +391,12 @@ class _Model:
         return (rows + self.count * np.arange(self.directions)[:, None]).reshape(-1)
 
 
-def _framework(argument: str, given: Any) -> Any:
+def _framework(argument: str, layer: Any) -> Any:
     """Looks up the ``Compression`` of a layer, or of a model with layers; refuses others."""
-    framework = compression(given)
-    if framework is not None and (argument == "model" or isinstance(given, framework.layers)):
+    framework = compression(layer)
+    if framework is not None and (argument == "model" or isinstance(layer, framework.layers)):
         if argument == "layer":
-            _refuse_quantized(given)
+            _refuse_quantized(layer)
         return framework
     expected = "a layer of anycell.torch (RNN, LSTM, GRU), anycell.keras or anycell.numpy"
     expected += ", or a torch.nn.Module or keras.Model with such layers" * (argument == "model")
@@ -404,13 +404,13 @@ def _framework(argument: str, given: Any) -> Any:
         "anycell.torch.accelerate and anycell.keras.accelerate turn layers of torch.nn and Keras "
         "into ours."
     )
-    if hasattr(given, "readout") and hasattr(given, "layer"):
+    if hasattr(layer, "readout") and hasattr(layer, "layer"):
         expected = "its layer"
         hint = (
             "Pass the layer, and the readout separately: shrink(feedback.layer, ..., "
             "readouts=[feedback.readout])."
         )
-    refuse(argument, type(given).__name__, expected, hint, TypeError)
+    refuse(argument, type(layer).__name__, expected, hint, TypeError)
 
 
 def _directions(layer: Any) -> list[Any]:

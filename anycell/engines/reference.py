@@ -262,11 +262,11 @@ class Recurrence:
                 return self._rows(mask, self.cell.sizes[node]) if self.cell.broadcasts else mask
         if not is_reduction(node):
             return TABLE[node.op].meaning(self.xp, *args, *node.attrs)
-        one = self.cell.broadcasts and node.narrow
+        narrow = self.cell.broadcasts and node.narrow
         if not args[0].shape:  # one number stands for a row of equal numbers
-            args = [self._rows(args[0], "H" if one else self.cell.sizes[node])]
+            args = [self._rows(args[0], "H" if narrow else self.cell.sizes[node])]
         reduced = TABLE[node.op].meaning(self.xp, *args, *node.attrs)
-        return reduced[:, :1] if one else reduced
+        return reduced[:, :1] if narrow else reduced
 
     def _keep(self, node: Expr, t: int, rate: Array) -> Array:
         options = self.layer.options
@@ -378,17 +378,17 @@ class Recurrence:
         pairs = zip(values, self.cell.states, strict=True)
         return tuple(self._rows(value, state.size) for value, state in pairs)
 
-    def initial(self, given: States | None) -> tuple[Array, ...]:
+    def initial(self, states: States | None) -> tuple[Array, ...]:
         """Values for the states, ``[B, size]`` each: the given values, else the declared ones."""
         declared = [self._number(state.initial) for state in self.cell.states]
-        pairs = zip(given or declared, declared, strict=True)
+        pairs = zip(states or declared, declared, strict=True)
         return self._full(default if value is None else value for value, default in pairs)
 
-    def _like(self, given: Array | None, d: Array) -> Array | None:
+    def _like(self, array: Array | None, d: Array) -> Array | None:
         """The gradient of an array, which may have one value for all rows."""
-        if given is None:
+        if array is None:
             return None
-        return self.xp.sum(d, axis=0) if len(given.shape) == 1 else d
+        return self.xp.sum(d, axis=0) if len(array.shape) == 1 else d
 
     def _valid(self, t: int) -> Array | bool:
         return True if self.mask is None else self.xp.reshape(self.mask[t], (self.rows, 1))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from anycell.exporter import c, machine, wasm
+from anycell.exporter import c, machine, operators, wasm
 from anycell.exporter.model import Model
 from anycell.exporter.program import VERSION, WEIGHTS, padded
 from anycell.exporter.schedule import Schedule
@@ -20,7 +20,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.parts import Part
 from anycell.requirement import installed
 
-TARGETS = ("c", *machine.PLATFORMS)
+TARGETS = ("c", *machine.PLATFORMS, "torch")
 STEPS = 32  # of the test vector
 # What C and C++ take as names of their own, and of headers, which a file of this name would hide.
 TAKEN = frozenset(
@@ -84,7 +84,8 @@ def export(
         the files: source or object file, header, a class of C++, a test program with inputs and
         expected outputs, and a ``CMakeLists.txt``, which builds the library and runs the test;
         weights, if they are apart. For "wasm32" also a module that runs as it is, and a script of
-        JavaScript that loads it.
+        JavaScript that loads it. For "torch" ``name.pt2``, a package of AOTInductor, and ``name.so``
+        with its operators, which a program loads first; both are for processors like this one.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected; for a
@@ -105,6 +106,10 @@ def export(
     if not fits or name in TAKEN:
         rule = "small letters, digits and _, and no word or header of C or C++"
         refuse("name", repr(name), f"a name that C accepts: {rule}")
+    if target == "torch":
+        if weights != "float32" or blob:
+            refuse("weights, blob", f"{weights!r}, {blob}", "'float32', False with target='torch'")
+        return _package(model, Path(out), name)
     platform = machine.PLATFORMS.get(target)
     passes = Model(_parts(model), 1 if platform is None else platform.lanes, weights, blob)
     files = _files(passes, platform, name)
@@ -113,6 +118,24 @@ def export(
     for file, content in files.items():
         (folder / file).write_bytes(content)
     return [folder / file for file in files]
+
+
+def _package(program: Any, folder: Path, name: str) -> list[Path]:
+    """Writes a program of ``torch.export`` as a package, and its layers as a library."""
+    if "anycell.torch" not in sys.modules or not isinstance(program, _packaged().KIND):
+        hint = "Call torch.export.export(model.eval(), inputs), and export what it returns."
+        refuse("model", type(program).__name__, "an ExportedProgram for 'torch'", hint, TypeError)
+    packaged, space = _packaged(), f"anycell_{name}"
+    layers = packaged.operators_of(program, operators.Operator)
+    folder.mkdir(parents=True, exist_ok=True)
+    package, library = folder / f"{name}.pt2", folder / f"{name}.so"
+    operators.write(layers, space, library, packaged.LIBRARIES)
+    packaged.package(program, space, layers, library, package)
+    return [package, library]
+
+
+def _packaged() -> Any:
+    return importlib.import_module("anycell.torch.packaged")
 
 
 def _parts(model: Any) -> Iterator[Part]:

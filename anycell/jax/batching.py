@@ -37,7 +37,7 @@ def foldable(arrays: Arrays, batched: Mapping[str, bool], wanted: Iterable[str] 
         arrays: of one element, or their shapes.
     """
     apart = {name for name, array in arrays.items() if row_axis(name, array) is None}
-    of_all = {name for name, one in batched.items() if one and name in apart}
+    of_all = {name for name, is_batched in batched.items() if is_batched and name in apart}
     return not (of_all or apart.intersection(wanted) or "seed" in arrays)
 
 
@@ -58,8 +58,8 @@ def unfold(array: Array, axis: int, size: int, rows: int) -> Array:
 def fold_all(arrays: Arrays, batched: Mapping[str, bool], size: int) -> dict[str, Array]:
     """Arrays of a call, folded where they have rows."""
     folded = {}
-    for name, one in element(arrays, batched).items():
-        array, axis = arrays[name], row_axis(name, one)
+    for name, values in element(arrays, batched).items():
+        array, axis = arrays[name], row_axis(name, values)
         folded[name] = array if axis is None else fold(array, axis, batched[name], size)
     return folded
 
@@ -77,6 +77,10 @@ def one_by_one(run: Callable[..., Any], flat: Sequence[Array], batched: Sequence
 
     def of_element(parts: list[Array]) -> Any:
         rest = iter(parts)
-        return run(*(next(rest) if one else a for a, one in zip(flat, batched, strict=True)))
+        return run(
+            *(next(rest) if is_batched else a for a, is_batched in zip(flat, batched, strict=True))
+        )
 
-    return jax.lax.map(of_element, [a for a, one in zip(flat, batched, strict=True) if one])
+    return jax.lax.map(
+        of_element, [a for a, is_batched in zip(flat, batched, strict=True) if is_batched]
+    )

@@ -44,11 +44,11 @@ def _scan(run: Recurrence, names: Sequence[str]) -> tuple[Any, Any]:
 
     def step(states: Any, now: Any) -> tuple[Any, Any]:
         t, parts = now
-        one = replace(
+        recurrence = replace(
             run, layer=layer, state=states, **{name: part[None] for name, part in parts.items()},
             begin=t, uniform=lambda seed, *of_mask: uniform(seed.words, *of_mask),
         )  # fmt: skip
-        after, final = one.sequences(names)
+        after, final = recurrence.sequences(names)
         return final, tuple(values[0] for values in after)
 
     first, times = run.initial(run.state), jnp.arange(run.steps, dtype=jnp.uint32)

@@ -96,8 +96,8 @@ def inlined(
             for v, array in zip(inner.constvars, getattr(closed, "consts", ()), strict=True):
                 inside[v] = variable(v.aval, constant=array)
             # JAX traces its own functions once: their lines are those of some earlier caller.
-            own = origin(inner)[1].startswith(PACKAGE)
-            results = inlined(inner, inside, equations, caller or (eqn if own else None))
+            of_jax = origin(inner)[1].startswith(PACKAGE)
+            results = inlined(inner, inside, equations, caller or (eqn if of_jax else None))
         else:
             results = [variable(v.aval, kind=kind) for v in eqn.outvars]
             where = place(caller or eqn)
@@ -140,6 +140,8 @@ def _folded(equation: Equation) -> float | None:
     name, operands = equation.name, equation.operands
     numbers = [v.number for v in operands]
     if not operands or len(equation.results) != 1:
+        return None
+    if equation.results[0].dtype.startswith("complex"):
         return None
     if name == "select_n" and len(numbers) == 3 and numbers[0] is not None:
         return numbers[1 + int(numbers[0])]

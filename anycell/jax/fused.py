@@ -77,10 +77,10 @@ def _fits(layer: Layer, arrays: Arrays) -> bool:
 @lru_cache(maxsize=1024)
 def _drafted(layer: Layer, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> bool:
     """Drafts all passes of a layer on a card; says whether there are kernels for them."""
-    flat = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    flat = [jax.ShapeDtypeStruct(*spec) for spec in shapes]
     passes = [partial(_forward, layer, keep) for keep in (False, True)]
     try:
-        _, (results, kept) = (jax.eval_shape(one, *flat) for one in passes)
+        _, (results, kept) = (jax.eval_shape(spec, *flat) for spec in passes)
         of_all = partial(_run_backward, layer=layer, wanted=("x",), arriving=("output",))
         jax.eval_shape(of_all, *flat, results[0], *jax.tree.leaves(kept))
     except card.Unfit:
@@ -126,11 +126,11 @@ def _composite(layer: Layer, arrays: Arrays) -> Results:
 
 def _seeded(layer: Layer, arrays: Arrays) -> tuple[Layer, Arrays]:
     """Moves the seed from the arrays to the options."""
-    given = dict(arrays)
-    if "seed" in given:
-        options = layer.options._replace(seed=Seed.of(given.pop("seed")))
+    seeded = dict(arrays)
+    if "seed" in seeded:
+        options = layer.options._replace(seed=Seed.of(seeded.pop("seed")))
         layer = layer._replace(options=options)
-    return layer, given
+    return layer, seeded
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
@@ -139,8 +139,8 @@ def _forward(layer: Layer, keep: bool, *flat: Array) -> tuple[Results, Any]:
     if layer.plan.engine == "gpu":
         plan = _kernels(layer, arrays)
         host = device.JaxDevice.of(plan.dtype)
-        found = device.forward(host, plan, arrays, layer.options, keep)
-        return (found[0], tuple(found[1]), ()), found[2]
+        results = device.forward(host, plan, arrays, layer.options, keep)
+        return (results[0], tuple(results[1]), ()), results[2]
     plan, keeps = _kernels(layer, arrays), keep or bool(layer.sequences)
     output, finals, kept = forward(Jax.of(plan.dtype), plan, arrays, layer.options, keep=keeps)
     others = sequences(layer, arrays, kept) if kept else []
@@ -199,8 +199,8 @@ def _backward_by_scan(*flat: Array, layer: Layer, wanted: Names, arriving: Names
     arrays, d = layer.named(flat[:count]), dict(zip(arriving, flat[count:], strict=False))
 
     def of_wanted(*some: Array) -> Flat:
-        given = arrays | dict(zip(wanted, some, strict=True))
-        return jax.tree.leaves(_composite(layer, given))
+        changed = arrays | dict(zip(wanted, some, strict=True))
+        return jax.tree.leaves(_composite(layer, changed))
 
     results, pull_back = jax.vjp(of_wanted, *(arrays[name] for name in wanted))
     names = zip(layer.results, results, strict=True)
@@ -213,8 +213,8 @@ def _linear_by_scan(*flat: Array, layer: Layer, moved: Names) -> Flat:
     arrays, tangents = layer.named(flat[:count]), flat[count : count + len(moved)]
 
     def of_moved(*some: Array) -> Flat:
-        given = arrays | dict(zip(moved, some, strict=True))
-        return jax.tree.leaves(_composite(layer, given))
+        changed = arrays | dict(zip(moved, some, strict=True))
+        return jax.tree.leaves(_composite(layer, changed))
 
     _, derivative = jax.jvp(of_moved, tuple(arrays[name] for name in moved), tangents)
     return derivative
@@ -227,12 +227,12 @@ def _cut(
     """Describes how a layer, its step or its backward pass may be cut for several devices."""
     arrays = layer.named(flat[: len(layer.arrays)])
     axes = [batching.row_axis(name, array) for name, array in arrays.items()]
-    given = [*axes, *[1] * (len(flat) - len(axes))]  # gradients of results, and what is kept
+    result_axes = [*axes, *[1] * (len(flat) - len(axes))]  # gradients of results, and what is kept
     seed = layer.arrays.index("seed") if "seed" in layer.arrays else None
     if not arriving:
-        return sharding.Cut(given, [1] * len(made), [None] * len(made), seed)
+        return sharding.Cut(result_axes, [1] * len(made), [None] * len(made), seed)
     like = [layer.arrays.index(name) for name in wanted]
-    return sharding.Cut(given, [axes[i] for i in like], like, seed)
+    return sharding.Cut(result_axes, [axes[i] for i in like], like, seed)
 
 
 def primitive_of(

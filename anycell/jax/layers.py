@@ -182,10 +182,10 @@ class RNN(Explained):
         declared, bound = {p.name: p.initial for p in self.cell.params}, self.hidden_size**-0.5
         keys = jax.random.split(key, len(self.shapes))
         params = {}
-        for (name, shape), one in zip(self.shapes.items(), keys, strict=True):
+        for (name, shape), seed in zip(self.shapes.items(), keys, strict=True):
             value = declared.get(name.rpartition("_l")[0])
             if value is None:
-                params[name] = jax.random.uniform(one, shape, dtype, -bound, bound)
+                params[name] = jax.random.uniform(seed, shape, dtype, -bound, bound)
             else:
                 params[name] = jnp.full(shape, value, dtype)
         return params
@@ -232,11 +232,11 @@ class RNN(Explained):
         like, directions = params["weight_ih_l0"], 1 + self.bidirectional
         check_input(Jax, x, (*AXES[self.batch_first], self.input_size), like)
         training = boolean("training", training)
-        how = Options(
+        options = Options(
             reverse=(False, True)[:directions], training=training, checkpoint=self.checkpoint,
             **check_options(arguments, function=type(self).__call__),
         )  # fmt: skip
-        layer = planned(self._layer()._replace(options=how), like.dtype, engine)
+        layer = planned(self._layer()._replace(options=options), like.dtype, engine)
         words = seed_words(self.cell, seed) if training and self.draws else None
         weights = []
         for k in range(self.num_layers):
@@ -350,9 +350,9 @@ class RNN(Explained):
             refuse("params", f"{faults[0]!r}, {kind}", known, "Pass all of them, and no other.")
         params = as_arrays(dict(params))
         first, *_ = shapes
-        what = f"by the sizes of the layer and the dtype of {first}"
+        sizes = f"by the sizes of the layer and the dtype of {first}"
         for name, shape in shapes.items():
-            Jax.check_array(name, params[name], shape, what, params[first])
+            Jax.check_array(name, params[name], shape, sizes, params[first])
         return params
 
     def _dropped(self, x: Array, k: int, words: Array) -> Array:

@@ -37,20 +37,20 @@ def call_of_module(**elsewhere: str) -> Callable[[Call], Call]:
     def declare(call: Call) -> Call:
         signature = inspect.signature(call)
         *before, _ = signature.parameters.values()
-        theirs = inspect.signature(RNN.__call__).parameters.values()
+        parameters = inspect.signature(RNN.__call__).parameters.values()
         known = {*signature.parameters, *elsewhere}
-        whole = [*before, *(p for p in theirs if p.name not in known)]
+        whole = [*before, *(p for p in parameters if p.name not in known)]
 
         @functools.wraps(call)
-        def checked(self: Any, *args: Any, **given: Any) -> Any:
-            for name, value in given.items():
+        def checked(self: Any, *args: Any, **named: Any) -> Any:
+            for name, value in named.items():
                 if name in elsewhere:
                     expected = "no such argument of a module"
                     refuse(name, describe(value), expected, elsewhere[name], TypeError)
             taken = checked.__signature__.parameters  # type: ignore[attr-defined]
-            unknown = {name: value for name, value in given.items() if name not in taken}
+            unknown = {name: value for name, value in named.items() if name not in taken}
             check_options(unknown, (), checked)
-            return call(self, *args, **given)
+            return call(self, *args, **named)
 
         checked.__signature__ = signature.replace(parameters=whole)  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]

@@ -222,11 +222,11 @@ def tried(body: Body, closed: Any) -> str:
     def both(started: list[np.ndarray]) -> Any:
         for i, array in zip(small, started, strict=True):
             arrays[i] = array
-        theirs, mine = (program(arrays, directions) for program in programs)
-        for name, array in theirs.items():  # where the loop has no number, any will do
-            mine[name] = np.where(np.isfinite(array), mine[name], 0.0)
-            theirs[name] = np.where(np.isfinite(array), array, 0.0)
-        return theirs, mine
+        of_jax, of_kernel = (program(arrays, directions) for program in programs)
+        for name, array in of_jax.items():  # where the loop has no number, any will do
+            of_kernel[name] = np.where(np.isfinite(array), of_kernel[name], 0.0)
+            of_jax[name] = np.where(np.isfinite(array), array, 0.0)
+        return of_jax, of_kernel
 
     dtype = "float64" if body.dtype == "float64" else "float64 of float32 constants"
     return proof.tried([shapes[i].shape for i in small], both, dtype) or ""

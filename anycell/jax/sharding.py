@@ -118,7 +118,7 @@ def _numbered(cut: Cut, seed: int, flat: Sequence[Array], index: Array) -> tuple
     return tuple(arguments)
 
 
-def _even(kernels: Callable[..., Flat], cut: Cut, given: Sequence[Any], count: int) -> bool:
+def _even(kernels: Callable[..., Flat], cut: Cut, inputs: Sequence[Any], count: int) -> bool:
     """Whether the pass of each of ``count`` equal parts of the rows makes its part of the results.
 
     It does not where the rows cannot be divided, or where chunks of time, on whose length the
@@ -134,26 +134,26 @@ def _even(kernels: Callable[..., Flat], cut: Cut, given: Sequence[Any], count: i
             cut_shapes.append((tuple(shape), array.dtype))
         return cut_shapes
 
-    shapes = parts(given, cut.arguments[:-1])
+    shapes = parts(inputs, cut.arguments[:-1])
     if any(size != int(size) for shape, _ in shapes for size in shape):
         return False
     small = [jax.ShapeDtypeStruct(tuple(map(int, shape)), dtype) for shape, dtype in shapes]
-    right = parts(jax.eval_shape(kernels, *map(_shape, given)), cut.results)
+    right = parts(jax.eval_shape(kernels, *map(_shape, inputs)), cut.results)
     return [(a.shape, a.dtype) for a in jax.eval_shape(kernels, *small)] == right
 
 
-def _factors(cut: Cut, given: Sequence[int], made: Sequence[int]) -> str:
+def _factors(cut: Cut, ranks: Sequence[int], made: Sequence[int]) -> str:
     """Shardy's rule, in which axes of one name are sharded alike.
 
     Args:
-        given, made: the ranks of arguments and results.
+        ranks, made: the ranks of arguments and results.
     """
     numbers = itertools.count()
 
     def named(rank: int, axis: int | None) -> list[str]:
         return ["rows" if i == axis else f"a{next(numbers)}" for i in range(rank)]
 
-    arguments = [*map(named, given, cut.arguments)]
+    arguments = [*map(named, ranks, cut.arguments)]
     results = [
         named(rank, axis) if like is None else arguments[like]
         for rank, axis, like in zip(made, cut.results, cut.like, strict=True)

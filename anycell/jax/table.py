@@ -23,6 +23,9 @@ INSTEAD = {
     "scan": "a loop of few turns, or its steps one after the other",
     "cond": "jnp.where(condition, a, b)",
     "sort": "a cell without sorting",
+    "top_k": "a cell without sorting",
+    "conv_general_dilated": "a product with the matrix of the convolution",
+    "fft": "a product with the matrix of the transform, in real numbers",
     "rem": "a counter of whole numbers, which no state of floats enters",
     "custom_vjp_call": "the function without custom_vjp, with jax.lax.stop_gradient where needed",
 }
@@ -41,8 +44,8 @@ class Arrays(read.Arrays):
 def _select_n(reader: Reader, condition: Any, *cases: Any, **_: Any) -> Any:
     if isinstance(condition, tuple):  # the first that holds, or the first case
         chosen = cases[0]
-        for one, case in zip(reversed(condition), reversed(cases), strict=True):
-            chosen = reader.where(one, case, chosen)
+        for flag, case in zip(reversed(condition), reversed(cases), strict=True):
+            chosen = reader.where(flag, case, chosen)
         return chosen
     if len(cases) != 2 or not condition.boolean:
         reader.graph.refuse("this selects among more than two values", "jnp.where, once or nested")

@@ -217,14 +217,14 @@ def _become(layer: Any, kind: type[keras.layers.RNN] | type[Fused]) -> None:
 def _swapped(kind: type[keras.layers.RNN], of_anycell: bool) -> type[Fused]:
     """Returns the class for layers of ``kind``, whose cells are anycell's or Keras's."""
     base = _base(kind)
-    ours = RNN if of_anycell else _SWAPS[base]
+    fused = RNN if of_anycell else _SWAPS[base]
     if kind is base:
-        return ours
+        return fused
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     if of_anycell:  # RNN(cell, units) takes other arguments than the subclass
         made = "__init__", "get_config", "from_config"
         names |= {name: inspect.getattr_static(kind, name) for name in made}
-    derived: type[Fused] = type(kind.__name__, (ours, kind), names)
+    derived: type[Fused] = type(kind.__name__, (fused, kind), names)
     # Files store the name of the subclass, so that reading them makes a layer of the subclass.
     object_registration.GLOBAL_CUSTOM_NAMES[derived] = keras.saving.get_registered_name(kind)
     _BACK[derived] = kind
@@ -269,5 +269,5 @@ def _kind(layer: keras.layers.Layer) -> str:
 def _check(model: object, asked: str = "accelerate") -> None:
     if not isinstance(model, keras.layers.Layer):
         hint = f"Call it first: {asked}(Model())." if isinstance(model, type) else "Pass a model."
-        given = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"model: given {given}; expected a model or layer of Keras. {hint}")
+        kind = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model: given {kind}; expected a model or layer of Keras. {hint}")

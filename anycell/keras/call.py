@@ -58,36 +58,36 @@ def check(layer: Layer, arrays: Arrays) -> None:
             expect(name, arrays[name].shape[::-1], (rows, steps), "rows, steps")
 
 
-def tensor(given: Any, dtype: str | None = None) -> Tensor:
-    """Converts ``given`` to a tensor; ``keras.ops`` alone leaves TensorFlow's variables unchanged.
+def tensor(value: Any, dtype: str | None = None) -> Tensor:
+    """Converts ``value`` to a tensor; ``keras.ops`` alone leaves TensorFlow's variables unchanged.
 
     Args:
         dtype: the dtype for lists and tuples of numbers, which would otherwise become float32.
     """
-    read = getattr(given, "read_value", None)
+    read = getattr(value, "read_value", None)
     if read is not None:
         return read()
-    return ops.convert_to_tensor(given, dtype if isinstance(given, (list, tuple)) else None)
+    return ops.convert_to_tensor(value, dtype if isinstance(value, (list, tuple)) else None)
 
 
-def real(name: str, given: Tensor) -> Tensor:
-    """Returns ``given``; refuses complex numbers, of which a cast silently keeps the real part.
+def real(name: str, value: Tensor) -> Tensor:
+    """Returns ``value``; refuses complex numbers, of which a cast silently keeps the real part.
 
     Raises:
         TypeError: for complex numbers.
     """
-    if "complex" in str(given.dtype):
-        kind = backend.standardize_dtype(given.dtype)
+    if "complex" in str(value.dtype):
+        kind = backend.standardize_dtype(value.dtype)
         hint = "Pass its parts as features: keras.ops.real(x), keras.ops.imag(x)."
         refuse(name, kind, "real numbers", hint, TypeError)
-    return given
+    return value
 
 
-def for_all(given: Tensor, like: Tensor) -> Tensor:
+def for_all(value: Tensor, like: Tensor) -> Tensor:
     """Repeats a single row for all rows of ``like``, like Keras's loop."""
-    if given.shape[:1] != (1,) or len(given.shape) != 2 or like.shape[0] == 1:
-        return given
-    return ops.broadcast_to(given, (ops.shape(like)[0], ops.shape(given)[1]))
+    if value.shape[:1] != (1,) or len(value.shape) != 2 or like.shape[0] == 1:
+        return value
+    return ops.broadcast_to(value, (ops.shape(like)[0], ops.shape(value)[1]))
 
 
 def flags(name: str, values: Tensor) -> Tensor:
@@ -133,11 +133,11 @@ def named_states(cell: Cell, states: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(state_names("state", cell), states, strict=True))
 
 
-def expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str) -> None:
+def expect(name: str, value: Any, expected: tuple[int | None, ...], meaning: str) -> None:
     """Refuses any shape but the expected one; ``meaning`` names its axes."""
-    if getattr(given, "rank", 0) is None:  # TensorFlow does not know its shape yet
+    if getattr(value, "rank", 0) is None:  # TensorFlow does not know its shape yet
         return
-    sizes = tuple(given)
+    sizes = tuple(value)
     if sizes == expected:
         return
     pairs = zip(sizes, expected, strict=False)
@@ -149,9 +149,9 @@ def expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str
 def lowered(layer: Layer, arrays: Arrays) -> tuple[Layer, dict[str, Tensor]]:
     """Returns the call and its arrays with the names and layouts of ``anycell.layer``."""
     below = dict(arrays)
-    for theirs, ours in KERNELS.items():
-        if theirs in below:
-            below[ours] = below.pop(theirs).T
+    for keras_name, our_name in KERNELS.items():
+        if keras_name in below:
+            below[our_name] = below.pop(keras_name).T
     for name in below:
         if name.startswith(OF_STATES):
             below[name] = below[name][None]

@@ -223,15 +223,15 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     def call(self, inputs: Tensor, states: Any, training: bool = False) -> tuple[Tensor, Any]:
         """Returns output ``[B, size]`` and new states for inputs ``[B, I]`` and previous states."""
         nested = isinstance(states, (list, tuple))
-        given = list(states) if nested else [states]
-        how = Options(training=bool(training))
-        layer = Layer(self.cell, self.all_sizes, how, outputs=False)
+        before = list(states) if nested else [states]
+        options = Options(training=bool(training))
+        layer = Layer(self.cell, self.all_sizes, options, outputs=False)
         if training:
             self._check_masks(inputs)
-        more = self.masks(inputs, given[0], bool(training))
+        more = self.masks(inputs, before[0], bool(training))
         factor = more.pop("factor", None)
         x = inputs if factor is None else inputs * factor
-        _, new = composite(layer, self.gather(ops.expand_dims(x, 0), given, **more))
+        _, new = composite(layer, self.gather(ops.expand_dims(x, 0), before, **more))
         return new[0], (list(new) if nested else new[0])
 
     def masks(self, x: Tensor, state: Tensor, training: bool) -> dict[str, Tensor]:
@@ -304,9 +304,9 @@ def gathered(
     cell: Any, step: Cell, arrays: Arrays, states: Sequence[Tensor], read: Callable[[Any], Tensor]
 ) -> dict[str, Tensor]:
     """Returns the arrays, and the states, recurrent kernel and biases of a cell, by ``read``."""
-    given = {**arrays, "recurrent_kernel": cell.recurrent_kernel, "bias_ih": cell.bias}
-    given |= named_states(step, states)
-    tensors = {name: read(array) for name, array in given.items() if array is not None}
+    named = {**arrays, "recurrent_kernel": cell.recurrent_kernel, "bias_ih": cell.bias}
+    named |= named_states(step, states)
+    tensors = {name: read(array) for name, array in named.items() if array is not None}
     bias = tensors.get("bias_ih")
     if bias is not None and len(bias.shape) == 2:
         tensors["bias_ih"], tensors["bias_hh"] = bias[0], bias[1]

@@ -33,9 +33,9 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
     if quantized(arrays):
         arrays = dequantized(arrays)
     arrays = dict(arrays)
-    for theirs, ours in KERNELS.items():
-        if ours in arrays:
-            arrays[theirs] = ops.transpose(arrays.pop(ours))
+    for keras_name, our_name in KERNELS.items():
+        if our_name in arrays:
+            arrays[keras_name] = ops.transpose(arrays.pop(our_name))
     narrow = backend.standardize_dtype(arrays["x"].dtype)
     if DTYPES.get(narrow, DTYPES["float32"]).mixed:
         wide = DTYPES[narrow].math.name
@@ -178,8 +178,8 @@ class _Step(Recurrence):
         if len(value.shape) == 2 and (value.shape[0] != 1 or self.gates_x.shape[1] == 1):
             return value
         rows = self.gates_x[0] if self.state is None else self.state[0]
-        one = self.xp.zeros_like(rows[:, :1])
-        return value + (one + ops.zeros((self.size[size],), one.dtype))
+        zero = self.xp.zeros_like(rows[:, :1])
+        return value + (zero + ops.zeros((self.size[size],), zero.dtype))
 
     def _linear(self, node: Expr, t: int, values: Any) -> Tensor:
         """Does one matmul for all outputs of the node's matmul; the oracle does one for each."""

@@ -78,9 +78,9 @@ class KerasCompression(Compression, of=[keras.layers.Layer]):
             new = keras.layers.Bidirectional(new, backward_layer=back[0])
         new.build(_input_shape(parts[0]))
         for name, weight in weights_of(new).items():
-            given = learned.get(place(name, 0))
+            values = learned.get(place(name, 0))
             # Keras has a single bias if both are only added: the other bias starts at 0.
-            weight.assign(0.0 if given is None else numbers(given))
+            weight.assign(0.0 if values is None else numbers(values))
         return new
 
     # -- weights of 8 bits -----------------------------------------------------------------------
@@ -137,10 +137,10 @@ class KerasCompression(Compression, of=[keras.layers.Layer]):
             source = instead.get(id(old), old)
             if isinstance(made, Quantized):
                 made.error = source.error
-            theirs, ours = (
+            before, after = (
                 [*l._trainable_variables, *l._non_trainable_variables] for l in (source, made)
             )
-            for value, variable in zip(theirs, ours, strict=True):
+            for value, variable in zip(before, after, strict=True):
                 # A copy, because on JAX a model gives up its arrays, which would be the old one's.
                 variable.assign(np.array(ops.convert_to_numpy(value)))
         return new

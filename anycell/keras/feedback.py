@@ -171,9 +171,9 @@ class Feedback(Fed, Keywords, Explained, keras.layers.Layer):
         return self.layer._begin(x, state, None)
 
     def _flags(self, name: str, value: Any, shape: Any, axes: str, x: Tensor) -> Tensor:
-        given = flags(name, value)
-        expect(name, given.shape, shape, "rows, steps" if len(shape) == 2 else axes)
-        return given
+        values = flags(name, value)
+        expect(name, values.shape, shape, "rows, steps" if len(shape) == 2 else axes)
+        return values
 
     def _read_state(self, state: Tensor) -> Tensor:
         return ops.cast(self.readout(state), self.layer.cell.compute_dtype)

@@ -84,14 +84,14 @@ class TensorFlow(Numpy):
         cls, name: str, value: Any, shape: Sequence[Any], axes: str, like: Tensor
     ) -> Tensor:
         """Converts flags of this shape to bool; outside of graphs, their values must be 0 or 1."""
-        given = tf.convert_to_tensor(value)
-        if not given.shape.is_compatible_with(shape):
-            turned = given.shape.rank == 2 and given.shape[::-1].is_compatible_with(shape)
+        tensor = tf.convert_to_tensor(value)
+        if not tensor.shape.is_compatible_with(shape):
+            turned = tensor.shape.rank == 2 and tensor.shape[::-1].is_compatible_with(shape)
             hint = (
                 f"Transpose it: tf.transpose({name})." if turned else "Pass one per step and row."
             )
-            refuse(name, describe(given), f"bool {list(shape)}, {axes}", hint)
-        return flags(name, given)
+            refuse(name, describe(tensor), f"bool {list(shape)}, {axes}", hint)
+        return flags(name, tensor)
 
     @classmethod
     def check_counts(cls, name: str, value: Any, expected: str) -> tuple[Any, bool]:

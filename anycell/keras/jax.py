@@ -58,9 +58,9 @@ def run(layer: Layer, arrays: Arrays) -> Result:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(layer: Layer, arrays: Arrays) -> Result:
-    given = dict(dequantized(arrays) if quantized(arrays) else arrays)
-    drawn = given.pop("seed", None)
-    layer, below = lowered(layer, given)
+    plain = dict(dequantized(arrays) if quantized(arrays) else arrays)
+    drawn = plain.pop("seed", None)
+    layer, below = lowered(layer, plain)
     if drawn is not None:
         below["seed"] = _words(drawn)
     outputs, final, _ = fused.run(planned(layer, below["x"].dtype), below)

@@ -166,8 +166,8 @@ class Fused(Steps, Keywords, Explained):
         """Whether XLA may compile a model with this layer, for Keras: not if the layer would then
         lose its kernels.
         """
-        ours = choose(self._facts(False, gpu_visible(), asked())).name == "cpu"
-        return vars(self).get("supports_jit", True) and not (ours and obstacle_of_xla())
+        fused = choose(self._facts(False, gpu_visible(), asked())).name == "cpu"
+        return vars(self).get("supports_jit", True) and not (fused and obstacle_of_xla())
 
     @supports_jit.setter
     def supports_jit(self, value: bool) -> None:
@@ -302,12 +302,12 @@ class DropIn(Fused):
         resets: Tensor = None,
     ) -> Any:
         """Runs the layer as Keras's does, and with ``resets`` as ``RNN`` does."""
-        given = {"initial_state": initial_state, "training": training}
+        named = {"initial_state": initial_state, "training": training}
         if resets is None:
-            return super().call(sequences, mask=mask, **given)  # type: ignore[misc]
+            return super().call(sequences, mask=mask, **named)  # type: ignore[misc]
         mask = attached_mask(sequences) if mask is None else mask  # see `RNN.call`
         with self._beside(resets=resets):
-            return super().call(sequences, mask=mask, **given)  # type: ignore[misc]
+            return super().call(sequences, mask=mask, **named)  # type: ignore[misc]
 
     def _step(self) -> Cell | str:
         obstacle, kind = changed(self.cell), _KINDS.get(type(self.cell))
@@ -318,8 +318,8 @@ class DropIn(Fused):
             if hasattr(self.cell, argument):
                 name = _name(getattr(self.cell, argument))
                 if name is None:
-                    given = getattr(self.cell, argument)
-                    shown = getattr(given, "__name__", type(given).__name__)
+                    value = getattr(self.cell, argument)
+                    shown = getattr(value, "__name__", type(value).__name__)
                     return f"{argument}={shown} is not in the cell language"
                 named[argument] = name
         structure = {n: getattr(self.cell, n) for n in kind.symbolic.structure if n not in named}
@@ -527,19 +527,20 @@ class OfCell(DropIn, keras.layers.RNN):
         facts = self._facts_of(step, on_gpu(sequences), refusal(sequences))
         if choose(facts).name not in OURS or _arguments.get().get("resets") is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
-        if isinstance(step, str):  # it was not read when it was called first
+        # Perhaps the step was not read when it was called first.
+        if isinstance(step, str) or reading.short(sequences, states):
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         if mask is not None:
             mask = for_all(_as_tensor(mask, sequences), sequences)
             shape = (*ops.shape(mask), *[1] * (len(sequences.shape) - 2))
             present = ops.reshape(mask, shape)
             sequences = ops.where(present, sequences, ops.zeros_like(sequences))
-        how = reading.LoopOptions(
+        loop = reading.LoopOptions(
             self.go_backwards, self.zero_output_for_mask, self.return_sequences
         )
-        own = reading.CellStep(self.cell, training, sort.structure)
+        of_cell = reading.CellStep(self.cell, training, sort.structure)
         flat = tree.flatten(self._lasting(states))
-        return reading.loop(step, reading.LoopCall(own, sequences, flat, masks, mask, how))
+        return reading.loop(step, reading.LoopCall(of_cell, sequences, flat, masks, mask, loop))
 
     @property
     def text(self) -> str | None:
@@ -620,12 +621,12 @@ class RNN(Fused, keras.layers.RNN):
         super().__init__(inner, **of_layer, **of_both)
         self.input_spec = keras.InputSpec(ndim=3)
 
-    def _refuse_unknown(self, cell: Cell, given: Mapping[str, Any]) -> None:
+    def _refuse_unknown(self, cell: Cell, named: Mapping[str, Any]) -> None:
         known = {*inspect.signature(RNNCell).parameters, *declared_sizes(cell)}
-        for name in sorted(given.keys() - known):
+        for name in sorted(named.keys() - known):
             remedy = f"Arguments are those of {type(self).__name__} and RNNCell."
             if name in (*cell.hyper, *cell.structure):
-                remedy = f"The cell takes it: write {cell.name}({name}={given[name]!r})."
+                remedy = f"The cell takes it: write {cell.name}({name}={named[name]!r})."
             raise ValueError(
                 f"{type(self).__name__}: given an unknown keyword argument {name!r}. {remedy}"
             )
@@ -664,8 +665,8 @@ class RNN(Fused, keras.layers.RNN):
         factor = drawn.pop("factor", None)
         static = _arguments.get().get("static")
         if static is not None:
-            given = real("static", tensor(static, self.cell.compute_dtype))
-            drawn["static"] = ops.cast(given, self.cell.compute_dtype)
+            values = real("static", tensor(static, self.cell.compute_dtype))
+            drawn["static"] = ops.cast(values, self.cell.compute_dtype)
         return self.cell.gather(x if factor is None else x * factor, states, **drawn)
 
     def reset_state(self) -> None:

@@ -14,6 +14,7 @@ from anycell.keras.call import Tensor
 from anycell.keras.graph import ROWS, Traced, World, eagerly
 from anycell.keras.steps import Arrays, Step
 from anycell.keras.steps import loop as loop
+from anycell.keras.tensorflow import through_python as through_python
 from anycell.read import Outer, Refused, Rule, Variable, row
 from anycell.read.proof import STEPS, difference
 
@@ -181,8 +182,8 @@ def _compared(step: Step) -> str | None:
         grads = tape.gradient(list(named.values()), watched, weights, unconnected_gradients="zero")
         named |= {f"the gradient of {name}": grad for name, grad in grads.items()}
         results.append({name: tf.convert_to_tensor(v).numpy() for name, v in named.items()})
-    expected, found = results
-    return difference(expected, found, "float64", "random states and states of zeros")
+    of_step, of_reading = results
+    return difference(of_step, of_reading, "float64", "random states and states of zeros")
 
 
 def _sample(outer: Any, rng: np.random.Generator) -> Tensor:

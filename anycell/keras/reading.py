@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +15,14 @@ from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers
 
 from anycell.keras.call import Tensor
 from anycell.read import Refused, definition
+from anycell.read.places import module_variables
 from anycell.recent import add_recent
 
 _MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a call
 _HOMES = {"tensorflow": "read", "jax": "jax", "torch": "torch"}
 _PLAIN = (int, float, bool, str, type(None))
 MOST = 16  # readings that a layer keeps
+SHORT, FEW = 12, 8192  # steps, and numbers in the states, up to which Keras's loop may be faster
 _Key = tuple[Any, ...]
 
 
@@ -121,6 +124,18 @@ def unreadable() -> str | None:
     return why
 
 
+def short(sequences: Tensor, states: Any) -> bool:
+    """Whether Keras's loop over so few steps of few numbers takes less time, as measured: where a
+    graph calls a kernel through Python.
+    """
+    rows, steps = sequences.shape[:2]
+    if keras.backend.backend() != "tensorflow" or None in (rows, steps):
+        return False
+    numbers = sum(rows * math.prod(state.shape[1:]) for state in tree.flatten(states))
+    few: bool = 1 < steps <= SHORT and numbers <= FEW
+    return few and _home().through_python()
+
+
 def _spec(tensor: Any) -> tuple[tuple[int | None, ...], str]:
     """The shape of a tensor without the batch, and its dtype."""
     sizes = tuple(tensor.shape)[1:]
@@ -219,7 +234,8 @@ def _plain(value: Any, depth: int = 3) -> Any:
     if isinstance(value, types.FunctionType):
         around = value.__globals__
         parts += [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
-        parts += [around[name] for name in value.__code__.co_names if name in around]
+        names = sorted(module_variables(value.__code__) & around.keys())
+        parts += [around[name] for name in names]
     elif isinstance(value, (list, tuple, dict)):
         parts = [len(value), *(value.values() if isinstance(value, dict) else value)]
     if depth == 0 or len(parts) > MOST:

@@ -60,8 +60,8 @@ class Arrays(read.Arrays):
         if len(unknown) == 1:
             shape = [-1 if size is None else size for size in shape]
         elif unknown:  # of leading axes, which stay
-            given = tf.shape(array)
-            shape = [given[axis] if size is None else size for axis, size in enumerate(shape)]
+            sizes = tf.shape(array)
+            shape = [sizes[axis] if size is None else size for axis, size in enumerate(shape)]
         return tf.reshape(array, shape)
 
     @staticmethod

@@ -58,14 +58,16 @@ class Packed(Prepared):
         kinds: Any = keras.Variable, Callable
         self.of_cell = vars(layer.cell)
         holders = self.of_cell, getattr(layer.cell, "_further", {})
-        self.note(layer, [(h, n) for h in holders for n, v in h.items() if isinstance(v, kinds)])
+        places = [(h, n) for h in holders for n, v in h.items() if isinstance(v, kinds)]
         dtype = layer.cell.compute_dtype
         plan: Any = planned(described(layer)._replace(dtype=dtype))
         here = layer.engine.name == "cpu" and keras.backend.backend() != "jax"
+        stream = None
         if here and steps(plan) and not hasattr(layer, "rounded"):
             learned = weights_of(layer, parts=True).items()
             weights = {n: np.array(ops.convert_to_numpy(array_of(w)), dtype) for n, w in learned}
-            self.stream = Stream(Numpy.of(dtype), plan, [weights], threads.current())
+            stream = Stream(Numpy.of(dtype), plan, [weights], threads.current())
+        super().__init__(layer, places, stream=stream)
 
     def stale(self, layer: Any) -> bool:
         return super().stale(layer) or vars(layer.cell) is not self.of_cell
@@ -120,14 +122,14 @@ class Steps:
         self._forwards("step")
         dtype = me.cell.compute_dtype
         x = one_step(me, x, dtype)
-        given = self._begin(x, states, resets)
+        before = self._begin(x, states, resets)
         packed = self._prepared
         eager = hasattr(x, "numpy")  # symbols of a graph lack this method
         stream = None if packed.stale(me) else packed.stream
-        if stream is not None and eager and not recorded((x, *given, static)):
-            return self._packed_step(stream, x, given, static)
+        if stream is not None and eager and not recorded((x, *before, static)):
+            return self._packed_step(stream, x, before, static)
         with me._beside(static=static), backend.AutocastScope(dtype):
-            last, _, final = me.inner_loop(ops.expand_dims(x, 1), given, None, False)
+            last, _, final = me.inner_loop(ops.expand_dims(x, 1), before, None, False)
         return last, list(final)
 
     def _begin(self, x: Tensor, states: Any, resets: Tensor) -> list[Tensor]:

@@ -97,6 +97,11 @@ def refusal(gpu: bool) -> str | None:
     return None
 
 
+def through_python() -> bool:
+    """Whether a graph is being traced that calls the kernels through Python."""
+    return not (tf.executing_eagerly() or compiled() or gpu_visible())
+
+
 def unfit(layer: Layer, gpu: bool) -> str | None:
     """Why no kernels run a layer here, or None."""
     chosen = planned(layer, "gpu" if gpu else "cpu")
@@ -258,8 +263,8 @@ _OF_NO_GRADIENT = {"x", *FLAGS}  # x has a gradient, but its own place, before a
 
 def _carries_tangents(tensors: Iterable[Any]) -> bool:
     """Whether a ``tf.autodiff.ForwardAccumulator`` watches one of the tensors."""
-    given = [t for t in tensors if isinstance(t, tf.Tensor)]
-    return bool(forwardprop_util.pack_tangents(given).tangents)
+    present = [t for t in tensors if isinstance(t, tf.Tensor)]
+    return bool(forwardprop_util.pack_tangents(present).tangents)
 
 
 def _unlooped(layer: Layer, x: Tensor) -> Layer:
@@ -323,17 +328,17 @@ def _one_by_one(count: int, again: Callable[..., list[Tensor]], operation: Any) 
             "Call tf.map_fn in its place, or the layer within anycell.keras.step_by_step().",
             NotImplementedError,
         )
-    given = operation.inputs[count:]
+    arriving = operation.inputs[count:]
     kinds = [output.dtype for output in operation.outputs[:count]]
 
     def one(i: Tensor) -> list[Tensor]:
-        return again(*(part.t[i] if part.is_stacked else part.t for part in given))
+        return again(*(part.t[i] if part.is_stacked else part.t for part in arriving))
 
     iterations = tf.range(operation.pfor.loop_len_vector[0])
     results = tf.map_fn(one, iterations, fn_output_signature=kinds)
     for result, output in zip(results, operation.outputs, strict=False):
         result.set_shape([None, *output.shape])
-    return [*(wrap(result) for result in results), *given]
+    return [*(wrap(result) for result in results), *arriving]
 
 
 def _ends(kernels: Kernels, *tensors: Tensor) -> list[Tensor]:

@@ -75,11 +75,11 @@ def _visible(values: Any) -> bool:
     return not tf.is_tensor(values) or hasattr(values, "numpy")
 
 
-def _seed(given: int | None) -> Tensor:
+def _seed(seed: int | None) -> Tensor:
     """The seed of random masks as two words; see ``lowered``. Each run draws one if None is given.
 
     The kernel draws the same masks for a number as in every other frontend.
     """
-    if given is None:
+    if seed is None:
         return tf.random.uniform([2], maxval=2**31 - 1, dtype=tf.int64)
-    return tf.constant([given % 2**31, given >> 31], tf.int64)
+    return tf.constant([seed % 2**31, seed >> 31], tf.int64)

@@ -296,9 +296,11 @@ class Cell:
         for l in self.linears:
             split += [(l.in_size, l.heads, l), (l.out_size, l.heads, l)]
         split += [(s, n.attrs[0], n) for n, s in self.sizes.items() if n.op in REDUCTIONS]
-        for size, count, what in split:
+        for size, count, label in split:
             if size == ONE and count > 1:
-                problem = f"Cell {self.name}: `{what}` splits a value of size 1 into {count} heads."
+                problem = (
+                    f"Cell {self.name}: `{label}` splits a value of size 1 into {count} heads."
+                )
                 fail(problem, "leave out heads=.")
         self._split = split
         self.key: str = _canonical(self)
@@ -310,8 +312,8 @@ class Cell:
         further = {l.shared: l.bias for l in self.linears if l.name != RECURRENT}
         matmuls += [(name, f"linear(..., {name!r})", bias) for name, bias in further.items()]
         learned = [
-            (f"{kind}_{name}", f"the {kind} of {what}")
-            for name, what, bias in matmuls
+            (f"{kind}_{name}", f"the {kind} of {label}")
+            for name, label, bias in matmuls
             for kind in ("weight", "bias")[: 1 + bias]
         ]
         learned += [(name, f"the parameter {name!r}") for name in self.param_names]
@@ -321,20 +323,20 @@ class Cell:
                 f"Cell {self.name}: the parameter {name!r} has the name of an array of each call.",
                 f"rename it; these names are taken: {', '.join(sorted(ARRAYS))}.",
             )
-        for name, what in learned:
+        for name, label in learned:
             if name.endswith("_reverse"):
                 fail(
-                    f"Cell {self.name}: a layer learns {what}; names that end in '_reverse' belong "
-                    "to the reverse direction.",
+                    f"Cell {self.name}: a layer learns {label}; names that end in '_reverse' "
+                    "belong to the reverse direction.",
                     "rename it.",
                 )
             if name in taken:
                 fail(
-                    f"Cell {self.name}: a layer learns {taken[name]} and {what}, both by the name "
+                    f"Cell {self.name}: a layer learns {taken[name]} and {label}, both by the name "
                     f"{name}.",
                     "rename one of them.",
                 )
-            taken[name] = what
+            taken[name] = label
 
     def _unpacked(self, error: ValueError) -> str:
         """Python's error about unpacking, with the line of the cell and the declared names."""
@@ -383,8 +385,8 @@ class Cell:
                         "change the hyperparameter, or the bounds.",
                     )
 
-    def _check_result(self, result: Any, given: set[Expr]) -> tuple[Expr, ...]:
-        """Returns one node per state, made only from nodes that the function was ``given``."""
+    def _check_result(self, result: Any, known: set[Expr]) -> tuple[Expr, ...]:
+        """Returns one node per state, made only from nodes that the function was ``known``."""
         names = " ".join(self.state_names)
         results = result if isinstance(result, (tuple, list)) else (result,)
         if isinstance(result, Gates) or len(results) != len(self.states):
@@ -410,7 +412,7 @@ class Cell:
                 fail(problem, "where(condition, 1.0, 0.0).")
             out.append(node)
         for node in topological(out):
-            if node.op not in TABLE and node.op != "const" and node not in given:
+            if node.op not in TABLE and node.op != "const" and node not in known:
                 fail(
                     f"Cell {self.name} returned a value made of `{node}`, which belongs to another "
                     "cell.",
@@ -427,7 +429,7 @@ class Cell:
         Raises:
             ValueError: naming the size, what splits it, and sizes to choose.
         """
-        for symbol, count, what in self._split:
+        for symbol, count, label in self._split:
             size = sizes.get(symbol, 0)
             if size % count:
                 below = size - size % count
@@ -435,8 +437,8 @@ class Cell:
                 raise ValueError(
                     f"Cell {self.name}: given {symbol}={size}"
                     f"{' (the hidden size)' * (symbol == 'H')}; expected a multiple of {count}, "
-                    f"because `{what}` splits the units into {count} equal parts. Choose {choice}, "
-                    "or other heads or groups in the cell."
+                    f"because `{label}` splits the units into {count} equal parts. Choose "
+                    f"{choice}, or other heads or groups in the cell."
                 )
 
 

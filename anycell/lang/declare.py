@@ -197,12 +197,12 @@ SYMBOL = re.compile(r"[A-Za-z]\w*")
 SIZE = re.compile(rf"{SYMBOL.pattern}|{ONE}")
 
 
-def words(text: str | Sequence[str], what: str) -> list[tuple[str, str | None, str | None]]:
+def words(text: str | Sequence[str], label: str) -> list[tuple[str, str | None, str | None]]:
     """Splits ``"h:P c m=-inf"``, or a list of such words, into (name, size, value)."""
-    declared = f"@cell({what}={brief(text)})"
-    form, example = _FORMS[what]
-    example = f'{what}="{example}"'
-    several = isinstance(text, (list, tuple)) and what != "static"
+    declared = f"@cell({label}={brief(text)})"
+    form, example = _FORMS[label]
+    example = f'{label}="{example}"'
+    several = isinstance(text, (list, tuple)) and label != "static"
     if several and all(isinstance(word, str) for word in text):
         text = " ".join(text)
     if not isinstance(text, str):
@@ -238,7 +238,7 @@ def check_symbol(size: str, shown: str) -> None:
         )
 
 
-def number(text: str | None, what: str) -> float | None:
+def number(text: str | None, label: str) -> float | None:
     """Reads an initial value; returns None if the declaration has none."""
     if text is None:
         return None
@@ -247,6 +247,6 @@ def number(text: str | None, what: str) -> float | None:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        problem = f"@cell({what}): initial value {text!r} is not a number."
+        problem = f"@cell({label}): initial value {text!r} is not a number."
         fail(problem, "write digits, or inf: name=0.5, name=-inf.")
     return value

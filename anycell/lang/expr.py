@@ -91,9 +91,9 @@ def line_of(code: Any, number: int) -> str:
     return place(code.co_filename, number, f"cell {code.co_name}")
 
 
-def place(file: str, number: int, what: str) -> str:
+def place(file: str, number: int, label: str) -> str:
     """A line of a file, as errors show it."""
-    return f"{file}:{number}: in {what}\n    {source_line(file, number)}\n"
+    return f"{file}:{number}: in {label}\n    {source_line(file, number)}\n"
 
 
 def source_line(file: str, number: int) -> str:

@@ -78,13 +78,13 @@ def backward(cell: Cell) -> Gradients:
         elif node.op == "x":
             x[node.attrs[0]] = g
         else:
-            one = cell.broadcasts and node.narrow
+            narrow = cell.broadcasts and node.narrow
             parts = TABLE[node.op].derivative(g, node, *node.args, *node.attrs)
             if cell.broadcasts and g.narrow and node.op in REDUCTIONS:
                 parts = (_of_each(cell, node, g),)
             for arg, part in zip(node.args, parts, strict=True):
                 if part is not None:
-                    accumulate(arg, part, None if one else cell.sizes.get(node, "H"))
+                    accumulate(arg, part, None if narrow else cell.sizes.get(node, "H"))
 
     def of(op: str, name: str) -> Expr:
         return gradient.get(Expr(op, (), (name,)), zero)

@@ -12,8 +12,8 @@ from anycell.layer.arguments import Array, Factors, Kept
 from anycell.layer.forward import allocate_states, project, widened
 from anycell.layer.framework import Framework
 from anycell.layer.heuristics import chunk_of, row_group
-from anycell.layer.pass_tables import PassTables, finish
-from anycell.layer.recipe import Draft, Recipe, View, recipe_of
+from anycell.layer.pass_tables import Pass, PassTables, finish
+from anycell.layer.recipe import Draft, Recipe, Row, View, recipe_of
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import ENDS, of_a_matmul, states
 from anycell.layer.weight_gradients import (
@@ -55,11 +55,11 @@ def backward(
     Raises:
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    known, given = drafted_backward(
+    known, fitted = drafted_backward(
         host, plan, arrays, options, kept, d_output, d_final, d_states or {}, wanted
     )
     recipe = known.recipe
-    made = recipe.run(list(map(given.__getitem__, recipe.names)), options)
+    made = recipe.run(list(map(fitted.__getitem__, recipe.names)), options)
     gradients = {name: made[i] for name, i in known.whole.items()}
     wide, learned = host.wide, []
     for d, (biases, vector_numbers, total_numbers) in enumerate(known.sums):
@@ -94,10 +94,10 @@ def drafted_backward(
 ) -> tuple[Backward, dict[str, Array]]:
     """The pass that ``backward`` runs, and the arrays that its recipe names."""
     read = options.checkpoint is not None  # the forward pass runs again, and may read x
-    given, layout = contract.fit(host, plan, arrays, options, read)
-    segment = _segment(plan, given, options)
+    fitted, layout = contract.fit(host, plan, arrays, options, read)
+    segment = _segment(plan, fitted, options)
     parts, further = contract.fit_gradients(
-        host, plan, given["x"].shape, options.reverse, kept, d_output, d_final, d_states,
+        host, plan, fitted["x"].shape, options.reverse, kept, d_output, d_final, d_states,
         segment=segment, keeps=keeps_state,
     )  # fmt: skip
     wants = Wanted(True, True, True)
@@ -107,10 +107,10 @@ def drafted_backward(
     same = options.unseeded() if options.seed or options.stream else options
     key = "backward", plan, same, wants, layout, further
     if plan.types.mixed:
-        given = widened(host, plan, given)
+        fitted = widened(host, plan, fitted)
         parts |= {name: host.widen(d) for name, d in parts.items() if name.startswith("d_final ")}
-    given |= parts
-    return recipe_of(key, lambda: _draft(host, plan, options, wants, given)), given
+    fitted |= parts
+    return recipe_of(key, lambda: _draft(host, plan, options, wants, fitted)), fitted
 
 
 class Wanted(NamedTuple):
@@ -154,44 +154,44 @@ def _draft(
     plan: Plan,
     options: Options,
     wants: Wanted,
-    given: Mapping[str, Array],
+    arrays: Mapping[str, Array],
 ) -> Backward:
     """Drafts the pass for arrays that are laid out like these."""
-    run = PassTables(Draft(host, given, options), plan, options, True, False)
-    draft, views, count = run.draft, run.draft.views, len(run.directions)
+    tables = PassTables(Draft(host, arrays, options), plan, options, True, False)
+    draft, views, count = tables.draft, tables.draft.views, len(tables.directions)
     dx = None
-    if wants.x or not run.projects:
+    if wants.x or not tables.projects:
         # Two directions add to it.
-        how = "zeros" if run.projects and count > 1 else "empty"
-        dx = draft.new(run.x.shape, how, wide=run.projects)
+        fill = "zeros" if tables.projects and count > 1 else "empty"
+        dx = draft.new(tables.x.shape, fill, wide=tables.projects)
     for name, view in views.items():
         if name == "d_output" or name.startswith("d_sequence "):
-            run.place(name, view)
-    states_, totals = _totals(run)
-    directions = [_Direction(run, d, dx, wants.weights) for d in range(count)]
-    hidden = _states(run)
+            tables.place(name, view)
+    states_, totals = _totals(tables)
+    directions = [_Direction(tables, d, dx, wants.weights) for d in range(count)]
+    hidden, of_driver = _states(tables)
     for direction in directions:
         direction.multiply(hidden)
-        if run.single and wants.first_state:
+        if tables.single and wants.first_state:
             direction.add_product(states_[_of_first(plan)].at(direction.d))
-    recipe = finish(draft, [run])
-    recipe.again = partial(_draft, host, plan, options, wants)
+    recipe = finish(draft, [of_driver], again=partial(_draft, host, plan, options, wants))
 
     def numbers(views: Mapping[str, View]) -> dict[str, int]:
         return {name: recipe.number(view) for name, view in views.items()}
 
     whole = {} if dx is None else {"x": dx}
-    whole |= {name: state for name, state in states_.items() if name in run.directions[0]}
+    whole |= {name: state for name, state in states_.items() if name in tables.directions[0]}
     turned = []
-    for one in directions:
-        weights = {name + ENDS[one.d]: total for name, total in one.sums.totals.items()}
+    for direction in directions:
+        sums = direction.sums
+        weights = {name + ENDS[direction.d]: total for name, total in sums.totals.items()}
         whole |= weights
         turned += [name for name, total in weights.items() if _turned(total)]
-    sums = [
-        SumsOfDirection(one.sums.named, numbers(one.sums.vectors), numbers(others))
-        for one, others in zip(directions, totals, strict=True)
+    sums_of_directions = [
+        SumsOfDirection(direction.sums.biases, numbers(direction.sums.vectors), numbers(others))
+        for direction, others in zip(directions, totals, strict=True)
     ]
-    return Backward(recipe, run.directions, numbers(whole), sums, turned)
+    return Backward(recipe, tables.directions, numbers(whole), sums_of_directions, turned)
 
 
 class Gradient(NamedTuple):
@@ -229,24 +229,24 @@ def _of_first(plan: Plan) -> str:
     return f"state {plan.cell.state_names[0]}"
 
 
-def _segment(plan: Plan, given: Mapping[str, Array], options: Options) -> int:
+def _segment(plan: Plan, arrays: Mapping[str, Array], options: Options) -> int:
     """The number of steps whose values the pass needs at once, as ``PassTables.segment``."""
-    steps, batch, _ = given["x"].shape
+    steps, batch, _ = arrays["x"].shape
     if options.checkpoint is None:
         return int(steps)
-    projects = "weight_ih" in given
+    projects = "weight_ih" in arrays
     chunk = chunk_of(plan, steps, batch * len(options.reverse)) if projects else max(1, steps)
     return segment_steps(options.checkpoint, steps, chunk)
 
 
-def _totals(run: PassTables) -> tuple[dict[str, View], list[dict[str, View]]]:
+def _totals(tables: PassTables) -> tuple[dict[str, View], list[dict[str, View]]]:
     """Makes memory for the gradients that the kernel itself adds up. The first call of the door
     sets them to 0, or to the gradients of the final states.
 
     Returns:
         the gradients of states, and all others per direction.
     """
-    draft, plan, batch, count = run.draft, run.plan, run.batch, len(run.directions)
+    draft, plan, batch, count = tables.draft, tables.plan, tables.batch, len(tables.directions)
     cell = plan.cell
     of_states, whole, others = {}, {}, {}
     for name, size in states(plan):
@@ -254,20 +254,20 @@ def _totals(run: PassTables) -> tuple[dict[str, View], list[dict[str, View]]]:
         of_states[f"state {name}"] = whole[f"d_state {name}"] = draft.new(shape, wide=True)
         if f"d_final {name}" in draft.views:
             whole[f"d_final {name}"] = draft.views[f"d_final {name}"]
-        if run.resets is not None:
+        if tables.resets is not None:
             reset = draft.new(shape, wide=True)
             others[f"reset_state {name}"] = whole[f"d_reset {name}"] = reset
-    run.place_parts(whole)
+    tables.place_parts(whole)
     totals = []
     for d in range(count):
         named = dict(others)
         if cell.params:
             groups = -(-batch // row_group(batch))
             named["d_params"] = draft.new((groups, sum(plan.param_sizes)), wide=True)
-            run.place_of(d, {"d_params": named["d_params"]})
-        if "static" in run.directions[d]:
+            tables.place_of(d, {"d_params": named["d_params"]})
+        if "static" in tables.directions[d]:
             named["static"] = draft.new((batch, plan.static_width), wide=True)
-            run.place_of(d, {"d_static": named["static"]})
+            tables.place_of(d, {"d_static": named["static"]})
         totals.append(named)
     return of_states, totals
 
@@ -275,21 +275,21 @@ def _totals(run: PassTables) -> tuple[dict[str, View], list[dict[str, View]]]:
 class _NativeGradients(WeightGradients):
     """Gradients of weights and biases that the driver adds up, chunk by chunk."""
 
-    def __init__(self, run: PassTables, d: int, need: bool) -> None:
-        self.run, self.d = run, d
-        super().__init__(run.plan, run.directions[d], need, run.steps > 0)
+    def __init__(self, tables: PassTables, d: int, need: bool) -> None:
+        self.tables, self.d = tables, d
+        super().__init__(tables.plan, tables.directions[d], need, tables.steps > 0)
 
     def new(self, shape: tuple[int, ...], overwritten: bool) -> View:
-        return self.run.draft.new(shape, "empty" if overwritten else "zeros", wide=True)
+        return self.tables.draft.new(shape, "empty" if overwritten else "zeros", wide=True)
 
     def like(self, weight: View, overwritten: bool) -> View:
         if _turned(weight):
             return self.new(weight.shape[::-1], overwritten).T
         return self.new(weight.shape, overwritten)
 
-    def multiply(self, d: View, operand: View, weight: View, whole: bool) -> None:
+    def multiply(self, d: View, operand: View, weight: View, first: bool) -> None:
         a, b, out = (operand, d, weight.T) if _turned(weight) else (d, operand, weight)
-        self.run.multiply(self.run.after, self.d, a.T, b, out, not whole, True)
+        self.tables.multiply(self.tables.after, self.d, a.T, b, out, not first, True)
 
     def add_blocks(self, d: View, operand: View, weight: View, heads: int, first: int) -> None:
         out, into = d.shape[1] // heads, operand.shape[1] // heads
@@ -299,9 +299,9 @@ class _NativeGradients(WeightGradients):
             columns = operand.columns(i * into, (i + 1) * into)
             self.multiply(d.columns(i * out, (i + 1) * out), columns, rows, False)
 
-    def add_rows(self, d: View, vector: View) -> None:
+    def add_rows(self, d: View, vector: View, first: bool) -> None:
         total = vector._replace(shape=(1, *vector.shape), strides=(1, 1))
-        self.run.multiply(self.run.after, self.d, d, d, total, False, True, kind=SUM)
+        self.tables.multiply(self.tables.after, self.d, d, d, total, not first, True, kind=SUM)
 
     def columns(self, d: View, begin: int, end: int) -> View:
         return d.columns(begin, end)
@@ -321,32 +321,31 @@ class _Direction:
 
     Attributes:
         gates: the gradients of the projected gates, ``[rows, G*H]``.
-        pairs: for each matmul the gradients of its outputs and what it multiplied; None for either
-            that another array holds.
+        factors: of each matmul; None for what another array holds.
     """
 
-    def __init__(self, run: PassTables, d: int, dx: View | None, need: bool) -> None:
-        plan, self.w, cell = run.plan, run.directions[d], run.plan.cell
-        self.run, self.d, self.need, self.dx = run, d, need, dx
-        self.sums = _NativeGradients(run, d, need)
-        if run.projects:
-            self.gates = run.rows(plan.gates_width)
-            run.place_rows(d, "d_gates", self.gates)
+    def __init__(self, tables: PassTables, d: int, dx: View | None, need: bool) -> None:
+        plan, self.w, cell = tables.plan, tables.directions[d], tables.plan.cell
+        self.tables, self.d, self.need, self.dx = tables, d, need, dx
+        self.sums = _NativeGradients(tables, d, need)
+        if tables.projects:
+            self.gates = tables.rows(plan.gates_width)
+            tables.place_rows(d, "d_gates", self.gates)
         else:
             assert dx is not None
-            self.gates = run.over_steps(dx)
-            run.place_of(d, {"d_gates": dx})
-        self.pairs: list[tuple[View | None, View | None]] = []
+            self.gates = tables.over_steps(dx)
+            tables.place_of(d, {"d_gates": dx})
+        self.factors: list[Factors] = []
         for l in cell.linears:
             outputs = operand = None
             if not plan.shares_gradient(l):
-                outputs = run.rows(len(l.outputs) * plan.sizes[l.out_size])
-                run.place_rows(d, f"d_outputs {l.name}", outputs)
+                outputs = tables.rows(len(l.outputs) * plan.sizes[l.out_size])
+                tables.place_rows(d, f"d_outputs {l.name}", outputs)
             state = l.operand.op == "state" and l.operand.attrs[0] == cell.state_names[0]
-            if run.resets is not None or not state:
-                operand = run.rows(plan.sizes[l.in_size])
-                run.place_rows(d, f"operand {l.name}", operand)
-            self.pairs.append((outputs, operand))
+            if tables.resets is not None or not state:
+                operand = tables.rows(plan.sizes[l.in_size])
+                tables.place_rows(d, f"operand {l.name}", operand)
+            self.factors.append(Factors(outputs, operand))
 
     def multiply(self, hidden: View) -> None:
         """Has the driver multiply after each chunk.
@@ -354,48 +353,48 @@ class _Direction:
         Args:
             hidden: the first states of all directions, see ``Kept``.
         """
-        run, plan = self.run, self.run.plan
+        tables, plan = self.tables, self.tables.plan
         if self.need:
             # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
-            x = run.lay_out_x(run.after, self.d, masked=True) if run.projects else None
+            x = tables.lay_out_x(tables.after, self.d, masked=True) if tables.projects else None
             first = plan.sizes[plan.cell.states[0].size]
             columns = hidden.columns(self.d * first, (self.d + 1) * first)
-            before = run.over_steps(columns, window=True, first=2 * run.options.reverse[self.d])
-            self.sums.add(self.gates, x, before, [Factors(*pair) for pair in self.pairs])
-        if run.projects and self.dx is not None:
-            both, into = len(run.directions) > 1, run.over_steps(self.dx)
+            slot = 2 * tables.options.reverse[self.d]
+            before = tables.over_steps(columns, window=True, first=slot)
+            self.sums.add(self.gates, x, before, self.factors, first=True)
+        if tables.projects and self.dx is not None:
+            both, into = len(tables.directions) > 1, tables.over_steps(self.dx)
             weight = self.w["weight_ih"]
-            run.multiply(
-                run.after, self.d, self.gates, weight, into, add=both, sums=both,
-                kind=run.by_weight(weight),
+            tables.multiply(
+                tables.after, self.d, self.gates, weight, into, add=both, sums=both,
+                kind=tables.by_weight(weight),
             )  # fmt: skip
 
     def add_product(self, d_state: View) -> None:
         """Adds to the first state's gradient what comes through the recurrent matmul of a single
         step, which the kernel leaves out.
         """
-        run, (outputs, _) = self.run, self.pairs[0]
+        tables, (outputs, _) = self.tables, self.factors[0]
         d = self.gates if outputs is None else outputs
-        weight, kind = self.w["weight_hh"], run.by_weight(self.w["weight_hh"])
-        run.multiply(run.after, self.d, d, weight, d_state, add=True, kind=kind)
+        weight, kind = self.w["weight_hh"], tables.by_weight(self.w["weight_hh"])
+        tables.multiply(tables.after, self.d, d, weight, d_state, add=True, kind=kind)
 
 
-def _states(run: PassTables) -> View:
+def _states(tables: PassTables) -> tuple[View, Pass]:
     """The first states of all directions along the steps of a segment, either kept or computed
-    again before each segment.
+    again before each segment; and the pass.
     """
-    views, names, plan = run.draft.views, run.plan.cell.state_names, run.plan
+    views, names, plan = tables.draft.views, tables.plan.cell.state_names, tables.plan
     sequences = [
-        [views.get(f"sequence {d} {name}") for name in names] for d in range(len(run.directions))
+        [views.get(f"sequence {d} {name}") for name in names] for d in range(len(tables.directions))
     ]
     kept = Kept(views["hidden"], sequences, [views[f"saved {d}"] for d in range(len(sequences))])
-    if run.segment == run.steps:
-        run.place_kept(kept)
-        return views["hidden"]
-    run.segment_length = run.segment
-    run.recompute = again = PassTables(run.draft, plan, run.options, False, False)
-    memory = allocate_states(again, run.segment, True, True)
-    run.place_kept(memory)
+    if tables.segment == tables.steps:
+        tables.place_kept(kept)
+        return views["hidden"], Pass(tables)
+    again, moves = PassTables(tables.draft, plan, tables.options, False, False), list[Row]()
+    memory = allocate_states(again, tables.segment, True, True)
+    tables.place_kept(memory)
     project(again)
     first = plan.sizes[plan.cell.states[0].size]
     for d, borders in enumerate(sequences):
@@ -403,9 +402,8 @@ def _states(run: PassTables) -> View:
         for name, border in zip(names, [columns, *borders[1:]], strict=True):
             assert border is not None
             again.place_of(d, {f"state {name}": border.at(0)})
-            run.moves += again.moving(d, f"state {name}", border)
-    hidden: View = memory.hidden
-    return hidden
+            moves += again.moving(d, f"state {name}", border)
+    return memory.hidden, Pass(tables, segment=tables.segment, moves=moves, recompute=again)
 
 
 def keeps_state(plan: Plan, i: int) -> bool:

@@ -212,8 +212,9 @@ def backward(
         Factors(*(rows(found.pop(f"{what} {l.name}", None)) for what in ("d_outputs", "operand")))
         for l in plan.cell.linears
     ]
-    sums.add(rows(dg), rows(x), rows(kept.hidden[first : first + steps]), factors)
-    found |= bias_gradients(plan, sums.named, sums.totals, sums.vectors, sums.zeros, sums.zeros)
+    hidden = rows(kept.hidden[first : first + steps])
+    sums.add(rows(dg), rows(x), hidden, factors, first=True)
+    found |= bias_gradients(plan, sums.biases, sums.totals, sums.vectors, sums.zeros, sums.zeros)
     return found | {"x": dg if weight is None else host.product(dg, weight)}
 
 
@@ -230,11 +231,11 @@ class _Gradients(WeightGradients):
     def new(self, shape: Shape, overwritten: bool) -> Array:
         return self.zeros(shape)
 
-    def multiply(self, d: Array, operand: Array, weight: Array, whole: bool) -> None:
+    def multiply(self, d: Array, operand: Array, weight: Array, first: bool) -> None:
         weight[:] = self.host.product(d.T, operand)
 
     def add_blocks(self, d: Array, operand: Array, weight: Array, heads: int, first: int) -> None:
         self.host.add_blocks(d, operand, weight, heads, first)
 
-    def add_rows(self, d: Array, vector: Array) -> None:
+    def add_rows(self, d: Array, vector: Array, first: bool) -> None:
         vector[:] = self.host.row_sum(d)

@@ -41,8 +41,8 @@ def describe(value: Any) -> str:
     if is_array(value):
         device = str(getattr(value, "device", "cpu"))
         where = "" if "cpu" in device.lower() or not device else f" on {device}"
-        what = f"{kind} " if type(value).__module__ == "numpy" else ""
-        return f"{what}{dtype_of(value)} {list(value.shape)}{where}"
+        label = f"{kind} " if type(value).__module__ == "numpy" else ""
+        return f"{label}{dtype_of(value)} {list(value.shape)}{where}"
     shown = " ".join(repr(value).split())
     return f"{kind} {shown if len(shown) < 60 else shown[:56] + ' ...'}"
 

@@ -241,9 +241,9 @@ def kept_shapes(
         hidden = others = borders
         values = 0
     pairs = list(zip(sizes, there, strict=True))
-    one = [(others, batch, size) if kept else None for size, kept in pairs]
+    sequences = [(others, batch, size) if kept else None for size, kept in pairs]
     return Kept(
-        (hidden, batch, directions * sizes[0]), [one] * directions,
+        (hidden, batch, directions * sizes[0]), [sequences] * directions,
         [(values, batch, plan.saved_stride)] * directions,
     )  # fmt: skip
 

@@ -70,23 +70,23 @@ def fed(
     return arrays | {"weight_readout": weight} | ({} if bias is None else {"bias_readout": bias})
 
 
-def entering(xp: Namespace, x: Array, given: Array, width: int, quantized: bool) -> Array:
+def entering(xp: Namespace, x: Array, column: Array, width: int, quantized: bool) -> Array:
     """Appends to x the number that marks free steps, and sets the series to 0 there.
 
     Args:
         xp: the arrays' namespace.
         x: with two axes of steps and rows, in any order, and the inputs.
-        given: bool, ``x.shape[:2]``: where the series is forced.
+        column: bool, ``x.shape[:2]``: where the series is forced.
         width: Y.
         quantized: whether rows are rounded to 8 bits.
     """
-    given, series = given[..., None], x[..., :width]
-    row = xp.concatenate([xp.where(given, series, xp.zeros_like(series)), x[..., width:]], -1)
+    column, series = column[..., None], x[..., :width]
+    row = xp.concatenate([xp.where(column, series, xp.zeros_like(series)), x[..., width:]], -1)
     free = xp.ones_like(x[..., :1])
     if quantized:
         largest = xp.amax(xp.abs(xp.stop_gradient(row)), -1)[..., None]
         free = xp.where(largest < LEAST, LEAST * free, largest)
-    return xp.concatenate([row, xp.where(given, xp.zeros_like(free), free)], -1)
+    return xp.concatenate([row, xp.where(column, xp.zeros_like(free), free)], -1)
 
 
 class Fed:

@@ -10,8 +10,8 @@ from anycell.layer import contract
 from anycell.layer.arguments import Array, Kept
 from anycell.layer.framework import Framework
 from anycell.layer.heuristics import sparse
-from anycell.layer.pass_tables import PassTables, finish
-from anycell.layer.recipe import Draft, Recipe, View, recipe_of
+from anycell.layer.pass_tables import Pass, PassTables, finish
+from anycell.layer.recipe import Draft, Recipe, Row, View, recipe_of
 from anycell.layer.signature import OF_STATES, of_layer, states
 from anycell.plan import Options, Plan, scales_of
 
@@ -52,15 +52,15 @@ def forward(
     Raises:
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    known, given = drafted(host, plan, arrays, options, keep)
+    known, fitted = drafted(host, plan, arrays, options, keep)
     recipe = known.recipe
-    made = recipe.run(list(map(given.__getitem__, recipe.names)), options)
+    made = recipe.run(list(map(fitted.__getitem__, recipe.names)), options)
     finals = list(map(made.__getitem__, known.finals))
     if plan.types.mixed:
         finals = [host.narrow(state) for state in finals]
     out = made[known.out]
     if not known.apart:
-        out = out[1 : given["x"].shape[0] + 1]
+        out = out[1 : fitted["x"].shape[0] + 1]
     if not keep:
         return out, finals, None
     hidden, states_, values = known.kept
@@ -72,13 +72,13 @@ def drafted(
     host: Framework, plan: Plan, arrays: Mapping[str, Array], options: Options, keep: bool
 ) -> tuple[Forward, dict[str, Array]]:
     """The pass that ``forward`` runs, and the arrays that its recipe names."""
-    given, layout = contract.fit(host, plan, arrays, options)
-    holes = "mask" in given and host.trace is None and sparse(given["mask"])
+    fitted, layout = contract.fit(host, plan, arrays, options)
+    holes = "mask" in fitted and host.trace is None and sparse(fitted["mask"])
     same = options.unseeded() if options.seed or options.stream else options
     key = "forward", plan, same, keep, holes, layout
     if plan.types.mixed:
-        given = widened(host, plan, given)
-    return recipe_of(key, lambda: _draft(host, plan, options, keep, holes, given)), given
+        fitted = widened(host, plan, fitted)
+    return recipe_of(key, lambda: _draft(host, plan, options, keep, holes, fitted)), fitted
 
 
 def _draft(
@@ -87,31 +87,31 @@ def _draft(
     options: Options,
     keep: bool,
     holes: bool,
-    given: Mapping[str, Array],
+    arrays: Mapping[str, Array],
 ) -> Forward:
     """Drafts the pass for arrays that are laid out like these."""
-    run = PassTables(Draft(host, given, options), plan, options, False, holes)
-    draft, steps, directions = run.draft, run.steps, len(run.directions)
-    segment = run.segment if keep and options.checkpoint is not None else steps
+    tables = PassTables(Draft(host, arrays, options), plan, options, False, holes)
+    draft, steps, directions = tables.draft, tables.steps, len(tables.directions)
+    segment = tables.segment if keep and options.checkpoint is not None else steps
     everything = keep and segment == steps
     # Outputs zeroed under a mask are not the hidden states, which then need memory of their own,
     # for all steps or for two.
-    zeroed = options.apart(run.mask is not None)
-    kept = allocate_states(run, steps, everything, everything or not zeroed)
+    zeroed = options.apart(tables.mask is not None)
+    kept = allocate_states(tables, steps, everything, everything or not zeroed)
     out = kept.hidden
     if zeroed:
-        out = draft.new((steps, run.batch, out.shape[2]))
-        run.place("out", out)
-    shapes = [(directions, run.batch, size) for _, size in states(plan)]
+        out = draft.new((steps, tables.batch, out.shape[2]))
+        tables.place("out", out)
+    shapes = [(directions, tables.batch, size) for _, size in states(plan)]
     finals = [draft.new(shape, wide=bool(i)) for i, shape in enumerate(shapes)]
     named = zip(plan.cell.state_names, finals, strict=True)
-    run.place_parts({f"final {name}": final for name, final in named})
-    project(run)
+    tables.place_parts({f"final {name}": final for name, final in named})
+    project(tables)
+    moves: list[Row] = []
     if keep and not everything:
-        kept = _borders(run, -(-steps // segment), finals)
-        run.segment_length = segment
-    recipe = finish(draft, [run])
-    recipe.again = partial(_draft, host, plan, options, keep, holes)
+        kept, moves = _borders(tables, -(-steps // segment), finals)
+    again = partial(_draft, host, plan, options, keep, holes)
+    recipe = finish(draft, [Pass(tables, segment=segment, moves=moves)], again=again)
     number = recipe.number
     numbers = Kept(
         number(kept.hidden),
@@ -143,9 +143,9 @@ def draft_stack(
     count, x, layouts = len(options.reverse), arrays["x"], []
     for k in range(layers):
         layer = _of_layer(plan, arrays, k, count, _rows)
-        given, layout = contract.fit(host, plan, {"x": x, **layer}, options)
-        if any(given.get(name) is not array for name, array in layer.items()) or (
-            not k and given["x"] is not x
+        fitted, layout = contract.fit(host, plan, {"x": x, **layer}, options)
+        if any(fitted.get(name) is not array for name, array in layer.items()) or (
+            not k and fitted["x"] is not x
         ):
             return None
         layouts.append(layout)
@@ -158,7 +158,7 @@ def _draft_stack(
     host: Framework, plan: Plan, layers: int, arrays: Mapping[str, Array], options: Options
 ) -> Stacked:
     draft, count = Draft(host, arrays, options), len(options.reverse)
-    x, runs = draft.views["x"], list[PassTables]()
+    x, passes = draft.views["x"], list[Pass]()
     resets = {n: view for n, view in draft.views.items() if n == "resets"}
     steps, rows, _ = x.shape
     finals = {
@@ -167,13 +167,14 @@ def _draft_stack(
     }
     for k in range(layers):
         views = {"x": x, **resets, **_of_layer(plan, draft.views, k, count, View.rows)}
-        run = PassTables(draft, plan, options, False, False, views)
-        hidden = allocate_states(run, steps, False, True).hidden
-        run.place_parts({n: final.rows(k * count, (k + 1) * count) for n, final in finals.items()})
-        project(run)
+        tables = PassTables(draft, plan, options, False, False, views)
+        hidden = allocate_states(tables, steps, False, True).hidden
+        first, last = k * count, (k + 1) * count
+        tables.place_parts({name: final.rows(first, last) for name, final in finals.items()})
+        project(tables)
         x = hidden.rows(1, steps + 1)
-        runs.append(run)
-    recipe = finish(draft, runs)
+        passes.append(Pass(tables))
+    recipe = finish(draft, passes)
     return Stacked(recipe, recipe.number(x), list(map(recipe.number, finals.values())))
 
 
@@ -192,20 +193,20 @@ def _rows(array: Array, begin: int, end: int) -> Array:
     return array[begin:end]
 
 
-def allocate_states(run: PassTables, steps: int, everything: bool, whole: bool) -> Kept:
+def allocate_states(tables: PassTables, steps: int, everything: bool, whole: bool) -> Kept:
     """Makes memory for what ``steps`` steps hand on to one another and to the backward pass.
 
     Args:
         everything: whether the backward pass will need all of it.
         whole: whether to keep the first state of all steps.
     """
-    draft, plan, batch, directions = run.draft, run.plan, run.batch, len(run.directions)
+    draft, plan, batch, directions = tables.draft, tables.plan, tables.batch, len(tables.directions)
     (_, first), *others = states(plan)
-    slots, how = (steps + 1 + any(run.options.reverse), "lasting") if whole else (2, "")
+    slots, fill = (steps + 1 + any(tables.options.reverse), "lasting") if whole else (2, "")
     shape = slots, batch, directions * first
-    hidden = draft.new(shape, how) if whole else draft.buffer(shape, draft.host.dtype.itemsize)
+    hidden = draft.new(shape, fill) if whole else draft.buffer(shape, draft.host.dtype.itemsize)
     bits = int(whole)
-    sequences: list[list[View | None]] = [[None] for _ in run.directions]
+    sequences: list[list[View | None]] = [[None] for _ in tables.directions]
     for i, (name, size) in enumerate(others, 1):
         all_of_it = everything and name in plan.states
         bits |= all_of_it << i
@@ -214,62 +215,66 @@ def allocate_states(run: PassTables, steps: int, everything: bool, whole: bool) 
             sequence.append(draft.new(shape, "lasting", True) if all_of_it else None)
             if not all_of_it:  # nothing reads the sequence: two slots, which take turns
                 two = draft.buffer((2, batch, size), plan.types.math.bytes)
-                run.place_of(d, {f"sequence {name}": two})
+                tables.place_of(d, {f"sequence {name}": two})
     saved = steps, batch, plan.saved_stride
-    values = [draft.new(saved, "lasting") for _ in run.directions] if everything else []
+    values = [draft.new(saved, "lasting") for _ in tables.directions] if everything else []
     kept = Kept(hidden, sequences, values)
-    run.place_kept(kept)
-    draft.put(run.base + run.kernel.shared["whole"], bits)
+    tables.place_kept(kept)
+    draft.put(tables.base + tables.kernel.shared["whole"], bits)
     return kept
 
 
-def project(run: PassTables) -> None:
+def project(tables: PassTables) -> None:
     """Adds the projection of each chunk's gates, unless the kernel multiplies the input."""
-    plan, x = run.plan, run.x
-    if run.inputs:
-        run.place("input", x)
+    plan, x = tables.plan, tables.x
+    if tables.inputs:
+        tables.place("input", x)
         return
     width = plan.gates_width
-    for d, w in enumerate(run.directions):
-        if not run.projects:
-            run.place_of(d, {"gates": x})
+    for d, w in enumerate(tables.directions):
+        if not tables.projects:
+            tables.place_of(d, {"gates": x})
             continue
-        gates = run.rows(width, wide=True)
-        run.place_rows(d, "gates", gates)
+        gates = tables.rows(width, wide=True)
+        tables.place_rows(d, "gates", gates)
         scales = w[scales_of("weight_ih")] if plan.types.quantized else 0
-        entering, weight = run.lay_out_x(run.before, d), w["weight_ih"].T
-        kind = run.by_weight(weight)
-        run.multiply(run.before, d, entering, weight, gates, scales=scales, kind=kind)
-        if run.single:
-            product = run.draft.buffer((run.batch, width), plan.types.accumulate.bytes)
-            run.place_of(d, {"product": product})
-            state = w.get(f"state {plan.cell.state_names[0]}") or run.declared(0, run.batch)
+        entering, weight = tables.lay_out_x(tables.before, d), w["weight_ih"].T
+        kind = tables.by_weight(weight)
+        tables.multiply(tables.before, d, entering, weight, gates, scales=scales, kind=kind)
+        if tables.single:
+            product = tables.draft.buffer((tables.batch, width), plan.types.accumulate.bytes)
+            tables.place_of(d, {"product": product})
+            state = w.get(f"state {plan.cell.state_names[0]}") or tables.declared(0, tables.batch)
             weight = w["weight_hh"].T
-            run.multiply(run.before, d, state, weight, product, kind=run.by_weight(weight))
+            tables.multiply(tables.before, d, state, weight, product, kind=tables.by_weight(weight))
 
 
-def _borders(run: PassTables, count: int, finals: list[View]) -> Kept:
-    """Makes memory for the states before each segment, which the door writes like final states."""
-    draft, plan, batch, directions = run.draft, run.plan, run.batch, len(run.directions)
+def _borders(tables: PassTables, count: int, finals: list[View]) -> tuple[Kept, list[Row]]:
+    """Makes memory for the states before each segment, which the door writes like final states.
+
+    Returns:
+        the memory, and ``Pass.moves``.
+    """
+    draft, plan, batch, directions = tables.draft, tables.plan, tables.batch, len(tables.directions)
     (_, first), *others = states(plan)
     hidden = draft.new((count, batch, directions * first))
-    sequences: list[list[View | None]] = []
+    sequences, moves = list[list[View | None]](), list[Row]()
     for d in range(directions):
         borders = [draft.new((count, batch, size), wide=True) for _, size in others]
         sequences.append([None, *borders])
         columns = hidden.columns(d * first, (d + 1) * first)
         named = zip(plan.cell.state_names, [columns, *borders], finals, strict=True)
         for name, border, final in named:
-            run.moves += run.moving(d, f"final {name}", border, final.at(d))
-    values = [draft.new((0, batch, plan.saved_stride)) for _ in run.directions]
-    return Kept(hidden, sequences, values)
+            moves += tables.moving(d, f"final {name}", border, final.at(d))
+    values = [draft.new((0, batch, plan.saved_stride)) for _ in tables.directions]
+    return Kept(hidden, sequences, values), moves
 
 
-def widened(host: Framework, plan: Plan, given: Mapping[str, Array]) -> dict[str, Array]:
+def widened(host: Framework, plan: Plan, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """The arrays for a kernel of 16 bits, which takes all states but the first, and projected
     gates, in the dtype of ``host.wide``.
     """
-    wide = dict(given)
+    wide = dict(arrays)
     for name in plan.cell.state_names[1:]:
         for state in (f"state {name}", f"reset_state {name}"):
             if state in wide:

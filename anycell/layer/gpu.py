@@ -54,7 +54,7 @@ def _exchange(draft: DeviceDraft, plan: Plan, kernels: Kernels, batch: int) -> d
         "flags": draft.flags(2 * groups * programs),
         "trouble": draft.host.pointer(draft.host.trouble),
         "patience": draft.host.patience,
-        "done": 0,
+        "done": 0,  # steps that these programs have counted
         "behind": 0,
         "close": 1,
     }
@@ -299,8 +299,7 @@ class _DirectionPass:
         self.values |= _exchange(draft, plan, self.kernels, self.batch)
         if "resets" in self.w:
             self.values |= _restored(draft, plan, self.w)
-        self.turn = 0  # of buffers that take turns
-        self.done = 0  # steps that programs which wait for one another have counted
+        self.values["turn"] = 0  # of buffers that take turns
 
     def _variant(self, backward: bool, keep: bool) -> Variant:
         """The variant of the kernels."""
@@ -370,16 +369,14 @@ class _DirectionPass:
         spans |= {name: Span(a, time, sign) for name, a in flags.items() if a is not None}
         # For random masks: seed, stream, time of the first step, time per step.
         draws = options.seed, 2 * options.stream + self.d, time, sign
-        self.values["turn"] = self.turn
-        if "done" in self.values:
-            self.values["done"] = self.done
         work = Work(
             self.draft, self.plan, self.variant, self.values, spans, self.matrices, self.batch,
             chunk.end - chunk.begin, draws if self.variant.draw else None,
         )  # fmt: skip
         if self.batch:
-            self.turn += self.draft.run(self.kernels, work, self._remember)
-            self.done += work.steps
+            self.values["turn"] += self.draft.run(self.kernels, work, self._remember)
+            if "done" in self.values:
+                self.values["done"] += work.steps
 
     def _remember(self, refused: gpu.Refused) -> None:
         """Remembers a refusal for the next attempt; raises it again if there can be no other."""
@@ -431,7 +428,7 @@ class _Forward(_DirectionPass):
         memory, draft = self.memory(begin, end), self.draft
         self._hidden(memory, begin)[:] = states[0]
         for i, state in enumerate(states[1:], 1):
-            self.values[f"work{i}"][self.turn & 1] = state
+            self.values[f"work{i}"][self.values["turn"] & 1] = state
             sequence = memory.states[i]
             if sequence is not None:
                 sequence[self.slot(memory, i, begin)] = state
@@ -447,7 +444,9 @@ class _Forward(_DirectionPass):
             if self.variant.separate_output:
                 spans["out"] = self.over(out, chunk)
             self.run(chunk, spans)
-        work = [self.values[f"work{i}"][self.turn & 1] for i in range(1, len(self.widths))]
+        work = [
+            self.values[f"work{i}"][self.values["turn"] & 1] for i in range(1, len(self.widths))
+        ]
         return [self._hidden(memory, end), *work]
 
     def _hidden(self, memory: _Memory, done: int) -> Array:
@@ -527,7 +526,10 @@ class _Backward(_DirectionPass):
                 width = self.widths[0]
                 hidden = spans["hidden"].over(0, chunk.end - chunk.begin, width)
                 factors = [self._factors(l.name, rows) for l in self.cell.linears]
-                self.sums.add(dg, self._input(chunk, rows), hidden.reshape(rows, width), factors)
+                hidden = hidden.reshape(rows, width)
+                first = chunk.begin == 0 if self.reverse else chunk.end == self.steps
+                x = self._input(chunk, rows)
+                self.sums.add(dg, x, hidden, factors, first=first and self.batch > 0)
             if self.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
                 (draft.matmul_add if self.d else draft.matmul)(dg, self.w["weight_ih"], into)
@@ -555,13 +557,15 @@ class _Backward(_DirectionPass):
         draft, cell, h, values = self.draft, self.cell, self.plan.hidden_size, self.values
         sums = self.sums
         named: dict[str, Array | None] = dict(
-            bias_gradients(self.plan, sums.named, sums.totals, sums.vectors, sums.empty, sums.zeros)
+            bias_gradients(
+                self.plan, sums.biases, sums.totals, sums.vectors, sums.empty, sums.zeros
+            )
         )
         total: Any = draft.summed(values["d_params"]) if cell.params else None
         for i, name in enumerate(cell.param_names):
             named[name] = total[i * h : (i + 1) * h]
         for name in cell.state_names:
-            named[f"state {name}"] = values[f"d_state {name}"][self.turn & 1]
+            named[f"state {name}"] = values[f"d_state {name}"][values["turn"] & 1]
             named[f"reset_state {name}"] = values.get(f"d_reset {name}")
         named["static"] = values.get("d_static")
         return {n: draft.rounded(array) for n, array in named.items() if array is not None}
@@ -581,8 +585,7 @@ class _DeviceGradients(WeightGradients):
     def new(self, shape: tuple[int, ...], overwritten: bool) -> Array:
         return (self.empty if overwritten else self.zeros)(shape)
 
-    def multiply(self, d: Array, operand: Array, weight: Array, whole: bool) -> None:
-        first = whole and self.fresh
+    def multiply(self, d: Array, operand: Array, weight: Array, first: bool) -> None:
         (self.draft.matmul if first else self.draft.matmul_add)(d.T, operand, weight)
 
     def add_blocks(self, d: Array, operand: Array, weight: Array, heads: int, first: int) -> None:
@@ -591,8 +594,8 @@ class _DeviceGradients(WeightGradients):
         one, parts = (draft.by_head(a.reshape(-1, 1, a.shape[1]), heads) for a in (d, operand))
         draft.matmul_add(one.mT, parts, blocks)
 
-    def add_rows(self, d: View, vector: View) -> None:
-        if self.fresh:
+    def add_rows(self, d: View, vector: View, first: bool) -> None:
+        if first:
             self.draft.summed(d, vector)
         else:
             vector += self.draft.summed(d)

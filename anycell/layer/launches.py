@@ -254,15 +254,15 @@ class DeviceDraft:
     Attributes:
         views: of these arrays.
         told: the name of the cell.
-        waits: whether programs of a kernel wait for others.
+        cleared: the bytes of each array of zeros.
     """
 
     def __init__(self, host: DeviceFramework, plan: Plan, arrays: Mapping[str, Array]) -> None:
-        self.host, self.told, self.waits = host, plan.cell.name, False
+        self.host, self.told = host, plan.cell.name
         self.dtype, self.wide = plan.types.storage, plan.types.math
         self.slots = [Slot("number"), Slot("number"), Slot("made")]  # seed, stream, zeros
         self.seed, self.stream, self.zeroed = range(3)
-        self.zeros_end = 0  # bytes
+        self.cleared = list[int]()
         self.rows: list[Launched | Operation | Steps] = []
         self.views = {name: self._given(name, array) for name, array in arrays.items()}
 
@@ -296,8 +296,13 @@ class DeviceDraft:
 
     def _cleared(self, shape: Shape, dtype: Number) -> View:
         size, begin = dtype.bytes, self.zeros_end
-        self.zeros_end = _lines(begin + math.prod(shape) * size)
+        self.cleared.append(_lines(math.prod(shape) * size))
         return View(self, self.zeroed, shape, dense(shape), dtype, begin // size)
+
+    @property
+    def zeros_end(self) -> int:
+        """The bytes of all arrays of zeros."""
+        return sum(self.cleared)
 
     def numbers(self, values: Sequence[float]) -> View:
         made = self.host.numbers(values)
@@ -416,7 +421,6 @@ class DeviceDraft:
                 told.append(number)
         aligned = launch.aligned(printed, told)
         one = Launched(printed, grid, tuple(arguments), aligned, owner)
-        self.waits |= printed.cooperative
         try:
             together = launch.loaded(printed, aligned, self.host.ordinal).together
             if one.programs > together:
@@ -432,9 +436,8 @@ class DeviceDraft:
         if self.zeros_end:
             words = self.zeros_end // 4
             region = View(self, self.zeroed, (words,), (1,), self.wide)
-            rows, self.rows = self.rows, []
             self.move(region, 0.0)
-            self.rows += rows
+            self.rows.insert(0, self.rows.pop())
         return DeviceRecipe(self, apart)
 
     def _apart(self, view: View) -> View:
@@ -528,6 +531,7 @@ class DeviceRecipe:
 
     Attributes:
         names: of the arrays that calls give.
+        waits: whether programs of a kernel wait for others.
         templates: of the arrays that calls make and that outlive them; see ``Framework.like``.
         bytes: of all other memory of a call, and ``dtypes``, as what else operations see it.
         places: by slot, the number of its array in a call, and the bytes before it.
@@ -538,8 +542,9 @@ class DeviceRecipe:
     again: Callable[[Mapping[str, Array]], Any]
 
     def __init__(self, draft: DeviceDraft, results: Sequence[View]) -> None:
-        self.host, slots, self.waits = draft.host, draft.slots, draft.waits
-        self.told = draft.told
+        self.host, slots, self.told = draft.host, draft.slots, draft.told
+        launched = [row.printed for row in draft.rows if isinstance(row, Launched)]
+        self.waits = any(printed.cooperative for printed in launched)
         seen = {view.slot for view in results}
         lives = _lives(draft)
         used = {*lives, *seen}
@@ -563,7 +568,7 @@ class DeviceRecipe:
         self.pack = struct.Struct(f"{len(order) + 1}q2Q").pack
         self.parts: list[Launches | Operation | Steps] = []
         self.slots, self.dtypes = slots, list[str]()  # of a block
-        address = self.host.pointer(self.host.trouble) if draft.waits else 0
+        address = self.host.pointer(self.host.trouble) if self.waits else 0
         for launches, group in itertools.groupby(draft.rows, lambda r: isinstance(r, Launched)):
             rows: list[Any] = list(group)
             if launches:

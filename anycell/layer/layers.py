@@ -225,7 +225,7 @@ def check_input(framework: type[Framework], x: Any, axes: Sequence[Any], like: A
     """Refuses all but an x of these axes, of which the last is a number, with the dtype and the
     device of ``like``. If there are three axes, x may lack the batch.
     """
-    what = "padded if sequences have several lengths, which are then passed as lengths="
+    shape = "padded if sequences have several lengths, which are then passed as lengths="
     if isinstance(x, framework.kind):
         if len(x.shape) not in (2, len(axes)) or x.shape[-1] != axes[-1]:
             hint = "The last axis is input_size."
@@ -233,8 +233,8 @@ def check_input(framework: type[Framework], x: Any, axes: Sequence[Any], like: A
                 hint = f"{hint[:-1]}; without a batch [time, {axes[-1]}]."
             expected = f"{dtype_of(like)} [{', '.join(map(str, axes))}]"
             refuse("x", describe(x), expected, remedy(x, len(axes), hint))
-        axes, what = x.shape, "as the weights"
-    framework.check_array("x", x, axes, what, like)
+        axes, shape = x.shape, "as the weights"
+    framework.check_array("x", x, axes, shape, like)
 
 
 def one_step(

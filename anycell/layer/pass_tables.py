@@ -1,10 +1,10 @@
-"""A pass in a recipe: the tables of its kernel's door and of the driver."""
+"""A pass in a recipe: the table of its kernel's door, and the driver's."""
 
 from __future__ import annotations
 
-import functools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from anycell.engines import cpu
 from anycell.engines.cpu import driver
@@ -23,7 +23,7 @@ Views = Mapping[str, View]
 
 
 class PassTables:
-    """The tables of a pass of a layer, and what they follow from.
+    """The table of a pass of a layer for the door, its products, and what both follow from.
 
     Args:
         views: the arrays of the call, by the names of ``signature``; None for ``draft.views``.
@@ -32,17 +32,14 @@ class PassTables:
     Attributes:
         directions: what each direction learns and starts from, see ``signature.direction``.
         base: where the table of the door begins in the recipe.
-        table: where the driver's table begins, once it is appended.
         chunk: the steps of a chunk of the projection.
+        segment: the number of steps whose values the backward pass needs at the same time.
         projection: where the matmul of the input is computed; ``single`` says whether it is
             ``SINGLE``, and ``inputs`` is the number of columns that the kernel multiplies.
         parts, bytes_packed: the threads, and the bytes of packed weights, that the door needs.
         firsts: where in the table of the door the entries of each direction begin.
         before, after: the products before and after the steps of a chunk, as rows by the names of
             ``driver.PRODUCT``.
-        moves: rows by the names of ``driver.MOVE``.
-        recompute: the pass that computes the states of a segment again.
-        begin: the first step; ``steps`` in a pass that only packs the weights.
     """
 
     def __init__(
@@ -62,8 +59,6 @@ class PassTables:
         self.directions = [direction(plan, views, d, View.at) for d in range(len(options.reverse))]
         self.projects = "weight_ih" in self.directions[0] and not multiplies_input(plan)
         self.steps, self.batch, width = self.x.shape
-        self.begin = 0
-        self.segment_length = self.steps
         self.kernel = cpu.compiled(plan, backward)
         self.chunk, self.projection = max(1, self.steps), Projection.NONE
         if self.projects:
@@ -75,11 +70,14 @@ class PassTables:
             )  # fmt: skip
         self.single = self.projection is Projection.SINGLE
         self.inputs = width if self.projection is Projection.INSIDE else 0
+        self.segment = segment_steps(options.checkpoint, self.steps, self.chunk)
         self.before: list[Row] = []
         self.after: list[Row] = []
-        self.moves: list[Row] = []
-        self.recompute: PassTables | None = None
-        self._begin(holes, packed)
+        self.firsts = [self.kernel.first(d) for d in range(len(self.directions))]
+        entries, needs = _door(self.kernel, len(self.directions), self._facts(holes))
+        self.base, self.parts = draft.append(entries), needs["parts"]
+        self.bytes_packed = 0 if self.single else needs["packed_bytes"]
+        self._place_memory(needs["scratch_bytes"], packed)
         self._switch()
         if self.mask is not None:
             self.place("mask", self.mask)
@@ -87,32 +85,23 @@ class PassTables:
             self.place_of(d, arrays)
         self._restore()
 
-    def _begin(self, holes: bool, packed: Callable[[int], View] | None) -> None:
-        """Adds the table of the door, with all entries that do not describe an array of a call."""
-        kernel, at, count = self.kernel, self.kernel.shared, len(self.directions)
-        self.firsts = [kernel.first(d) for d in range(count)]
-        self.hyper = cpu.hyperparameters(self.plan)
-        values = {
-            "directions": count, "steps": self.steps, "batch": self.batch,
+    def _facts(self, holes: bool) -> dict[str, int]:
+        """The entries of the door's table that describe no array of a call."""
+        return {
+            "directions": len(self.directions), "steps": self.steps, "batch": self.batch,
             "reverse": sum(way << d for d, way in enumerate(self.options.reverse)),
             "count": self.chunk, "span": self.steps, "inputs": self.inputs, "sparse": holes,
             "pack": not self.single, "packed": not self.single,
             "threads": min(self.options.threads, cpu.pool.MOST),
             "least_work": heuristics.WORTH_A_THREAD, "row_group": heuristics.row_group(self.batch),
         }  # fmt: skip
-        entries = array("q", bytes(8 * kernel.first(count)))
-        for name, value in values.items():
-            if name in at:
-                entries[at[name]] = value
-        kernel.needs(entries.buffer_info()[0])
-        names = "scratch_bytes", "packed_bytes", "parts"
-        scratch, size, self.parts = (entries[at[name]] for name in names)
-        entries[at["packed"]] = 0
-        self.base = self.draft.append(entries.tolist())
-        hyper = self.hyper.__array_interface__["data"][0]
-        self.place("hyper", self.draft.keep(self.hyper, hyper, hyper + self.hyper.nbytes))
+
+    def _place_memory(self, scratch: int, packed: Callable[[int], View] | None) -> None:
+        """Sets the entries of hyperparameters, of scratch memory and of packed weights."""
+        values = cpu.hyperparameters(self.plan)
+        address = values.__array_interface__["data"][0]
+        self.place("hyper", self.draft.keep(values, address, address + values.nbytes))
         self.place("scratch", self.draft.buffer((scratch,), 1))
-        self.bytes_packed = 0 if self.single else size
         if packed is not None:
             self.place("packed", packed(self.bytes_packed))
         elif self.bytes_packed:
@@ -181,11 +170,6 @@ class PassTables:
             for name, sequence in zip(names, sequences, strict=True):
                 if sequence is not None:
                     self.place_of(d, {f"sequence {name}": sequence})
-
-    @functools.cached_property
-    def segment(self) -> int:
-        """The number of steps whose values the backward pass needs at the same time."""
-        return segment_steps(self.options.checkpoint, self.steps, self.chunk)
 
     # ---- what is multiplied ----------------------------------------------------------------------
     def rows(self, width: int, wide: bool = False) -> View:
@@ -276,7 +260,7 @@ class PassTables:
         return driver.FEW if self.single and heuristics.few(self.plan, self.batch, weight) else None
 
     def moving(self, d: int, name: str, moving: View, rest: View | None = None) -> list[Row]:
-        """Rows of ``moves``, which set the address and the strides of an entry before each segment.
+        """Rows of ``Pass.moves``, which set an entry's address and strides before each segment.
 
         Args:
             moving: ``[segments, B, n]``.
@@ -293,54 +277,80 @@ class PassTables:
         rows[0]["step"] = segments * moving.size  # the address moves, the strides do not
         return rows
 
-    # ---- the driver ------------------------------------------------------------------------------
-    def append_driver_table(self, again: int | None = None, then: int | None = None) -> int:
-        """Adds the table of the driver to the recipe; returns its place.
 
-        Args:
-            again: the place of the table of the pass that computes states again.
-            then: the place of the table of the pass that runs next.
-        """
-        draft, at, options = self.draft, self.kernel.shared, self.options
-        threads = min(options.threads, cpu.pool.MOST)
+class Pass(NamedTuple):
+    """A pass as the driver runs it.
+
+    Attributes:
+        begin: the first step; the number of steps for a pass that only packs the weights.
+        segment: the steps of a segment; None for all.
+        moves: rows by the names of ``driver.MOVE``.
+        recompute: the tables of the pass that computes the states of a segment again.
+    """
+
+    tables: PassTables
+    begin: int = 0
+    segment: int | None = None
+    moves: Sequence[Row] = ()
+    recompute: PassTables | None = None
+
+    def append(self, then: Placed | None = None) -> Placed:
+        """Adds the driver's table to the recipe; the pass ``then`` runs next."""
+        again = None if self.recompute is None else Pass(self.recompute).append()
+        tables, draft, options = self.tables, self.tables.draft, self.tables.options
+        at, threads = tables.kernel.shared, min(options.threads, cpu.pool.MOST)
         row: Row = {
-            "door": draft.keep(self.kernel, self.kernel.address, self.kernel.address),
-            "call": draft.entry(self.base),
+            "door": draft.keep(tables.kernel, tables.kernel.address, tables.kernel.address),
+            "call": draft.entry(tables.base),
             **{name: at[name] for name in ("begin", "count", "pack", "origin", "span")},
-            "backward": int(self.backward), "steps": self.steps, "batch": self.batch,
-            "first": self.begin, "last": self.steps,
-            "chunk": self.chunk, "segment": self.segment_length,
-            "again": 0 if again is None else draft.entry(again),
-            "next": 0 if then is None else draft.entry(then),
-            "moves": len(self.moves), "before": len(self.before), "after": len(self.after),
+            "backward": int(tables.backward), "steps": tables.steps, "batch": tables.batch,
+            "first": self.begin, "last": tables.steps, "chunk": tables.chunk,
+            "segment": tables.steps if self.segment is None else self.segment,
+            "again": 0 if again is None else draft.entry(again.table),
+            "next": 0 if then is None else draft.entry(then.table),
+            "moves": len(self.moves), "before": len(tables.before), "after": len(tables.after),
             "gang": draft.of_call("gang") if threads > 1 else 0, "threads": threads,
-            "least_work": heuristics.WORTH_A_THREAD, "blas": self.host.blas,
+            "least_work": heuristics.WORTH_A_THREAD, "blas": tables.host.blas,
             "scratch": 0, "scratch_bytes": 0,  # set by ``finish`` and by ``cpu.room``
         }  # fmt: skip
-        self.table = draft.append_row(driver.PASS, row)
+        table = draft.append_row(driver.PASS, row)
         for move in self.moves:
             draft.append_row(driver.MOVE, move)
-        for product in (*self.before, *self.after):
+        for product in (*tables.before, *tables.after):
             draft.append_row(driver.PRODUCT, product)
-        return self.table
-
-    def placed(self) -> Placed:
-        """The places of the tables, once they are appended."""
-        again = None if self.recompute is None else self.recompute.placed()
-        threads = self.options.threads
-        return Placed(self.kernel, self.plan, threads, self.base, self.firsts, self.table, again)
+        return Placed(
+            tables.kernel, tables.plan, options.threads, tables.base, tables.firsts, table, again
+        )
 
 
-def finish(draft: Draft, runs: Sequence[PassTables]) -> Recipe:
-    """Ends a draft, whose passes run one after the other."""
-    dtype, tables, then = runs[0].plan.dtype, list[int](), None
-    for run in reversed(runs):
-        again = None if run.recompute is None else run.recompute.append_driver_table()
-        tables += [] if again is None else [again]
-        then = run.append_driver_table(again, then)
-        tables.append(then)
+def finish(draft: Draft, passes: Sequence[Pass], **facts: Any) -> Recipe:
+    """Ends a draft, whose passes run one after the other.
+
+    Args:
+        facts: further arguments of ``Recipe``.
+    """
+    dtype, placed = passes[0].tables.plan.dtype, list[Placed]()
+    for of_layer in reversed(passes):
+        placed.insert(0, of_layer.append(placed[0] if placed else None))
+    tables = [p.table for run in placed for p in (run, run.again) if p is not None]
     room = max(cpu.room(dtype, draft.cells[first:]) for first in tables)
     memory = draft.buffer((room,), 1)
     for first in tables:
         draft.put(first + driver.PASS.index("scratch"), memory)
-    return Recipe(draft, dtype, tables[-1], [run.placed() for run in runs], check_pass)
+    return Recipe(draft, dtype, placed[0].table, placed, check_pass, **facts)
+
+
+def _door(
+    kernel: cpu.Kernel, directions: int, facts: Mapping[str, int]
+) -> tuple[list[int], dict[str, int]]:
+    """The table of the door with these entries, as far as the kernel has them, and what it needs:
+    "scratch_bytes", "packed_bytes", and "parts", the threads.
+    """
+    at, entries = kernel.shared, array("q", bytes(8 * kernel.first(directions)))
+    for name, value in facts.items():
+        if name in at:
+            entries[at[name]] = value
+    kernel.needs(entries.buffer_info()[0])
+    needs = {name: entries[at[name]] for name in ("scratch_bytes", "packed_bytes", "parts")}
+    entries[at["packed"]] = 0
+    return entries.tolist(), needs

@@ -241,11 +241,11 @@ def fit_arrays(
     return arrays, sizes
 
 
-def _states(framework: type[Framework], kind: str, given: Any, cell: Cell) -> tuple[Any, ...]:
+def _states(framework: type[Framework], kind: str, states: Any, cell: Cell) -> tuple[Any, ...]:
     """An array or None for each state."""
-    if given is None:
+    if states is None:
         return (None,) * len(cell.states)
-    values = per_state(kind, given, cell)
+    values = per_state(kind, states, cell)
     axes = (2,) if kind == "state" else (1, 2)
     for name, value in zip(cell.state_names, values, strict=True):
         array = isinstance(value, framework.kind)

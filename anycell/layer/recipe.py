@@ -132,7 +132,7 @@ class Draft:
         views: of the arrays that calls give, by name.
         cells: the tables, one after the other.
         places: rows of ``driver.PLACE``, with slots for addresses.
-        bytes: of memory that is given back after a call.
+        buffers: the bytes of each buffer, which is memory that is given back after a call.
     """
 
     def __init__(self, host: Framework, arrays: Mapping[str, Array], options: Options) -> None:
@@ -140,11 +140,11 @@ class Draft:
         self.sources: list[Source] = [OfCall(kind) for kind in OF_CALL]
         self.kept: list[tuple[object, cpu.check.Bounds]] = []
         self.places = list[tuple[int, int, int]]()
-        self.bytes = 0
+        self.buffers = list[int]()
         self.views = {}
-        for name, one in arrays.items():
-            strides, size = host.strides(one), one.dtype.itemsize
-            self.views[name] = self._slot(Given(name), one.shape, strides, size)
+        for name, values in arrays.items():
+            strides, size = host.strides(values), values.dtype.itemsize
+            self.views[name] = self._slot(Given(name), values.shape, strides, size)
 
     def _slot(
         self, source: Source, shape: tuple[int, ...], strides: tuple[int, ...], size: int
@@ -175,12 +175,17 @@ class Draft:
     def buffer(self, shape: tuple[int, ...], size: int) -> View:
         """Memory, aligned to a cache line, that is given back after the call."""
         view = View(0, shape, dense(shape), size, self.bytes)
-        self.bytes += -(-math.prod(shape) * size // LINE) * LINE
+        self.buffers.append(-(-math.prod(shape) * size // LINE) * LINE)
         return view
+
+    @property
+    def bytes(self) -> int:
+        """The size of all buffers."""
+        return sum(self.buffers)
 
     def append(self, cells: list[int]) -> int:
         """Adds a table; returns its place."""
-        self.cells += cells
+        self.cells.extend(cells)
         return len(self.cells) - len(cells)
 
     def append_row(self, names: Sequence[str], row: Row) -> int:
@@ -221,6 +226,9 @@ class Recipe:
         driver: place of the driver's table.
         passes: where their tables lie.
         check: see ``bounds.check_pass``.
+        again: drafts the pass for other arrays, by name; for the passes of layers.
+        overwrites: by the names of given arrays which the pass has read by then, the arrays that a
+            call makes whose memory may be theirs.
 
     Attributes:
         names: of the arrays that calls give, in order.
@@ -228,19 +236,23 @@ class Recipe:
             functions' names, ``dtypes`` the dtypes of the arrays.
         arrays: for each place of an address in the tables, the number of the array: its index among
             the addresses of a call, or beyond them for memory that is kept.
-        aliases: arrays that a call makes whose memory may be that of a given one, which the pass
-            has read by then: from the index of the given array to the number of the other.
-        again: drafts the pass for other arrays, by name; set for the passes of layers.
+        aliases: ``overwrites``, from the index of the given array to the number of the other.
         places: rows of ``driver.PLACE`` for the addresses of a call; ``flat`` joins them.
         fastened: the same for memory that is kept, whose addresses the tables have already.
     """
 
     def __init__(
-        self, draft: Draft, dtype: str, driver: int, passes: Sequence[Placed], check: Check
+        self,
+        draft: Draft,
+        dtype: str,
+        driver: int,
+        passes: Sequence[Placed],
+        check: Check,
+        again: Callable[[Mapping[str, Array]], Any] | None = None,
+        overwrites: Mapping[str, View] | None = None,
     ) -> None:
         self.host, self.options, self.kept = draft.host, draft.options, draft.kept
-        self.passes, self.check, self.aliases = passes, check, dict[int, int]()
-        self.again: Callable[[Mapping[str, Array]], Any] | None = None
+        self.passes, self.check, self.again = passes, check, again
         # Addresses are sorted by where their arrays come from.
         order = [Given, Made, Constant, OfCall, Fixed]
         slots = sorted(enumerate(draft.sources), key=lambda item: order.index(type(item[1])))
@@ -256,6 +268,8 @@ class Recipe:
             rows_of = self.fastened if isinstance(source, Fixed) else self.places
             rows_of.append((at, self.place[slot], offset))
         self.names = [s.name for s in sources.values() if isinstance(s, Given)]
+        pairs = (overwrites or {}).items()
+        self.aliases = {self.names.index(name): self.number(view) for name, view in pairs}
         made = [s for s in sources.values() if isinstance(s, Made)]
         self.hows = [s.how for s in made]
         hosts = [self.host.wide if s.wide else self.host for s in made]
@@ -275,27 +289,27 @@ class Recipe:
         self.bytes = draft.bytes
         self.native = cpu.driver.compiled(dtype, cpu.isa.current()).execute
 
-    def run(self, given: list[Array], options: Options) -> list[Array]:
+    def run(self, arrays: list[Array], options: Options) -> list[Array]:
         """Runs the pass.
 
         Args:
-            given: the arrays of ``names``.
+            arrays: the arrays of ``names``.
 
         Returns:
             the arrays that it made, by ``number``.
         """
         if self.host.trace is not None:
-            return self.host.trace(self, given, options)
+            return self.host.trace(self, arrays, options)
         made = [make(what) for make, what in self.made]
         block = cpu.scratch.take(self.bytes)
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0
-        address, pointers = block.address, self.host.pointers(given + made)
+        address, pointers = block.address, self.host.pointers(arrays + made)
         table = address + self.table
         # The fields of OF_CALL; a named tuple would take a hundredth of a small call to make.
         of_call = address, table, gang, 0, options.seed & _WORD, options.stream
         call = self.pack(self.address, table, *pointers, *self.fixed, *of_call)
         if cpu.check.ON:
-            self.check(self, call, [*given, *made, *self.constants], block)
+            self.check(self, call, [*arrays, *made, *self.constants], block)
         self.native(call)
         cpu.scratch.give_back(block)
         return made

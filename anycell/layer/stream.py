@@ -16,7 +16,7 @@ from anycell.layer import Array, contract
 from anycell.layer.checks import refuse
 from anycell.layer.forward import allocate_states, project
 from anycell.layer.framework import Framework
-from anycell.layer.pass_tables import PassTables, Views, finish
+from anycell.layer.pass_tables import Pass, PassTables, Views, finish
 from anycell.layer.recipe import Draft, Recipe, View, dense
 from anycell.layer.signature import DENSE, of_a_matmul, places, state_names
 from anycell.layer.signature import states as states_of
@@ -35,21 +35,25 @@ class Prepared:
     may bring this object along, but it is stale there. Copies by ``deepcopy`` and pickles do not
     carry the weights.
 
-    Attributes:
+    Args:
+        layer: None for an object that is stale from the start.
+        places: dictionaries in which the layer looks for arrays, with a name.
+        writes: those that a framework makes known.
         stream: runs the steps; None where no kernel does.
-        attributes: of the layer; None in an object that is stale from the start.
-        places: dictionaries in which the layer looks for arrays, with a name, and what is there.
-        counts: those of writes that a framework makes known, and what they were.
     """
 
-    stream: Stream | None = None
-    attributes: dict[str, Any] | None = None
-
-    def note(self, layer: Any, places: Iterable[Place], writes: Iterable[Writes] = ()) -> None:
-        """Notes what a layer has in places where it looks for arrays, and counts of writes."""
-        self.attributes, self.cell = layer.__dict__, layer.cell
+    def __init__(
+        self,
+        layer: Any = None,
+        places: Iterable[Place] = (),
+        writes: Iterable[Writes] = (),
+        stream: Stream | None = None,
+    ) -> None:
+        self.stream = stream
+        self.attributes = None if layer is None else layer.__dict__
+        self.cell = None if layer is None else layer.cell
         self.places = [(place, name, place.get(name)) for place, name in places]
-        self.counts = [(each, each.count) for each in writes]
+        self.counts = [(counted, counted.count) for counted in writes]
 
     def stale(self, layer: Any) -> bool:
         """Whether the weights are another layer's, or have changed, as far as one can tell."""
@@ -118,7 +122,7 @@ def _can_project(whole: Plan) -> bool:
     return set(whole.cell.gate_sizes.values()) == {"H"}
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A drafted step, and the numbers of its results among the arrays that it makes."""
 
     recipe: Recipe
@@ -151,7 +155,7 @@ class Stream:
         self.width = weights[0]["weight_ih"].shape[1]
         self.shape = [(len(weights), size) for _, size in states_of(plan)]
         self.before, self.restored = (state_names(k, cell) for k in ("state", "reset_state"))
-        self._steps: dict[tuple[Any, ...], _Step] = {}
+        self._steps: dict[tuple[Any, ...], Step] = {}
 
     def step(
         self,
@@ -201,6 +205,12 @@ class Stream:
         made = recipe.run(arrays, recipe.options)
         return made[output], [made[final] for final in finals]
 
+    def step_of(self, threads: int, arrays: Sequence[Array]) -> Step:
+        """The drafted step of x and states like these, which is not kept."""
+        return self._draft(
+            len(arrays[0]), threads, dict(zip(("x", *self.before), arrays, strict=True))
+        )
+
     def _pack(self, weights: Mapping[str, Array], threads: int) -> _Packed:
         """Packs the weights of a layer."""
         inputs, blocks = weights["weight_ih"].shape[1], list[cpu.Block]()
@@ -215,24 +225,24 @@ class Stream:
         recipe.run([learned[name] for name in recipe.names], draft.options)
         return _Packed(projecting(self.plan, inputs), blocks[0], unpacked(self.plan, learned))
 
-    def _draft(self, rows: int, threads: int, given: Mapping[str, Array]) -> _Step:
+    def _draft(self, rows: int, threads: int, arrays: Mapping[str, Array]) -> Step:
         """Drafts the step for this number of rows, and for arrays of these names."""
         if cpu.isa.current() is not self.target:
             current = f"{cpu.isa.current().name!r} as the instruction set"
             expected = f"{self.target.name!r}, for which the weights are packed"
             refuse("step", current, expected, "Call prepare() again.", RuntimeError)
-        draft = Draft(self.host, given, Options(threads=threads))
+        draft = Draft(self.host, arrays, Options(threads=threads))
         views = {name: _dense(view) for name, view in draft.views.items()}
         if "resets" in views:
             views["resets"] = views["resets"]._replace(shape=(1, 1, rows), strides=(rows, rows, 1))
         layers = [layer.views(draft) for layer in self.layers]
-        runs, finals = _steps(draft, [layer.plan for layer in self.layers], views, layers)
+        tables, finals = _steps(draft, [layer.plan for layer in self.layers], views, layers)
         output = draft.new((rows, self.shape[0][1]))
-        runs[-1].place("out", output)
-        if threads > 1 and all(run.parts < 2 for run in runs):
-            return self._draft(rows, 1, given)  # without a gang of threads
-        recipe = finish(draft, runs)
-        return _Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
+        tables[-1].place("out", output)
+        if threads > 1 and all(of_layer.parts < 2 for of_layer in tables):
+            return self._draft(rows, 1, arrays)  # without a gang of threads
+        recipe = finish(draft, list(map(Pass, tables)))
+        return Step(recipe, recipe.number(output), [recipe.number(final) for final in finals])
 
 
 def draft_packing(
@@ -249,9 +259,8 @@ def draft_packing(
     plan, views = projecting(whole, inputs), dict(draft.views)
     views["x"] = draft.constant(draft.host.empty((1, 1, inputs)))
     packed = packed or (lambda size: draft.new((size,), "zeros"))  # also what is between weights
-    run = PassTables(draft, plan, draft.options, False, False, views, packed)
-    run.begin = run.steps
-    return finish(draft, [run])
+    tables = PassTables(draft, plan, draft.options, False, False, views, packed)
+    return finish(draft, [Pass(tables, begin=tables.steps)])
 
 
 def draft_step(host: Framework, whole: Plan, arrays: Mapping[str, Array], threads: int) -> Recipe:
@@ -266,44 +275,42 @@ def draft_step(host: Framework, whole: Plan, arrays: Mapping[str, Array], thread
     layer = {name: views.pop(name) for name in ("packed", *whole.cell.learned) if name in views}
     views["x"] = views["x"].at(0)
     plan = projecting(whole, views["x"].shape[1])
-    runs, finals = _steps(draft, [plan], views, [layer])
-    if threads > 1 and runs[0].parts < 2:
+    (tables,), finals = _steps(draft, [plan], views, [layer])
+    if threads > 1 and tables.parts < 2:
         return draft_step(host, whole, arrays, 1)  # without a gang of threads
-    recipe = finish(draft, runs)
-    for name, final in zip(state_names("state", whole.cell), finals, strict=True):
-        if name in arrays:
-            recipe.aliases[recipe.names.index(name)] = recipe.number(final)
-    return recipe
+    named = zip(state_names("state", whole.cell), finals, strict=True)
+    overwrites = {name: final for name, final in named if name in arrays}
+    return finish(draft, [Pass(tables)], overwrites=overwrites)
 
 
 def _steps(
     draft: Draft, plans: Sequence[Plan], views: Views, layers: Sequence[Views]
 ) -> tuple[list[PassTables], list[View]]:
-    """The passes of a step, layer by layer, and the states after it, ``[layers, rows, size]`` each.
+    """The tables of a step, layer by layer, and the states after it, ``[layers, rows, size]`` each.
 
     Args:
         views: the arrays that the layers share, and the states of all; x is ``[rows, I]``.
         layers: the others, with the packed weights as ``packed``.
     """
-    entering, runs, cell = views["x"], [], plans[0].cell
+    entering, of_layers, cell = views["x"], [], plans[0].cell
     finals = [draft.new((len(layers), entering.shape[0], n)) for _, n in states_of(plans[0])]
     parted = {*state_names("state", cell), *state_names("reset_state", cell)}
     for k, (of_step, layer) in enumerate(zip(plans, layers, strict=True)):
         arrays = {n: _part(v, k) if n in parted else v for n, v in views.items()}
         arrays |= {**layer, "x": _one(entering)}
         packed = arrays.pop("packed")
-        run = PassTables(
+        tables = PassTables(
             draft, of_step, draft.options, False, False, arrays,
             lambda _: packed,  # noqa: B023  (called at once)
         )  # fmt: skip
-        draft.put(run.base + run.kernel.shared["pack"], 0)
-        project(run)
-        allocate_states(run, 1, False, False)
+        draft.put(tables.base + tables.kernel.shared["pack"], 0)
+        project(tables)
+        allocate_states(tables, 1, False, False)
         names = [f"final {name}" for name in cell.state_names]
-        run.place_parts({n: _part(final, k) for n, final in zip(names, finals, strict=True)})
+        tables.place_parts({n: _part(final, k) for n, final in zip(names, finals, strict=True)})
         entering = finals[0].at(k)
-        runs.append(run)
-    return runs, finals
+        of_layers.append(tables)
+    return of_layers, finals
 
 
 def _dense(view: View) -> View:

@@ -54,26 +54,26 @@ class WeightGradients:
     Args:
         w: what the direction learns.
         need: whether the gradients are wanted.
-        fresh: whether the first chunk may overwrite the totals; false if there is no chunk.
+        fresh: whether a first chunk will overwrite the totals; false if there is no chunk.
 
     Attributes:
         totals: by the names of the arrays.
         vectors: gradients summed over rows: those of the projected gates, and those of the outputs
             of matmuls by the matmuls' names, if a bias needs them.
+        biases: the names of the biases that the direction has.
     """
 
     def __init__(self, plan: Plan, w: Direction, need: bool, fresh: bool) -> None:
-        self.plan, self.fresh = plan, fresh
+        self.plan, self.whole, biases = plan, _whole(plan), _biases(plan)
         self.totals: Direction = {}
         self.vectors: Direction = {}
-        self.whole, self.biases = _whole(plan), _biases(plan)
         for name, whole in self.whole.items() if need else ():
             if name in w:
                 self.totals[name] = self.like(w[name], whole and fresh)
-        for name, gradients in self.biases.items() if need else ():
-            for gradient, width in gradients.items() if name in w else ():
+        self.biases = [name for name in biases if name in w] if need else []
+        for name in self.biases:
+            for gradient, width in biases[name].items():
                 self.vectors[gradient] = self.new((width,), fresh)
-        self.named = [name for name in self.biases if name in w] if need else []  # biases
 
     def new(self, shape: tuple[int, ...], overwritten: bool) -> Array:
         """Memory for a total, zeros where it is not overwritten."""
@@ -83,8 +83,8 @@ class WeightGradients:
         """Memory for the gradient of a weight, zeros where it is not overwritten."""
         return self.new(tuple(weight.shape), overwritten)
 
-    def multiply(self, d: Any, operand: Any, weight: Array, whole: bool) -> None:
-        """``weight += d.T @ operand``; the first chunk may overwrite a ``whole`` weight."""
+    def multiply(self, d: Any, operand: Any, weight: Array, first: bool) -> None:
+        """``weight += d.T @ operand``, or ``weight = d.T @ operand`` for the first product."""
         raise NotImplementedError
 
     def add_blocks(self, d: Any, operand: Any, weight: Any, heads: int, first: int) -> None:
@@ -93,15 +93,15 @@ class WeightGradients:
         """
         raise NotImplementedError
 
-    def add_rows(self, d: Any, vector: Array) -> None:
-        """``vector += d.sum(0)``; the first chunk may overwrite."""
+    def add_rows(self, d: Any, vector: Array, first: bool) -> None:
+        """``vector += d.sum(0)``, or ``vector = d.sum(0)`` for the first sum."""
         raise NotImplementedError
 
     def columns(self, d: Any, begin: int, end: int) -> Any:
         """The columns of a matrix from ``begin`` to ``end``."""
         return d[:, begin:end]
 
-    def add(self, dg: Any, x: Any, hidden: Any, factors: Sequence[Factors]) -> None:
+    def add(self, dg: Any, x: Any, hidden: Any, factors: Sequence[Factors], *, first: bool) -> None:
         """Adds what the rows of a chunk contribute.
 
         Args:
@@ -109,26 +109,26 @@ class WeightGradients:
             x: its input ``[rows, I]``, zeros under masks.
             hidden: the first states before its steps, ``[rows, size]``.
             factors: of each matmul inside the steps.
+            first: whether it is the first chunk.
         """
         totals, plan = self.totals, self.plan
         if "weight_ih" in totals:
-            self.multiply(dg, x, totals["weight_ih"], True)
+            self.multiply(dg, x, totals["weight_ih"], first)
         if GATES in self.vectors:
-            self.add_rows(dg, self.vectors[GATES])
+            self.add_rows(dg, self.vectors[GATES], first)
         for l, (outputs, operand) in zip(plan.cell.linears, factors, strict=True):
             d = dg if outputs is None else outputs
             operand, weight = hidden if operand is None else operand, totals[l.weight]
             if outputs is not None and l.name in self.vectors:
-                self.add_rows(d, self.vectors[l.name])
+                self.add_rows(d, self.vectors[l.name], first)
             if self.whole[l.weight]:
-                self.multiply(d, operand, weight, True)
+                self.multiply(d, operand, weight, first)
                 continue
             size = plan.sizes[l.out_size]
             for n, output in enumerate(l.outputs):
-                first = l.declared.index(output) * (size // l.heads)
+                row = l.declared.index(output) * (size // l.heads)
                 columns = self.columns(d, n * size, (n + 1) * size)
-                self.add_blocks(columns, operand, weight, l.heads, first)
-        self.fresh = False
+                self.add_blocks(columns, operand, weight, l.heads, row)
 
 
 def bias_gradients(

@@ -148,7 +148,7 @@ class Feedback(Fed, Explained, base.Layer):
             y ``[T, B, Y]``, laid out as x, and the state, as in ``RNN.forward``.
         """
         layer, pullbacks = self.layer, list[passes.Pullback]()
-        how = layer._options(training)
+        options = layer._options(training)
 
         def run(this: Layer, arrays: Arrays) -> Any:
             output, final, others, pullback = passes.run(this, arrays)
@@ -156,7 +156,7 @@ class Feedback(Fed, Explained, base.Layer):
             return output, tuple(final), others
 
         def stack(learned: Arrays) -> Stack:
-            this = self._layer()._replace(options=how, plan=self._plan())
+            this = self._layer()._replace(options=options, plan=self._plan())
             if this.plan.types.quantized:
                 integers, scales = rounded(learned["weight_readout"], "weight", "readout")
                 both = {"weight_readout": integers, scales_of("weight_readout"): scales}
@@ -170,8 +170,8 @@ class Feedback(Fed, Explained, base.Layer):
             array, states, flags if flags.ndim else flags.item(), stack,
             mask=mask, lengths=lengths, resets=resets, static=static,
         )  # fmt: skip
-        self._saved = (pullbacks[0], flags) if how.training else None
-        return self.readout.forward(output, training=how.training), final
+        self._saved = (pullbacks[0], flags) if options.training else None
+        return self.readout.forward(output, training=options.training), final
 
     if TYPE_CHECKING:
         __call__ = forward

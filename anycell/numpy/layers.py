@@ -21,13 +21,15 @@ from anycell.layer.checks import (
 )
 from anycell.layer.layers import Stack, one_step
 from anycell.layer.signature import of_layer, state_names
+from anycell.layer.stream import FORMS
 from anycell.named import shown
 from anycell.numpy import base, check, initializers, passes, threads
 from anycell.numpy.base import Array
 from anycell.numpy.framework import Numpy
-from anycell.numpy.streaming import Packed
+from anycell.numpy.streaming import Again, Packed
 from anycell.numpy.typed import Arguments, Arrays, Names, State
 from anycell.plan import Engine, Layer, Options, Plan, Returning, plan, takes
+from anycell.recent import add_recent
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -230,7 +232,7 @@ class RNN(Explained, base.Layer):
                 steps.
         """
         x = check.array("x", x, self._layout(self.input_size), self.dtype)
-        how = self._options(training, **arguments)
+        options = self._options(training, **arguments)
         states: dict[str, Array] = {}
         if state is None:  # so that the backward pass returns their gradients
             rows = x.shape[0 if self.batch_first else 1]
@@ -248,7 +250,7 @@ class RNN(Explained, base.Layer):
             saved.dropped.append(kept * self.dtype.type(1.0 / (1.0 - self.dropout)))
             return x * saved.dropped[-1]
 
-        layer = Layer(self.cell, tuple(self.sizes.items()), how, plan=self.plan)
+        layer = Layer(self.cell, tuple(self.sizes.items()), options, plan=self.plan)
         drops = drop if training and self.dropout else None
         stack = Stack(Numpy, run, layer, weights, self.batch_first, drops)
         output, final, *sequences = stack.call(x, state, arguments, states)
@@ -373,11 +375,15 @@ class RNN(Explained, base.Layer):
             ValueError: for a bidirectional layer, which needs the end before the start.
             ValueError, TypeError: naming the argument, what was given and what was expected.
         """
+        packed, alone = self._prepared, static is None and resets is None and reset_state is None
+        if alone and packed is not None and not packed.stale(self):
+            again = packed.again.get(getattr(x, "shape", ()))
+            if again is not None and (results := again(x, state)) is not None:
+                return results
         check_one_direction("step", self)
         x = check.array("x", x, ("B", self.input_size), self.dtype)
         if resets is not None:
             resets = check.flags("resets", resets, (len(x),)).view(np.uint8)
-        packed = self._prepared
         if packed is not None and packed.stale(self):
             packed = self.prepare()._prepared
         if packed is not None and packed.stream is not None:
@@ -388,6 +394,8 @@ class RNN(Explained, base.Layer):
                 start = self._states("reset_state", reset_state, len(x))
             arrays = len(x), x, states, static, threads.current(), resets, start
             output, new = packed.stream.step(*arrays)
+            if alone and states is not None and x.shape not in packed.again:
+                add_recent(packed.again, x.shape, Again.of(packed.stream, [x, *states]), FORMS)
             return output, tuple(new) if len(new) > 1 else new[0]
         pending = self._saved
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}

@@ -80,8 +80,8 @@ def export(
     known = [name for name in INPUTS if name != "static" or cell.static]
     if unknown := sorted(wanted - {*known}):
         refuse("inputs", repr(unknown[0]), f"names among {', '.join(known)}", "Leave it out.")
-    how = layer.options._replace(**check_options(options, function=export, others=()))
-    layer = layer._replace(options=how)
+    settings = layer.options._replace(**check_options(options, function=export, others=()))
+    layer = layer._replace(options=settings)
     graph, taken = Graph(layer.dtype), list[Any]()
 
     def take(name: str, *shape: str | int, kind: int = graph.kind) -> str:
@@ -109,7 +109,7 @@ def export(
                 whole = take(f"{name}_{s.name}", directions * count, "rows", layer.size(s.size))
                 for k, part in enumerate(graph.split(whole, [directions] * count, 0)):
                     states[k][f"{name} {s.name}"] = part
-    nodes = layer.dtype == "float32" and not call and how.apart(True) >= bool(lengths)
+    nodes = layer.dtype == "float32" and not call and settings.apart(True) >= bool(lengths)
     form = form_of(cell) if nodes else None
     if lengths and form is None:
         size = graph("Squeeze", graph("Shape", x, end=1))

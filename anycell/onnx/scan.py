@@ -186,8 +186,8 @@ def _step(
 
     def reduced(node: Expr, groups: int) -> str:
         """A reduction; of one group, it is one number for each row."""
-        one, (arg,) = plain.broadcasts and node.narrow, node.args
-        size = sizes[plain.sizes.get(arg, "H" if one else plain.sizes[node])]
+        narrow, (arg,) = plain.broadcasts and node.narrow, node.args
+        size = sizes[plain.sizes.get(arg, "H" if narrow else plain.sizes[node])]
         shape, last = (groups, size // groups), graph.integers(-1)
         if groups == 1:
             return str(graph(OPERATORS[node.op], row(arg, size), last))

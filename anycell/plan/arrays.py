@@ -102,7 +102,7 @@ def arrays(plan: Plan, backward: bool) -> dict[str, Array]:
         table[f"d_outputs {l.name}"] = leaving._replace(width=outputs)
         table[f"operand {l.name}"] = leaving._replace(width=plan.sizes[l.in_size])
     for name, width in states:
-        table |= {f"d_{what} {name}": Array("B", width, sums) for what in ("state", "reset")}
+        table |= {f"d_{kind} {name}": Array("B", width, sums) for kind in ("state", "reset")}
     table["d_params"] = Array("R", sum(plan.param_sizes), sums)
     table["d_static"] = Array("B", plan.static_width, sums)
     return table

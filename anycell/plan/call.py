@@ -97,8 +97,8 @@ class Options(NamedTuple):
     def printed(self, masked: bool) -> Options:
         """The options that GPU kernels depend on; the others are set to their defaults."""
         names = [name for name, option in OPTIONS.items() if option.printed]
-        one = Options(**{name: getattr(self, name) for name in names})
-        return one if masked else one._replace(masked_output=Options().masked_output)
+        options = Options(**{name: getattr(self, name) for name in names})
+        return options if masked else options._replace(masked_output=Options().masked_output)
 
     def apart(self, masked: bool) -> bool:
         """Whether outputs need an array of their own, not the hidden states: a mask zeroes them."""
@@ -219,7 +219,7 @@ def takes(*typed: type, about: str | None = None) -> Callable[[Documented], Docu
         typed: a ``TypedDict`` or several, which have the types.
         about: a docstring with sentences about names that are neither arrays nor options.
     """
-    types = {name: hint for one in typed for name, hint in one.__annotations__.items()}
+    types = {name: hint for hints in typed for name, hint in hints.__annotations__.items()}
     names = [n for n in dict.fromkeys((*ARRAYS, *OPTIONS, *types)) if n in types]
     says = {name: option.says for name, option in OPTIONS.items()}
     for text in (ArrayArguments.__doc__, Returning.__doc__, about):

@@ -245,8 +245,8 @@ def no_kernel_on_gpu(cell: Cell) -> str | None:
     sizes = {*cell.gate_sizes.values(), cell.static_size, *(param.size for param in cell.params)}
     others = (sizes | ({ONE} if cell.broadcasts else set())) - {"H"}
     if others:
-        what = "gates, parameters or static inputs of other sizes than H, or values of size 1"
-        return f"no kernel on the GPU for {what}: {', '.join(sorted(others))}"
+        reason = "gates, parameters or static inputs of other sizes than H, or values of size 1"
+        return f"no kernel on the GPU for {reason}: {', '.join(sorted(others))}"
     return None
 
 

@@ -139,6 +139,11 @@ class Functions:
         quotient = self.op("div", value, self.op("where", zero, 1.0, divisor))
         return self.op("where", zero, 0.0, quotient)
 
+    def root(self, value: Any) -> Any:
+        """The square root, whose derivative at 0 is 0."""
+        zero = self.op("eq", value, 0.0)
+        return self.op("where", zero, 0.0, self.op("sqrt", self.op("where", zero, 1.0, value)))
+
     def squared_difference(self, a: Any, b: Any) -> Any:
         return self.op("square", self.op("sub", a, b))
 

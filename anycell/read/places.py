@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import os
 import sys
 import sysconfig
 import traceback
+import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -44,6 +46,17 @@ def _running() -> Iterator[tuple[str, int | None]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
+
+
+@functools.lru_cache(maxsize=1024)
+def module_variables(code: types.CodeType) -> frozenset[str]:
+    """The variables of its module that code reads or sets, functions inside it included.
+
+    ``co_names`` has the names of attributes among them.
+    """
+    names = {i.argval for i in dis.get_instructions(code) if "GLOBAL" in i.opname}
+    inside = (module_variables(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return frozenset(names).union(*inside)
 
 
 def raised(error: BaseException) -> str:

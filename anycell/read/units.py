@@ -301,10 +301,10 @@ class Graph:
         units = tuple(size for i, size in enumerate(outer.shape) if i != batch)
         per_row = batch is not None and outer.per_row
         source = self._leaf(outer, batch, math.prod(units), per_row)
-        own = source.units.reshape(units)
+        ids = source.units.reshape(units)
         if batch is not None:
-            own = np.expand_dims(own, batch)
-        ids = np.broadcast_to(own, shape)
+            ids = np.expand_dims(ids, batch)
+        ids = np.broadcast_to(ids, shape)
         if axis is not None:
             rows = np.arange(self.rows, dtype=np.int64) << ROW
             ids = ids + rows.reshape(-1, *[1] * (len(shape) - axis - 1))

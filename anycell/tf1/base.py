@@ -202,8 +202,8 @@ def sequence(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -
     """Returns the results of ``run``: all steps at once if possible, else step by step."""
     if obstacle(cell) is not None:
         if _of_users(cell) is not None:
-            one = cell._begin() if isinstance(cell, RNNCell) else cell
-            step = vars(cell)["_step"] = reading.read(one, x, state)
+            begun = cell._begin() if isinstance(cell, RNNCell) else cell
+            step = vars(cell)["_step"] = reading.read(begun, x, state)
             if not isinstance(step, str):
                 known = None if lengths is None else mask(x, lengths)
                 return reading.run(step, masked(x, lengths), state, known, reverse)
@@ -220,9 +220,9 @@ def _step_by_step(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bo
             return tf.reverse(steps, [0])
         return tf.reverse_sequence(steps, lengths, seq_axis=0, batch_axis=1)
 
-    one = cell._begin() if isinstance(cell, RNNCell) else cell
+    begun = cell._begin() if isinstance(cell, RNNCell) else cell
     outputs, final = v1.nn.dynamic_rnn(
-        one, flip(masked(x, lengths)), lengths, state, x.dtype, time_major=True,
+        begun, flip(masked(x, lengths)), lengths, state, x.dtype, time_major=True,
         scope=v1.get_variable_scope(),
     )  # fmt: skip
     return tf.nest.map_structure(flip, outputs), final
@@ -270,13 +270,13 @@ def like_cell(name: str, cell: Any) -> Any:
     wanted = ("state_size", "output_size", "zero_state")
     missing = [part for part in wanted if not hasattr(cell, part)]
     if isinstance(cell, type) or not callable(cell) or missing:
-        given = f"the class {cell.__name__}" if isinstance(cell, type) else type(cell).__name__
+        shown = f"the class {cell.__name__}" if isinstance(cell, type) else type(cell).__name__
         expected = (
             "a cell of anycell.tf1, or another of TensorFlow 1, which has "
             f"{', '.join(wanted)} and is called with inputs and a state"
         )
         hint = "Make one, as LSTMCell(128); a cell of Keras runs in keras.layers.RNN."
-        refuse(name, given, expected, hint, TypeError)
+        refuse(name, shown, expected, hint, TypeError)
     return cell
 
 
@@ -284,8 +284,8 @@ def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = Non
     """Returns inputs of that layout as a tensor; ``dtype`` is the argument of a loop, or None."""
     of_cell = getattr(cell, "dtype", None)
     if None not in (dtype, of_cell) and tf.as_dtype(dtype) != of_cell:
-        given, expected = tf.as_dtype(dtype).name, f"{tf.as_dtype(of_cell).name}, that of the cell"
-        refuse("dtype", given, expected, "Pass this dtype to the cell when you make it.")
+        shown, expected = tf.as_dtype(dtype).name, f"{tf.as_dtype(of_cell).name}, that of the cell"
+        refuse("dtype", shown, expected, "Pass this dtype to the cell when you make it.")
     kind = dtype or of_cell or (None if tf.is_tensor(inputs) else tf.float32)
     x = tensor("inputs", inputs, kind)
     _floating(x.dtype)

@@ -33,8 +33,8 @@ def _lstm(name: str, state: str, params: str, doc: str) -> Cell:
             h = h if proj_clip is None else clip(h, -proj_clip, proj_clip)
         return h, c
 
-    def without(x: Gates, r: Gates, s: Gates, **given: Any) -> tuple[Expr, Expr]:
-        return with_peepholes(x, r, s, None, **given)
+    def without(x: Gates, r: Gates, s: Gates, **hyper: Any) -> tuple[Expr, Expr]:
+        return with_peepholes(x, r, s, None, **hyper)
 
     whole = inspect.signature(with_peepholes)
     others = [argument for name, argument in whole.parameters.items() if name != "p"]

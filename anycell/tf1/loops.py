@@ -150,7 +150,7 @@ def _stacked(inputs: Sequence[Tensor]) -> Tensor:
         refuse("inputs", type(inputs).__name__, "a list of steps, [B, width] each", hint, TypeError)
     if not inputs:
         refuse("inputs", "no steps", "a list of one or more", "Pass [B, width] for each.")
-    stack = tf.stack if any(tf.is_tensor(one) for one in inputs) else np.stack
+    stack = tf.stack if any(tf.is_tensor(tensor) for tensor in inputs) else np.stack
     return stack(inputs)
 
 

@@ -147,8 +147,8 @@ class KernelCell(Explained, RNNCell):
             saved = shapes.get(f"{scope}/{name}")
             if saved is None or tuple(saved) != shape:
                 fault = "missing" if saved is None else f"of shape {tuple(saved)}"
-                given = f"{scope!r}, whose {name} in the checkpoint is {fault}"
-                refuse("scope", given, f"shape {shape}", f"It has: {', '.join(sorted(shapes))}.")
+                shown = f"{scope!r}, whose {name} in the checkpoint is {fault}"
+                refuse("scope", shown, f"shape {shape}", f"It has: {', '.join(sorted(shapes))}.")
         for name in wanted:
             self._weights[name].assign(reader.get_tensor(f"{scope}/{name}"))
 

@@ -39,8 +39,8 @@ class MultiRNNCell(RNNCell):
         self.cells, self.state_is_tuple = cells, state_is_tuple
         sizes = [cell.state_size for cell in cells]
         if not state_is_tuple and any(tf.nest.is_nested(size) for size in sizes):
-            given = f"False, with cells whose states are of sizes {sizes}"
-            refuse("state_is_tuple", given, "True, or cells that have state_is_tuple=False too")
+            shown = f"False, with cells whose states are of sizes {sizes}"
+            refuse("state_is_tuple", shown, "True, or cells that have state_is_tuple=False too")
         self.state_size = tuple(sizes) if state_is_tuple else sum(sizes)
         self.output_size = cells[-1].output_size
 
@@ -62,9 +62,9 @@ class MultiRNNCell(RNNCell):
         if not self.state_is_tuple:
             state = tf.split(state, [cell.state_size for cell in self.cells], axis=1)
         elif not isinstance(state, (list, tuple)) or len(state) != count:
-            given = f"{len(state)} of them" if isinstance(state, (list, tuple)) else "one tensor"
+            shown = f"{len(state)} of them" if isinstance(state, (list, tuple)) else "one tensor"
             expected = f"a tuple of {count}, one for each cell"
-            refuse("state", given, expected, "cell.zero_state makes one.")
+            refuse("state", shown, expected, "cell.zero_state makes one.")
         final = []
         for k, (cell, part) in enumerate(zip(self.cells, state, strict=True)):
             with v1.variable_scope(f"cell_{k}"):

@@ -207,8 +207,8 @@ def _engine(module: Any) -> tuple[str, str]:
         return "torch", "torch has quantized it"
     if isinstance(module, nn.RNNBase):
         return "torch", swap.refusal(module) or "accelerate(model) has not been called"
-    one = [name for kind, name in _IN_PLACE_OF_A_LOOP.items() if isinstance(module, kind)]
-    call = f"call {one[0]} once, or " if one else ""
+    replacements = [name for kind, name in _IN_PLACE_OF_A_LOOP.items() if isinstance(module, kind)]
+    call = f"call {replacements[0]} once, or " if replacements else ""
     return "torch", (
         "one step, called by the model's own code and as fast as ours; in place of a loop over "
         f"time {call}let anycell.torch.loop(module) run the module that is the loop's body"

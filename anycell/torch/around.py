@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from anycell.read.places import module_variables
+
 _ORDINARY = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WALKED = nn.Module, types.FunctionType, types.MethodType, functools.partial
@@ -115,7 +117,7 @@ class Surroundings:
         names = frozenset(_names(code))
         for label, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._variable(cell, "cell_contents", label, names)
-        for name in sorted(names & variables.keys()):
+        for name in sorted(module_variables(code) & variables.keys()):
             self._variable(variables, name, name, names)
 
     def _object(self, value: Any, names: frozenset[str]) -> None:
@@ -241,7 +243,7 @@ def _value(holder: Any, name: str) -> Any:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The names that code may read from its module, functions inside it included."""
+    """The names of variables and attributes in code, functions inside it included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

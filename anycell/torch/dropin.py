@@ -91,9 +91,11 @@ class DropIn(Recurrent):
         dtype = autocast_dtype(weight)
         plan = plan_on(weight.device.type, self.cell, self._sizes, dtype)
         if isinstance(plan, Plan):
-            ours = self.checkpoint is not None or self.cell not in CUDNNS
+            not_cudnn = self.checkpoint is not None or self.cell not in CUDNNS
             usual = CUDNN_STEPS, capacity.BATCH
-            if plan.engine == "gpu" and not (ours or _beats_cudnn(plan, weight.device, *usual)):
+            if plan.engine == "gpu" and not (
+                not_cudnn or _beats_cudnn(plan, weight.device, *usual)
+            ):
                 why = f"cuDNN's layer: our kernels are not known to be faster for {usual[1]} rows"
                 return Engine("torch", why)
         return engine_of(plan, "torch")

@@ -319,9 +319,9 @@ class TorchDevice(DeviceFramework, Torch):
         return torch.empty(shape, dtype=torch.float32 if wide else self.dtype, device=self.device)
 
     def template(self, shape: Shape, wide: bool = False) -> Tensor:
-        one = self.empty((), wide)
+        template = self.empty((), wide)
         # ``empty_like`` would keep the strides of 0 of an expanded tensor with fewer numbers.
-        return one.expand(shape) if math.prod(shape) > 1 else self.empty(shape, wide)
+        return template.expand(shape) if math.prod(shape) > 1 else self.empty(shape, wide)
 
     def block(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self.device)

@@ -162,25 +162,25 @@ def run_backward(
     # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
     arriving = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
-    given = arrays, on_threads(layer.options)
+    options = arrays, on_threads(layer.options)
     d_output, *d_final = arriving
     if plan.engine == "gpu":
         device = TorchDevice.on(plan.dtype, arrays["x"].device)
-        return device.run(gpu.backward, plan, *given, kept, d_output, d_final, wanted=wanted)
+        return device.run(gpu.backward, plan, *options, kept, d_output, d_final, wanted=wanted)
     plan, host = rounded(plan), Torch.of(plan.dtype)
     if d_output is not None and (fitted := host.fit(d_output, ROWS)) is not None:
         d_output = fitted  # often one expanded number, which is copied each time
     ends = [d_output, *d_final]
-    form = None if inside else passes.backward_form(plan, *given, ends, wanted)
+    form = None if inside else passes.backward_form(plan, *options, ends, wanted)
     if form is not None:
-        known = passes.backward_again(form, plan, *given, kept, ends)
+        known = passes.backward_again(form, plan, *options, kept, ends)
         if known is not None:
             return known
     gradients = backward(
-        host, plan, *given, kept, d_output, d_final, d_states=inside, wanted=wanted
+        host, plan, *options, kept, d_output, d_final, d_states=inside, wanted=wanted
     )
     if form is not None:
-        passes.learn_backward(form, plan, *given, kept, ends, wanted)
+        passes.learn_backward(form, plan, *options, kept, ends, wanted)
     return gradients
 
 

@@ -33,8 +33,8 @@ from anycell.torch.stepwise import Step, Steps, stepwise
 
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _RESTLESS = 16  # readings for tensors of the same shapes
-# A kernel's call takes as long as some twenty functions of torch of so few numbers.
-_FEW, _CALLS = 2048, 20
+# A kernel's call takes as long as some 28 functions of torch of so few numbers.
+_FEW, _CALLS = 8192, 28
 _SHORT = "so few steps take less time as they are written"
 _NUMBERS = itertools.count()
 
@@ -286,8 +286,8 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
     leaves, state_tree = _flat(state)
     wrong = [v for v in xs if not isinstance(v, Tensor)]
     if wrong or not xs:
-        given = describe(wrong[0]) if wrong else "no tensors"
-        refuse("x", given, "tensors, or tuples, lists and dictionaries of them", "", TypeError)
+        shown = describe(wrong[0]) if wrong else "no tensors"
+        refuse("x", shown, "tensors, or tuples, lists and dictionaries of them", "", TypeError)
     held = [t for t in leaves if isinstance(t, Tensor)]
     batched = max([0, *[t.dim() for t in held]]) > 1 or max(t.dim() for t in xs) > 2
     time = int(batched and batch_first)

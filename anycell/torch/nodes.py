@@ -25,12 +25,12 @@ def run(layer: Layer, arrays: Arrays) -> Result | None:
     weights = [arrays[n + end] for end in ends for n in _WEIGHTS if n + end in arrays]
     names = [f"state {name}" for name in layer.cell.state_names]
     known = {"x", *names, *(name + end for name in _WEIGHTS for end in ends)}
-    given = {name for name, array in arrays.items() if array is not None}
-    if operator is None or layer.sequences or reverse[0] or given - known:
+    present = {name for name, array in arrays.items() if array is not None}
+    if operator is None or layer.sequences or reverse[0] or present - known:
         return None
     zeros = x.new_zeros(len(ends), x.shape[1], layer.size("H"))
     states = [zeros if arrays.get(name) is None else arrays[name] for name in names]
     first: Any = states if len(states) > 1 else states[0]
-    how = "bias_ih" in arrays, 1, 0.0, False, len(ends) == 2, False
-    output, *final = operator(x, first, weights, *how)
+    settings = "bias_ih" in arrays, 1, 0.0, False, len(ends) == 2, False
+    output, *final = operator(x, first, weights, *settings)
     return output, tuple(final), ()

@@ -229,8 +229,8 @@ class ReadStep:
         if key not in self.layers:
             options = Options(reverse=(call.reverse,))
             options = options.unread() if masked else options  # what is held, not zeros
-            how: dict[str, Any] = {"options": options, "sequences": others, "engine": engine}
-            self.layers[key] = self.layer._replace(**how)
+            arguments: dict[str, Any] = {"options": options, "sequences": others, "engine": engine}
+            self.layers[key] = self.layer._replace(**arguments)
         output, last, series = run_layer(self.layers[key], arrays)
         states = dict(zip(others, series, strict=True))
         if cell.state_names[0] in self.names:

@@ -165,7 +165,10 @@ class _Flat:
 
 def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
     if not any(state.is_floating_point() for state in call.state):
-        raise Refused("the state has no floating-point tensor")
+        raise Refused(
+            "the state has no real floating point numbers",
+            "keep it in such tensors, complex numbers as two of them",
+        )
     flat = _Flat(step, around, call)
     recording = flat.recorded(ROWS)
     constants = recording.constants
@@ -244,13 +247,13 @@ def _sample(call: Steps, rows: int, seed: int) -> tuple[list[Tensor], list[Tenso
 
 def _tried(step: Step, around: Surroundings, plan: ReadStep, call: Steps) -> str | None:
     """Why the reading is not the step; None if both agree for a few steps in float64."""
-    exact, own, default = torch.float64, plan.recording.dtype, torch.get_default_dtype()
+    exact, recorded, default = torch.float64, plan.recording.dtype, torch.get_default_dtype()
     try:
         torch.set_default_dtype(exact)  # of numbers and new tensors in the step
         return _compared(step, around, plan, call, exact)
     except (RuntimeError, TypeError):  # a step that knows its dtype
         torch.set_default_dtype(default)
-        return _compared(step, around, plan, call, own)
+        return _compared(step, around, plan, call, recorded)
     finally:
         torch.set_default_dtype(default)
 
@@ -258,12 +261,12 @@ def _tried(step: Step, around: Surroundings, plan: ReadStep, call: Steps) -> str
 def _compared(
     step: Step, around: Surroundings, plan: ReadStep, call: Steps, dtype: torch.dtype
 ) -> str | None:
-    rows, own = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
+    rows, recorded = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
     shapes = [(rows, *t.shape[1:]) if call.has_rows(t, 0) else tuple(t.shape) for t in call.state]
     tensors, inputs = [], []
     for tensor, var in zip(around.tensors(), plan.recording.fixed, strict=True):
         tensor = tensor if var.axis is None else tensor[:rows]
-        tensor = tensor.detach().to(dtype if tensor.dtype is own else tensor.dtype, copy=True)
+        tensor = tensor.detach().to(dtype if tensor.dtype is recorded else tensor.dtype, copy=True)
         tensors.append(tensor)
     buffers = [module._buffers for module in around.modules]
     for tensor, now, (holder, _) in zip(tensors, around.tensors(), around.places, strict=True):
@@ -275,12 +278,12 @@ def _compared(
         if x.is_floating_point():
             generator = torch.Generator().manual_seed(7)
             numbers = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-            x = numbers.to(x.device, dtype if x.dtype is own else x.dtype).requires_grad_()
+            x = numbers.to(x.device, dtype if x.dtype is recorded else x.dtype).requires_grad_()
         inputs.append(x)
 
     def both(values: list[np.ndarray]) -> tuple[proof.Results, proof.Results]:
         states = [
-            _started(state, number, call, rows, dtype if state.dtype is own else state.dtype)
+            _started(state, number, call, rows, dtype if state.dtype is recorded else state.dtype)
             for state, number in zip(call.state, values, strict=True)
         ]
         plain: dict[str, Any] = {"mask": None, "resets": None, "restored": None, "reverse": False}
@@ -293,22 +296,26 @@ def _compared(
             mine = _results(plan.run(trial, tensors, "reference", drawn), leaves)
             if drawn:  # the step draws other numbers
                 return _results(plan.repeat(trial, tensors, drawn), leaves), mine
-            with around.swapped(tensors), _Casts(own, dtype):
+            with around.swapped(tensors), _Casts(recorded, dtype):
                 return _results(stepwise(step, trial), leaves), mine
 
     # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
     rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
-    name = "float32" if rounded and own is not torch.float64 else str(dtype).removeprefix("torch.")
+    name = (
+        "float32"
+        if rounded and recorded is not torch.float64
+        else str(dtype).removeprefix("torch.")
+    )
     return proof.tried(shapes, both, name)
 
 
 class _Casts(TorchFunctionMode):
     """Lets a step that names its dtype compute in another."""
 
-    def __init__(self, own: torch.dtype, dtype: torch.dtype) -> None:
+    def __init__(self, named: torch.dtype, dtype: torch.dtype) -> None:
         super().__init__()
-        self.other = {own: dtype}
-        self.casts = {torch.float32: Tensor.float, torch.float16: Tensor.half}.get(own)
+        self.other = {named: dtype}
+        self.casts = {torch.float32: Tensor.float, torch.float16: Tensor.half}.get(named)
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -58,11 +58,11 @@ class Quantized(RNN):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Refuses floats, which a copy would truncate to integers, most of them to 0."""
         for name, buffer in self._buffers.items():
-            given = state_dict.get(prefix + name)
+            saved = state_dict.get(prefix + name)
             integers = buffer is not None and buffer.dtype is torch.int8
-            if integers and given is not None and given.dtype is not torch.int8:
+            if integers and saved is not None and saved.dtype is not torch.int8:
                 args[-1].append(  # what load_state_dict raises
-                    f"{prefix}{name}: given {given.dtype}; expected torch.int8, because this layer "
+                    f"{prefix}{name}: given {saved.dtype}; expected torch.int8, because this layer "
                     "is quantized. Load into the float32 layer, and quantize that layer."
                 )
                 return

@@ -5,6 +5,7 @@ What the table lacks is decomposed by torch's own rules while it is recorded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -115,9 +116,17 @@ def _variance(reader: Reader, value: Any, *args: Any, **options: Any) -> Any:
     less = float(options.get("unbiased", True)) if less is None else less
     total = reader.variance(value, axes, keep, less)
     if reader.equation.op in (A.std, A.std_mean):
-        total = reader.op("sqrt", total)
+        total = reader.root(total)
     both = len(reader.equation.results) > 1
     return [total, reader.mean(value, axes, keep)] if both else total
+
+
+def _norm(reader: Reader, value: Any, order: float = 2, *args: Any, **_: Any) -> Any:
+    if order == 2:
+        return reader.root(reader.sum(reader.op("square", value), *args))
+    if order not in (1, math.inf):
+        reader.graph.refuse(f"this is a norm of order {order}", "a norm of order 1, 2 or infinity")
+    return getattr(reader, "sum" if order == 1 else "max")(reader.op("abs", value), *args)
 
 
 def _layer_norm(reader: Reader, value: Any, shape: Any, *more: Any) -> list[Any]:
@@ -201,6 +210,7 @@ TABLE |= {
     A.hardtanh: lambda reader, value, low=-1, high=1: reader.bounded(value, low, high),
     A.index: _index,
     A.index_select: _picked,
+    A.linalg_vector_norm: _norm,
     A.leaky_relu: lambda reader, value, slope=0.01: reader.op("leaky_relu", value, slope),
     A.log_sigmoid_forward: lambda reader, value: [reader.op("log_sigmoid", value), None],
     A.masked_fill: lambda reader, value, mask, filled: reader.where(mask, filled, value),
@@ -208,6 +218,14 @@ TABLE |= {
     A.native_layer_norm: _layer_norm,
     A.rsub: lambda reader, a, b, alpha=1: reader.subtract(b, a, alpha),
     A.softplus: _softplus,
+}
+
+# What to write in place of operations that people use in cells.
+INSTEAD = dict.fromkeys((A.sort, A.topk, A.kthvalue, A.median), "a cell without sorting")
+INSTEAD |= {
+    A.convolution: "a product with the matrix of the convolution",
+    A._fft_r2c: "a product with the matrix of the transform, in real numbers",
+    A._trilinear: "products of each of the two alone, and then the product of both results",
 }
 
 
@@ -218,7 +236,7 @@ class Reader(read.Reader):
         names: of the states, "" where there is none.
     """
 
-    table = TABLE
+    table, instead = TABLE, INSTEAD
 
     def __init__(self, step: Recording, names: Sequence[str], title: str) -> None:
         axis = None if step.rows is None else 0

@@ -295,11 +295,11 @@ def record(step: Step, calls: Sequence[Call], rows: tuple[int, int] | None = ROW
     Raises:
         Refused: if the step does what no recording can show.
     """
-    one, other = (_record(step, call) for call in calls)
+    first, again = (_record(step, call) for call in calls)
     twins = _Twins(rows or ROWS)
-    for var, twin in zip(one.inputs, other.inputs, strict=True):
+    for var, twin in zip(first.inputs, again.inputs, strict=True):
         twins.pair(var, twin)
-    for equation, second in itertools.zip_longest(one.equations, other.equations):
+    for equation, second in itertools.zip_longest(first.equations, again.equations):
         twins.where = (equation or second).where
         if (equation and equation.source) is not (second and second.source):
             twins.refuse()
@@ -311,10 +311,10 @@ def record(step: Step, calls: Sequence[Call], rows: tuple[int, int] | None = ROW
         for var, twin in zip(equation.results, second.results, strict=True):
             twins.pair(var, twin)
     twins.where = ""
-    twins.joined([one.outputs, one.after], [other.outputs, other.after])
-    one.rows = rows[0] if rows else None
-    one.sort(k for k, state in enumerate(one.states) if not state.floating)
-    return one
+    twins.joined([first.outputs, first.after], [again.outputs, again.after])
+    first.rows = rows[0] if rows else None
+    first.sort(k for k, state in enumerate(first.states) if not state.floating)
+    return first
 
 
 def _record(step: Step, call: Call) -> Recording:
@@ -392,9 +392,9 @@ class _Twins:
             return type(a)([self.joined(x, y) for x, y in zip(a, b, strict=True)])
         if a == b or a is b or (a != a and b != b):
             return a
-        one, other = self.rows
-        if type(a) is int and type(b) is int and a % one == 0 and a * other == b * one:
-            return Rows(a // one)
+        first, second = self.rows
+        if type(a) is int and type(b) is int and a % first == 0 and a * second == b * first:
+            return Rows(a // first)
         return self.refuse(
             "a number here follows the size of the batch, or values that Python has read",
             "compute each row from itself alone, with tensors",

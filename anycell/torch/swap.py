@@ -72,8 +72,8 @@ def back(module: nn.Module) -> None:
     Classes that users derived from ours, or that torch made, stay: they have no counterpart.
     """
     kind: Any = type(module)
-    ours = kind in (LSTM, GRU) or vars(kind).get("__reduce_ex__") is _reduce
-    parent = kind._parent if ours and "_parent" in vars(kind) else _STEPS.get(kind)
+    replaced = kind in (LSTM, GRU) or vars(kind).get("__reduce_ex__") is _reduce
+    parent = kind._parent if replaced and "_parent" in vars(kind) else _STEPS.get(kind)
     if parent is not None:
         module.__class__ = parent
         for name in ("_prepared", "checkpoint"):

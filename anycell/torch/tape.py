@@ -133,8 +133,8 @@ class Tape:
         arguments = [self._text(value) for value in node.arguments]
         arguments += [f"{name}={self._text(value)}" for name, value in node.options.items()]
         returns = node.source._schema.returns
-        one = len(returns) == 1 and returns[0].type.kind() == "TensorType"
-        left = targets[0] if one else f"[{', '.join(targets)}]"
+        single = len(returns) == 1 and returns[0].type.kind() == "TensorType"
+        left = targets[0] if single else f"[{', '.join(targets)}]"
         return f"{left} = {self._constant(node.source)}({', '.join(arguments)})"
 
     def _text(self, value: Any) -> str:

@@ -1509,6 +1509,18 @@ def greedy_decoder(n: Numbers) -> Any:
     return program, {"table": n(7, H), "u": n(H, H), "v": n(H, 7)}, n(B, H), ()
 
 
+@refused("fft.* Instead: a product")
+def by_fourier(n: Numbers) -> Any:
+    """A convolution as a product of transforms, which are complex."""
+
+    def step(p: Any, h: Any, x: Any) -> Any:
+        turned = jnp.fft.irfft(jnp.fft.rfft(h) * jnp.fft.rfft(p["kernel"]), n=H)
+        h = jnp.tanh(x @ p["w"] + turned)
+        return h, h
+
+    return over_time(step), {"w": n(I, H), "kernel": n(H)}, n(B, H), n(T, B, I)
+
+
 @refused("complex")
 def linear_recurrent_unit(n: Numbers) -> Any:
     """LRU: a complex diagonal."""

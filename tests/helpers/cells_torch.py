@@ -1167,6 +1167,30 @@ class binary_units(nn.Module):
         return h + (torch.sign(h) - h).detach()
 
 
+@cell(reads, simple)
+class unit_length(nn.Module):
+    """Norms of a state and deviations of its units, which may be zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h = nn.Linear(I, H), nn.Linear(H, H)
+
+    def forward(self, x: Any, h: Any) -> Any:
+        new = self.x(x) + self.h(F.normalize(h, dim=-1))
+        sizes = [h.norm(p, -1, keepdim=True) for p in (1, 2, float("inf"))]
+        return torch.tanh(new / (1 + sum(sizes) + h.std(-1, keepdim=True)))
+
+
+@cell(refused("order 3.* Instead: "), simple)
+class another_norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(I, H)
+
+    def forward(self, x: Any, h: Any) -> Any:
+        return self.cell(x, h / (1 + h.norm(3, -1, keepdim=True)))
+
+
 @cell(refused("topk|sort"), simple)
 class winners_take_all(nn.Module):
     def __init__(self) -> None:
@@ -1177,6 +1201,26 @@ class winners_take_all(nn.Module):
         h = self.cell(x, h)
         kept = h.topk(2, dim=-1).indices
         return h * torch.zeros_like(h).scatter(-1, kept, 1.0)
+
+
+@cell(refused("convolution.* Instead: a product"), simple)
+class convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h = nn.Linear(I, H), nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x: Any, h: Any) -> Any:
+        return torch.tanh(self.x(x) + self.h(h[:, None])[:, 0])
+
+
+@refused("real floating point numbers")
+def complex_state(n: Numbers) -> Any:
+    class Rotation(nn.Module):
+        def forward(self, x: Any, h: Any) -> Any:
+            h = 0.9j * h + x
+            return h.real, h
+
+    return Rotation(), tensor(n(T, B, H)), torch.complex(tensor(n(B, H)), tensor(n(B, H)))
 
 
 @cell(refused("float16|half|bits|cast"), simple)

@@ -268,7 +268,7 @@ def draw(
         solvable: whether to draw until the dtype is exact enough for the problem.
     """
     rng = np.random.default_rng(1997)
-    drawn = (_draw(cell, size, set(has), rng).astype(dtype) for _ in itertools.count())
+    drawn = (random_layer(cell, size, set(has), rng).astype(dtype) for _ in itertools.count())
     nearby = 0 if dtype == "float64" else NEARBY
     return first_solvable(drawn, nearby, rng) if solvable else next(drawn)
 
@@ -304,7 +304,7 @@ def random_problem(
     size, has = (*shape[:2], None, shape[2]), {word for word, there in words.items() if there}
 
     def drawn() -> Problem:
-        problem = replace(_draw(cell, size, has, rng), drawing=drawing)
+        problem = replace(random_layer(cell, size, has, rng), drawing=drawing)
         if masked and not problem.repeat:
             problem["d output"][~problem["mask"]] = np.nan
         once = {f"reset_state {s}" for s in cell.state_names[1:] if resets and shape[1]}
@@ -366,7 +366,7 @@ def _along(problem: Problem, name: str) -> tuple[int, ...] | None:
     return () if DTYPES[problem.dtype].mixed else axes(name)
 
 
-def _draw(
+def random_layer(
     cell: Cell, size: tuple[int, int, int | None, int], has: set[str], rng: np.random.Generator
 ) -> Problem:
     """Draws a problem as ``draw`` describes; without a number of inputs, a recurrence."""

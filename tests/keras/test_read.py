@@ -14,6 +14,7 @@ from keras_layers import BACKEND, assert_right, copy_weights, number, random_mas
 from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
+from anycell.keras import reading  # noqa: E402
 
 if BACKEND not in ("tensorflow", "jax", "torch"):
     pytest.skip(f"cells are not read on {BACKEND}", allow_module_level=True)
@@ -638,6 +639,34 @@ def test_step_by_step_runs_keras_loop_and_xla_the_kernels(rng: np.random.Generat
     assert_close(function(x), theirs(x), "float32", "forward")
     nodes = {node.op for node in function.get_concrete_function(x).graph.as_graph_def().node}
     assert ("XlaCallModule" in nodes) is (kernels.obstacle() is None)
+
+
+@tensorflow
+def test_few_steps_run_in_keras_loop_where_a_graph_calls_kernels_through_python(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    run, ran = reading.loop, list[Any]()
+    monkeypatch.setattr(reading, "loop", lambda *call: ran.append(call) or run(*call))
+    monkeypatch.setattr(reading, "SHORT", 12)
+    layer = ak.RNN(Minimal())
+    x = ops.convert_to_tensor(data(rng, B, 12, I), "float32")
+    expected = layer(x)
+    assert len(ran) == 1  # in eager mode
+    graph = tf.function(layer, autograph=False)
+    assert_close(graph(x), expected, "float32", "forward")
+    assert len(ran) == 1
+    for shape, kernel in {
+        (B, 2): False, (B, 1): True, (B, 13): True, (1400, 12): True, (B, None): True,
+        (None, 12): True,
+    }.items():  # fmt: skip
+        ran.clear()
+        graph.get_concrete_function(tf.TensorSpec([*shape, I]))
+        assert bool(ran) == kernel, shape
+    ran.clear()
+    tf.function(layer, jit_compile=True).get_concrete_function(x)
+    from anycell.keras import tensorflow as kernels
+
+    assert bool(ran) == (kernels.obstacle() is None)
 
 
 # -- what may change between calls -----------------------------------------------------------------

@@ -319,14 +319,15 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
 
         monkeypatch.setattr(module, name, call)
 
-    def look_at_run(_: None, run: Any, holes: bool, *__: Any) -> None:
+    def look_at_run(_: None, run: Any, *args: Any) -> None:
+        _draft, _plan, _options, _backward, holes, *_ = args
         taken.update((road, bool(on(run))) for road, on in ROADS.items())
         taken.add(("a mask with holes", holes))
         taken.add(("several panels of rows", run.batch > 48))
         taken.add(("groups of several rows", layer.row_group(run.batch) > 1))
 
     monkeypatch.setattr(layer.recipe, "known", {})  # or passes that are known are not drafted
-    spy(layer.pass_tables.PassTables, "_begin", look_at_run)
+    spy(layer.pass_tables.PassTables, "__init__", look_at_run)
 
     def look_at_memory(view: Any, recipe: Any, _: Any, how: str = "empty", *__: Any) -> None:
         if how == "lasting":

@@ -159,6 +159,17 @@ def test_a_change_between_calls_is_seen(change: Any) -> None:
     check_trees(loop(x, h), expected)
 
 
+def test_a_variable_with_the_name_of_an_attribute_is_none_that_the_step_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = at.loop(Mutable())
+    x, h = torch.randn(4, 3, 5, dtype=torch.float64), torch.zeros(3, 6, dtype=torch.float64)
+    for number in range(3):
+        monkeypatch.setitem(globals(), "leak", number)
+        loop(x, h)
+    assert len(loop._readings.plans) == 1
+
+
 @pytest.mark.parametrize("shape", [(9, 3), (1, 3), (4, 1), (2, 5)], ids=str)
 def test_clocks_and_thresholds_after_the_proof(shape: tuple[int, int]) -> None:
     """What changes only after some steps, or far from where random numbers lie."""

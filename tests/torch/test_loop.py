@@ -948,10 +948,11 @@ def test_layers_in_one_tensor_of_states(fused: bool) -> None:
     [
         (Concatenated, 1, B, False),
         (Concatenated, 2, B, False),
-        (Concatenated, 2, 300, True),
+        (Concatenated, 2, 1400, True),
         (Concatenated, 3, B, True),
-        (OfTorchGRU, 3, B, False),
-        (OfTorchGRU, 3, 400, True),
+        (OfTorchGRU, 4, B, False),
+        (OfTorchGRU, 5, B, True),
+        (OfTorchGRU, 3, 1400, True),
     ],
 )
 def test_few_steps_are_the_module(kind: Any, steps: int, rows: int, read: bool) -> None:

@@ -53,14 +53,16 @@ def _geometry(layout: Layout, batch: int | None) -> Iterator[str]:
         yield (f"matmul [rows, {inner}] @ [{inner}, {g.units * g.outputs}]{of}; {weights}")
         columns = [len(group) for group in g.groups(g.span)]
         blocks = [f"{g.block_rows(n)} rows x {n} {_plural('column', n)}" for n in columns]
-        how = f"register blocks of at most {' and '.join(dict.fromkeys(blocks))}"
+        blocking = f"register blocks of at most {' and '.join(dict.fromkeys(blocks))}"
         if g.paired:
-            how += " of pairs of bfloat16"
+            blocking += " of pairs of bfloat16"
         if g.tiled:
-            how = f"matrix tiles of {tiles.ROWS} rows" + ", emulated" * (target.tiles == "emulated")
+            blocking = f"matrix tiles of {tiles.ROWS} rows" + ", emulated" * (
+                target.tiles == "emulated"
+            )
         yield (
             f"tile: {g.unroll * g.lanes} units x {g.outputs}, "
-            f"{g.columns} {_plural('vector', g.columns)} wide; {how}"
+            f"{g.columns} {_plural('vector', g.columns)} wide; {blocking}"
         )
     if batch is not None:
         space = layout.workspace(batch)

@@ -12,6 +12,7 @@ numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``. Passes of one recip
 their addresses. So a call has a template of the tables, and the addresses to fill in.
 
     void execute(const int64_t *call)    fills in the addresses and runs the pass
+    void execute_objects(int64_t *call)    the same for arrays of NumPy, see ``OBJECTS``
     void run(int64_t *pass)           runs a pass whose table has its addresses
     void room(int64_t *pass)          writes scratch_bytes
 
@@ -52,6 +53,9 @@ PASS = (
 # masks.
 CALL = "head table".split()
 OF_CALL = "block table gang first_row seed stream".split()
+# Before a call for arrays of NumPy: the first ``objects`` of its addresses are those of the objects,
+# which have the address of their numbers ``after`` bytes from their begin. It is overwritten.
+OBJECTS = "objects after".split()
 # A head: the template, and its length in numbers; the rows of ``PLACE``, and their count; the place
 # in the template where the first pass begins.
 HEAD = "template length places count first".split()
@@ -98,6 +102,7 @@ class Driver:
         self._chunks()
         self._run()
         self._execute()
+        self._execute_objects()
         self._room()
 
     # ---- the loops -------------------------------------------------------------------------------
@@ -114,6 +119,14 @@ class Driver:
             address = b.load(b.gep(addresses, place["address"], "i64"), "i64")
             b.store(address + place["offset"], b.gep(table, place["at"], "i64"))
         b.call("run", b.gep(table, head["first"], "i64"))
+
+    def _execute_objects(self) -> None:
+        b = self.module.function("execute_objects", "ptr objects")
+        head, call = Entries(b, b.args[0], OBJECTS), b.gep(b.args[0], len(OBJECTS), "i64")
+        with b.loop(len(CALL), head["objects"] + len(CALL)) as i:
+            place = b.gep(call, i, "i64")
+            b.store(b.load(b.inttoptr(b.load(place, "i64") + head["after"], "ptr"), "i64"), place)
+        b.call("execute", call)
 
     def _run(self) -> None:
         b = self.module.function("run", "ptr pass")
@@ -186,18 +199,18 @@ class Driver:
         time = b.select(reverse, steps - done - count, done)
         window = time - b.select(reverse, steps - origin - span, origin)
         scratch, along = table.pointer("scratch"), row["along"]
-        one = Entries(b, scratch, gemm.ENTRIES)
+        entries = Entries(b, scratch, gemm.ENTRIES)
         for name in (*gemm.OPERANDS, "scales"):
-            one[name] = row[name]
+            entries[name] = row[name]
         for name in "abc":
-            one[name] = row[name] + time * row[f"{name}_time"] + window * row[f"{name}_window"]
+            entries[name] = row[name] + time * row[f"{name}_time"] + window * row[f"{name}_window"]
         chunk_rows = count * table["batch"]
-        one["rows"] = rows = b.select(along.eq(0), chunk_rows, row["rows"])
-        one["inner"] = inner = b.select(along.eq(2), chunk_rows, row["inner"])
+        entries["rows"] = rows = b.select(along.eq(0), chunk_rows, row["rows"])
+        entries["inner"] = inner = b.select(along.eq(2), chunk_rows, row["inner"])
         few = rows * row["columns"] * inner < table["least_work"]
-        one["threads"] = threads = b.select(few, 1, table["threads"])
-        one["gang"] = table["gang"]
-        one["scratch"] = table["scratch"] + _TABLE
+        entries["threads"] = threads = b.select(few, 1, table["threads"])
+        entries["gang"] = table["gang"]
+        entries["scratch"] = table["scratch"] + _TABLE
         kind, gang = row["kind"], table.pointer("gang")
         with b.when(kind.eq(OURS)):
             b.call("gemm", scratch)
@@ -205,7 +218,7 @@ class Driver:
             b.call("gang", gang, Value("@sum_rows", "ptr"), scratch, threads)
         with b.when(kind.eq(GATHER)):
             # A gather has no sum: ``inner`` tells it how many rows a step has.
-            one["inner"], one["c_rows"] = table["batch"], row["c_rows"]
+            entries["inner"], entries["c_rows"] = table["batch"], row["c_rows"]
             b.call("gang", gang, Value("@gather", "ptr"), scratch, threads)
         if not self.matmul.quantized:
             with b.when(kind.eq(FEW)):
@@ -217,21 +230,21 @@ class Driver:
 
     def _sum(self) -> None:
         """Writes the sum of the rows of A to C, or adds it to C; threads share the columns."""
-        b, one, first, last = self._part("sum_rows", "columns", self.matmul.lanes)
-        add, end = one["add"].ne(0), b.smin(one["columns"], last * b.lanes)
+        b, entries, first, last = self._part("sum_rows", "columns", self.matmul.lanes)
+        add, end = entries["add"].ne(0), b.smin(entries["columns"], last * b.lanes)
         with b.loop(first, last, BLOCK) as block:
             columns = [(block + n) * b.lanes for n in range(BLOCK)]
             counts = [end - column for column in columns]
             masks = list(map(b.lane_mask, counts))
             totals = [b.variable(0.0, b.vec) for _ in columns]
-            places = [b.gep(one.pointer("c"), column) for column in columns]
+            places = [b.gep(entries.pointer("c"), column) for column in columns]
             with b.when(add):
                 for total, place, mask in zip(totals, places, masks, strict=True):
                     total.value = b.masked_load(place, mask)
-            with b.loop(0, one["rows"], SUMMED) as begin:
+            with b.loop(0, entries["rows"], SUMMED) as begin:
                 sums = [b.variable(0.0, b.vec) for _ in columns]
-                with b.loop(begin, b.smin(begin + SUMMED, one["rows"])) as row:
-                    start = b.gep(one.pointer("a"), row * one["a_rows"], self.left)
+                with b.loop(begin, b.smin(begin + SUMMED, entries["rows"])) as row:
+                    start = b.gep(entries.pointer("a"), row * entries["a_rows"], self.left)
                     for sum_, column, mask in zip(sums, columns, masks, strict=True):
                         at = b.gep(start, column, self.left)
                         sum_.value += masked_numbers(b, at, mask, self.left)
@@ -242,17 +255,17 @@ class Driver:
 
     def _gather(self) -> None:
         """Copies rows of the input, with zeros for masked rows; threads share the rows."""
-        b, one, first, last = self._part("gather", "rows")
-        batch, columns, mask = one["inner"], one["columns"], one["b"]
+        b, entries, first, last = self._part("gather", "rows")
+        batch, columns, mask = entries["inner"], entries["columns"], entries["b"]
         element = f"i{8 * self.bytes}"
         kind = vector(b.lanes, element)
         with b.loop(first, last) as row:
-            at = row // batch * one["a_inner"] + row % batch * one["a_rows"]
-            source = b.gep(one.pointer("a"), at, element)
-            to = b.gep(one.pointer("c"), row * one["c_rows"], element)
+            at = row // batch * entries["a_inner"] + row % batch * entries["a_rows"]
+            source = b.gep(entries.pointer("a"), at, element)
+            to = b.gep(entries.pointer("c"), row * entries["c_rows"], element)
             valid = b.variable(1, "i8")
             with b.when(mask.ne(0)):
-                valid.value = b.load(b.gep(one.pointer("b"), row, "i8"), "i8")
+                valid.value = b.load(b.gep(entries.pointer("b"), row, "i8"), "i8")
             present = valid.value.ne(0)
             with b.loop(0, columns, b.lanes) as i:
                 inside = b.lane_mask(columns - i)
@@ -265,8 +278,8 @@ class Driver:
         Threads share the columns. The bits of an element depend only on its row and its column. If
         the rows of B are dense, they are the matmul's; else each lane adds up a part of the sum.
         """
-        b, one, first, last = self._part("few_rows", "columns")
-        a, into = one.pointer("a"), one.pointer("c")
+        b, entries, first, last = self._part("few_rows", "columns")
+        a, into = entries.pointer("a"), entries.pointer("c")
 
         def blocks(
             most: int, column: Value, print_block: Callable[[list[Value], list[Value]], None]
@@ -274,25 +287,27 @@ class Driver:
             """Cuts the rows into blocks of up to ``most``: prints each size from the addresses of
             its rows of A and of its results, which begin in ``column``.
             """
-            with b.loop(0, one["rows"], most) as begin:
-                count = b.smin(one["rows"] - begin, most)
+            with b.loop(0, entries["rows"], most) as begin:
+                count = b.smin(entries["rows"] - begin, most)
                 for n in range(1, most + 1):
                     with b.when(count.eq(n)):
                         rows = [begin + r for r in range(n)]
-                        starts = [b.gep(a, r * one["a_rows"], self.left) for r in rows]
-                        print_block(starts, [b.gep(into, r * one["c_rows"] + column) for r in rows])
+                        starts = [b.gep(a, r * entries["a_rows"], self.left) for r in rows]
+                        print_block(
+                            starts, [b.gep(into, r * entries["c_rows"] + column) for r in rows]
+                        )
 
-        with b.when(one["b_inner"].eq(1)) as otherwise:
+        with b.when(entries["b_inner"].eq(1)) as otherwise:
             whole = first + (last - first) // BLOCK * BLOCK
             # The sums of a block, a number of each row and a number of B fill 16 registers.
             most = 4 if b.target.registers == 32 else 3 if b.target.fma else 2
             for begin, end, count in ((first, whole, BLOCK), (whole, last, 1)):
                 with b.loop(begin, end, count) as column:
-                    blocks(most, column, functools.partial(self._dots, b, one, column, count))
+                    blocks(most, column, functools.partial(self._dots, b, entries, column, count))
         width = BLOCK * b.lanes
         with otherwise, b.loop(first, last, width) as column:
             left, most = last - column, 4 if b.target.registers == 32 else 2
-            of_block = functools.partial(self._rows_of_b, b, one, column)
+            of_block = functools.partial(self._rows_of_b, b, entries, column)
             with b.when(left >= width) as last_columns:
                 blocks(most, column, functools.partial(of_block, BLOCK, None))
             with last_columns:
@@ -302,12 +317,14 @@ class Driver:
                     blocks(most, column, functools.partial(of_block, BLOCK // 2, left))
 
     def _dots(
-        self, b: Builder, one: Entries, column: Value, count: int, rows: list[Value],
+        self, b: Builder, entries: Entries, column: Value, count: int, rows: list[Value],
         results: list[Value],
     ) -> None:  # fmt: skip
         """Multiplies rows by ``count`` dense columns of B; lanes are added up last."""
-        inner, apart = one["inner"], one["b_columns"]
-        columns = [b.gep(one.pointer("b"), (column + n) * apart, self.right) for n in range(count)]
+        inner, apart = entries["inner"], entries["b_columns"]
+        columns = [
+            b.gep(entries.pointer("b"), (column + n) * apart, self.right) for n in range(count)
+        ]
         sums = [[b.variable(0.0, b.vec) for _ in columns] for _ in rows]
 
         def add(k: Value, mask: Value | None) -> None:
@@ -326,12 +343,12 @@ class Driver:
         for of_row, to in zip(sums, results, strict=True):
             totals = b.reduce_each([sum_.value for sum_ in of_row])
             total = b.variable(totals, totals.type)
-            with b.when(one["add"].ne(0)):
+            with b.when(entries["add"].ne(0)):
                 total.value += b.load(to, total.type)
             b.store(total.value, to)
 
     def _rows_of_b(
-        self, b: Builder, one: Entries, column: Value, vectors: int, left: Value | None,
+        self, b: Builder, entries: Entries, column: Value, vectors: int, left: Value | None,
         rows: list[Value], results: list[Value],
     ) -> None:  # fmt: skip
         """Multiplies each number of rows by vectors of a dense row of B, of which only ``left``
@@ -339,11 +356,11 @@ class Driver:
         """
         counts = [None if left is None else left - n * b.lanes for n in range(vectors)]
         masks = [None if count is None else b.lane_mask(count) for count in counts]
-        inner, of_b = one["inner"], b.gep(one.pointer("b"), column, self.right)
+        inner, of_b = entries["inner"], b.gep(entries.pointer("b"), column, self.right)
         with b.loop(0, b.smax(inner, 1), gemm.INNER) as begin:
             sums = [[b.variable(0.0, b.vec) for _ in masks] for _ in rows]
             with b.loop(begin, b.smin(begin + gemm.INNER, inner)) as k:
-                at = b.gep(of_b, k * one["b_inner"], self.right)
+                at = b.gep(of_b, k * entries["b_inner"], self.right)
                 rights = [
                     self._numbers(b, b.gep(at, n * b.lanes, self.right), mask, self.right)
                     for n, mask in enumerate(masks)
@@ -353,7 +370,7 @@ class Driver:
                     value = widen(b, b.splat(number), self.left)
                     for sum_, right in zip(of_row, rights, strict=True):
                         sum_.value = b.fma(value, right, sum_.value)
-            adds = one["add"].ne(0) | (begin > 0)
+            adds = entries["add"].ne(0) | (begin > 0)
             for of_row, to in zip(sums, results, strict=True):
                 places = [b.gep(to, n * b.lanes) for n in range(vectors)]
                 with b.when(adds):
@@ -379,51 +396,52 @@ class Driver:
         """
         b = self.module.private(name, "ptr table, i64 part, i64 parts")
         address, part, parts = b.args
-        one = Entries(b, address, gemm.ENTRIES)
-        pieces = (one[shared] + (width - 1)) // width
-        return b, one, pieces * part // parts, pieces * (part + 1) // parts
+        entries = Entries(b, address, gemm.ENTRIES)
+        pieces = (entries[shared] + (width - 1)) // width
+        return b, entries, pieces * part // parts, pieces * (part + 1) // parts
 
     def _blas(self) -> None:
         """Calls a Fortran gemm, whose matrices are column-major: C.T = B.T @ A.T."""
         b = self.module.private("blas", "ptr blas, ptr table")
         blas, address = b.args
-        one = Entries(b, address, gemm.ENTRIES)
+        entries = Entries(b, address, gemm.ENTRIES)
         letters = b.module.table([ord("N"), ord("T")], "i8")
-        rows, columns, inner = one["rows"], one["columns"], one["inner"]
-        of_b, of_a = one["b_columns"].eq(1), one["a_inner"].eq(1)
+        rows, columns, inner = entries["rows"], entries["columns"], entries["inner"]
+        of_b, of_a = entries["b_columns"].eq(1), entries["a_inner"].eq(1)
 
         def stride(dense: Value, ways: tuple[str, str], lengths: tuple[Value, Value]) -> Value:
             # The stride of a single column or row is never used, but BLAS checks it.
-            steps = b.select(dense, *(one[way] for way in ways))
+            steps = b.select(dense, *(entries[way] for way in ways))
             return b.smax(b.smax(steps, b.select(dense, *lengths)), 1)
 
         ldb = stride(of_b, ("b_inner", "b_columns"), (columns, inner))
         lda = stride(of_a, ("a_rows", "a_inner"), (inner, rows))
-        ldc = b.smax(b.smax(one["c_rows"], columns), 1)
+        ldc = b.smax(b.smax(entries["c_rows"], columns), 1)
         # Fortran takes addresses.
         numbers = (columns, rows, inner, ldb, lda, ldc)
         m, n, k, ldb, lda, ldc = (b.variable(b.trunc(x, "i32")).address for x in numbers)
         alpha = b.variable(1.0, b.real).address
-        beta = b.variable(b.select(one["add"].ne(0), 1.0, 0.0)).address
+        beta = b.variable(b.select(entries["add"].ne(0), 1.0, 0.0)).address
         turned = [b.gep(letters, b.zext(~dense, "i64"), "i8") for dense in (of_b, of_a)]
         b.call(
-            blas, *turned, m, n, k, alpha, one.pointer("b"), ldb, one.pointer("a"), lda, beta,
-            one.pointer("c"), ldc, returns="void",
+            blas, *turned, m, n, k, alpha,
+            entries.pointer("b"), ldb, entries.pointer("a"), lda, beta,
+            entries.pointer("c"), ldc, returns="void",
         )  # fmt: skip
 
     def _room(self) -> None:
         b = self.module.function("room", "ptr pass")
         table, space = Entries(b, b.args[0], PASS), b.alloca("i64", len(gemm.ENTRIES))
-        one = Entries(b, space, gemm.ENTRIES)
+        entries = Entries(b, space, gemm.ENTRIES)
         most = b.variable(0)
         chunk = table["chunk"] * table["batch"]
         with b.loop(0, table["before"] + table["after"]) as i:
             row = _product(table, i)
             with b.when(row["kind"].eq(OURS)):
-                one["columns"], one["threads"] = row["columns"], table["threads"]
-                one["inner"] = b.select(row["along"].eq(2), chunk, row["inner"])
+                entries["columns"], entries["threads"] = row["columns"], table["threads"]
+                entries["inner"] = b.select(row["along"].eq(2), chunk, row["inner"])
                 b.call("needs", space)
-                most.value = b.smax(most.value, one["scratch_bytes"])
+                most.value = b.smax(most.value, entries["scratch_bytes"])
         table["scratch_bytes"] = most.value + _TABLE
 
 
@@ -451,6 +469,7 @@ class Functions(NamedTuple):
     room: Callable[[int], None]
     run: Callable[[int], None]
     execute: Callable[[bytes], None]
+    execute_objects: Callable[[bytes], None]
 
 
 @functools.lru_cache(maxsize=32)

@@ -333,9 +333,9 @@ def _binary(opcode: str) -> Callable[[Builder, Operand, Operand], Value]:
     return lambda self, x, y: self.binary(opcode, x, y)
 
 
-def _choice(how: str) -> Callable[[Builder, Operand, Operand], Value]:
+def _choice(comparison: str) -> Callable[[Builder, Operand, Operand], Value]:
     """The emitter of x where a comparison holds, else y."""
-    return lambda self, x, y: self.select(self.compare(how, x, y), x, y)
+    return lambda self, x, y: self.select(self.compare(comparison, x, y), x, y)
 
 
 def _function(name: str) -> Callable[..., Value]:
@@ -430,13 +430,13 @@ class Builder:
 
     # ---- comparison and choice
 
-    def compare(self, how: str, x: Operand, y: Operand) -> Value:
+    def compare(self, comparison: str, x: Operand, y: Operand) -> Value:
         """`how` is eq, ne, slt, sle, sgt, sge, ult, ... of integers; oeq, olt, ... of reals (false
         where either is NaN) or une, ult, uno, ... (true there). Most are operators of `Value`.
         """
         x, y = self._same(x, y)
         opcode = "fcmp" if is_real(x.type) else "icmp"
-        return self._emit(with_element(x.type, "i1"), f"{opcode} {how} {x}, {y.text}")
+        return self._emit(with_element(x.type, "i1"), f"{opcode} {comparison} {x}, {y.text}")
 
     def select(self, condition: Value, x: Operand, y: Operand) -> Value:
         """Lane by lane: x where the condition holds, else y. Two Python numbers are of type i64, or

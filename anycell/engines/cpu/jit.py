@@ -155,7 +155,7 @@ def compile(
         print(_printed(text), file=sys.stderr)
     with _alone():
         key = name(text, symbols, target, recipe)
-        code, from_disk = cached(key, lambda: _object(_printed(text), symbols, target))
+        code, from_disk = cached(key, lambda: object_code(_printed(text), symbols, target))
         addresses = image.load(code, symbols) or _load(code, symbols, target)
         return Library(text, target, addresses, from_disk, key)
 
@@ -241,7 +241,8 @@ def optimised(text: str, machine: Any) -> Any:
     return module
 
 
-def _object(text: str, symbols: Sequence[str], target: Target) -> bytes:
+def object_code(text: str, symbols: Sequence[str], target: Target) -> bytes:
+    """The object file of a text. The caller holds ``lock``."""
     machine = _machine(target)
     module = optimised(text, machine)
     for symbol in symbols:  # LLVM ends the process when asked for an undefined symbol

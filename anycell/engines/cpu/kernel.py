@@ -53,7 +53,9 @@ class Kernel:
             if layout.backward:
                 self.copied[f"d_final {state}"] = self.arrays[f"d_state {state}"]
             else:
-                self.copied |= {f"{what} {state}": self.arrays[name] for what in ("state", "final")}
+                self.copied |= {
+                    f"{moment} {state}": self.arrays[name] for moment in ("state", "final")
+                }
         sizes = plan.sizes
         self.weights = {m.linear.weight: (1, *m.linear.shape(sizes))[-3:] for m in layout.matmuls}
 

@@ -118,8 +118,8 @@ class Blocks:
                 at = b.gep(acc, places[0] * lanes)
                 b.call(self._name("rows", _relative(places)), w, rows, at, count, *bounds)
 
-    def _name(self, what: str, places: Places) -> str:
-        return f"{what}{self.matmul.number}_{'_'.join(map(str, places))}"
+    def _name(self, stem: str, places: Places) -> str:
+        return f"{stem}{self.matmul.number}_{'_'.join(map(str, places))}"
 
     def _register_block(self, module: Module, places: Places, rows: int) -> None:
         """Prints the hot loop for ``rows`` rows and the columns at ``places``."""
@@ -340,11 +340,11 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
     g, l = m.geometry, m.linear
     b = module.private(f"pack{m.number}", "ptr args, i64 part, i64 parts")
     table, part, parts = b.args
-    one = Entries(b, table, PACKING)
+    entries = Entries(b, table, PACKING)
     weight, input_bias, bias, packed, scales = map(
-        one.pointer, ("source", "input_bias", "bias", "packed", "scales")
+        entries.pointer, ("source", "input_bias", "bias", "packed", "scales")
     )
-    heads, rows, columns, inner = map(one.__getitem__, ("heads", "rows", "columns", "inner"))
+    heads, rows, columns, inner = map(entries.__getitem__, ("heads", "rows", "columns", "inner"))
     # The same function packs the weight of the input, whose sum has another length.
     tile_rows = tile_rows_of(inner, g) if m is layout.projecting else g.tile_rows
     # Rows of the weight that belong to one head and output; backward, the sum is over them.

@@ -223,9 +223,9 @@ def sigmoid(b: Builder, x: Value) -> Value:
     # e^-x overflows where the result is subnormal, not yet 0, so numerator and denominator are
     # scaled down. x is limited to where 1 + e^-x rounds to 1.
     x = b.fmax(real.tiny, b.fmin(-real.small, x))
-    one = 2.0 ** -(real.mantissa + 2)
-    p, s = _exp_parts(b, x, math.log2(one), sign=-1)
-    return _over(b, one, s + b.fma(s, p, one))
+    almost_one = 2.0 ** -(real.mantissa + 2)
+    p, s = _exp_parts(b, x, math.log2(almost_one), sign=-1)
+    return _over(b, almost_one, s + b.fma(s, p, almost_one))
 
 
 def tanh(b: Builder, x: Value) -> Value:

@@ -189,8 +189,8 @@ class Rows:
 
     def store_one(self, value: Value, row: Row, place: int) -> None:
         """Writes a number that all lanes share."""
-        one = self._narrow(self.b.extract(value, 0), row.type)
-        self.b.store(one, self.b.gep(row.address, place, row.type))
+        number = self._narrow(self.b.extract(value, 0), row.type)
+        self.b.store(number, self.b.gep(row.address, place, row.type))
 
     def add(self, value: Value, row: Row, lanes: Lanes, offset: int = 0) -> None:
         """Adds the vector of units at hand to a row."""
@@ -296,7 +296,7 @@ class Rows:
                         place = self.layout.results.places[m.linear.name]
                         self.b.store(self.zero, self.result_at(place, task, lanes))
                 state, reset = (
-                    self.of(f"d_{what} {name}", task.at.row) for what in ("state", "reset")
+                    self.of(f"d_{kind} {name}", task.at.row) for kind in ("state", "reset")
                 )
                 self.store(self.load(reset, lanes) + self.load(state, lanes), reset, lanes)
                 self.store(self.zero, state, lanes)

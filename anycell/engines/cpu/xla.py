@@ -226,11 +226,11 @@ def record(
     parts = [np.array([*map(values.__getitem__, RECORD)]), np.array(template, np.int64), placed]
     rows, contents = list[list[int]](), list[npt.NDArray[np.int64]]()
     at = sum(map(len, parts)) + len(CONSTANT) * len(constants) + len(zeros)
-    for one in constants:
-        if isinstance(one, int):
-            rows.append([0, one])
+    for item in constants:
+        if isinstance(item, int):
+            rows.append([0, item])
             continue
-        raw = np.ascontiguousarray(one).tobytes()
+        raw = np.ascontiguousarray(item).tobytes()
         contents.append(np.frombuffer(raw + bytes(-len(raw) % 8), np.int64))
         rows.append([at, 0])
         at += len(contents[-1])
