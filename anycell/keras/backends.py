@@ -56,9 +56,9 @@ def compiled() -> bool:
     """Whether XLA compiles what is being traced, without the operations of cuDNN's layers."""
     if keras.backend.backend() != "tensorflow":
         return False
-    from anycell.keras import passes
+    from anycell.keras import tensor_passes
 
-    return passes.compiled()
+    return tensor_passes.compiled()
 
 
 def obstacle_of_xla() -> str | None:

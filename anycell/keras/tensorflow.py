@@ -8,7 +8,7 @@ outputs of that operation, so that loops, replicas and pruning treat them like a
 graphs that XLA compiles, and anywhere on a card, XLA calls the kernels, see ``keras/xla.py``.
 
 TensorFlow keeps registered gradients for ever. So there is one for each direction, for all layers,
-which finds what to do for an operation as callbacks do, see ``keras/passes.py``.
+which finds what to do for an operation as callbacks do, see ``keras/tensor_passes.py``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,16 @@ from anycell.keras.call import (
 )
 from anycell.keras.composite import composite
 from anycell.keras.framework import TensorFlow
-from anycell.keras.passes import CONTROL_FLOW, FLAGS, REFUSAL, WORK, Kernels, compiled, kernels_of
 from anycell.keras.rule import asked, planned
+from anycell.keras.tensor_passes import (
+    CONTROL_FLOW,
+    FLAGS,
+    REFUSAL,
+    WORK,
+    Kernels,
+    compiled,
+    kernels_of,
+)
 from anycell.layer import card, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import quantized, with_integers
@@ -222,7 +230,7 @@ def run(
 def _ends_on_card(
     kernels: Kernels, tensors: Sequence[Tensor], steps: Callable[[], Result]
 ) -> list[Tensor]:
-    """What ``_ends`` returns, by kernels on a card where they run so many rows, else by ``steps``.
+    """The results of ``_ends``, by kernels on a card where they run so many rows, else by ``steps``.
 
     A graph may not know how many rows there are. Then it has both ways, if one will be needed.
     """

@@ -160,7 +160,7 @@ def _swapped(shape: Shape) -> Shape:
 
 
 class Spec(NamedTuple):
-    """What an array is, without a tensor.
+    """A description of an array, without a tensor.
 
     Attributes:
         shape: of the tensor; with numbers in place of sizes that the graph does not know, which
@@ -225,7 +225,7 @@ class Xla(TracedFramework):
 
     @property
     def place(self) -> Place:
-        """Where passes run."""
+        """The place where passes run."""
         return CPU
 
     def results(self, recipe: Any) -> Sequence[tuple[Shape, Any]]:

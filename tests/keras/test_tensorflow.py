@@ -509,7 +509,7 @@ def left_behind() -> tuple[int, int, int]:
     from tensorflow.python.framework.func_graph import FuncGraph
     from tensorflow.python.ops import script_ops
 
-    from anycell.keras.passes import WORK as work
+    from anycell.keras.tensor_passes import WORK as work
 
     gc.collect()
     graphs = sum(issubclass(type(o), FuncGraph) for o in gc.get_objects())  # no proxy is asked
