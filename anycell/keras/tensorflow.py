@@ -230,7 +230,7 @@ def run(
 def _ends_on_card(
     kernels: Kernels, tensors: Sequence[Tensor], steps: Callable[[], Result]
 ) -> list[Tensor]:
-    """The results of ``_ends``, by kernels on a card where they run so many rows, else by ``steps``.
+    """The results of ``_ends``: by kernels on a card where they run so many rows, or by ``steps``.
 
     A graph may not know how many rows there are. Then it has both ways, if one will be needed.
     """
