@@ -14,7 +14,8 @@ from anycell.keras.call import Tensor
 from anycell.keras.graph import ROWS, Traced, World, eagerly
 from anycell.keras.steps import Arrays, Step
 from anycell.keras.steps import loop as loop
-from anycell.keras.tensorflow import compiled
+from anycell.keras.tensor_passes import compiled
+from anycell.keras.tensorflow import gpu_visible
 from anycell.read import Outer, Refused, Rule, Variable, row
 from anycell.read.proof import STEPS, difference
 
@@ -41,7 +42,7 @@ def read_step(
 
 def through_python() -> bool:
     """Whether a graph is being traced that calls the kernels through Python."""
-    return not tf.executing_eagerly() and not compiled()
+    return not (tf.executing_eagerly() or compiled() or gpu_visible())
 
 
 # -- rules -----------------------------------------------------------------------------------------

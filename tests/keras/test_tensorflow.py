@@ -509,7 +509,7 @@ def left_behind() -> tuple[int, int, int]:
     from tensorflow.python.framework.func_graph import FuncGraph
     from tensorflow.python.ops import script_ops
 
-    from anycell.keras.tensorflow import _work as work
+    from anycell.keras.tensor_passes import WORK as work
 
     gc.collect()
     graphs = sum(issubclass(type(o), FuncGraph) for o in gc.get_objects())  # no proxy is asked
@@ -806,12 +806,15 @@ PLAIN = Layer(cells.LSTM, (("H", 8),), dtype="float32")
         ({"backend": "torch"}, "cpu", "fused kernel"),
         ({"backend": "jax"}, "cpu", "fused kernel"),
         ({"backend": "openvino"}, "composite", "openvino"),
-        ({"gpu": True}, "composite", "no stream"),
+        ({"gpu": True}, "gpu", "fused kernel"),
+        ({"gpu": True, "unfit": "no driver"}, "composite", "no driver"),
         ({"gpu": True, "cudnn": True, "drop_in": True}, "cudnn", "cuDNN"),
-        ({"gpu": True, "drop_in": True}, "keras", "no stream"),
+        ({"gpu": True, "drop_in": True, "unfit": "no driver"}, "keras", "no driver"),
+        ({"gpu": True, "traced": "an export"}, "composite", "an export"),
         ({"gpu": True, "cudnn": True, "drop_in": True, "obstacle": "odd"}, "keras", "odd"),
-        ({"gpu": True, "backend": "torch"}, "composite", "no fused kernel for a GPU"),
-        ({"gpu": True, "backend": "jax"}, "composite", "XLA compiles"),
+        ({"gpu": True, "backend": "torch"}, "gpu", "fused kernel"),
+        ({"gpu": True, "backend": "openvino"}, "composite", "openvino"),
+        ({"gpu": True, "layer": PLAIN._replace(dtype="float64")}, "composite", "float64"),
         ({"traced": "XLA"}, "composite", "XLA"),
         ({"layer": None, "obstacle": "replaced"}, "keras", "replaced"),
         ({"layer": PLAIN._replace(dtype="bfloat16")}, "cpu", "fused kernel"),

@@ -361,7 +361,7 @@ def check() -> Any:
 def test_the_plan_of_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes at most nine minutes, most important parts first, and its programs exist."""
     parts = check.plan()
-    order = "card smoke host frames ahead exchange targets stress tests engine sanitizer rest"
+    order = "card smoke host frames ahead exchange targets stress tests keras engine sanitizer rest"
     assert [part.name for part in parts] == order.split()
     assert sum(part.seconds for part in parts) <= 540
     assert parts[0].seconds >= 120 and all(part.most >= part.seconds for part in parts)
