@@ -12,7 +12,7 @@ from anycell.layer.arguments import Array, Factors, Kept
 from anycell.layer.forward import allocate_states, project, widened
 from anycell.layer.framework import Framework
 from anycell.layer.heuristics import chunk_of, row_group
-from anycell.layer.pass_tables import Pass, PassTables, finish
+from anycell.layer.pass_tables import DriverPass, PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, Row, View, recipe_of
 from anycell.layer.schedule import segment_steps
 from anycell.layer.signature import ENDS, of_a_matmul, states
@@ -383,7 +383,7 @@ class _Direction:
         tables.multiply(tables.after, self.d, d, weight, d_state, add=True, kind=kind)
 
 
-def _states(tables: PassTables) -> tuple[View, Pass]:
+def _states(tables: PassTables) -> tuple[View, DriverPass]:
     """The first states of all directions along the steps of a segment, either kept or computed
     again before each segment; and the pass.
     """
@@ -394,7 +394,7 @@ def _states(tables: PassTables) -> tuple[View, Pass]:
     kept = Kept(views["hidden"], sequences, [views[f"saved {d}"] for d in range(len(sequences))])
     if tables.segment == tables.steps:
         tables.place_kept(kept)
-        return views["hidden"], Pass(tables)
+        return views["hidden"], DriverPass(tables)
     again, moves = PassTables(tables.draft, plan, tables.options, False, False), list[Row]()
     memory = allocate_states(again, tables.segment, True, True)
     tables.place_kept(memory)
@@ -406,7 +406,7 @@ def _states(tables: PassTables) -> tuple[View, Pass]:
             assert border is not None
             again.place_of(d, {f"state {name}": border.at(0)})
             moves += again.moving(d, f"state {name}", border)
-    return memory.hidden, Pass(tables, segment=tables.segment, moves=moves, recompute=again)
+    return memory.hidden, DriverPass(tables, segment=tables.segment, moves=moves, recompute=again)
 
 
 def keeps_state(plan: Plan, i: int) -> bool:

@@ -11,7 +11,7 @@ from anycell.layer import contract
 from anycell.layer.arguments import Array, Kept
 from anycell.layer.framework import Framework
 from anycell.layer.heuristics import sparse
-from anycell.layer.pass_tables import Pass, PassTables, finish
+from anycell.layer.pass_tables import DriverPass, PassTables, finish
 from anycell.layer.recipe import Draft, Recipe, Row, View, recipe_of
 from anycell.layer.signature import FLAGS, OF_STATES, of_layer, states
 from anycell.plan import Options, Plan, scales_of
@@ -112,7 +112,7 @@ def _draft(
     if keep and not everything:
         kept, moves = _borders(tables, -(-steps // segment), finals)
     again = partial(_draft, host, plan, options, keep, holes)
-    recipe = finish(draft, [Pass(tables, segment=segment, moves=moves)], again=again)
+    recipe = finish(draft, [DriverPass(tables, segment=segment, moves=moves)], again=again)
     number = recipe.number
     numbers = Kept(
         number(kept.hidden),
@@ -171,7 +171,7 @@ def _draft_stack(
     holes: bool,
 ) -> Stacked:
     draft, count = Draft(host, arrays, options), len(options.reverse)
-    x, passes = draft.views["x"], list[Pass]()
+    x, passes = draft.views["x"], list[DriverPass]()
     flags = {n: view for n, view in draft.views.items() if n in FLAGS}
     steps, rows, _ = x.shape
     zeroed = options.apart("mask" in flags)
@@ -190,7 +190,7 @@ def _draft_stack(
         first, last = k * count, (k + 1) * count
         tables.place_parts({name: final.rows(first, last) for name, final in finals.items()})
         project(tables)
-        passes.append(Pass(tables))
+        passes.append(DriverPass(tables))
     recipe = finish(draft, passes)
     return Stacked(recipe, recipe.number(x), list(map(recipe.number, finals.values())))
 
@@ -278,7 +278,7 @@ def _entering(tables: PassTables, d: int) -> View:
 
 def _borders(tables: PassTables, count: int, finals: list[View]) -> tuple[Kept, list[Row]]:
     """Makes memory for the states before each segment, which the door writes like final states;
-    returns it and ``Pass.moves``.
+    returns it and ``DriverPass.moves``.
     """
     draft, plan, batch, directions = tables.draft, tables.plan, tables.batch, len(tables.directions)
     (_, first), *others = states(plan)

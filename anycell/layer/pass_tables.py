@@ -260,7 +260,7 @@ class PassTables:
         return driver.FEW if self.single and heuristics.few(self.plan, self.batch, weight) else None
 
     def moving(self, d: int, name: str, moving: View, rest: View | None = None) -> list[Row]:
-        """Rows of ``Pass.moves``, which set an entry's address and strides before each segment.
+        """Rows of ``DriverPass.moves``, which set an entry's address and strides before each segment.
 
         Args:
             moving: ``[segments, B, n]``.
@@ -278,7 +278,7 @@ class PassTables:
         return rows
 
 
-class Pass(NamedTuple):
+class DriverPass(NamedTuple):
     """A pass as the driver runs it.
 
     Attributes:
@@ -296,7 +296,7 @@ class Pass(NamedTuple):
 
     def append(self, then: Placed | None = None) -> Placed:
         """Adds the driver's table to the recipe; the pass ``then`` runs next."""
-        again = None if self.recompute is None else Pass(self.recompute).append()
+        again = None if self.recompute is None else DriverPass(self.recompute).append()
         tables, draft, options = self.tables, self.tables.draft, self.tables.options
         at, threads = tables.kernel.shared, min(options.threads, cpu.pool.MOST)
         row: Row = {
@@ -323,7 +323,7 @@ class Pass(NamedTuple):
         )
 
 
-def finish(draft: Draft, passes: Sequence[Pass], **facts: Any) -> Recipe:
+def finish(draft: Draft, passes: Sequence[DriverPass], **facts: Any) -> Recipe:
     """Ends a draft, whose passes run one after the other.
 
     Args:

@@ -16,7 +16,7 @@ from anycell.layer import Array, contract
 from anycell.layer.checks import refuse
 from anycell.layer.forward import allocate_states, project
 from anycell.layer.framework import Framework
-from anycell.layer.pass_tables import Pass, PassTables, Views, finish
+from anycell.layer.pass_tables import DriverPass, PassTables, Views, finish
 from anycell.layer.recipe import Draft, Recipe, View, dense
 from anycell.layer.signature import DENSE, of_a_matmul, places, state_names
 from anycell.layer.signature import states as states_of
@@ -241,7 +241,7 @@ class Stream:
         tables[-1].place("out", output)
         if threads > 1 and all(of_layer.parts < 2 for of_layer in tables):
             return self._draft(rows, 1, arrays)  # without a gang of threads
-        recipe = finish(draft, list(map(Pass, tables)))
+        recipe = finish(draft, list(map(DriverPass, tables)))
         return DraftedStep(
             recipe, recipe.number(output), [recipe.number(final) for final in finals]
         )
@@ -262,7 +262,7 @@ def draft_packing(
     views["x"] = draft.constant(draft.host.empty((1, 1, inputs)))
     packed = packed or (lambda size: draft.new((size,), "zeros"))  # also what is between weights
     tables = PassTables(draft, plan, draft.options, False, False, views, packed)
-    return finish(draft, [Pass(tables, begin=tables.steps)])
+    return finish(draft, [DriverPass(tables, begin=tables.steps)])
 
 
 def draft_step(host: Framework, whole: Plan, arrays: Mapping[str, Array], threads: int) -> Recipe:
@@ -282,7 +282,7 @@ def draft_step(host: Framework, whole: Plan, arrays: Mapping[str, Array], thread
         return draft_step(host, whole, arrays, 1)  # without a gang of threads
     named = zip(state_names("state", whole.cell), finals, strict=True)
     overwrites = {name: final for name, final in named if name in arrays}
-    return finish(draft, [Pass(tables)], overwrites=overwrites)
+    return finish(draft, [DriverPass(tables)], overwrites=overwrites)
 
 
 def _steps(
