@@ -12,13 +12,13 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines import gpu
 from anycell.engines.gpu import Refused, Work, launch, player
 from anycell.engines.gpu.moves import AXES, ELEMENTS, print_draws, print_move, print_sum
-from anycell.engines.gpu.player import NUMBER, Launched, Tables
+from anycell.engines.gpu.player import NUMBER, Argument, Launched, Tables
 from anycell.engines.gpu.step import FILLED, Step, print_fill
 from anycell.engines.gpu.text import Printed
 from anycell.layer.arguments import Array
@@ -243,6 +243,9 @@ class Steps(NamedTuple):
         (call.host.replay or gpu.run_plainly)(self.kernels, work._replace(host=call.host))
 
 
+Row = Launched | Operation | Steps
+
+
 class DeviceDraft:
     """A recipe that is being made: it has the operations of a framework that ``layer/gpu.py`` uses,
     on arrays without addresses.
@@ -263,7 +266,7 @@ class DeviceDraft:
         self.slots = [Slot("number"), Slot("number"), Slot("made")]  # seed, stream, zeros
         self.seed, self.stream, self.zeroed = range(3)
         self.zeros_end = 0  # bytes
-        self.rows: list[Launched | Operation | Steps] = []
+        self.rows: list[Row] = []
         self.views = {name: self._given(name, array) for name, array in arrays.items()}
 
     def _slot(self, slot: Slot) -> View:
@@ -403,31 +406,42 @@ class DeviceDraft:
         owner: Callable[[Refused], None] | None = None,
     ) -> None:
         """Adds a launch, whose kernel must fit on the device."""
-        arguments, told = list[tuple[int, int]](), list[int]()
-        for name, kind in printed.arguments:
+        arguments = list[Argument]()
+        for name, kind in printed.arguments[: len(printed.arguments) - len(printed.apart)]:
             value = values[name] if kind[0] == "*" else values.get(name, 0)
             if isinstance(value, View):
                 offset = value.offset * value.dtype.bytes
-                arguments.append((value.slot, offset))
-                told.append(offset if self.slots[value.slot].aligned else 1)
+                known = offset if self.slots[value.slot].aligned else 1
+                arguments.append(Argument(value.slot, offset, known))
             else:
                 slot, number = value if isinstance(value, OfCall) else (NUMBER, int(value))
-                arguments.append((slot, (number + (1 << 63)) % (1 << 64) - (1 << 63)))
-                told.append(number)
-        aligned = launch.aligned(printed, told)
-        one = Launched(printed, grid, tuple(arguments), aligned, owner)
+                signed = (number + (1 << 63)) % (1 << 64) - (1 << 63)
+                arguments.append(Argument(slot, signed, number))
         self.waits |= printed.cooperative
-        try:
-            together = launch.loaded(printed, aligned, self.host.ordinal).together
-            if one.programs > together:
-                why = f"{one.programs} programs do not run at once, {together} do"
-                raise Refused(printed, why, one.programs)
-        except Refused as refused:
-            _refuse(one, refused)
-        self.rows.append(one)
+        self.rows.append(Launched(printed, grid, tuple(arguments), owner))
+
+    def beside(self, runs: Iterable[Callable[[], None]]) -> None:
+        """Adds the rows of passes that do not depend on one another. Of their launches of twins
+        each is one, and all that a pass does before it comes before all of them.
+        """
+        before, columns = self.rows, list[list[Row]]()
+        for run in runs:
+            self.rows = []
+            run()
+            columns.append(self.rows)
+        self.rows = before
+        for parts in zip(*map(_between_twins, columns), strict=True):
+            self.rows += itertools.chain(*[rows for rows, _ in parts])
+            twins = [one for _, one in parts if one is not None]
+            if twins:
+                self.rows.append(_together(twins))
 
     def finish(self, results: Iterable[View]) -> DeviceRecipe:
-        """The recipe of all rows so far, whose calls return these results."""
+        """The recipe of all rows so far, whose calls return these results.
+
+        Raises:
+            Refused, Again: if the device refuses a kernel.
+        """
         apart = [self._apart(view) for view in results]
         if self.zeros_end:
             words = self.zeros_end // 4
@@ -435,6 +449,12 @@ class DeviceDraft:
             rows, self.rows = self.rows, []
             self.move(region, 0.0)
             self.rows += rows
+        for row in self.rows:
+            if isinstance(row, Launched):
+                try:
+                    row.loaded(self.host.ordinal)
+                except Refused as refused:
+                    _refuse(row, refused)
         return DeviceRecipe(self, apart)
 
     def _apart(self, view: View) -> View:
@@ -444,6 +464,39 @@ class DeviceDraft:
         copy = self.new(view.shape, view.dtype)
         copy[:] = view
         return copy
+
+
+def _between_twins(rows: Iterable[Row]) -> Iterator[tuple[list[Row], Launched | None]]:
+    """The rows before each launch of twins, and the launch; at last what follows all of them."""
+    others: list[Row] = []
+    for row in rows:
+        if isinstance(row, Launched) and row.printed.apart:
+            yield others, row
+            others = []
+        else:
+            others.append(row)
+    yield others, None
+
+
+def _together(twins: Sequence[Launched]) -> Launched:
+    """The same launches of several passes as one."""
+    (printed, grid, first, owner), second = twins[0], twins[1].arguments
+    names = {name: k for k, (name, _) in enumerate(printed.arguments)}
+    places = [names[name] for name in printed.apart]
+    distances = [_distance(first[k], second[k]) for k in places]
+    for one, other in itertools.pairwise(twins):
+        pairs = list(zip(one.arguments, other.arguments, strict=True))
+        assert distances == [_distance(*pairs[k]) for k in places], printed.name
+        assert all(a == b for k, (a, b) in enumerate(pairs) if k not in places), printed.name
+    return Launched(printed, (*grid, len(twins)), (*first, *distances), owner)
+
+
+def _distance(one: Argument, other: Argument) -> Argument:
+    """What to add to an argument of a pass for that of the next."""
+    offset = other.offset - one.offset
+    if one.slot == other.slot:
+        return Argument(NUMBER, offset, offset)
+    return Argument(other.slot, offset, one.known % 16 or other.known % 16, one.slot)
 
 
 def _refuse(one: Launched, refused: Refused) -> None:
@@ -608,10 +661,10 @@ def _lives(draft: DeviceDraft) -> dict[int, tuple[int, int]]:
     return lives
 
 
-def _slots(row: Launched | Operation | Steps) -> list[int]:
+def _slots(row: Row) -> list[int]:
     """The slots that a row uses."""
     if isinstance(row, Launched):
-        return [slot for slot, _ in row.arguments]
+        return [slot for one in row.arguments for slot in (one.slot, one.less)]
     slots = list[int]()
     row.each(lambda view: slots.append(view.slot))
     return slots
