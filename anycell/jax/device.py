@@ -2,7 +2,7 @@
 
 XLA plays the launches of a pass by a foreign function, see ``engines/gpu/xla.py``. The products
 that are parallel in time are XLA's, outside of it: the projection of x before a pass, the gradients
-of x and of weights after it. Each direction is a pass of its own.
+of x and of weights after it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from anycell.layer.arguments import Factors
 from anycell.layer.foreign import Seed
 from anycell.layer.framework import DeviceFramework
 from anycell.layer.launches import SEED, DeviceRecipe, Launches, gave_up
-from anycell.layer.signature import ENDS, OF_STATES, Shape
+from anycell.layer.signature import ENDS, Shape
 from anycell.layer.weight_gradients import WeightGradients, bias_gradients
 from anycell.plan import Layer, Options, Plan, no_kernel_on_gpu
 from anycell.plan import plan as make_plan
@@ -143,6 +143,7 @@ def doubt(tier: int) -> str | None:
 
     def by_kernels(arrays: dict[str, Array]) -> Any:
         output, final, kept = forward(host, one, arrays, options, True)
+        assert kept is not None
         d = backward(host, one, arrays, options, kept, output, [None, None], names)
         return output, tuple(final), d
 
@@ -165,21 +166,14 @@ def doubt(tier: int) -> str | None:
 
 def forward(
     host: JaxDevice, plan: Plan, arrays: Mapping[str, Array], options: Options, keep: bool
-) -> tuple[Array, list[Array], list[Kept]]:
-    """Runs a layer: outputs, final states, and what the backward pass reads, by direction."""
-    outputs, finals, every = [], [], list[Kept]()
-    for d in range(len(options.reverse)):
-        given = _of_direction(arrays, d)
-        weight = given.pop("weight_ih", None)
-        if weight is not None:
-            given["x"] = _product(given["x"], weight.T).astype(host.dtype)
-        how = _of_one(options, d)
-        output, states, kept = gpu.forward(host, plan, given, how, keep=keep)
-        outputs.append(output)
-        finals.append(states)
-        every += [] if kept is None else [kept]
-    final = [jnp.concatenate(both) for both in zip(*finals, strict=True)]
-    return jnp.concatenate(outputs, -1), final, every
+) -> tuple[Array, list[Array], Kept | None]:
+    """Runs a layer: outputs, final states, and what the backward pass reads."""
+    given = _without_weight_ih(arrays)
+    if len(given) < len(arrays):
+        for end in ENDS[: len(options.reverse)]:
+            product = _product(arrays["x"], arrays[f"weight_ih{end}"].T)
+            given[f"x{end}"] = product.astype(host.dtype)
+    return gpu.forward(host, plan, given, _drawn(options), keep=keep)
 
 
 def backward(
@@ -187,47 +181,42 @@ def backward(
     plan: Plan,
     arrays: Mapping[str, Array],
     options: Options,
-    every: Sequence[Kept],
+    kept: Kept,
     d_output: Array | None,
     d_final: Sequence[Array | None],
     wanted: Sequence[str],
 ) -> dict[str, Array]:
-    """The gradients of a layer's arrays, from what ``forward`` kept of each direction."""
-    x, named = arrays["x"], dict[str, Array]()
-    size = plan.sizes[plan.cell.states[0].size]
+    """The gradients of a layer's arrays, from what ``forward`` kept."""
+    x, ends = arrays["x"], ENDS[: len(options.reverse)]
     gates = jax.ShapeDtypeStruct((*x.shape[:2], plan.gates_width), x.dtype)  # which none reads
-    for d, kept in enumerate(every):
-        given = _of_direction(arrays, d)
-        weight = given.pop("weight_ih", None)
-        dy = None if d_output is None else d_output[..., d * size : (d + 1) * size]
-        final = [None if one is None else one[d : d + 1] for one in d_final]
-        how = _of_one(options, d)
-        found = gpu.backward(host, plan, given | {"x": gates}, how, kept, dy, final, wanted=["x"])
-        dg = found.pop("x")
-        found |= _of_weights(plan, given, weight, mask=arrays.get("mask"), x=x, dg=dg, kept=kept,
-                             factors=found, reverse=how.reverse[0])  # fmt: skip
-        found["x"] = dg if weight is None else _product(dg, weight)
-        for name, gradient in found.items():
-            of_all = name in ("x", "static")
-            before = named.get(name)
-            if name.startswith(OF_STATES):
-                gradient = gradient if before is None else jnp.concatenate([before, gradient])
-            elif of_all:
-                gradient = gradient if before is None else before + gradient
-            else:
-                name += ENDS[d]
-            named[name] = gradient
+    given = _without_weight_ih(arrays) | {f"x{end}": gates for end in ends}
+    named = gpu.backward(host, plan, given, _drawn(options), kept, d_output, d_final, wanted=["x"])
+    inputs = []
+    for d, end in enumerate(ends):
+        w = {n: arrays[n + end] for n in plan.cell.learned if n + end in arrays}
+        dg = named[f"x{end}"]
+        factors = {n.removesuffix(end): a for n, a in named.items() if n.endswith(end)}
+        hidden = kept.hidden[2 * options.reverse[d] :][: x.shape[0]]
+        size = hidden.shape[-1] // len(ends)
+        found = _of_weights(
+            plan, w, arrays.get("mask"), x, dg, hidden[..., d * size :][..., :size], factors
+        )
+        named |= {name + end: gradient for name, gradient in found.items()}
+        inputs.append(_product(dg, w["weight_ih"]) if "weight_ih" in w else dg)
+    named["x"] = sum(inputs[1:], inputs[0])
     return {name: named[name].astype(arrays[name].dtype) for name in wanted}
 
 
+def _without_weight_ih(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: array for name, array in arrays.items() if not name.startswith("weight_ih")}
+
+
 def _of_weights(
-    plan: Plan, w: Mapping[str, Array], weight: Array | None, *, mask: Array | None, x: Array,
-    dg: Array, kept: Kept, factors: Mapping[str, Array], reverse: bool,
+    plan: Plan, w: Mapping[str, Array], mask: Array | None, x: Array, dg: Array, hidden: Array,
+    factors: Mapping[str, Array],
 ) -> dict[str, Array]:  # fmt: skip
     """The gradients of weights and biases of a direction, from the factors of the pass."""
-    steps, first = x.shape[0], 2 * reverse
-    learned = {**w} if weight is None else {**w, "weight_ih": weight}
-    sums = _Gradients(plan, learned, True, fresh=True)
+    sums = _Gradients(plan, {**w}, True, fresh=True)
     if mask is not None:  # what lies under a mask may be NaN
         x = jnp.where(mask.astype(bool)[..., None], x, 0)
 
@@ -238,7 +227,7 @@ def _of_weights(
         Factors(rows(factors.get(f"d_outputs {l.name}")), rows(factors.get(f"operand {l.name}")))
         for l in plan.cell.linears
     ]
-    sums.add(rows(dg), rows(x), rows(kept.hidden[first : first + steps]), named)
+    sums.add(rows(dg), rows(x), rows(hidden), named)
     totals = bias_gradients(plan, sums.named, sums.totals, sums.vectors, sums.zeros, sums.zeros)
     return {name: Buffer.read(total) for name, total in totals.items()}
 
@@ -270,28 +259,10 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, preferred_element_type=np.float32)
 
 
-def _of_direction(arrays: Mapping[str, Array], d: int) -> dict[str, Array]:
-    """The arrays of a direction as those of a layer with one direction."""
-    named, end = dict[str, Array](), ENDS[1]
-    for name, array in arrays.items():
-        if name.startswith(OF_STATES):
-            named[name] = array[d : d + 1]
-        elif name.endswith(end) is (d == 1) or not _learned(name, arrays):
-            named[name.removesuffix(end)] = array
-    return named
-
-
-def _learned(name: str, arrays: Mapping[str, Array]) -> bool:
-    """Whether the second direction has an array like this of its own."""
-    return name.endswith(ENDS[1]) or name + ENDS[1] in arrays
-
-
-def _of_one(options: Options, d: int) -> Options:
-    """The options of a direction, whose random masks are drawn by the same numbers as in a layer
-    that has both.
-    """
+def _drawn(options: Options) -> Options:
+    """The options of a pass, whose random masks are drawn by the layer's number too."""
     seed = options.seed
     if isinstance(seed, Seed):
-        stream = jnp.array([2 * options.stream + d], seed.words.dtype)
+        stream = jnp.array([2 * options.stream], seed.words.dtype)
         seed = Seed.of(jnp.concatenate([seed.words[:2], stream]))
-    return options._replace(reverse=options.reverse[d : d + 1], seed=seed)
+    return options._replace(seed=seed)

@@ -1,9 +1,10 @@
 """One layer of any cell on a GPU: ``forward`` and ``backward`` with the arguments and results of
 the functions for the CPU.
 
-Arrays come through a ``DeviceFramework``. Directions run at once where the device has room for
-it, see ``engines.gpu.twins``, otherwise one after the other, in chunks of time: forward the input projection, then the steps; backward the steps, then the matmuls
-for the gradients of weights and input. Gradients that add up over chunks are float32 in any dtype.
+Arrays come through a ``DeviceFramework``. Directions run at once, see ``engines.gpu.twins``, or if
+the device refuses that one after the other. A direction runs in chunks of time: forward the input
+projection, then the steps; backward the steps, then the matmuls for the gradients of weights and
+input. Gradients that add up over chunks are float32 in any dtype.
 With checkpoints both passes go segment by segment; segments of a direction share their memory.
 """
 
@@ -194,20 +195,23 @@ def _draft_backward(
     dx = draft.empty(x.shape) if wants_x else None
     if dy is None:
         dy = draft.zeros((1, x.shape[1], kept.hidden.shape[2]))
-    directions, gradients, factors = [], [], {}
+    directions, gradients = list[Direction](), list[Direction]()
+    factors, apart = dict[str, Array](), list[Array]()
 
     def run_direction(d: int) -> None:
         final = [None if a is None else a[d] for a in d_final]
         run = _Backward((draft, plan, options), d, kept, final, need, dx)
         for begin, end, memory in run.parts():
             run.advance(begin, end, memory, dy)
-        apart.append(run.dx)
+        if run.projects:
+            apart.append(run.dx)
+        else:
+            factors[f"x{ENDS[d]}"] = run.dx
         directions.append(run.w)
         gradients.append(run.result())
         if not host.multiplies:
             factors.update({name + ENDS[d]: a for name, a in run.buffers.items()})
 
-    apart = list[Any]()
     draft.beside(functools.partial(run_direction, d) for d in range(count))
     for other in apart:
         if other is not dx:
@@ -282,7 +286,8 @@ class _DirectionPass:
         arrays, host = draft.views, draft.host
         self.call, self.draft, self.plan, self.options, self.d = call, draft, plan, options, d
         self.w, self.cell, self.reverse = direction(plan, arrays, d), plan.cell, options.reverse[d]
-        self.x, self.mask, self.projects = arrays["x"], arrays.get("mask"), "weight_ih" in self.w
+        self.mask, self.projects = arrays.get("mask"), "weight_ih" in self.w
+        self.x = arrays["x" if self.projects else f"x{ENDS[d]}"]
         self.steps, self.batch = self.x.shape[:2]
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
@@ -463,7 +468,8 @@ class _Backward(_DirectionPass):
 
     Attributes:
         dx: where its gradient of x goes: the first direction overwrites it, the second adds to it,
-            unless both run at once over several chunks; then it has memory of its own.
+            unless both run at once over several chunks; then it has memory of its own. So it has
+            for the gradient of its projected gates.
     """
 
     def __init__(
@@ -487,8 +493,8 @@ class _Backward(_DirectionPass):
         self.need, self.sums = need, _DeviceGradients(draft, plan, self.w, need, fresh=rows > 0)
         again = self.options.checkpoint is not None and draft.host.twins
         at_once = (again or self.choice.twins > 1) and self.steps > self.chunk
-        alone = dx is not None and self.d > 0 and self.projects and at_once
-        self.dx = draft.empty(dx.shape, wide=True) if alone else dx
+        alone = dx is not None and self.d > 0 and (at_once or not self.projects)
+        self.dx = draft.empty(dx.shape, wide=self.projects) if alone else dx
         self.adds = self.d > 0 and not alone
         # For a chunk: gradients of the projected gates, and for each matmul the gradients of its
         # outputs and what it multiplied, unless other arrays hold these.

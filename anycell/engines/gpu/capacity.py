@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from anycell.engines.gpu.cooperative import Slice, refusal, shape, sums_of
@@ -152,7 +152,7 @@ def choices(
         why = f"Triton has no matrix instructions of 16 bits before sm_{MATRICES}"
         return (Choice(3, f"{why}; the framework's matmuls may have them"),)
     fits, reasons = list[Choice](), list[str]()
-    tiers = {
+    tiers: dict[int, Callable[[int], list[Choice] | str]] = {
         1: lambda _: _resident(plan, device, backward, tf32, forced=tier == 1),
         2: functools.partial(_cooperative, plan, device, backward, tf32, batch),
     }
@@ -162,7 +162,9 @@ def choices(
             for count in sorted({1, twins}, reverse=True):
                 fitting = choices_of(count)
                 if not isinstance(fitting, str):
-                    fits += [c._replace(reason=c.reason + apart, twins=count) for c in fitting[:TRIES]]
+                    fits += [
+                        c._replace(reason=c.reason + apart, twins=count) for c in fitting[:TRIES]
+                    ]
                 elif count > 1:
                     apart = f"; its {twins} passes one after the other: {fitting}"
                 else:
@@ -250,8 +252,9 @@ def _cooperative(
         if parts:
             least = min(least or count, count)
         for part in parts if count <= device.processors else ():
+            passes = f"{twins} x " * (twins > 1)
             reason = (
-                f"{f'{twins} x ' * (twins > 1)}{groups} x {programs} programs, of {rows} rows and {units} units each; "
+                f"{passes}{groups} x {programs} programs, of {rows} rows and {units} units each; "
                 f"on chip: {slice_bytes(plan, part, backward, precision, device.compiler):,} of "
                 f"{device.shared:,} bytes"
             )
@@ -444,7 +447,9 @@ def table(plan: Plan, batch: int = BATCH) -> list[tuple[str, str, str]]:
         one, two = (choose(plan, device, backward, batch=batch, twins=n) for n in (1, 2))
         how = ""
         if one.tier < 3:
-            how = "; both directions in a launch" if two.twins > 1 else two.reason[len(one.reason) :]
+            how = (
+                "; both directions in a launch" if two.twins > 1 else two.reason[len(one.reason) :]
+            )
         way = "backward" if backward else "forward"
         lines.append((device.name, way, f"tier {one.tier}: {one.reason}{how}"))
     return lines

@@ -37,6 +37,8 @@ def print_twins(printed: Printed) -> Printed:
     about, declared = head.split("\n@triton.jit\n")
     name, declared = f"{printed.name}_twins", declared.removeprefix(f"def {printed.name}")
     more = "".join(f"\n    {n}__apart,  # i64" for n in some)
-    text = f"{about}{_HELPER}\n\n@triton.jit\ndef {name}{declared}{more}\n):\n{''.join(lines)}{body}"
+    text = (
+        f"{about}{_HELPER}\n\n@triton.jit\ndef {name}{declared}{more}\n):\n{''.join(lines)}{body}"
+    )
     arguments = *printed.arguments, *((f"{n}__apart", "i64") for n in some)
     return printed._replace(name=name, source=text, arguments=arguments, apart=tuple(some))
