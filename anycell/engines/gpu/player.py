@@ -71,14 +71,18 @@ class Launched(NamedTuple):
         """The programs that must run at once; 0 if they need not."""
         return math.prod(self.grid) if self.printed.cooperative else 0
 
+    @property
+    def aligned(self) -> frozenset[str]:
+        """The names of the arguments that 16 divides."""
+        return launch.aligned(self.printed, [one.known for one in self.arguments])
+
     def loaded(self, device: int) -> launch.Loaded:
         """The kernel on a device.
 
         Raises:
             Refused: if it does not fit, or its programs do not run at once.
         """
-        known = launch.aligned(self.printed, [one.known for one in self.arguments])
-        kernel = launch.loaded(self.printed, known, device)
+        kernel = launch.loaded(self.printed, self.aligned, device)
         if self.programs > kernel.together:
             why = f"{self.programs} programs do not run at once, {kernel.together} do"
             raise Refused(self.printed, why, self.programs)
