@@ -53,6 +53,7 @@ test test-all test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
 # XLA optimises in test-all alone: here it would take as long as the tests.
 test: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
+test: export XLA_FLAGS ?= --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 test: $(VENV)/keras.stamp ## the fast tests, and a list of the 40 slowest
 	$(PYTEST) $(FAST) --durations=40
 

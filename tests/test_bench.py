@@ -143,6 +143,7 @@ def test_rounds_go_on_until_the_time_is_spent(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("spins", [0.0, 5e-3, 33e-3, 0.1])
+@pytest.mark.sample(1)
 def test_nobody_is_timed_while_anothers_threads_spin(clock: Clock, spins: float) -> None:
     log: list[str] = []
     contenders = {
@@ -355,6 +356,7 @@ def test_onnx_graph_in_8_bits(cell: str, caplog: pytest.LogCaptureFixture) -> No
         (False, ["asimd"], False),
     ],
 )
+@pytest.mark.sample(every=5)  # both answers
 def test_onnxruntime_has_7_bits_where_8_saturate(
     x86: bool, flags: list[str], saturates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,6 +517,7 @@ def test_a_cell_of_the_users_own(own_cell: str) -> None:
 
 
 @pytest.mark.parametrize("cell", ["LSTMP", "EALSTM", "MultiplicativeLSTM", "ZoneoutGRU"])
+@pytest.mark.sample(1)
 def test_cells_of_many_matmuls_sizes_and_inputs(cell: str) -> None:
     problem = Problem(find_cell(cell), replace(SMALL, D=1))
     want = contenders().reference(problem, "training")
@@ -607,6 +610,7 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "small" in shown and "torch-loop" in shown and "REFUSED" not in shown
 
 
+@pytest.mark.slow
 def test_errors_beside_the_times_of_fewer_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     result = measure(dtype="bfloat16", peers=["torch.nn", "anycell-float32"])
@@ -695,6 +699,7 @@ def test_a_compilation_that_takes_too_long_is_given_up(monkeypatch: pytest.Monke
     assert not entry.remarks and result.rows[0].entries["anycell"].timed and result.ok
 
 
+@pytest.mark.slow
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("torch")
@@ -774,6 +779,7 @@ def test_alone_has_the_same_threads() -> None:
     assert python(code) == "[3]\n"
 
 
+@pytest.mark.slow
 def test_each_runs_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     probe = importlib.import_module("anycell.bench.probe")

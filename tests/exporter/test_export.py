@@ -49,7 +49,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("cell", [*EVERY, *FURTHER], ids=repr)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 def test_every_cell_in_two_layers(cell: Cell, tmp_path: Path, rng: np.random.Generator) -> None:
     layer = perturbed(RNN(cell, 3, 6, num_layers=2, dtype="float64", **sizes_of(cell)), rng)
     x, further = rng.standard_normal((9, 1, 3)).astype(np.float32), {}
@@ -93,7 +93,7 @@ OBJECTS = [
 
 @pytest.mark.parametrize("target", HERE)
 @pytest.mark.parametrize(("cell", "units"), OBJECTS, ids=repr)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=5)  # each target
 def test_machine_code(
     cell: Cell, units: int, target: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -104,6 +104,7 @@ def test_machine_code(
 # The second one has a static input, and states of one number.
 @pytest.mark.parametrize("target", ["c", *HERE])
 @pytest.mark.parametrize("cell", [cells.LSTMP, Rows, Sized], ids=repr)
+@pytest.mark.sample(every=5)  # each target
 def test_layers_in_both_directions(
     cell: Cell, target: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -139,6 +140,7 @@ ROUNDED = [cells.LSTM, cells.LSTMP, cells.sLSTM(heads=2), Mean]
 
 @pytest.mark.parametrize("target", ["c", *HERE])
 @pytest.mark.parametrize("cell", ROUNDED, ids=repr)
+@pytest.mark.sample(every=5)  # each target
 def test_weights_of_8_bits(
     cell: Cell, target: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -206,6 +208,7 @@ def test_weights_of_8_bits_are_faster(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["c", *HERE])
+@pytest.mark.sample(every=3)
 def test_weights_in_a_file(target: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """The file of a model with other weights takes the place of the first, without a compiler."""
     layers = [perturbed(RNN(cells.LSTMP, 3, 6, num_layers=2, P=5), rng) for _ in "ab"]

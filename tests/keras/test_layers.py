@@ -73,7 +73,7 @@ def pair(name: str, units: int, **kwargs: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda f: " ".join(f) or "plain")
 @pytest.mark.parametrize("name", KERAS)
-@pytest.mark.sample(every=3)  # each flag under a mask and without
+@pytest.mark.sample(every=5)  # each flag
 def test_results_and_gradients(
     name: str, flags: dict[str, Any], masked: bool, dtype: str, rng: np.random.Generator
 ) -> None:
@@ -220,7 +220,7 @@ def test_dropout_draws_what_keras_draws(name: str) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", KERAS)
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 def test_recurrent_dropout_draws_what_keras_draws(
     name: str, masked: bool, dropout: float, dtype: str
 ) -> None:

@@ -209,6 +209,7 @@ def trees(x: Any, h: Any) -> Any:
     + [(name, "float32") for name in ("concatenated", "norm_of_all_gates", "mask")]
     + [("concatenated", "float16")],
 )
+@pytest.mark.sample(every=3)
 def test_a_step_gives_the_numbers_of_its_loop(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

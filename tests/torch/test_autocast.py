@@ -65,7 +65,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=7)
 def test_every_number_of_steps(kind: str, dtype: Any, bias: bool, gradients: bool) -> None:
     """It runs, in one dtype, also where torch's own layer does not, as without AVX-512."""
     layer, number = KINDS[kind](3, 5, bias=bias), str(dtype).removeprefix("torch.")
