@@ -201,8 +201,8 @@ def test_what_differs_between_twins() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "PeepholeLSTM"])
 def test_twins_compile_without_spills(cell: str) -> None:
-    """Up to 256 units on sm_90, in both tiers; float32 as three bfloat16 spills a little, as it does
-    in a launch for each direction.
+    """Up to 256 units on sm_90, in both tiers; float32 as three bfloat16 spills a little, as it
+    does in a launch for each direction.
     """
     given = "--dtypes float32 tf32 bfloat16 --capabilities 90 --largest 256 --directions 2"
     found = reports("--cells", cell, "--tiers", "1", "2", *given.split())
