@@ -21,6 +21,7 @@ from anycell.engines.gpu.moves import AXES, ELEMENTS, print_draws, print_move, p
 from anycell.engines.gpu.player import NUMBER, Argument, Launched, Tables
 from anycell.engines.gpu.step import FILLED, Step, print_fill
 from anycell.engines.gpu.text import Printed
+from anycell.engines.gpu.twins import print_twins
 from anycell.layer.arguments import Array
 from anycell.layer.framework import DeviceFramework
 from anycell.layer.recipe import dense
@@ -421,8 +422,9 @@ class DeviceDraft:
         self.rows.append(Launched(printed, grid, tuple(arguments), owner))
 
     def beside(self, runs: Iterable[Callable[[], None]]) -> None:
-        """Adds the rows of passes that do not depend on one another. Of their launches of twins
-        each is one, and all that a pass does before it comes before all of them.
+        """Adds the rows of passes: one pass after the other, unless they launch twins. These are
+        one launch each, after all that the passes do before, and so are moves that differ in
+        addresses.
         """
         before, columns = self.rows, list[list[Row]]()
         for run in runs:
@@ -430,8 +432,14 @@ class DeviceDraft:
             run()
             columns.append(self.rows)
         self.rows = before
+        if not any(isinstance(row, Launched) and row.printed.apart for row in columns[0]):
+            self.rows += itertools.chain(*columns)
+            return
         for parts in zip(*map(_between_twins, columns), strict=True):
-            self.rows += itertools.chain(*[rows for rows, _ in parts])
+            others = [rows for rows, _ in parts]
+            if len({len(rows) for rows in others}) == 1:
+                others = [_joined(rows) for rows in zip(*others, strict=True)]
+            self.rows += itertools.chain(*others)
             twins = [one for _, one in parts if one is not None]
             if twins:
                 self.rows.append(_together(twins))
@@ -476,6 +484,14 @@ def _between_twins(rows: Iterable[Row]) -> Iterator[tuple[list[Row], Launched | 
         else:
             others.append(row)
     yield others, None
+
+
+def _joined(rows: Sequence[Row]) -> list[Row]:
+    """The same rows of several passes, as one launch if they are moves that differ in addresses."""
+    moves = [row for row in rows if isinstance(row, Launched)]
+    if len(moves) < len(rows) or len({one.unplaced for one in moves}) > 1:
+        return [*rows]
+    return [_together([one._replace(printed=print_twins(one.printed)) for one in moves])]
 
 
 def _together(twins: Sequence[Launched]) -> Launched:

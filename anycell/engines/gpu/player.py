@@ -72,6 +72,13 @@ class Launched(NamedTuple):
         return math.prod(self.grid) if self.printed.cooperative else 0
 
     @property
+    def unplaced(self) -> tuple[Any, ...]:
+        """All but the addresses."""
+        kinds = [kind for _, kind in self.printed.arguments]
+        pairs = zip(self.arguments, kinds, strict=False)
+        return self.printed, self.grid, *(None if kind[0] == "*" else one for one, kind in pairs)
+
+    @property
     def aligned(self) -> frozenset[str]:
         """The names of the arguments that 16 divides."""
         return launch.aligned(self.printed, [one.known for one in self.arguments])

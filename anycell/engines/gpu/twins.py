@@ -16,17 +16,19 @@ import functools
 
 from anycell.engines.gpu.text import Printed
 
-# The arguments that all passes share, besides the strides of rows.
-_SAME = frozenset(
-    "batch count turn done behind close patience trouble mask static recurrent_mask".split()
-)
+_SHARED = {"trouble", "mask", "static", "recurrent_mask"}  # addresses of all passes
+_OF_TIME = "__0", "__t", "__next"  # ends of the numbers that say where and which way a pass begins
 _HELPER = "from anycell.engines.gpu.library import of_pass\n"
 
 
 @functools.lru_cache(maxsize=256)
 def print_twins(printed: Printed) -> Printed:
     """The twin of a kernel: after its own arguments come the distances of those in ``apart``."""
-    some = {n: k for n, k in printed.arguments if n not in _SAME and not n.endswith("__b")}
+    some = {
+        name: kind
+        for name, kind in printed.arguments
+        if name.endswith(_OF_TIME) or (kind[0] == "*" and name not in _SHARED)
+    }
     lines = [
         f"    {n} = of_pass({n}, {n}__apart)\n"
         if kind[0] == "*"
