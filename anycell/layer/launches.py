@@ -488,7 +488,7 @@ def _between_twins(rows: Iterable[Row]) -> Iterator[tuple[list[Row], Launched | 
 
 def _joined(rows: Sequence[Row]) -> list[Row]:
     """The same rows of several passes, as one launch if they are moves that differ in addresses."""
-    moves = [row for row in rows if isinstance(row, Launched)]
+    moves = [row for row in rows if isinstance(row, Launched) and row.owner is None]
     if len(moves) < len(rows) or len({one.unplaced for one in moves}) > 1:
         return [*rows]
     return [_together([one._replace(printed=print_twins(one.printed)) for one in moves])]

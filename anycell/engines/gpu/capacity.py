@@ -445,11 +445,9 @@ def table(plan: Plan, batch: int = BATCH) -> list[tuple[str, str, str]]:
     lines = []
     for device, backward in itertools.product(DEVICES, (False, True)):
         one, two = (choose(plan, device, backward, batch=batch, twins=n) for n in (1, 2))
-        how = ""
-        if one.tier < 3:
-            how = (
-                "; both directions in a launch" if two.twins > 1 else two.reason[len(one.reason) :]
-            )
+        how = two.reason.removeprefix(one.reason)  # why two are not one launch
+        if two.twins > 1:
+            how = "; both directions in a launch"
         way = "backward" if backward else "forward"
         lines.append((device.name, way, f"tier {one.tier}: {one.reason}{how}"))
     return lines

@@ -24,9 +24,8 @@ from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed
 
 RUN = "launches count places driver trouble".split()
-LAUNCH = (
-    "cooperative handle grid_x grid_y grid_z threads shared first count".split()
-)  # first: of PLACE
+LAUNCH = "cooperative handle grid_x grid_y grid_z threads shared".split()
+LAUNCH += "first count".split()  # of PLACE
 # The slot's entry plus ``offset``, minus the entry of the slot ``less``; the slot NUMBER is 0.
 PLACE = "slot offset less".split()
 DRIVER = {
