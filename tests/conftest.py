@@ -225,12 +225,12 @@ def two_threads() -> Iterator[None]:
 
     from anycell.engines import cpu
 
-    before, ours = torch.get_num_threads(), cpu.threads.current()
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     cpu.threads.set_threads(2)
     yield
     torch.set_num_threads(before)
-    cpu.threads.set_threads(ours)
+    cpu.threads.set_threads(None)
 
 
 @pytest.fixture(scope="session", autouse=True)

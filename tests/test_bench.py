@@ -711,7 +711,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not memory.supported(), reason="Linux tells, others do not")
 def test_memory_is_measured() -> None:
-    size = 8 << 20
+    size = 64 << 20  # smaller arrays may lie in memory that other tests have freed
 
     def step() -> None:
         np.ones(size, np.uint8)

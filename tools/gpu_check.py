@@ -7,11 +7,11 @@
     python tools/gpu_check.py --rehearse       without a card, the parts that show first what a card
                                                does: kernels interpreted, a stub of the driver
 
-It needs a PyTorch with CUDA and Triton, and pytest and pytest-xdist for the tests. Each part runs
-in one or more processes of its own, and the next part follows in any case: the tables name parts
-that fail, hang or are missing. A file of DIRECTORY receives the output of each process at once; the
-tables are in ``summary.md`` and end the output. SIGTERM and SIGINT end the running part; then the
-tables are written as usual.
+It needs a PyTorch with CUDA and Triton, pytest and pytest-xdist for the tests, and a TensorFlow
+with CUDA for its part. Each part runs in one or more processes of its own, and the next part
+follows in any case: the tables name parts that fail, hang or are missing. A file of DIRECTORY
+receives the output of each process at once; the tables are in ``summary.md`` and end the output.
+SIGTERM and SIGINT end the running part; then the tables are written as usual.
 
 The plan gives each part a number of seconds. Time that a part does not use goes to later parts, up
 to their ``most``. The exit status is 1 if anything failed.
@@ -120,7 +120,9 @@ def plan() -> list[Part]:
         Part("stress", 40, 60, (Command("stress", tool("gpu_stress", *bench)),)),
         Part("tests", 90, 170, (Command(
             "tests", pytest("tests", "gpu and not slow", *of_a_card()), needs=("pytest",)),)),
-        Part("engine", 30, 90, (Command(
+        Part("keras", 10, 60, (Command(
+            "keras", tool("gpu_keras"), needs=("tensorflow", "keras")),)),
+        Part("engine", 20, 90, (Command(
             "engine", pytest("engine", "not gpu and not slow", *engine), needs=("pytest",)),)),
         Part("sanitizer", 15, 60, tuple(sanitized)),
         Part("rest", 10, 540, (Command(
@@ -329,6 +331,7 @@ def markdown(results: Results) -> str:
         "Exchange": partial(of_lines, prefix="exchange"),
         "Microseconds of a call on the host": partial(of_lines, prefix="host"),
         "Frames of XLA": partial(of_lines, prefix="frames"),
+        "Keras on TensorFlow": partial(of_lines, prefix="keras"),
         "Microseconds per step, forward / forward+backward": of_timings,
         "Tests": of_tests, "What failed": of_failures,
     }  # fmt: skip

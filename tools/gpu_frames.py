@@ -55,7 +55,7 @@ class Frame:
         addresses = [ctypes.cast(f, POINTER).value for f in self.kept]
         table = self.words(192, dict(zip(functions, addresses, strict=True)))
         number = self.words(8, {0: record})
-        attributes = self.words(8, {0: self.words(16, {xla.NUMBERS: number})})
+        attributes = self.words(8, {0: self.words(16, {xla.NUMBER: number})})
         fields = {0: 176, API: table, GIVEN: len(operands), ARGUMENTS: self.buffers(operands)}
         fields |= {MADE: len(made), RESULTS: self.buffers(made), ATTRIBUTES: attributes}
         self.address = self.words(176, fields)
@@ -71,7 +71,7 @@ class Frame:
         return self.words(8 * max(1, len(rows)), {8 * i: row for i, row in enumerate(rows)})
 
     def answer(self, asked: int) -> None:
-        WORD.from_address(asked + xla.STREAM).value = self.stream
+        WORD.from_address(asked + xla.OWN).value = self.stream
 
     def error(self, asked: int) -> int:
         text = ctypes.string_at(WORD.from_address(asked + MESSAGE).value)
@@ -88,7 +88,7 @@ class Framed(TorchDevice):
         operands = [*[given[name] for name in recipe.names], *recipe.constants]
         made = [*map(self.like, recipe.templates), self.block(recipe.bytes)]
         (run,) = recipe.parts
-        record = xla.Record(run.tables, recipe.told, gave_up(self))
+        record = xla.Record(run.tables, recipe.told, gave_up(self), recipe.bytes)
         addresses = (list(self.pointers(tensors)) for tensors in (operands, made))
         frame = Frame(*addresses, record.address, self.stream())
         failed = FUNCTION(xla.handler(not recipe.waits))(frame.address)

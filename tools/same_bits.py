@@ -42,7 +42,9 @@ class Changed(NamedTuple):
 
 
 CHANGED = (
-    Changed(" T1 ", "", "a single step of few rows multiplies by weights where they lie"),
+    Changed(
+        "^torch steps| T1 ", "", "a single step of few rows multiplies by weights where they lie"
+    ),
     Changed("^(torch|numpy|recurrence)", "^grad bias", "rows are summed in blocks"),
     Changed("bidirectional (all|resets)", "", "resets start episodes in a reverse direction too"),
     Changed("^recurrence .* all", "reverse", "resets start episodes in a reverse direction too"),

@@ -27,7 +27,7 @@ from jax.interpreters import batching as interpreter
 from anycell.jax import batching, device, sharding
 from anycell.jax.composite import Array, composite
 from anycell.jax.framework import Buffer, Jax
-from anycell.layer import backward, forward, stepped
+from anycell.layer import backward, card, forward, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.foreign import Seed
 from anycell.layer.sequences import keeping as keeping_states
@@ -83,7 +83,7 @@ def _drafted(layer: Layer, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> b
         _, (results, kept) = (jax.eval_shape(one, *flat) for one in passes)
         of_all = partial(_run_backward, layer=layer, wanted=("x",), arriving=("output",))
         jax.eval_shape(of_all, *flat, results[0], *jax.tree.leaves(kept))
-    except device.Unfit:
+    except card.Unfit:
         return False
     return True
 

@@ -6,12 +6,14 @@ Only the backend in use is imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import keras
 
 from anycell.keras.call import Tensor
 from anycell.keras.rule import asked
+from anycell.plan import Layer
 
 # The framework of the backend's tensors, which ``lang.namespaces`` must know.
 match keras.backend.backend():
@@ -29,12 +31,34 @@ def refusal(x: Tensor | None = None) -> str | None:
     if name == "tensorflow":
         from anycell.keras import tensorflow
 
-        return tensorflow.refusal()
+        return tensorflow.refusal(gpu_visible() if x is None else on_gpu(x))
     if name == "jax":
         from anycell.keras import jax
 
         return jax.refusal(x)
     return asked()
+
+
+def unfit(layer: Layer) -> str | None:
+    """Why no kernels run a layer on a GPU, or None."""
+    name = keras.backend.backend()
+    if name == "tensorflow":
+        from anycell.keras import tensorflow
+
+        return tensorflow.unfit(layer, True)
+    if name in ("torch", "jax"):
+        why: str | None = import_module(f"anycell.keras.{name}").unfit(layer)
+        return why
+    return None
+
+
+def compiled() -> bool:
+    """Whether XLA compiles what is being traced, without the operations of cuDNN's layers."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    from anycell.keras import tensorflow
+
+    return tensorflow.compiled()
 
 
 def obstacle_of_xla() -> str | None:
@@ -62,9 +86,9 @@ def gpu_visible() -> bool:
     """Whether the backend would place a layer on a GPU here."""
     name = keras.backend.backend()
     if name == "tensorflow":
-        import tensorflow as tf
+        from anycell.keras import tensorflow
 
-        return bool(tf.config.list_logical_devices("GPU"))
+        return tensorflow.gpu_visible()
     if name == "torch":
         import torch
 

@@ -16,7 +16,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 import anycell.jax
 from anycell.engines import cpu
 from anycell.jax import fused
-from anycell.jax.primitive import planned
+from anycell.jax.primitive import on_card, planned
 from anycell.jax.scanning import Traced
 from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
 from anycell.keras.composite import composite
@@ -42,6 +42,12 @@ def refusal(x: Tensor | None = None) -> str | None:
     return None
 
 
+def unfit(layer: Layer) -> str | None:
+    """Why no kernels run a layer on a card, or None."""
+    chosen = on_card(layer, layer.dtype)
+    return None if chosen.engine == "gpu" else chosen.reason
+
+
 def run(layer: Layer, arrays: Arrays) -> Result:
     """Runs a layer on the fused kernels; outside of ``jax.jit``, compiled once for each shape."""
     options = layer.options if layer.outputs else layer.options.unread()
@@ -57,7 +63,7 @@ def _run(layer: Layer, arrays: Arrays) -> Result:
     layer, below = lowered(layer, given)
     if drawn is not None:
         below["seed"] = _words(drawn)
-    outputs, final, _ = fused.run(planned(layer, below["x"].dtype, "cpu"), below)
+    outputs, final, _ = fused.run(planned(layer, below["x"].dtype), below)
     return outputs if layer.outputs else None, tuple(state[0] for state in final)
 
 

@@ -20,7 +20,15 @@ from keras import activations, ops, tree
 
 from anycell.explanation import Explained, Explanation, about_layer
 from anycell.keras import cells, reading
-from anycell.keras.backends import gpu_visible, obstacle_of_xla, on_gpu, refusal, uncompiled
+from anycell.keras.backends import (
+    compiled,
+    gpu_visible,
+    obstacle_of_xla,
+    on_gpu,
+    refusal,
+    uncompiled,
+    unfit,
+)
 from anycell.keras.call import (
     Arrays,
     Tensor,
@@ -34,7 +42,7 @@ from anycell.keras.call import (
 )
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
-from anycell.keras.rule import FUSED, Facts, asked, choose
+from anycell.keras.rule import FUSED, OURS, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes, refuse
@@ -119,7 +127,8 @@ class Fused(Steps, Keywords, Explained):
             layer=layer,
             backend=backend,
             gpu=gpu,
-            cudnn=self._cudnn() and not reset,
+            unfit=unfit(layer) if gpu else None,
+            cudnn=self._cudnn() and not reset and not compiled(),
             drop_in=self._drop_in and not reset,
             obstacle=_DROPPED if dropped else None,
             traced=traced,
@@ -215,9 +224,9 @@ class Fused(Steps, Keywords, Explained):
             arrays["resets"] = ops.swapaxes(flags("resets", resets), 0, -1)
         check(layer, arrays)
         name, run = keras.backend.backend(), composite
-        if engine == "cpu" or name == "jax":
+        if engine in OURS or name == "jax":
             module = import_module(f"anycell.keras.{name}")
-            run = module.run if engine == "cpu" else module.scan
+            run = module.run if engine in OURS else module.scan
         outputs, final = run(layer, arrays)
         return self._as_keras(layer, outputs, final, mask)
 
@@ -341,6 +350,7 @@ class DropIn(Fused):
             and not self.unroll
             and not cell.recurrent_dropout
             and getattr(cell, "reset_after", True)
+            and vars(self).get("use_cudnn", "auto") is not False
         )
 
     @property
@@ -350,7 +360,7 @@ class DropIn(Fused):
         """
         given: bool | str = vars(self).get("use_cudnn", "auto")
         facts = self._facts(False, gpu_visible(), None)
-        past = facts.layer is None or choose(facts).name == "cpu"
+        past = facts.layer is None or choose(facts).name in OURS
         return False if given == "auto" and past else given
 
     @use_cudnn.setter
@@ -500,7 +510,8 @@ class OfCell(DropIn, keras.layers.RNN):
         if isinstance(step, str):
             return Facts(None, backend, gpu, obstacle=step, traced=traced)
         layer = step.reading.layer._replace(dtype=self.cell.compute_dtype)
-        return Facts(layer, backend, gpu, drop_in=True, traced=traced or reading.unreadable())
+        why = unfit(layer) if gpu else None
+        return Facts(layer, backend, gpu, why, drop_in=True, traced=traced or reading.unreadable())
 
     def inner_loop(
         self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
@@ -514,7 +525,7 @@ class OfCell(DropIn, keras.layers.RNN):
         sort = reading.Sort.of(sequences, states, masks)
         step = reading.elsewhere(self.cell) or _readings(self).step(self.cell, training, sort)
         facts = self._facts_of(step, on_gpu(sequences), refusal(sequences))
-        if choose(facts).name != "cpu" or _arguments.get().get("resets") is not None:
+        if choose(facts).name not in OURS or _arguments.get().get("resets") is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
         if isinstance(step, str):  # it was not read when it was called first
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)

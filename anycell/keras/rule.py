@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from anycell.plan import Engine, Layer, Plan, plan
 
 FUSED = "tensorflow", "torch", "jax"  # Keras's backends that can call the kernels
+OURS = "cpu", "gpu"  # the engines that are kernels of ours
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 
 
@@ -48,6 +49,7 @@ class Facts:
             cannot be expressed there.
         backend: "tensorflow", "torch", "jax", or another of Keras's.
         gpu: whether the layer is placed on a GPU.
+        unfit: why the kernels of a GPU cannot run the layer there, if there is a reason.
         cudnn: whether Keras's cuDNN path takes the layer: ``LSTM`` or ``GRU`` of default
             activations, with bias, without recurrent dropout and unrolling.
         drop_in: whether the layer is a subclass of Keras's layer, which has a loop of its own.
@@ -60,6 +62,7 @@ class Facts:
     layer: Layer | None
     backend: str = "tensorflow"
     gpu: bool = False
+    unfit: str | None = None
     cudnn: bool = False
     drop_in: bool = False
     obstacle: str | None = None
@@ -72,34 +75,31 @@ def choose(facts: Facts) -> Engine:
     Example:
         >>> from anycell.cells import PeepholeLSTM
         >>> choose(Facts(Layer(PeepholeLSTM, (("H", 64),), dtype="float32"), gpu=True)).name
-        'composite'
+        'gpu'
     """
     loop = "keras" if facts.drop_in or facts.layer is None else "composite"
     if facts.obstacle is not None:
         return Engine(loop, facts.obstacle)
-    if facts.gpu:
-        if facts.cudnn and facts.backend in ("tensorflow", "torch", "jax"):
-            return Engine("cudnn", "a layer that cuDNN knows, through Keras")
-        where = {
-            "tensorflow": "TensorFlow gives kernels of others no stream; XLA compiles the loop",
-            "jax": "XLA compiles the loop; no fused kernel for a GPU yet",
-        }
-        return Engine(loop, where.get(facts.backend, "no fused kernel for a GPU yet"))
+    if facts.gpu and facts.cudnn and facts.backend in FUSED:
+        return Engine("cudnn", "a layer that cuDNN knows, through Keras")
     if facts.traced is not None:
         return Engine(loop, facts.traced)
     if facts.backend not in FUSED:
         return Engine(loop, f"no way to call the kernels from Keras's backend {facts.backend!r}")
+    if facts.unfit is not None:
+        return Engine(loop, facts.unfit)
     assert facts.layer is not None
-    chosen = planned(facts.layer)
+    engine = "gpu" if facts.gpu else "cpu"
+    chosen = planned(facts.layer, engine)
     if isinstance(chosen, str):
         return Engine(loop, chosen)
-    return Engine("cpu", chosen.reason)
+    return Engine(engine, chosen.reason)
 
 
-def planned(layer: Layer) -> Plan | str:
+def planned(layer: Layer, engine: str = "cpu") -> Plan | str:
     """Returns the plan of the fused kernel, or why the kernel cannot run the cell."""
     sizes = dict(layer.sizes)
     try:
-        return plan(layer.cell, sizes["H"], layer.dtype, "cpu", sizes)
+        return plan(layer.cell, sizes["H"], layer.dtype, engine, sizes)
     except ValueError as refusal:
         return str(refusal)

@@ -16,8 +16,8 @@ from anycell.engines import cpu
 from anycell.keras.call import Tensor
 from anycell.keras.graph import Traced, World
 from anycell.keras.reading import MOST, LoopCall, LoopOptions, masked, over_time
-from anycell.keras.rule import planned
-from anycell.keras.tensorflow import recur, watched
+from anycell.keras.rule import OURS, Facts, choose
+from anycell.keras.tensorflow import gpu_visible, recur, unfit, watched
 from anycell.plan import Engine, Layer, Options
 from anycell.read import Reading, Variable
 
@@ -126,10 +126,9 @@ class Step:
     def engine(self) -> Engine:
         """The engine that runs the cell that was read, and why."""
         dtype = self.traced.dtypes[self.traced.states[0]].name
-        chosen = planned(self.reading.layer._replace(dtype=dtype))
-        if isinstance(chosen, str):
-            return Engine("composite", chosen)
-        return Engine("cpu", f"read as it is written; {chosen.reason}")
+        layer, gpu = self.reading.layer._replace(dtype=dtype), gpu_visible()
+        name, reason = choose(Facts(layer, gpu=gpu, unfit=unfit(layer, gpu)))
+        return Engine(name, f"read as it is written; {reason}" if name in OURS else reason)
 
     def run(
         self, x: Tensor, states: Sequence[Tensor], others: Sequence[Tensor], *,

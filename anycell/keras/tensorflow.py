@@ -4,7 +4,8 @@ The operation is the pass of ``layer.forward``, its gradient that of ``layer.bac
 calls them directly. A graph calls them through the callback of a ``tf.numpy_function``, which is
 public, runs on every platform of TensorFlow, and passes memory in both directions without a copy if
 it begins on a cache line; our memory always begins there. The arrays for the backward pass are
-outputs of that operation, so that loops, replicas and pruning treat them like any other tensor.
+outputs of that operation, so that loops, replicas and pruning treat them like any other tensor. In
+graphs that XLA compiles, and anywhere on a card, XLA calls the kernels, see ``keras/xla.py``.
 
 TensorFlow keeps callbacks and registered gradients for ever. So there is one callback and one
 gradient for each direction, for all layers. They look up what to do for an operation by a number in
@@ -48,9 +49,10 @@ from anycell.keras.composite import composite
 from anycell.keras.framework import TensorFlow, as_tensor
 from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Cell
-from anycell.layer import Kept, backward, forward, stepped
+from anycell.layer import Kept, backward, card, forward, keeps_state, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.framework import Framework
+from anycell.layer.gpu import keeps_state as kept_on_card
 from anycell.layer.rounding import quantized, with_integers
 from anycell.layer.sequences import keeping
 from anycell.layer.signature import OF_STATES, state_names
@@ -61,9 +63,14 @@ NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _CONTROL_FLOW = control_flow_graphs.ControlFlowFuncGraph  # the body of a loop, or a branch
 
 
+def gpu_visible() -> bool:
+    """Whether TensorFlow runs on a GPU what has no device of its own."""
+    return bool(tf.config.list_logical_devices("GPU"))
+
+
 def on_gpu(x: Tensor) -> bool:
     """Whether TensorFlow would run an operation on ``x`` on a GPU."""
-    if "GPU" in x.device or not tf.config.list_logical_devices("GPU"):
+    if "GPU" in x.device or not gpu_visible():
         return "GPU" in x.device
     return "CPU" not in x.device  # a graph places what has no device of its own
 
@@ -88,19 +95,37 @@ def watched(values: Sequence[Any]) -> tuple[bool, ...] | None:
     return tuple([bool(record.should_record_backprop([tensor])) for tensor in tensors])
 
 
-def refusal() -> str | None:
-    """Returns why the kernels cannot be called here and now, or None, from what is being traced."""
+def refusal(gpu: bool) -> str | None:
+    """Returns why the kernels cannot be called here and now, or None, from what is being traced.
+
+    Args:
+        gpu: whether the layer is placed on a GPU.
+    """
     why = asked()
     if why is not None or tf.executing_eagerly():
         return why
     if save_context.in_save_context() or _exporting():
         return "an exported model must run where anycell is not installed"
-    if _compiled() and (why := obstacle()) is not None:
+    if not gpu and compiled() and (why := obstacle()) is not None:
         return f"XLA (jit_compile=True) cannot call the kernels here: {why}"
     return None
 
 
-def _compiled() -> bool:
+def unfit(layer: Layer, gpu: bool) -> str | None:
+    """Why no kernels run a layer here, or None."""
+    chosen = planned(layer, "gpu" if gpu else "cpu")
+    if isinstance(chosen, str):
+        return chosen
+    if not gpu:
+        return None
+    if len(tf.config.list_logical_devices("GPU")) > 1:
+        return "the kernels run on one GPU, and there are several: hide all others"
+    if layer.sequences:
+        return "on a GPU, the kernels return no states of all steps"
+    return card.reason(xla.XlaCard.of(chosen.dtype), chosen, doubt)
+
+
+def compiled() -> bool:
     """Whether XLA will compile the graph that is being traced."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graphs.get_default_graph()))
 
@@ -109,6 +134,12 @@ def _compiled() -> bool:
 def obstacle() -> str | None:
     """Why XLA cannot run the kernels in this process, or None; tried once, see ``xla.obstacle``."""
     return xla.obstacle(run)
+
+
+@functools.cache
+def doubt(tier: int) -> str | None:
+    """Why the kernels of a tier are not trusted on a card, or None; tried once in a process."""
+    return xla.doubt(functools.partial(run, tier=tier), tier)
 
 
 def _exporting() -> bool:
@@ -131,11 +162,10 @@ def recur(
             read them as they are, so that no operation has to copy them.
         sure: whether no gradients can be wanted but those that a tape of now records.
     """
-    chosen = planned(layer._replace(dtype=arrays["x"].dtype.name))
-    why = chosen if isinstance(chosen, str) else refusal()
-    if why is None and on_gpu(arrays["x"]):
-        why = "TensorFlow gives kernels of others no stream on a GPU"
-    if layer.engine == "cpu" and why is not None:
+    gpu = on_gpu(arrays["x"])
+    why = unfit(layer._replace(dtype=arrays["x"].dtype.name), gpu) or refusal(gpu)
+    if layer.engine == "cpu" and (gpu or why is not None):
+        why = why or "x is on a GPU"
         refuse("engine", f"'cpu', but {why}", "None or 'reference'", "Leave it out.")
     elsewhere = layer.engine == "reference" or why is not None
     # Variables are read here, outside the gradient.
@@ -146,19 +176,29 @@ def recur(
 
 @tf.autograph.experimental.do_not_convert
 def run(
-    layer: Layer, arrays: Arrays, plain: Mapping[str, Tensor] = NOTHING, sure: bool = False
+    layer: Layer,
+    arrays: Arrays,
+    plain: Mapping[str, Tensor] = NOTHING,
+    sure: bool = False,
+    tier: int | None = None,
 ) -> Result:
-    """Runs a layer on the fused kernels, differentiable as often as wanted; see ``recur``."""
+    """Runs a layer on the fused kernels, differentiable as often as wanted; see ``recur``.
+
+    Args:
+        tier: that kernels on a card must have; None lets them have the best.
+    """
     x, kernel, integers = arrays["x"], arrays.get("kernel"), quantized(arrays)
+    engine = "gpu" if on_gpu(x) else "cpu"
     # It is unknown whether a gradient will be wanted. Without a tape, and outside of training, that
     # is unlikely: nothing is kept, and a backward pass would run the forward pass again.
     taped = record.could_possibly_record()
     keep = layer.options.training or taped or bool(layer.sequences)
     # With sequences, what the kernels keep for the backward pass has them. And XLA could not tell
     # how much checkpoints of unknown steps keep.
-    if layer.sequences or (None in x.shape.as_list()[:2] and _compiled()):
+    open_sizes = None in x.shape.as_list()[:2] and compiled()
+    if layer.sequences or open_sizes or engine == "gpu":
         layer = layer._replace(options=layer.options._replace(checkpoint=None))
-    if integers and keep:
+    if integers and (keep or engine == "gpu"):
         arrays, integers = dequantized(arrays), False
     if integers:
         arrays = with_integers(TensorFlow.xp, arrays)
@@ -184,9 +224,52 @@ def run(
     cell = stepped(layer.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name
     turned = frozenset(plain)
-    kernels = _kernels(layer, cell, dtype, names, tuple(flags), wanted, keep, sure, turned)
-    ends = _ends(kernels, *tensors)
+    more = names, tuple(flags), wanted, keep, sure, turned, tier
+    kernels = _kernels(layer, cell, dtype, engine, *more)
+    if engine == "gpu":
+        ends = _ends_on_card(kernels, tensors, functools.partial(composite, layer, arrays))
+    else:
+        ends = _ends(kernels, *tensors)
     return (ends[0], tuple(ends[1:])) if layer.outputs else (None, tuple(ends))
+
+
+def _ends_on_card(
+    kernels: _Kernels, tensors: Sequence[Tensor], steps: Callable[[], Result]
+) -> list[Tensor]:
+    """What ``_ends`` returns, by kernels on a card where they run so many rows, else by ``steps``.
+
+    A graph may not know how many rows there are. Then it has both ways, if one will be needed.
+    """
+
+    def by_kernels() -> list[Tensor]:
+        return _ends(kernels, *tensors)
+
+    def by_step() -> list[Tensor]:
+        output, ends = steps()
+        return [output, *ends] if kernels.layer.outputs else list(ends)
+
+    if not _fits(kernels, tuple((t.shape, t.dtype) for t in tensors)):
+        return by_step()
+    plan: Any = kernels.layer.plan
+    most = card.most_rows(kernels.host, plan)
+    if tensors[0].shape[1] is not None or most == card.ANY:
+        return by_kernels()
+    return list(tf.cond(tf.shape(tensors[0])[1] <= most, by_kernels, by_step))
+
+
+@functools.lru_cache(maxsize=1024)
+def _fits(kernels: _Kernels, specs: Sequence[tuple[Any, Any]]) -> bool:
+    """Drafts all passes of a layer on a card; says whether there are kernels for them."""
+    keeping = replace(kernels, keep=True, wanted=kernels.parts)
+    with tf.Graph().as_default():
+        tensors = [tf.compat.v1.placeholder(dtype, shape) for shape, dtype in specs]
+        try:
+            kernels.forward(tensors)
+            outputs, final, kept = keeping.forward(tensors)
+            keeping.backward(tensors, [outputs, *final] if kernels.layer.outputs else final, kept)
+        except card.Unfit:
+            return False
+    return True
 
 
 # The tensors of a run to which no gradient flows.
@@ -498,6 +581,7 @@ class _Kernels:
         keep: whether the forward pass keeps what the backward pass reads.
         sure: whether no other gradients than ``wanted`` can be asked for later.
         turned: the names of weights whose last two axes are swapped, see ``recur``.
+        tier: that kernels on a card must have, see ``run``.
         life: in a graph, refers to the handle that lives as long as graphs that call the kernels.
     """
 
@@ -508,7 +592,19 @@ class _Kernels:
     keep: bool
     sure: bool = False
     turned: frozenset[str] = frozenset()
+    tier: int | None = None
     life: weakref.ref[Any] | None = None
+
+    @property
+    def on_card(self) -> bool:
+        """Whether they are kernels of a card."""
+        return self.layer.plan.engine == "gpu"
+
+    @property
+    def host(self) -> xla.XlaCard:
+        """The tensors on a card."""
+        dtype = self.layer.plan.dtype
+        return xla.XlaCard.of(dtype) if self.tier is None else xla.XlaCard.forced(dtype, self.tier)
 
     @property
     def ends(self) -> int:
@@ -527,8 +623,10 @@ class _Kernels:
     def others(self) -> list[str]:
         """The states besides the first that are kept: sequences, or what checkpoints need."""
         names = self.layer.cell.state_names[1:]
-        checkpointed = self.layer.options.checkpoint is not None
-        return [name for name in names if checkpointed or name in self.layer.plan.states]
+        if self.layer.options.checkpoint is not None:
+            return list(names)
+        keeps = kept_on_card if self.on_card else keeps_state
+        return [name for i, name in enumerate(names, 1) if keeps(self.layer.plan, i)]
 
     @functools.cached_property
     def kept(self) -> int:
@@ -610,7 +708,8 @@ class _Kernels:
         of_names = {"x": step, "mask": step, "resets": step, "static": row, "recurrent_mask": row}
         if recurrent_masks(layer.plan) > 1:
             of_names["recurrent_mask"] = len(layer.cell.gates), rows
-        of_names |= dict.fromkeys(state_names("state", layer.cell), row)
+        for kind in ("state", "reset_state"):
+            of_names |= dict.fromkeys(state_names(kind, layer.cell), row)
         sequences = [step] * len(layer.sequences)
         return [
             *(of_names.get(name, ()) for name in self.names),
@@ -623,11 +722,13 @@ class _Kernels:
 
     def _forward(self, *tensors: Array) -> list[Array]:
         host, options, arrays = self._arguments(tensors)
-        out, final, kept = forward(host, self.layer.plan, arrays, options, keep=self.keep)
+        run: Any = card.forward if self.on_card else forward
+        out, final, kept = run(host, self.layer.plan, arrays, options, keep=self.keep)
         results = [out] * self.separate + [state[0] for state in final]
         return results if kept is None else results + kept.flat()
 
     def _backward(self, *tensors: Array) -> list[Array]:
+        host: Any
         host, options, arrays = self._arguments(tensors)
         names, others = self.layer.cell.state_names, self.others
         first = len(self.names)
@@ -637,10 +738,12 @@ class _Kernels:
         d_output = arriving.pop(0) if self.layer.outputs else None
         inside = dict(zip(self.layer.sequences, arriving[len(names) :], strict=True))
         wanted = {KERNELS.get(name, name) for name in self.wanted}
-        grads = backward(
-            host, self.layer.plan, arrays, options, kept, d_output,
-            [d[None] for d in arriving[: len(names)]], d_states=inside, wanted=wanted,
-        )  # fmt: skip
+        given = arrays, options, kept, d_output, [d[None] for d in arriving[: len(names)]]
+        if self.on_card:
+            grads = card.backward(host, self.layer.plan, *given)
+            grads = {name: host.narrow(grad) for name, grad in grads.items()}
+        else:
+            grads = backward(host, self.layer.plan, *given, d_states=inside, wanted=wanted)
         return [self._as_given(name, grads) for name in self.wanted]
 
     def _as_given(self, name: str, gradients: dict[str, Array]) -> Array:
@@ -660,14 +763,15 @@ class _Kernels:
             seed, kind = named.pop("seed", None), xla.Xla
         layer, arrays = lowered(self.layer, named)
         options = layer.options if seed is None else layer.options._replace(seed=xla.seed(seed))
-        return kind.of(layer.plan.dtype), options, arrays
+        host = self.host if self.on_card else kind.of(layer.plan.dtype)
+        return host, options, arrays
 
 
 @functools.lru_cache(maxsize=512)
-def _kernels(layer: Layer, cell: Cell, dtype: str, *more: Any) -> _Kernels:
-    """Returns the kernels of a layer whose step is ``cell``."""
+def _kernels(layer: Layer, cell: Cell, dtype: str, engine: str, *more: Any) -> _Kernels:
+    """Returns the kernels of an engine for a layer whose step is ``cell``."""
     sizes = dict(layer.sizes)
-    chosen = keeping(plan(cell, sizes["H"], dtype, "cpu", sizes), layer.sequences)
+    chosen = keeping(plan(cell, sizes["H"], dtype, engine, sizes), layer.sequences)
     return _Kernels(layer._replace(plan=chosen), *more)
 
 
@@ -677,7 +781,8 @@ def _run(
     describe: Callable[..., Any],
     leading: Callable[..., Any],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Runs ``compute`` on the memory of tensors: now, or when the graph runs.
+    """Runs ``compute``, a method of ``_Kernels``, on the memory of tensors: now, or when the graph
+    runs.
 
     Args:
         describe: returns the dtype of each result for these tensors, and its shape as far as it is
@@ -687,12 +792,16 @@ def _run(
     Returns:
         the results, and in a graph one number, for ``_behind``.
     """
+    kernels: _Kernels = compute.__self__  # type: ignore[attr-defined]
     if tf.executing_eagerly():
+        if kernels.on_card:
+            with record.stop_recording(), tf.device(xla.CARD.device):
+                return xla.run(compute, tensors, leading), []
         return [as_tensor(array) for array in compute(*map(np.asarray, tensors))], []
     kinds, shapes = zip(*describe(*tensors), strict=True)
-    if _compiled():
+    if kernels.on_card or compiled():
         results = xla.run(compute, tensors, leading)
-        number = tf.constant(_lasting(compute.__self__), tf.int64)  # type: ignore[attr-defined]
+        number = tf.constant(_lasting(kernels), tf.int64)
     else:
         *results, number = _out_of_graph(compute, tensors, kinds)
     for result, shape in zip(results, shapes, strict=True):

@@ -10,6 +10,7 @@ import keras
 import torch
 import torch.utils._pytree as pytree
 from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.torch.core import get_device
 
 from anycell.keras.call import Arrays, Result, Tensor, lowered
 from anycell.keras.reading import CellStep, LoopCall, masked, over_time
@@ -17,6 +18,7 @@ from anycell.plan import Layer
 from anycell.read import Reading, places
 from anycell.torch import functional
 from anycell.torch.around import Surroundings
+from anycell.torch.fused import plan_on
 from anycell.torch.loops import obstacle
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of, unlike
@@ -31,6 +33,15 @@ def run(layer: Layer, arrays: Arrays) -> Result:
     with torch.autocast(tensors["x"].device.type, enabled=False):
         outputs, final, _ = functional.run_layer(layer, tensors)
     return outputs if layer.outputs else None, tuple(state[0] for state in final)
+
+
+def unfit(layer: Layer) -> str | None:
+    """Why no kernels run a layer on Keras's device, or None."""
+    dtype = getattr(torch, layer.dtype, None)
+    if dtype is None:
+        return f"no fused kernel for {layer.dtype} on a GPU"
+    chosen = plan_on(get_device(), layer.cell, layer.sizes, dtype)
+    return chosen if isinstance(chosen, str) else None
 
 
 # -- cells that users wrote ------------------------------------------------------------------------

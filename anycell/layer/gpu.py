@@ -85,9 +85,8 @@ def forward(
     fitted, layout = contract.fit(host, plan, arrays, options)
     same = options.unseeded()
     key = "forward", keep, *_facts(host, plan), same, layout
-    made, known = _played(
-        key, fitted, options, lambda: _draft_forward(host, plan, fitted, same, keep)
-    )
+    draft = functools.partial(_draft_forward, host, plan, options=same, keep=keep)
+    made, known = _played(key, fitted, options, draft)
     end = 1 + len(plan.cell.states)
     kept = Kept.of(made[end:], known.states, len(options.reverse)) if keep else None
     return made[0], made[1:end], kept
@@ -163,10 +162,8 @@ def backward(
     wants_x = wanted is None or "x" in wanted or "weight_ih" not in fitted
     need = wanted is None or any(map(of_a_matmul, wanted))
     key = "backward", wants_x, need, *_facts(host, plan), same, layout, more
-    given = fitted | parts
-    made, known = _played(
-        key, given, options, lambda: _draft_backward(host, plan, given, same, wants_x, need)
-    )
+    draft = functools.partial(_draft_backward, host, plan, options=same, wants_x=wants_x, need=need)
+    made, known = _played(key, fitted | parts, options, draft)
     return dict(zip(known.names, made, strict=True))
 
 
@@ -229,17 +226,30 @@ def _played(
     key: tuple[Any, ...],
     given: Mapping[str, Array],
     options: Options,
-    draft: Callable[[], Drafted],
+    draft: Callable[[Mapping[str, Array]], Drafted],
 ) -> tuple[list[Array], Drafted]:
     """Runs a pass, and drafts it before if its form is new. It starts again if the device refuses a
     kernel: a pass changes none of its arguments, so a refused attempt leaves no trace.
     """
     while True:
         try:
-            known: Drafted = recipe_of(key, draft)
+            known: Drafted = recipe_of(key, functools.partial(_drafted, draft, given))
             return known.recipe.run(given, options), known
         except Again:
             forget(key)
+
+
+def _drafted(
+    draft: Callable[[Mapping[str, Array]], Drafted], given: Mapping[str, Array]
+) -> Drafted:
+    """Drafts a pass for arrays that are laid out like these, until the device refuses no kernel."""
+    while True:
+        try:
+            drafted = draft(given)
+        except Again:
+            continue
+        drafted.recipe.again = functools.partial(_drafted, draft)
+        return drafted
 
 
 class _Chunk(NamedTuple):

@@ -601,7 +601,10 @@ class DeviceRecipe:
         bytes: of all other memory of a call, and ``dtypes``, as what else operations see it.
         places: by slot, the number of its array in a call, and the bytes before it.
         results: where they are.
+        again: drafts the pass for other arrays, by name.
     """
+
+    again: Callable[[Mapping[str, Array]], Any]
 
     def __init__(self, draft: DeviceDraft, results: Sequence[View]) -> None:
         self.host, slots, self.waits = draft.host, draft.slots, draft.waits

@@ -12,7 +12,7 @@ from anycell.explanation import Explained
 from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.cells import ACTIVATIONS
 from anycell.keras.rule import Facts, choose
-from anycell.keras.tensorflow import recur, refusal
+from anycell.keras.tensorflow import gpu_visible, recur, refusal, unfit
 from anycell.lang.cell import Cell
 from anycell.layer.checks import integer, refuse
 from anycell.plan import Engine, Layer, Options
@@ -163,9 +163,10 @@ class KernelCell(Explained, RNNCell):
 
     def _engine(self) -> Engine:
         layer, dtype = self._layer(), tf.as_dtype(self.dtype or tf.float32)
-        gpu = bool(tf.config.list_logical_devices("GPU"))
+        gpu = gpu_visible()
         layer = layer._replace(dtype=self._computed.name)
-        name, reason = choose(Facts(layer, gpu=gpu, traced=refusal()))
+        why = unfit(layer, True) if gpu else None
+        name, reason = choose(Facts(layer, gpu=gpu, unfit=why, traced=refusal(gpu)))
         return Engine(name, reason + f"; {dtype.name} computes in float32" * (dtype.size == 2))
 
     def call(self, inputs: Tensor, state: Any) -> Result:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from anycell.keras.call import Tensor
 from anycell.keras.read import read_step
 from anycell.keras.steps import Step
-from anycell.keras.tensorflow import refusal
+from anycell.keras.tensorflow import gpu_visible, refusal
 from anycell.read import Refused
 
 
@@ -17,7 +17,7 @@ def read(cell: Any, x: Tensor, state: Any) -> Step | str:
     """The step of a cell over ``x`` ``[T, B, width]``, or why it is not read."""
     if tf.compat.v1.executing_eagerly_outside_functions():
         return "cells of your own are read in graphs of TensorFlow 1"
-    why = refusal()
+    why = refusal(gpu_visible())
     if why is not None:
         return why
     cell(x[0], state)  # makes the variables, which a trace must not make

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from anycell.keras.call import Tensor
+from anycell.keras.rule import OURS
 from anycell.layer.checks import refuse
 from anycell.plan import Engine
 from anycell.tf1.base import Result, RNNCell, engine, like_cell, masked, sequence, step, v1
@@ -74,10 +75,10 @@ class MultiRNNCell(RNNCell):
     def _engine(self) -> Engine:
         engines = [engine(cell) for cell in self.cells]
         for k, (name, reason) in enumerate(engines):
-            if name != "cpu":
+            if name not in OURS:
                 names = ", ".join(name for name, _ in engines)
                 return Engine(name, f"cells run on {names}; of cell_{k}: {reason}")
-        return Engine("cpu", f"layer by layer; {engines[0].reason}")
+        return Engine(engines[0].name, f"layer by layer; {engines[0].reason}")
 
     def _within(self) -> list[tuple[str, Any]]:
         return [(f"cell_{k}/{cell.name}", cell) for k, cell in enumerate(self.cells)]

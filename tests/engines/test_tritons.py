@@ -199,7 +199,7 @@ UNUSABLE = "from anycell.engines.gpu import build; print(build.unusable())"
 @pytest.mark.parametrize(
     ("package", "expected"),
     [
-        (None, "the GPU engine needs Triton, which is not installed; pip install triton"),
+        (None, "the GPU engine needs Triton, which is not installed; pip install '.[gpu]'"),
         ("__version__ = '3.2.0'", "the GPU engine needs Triton 3.3 or newer; this is Triton 3.2.0"),
         ("__version__ = '2.3.1+git'", "needs Triton 3.3 or newer; this is Triton 2.3.1+git"),
         ("", "needs Triton 3.3 or newer; this is Triton of an unknown version"),

@@ -2,22 +2,19 @@
 a stream into XLA's frames; the driver interprets the kernels.
 """
 
-import ctypes
-import functools
-import secrets
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu import CARDS  # before anything else that may import Triton
 from problems import assert_solved, draw
 from processes import at_once
+from shim import STREAM, Launched, jax_on_a_card, word
 from tolerances import assert_close
 
 from anycell import cells
-from anycell.engines.gpu import launch, refusals, xla
+from anycell.engines.gpu import launch, refusals
 from anycell.engines.gpu.interpreter import Interpreter, Started
 
 pytest.importorskip("jax")
@@ -27,88 +24,20 @@ import jax.numpy as jnp
 
 import anycell.jax as aj
 from anycell.jax import device, fused
-from anycell.layer import recipe
+from anycell.layer import card, recipe
 from tests.conformance import on_jax
 
 pytestmark = pytest.mark.sample(every=3)
 
-FRAME = 176  # bytes of a frame
-STREAM = 0x5EED
-FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
-
-def word(address: int) -> Any:
-    return ctypes.c_uint64.from_address(address)
-
-
-def copied(address: int, count: int) -> Any:
-    return (ctypes.c_char * count).from_buffer_copy(ctypes.string_at(address, count))
-
-
-class Shim:
-    """A handler that calls another one with XLA's frames, whose ``Stream_Get`` knows a stream."""
-
-    def __init__(self, handler: int) -> None:
-        self.inner, self.get = FUNCTION(handler), FUNCTION(self.stream)
-        self.outer = FUNCTION(self.call)
-        self.address = ctypes.cast(self.outer, ctypes.c_void_p).value
-
-    def stream(self, arguments: int) -> None:
-        word(arguments + xla.STREAM).value = STREAM
-
-    def call(self, frame: int) -> int | None:
-        if word(frame + 8).value:  # XLA asks for the version
-            return self.inner(frame)
-        functions = word(frame + xla.API).value
-        table, mine = copied(functions, word(functions).value), copied(frame, FRAME)
-        get = ctypes.cast(self.get, ctypes.c_void_p).value
-        word(ctypes.addressof(table) + xla.STREAM_GET).value = get
-        word(ctypes.addressof(mine) + xla.API).value = ctypes.addressof(table)
-        return self.inner(ctypes.addressof(mine))
-
-
-@functools.cache
-def target(captured: bool) -> str:
-    name, shim = f"shim_{secrets.token_hex(8)}", Shim(xla.handler(captured))
-    capsule = jax.ffi.pycapsule(ctypes.c_void_p(shim.address))
-    jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    SHIMS.append(shim)
-    return name
-
-
-SHIMS: list[Shim] = []
 DOUBT = device.doubt
-
-
-class Launched(list[Started]):
-    """The launches of a test, of which some may fail."""
-
-    fails: dict[str, int]
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     """Makes JAX run layers for a card on the CPU; lists the launches."""
-    seen, run = Launched(), Interpreter.launch
-    seen.fails = {}
-
-    def started(driver: Interpreter, one: Started) -> int:
-        seen.append(one)
-        name = driver.kernels[one.handle - 1].name
-        with np.errstate(all="ignore"):
-            return seen.fails.get(name) or run(driver, one)
-
-    monkeypatch.setattr(Interpreter, "launch", started)
-    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
-    monkeypatch.setattr(device, "_target", target)
-    monkeypatch.setattr(device, "doubt", lambda _: None)
-    monkeypatch.setattr(device.JaxDevice, "limits", CARDS["H100"])
-    monkeypatch.setattr(launch, "missing", lambda: None)
-    jax.clear_caches()
-    fused._drafted.cache_clear()
-    yield seen
-    fused._drafted.cache_clear()
-    jax.clear_caches()
+    with jax_on_a_card(monkeypatch) as seen:
+        yield seen
 
 
 HAS = ("state", "d state", "mask", "resets", "reset_state", "bidirectional")
@@ -161,6 +90,18 @@ def test_a_refused_launch_is_an_error(
     near(call(), jax.jit(partial(LAYER, engine="reference"))(PARAMS, X)[0])
 
 
+@pytest.mark.slow
+def test_checkpoints_are_not_made(launched: Launched) -> None:
+    """Gradients of weights need what all steps have kept."""
+    gradients = []
+    for checkpoint in (None, 2):
+        layer = aj.RNN(cells.LSTM, 4, 9, checkpoint=checkpoint)
+        loss = jax.jit(jax.grad(lambda p, layer=layer: layer(p, X, engine="gpu")[0].sum()))
+        gradients.append(loss(PARAMS))
+    assert launched
+    jax.tree.map(near, *gradients)
+
+
 def test_programs_that_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call says so, once."""
     monkeypatch.setattr(device.JaxDevice, "tier", 2)
@@ -173,7 +114,7 @@ def test_programs_that_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_xla_has_no_stream_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler by itself passes XLA's own error on."""
-    monkeypatch.setattr(device, "PLATFORM", "cpu")
+    monkeypatch.setattr(card, "PLATFORM", "cpu")
     monkeypatch.setattr(device, "_target", REAL)
     with pytest.raises(Exception, match="GPU context is not available"):
         call()
@@ -242,7 +183,7 @@ def test_a_doubtful_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process first compares a small layer of each tier with the layer step by step."""
     doubt = DOUBT.__wrapped__
     assert doubt(1) is None and doubt(2) is None
-    monkeypatch.setattr(device, "_product", lambda a, b: 2 * jnp.matmul(a, b))
+    monkeypatch.setattr(device.JaxDevice, "product", lambda _, a, b: 2 * jnp.matmul(a, b))
     assert "computed a small layer wrongly here, by" in doubt(1)
     monkeypatch.setattr(Interpreter, "launch", lambda *_: 700)
     assert "failed at a small layer here" in doubt(1) and "700 is the error" in doubt(1)

@@ -179,3 +179,21 @@ def test_exports_of_jax() -> None:
         exported = jax.export.export(function)(x)
         assert "@anycell" not in exported.mlir_module()
         assert_close(np.array(exported.call(x)), right, "float32", "forward")
+
+
+# -- a card ----------------------------------------------------------------------------------------
+def test_layers_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of ``anycell.jax``; here XLA on the CPU calls the handler of cards."""
+    pytest.importorskip("gpu")
+    from problems import assert_solved, draw
+    from shim import jax_on_a_card
+
+    from tests.conformance import on_keras
+
+    problem = draw(cells.PeepholeLSTM, (3, 3, 4, 9), ("state", "mask", "resets"), "float32")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with jax_on_a_card(monkeypatch) as launched:
+        assert ak.RNN(cells.PeepholeLSTM, 6).engine.name == "gpu"
+        assert "float64" in ak.RNN(cells.PeepholeLSTM, 6, dtype="float64").engine.reason
+        assert_solved(on_keras.by_layer()(problem), problem)
+    assert launched

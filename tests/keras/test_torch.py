@@ -15,6 +15,8 @@ from keras_layers import number  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
+from anycell import cells  # noqa: E402
+from anycell.keras import backends, layers  # noqa: E402
 from anycell.torch.planned import ReadStep  # noqa: E402
 
 ops = keras.ops
@@ -179,3 +181,25 @@ def test_a_stateful_layer_trains(rng: np.random.Generator, replays: list[int]) -
     for _ in range(2):
         assert_alike(pair, rng.normal(size=(B, T, I)))
     assert replays == [B, B]
+
+
+# -- a card ----------------------------------------------------------------------------------------
+def test_layers_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of ``anycell.torch``; here the engine of cards runs on the CPU."""
+    gpu = pytest.importorskip("gpu")
+    from problems import assert_solved, draw
+    from shim import launches
+
+    from tests.conformance import on_keras
+
+    gpu.choose_gpu(monkeypatch)
+    monkeypatch.setattr(gpu.TorchDevice, "tier", 1)
+    problem = draw(cells.PeepholeLSTM, (3, 3, 4, 9), ("state", "mask", "resets"), "float32")
+    with launches(monkeypatch) as launched:
+        assert_solved(on_keras.by_layer()(problem), problem)
+        assert launched
+        for module in (backends, layers):
+            monkeypatch.setattr(module, "gpu_visible", lambda: True)
+        assert ak.RNN(cells.PeepholeLSTM, H).engine.name == "gpu"
+        reason = ak.RNN(cells.PeepholeLSTM, H, dtype="float64").engine.reason
+        assert "float64" in reason

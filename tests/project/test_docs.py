@@ -1,9 +1,11 @@
 """What the documents show runs; the recipes of CONTRIBUTING.md work, on a copy of the package."""
 
 import importlib
+import json
 import re
 import shutil
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import processes
@@ -19,6 +21,36 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "benchmarks" / "results" / "README.md",
 ]
+
+
+def rows_of_cards() -> Iterator[str]:
+    """The rows of the table of what a card has run, from the results of our kernels on cards."""
+    before = "PyTorch, before passes were recipes"
+    for frontend in (before, "PyTorch", "JAX", "Keras on TensorFlow"):
+        lines, links = [], []
+        for file in sorted((ROOT / "benchmarks" / "results").glob("*_gpu.jsonl")):
+            day, card, _ = file.stem.split("_")
+            known = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            default = before if day < "2026-11-28" else "PyTorch"
+            ran = [l for l in known if l.get("frontend", default) == frontend and l.get("tier")]
+            links += [f"[{card}](../benchmarks/results/{file.name})"] * bool(ran)
+            lines += ran
+        columns = [
+            ", ".join(sorted({str(line[name]) for line in lines}))
+            for name in ("cell", "dtype", "tier")
+        ]
+        row = [*columns, ", ".join(links)] if lines else ["nothing", "", "", ""]
+        yield f"| {' | '.join([frontend, *row])} |"
+
+
+def test_what_a_card_has_run() -> None:
+    """The table says it, of every frontend, and no more."""
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    section = page.partition("### What a card has run")[2].partition("###")[0]
+    table = [line for line in section.splitlines() if line.startswith("|")][2:]
+    assert [row.replace("| |", "|  |").replace("| |", "|  |") for row in table] == [
+        *rows_of_cards()
+    ]
 
 
 EXAMPLES = [

@@ -1,5 +1,6 @@
 """``tools/gpu_check.py`` and the tools that it runs on a card, tested without a card."""
 
+import ast
 import functools
 import importlib.util
 import json
@@ -339,7 +340,12 @@ def test_what_the_driver_says_of_a_card_is_understood(card: Any) -> None:
 def test_kernels_are_compiled_ahead() -> None:
     """The tool compiles a layer's kernels for a card of which only the numbers are known."""
     made, wrong = python(AHEAD, **COMPILES).splitlines()
-    assert made == str([(f"{way}_cooperative", 90) for way in ("forward", "backward")])
+    names = [name for name, capability in ast.literal_eval(made) if capability == 90]
+    assert [name for name in names if name != "move"] == [
+        "forward_cooperative",
+        "backward_cooperative",
+    ]
+    assert made.count("(") == len(names)  # nothing for another card
     assert wrong.startswith("KeyError")
     card = ("--device", "a card,90,232448,65536,132", "--jobs", "1")
     late = run("tools/gpu_ahead.py", *card, "--only", "2", "--seconds", "0", **COMPILES)
@@ -355,7 +361,7 @@ def check() -> Any:
 def test_the_plan_of_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes at most nine minutes, most important parts first, and its programs exist."""
     parts = check.plan()
-    order = "card smoke host frames ahead exchange targets stress tests engine sanitizer rest"
+    order = "card smoke host frames ahead exchange targets stress tests keras engine sanitizer rest"
     assert [part.name for part in parts] == order.split()
     assert sum(part.seconds for part in parts) <= 540
     assert parts[0].seconds >= 120 and all(part.most >= part.seconds for part in parts)

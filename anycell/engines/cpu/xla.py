@@ -10,7 +10,8 @@ pass reads, and maybe the seed of its random masks; its results are the arrays t
 
 A framework may not know sizes while it traces a program. Then the attribute is a *form*, a number
 that stands for a pass of any sizes, and the first two axes of the first argument are these sizes.
-The handler finds the record under a name made of all three; for new sizes Python drafts it.
+The handler finds the record under a name made of all three; for new sizes Python drafts it. The
+handler for cards (``engines.gpu.xla``) finds its records in the same way.
 
 The memory of a call is not XLA's, which would be fresh pages at every run of a program. One call at
 a time has the ``Room`` that stays warm; others, at the same time, allocate theirs.
@@ -100,6 +101,7 @@ class Process:
         self._tables: list[array[int]] = []  # the last is in use; calls may still read the others
         self._lock = threading.Lock()
         self.numbers = array("q", bytes(8 * len(PROCESS)))
+        self.address, _ = self.numbers.buffer_info()
         for name in ("malloc", "free"):
             address = ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value or 0
             self.numbers[PROCESS.index(name)] = address
@@ -243,7 +245,7 @@ def handler() -> int:
     sources = fingerprint()
     recipe = f"{sources}\n{target}\nxla" if sources else None
     library = jit.compile(lambda: str(print_handler(target)), ["handler", "begin"], target, recipe)
-    library.function("begin")(process().numbers.buffer_info()[0])
+    library.function("begin")(process().address)
     return library.address("handler")
 
 
@@ -254,7 +256,7 @@ def print_handler(target: Target) -> Module:
     b = module.function("begin", "ptr process")
     b.store(b.ptrtoint(b.args[0], "i64"), place)
     b.ret()
-    _print_find(module)
+    print_find(module)
     b = module.function("handler", "ptr frame", "ptr")
     (frame,), null = b.args, Value("null", "ptr")
     answer(b, frame)
@@ -263,7 +265,7 @@ def print_handler(target: Target) -> Module:
     attribute = word(b, word(b, frame, ATTRIBUTES), 0)
     record = b.variable(word(b, attribute, NUMBERS, "i64"))
     with b.when(b.load(b.inttoptr(record.value, "ptr"), "i64").eq(0)):
-        record.value = _print_form(b, frame, process, b.inttoptr(record.value, "ptr"))
+        record.value = print_form(b, frame, process, b.inttoptr(record.value, "ptr"))
     with b.when(record.value.eq(0)):
         b.ret(error(b, frame, unknown))
     # What was drafted now may have made the table of names anew.
@@ -288,7 +290,7 @@ def print_handler(target: Target) -> Module:
     return module
 
 
-def _print_find(module: Module) -> None:
+def print_find(module: Module) -> None:
     """Prints the function that looks a name up; it returns 0 for an unknown one."""
     b = module.private("find", "ptr names, i64 name", "i64")
     table, name = b.args
@@ -303,8 +305,8 @@ def _print_find(module: Module) -> None:
     b.ret(b.value(0))
 
 
-def _print_form(b: Builder, frame: Value, process: Entries, form: Value) -> Value:
-    """The address of the record of a call that has a form."""
+def print_form(b: Builder, frame: Value, process: Entries, form: Value) -> Value:
+    """The address of the record of a call that has a form; 0 if it cannot be drafted."""
     first = b.load(word(b, frame, ARGUMENTS), "ptr")
     name = Entries(b, form, FORM)["form"]
     for i, factor in enumerate(OF_SIZES):

@@ -33,6 +33,7 @@ from typing import Any
 from anycell.engines.cpu.jit import cache_directory, cached, enabled
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed, Variant
+from anycell.requirement import install
 
 OLDEST = (3, 3)  # release of Triton; PyTorch 2.7 brings it
 # Arguments that Triton may add at the end of a kernel: scratch memory, its own and its profiler's.
@@ -89,7 +90,7 @@ def unusable() -> str | None:
     The small kernel takes a second or two to compile; then the cache has it.
     """
     if _package() is None:
-        return "the GPU engine needs Triton, which is not installed; pip install triton"
+        return f"the GPU engine needs Triton, which is not installed; {install('gpu')}"
     version = f"this is Triton {_version()}"
     if release(_version()) < OLDEST:
         return f"the GPU engine needs Triton {'.'.join(map(str, OLDEST))} or newer; {version}"
