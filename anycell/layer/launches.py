@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines import gpu
@@ -21,11 +21,11 @@ from anycell.engines.gpu.moves import AXES, ELEMENTS, print_draws, print_move, p
 from anycell.engines.gpu.player import NUMBER, Argument, Launched, Tables
 from anycell.engines.gpu.step import FILLED, Step, print_fill
 from anycell.engines.gpu.text import Printed
-from anycell.engines.gpu.twins import print_twins
 from anycell.layer.arguments import Array
 from anycell.layer.framework import DeviceFramework
 from anycell.layer.recipe import dense
 from anycell.layer.signature import FLAGS
+from anycell.layer.twins import beside
 from anycell.plan import Options, Plan
 from anycell.plan.dtype import COUNT, FLAG, WORD, Number
 
@@ -422,27 +422,13 @@ class DeviceDraft:
         self.rows.append(Launched(printed, grid, tuple(arguments), owner))
 
     def beside(self, runs: Iterable[Callable[[], None]]) -> None:
-        """Adds the rows of passes: one pass after the other, unless they launch twins. These are
-        one launch each, after all that the passes do before, and so are moves that differ in
-        addresses.
-        """
+        """Adds the rows of passes, see ``twins``."""
         before, columns = self.rows, list[list[Row]]()
         for run in runs:
             self.rows = []
             run()
             columns.append(self.rows)
-        self.rows = before
-        if not any(isinstance(row, Launched) and row.printed.apart for row in columns[0]):
-            self.rows += itertools.chain(*columns)
-            return
-        for parts in zip(*map(_between_twins, columns), strict=True):
-            others = [rows for rows, _ in parts]
-            if len({len(rows) for rows in others}) == 1:
-                others = [_joined(rows) for rows in zip(*others, strict=True)]
-            self.rows += itertools.chain(*others)
-            twins = [one for _, one in parts if one is not None]
-            if twins:
-                self.rows.append(_together(twins))
+        self.rows = before + beside(columns)
 
     def finish(self, results: Iterable[View]) -> DeviceRecipe:
         """The recipe of all rows so far, whose calls return these results.
@@ -472,47 +458,6 @@ class DeviceDraft:
         copy = self.new(view.shape, view.dtype)
         copy[:] = view
         return copy
-
-
-def _between_twins(rows: Iterable[Row]) -> Iterator[tuple[list[Row], Launched | None]]:
-    """The rows before each launch of twins, and the launch; at last what follows all of them."""
-    others: list[Row] = []
-    for row in rows:
-        if isinstance(row, Launched) and row.printed.apart:
-            yield others, row
-            others = []
-        else:
-            others.append(row)
-    yield others, None
-
-
-def _joined(rows: Sequence[Row]) -> list[Row]:
-    """The same rows of several passes, as one launch if they are moves that differ in addresses."""
-    moves = [row for row in rows if isinstance(row, Launched) and row.owner is None]
-    if len(moves) < len(rows) or len({one.unplaced for one in moves}) > 1:
-        return [*rows]
-    return [_together([one._replace(printed=print_twins(one.printed)) for one in moves])]
-
-
-def _together(twins: Sequence[Launched]) -> Launched:
-    """The same launches of several passes as one."""
-    (printed, grid, first, owner), second = twins[0], twins[1].arguments
-    names = {name: k for k, (name, _) in enumerate(printed.arguments)}
-    places = [names[name] for name in printed.apart]
-    distances = [_distance(first[k], second[k]) for k in places]
-    for one, other in itertools.pairwise(twins):
-        pairs = list(zip(one.arguments, other.arguments, strict=True))
-        assert distances == [_distance(*pairs[k]) for k in places], printed.name
-        assert all(a == b for k, (a, b) in enumerate(pairs) if k not in places), printed.name
-    return Launched(printed, (*grid, len(twins)), (*first, *distances), owner)
-
-
-def _distance(one: Argument, other: Argument) -> Argument:
-    """What to add to an argument of a pass for that of the next."""
-    offset = other.offset - one.offset
-    if one.slot == other.slot:
-        return Argument(NUMBER, offset, offset)
-    return Argument(other.slot, offset, one.known % 16 or other.known % 16, one.slot)
 
 
 def _refuse(one: Launched, refused: Refused) -> None:

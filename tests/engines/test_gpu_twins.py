@@ -200,8 +200,8 @@ def test_what_differs_between_twins() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "PeepholeLSTM"])
 def test_twins_compile_without_spills(cell: str) -> None:
-    """Up to 256 units on sm_90, in both tiers; float32 as three bfloat16 spills a little, as it
-    does in a launch for each direction.
+    """Up to 256 units on sm_90, in both tiers, in bfloat16; others spill a little, as float32 does
+    in a launch for each direction.
     """
     given = "--dtypes float32 tf32 bfloat16 --capabilities 90 --largest 256 --directions 2"
     found = reports("--cells", cell, "--tiers", "1", "2", *given.split())
@@ -209,4 +209,4 @@ def test_twins_compile_without_spills(cell: str) -> None:
     assert {report["tier"] for report in found} == {1, 2}
     for report in found:
         assert report["kernel"].endswith("_twins")
-        assert report["dtype"] == "float32" or not report["fits"] or not report["spilled"], report
+        assert report["dtype"] != "bfloat16" or report["spilled"] == 0, report
