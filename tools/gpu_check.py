@@ -103,7 +103,8 @@ def plan() -> list[Part]:
         )
         for tier in "123"
     ]  # fmt: skip
-    engine = ("tests/engines/test_gpu.py", "tests/torch/test_gpu.py")
+    of_engine = "engines/test_gpu", "engines/test_gpu_twins", "torch/test_gpu"
+    engine = [f"tests/{name}.py" for name in of_engine]
     bench = ("--seconds", "{seconds}")
     return [
         # name, seconds, most

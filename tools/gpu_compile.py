@@ -3,6 +3,7 @@ registers, spills, shared memory and matrix instructions.
 
     python tools/gpu_compile.py                          the whole grid: cells, tiers, dtypes, cards
     python tools/gpu_compile.py --cells LSTM --tiers 1   part of the grid
+    python tools/gpu_compile.py --directions 2           the twins that run both directions at once
     python tools/gpu_compile.py --json FILE --jobs 2     adds a line of JSON for each kernel to the
                                                          file; skips kernels that the file has
     python tools/gpu_compile.py --read FILE ...          prints the lines of files as Markdown
@@ -81,6 +82,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--capabilities", nargs="+", type=int, choices=list(CARDS))
     parser.add_argument("--largest", type=int, default=1 << 20, help="hidden size of tiers 1 and 2")
+    parser.add_argument("--directions", type=int, default=1, help="of a layer, in one launch")
     parser.add_argument("--choices", type=int, default=4, help="how many are tried of a kernel")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE")
@@ -103,7 +105,7 @@ def main() -> int:
     begun = time.perf_counter()
     reports = []
     before = lines([file]) if file else []
-    for report in run(points, args.largest, args.choices, args.jobs, before):
+    for report in run(points, args.largest, args.directions, args.choices, args.jobs, before):
         reports.append(report._asdict())
         if file:
             with file.open("a", encoding="utf-8") as out:
@@ -142,6 +144,7 @@ def taken(every: Iterable[Line]) -> list[Line]:
 def run(
     points: Iterable[tuple[int, int, str, str]],
     largest: int,
+    directions: int,
     choices: int,
     jobs: int,
     before: list[Line],
@@ -151,7 +154,9 @@ def run(
     with ProcessPoolExecutor(jobs) as pool:
         version, runs = pool.submit(triton_version).result(), []
         for tier, capability, dtype, name in points:
-            for forms in kernels(tier, capability, dtype, name, largest, choices, version):
+            for forms in kernels(
+                tier, capability, dtype, name, largest, choices, version, directions
+            ):
                 todo = []
                 for kernel, report in forms:
                     fits = known.get((version, capability, report.text))
@@ -178,10 +183,20 @@ def digest(kernel: Printed) -> str:
 
 
 def kernels(
-    tier: int, capability: int, dtype: str, name: str, largest: int, most: int, triton: str = "3.9"
+    tier: int,
+    capability: int,
+    dtype: str,
+    name: str,
+    largest: int,
+    most: int,
+    triton: str = "3.9",
+    directions: int = 1,
 ) -> Iterator[list[tuple[Printed, Report]]]:
     """Yields all kernels of both passes of a cell, each as a list of at most ``most`` forms that
     the model chooses, the best first.
+
+    Args:
+        directions: of a layer, which one launch runs.
     """
     cell = EVERY[name]
     card = CARDS[capability]._replace(compiler=build.release(triton))
@@ -193,11 +208,12 @@ def kernels(
             tf32 = dtype == "tf32"  # float32 that may round to TF32
             one = plan(cell, hidden, "float32" if tf32 else dtype, "gpu", sizes)
             wanted = 3 if tier == 3 else None
-            choices = capacity.choices(one, card, backward, wanted, batch, tf32)
-            if choices[0].tier == tier:
+            choices = capacity.choices(one, card, backward, wanted, batch, tf32, directions)
+            if choices[0].tier == tier and choices[0].twins == (1 if tier == 3 else directions):
                 forms = dict[tuple[Printed, ...], int]()
                 for number, choice in enumerate(choices):
-                    if choice.tier == tier and len(forms) < most:
+                    same_launch = choice.twins == choices[0].twins
+                    if choice.tier == tier and same_launch and len(forms) < most:
                         # Of choices with the same text, only the first counts.
                         forms.setdefault(printed(one, choice, backward), number)
                 for same in zip(*forms, strict=True):

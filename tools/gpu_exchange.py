@@ -25,8 +25,8 @@ from gpu_lines import arguments, host_of_card, milliseconds, need_card, over, sa
 import anycell
 from anycell import cells
 from anycell.engines.gpu import capacity
-from anycell.engines.gpu.launch import aligned, check_launch
-from anycell.engines.gpu.player import NUMBER, Launched, Tables, compiled, failed
+from anycell.engines.gpu.launch import check_launch
+from anycell.engines.gpu.player import NUMBER, Argument, Launched, Tables, compiled, failed
 from anycell.engines.gpu.text import Printed, power_of_two
 from anycell.plan import plan
 from anycell.torch.framework import TorchDevice
@@ -148,8 +148,7 @@ def alone(kind: str, programs: int, steps: int, host: TorchDevice, values: dict[
     kernel, values = printed(programs, kind == "numbers"), {**values, "count": steps}
     arguments = [values[name] for name, _ in kernel.arguments]
     numbers = [a if isinstance(a, int) else host.pointer(a) for a in arguments]
-    told = aligned(kernel, numbers)
-    launched = Launched(kernel, (1, programs), tuple((NUMBER, n) for n in numbers), told)
+    launched = Launched(kernel, (1, programs), tuple(Argument(NUMBER, n, n) for n in numbers))
     tables, play = Tables([launched], [], host.ordinal, 0), compiled()
 
     def run() -> None:

@@ -21,7 +21,7 @@ from anycell.layer import Kept, card
 from anycell.layer.card import TracedDevice, played, record
 from anycell.layer.foreign import Seed
 from anycell.layer.launches import SEED
-from anycell.layer.signature import ENDS, OF_STATES, Shape
+from anycell.layer.signature import Shape
 from anycell.plan import Layer, Options, Plan
 from anycell.plan import plan as make_plan
 
@@ -104,6 +104,7 @@ def doubt(tier: int) -> str | None:
 
     def by_kernels(arrays: dict[str, Array]) -> Any:
         output, final, kept = forward(host, one, arrays, options, True)
+        assert kept is not None
         d = backward(host, one, arrays, options, kept, output, [None, None], names)
         return output, tuple(final), d
 
@@ -122,17 +123,9 @@ def doubt(tier: int) -> str | None:
 
 def forward(
     host: JaxDevice, plan: Plan, arrays: Mapping[str, Array], options: Options, keep: bool
-) -> tuple[Array, list[Array], list[Kept]]:
-    """Runs a layer: outputs, final states, and what the backward pass reads, by direction."""
-    outputs, finals, every = [], [], list[Kept]()
-    for d in range(len(options.reverse)):
-        given, how = _of_direction(arrays, d), _of_one(options, d)
-        output, states, kept = card.forward(host, plan, given, how, keep)
-        outputs.append(output)
-        finals.append(states)
-        every += [] if kept is None else [kept]
-    final = [jnp.concatenate(both) for both in zip(*finals, strict=True)]
-    return jnp.concatenate(outputs, -1), final, every
+) -> tuple[Array, list[Array], Kept | None]:
+    """Runs a layer: outputs, final states, and what the backward pass reads."""
+    return card.forward(host, plan, arrays, _drawn(options), keep)
 
 
 def backward(
@@ -140,53 +133,20 @@ def backward(
     plan: Plan,
     arrays: Mapping[str, Array],
     options: Options,
-    every: Sequence[Kept],
+    kept: Kept,
     d_output: Array | None,
     d_final: Sequence[Array | None],
     wanted: Sequence[str],
 ) -> dict[str, Array]:
-    """The gradients of a layer's arrays, from what ``forward`` kept of each direction."""
-    named, size = dict[str, Array](), plan.sizes[plan.cell.states[0].size]
-    for d, kept in enumerate(every):
-        dy = None if d_output is None else d_output[..., d * size : (d + 1) * size]
-        final = [None if one is None else one[d : d + 1] for one in d_final]
-        given, how = _of_direction(arrays, d), _of_one(options, d)
-        found = card.backward(host, plan, given, how, kept, dy, final)
-        for name, gradient in found.items():
-            of_all, gradient = name in ("x", "static"), Buffer.read(gradient)
-            before = named.get(name)
-            if name.startswith(OF_STATES):
-                gradient = gradient if before is None else jnp.concatenate([before, gradient])
-            elif of_all:
-                gradient = gradient if before is None else before + gradient
-            else:
-                name += ENDS[d]
-            named[name] = gradient
-    return {name: named[name].astype(arrays[name].dtype) for name in wanted}
+    """The gradients of a layer's arrays, from what ``forward`` kept."""
+    named = card.backward(host, plan, arrays, _drawn(options), kept, d_output, d_final)
+    return {name: Buffer.read(named[name]).astype(arrays[name].dtype) for name in wanted}
 
 
-def _of_direction(arrays: Mapping[str, Array], d: int) -> dict[str, Array]:
-    """The arrays of a direction as those of a layer with one direction."""
-    named, end = dict[str, Array](), ENDS[1]
-    for name, array in arrays.items():
-        if name.startswith(OF_STATES):
-            named[name] = array[d : d + 1]
-        elif name.endswith(end) is (d == 1) or not _learned(name, arrays):
-            named[name.removesuffix(end)] = array
-    return named
-
-
-def _learned(name: str, arrays: Mapping[str, Array]) -> bool:
-    """Whether the second direction has an array like this of its own."""
-    return name.endswith(ENDS[1]) or name + ENDS[1] in arrays
-
-
-def _of_one(options: Options, d: int) -> Options:
-    """The options of a direction, whose random masks are drawn by the same numbers as in a layer
-    that has both.
-    """
+def _drawn(options: Options) -> Options:
+    """The options of a pass, whose random masks are drawn by the layer's number too."""
     seed = options.seed
     if isinstance(seed, Seed):
-        stream = jnp.array([2 * options.stream + d], seed.words.dtype)
+        stream = jnp.array([2 * options.stream], seed.words.dtype)
         seed = Seed.of(jnp.concatenate([seed.words[:2], stream]))
-    return options._replace(reverse=options.reverse[d : d + 1], seed=seed)
+    return options._replace(seed=seed)

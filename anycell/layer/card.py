@@ -2,7 +2,7 @@
 
 XLA plays the launches of a pass by a foreign function, see ``engines/gpu/xla.py``. The products
 that are parallel in time are XLA's, outside of it: the projection of x before a pass, the gradients
-of x and of weights after it. Each direction is a pass of its own.
+of x and of weights after it.
 """
 # mypy: disable-error-code="empty-body"
 
@@ -24,7 +24,7 @@ from anycell.layer.arguments import Array, Factors, Kept
 from anycell.layer.foreign import TracedFramework
 from anycell.layer.framework import DeviceFramework
 from anycell.layer.launches import DeviceRecipe, Launches, gave_up
-from anycell.layer.signature import Shape
+from anycell.layer.signature import ENDS, Shape
 from anycell.layer.weight_gradients import WeightGradients, bias_gradients
 from anycell.plan import Options, Plan, no_kernel_on_gpu
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PLATFORM = "CUDA"  # as XLA calls it
 ANY = 1 << 30  # rows
+FACTORS = "d_outputs", "operand"  # of the gradients of weights
 DOUBTFUL = 0.05  # an error of results near 1 that no rounding to TF32 explains
 
 
@@ -167,7 +168,7 @@ def doubt_of(tier: int, results: Callable[[], Iterable[tuple[Array, Array]]]) ->
     return f"the kernels of tier {tier} computed a small layer wrongly here, by {apart:.2g}"
 
 
-# -- a layer of one direction ----------------------------------------------------------------------
+# -- a layer ---------------------------------------------------------------------------------------
 
 
 def forward(
@@ -176,10 +177,11 @@ def forward(
     """Runs a layer; arguments and results are those of ``anycell.layer.forward``. Checkpoints are
     not made: gradients of weights, outside of the pass, need what all steps have kept.
     """
-    given = dict(arrays)
-    weight = given.pop("weight_ih", None)
-    if weight is not None:
-        given["x"] = host.product(given["x"], weight.T).astype(host.dtype)
+    given = _projected(arrays)
+    if len(given) < len(arrays):
+        for end in ENDS[: len(options.reverse)]:
+            product = host.product(arrays["x"], arrays[f"weight_ih{end}"].T)
+            given[f"x{end}"] = product.astype(host.dtype)
     return gpu.forward(host, plan, given, options._replace(checkpoint=None), keep=keep)
 
 
@@ -193,29 +195,37 @@ def backward(
     d_final: Sequence[Array | None],
 ) -> dict[str, Array]:
     """The gradients of all arrays; see ``anycell.layer.backward``. Some may be float32."""
-    given, x = dict(arrays), arrays["x"]
-    weight, steps = given.pop("weight_ih", None), x.shape[0]
+    x, ends = arrays["x"], ENDS[: len(options.reverse)]
+    steps, size = x.shape[0], plan.sizes[plan.cell.states[0].size]
     gates = host.stand_in(x, (*x.shape[:2], plan.gates_width))
+    given = _projected(arrays) | {f"x{end}": gates for end in ends}
     how = options._replace(checkpoint=None)
-    found = gpu.backward(
-        host, plan, given | {"x": gates}, how, kept, d_output, d_final, wanted=["x"]
-    )
-    dg, first = found.pop("x"), 2 * options.reverse[0]
-    sums = _Gradients(host, plan, {n: a for n, a in arrays.items() if n != "x"})
+    named = gpu.backward(host, plan, given, how, kept, d_output, d_final, wanted=["x"])
     if "mask" in arrays:  # what lies under a mask may be NaN
         x = host.zeroed(x, arrays["mask"])
 
     def rows(array: Array | None) -> Any:
         return None if array is None else array.reshape(-1, array.shape[-1])
 
-    factors = [
-        Factors(*(rows(found.pop(f"{what} {l.name}", None)) for what in ("d_outputs", "operand")))
-        for l in plan.cell.linears
-    ]
-    hidden = rows(kept.hidden[first : first + steps])
-    sums.add(rows(dg), rows(x), hidden, factors, first=True)
-    found |= bias_gradients(plan, sums.biases, sums.totals, sums.vectors, sums.zeros, sums.zeros)
-    return found | {"x": dg if weight is None else host.product(dg, weight)}
+    inputs = []
+    for d, end in enumerate(ends):
+        w = {n: arrays[n + end] for n in plan.cell.learned if n + end in arrays}
+        sums, dg, first = _Gradients(host, plan, w), named.pop(f"x{end}"), 2 * options.reverse[d]
+        factors = [
+            Factors(*(rows(named.pop(f"{what} {l.name}{end}", None)) for what in FACTORS))
+            for l in plan.cell.linears
+        ]
+        hidden = kept.hidden[first : first + steps, :, d * size : (d + 1) * size]
+        sums.add(rows(dg), rows(x), rows(hidden), factors, first=True)
+        found = bias_gradients(plan, sums.biases, sums.totals, sums.vectors, sums.zeros, sums.zeros)
+        named |= {name + end: gradient for name, gradient in found.items()}
+        inputs.append(host.product(dg, w["weight_ih"]) if "weight_ih" in w else dg)
+    return named | {"x": sum(inputs[1:], inputs[0])}
+
+
+def _projected(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays of a layer whose x is projected already."""
+    return {name: array for name, array in arrays.items() if not name.startswith("weight_ih")}
 
 
 class _Gradients(WeightGradients):

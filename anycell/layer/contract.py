@@ -94,7 +94,9 @@ def _fitted(
     if len(shape) != 3 or not (projects or shape[2] == gates):
         last = "input size" if projects else f"{gates} projected gates"
         raise ValueError(f"x: given shape {tuple(shape)}; expected [steps, rows, {last}].")
-    fitted = {"x": _fit(host, "x", x, shape, ROWS if read or projects else ANY)}
+    layout = ROWS if read or projects else ANY
+    every = ends[:1] if projects else ends
+    fitted = {f"x{end}": _fit(host, f"x{end}", arrays[f"x{end}"], shape, layout) for end in every}
     _, batch, inputs = shape
     for end in ends:
         learns = weights(host, plan, arrays, inputs, end)

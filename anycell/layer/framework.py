@@ -229,12 +229,14 @@ class DeviceFramework(Framework, DeviceArrays):
             pass, which then has one chunk of time and launches only; ``backward`` returns the
             factors of the gradients of weights.
         tier: forces a tier; None lets ``capacity`` choose.
+        twins: whether one launch may run both directions.
         patience: the nanoseconds after which a program gives up.
     """
 
     wide_states = False
     multiplies = True
     tier: int | None = None
+    twins = True
     patience: int
 
     def tf32(self, cell: Cell) -> bool:

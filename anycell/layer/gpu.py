@@ -1,9 +1,10 @@
 """One layer of any cell on a GPU: ``forward`` and ``backward`` with the arguments and results of
 the functions for the CPU.
 
-Arrays come through a ``DeviceFramework``. Directions run one after the other, in
-chunks of time: forward the input projection, then the steps; backward the steps, then the matmuls
-for the gradients of weights and input. Gradients that add up over chunks are float32 in any dtype.
+Arrays come through a ``DeviceFramework``. Directions run at once, see ``engines.gpu.twins``, or if
+the device refuses that one after the other. A direction runs in chunks of time: forward the input
+projection, then the steps; backward the steps, then the matmuls for the gradients of weights and
+input. Gradients that add up over chunks are float32 in any dtype.
 With checkpoints both passes go segment by segment; segments of a direction share their memory.
 """
 
@@ -26,7 +27,7 @@ from anycell.layer.framework import DeviceFramework
 from anycell.layer.launches import Again, DeviceDraft, DeviceRecipe, View
 from anycell.layer.recipe import forget, recipe_of
 from anycell.layer.schedule import chunk_steps, segment_steps
-from anycell.layer.signature import direction, of_a_matmul
+from anycell.layer.signature import ENDS, direction, of_a_matmul
 from anycell.layer.weight_gradients import WeightGradients, bias_gradients, gradients_by_name
 from anycell.plan import Options, Plan
 
@@ -112,7 +113,8 @@ def _draft_forward(
     first = draft.empty((count, batch, both)) if borders or hidden is None else hidden
     kept_states, kept_values = list[list[View | None]](), list[Any]()
     kept = Kept(first, kept_states, kept_values)
-    for d in range(directions):
+
+    def run_direction(d: int) -> None:
         run = _Forward((draft, plan, options), d, segment, keep, hidden)
         sequences, values = run.states, run.kept
         if borders:
@@ -130,6 +132,8 @@ def _draft_forward(
             states = run.advance(begin, min(begin + segment, steps), states, out)
         for final, state in zip(finals, states, strict=True):
             final[d] = state
+
+    draft.beside(functools.partial(run_direction, d) for d in range(directions))
     if not keep:
         return Drafted(draft.finish([out, *finals]))
     there = [view is not None for view in kept_states[0]]
@@ -188,22 +192,34 @@ def _draft_backward(
     dx = draft.empty(x.shape) if wants_x else None
     if dy is None:
         dy = draft.zeros((1, x.shape[1], kept.hidden.shape[2]))
-    directions, gradients, factors = [], [], {}
-    for d in range(count):
+    directions, gradients = list[Direction](), list[Direction]()
+    factors, apart = dict[str, Array](), list[Array]()
+
+    def run_direction(d: int) -> None:
         final = [None if a is None else a[d] for a in d_final]
-        run = _Backward((draft, plan, options), d, kept, final, need)
+        run = _Backward((draft, plan, options), d, kept, final, need, dx)
         for begin, end, memory in run.parts():
-            run.advance(begin, end, memory, dy, dx)
+            run.advance(begin, end, memory, dy)
+        if run.projects:
+            apart.append(run.dx)
+        else:
+            factors[f"x{ENDS[d]}"] = run.dx
         directions.append(run.w)
         gradients.append(run.result())
-        factors = {} if host.multiplies else run.buffers
+        if not host.multiplies:
+            factors.update({name + ENDS[d]: a for name, a in run.buffers.items()})
+
+    draft.beside(functools.partial(run_direction, d) for d in range(count))
+    for other in apart:
+        if other is not dx:
+            dx += other
     named = gradients_by_name(draft.empty, directions, dx, gradients) | factors
     return Drafted(draft.finish(named.values()), list(named))
 
 
 def _facts(host: DeviceFramework, plan: Plan) -> tuple[Any, ...]:
     """The facts that a recipe depends on besides options and arrays."""
-    return plan, host, host.tier, host.patience, host.tf32(plan.cell)
+    return plan, host, host.tier, host.patience, host.tf32(plan.cell), host.twins
 
 
 def _played(
@@ -280,7 +296,8 @@ class _DirectionPass:
         arrays, host = draft.views, draft.host
         self.call, self.draft, self.plan, self.options, self.d = call, draft, plan, options, d
         self.w, self.cell, self.reverse = direction(plan, arrays, d), plan.cell, options.reverse[d]
-        self.x, self.mask, self.projects = arrays["x"], arrays.get("mask"), "weight_ih" in self.w
+        self.mask, self.projects = arrays.get("mask"), "weight_ih" in self.w
+        self.x = arrays["x" if self.projects else f"x{ENDS[d]}"]
         self.steps, self.batch = self.x.shape[:2]
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
@@ -288,9 +305,9 @@ class _DirectionPass:
         self.chunk = _chunk(plan, self.steps, self.batch) if multiplies else max(1, self.steps)
         self.variant = self._variant(backward, keep)
         # The choices that may run the pass, the best first.
-        self.choices = capacity.choices(
-            plan, host.limits, backward, host.tier, self.batch, host.tf32(plan.cell)
-        )
+        how = host.tier, self.batch, host.tf32(plan.cell)
+        twins = len(options.reverse) if host.twins else 1
+        self.choices = capacity.choices(plan, host.limits, backward, *how, twins)
         self.choice, self.kernels = self._kernels()
         self.matrices = [_used(draft, plan, l, self.w[l.weight]) for l in plan.cell.linears]
         if backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
@@ -322,7 +339,7 @@ class _DirectionPass:
             kernels = _printed(plan, self.variant, choice)
             if not isinstance(kernels, Printed):
                 return choice, kernels
-            programs = math.prod(gpu.grid(kernels, plan, self.batch))
+            programs = choice.twins * math.prod(gpu.grid(kernels, plan, self.batch))
             if not refusals.refuses(host.limits, kernels, programs):
                 return choice, kernels
         refused = "; ".join(map(str, refusals.of_plan(plan)))
@@ -455,10 +472,16 @@ class _Forward(_DirectionPass):
 
 
 class _Backward(_DirectionPass):
-    """The backward pass, segment by segment from the last."""
+    """The backward pass, segment by segment from the last.
+
+    Attributes:
+        dx: where its gradient of x goes: the first direction overwrites it, the second adds to it,
+            unless both run at once over several chunks; then it has memory of its own. So it has
+            for the gradient of its projected gates.
+    """
 
     def __init__(
-        self, call: Call, d: int, kept: Kept, d_final: Sequence[Array | None], need: bool
+        self, call: Call, d: int, kept: Kept, d_final: Sequence[Array | None], need: bool, dx: Array
     ) -> None:
         super().__init__(call, d, backward=True)
         draft, plan, cell = self.draft, self.plan, self.cell
@@ -476,6 +499,11 @@ class _Backward(_DirectionPass):
             values["d_static"] = draft.zeros((batch, plan.hidden_size), wide=True)
         rows = self.steps * batch
         self.need, self.sums = need, _DeviceGradients(draft, plan, self.w, need, fresh=rows > 0)
+        again = self.options.checkpoint is not None and draft.host.twins
+        at_once = (again or self.choice.twins > 1) and self.steps > self.chunk
+        alone = dx is not None and self.d > 0 and (at_once or not self.projects)
+        self.dx = draft.empty(dx.shape, wide=self.projects) if alone else dx
+        self.adds = self.d > 0 and not alone
         # For a chunk: gradients of the projected gates, and for each matmul the gradients of its
         # outputs and what it multiplied, unless other arrays hold these.
         sizes = {"d_gates": self.width} if self.projects else {}
@@ -502,11 +530,9 @@ class _Backward(_DirectionPass):
             again.advance(begin, end, kept.border(d, slot, first), nowhere)
             yield begin, end, again.memory(begin, end)
 
-    def advance(self, begin: int, end: int, memory: _Memory, dy: Array, dx: Array) -> None:
-        """Runs a segment. The first direction overwrites its part of ``dx``; the second direction
-        adds to it.
-        """
-        draft = self.draft
+    def advance(self, begin: int, end: int, memory: _Memory, dy: Array) -> None:
+        """Runs a segment."""
+        draft, dx = self.draft, self.dx
         for chunk in self.chunks(begin, end):
             spans = self.spans(memory, chunk)
             for name in set(spans) - {"saved"}:  # from a state before a step to the state after it
@@ -530,7 +556,7 @@ class _Backward(_DirectionPass):
                 self.sums.add(dg, x, hidden, factors, first=first and rows > 0)
             if self.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
-                (draft.matmul_add if self.d else draft.matmul)(dg, self.w["weight_ih"], into)
+                (draft.matmul_add if self.adds else draft.matmul)(dg, self.w["weight_ih"], into)
 
     def _input(self, chunk: _Chunk, rows: int) -> Array:
         """The rows of the input of a chunk."""

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 from anycell.engines import gpu
 from anycell.engines.gpu import Refused, Work, launch, player
 from anycell.engines.gpu.moves import AXES, ELEMENTS, print_draws, print_move, print_sum
-from anycell.engines.gpu.player import NUMBER, Launched, Tables
+from anycell.engines.gpu.player import NUMBER, Argument, Launched, Tables
 from anycell.engines.gpu.step import FILLED, Step, print_fill
 from anycell.engines.gpu.text import Printed
 from anycell.layer.arguments import Array
 from anycell.layer.framework import DeviceFramework
 from anycell.layer.recipe import dense
 from anycell.layer.signature import FLAGS
+from anycell.layer.twins import beside
 from anycell.plan import Options, Plan
 from anycell.plan.dtype import COUNT, FLAG, WORD, Number
 
@@ -243,6 +244,9 @@ class Steps(NamedTuple):
         (call.host.replay or gpu.run_plainly)(self.kernels, work._replace(host=call.host))
 
 
+Row = Launched | Operation | Steps
+
+
 class DeviceDraft:
     """A recipe that is being made: it has the operations of a framework that ``layer/gpu.py`` uses,
     on arrays without addresses.
@@ -263,7 +267,7 @@ class DeviceDraft:
         self.slots = [Slot("number"), Slot("number"), Slot("made")]  # seed, stream, zeros
         self.seed, self.stream, self.zeroed = range(3)
         self.cleared = list[int]()
-        self.rows: list[Launched | Operation | Steps] = []
+        self.rows: list[Row] = []
         self.views = {name: self._given(name, array) for name, array in arrays.items()}
 
     def _slot(self, slot: Slot) -> View:
@@ -408,36 +412,46 @@ class DeviceDraft:
         owner: Callable[[Refused], None] | None = None,
     ) -> None:
         """Adds a launch, whose kernel must fit on the device."""
-        arguments, told = list[tuple[int, int]](), list[int]()
-        for name, kind in printed.arguments:
+        arguments = list[Argument]()
+        for name, kind in printed.arguments[: len(printed.arguments) - len(printed.apart)]:
             value = values[name] if kind[0] == "*" else values.get(name, 0)
             if isinstance(value, View):
                 offset = value.offset * value.dtype.bytes
-                arguments.append((value.slot, offset))
-                told.append(offset if self.slots[value.slot].aligned else 1)
+                known = offset if self.slots[value.slot].aligned else 1
+                arguments.append(Argument(value.slot, offset, known))
             else:
                 slot, number = value if isinstance(value, OfCall) else (NUMBER, int(value))
-                arguments.append((slot, (number + (1 << 63)) % (1 << 64) - (1 << 63)))
-                told.append(number)
-        aligned = launch.aligned(printed, told)
-        one = Launched(printed, grid, tuple(arguments), aligned, owner)
-        try:
-            together = launch.loaded(printed, aligned, self.host.ordinal).together
-            if one.programs > together:
-                why = f"{one.programs} programs do not run at once, {together} do"
-                raise Refused(printed, why, one.programs)
-        except Refused as refused:
-            _refuse(one, refused)
-        self.rows.append(one)
+                signed = (number + (1 << 63)) % (1 << 64) - (1 << 63)
+                arguments.append(Argument(slot, signed, number))
+        self.rows.append(Launched(printed, grid, tuple(arguments), owner))
+
+    def beside(self, runs: Iterable[Callable[[], None]]) -> None:
+        """Adds the rows of passes, see ``twins``."""
+        begin, columns = len(self.rows), list[list[Row]]()
+        for run in runs:
+            run()
+            columns.append(self.rows[begin:])
+            del self.rows[begin:]
+        self.rows.extend(beside(columns))
 
     def finish(self, results: Iterable[View]) -> DeviceRecipe:
-        """The recipe of all rows so far, whose calls return these results."""
+        """The recipe of all rows so far, whose calls return these results.
+
+        Raises:
+            Refused, Again: if the device refuses a kernel.
+        """
         apart = [self._apart(view) for view in results]
         if self.zeros_end:
             words = self.zeros_end // 4
             region = View(self, self.zeroed, (words,), (1,), self.wide)
             self.move(region, 0.0)
             self.rows.insert(0, self.rows.pop())
+        for row in self.rows:
+            if isinstance(row, Launched):
+                try:
+                    row.loaded(self.host.ordinal)
+                except Refused as refused:
+                    _refuse(row, refused)
         return DeviceRecipe(self, apart)
 
     def _apart(self, view: View) -> View:
@@ -616,10 +630,10 @@ def _lives(draft: DeviceDraft) -> dict[int, tuple[int, int]]:
     return lives
 
 
-def _slots(row: Launched | Operation | Steps) -> list[int]:
+def _slots(row: Row) -> list[int]:
     """The slots that a row uses."""
     if isinstance(row, Launched):
-        return [slot for slot, _ in row.arguments]
+        return [slot for one in row.arguments for slot in (one.slot, one.less)]
     slots = list[int]()
     row.each(lambda view: slots.append(view.slot))
     return slots

@@ -260,7 +260,7 @@ class PassTables:
         return driver.FEW if self.single and heuristics.few(self.plan, self.batch, weight) else None
 
     def moving(self, d: int, name: str, moving: View, rest: View | None = None) -> list[Row]:
-        """Rows of ``DriverPass.moves``, which set an entry's address and strides before each segment.
+        """Rows of ``DriverPass.moves``: an entry's address and strides before each segment.
 
         Args:
             moving: ``[segments, B, n]``.

@@ -331,8 +331,9 @@ def test_layers_say_what_was_refused(
     Launches(monkeypatch, whole)
     found, _ = layer(x)
     assert_close(found.detach().cpu(), right.detach().cpu(), "float32", "forward")
-    why = "the driver does not launch 1 x 1 programs at once (CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)"
-    one = f"T4 refused tier 1 of 4 warps, forward: {why}; next comes tier"
+    why = "the driver does not launch 1 x 1 x 2 programs at once"
+    why = f"{why} (CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)"
+    one = f"T4 refused tier 1 of 4 warps, 2 passes in a launch, forward: {why}; next comes tier"
     for engine in (layer.engine, cell.engine):
         assert engine.name == "gpu"
         assert engine.reason.startswith(f"{plain}; {one}")

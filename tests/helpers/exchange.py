@@ -54,18 +54,19 @@ class Shared(Poisoned):
 
 
 def start_at_once(
-    self: Interpreter, printed: Printed, grid: tuple[int, int], parameters: Any
+    self: Interpreter, printed: Printed, grid: tuple[int, ...], parameters: Any
 ) -> None:
     """Replaces ``Interpreter.start``: programs that wait for one another run at once."""
     if not printed.cooperative:
         return start(self, printed, grid, parameters)
     children = []
-    for group, program in itertools.product(*map(range, grid)):
+    for place in itertools.product(*map(range, grid)):
+        group, program, _ = place
         if (group, program, printed.name.startswith("backward")) == Shared.absent:
             continue
         child = os.fork()
         if child == 0:
-            pretend((group, program, 0), (*grid, 1))
+            pretend(place, grid)
             time.sleep(0.2 * program)  # the others have to wait
             start(self, printed, (1, 1), parameters)
             os._exit(0)

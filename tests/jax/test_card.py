@@ -239,5 +239,16 @@ def test_a_program_reads_what_it_needs(launched: Launched) -> None:
     assert backward.count("tensor<3x2x36xf32>") == 1  # the saved gates
 
 
+def test_both_directions_are_one_call(launched: Launched) -> None:
+    layer = aj.RNN(cells.LSTM, 4, 9, bidirectional=True)
+    params = layer.init(jax.random.key(0))
+
+    def total(params: Any) -> Any:
+        return layer(params, X, engine="gpu")[0].sum()
+
+    text = jax.jit(jax.grad(total)).lower(params).as_text()
+    assert text.count("stablehlo.custom_call @shim") == 2 and not launched
+
+
 def near(result: Any, right: Any) -> None:
     assert_close(np.asarray(result), np.asarray(right), "float32", "gradient", axes=())

@@ -26,6 +26,7 @@ from anycell.engines.gpu.resident import print_resident
 from anycell.engines.gpu.step import print_step
 from anycell.engines.gpu.steps import run_plainly
 from anycell.engines.gpu.text import Printed, Variant
+from anycell.engines.gpu.twins import print_twins
 from anycell.engines.gpu.work import Span, Work, grid
 from anycell.plan import Plan
 
@@ -65,8 +66,10 @@ def sources(plan: Plan, backward: bool) -> Iterator[str]:
 def print_whole(plan: Plan, variant: Variant, choice: Choice) -> Printed:
     """The kernel of all steps, in tier 1 or 2."""
     if choice.part is not None:
-        return print_cooperative(plan, variant, choice.part, choice.precision)
-    return print_resident(plan, variant, choice.warps, choice.precision)
+        printed = print_cooperative(plan, variant, choice.part, choice.precision)
+    else:
+        printed = print_resident(plan, variant, choice.warps, choice.precision)
+    return print_twins(printed) if choice.twins > 1 else printed
 
 
 __all__ = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from anycell.engines.gpu.cooperative import Slice, refusal, shape, sums_of
@@ -59,6 +59,7 @@ class Choice(NamedTuple):
         warps: of a program of tier 1, with 32 threads each.
         part: what a program of tier 2 owns.
         precision: how its dots multiply float32, see ``WEIGHT``.
+        twins: passes of a launch, such as the directions of a layer.
     """
 
     tier: int
@@ -66,11 +67,13 @@ class Choice(NamedTuple):
     warps: int = 0
     part: Slice | None = None
     precision: str = "ieee"
+    twins: int = 1
 
     def __str__(self) -> str:
         if self.tier == 3:
             return "tier 3"
         how = f", float32 as {self.precision}" * (self.precision != "ieee")
+        how += f", {self.twins} passes in a launch" * (self.twins > 1)
         if self.part is not None:
             p = self.part
             return (
@@ -126,15 +129,17 @@ def choices(
     tier: int | None = None,
     batch: int = BATCH,
     tf32: bool = False,
+    twins: int = 1,
 ) -> tuple[Choice, ...]:
     """The choices that may run a plan, the best first, and finally tier 3, which runs any plan: if
-    the device refuses a choice, the next takes its place. Each pass has its own choices.
+    the device refuses a choice, the next takes its place. Forward and backward pass have their own.
 
     Args:
         device: None, if kernels are interpreted, takes tier 3.
         tier: forces 1, 2 or 3.
         batch: rows.
         tf32: whether dots may round float32 operands to 19 bits.
+        twins: how many such passes there are, which one launch should run.
 
     Raises:
         ValueError: for an unknown tier, or a forced tier that cannot run the cell.
@@ -147,17 +152,23 @@ def choices(
         why = f"Triton has no matrix instructions of 16 bits before sm_{MATRICES}"
         return (Choice(3, f"{why}; the framework's matmuls may have them"),)
     fits, reasons = list[Choice](), list[str]()
-    tiers = {
-        1: functools.partial(_resident, plan, device, backward, tf32, forced=tier == 1),
+    tiers: dict[int, Callable[[int], list[Choice] | str]] = {
+        1: lambda _: _resident(plan, device, backward, tf32, forced=tier == 1),
         2: functools.partial(_cooperative, plan, device, backward, tf32, batch),
     }
     for number, choices_of in tiers.items():
         if tier in (None, number):
-            fitting = choices_of()
-            if isinstance(fitting, str):
-                reasons.append(fitting)
-            else:
-                fits += fitting[:TRIES]
+            apart = ""  # why the passes of twins do not fit in a launch
+            for count in sorted({1, twins}, reverse=True):
+                fitting = choices_of(count)
+                if not isinstance(fitting, str):
+                    fits += [
+                        c._replace(reason=c.reason + apart, twins=count) for c in fitting[:TRIES]
+                    ]
+                elif count > 1:
+                    apart = f"; its {twins} passes one after the other: {fitting}"
+                else:
+                    reasons.append(fitting)
     if tier is not None:
         if not fits:
             raise ValueError(f"tier={tier} cannot run cell {plan.cell.name}: {reasons[0]}.")
@@ -222,7 +233,7 @@ def _resident(
 
 
 def _cooperative(
-    plan: Plan, device: Device | None, backward: bool, tf32: bool, batch: int
+    plan: Plan, device: Device | None, backward: bool, tf32: bool, batch: int, twins: int
 ) -> list[Choice] | str:
     """The choices of tier 2 that fit, what should be fastest first; or why there are none."""
     why = refusal(plan)
@@ -236,13 +247,14 @@ def _cooperative(
     least, priced = 0, list[tuple[float, Choice]]()
     for rows, units in itertools.product(ROWS, UNITS):
         groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
-        count = groups * programs
+        count = twins * groups * programs
         parts = list(_parts(plan, device, rows, units, count, backward, precision))
         if parts:
             least = min(least or count, count)
         for part in parts if count <= device.processors else ():
+            passes = f"{twins} x " * (twins > 1)
             reason = (
-                f"{groups} x {programs} programs, of {rows} rows and {units} units each; "
+                f"{passes}{groups} x {programs} programs, of {rows} rows and {units} units each; "
                 f"on chip: {slice_bytes(plan, part, backward, precision, device.compiler):,} of "
                 f"{device.shared:,} bytes"
             )
@@ -429,10 +441,13 @@ def _widest(plan: Plan) -> int:
 
 
 def table(plan: Plan, batch: int = BATCH) -> list[tuple[str, str, str]]:
-    """The tier and the reason, for each device and pass."""
-    return [
-        (device.name, "backward" if backward else "forward", f"tier {c.tier}: {c.reason}")
-        for device in DEVICES
-        for backward in (False, True)
-        for c in [choose(plan, device, backward, batch=batch)]
-    ]
+    """The tier and the reason, for each device and pass, and how two directions run."""
+    lines = []
+    for device, backward in itertools.product(DEVICES, (False, True)):
+        one, two = (choose(plan, device, backward, batch=batch, twins=n) for n in (1, 2))
+        how = two.reason.removeprefix(one.reason)  # why two are not one launch
+        if two.twins > 1:
+            how = "; both directions in a launch"
+        way = "backward" if backward else "forward"
+        lines.append((device.name, way, f"tier {one.tier}: {one.reason}{how}"))
+    return lines

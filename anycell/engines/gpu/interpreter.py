@@ -87,13 +87,13 @@ class Interpreter(HostDriver):
 
     def launch(self, one: Started) -> int:
         try:
-            self.start(self.kernels[one.handle - 1], one.grid[:2], one.parameters)
+            self.start(self.kernels[one.handle - 1], one.grid, one.parameters)
         except BaseException as error:  # it must not pass through C
             self.raised = error
             return FAILED
         return 0
 
-    def start(self, printed: Printed, grid: tuple[int, int], parameters: Any) -> None:
+    def start(self, printed: Printed, grid: tuple[int, ...], parameters: Any) -> None:
         """Runs all programs of a kernel."""
         import triton.language as tl
         from triton.runtime.interpreter import TensorHandle

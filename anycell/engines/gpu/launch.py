@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -107,11 +108,11 @@ def aligned(printed: Printed, numbers: Iterable[int]) -> frozenset[str]:
     )
 
 
-def check_launch(result: int, printed: Printed, grid: tuple[int, int]) -> None:
+def check_launch(result: int, printed: Printed, grid: tuple[int, ...]) -> None:
     """Raises the error of a launch."""
     if result in _NO_ROOM:
         why = f"the driver does not launch {' x '.join(map(str, grid))} programs at once"
-        programs = grid[0] * grid[1] if printed.cooperative else 0
+        programs = math.prod(grid) if printed.cooperative else 0
         raise Refused(printed, f"{why} ({_NO_ROOM[result]})", programs)
     _check(result, f"the launch of {printed.name}")
 

@@ -352,6 +352,13 @@ def address(table, place: tl.constexpr, odd, kind: tl.constexpr):
     return start + rest // (bits // 8) * odd
 
 
+@triton.jit
+def of_pass(pointer, distance):
+    """The address for the pass of a twin that this program belongs to, see ``twins``."""
+    first = pointer.to(tl.pointer_type(tl.int8))
+    return (first + tl.program_id(2) * distance).to(pointer.dtype)
+
+
 # ---- programs that wait for one another ----------------------------------------------------------
 
 # Each thread polls a flag until it holds the value or more, or until time is up. Time begins with

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,39 +24,78 @@ from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed
 
 RUN = "launches count places driver trouble".split()
-LAUNCH = "cooperative handle grid_x grid_y threads shared first count".split()  # first: of PLACE
-PLACE = "slot offset".split()  # offset is added to the slot's entry; of the slot NUMBER it is all
+LAUNCH = "cooperative handle grid_x grid_y grid_z threads shared".split()
+LAUNCH += "first count".split()  # of PLACE
+# The slot's entry plus ``offset``, minus the entry of the slot ``less``; the slot NUMBER is 0.
+PLACE = "slot offset less".split()
 DRIVER = {
     "launch": "cuLaunchKernel",
     "cooperative": "cuLaunchCooperativeKernel",
     "current": "cuCtxGetCurrent",
 }
 NUMBER = -1
-MOST = 128  # arguments of a launch
+MOST = 256  # arguments of a launch
 # Results that are no errors of the driver: nothing has been launched.
 NO_CONTEXT, TROUBLE = -1, -2
 _CODE = 32  # bits of a result for the driver's error; above them is the number of the launch
+
+
+class Argument(NamedTuple):
+    """An argument of a launch, see ``PLACE``; ``known`` is a number that 16 divides if it is known
+    to divide the argument.
+    """
+
+    slot: int
+    offset: int
+    known: int
+    less: int = NUMBER
 
 
 class Launched(NamedTuple):
     """A launch of a recipe.
 
     Attributes:
-        arguments: for each of the kernel's, a slot and what to add, see ``PLACE``.
-        aligned: the names of those that 16 divides.
+        grid: programs along each axis; along a third one the passes of twins.
+        arguments: for each of the kernel's.
         owner: what to do if the device refuses it.
     """
 
     printed: Printed
-    grid: tuple[int, int]
-    arguments: tuple[tuple[int, int], ...]
-    aligned: frozenset[str]
+    grid: tuple[int, ...]
+    arguments: tuple[Argument, ...]
     owner: Callable[[Refused], None] | None = None
 
     @property
     def programs(self) -> int:
         """The programs that must run at once; 0 if they need not."""
-        return self.grid[0] * self.grid[1] if self.printed.cooperative else 0
+        return math.prod(self.grid) if self.printed.cooperative else 0
+
+    @property
+    def unplaced(self) -> tuple[Any, ...]:
+        """All but the addresses."""
+        kinds = [kind for _, kind in self.printed.arguments]
+        pairs = zip(self.arguments, kinds, strict=False)
+        return self.printed, self.grid, *(None if kind[0] == "*" else one for one, kind in pairs)
+
+    @property
+    def aligned(self) -> frozenset[str]:
+        """The names of the arguments that 16 divides."""
+        return launch.aligned(self.printed, [one.known for one in self.arguments])
+
+    def loaded(self, device: int) -> launch.Loaded:
+        """The kernel on a device.
+
+        Raises:
+            Refused: if it does not fit, or its programs do not run at once.
+        """
+        kernel = launch.loaded(self.printed, self.aligned, device)
+        if self.programs > kernel.together:
+            why = f"{self.programs} programs do not run at once, {kernel.together} do"
+            raise Refused(self.printed, why, self.programs)
+        return kernel
+
+
+_NOTHING = Argument(NUMBER, 0, 0)
 
 
 class Tables:
@@ -75,14 +115,18 @@ class Tables:
     ) -> None:
         rows, numbers = array("q"), array("q")
         for one in launches:
-            binary, handle, _ = launch.loaded(one.printed, one.aligned, device)
+            binary, handle, _ = one.loaded(device)
             count = len(one.arguments) + binary.hidden
+            assert count <= MOST, one.printed.name
             threads, first = 32 * binary.warps, len(numbers) // len(PLACE)
-            row = one.printed.cooperative, handle, *one.grid, threads, binary.shared, first, count
-            rows.extend(row)
-            for slot, number in (*one.arguments, *[(NUMBER, 0)] * binary.hidden):
-                entry, offset = (NUMBER, 0) if slot == NUMBER else places[slot]
-                numbers.extend((entry, offset + number))
+            grid = *one.grid, *[1] * (3 - len(one.grid))
+            rows.extend(
+                (one.printed.cooperative, handle, *grid, threads, binary.shared, first, count)
+            )
+            for slot, number, _, less in (*one.arguments, *[_NOTHING] * binary.hidden):
+                pairs = [(NUMBER, 0) if s == NUMBER else places[s] for s in (slot, less)]
+                (entry, offset), (other, before) = pairs
+                numbers.extend((entry, offset + number - before, other))
         driver = launch.driver()
         functions = [getattr(driver, name) for name in DRIVER.values()]
         addresses = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions]
@@ -132,12 +176,14 @@ def print_play(target: Target) -> Module:
             number, cell = b.variable(entry["offset"]), b.gep(cells, i, "i64")
             with b.when(entry["slot"] >= 0):
                 number.value += b.load(b.gep(addresses, entry["slot"], "i64"), "i64")
+            with b.when(entry["less"] >= 0):
+                number.value -= b.load(b.gep(addresses, entry["less"], "i64"), "i64")
             b.store(number.value, cell)
             b.store(b.ptrtoint(cell, "i64"), b.gep(parameters, i, "i64"))
-        x, y, threads, shared = (
-            b.trunc(row[name], "i32") for name in ("grid_x", "grid_y", "threads", "shared")
+        x, y, z, threads, shared = (
+            b.trunc(row[name], "i32") for name in "grid_x grid_y grid_z threads shared".split()
         )
-        given = row.pointer("handle"), x, y, one, threads, one, one, shared, stream, parameters
+        given = row.pointer("handle"), x, y, z, threads, one, one, shared, stream, parameters
         with b.when(row["cooperative"].eq(0)) as otherwise:
             error = b.call(driver.pointer("launch"), *given, null, returns="i32")
             status.value = b.zext(error, "i64")

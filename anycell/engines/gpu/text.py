@@ -86,6 +86,7 @@ class Printed(NamedTuple):
         warps: of 32 threads each.
         cooperative: whether its programs wait for one another, and so must all run at once.
         alone: whether a program takes the better part of a multiprocessor.
+        apart: of a twin, the arguments whose distances come last, see ``twins``.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Printed(NamedTuple):
     warps: int
     cooperative: bool = False
     alone: bool = False
+    apart: tuple[str, ...] = ()
 
 
 class Load(NamedTuple):

@@ -1,0 +1,46 @@
+"""Twins: kernels that run several passes in one launch, such as both directions of a layer.
+
+A kernel's twin has a third axis of programs, the number of the pass. What differs from pass to pass
+comes with its distance, in bytes or as a number: so passes are evenly spaced, as two always are.
+
+    weight0 = of_pass(weight0, weight0__apart)
+    gates__t += tl.program_id(2) * gates__t__apart
+
+Programs of different passes share nothing, so the results have the same bits as those of a launch
+for each pass.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from anycell.engines.gpu.text import Printed
+
+_SHARED = {"trouble", "mask", "static", "recurrent_mask"}  # addresses of all passes
+_OF_TIME = "__0", "__t", "__next"  # ends of the numbers that say where and which way a pass begins
+_HELPER = "from anycell.engines.gpu.library import of_pass\n"
+
+
+@functools.lru_cache(maxsize=256)
+def print_twins(printed: Printed) -> Printed:
+    """The twin of a kernel: after its own arguments come the distances of those in ``apart``."""
+    some = {
+        name: kind
+        for name, kind in printed.arguments
+        if name.endswith(_OF_TIME) or (kind[0] == "*" and name not in _SHARED)
+    }
+    lines = [
+        f"    {n} = of_pass({n}, {n}__apart)\n"
+        if kind[0] == "*"
+        else f"    {n} += tl.program_id(2) * {n}__apart\n"
+        for n, kind in some.items()
+    ]
+    head, body = printed.source.split("\n):\n", 1)
+    about, declared = head.split("\n@triton.jit\n")
+    name, declared = f"{printed.name}_twins", declared.removeprefix(f"def {printed.name}")
+    more = "".join(f"\n    {n}__apart,  # i64" for n in some)
+    text = (
+        f"{about}{_HELPER}\n\n@triton.jit\ndef {name}{declared}{more}\n):\n{''.join(lines)}{body}"
+    )
+    arguments = *printed.arguments, *((f"{n}__apart", "i64") for n in some)
+    return printed._replace(name=name, source=text, arguments=arguments, apart=tuple(some))
