@@ -41,7 +41,7 @@ def _between_twins(rows: Iterable[Any]) -> Iterator[tuple[list[Any], Launched | 
 
 
 def _joined(rows: Sequence[Any]) -> list[Any]:
-    """The same rows of several passes, as one launch if they are moves that differ in addresses."""
+    """Joins rows of several passes to one launch if they are moves that differ in addresses."""
     moves = [row for row in rows if isinstance(row, Launched) and row.owner is None]
     if len(moves) < len(rows) or len({one.unplaced for one in moves}) > 1:
         return [*rows]
@@ -49,7 +49,7 @@ def _joined(rows: Sequence[Any]) -> list[Any]:
 
 
 def _together(twins: Sequence[Launched]) -> Launched:
-    """The same launches of several passes as one."""
+    """Joins launches of several passes to one."""
     (printed, grid, first, owner), second = twins[0], twins[1].arguments
     names = {name: k for k, (name, _) in enumerate(printed.arguments)}
     places = [names[name] for name in printed.apart]
@@ -62,7 +62,7 @@ def _together(twins: Sequence[Launched]) -> Launched:
 
 
 def _distance(one: Argument, other: Argument) -> Argument:
-    """What to add to an argument of a pass for that of the next."""
+    """The number to add to an argument of a pass for that of the next pass."""
     offset = other.offset - one.offset
     if one.slot == other.slot:
         return Argument(NUMBER, offset, offset)
