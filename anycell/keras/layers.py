@@ -163,9 +163,7 @@ class Fused(Steps, Keywords, Explained):
 
     @property
     def supports_jit(self) -> bool:
-        """Whether XLA may compile a model with this layer, for Keras: not if the layer would then
-        lose its kernels.
-        """
+        """Whether XLA may compile a model with this layer, for Keras: not if it then lost kernels."""
         fused = choose(self._facts(False, gpu_visible(), asked())).name == "cpu"
         return vars(self).get("supports_jit", True) and not (fused and obstacle_of_xla())
 

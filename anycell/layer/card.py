@@ -215,8 +215,8 @@ def backward(
             Factors(*(rows(named.pop(f"{what} {l.name}{end}", None)) for what in FACTORS))
             for l in plan.cell.linears
         ]
-        hidden = kept.hidden[first : first + steps, :, d * size : (d + 1) * size]
-        sums.add(rows(dg), rows(x), rows(hidden), factors, first=True)
+        hidden = rows(kept.hidden[first : first + steps])[:, d * size : (d + 1) * size]
+        sums.add(rows(dg), rows(x), hidden, factors, first=True)
         found = bias_gradients(plan, sums.biases, sums.totals, sums.vectors, sums.zeros, sums.zeros)
         named |= {name + end: gradient for name, gradient in found.items()}
         inputs.append(host.product(dg, w["weight_ih"]) if "weight_ih" in w else dg)

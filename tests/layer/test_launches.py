@@ -172,7 +172,12 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     drafted: list[str] = []
     for name in ("_draft_forward", "_draft_backward"):
         run = getattr(device, name)
-        monkeypatch.setattr(device, name, lambda *given, run=run: drafted.append("") or run(*given))
+
+        def noted(*given: Any, run: Any = run, **options: Any) -> Any:
+            drafted.append("")
+            return run(*given, **options)
+
+        monkeypatch.setattr(device, name, noted)
     return drafted
 
 
