@@ -163,7 +163,7 @@ class Fused(Steps, Keywords, Explained):
 
     @property
     def supports_jit(self) -> bool:
-        """Whether XLA may compile a model with this layer, for Keras: not if it then lost kernels."""
+        """Whether XLA may compile a model with this layer, which must not lose its kernels."""
         fused = choose(self._facts(False, gpu_visible(), asked())).name == "cpu"
         return vars(self).get("supports_jit", True) and not (fused and obstacle_of_xla())
 
