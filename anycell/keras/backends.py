@@ -25,13 +25,15 @@ match keras.backend.backend():
         import anycell.jax.framework  # noqa: F401
 
 
-def refusal(x: Tensor | None = None) -> str | None:
-    """Returns why nothing outside the graph can be called now, for ``x`` if given, or None."""
+def refusal(x: Tensor | None = None, gpu: bool = False) -> str | None:
+    """Returns why nothing outside the graph can be called now, for ``x`` if given, on a GPU or not,
+    or None.
+    """
     name = keras.backend.backend()
     if name == "tensorflow":
         from anycell.keras import tensorflow
 
-        return tensorflow.refusal(gpu_visible() if x is None else on_gpu(x))
+        return tensorflow.refusal(gpu_visible() if x is None else gpu)
     if name == "jax":
         from anycell.keras import jax
 

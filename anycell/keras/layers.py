@@ -128,7 +128,7 @@ class Fused(Steps, Keywords, Explained):
             backend=backend,
             gpu=gpu,
             unfit=unfit(layer) if gpu else None,
-            cudnn=self._cudnn() and not reset and not compiled(),
+            cudnn=gpu and self._cudnn() and not reset and not compiled(),
             drop_in=self._drop_in and not reset,
             obstacle=_DROPPED if dropped else None,
             traced=traced,
@@ -196,7 +196,7 @@ class Fused(Steps, Keywords, Explained):
         training = bool(training)
         if "complex" in str(sequences.dtype):  # saves other dtypes a call
             real("sequences", sequences)
-        facts = self._facts(training, on_gpu(sequences), refusal(sequences))
+        facts = self._facts(training, gpu := on_gpu(sequences), refusal(sequences, gpu))
         engine, reason = choose(facts)
         resets = _arguments.get().get("resets")
         if engine in ("keras", "cudnn") and resets is not None:
@@ -522,7 +522,7 @@ class OfCell(DropIn, keras.layers.RNN):
         states = initial_state if tree.is_nested(initial_state) else [initial_state]
         sort = reading.Sort.of(sequences, states, masks)
         step = reading.elsewhere(self.cell) or _readings(self).step(self.cell, training, sort)
-        facts = self._facts_of(step, on_gpu(sequences), refusal(sequences))
+        facts = self._facts_of(step, gpu := on_gpu(sequences), refusal(sequences, gpu))
         if choose(facts).name not in OURS or _arguments.get().get("resets") is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
         # Perhaps the step was not read when it was called first.

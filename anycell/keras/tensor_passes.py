@@ -146,7 +146,7 @@ class Kernels:
     tier: int | None = None
     life: weakref.ref[Any] | None = None
 
-    @property
+    @functools.cached_property
     def on_card(self) -> bool:
         """Whether they are kernels of a card."""
         return self.layer.plan.engine == "gpu"

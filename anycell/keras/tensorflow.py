@@ -64,9 +64,9 @@ def gpu_visible() -> bool:
 
 def on_gpu(x: Tensor) -> bool:
     """Whether TensorFlow would run an operation on ``x`` on a GPU."""
-    if "GPU" in x.device or not gpu_visible():
-        return "GPU" in x.device
-    return "CPU" not in x.device  # a graph places what has no device of its own
+    if "GPU" in x.device:
+        return True
+    return "CPU" not in x.device and gpu_visible()  # a graph places what has no device of its own
 
 
 def recorded() -> bool:

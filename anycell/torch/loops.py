@@ -392,7 +392,7 @@ def explain_scan(
         >>> def step(h, x):
         ...     h = torch.tanh(x + 0.5 * h)
         ...     return h, h
-        >>> print(explain_scan(step, torch.zeros(2, 8), torch.zeros(5, 2, 8)).partition("\\n")[0])
+        >>> print(explain_scan(step, torch.zeros(2, 8), torch.zeros(50, 2, 8)).partition("\\n")[0])
         A fused kernel runs this body.
     """
     said = functools.partial(explain_read, "A loop over the steps")

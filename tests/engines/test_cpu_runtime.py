@@ -257,7 +257,7 @@ define i64 @f() {
 def test_only_code_that_stands_alone_is_loaded_without_llvm() -> None:
     target = isa.TARGETS["generic"]
     for text in (WRITTEN, FOREIGN):
-        assert image.load(jit._object(text, ["f"], target), ["f"]) is None
+        assert image.load(jit.object_code(text, ["f"], target), ["f"]) is None
     count = ctypes.CFUNCTYPE(ctypes.c_int64)(jit.compile(WRITTEN, ["f"], target).address("f"))
     assert [count(), count()] == [7, 8]
 
@@ -918,8 +918,8 @@ TOGETHER = """
     from tests.engines.test_cpu_runtime import build
     from anycell.engines.cpu import jit
 
-    compiled, make, here = [], jit._object, Path(sys.argv[1])
-    jit._object = lambda *a: (compiled.append(1), time.sleep(0.1), make(*a))[-1]
+    compiled, make, here = [], jit.object_code, Path(sys.argv[1])
+    jit.object_code = lambda *a: (compiled.append(1), time.sleep(0.1), make(*a))[-1]
     (here / str(os.getpid())).touch()
     while len(list(here.iterdir())) < 4:
         time.sleep(0.001)
@@ -943,13 +943,13 @@ def test_nobody_waits_for_ever(cache: Path, monkeypatch: pytest.MonkeyPatch, end
     """The claim of a process that dies is gone; for one that lives, there is a limit."""
     entries: list[str] = []
     monkeypatch.setattr(jit, "PATIENCE", LIMIT if ends == "dies" else 0.05)
-    make = jit._object
+    make = jit.object_code
 
     def compile_beside_another(*arguments: Any) -> bytes:
         entries.extend(path.name for path in cache.iterdir())
         return make(*arguments)
 
-    monkeypatch.setattr(jit, "_object", compile_beside_another)
+    monkeypatch.setattr(jit, "object_code", compile_beside_another)
     code = """
         import os, sys, time
         from anycell.engines.cpu import jit

@@ -635,11 +635,12 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
         weights = {name: draft.zeros(shape) for name, shape in shapes.items()}
         sums = device._DeviceGradients(draft, one, weights, True, fresh)
         widths = [4 * len(l.outputs) for l in cell.linears]
-        for dg in draft.views.values():
+        for chunk, dg in enumerate(draft.views.values()):
             factors = [Factors(dg[:, :n], None) for n in widths]
-            sums.add(dg, draft.zeros((64, 3)), draft.zeros((64, 4)), factors)
+            x, hidden = draft.zeros((64, 3)), draft.zeros((64, 4))
+            sums.add(dg, x, hidden, factors, first=chunk == 0)
         right = chunks.astype("float64").sum((0, 1))
-        totals = bias_gradients(one, sums.named, sums.totals, sums.vectors, sums.empty, sums.zeros)
+        totals = bias_gradients(one, sums.biases, sums.totals, sums.vectors, sums.empty, sums.zeros)
         biases = [totals[name] for name in ("bias_ih", "bias_hh")]
         bias_ih, bias = draft.finish(biases).run(given, Options())
         assert_close(bias_ih.cpu(), right, "float32", "gradient")

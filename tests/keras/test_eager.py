@@ -15,8 +15,11 @@ import anycell.keras as ak  # noqa: E402
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("about TensorFlow's eager mode", allow_module_level=True)
-from anycell.keras import steps  # noqa: E402
-from anycell.keras import tensorflow as kernels  # noqa: E402
+from anycell.keras import (  # noqa: E402
+    steps,
+    tensor_passes,
+    tensorflow,
+)
 
 ops = keras.ops
 B, T, I, H = 3, 4, 2, 5
@@ -98,13 +101,13 @@ def test_only_what_is_watched_has_a_gradient(
 ) -> None:
     """The gradient of x costs a product of its own."""
     layer, x, wanted = pair[0], tf.constant(rng.normal(size=(B, T, I))), list[Any]()
-    backward = kernels._Kernels._backward
+    backward = tensor_passes.Kernels._backward
 
     def _backward(self: Any, *arrays: Any) -> Any:
         wanted.append(self.wanted)
         return backward(self, *arrays)
 
-    monkeypatch.setattr(kernels._Kernels, "_backward", _backward)
+    monkeypatch.setattr(tensor_passes.Kernels, "_backward", _backward)
     step_of(layer).functions.clear()
     for frozen in (False, True):
         layer.cell.w.trainable = not frozen
@@ -263,4 +266,4 @@ def test_kernels_read_the_weights_of_a_cell_as_they_are(pair: Any) -> None:
     layer = pair[0]
     graph = tf.function(layer).get_concrete_function(tf.zeros((B, T, I), tf.float64)).graph
     (source,) = [op for op in graph.get_operations() if op.type == "PyFuncStateless"]
-    assert kernels._behind(source.inputs[0]).turned == {"weight_ih", "weight_w0"}
+    assert tensorflow._behind(source.inputs[0]).turned == {"weight_ih", "weight_w0"}

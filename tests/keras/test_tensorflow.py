@@ -27,7 +27,7 @@ from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
-from anycell.keras import tensorflow  # noqa: E402
+from anycell.keras import tensor_passes, tensorflow  # noqa: E402
 from anycell.keras.framework import TensorFlow  # noqa: E402
 from anycell.keras.rule import Facts, choose  # noqa: E402
 from anycell.plan import Layer  # noqa: E402
@@ -293,13 +293,13 @@ def test_no_gradient_that_nobody_watches(
 ) -> None:
     layer, x, asked = ak.LSTM(4), data(rng, 2, 5, 3), []
     layer(x)
-    backward = tensorflow.backward
+    backward = tensor_passes.backward
 
     def spy(*args: Any, wanted: set[str], **more: Any) -> Any:
         asked.append(wanted)
         return backward(*args, wanted=wanted, **more)
 
-    monkeypatch.setattr(tensorflow, "backward", spy)
+    monkeypatch.setattr(tensor_passes, "backward", spy)
     for watched in (True, False):
         run = tf.function(derive) if graph else derive
         assert all(part is not None for part in run(layer, x, watched))

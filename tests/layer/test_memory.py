@@ -287,7 +287,7 @@ def test_no_threshold_is_forgotten() -> None:
     files += [*package.glob("keras/*.py"), *package.glob("numpy/*.py")]
     parts = "__init__ door driver gemm memory layout rows panel step sequence pool".split()
     files += [package / f"engines/cpu/{name}.py" for name in parts]
-    elsewhere = "gpu launches device doctor drawing explanation philox layouts cli".split()
+    elsewhere = "gpu card launches device doctor drawing explanation philox layouts cli".split()
     numbers: dict[str, set[str]] = {}
     for file in files:
         if file.stem in elsewhere or file.name == "graphs.py":  # of a GPU, or of no call at all

@@ -126,6 +126,6 @@ def test_explain_scan_names_a_cell_without_a_kernel(monkeypatch: pytest.MonkeyPa
     slow = anycell.torch.Engine("torch", "it has none")
     monkeypatch.setattr(ReadStep, "engine", slow)
     said = explain_scan(
-        lambda h, x: (torch.sin(h + x),) * 2, torch.zeros(B, H), torch.zeros(T, B, H)
+        lambda h, x: (torch.sin(h + x),) * 2, torch.zeros(B, H), torch.zeros(50, B, H)
     )
     assert said.endswith("runs this body: no kernel runs its cell: it has none")
