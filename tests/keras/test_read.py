@@ -319,6 +319,8 @@ def test_as_keras_runs_it(
     make: Any, how: str, graph: bool, masked: bool, rng: np.random.Generator
 ) -> None:
     """For cells whose output is a state, and for one whose output is none."""
+    if BACKEND == "jax" and masked and make is Around and not HOW[how].get("zero_output_for_mask"):
+        pytest.skip("there Keras's loop holds a state in place of the output")
     ours, theirs = both(make, **HOW[how])
     mask = random_mask(rng, B, T) if masked else None
     graph = graph and how != "unrolled"  # Keras knows the number of steps there
