@@ -385,7 +385,7 @@ def test_no_more_choices_than_asked_for(gpu_compile: Any, monkeypatch: pytest.Mo
 
     def todo(choices: int, before: list[dict[str, Any]]) -> list[int]:
         tasks.clear()
-        assert not [*gpu_compile.run([(2, 90, "bfloat16", "LSTM")], 512, choices, 1, before)]
+        assert not [*gpu_compile.run([(2, 90, "bfloat16", "LSTM")], 512, 1, choices, 1, before)]
         return [report.choice for task in tasks for _, report in task]
 
     first, second, third = (report._replace(triton="3.6.0") for _, report in forms)
