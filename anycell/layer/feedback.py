@@ -232,7 +232,8 @@ class Fed:
             series = series if rows is None else xp.where(rows, x[:, :width], series)
             x = xp.concatenate([series, x[:, width:]], -1)
         further = {} if static is None else {"static": static}
-        output, after = self.layer.step(x, tuple(before), **further)
+        state = tuple(before) if len(before) > 1 else before[0]
+        output, after = self.layer.step(x, state, **further)
         return self._read(output), after
 
     def _one_step(self, x: Any) -> Array:

@@ -263,6 +263,20 @@ def test_steps_begin_as_a_call_does() -> None:
                 assert_close(also, right[t].numpy(), "float32", "forward")
 
 
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_steps_of_the_layers_that_torch_has(name: str) -> None:
+    """A cell of one state takes it as it returned it."""
+    torch, at = pytest.importorskip("torch"), pytest.importorskip("anycell.torch")
+    model = at.Feedback(getattr(at, name)(2, 4), torch.nn.Linear(4, 1)).eval()
+    x, state = torch.randn(5, 3, 2), None
+    forced = torch.tensor([True, True, False, False, False])
+    with torch.no_grad():
+        wanted, _ = model(x, forced=forced)
+        for now, is_forced, right in zip(x, forced.tolist(), wanted, strict=True):
+            y, state = model.step(now, state, forced=is_forced)
+            assert_close(y, right, "float32", "forward")
+
+
 def test_a_step_leaves_a_pending_backward() -> None:
     runs = []
     for stepping in (False, True):
