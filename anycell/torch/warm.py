@@ -296,8 +296,6 @@ def _entering(module: Any, user: Mapping[str, Tensor], what: str) -> dict[str, T
         x = x[:, None] if batch_first and x.dim() == 2 else x[None]
     x, others = Layout.of(Torch, x, batch_first).enter(x, arrays, {})
     entering = {"x": x, **others}
-    if (
-        "resets" in user and what == "step"
-    ):  # of one step, whose flags are those of its only direction
+    if "resets" in user and what == "step":  # flags of its only direction
         entering["resets"] = user["resets"].view(torch.uint8).reshape(1, 1, -1)
     return entering

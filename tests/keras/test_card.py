@@ -32,6 +32,7 @@ from anycell.keras.xla import XlaCard
 from anycell.layer import card, recipe
 from anycell.tf1 import modules
 from tests.conformance import on_keras
+from tests.keras.test_xla import Leaky
 
 pytestmark = pytest.mark.sample(every=3)
 
@@ -204,20 +205,6 @@ def test_rows_beyond_what_runs_at_once(
 
 
 # -- Keras, TensorFlow 1 ---------------------------------------------------------------------------
-class Leaky(keras.layers.Layer):
-    """A cell as a user writes it."""
-
-    units = state_size = H
-
-    def build(self, shape: Any) -> None:
-        self.w = self.add_weight(shape=(shape[-1], H))
-        self.u = self.add_weight(shape=(H, H))
-
-    def call(self, x: Any, states: Any) -> Any:
-        h = 0.5 * states[0] + keras.ops.tanh(x @ self.w + states[0] @ self.u)
-        return h, [h]
-
-
 LAYERS: dict[str, Callable[[], Any]] = {
     "a user's cell": lambda: ak.RNN(Leaky(), return_sequences=True),
     "LSTM": lambda: ak.LSTM(H, use_cudnn=False, return_sequences=True),
