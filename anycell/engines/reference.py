@@ -263,7 +263,7 @@ class Recurrence:
         if not is_reduction(node):
             return TABLE[node.op].meaning(self.xp, *args, *node.attrs)
         narrow = self.cell.broadcasts and node.narrow
-        if not args[0].shape:  # one number stands for a row of equal numbers
+        if len(args[0].shape) == 0:  # one number stands for a row of equal numbers
             args = [self._rows(args[0], "H" if narrow else self.cell.sizes[node])]
         reduced = TABLE[node.op].meaning(self.xp, *args, *node.attrs)
         return reduced[:, :1] if narrow else reduced
