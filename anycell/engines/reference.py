@@ -90,7 +90,6 @@ class Recurrence:
         self.steps, self.rows, _ = self.gates_x.shape
         self.places = self.cell.places(self.size)
         self.order = topological(self.cell.next)
-        self.gates = self.xp.steps(self.gates_x)
         self.blocks: dict[tuple[str, str], Array] = {}
         self.zero, self.one = self._number(0.0), self._number(1.0)
         mask, apart = self.mask is not None, self.layer.options.apart(True)
@@ -98,6 +97,11 @@ class Recurrence:
         self.ops = {"where": self.xp.where, "add": operator.add, "const": self._number}
 
     # -- the loop --------------------------------------------------------------------------------
+    @functools.cached_property
+    def gates(self) -> Sequence[Array]:
+        """``gates_x`` at each step."""
+        return self.xp.steps(self.gates_x)
+
     @property
     def times(self) -> range:
         """The steps in the order in which they run. JAX, which exports programs of any number of

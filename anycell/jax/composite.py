@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from jax import lax
 from anycell.engines.reference import Recurrence
 from anycell.lang.philox import philox4x32
 from anycell.layer import steps
-from anycell.layer.restarts import restarts
 from anycell.layer.steps import Results
 from anycell.plan import DTYPES, Layer
 
@@ -34,26 +32,15 @@ def composite(layer: Layer, arrays: Arrays) -> Results:
 
 def _scan(run: Recurrence, names: Sequence[str]) -> tuple[Any, Any]:
     """The sequences of these states, and the final states, of one direction."""
-    options, reverse = run.layer.options, run.layer.options.reverse[run.direction]
-    sequences = {"gates_x": run.gates_x, "mask": run.mask}
-    if run.resets is not None:
-        sequences["resets"] = restarts(run.resets, run.mask, reverse)
-    forwards = options._replace(reverse=(False,) * len(options.reverse))
-    layer = run.layer._replace(options=forwards)  # of one step
-    over_time = {name: array for name, array in sequences.items() if array is not None}
-
-    def step(states: Any, now: Any) -> tuple[Any, Any]:
-        t, parts = now
-        recurrence = replace(
-            run, layer=layer, state=states, **{name: part[None] for name, part in parts.items()},
-            begin=t, uniform=lambda seed, *of_mask: uniform(seed.words, *of_mask),
-        )  # fmt: skip
-        after, final = recurrence.sequences(names)
-        return final, tuple(values[0] for values in after)
-
-    first, times = run.initial(run.state), jnp.arange(run.steps, dtype=jnp.uint32)
-    final, after = lax.scan(step, first, (times, over_time), reverse=reverse)
-    return after, final
+    step, first, sequences = steps.one_step(
+        run, names, uniform=lambda seed, *of_mask: uniform(seed.words, *of_mask)
+    )
+    times = jnp.arange(run.steps, dtype=jnp.uint32)
+    final, after = lax.scan(
+        lambda entering, now: step(entering, now[1], now[0]), first, (times, sequences),
+        reverse=run.layer.options.reverse[run.direction],
+    )  # fmt: skip
+    return after, final[: len(run.cell.states)]
 
 
 def uniform(seed: Array, stream: int, index: int, step: Any, rows: int, units: int) -> Array:

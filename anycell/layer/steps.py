@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from anycell.engines.reference import Recurrence
@@ -33,6 +34,48 @@ def run(layer: Layer, runs: Sequence[Recurrence], scan: Scan = Recurrence.sequen
         for parts in zip(*sequences, strict=True)
     ]
     return output, tuple(xp.stack(parts) for parts in zip(*finals, strict=True)), tuple(others)
+
+
+def one_step(
+    run: Recurrence, names: Sequence[str], **drawing: Any
+) -> tuple[Callable[..., tuple[Any, Any]], tuple[Array, ...], Mapping[str, Array]]:
+    """A run of one direction as a framework's own loop over the steps takes it.
+
+    Args:
+        names: of the states whose values after each step are wanted.
+        drawing: fields of ``Recurrence`` for random masks.
+
+    Returns:
+        the step, which takes what a step hands to the next one, the parts of the sequences at its
+        time, that time if random masks need it, and fields of ``Recurrence`` in the place of the
+        run's; and returns what it hands on, and the states of ``names``.
+        What enters the first step: the states, and where the direction runs backwards and has
+        resets, whether an episode starts at the step that ran last.
+        The sequences, ``[T, ...]`` each, over which it runs, backwards if the direction does.
+    """
+    options, count, xp = run.layer.options, len(run.cell.states), run.xp
+    forwards = options._replace(reverse=(False,) * len(options.reverse))
+    layer, first = run.layer._replace(options=forwards), run.initial(run.state)
+    sequences = {"gates_x": run.gates_x, "mask": run.mask, "resets": run.resets}
+    late = run.resets is not None and options.reverse[run.direction]
+    if late:
+        first = (*first, xp.zeros_like(xp.any(run.resets, axis=0)))
+
+    def step(entering: Any, now: Mapping[str, Array], t: Any = 0, **others: Any) -> tuple[Any, Any]:
+        parts, leaving = dict(now), ()
+        if late:
+            (parts["resets"],), starts, mask = entering[count:], now["resets"], now.get("mask")
+            if mask is not None:  # not by ``where``, which ONNX Runtime lacks for flags
+                held = xp.logical_and(entering[-1], xp.logical_not(mask))
+                starts = xp.logical_or(held, xp.logical_and(starts, mask))
+            leaving = (starts,)
+        parts = {name: part[None] for name, part in parts.items()}
+        states = entering[:count]
+        one = replace(run, layer=layer, state=states, begin=t, **drawing, **parts, **others)
+        after, final = one.sequences(names)
+        return (*final, *leaving), tuple(values[0] for values in after)
+
+    return step, first, {name: array for name, array in sequences.items() if array is not None}
 
 
 def unmasked(arrays: Mapping[str, Array]) -> Array:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anycell.engines.reference import Recurrence
 from anycell.layer import steps
 from anycell.plan import Layer
 from anycell.plan.layer import OPTIONS, SEED, changed
@@ -23,13 +24,13 @@ Arrays = Mapping[str, Tensor]  # named as in ``layer.signature``; absent tensors
 Result = tuple[Tensor, States, States]  # see ``steps.Results``
 
 
-def composite(layer: Layer, arrays: Arrays) -> Result:
+def composite(layer: Layer, arrays: Arrays, loop: steps.Scan = Recurrence.sequences) -> Result:
     """Runs a layer step by step."""
     if torch._C._get_tracing_state() is not None:
         # The trace unrolls the loop over the steps. ``unbind`` makes it fail on an input of more.
         arrays = {**arrays, "x": torch.stack(arrays["x"].unbind())}
     layer = changed(layer, OPTIONS, changed(layer.options, SEED, _number(layer.options.seed)))
-    return steps.run(layer, steps.directions(layer, arrays, F.linear))
+    return steps.run(layer, steps.directions(layer, arrays, F.linear), loop)
 
 
 def _number(seed: Any) -> int:

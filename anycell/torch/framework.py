@@ -33,7 +33,8 @@ _CPU = torch.device("cpu")  # explicit: torch.set_default_device must not move o
 
 
 def _array(value: Any, like: Tensor) -> Tensor:
-    if like.is_cuda and isinstance(value, (int, float)):  # a copy from the host would wait
+    # A copy from the host would wait for a card, and be a constant outside of the graph in a trace.
+    if isinstance(value, (int, float)):
         return torch.full((), value, dtype=like.dtype, device=like.device)
     if isinstance(value, Tensor):  # asarray has had two meanings of a gradient's path
         return value.to(like.device, like.dtype)

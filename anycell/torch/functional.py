@@ -40,8 +40,11 @@ def run_layer(layer: Layer, arrays: Arrays) -> Result:
     x, engine = arrays["x"], layer.engine
     plan: Plan | str = "asked for"
     if layer.plan is None and (observed() or type(x) not in ORDINARY):
-        if torch.onnx.is_in_onnx_export() and (results := nodes.run(layer, arrays)) is not None:
-            return results
+        if torch.onnx.is_in_onnx_export():
+            if (results := nodes.run(layer, arrays)) is not None:
+                return results
+            if nodes.scans(x.shape[0]):
+                return composite(layer, arrays, nodes.scan)
         if engine != "reference" and _as_operator(arrays):
             results = ops.run(layer, arrays)
             if results is not None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from problems import Sized
 from tolerances import LIMITS, NO_WORSE_THAN, assert_close, error
 
 torch = pytest.importorskip("torch")
@@ -146,13 +147,89 @@ def test_cells_that_onnx_has(dynamo: bool) -> None:
             **(options if kind else {}),
         )  # fmt: skip
         nodes = [node.op_type for node in onnx.load_from_string(file.getvalue()).graph.node]
-        if not dynamo or kind != "RNN":  # which the newer exporter unrolls
+        if dynamo and kind in ("RNN", None):  # the newer exporter would unroll the node
+            assert nodes.count("Scan") == 4
+        else:
             assert nodes.count(kind) == (2 if kind else 0) and ("Tanh" in nodes) is (kind is None)
         runtime = pytest.importorskip("onnxruntime")
         run = runtime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"]).run
         for other in (x,) if dynamo or kind is None else (x, torch.randn(6, 3, 3)):
             (output,) = run(None, {"x": other.numpy()})
             assert_close(output, model(other).detach(), "float32", "runtime")
+
+
+class WithInputs(nn.Module):
+    """A layer whose further arguments are inputs."""
+
+    def __init__(self, layer: nn.Module, names: str) -> None:
+        super().__init__()
+        self.layer, self.names = layer, names.split()
+
+    def forward(self, x: Tensor, *given: Tensor) -> Any:
+        return self.layer(x, **dict(zip(self.names, given, strict=True)), return_states=True)
+
+
+def arguments(names: str, steps: int, rows: int) -> list[Tensor]:
+    draw = {
+        "mask": lambda: torch.rand(steps, rows) < 0.4,
+        "resets": lambda: torch.rand(steps, rows) < 0.4,
+        "lengths": lambda: torch.randint(steps + 1, (rows,)),
+        "static": lambda: torch.randn(rows, 5),
+    }
+    return [draw[name]() for name in names.split()]
+
+
+SCANS: dict[str, Any] = {
+    "a cell": (lambda: at.RNN(cells.LayerNormGRU, 3, 5, 2, bidirectional=True), ""),
+    "lengths": (lambda: at.RNN(cells.JANET, 3, 5, bidirectional=True, batch_first=True), "lengths"),
+    "mask and resets": (lambda: at.RNN(cells.sLSTM, 3, 5, bidirectional=True), "mask resets"),
+    "resets": (lambda: at.RNN(Sized, 3, 5, bidirectional=True, P=4, E=5), "resets static"),
+    "a cell with a node": (lambda: at.RNN(cells.LSTM, 3, 5), ""),
+    "a drop-in": (lambda: at.LSTM(3, 5), "mask"),
+}  # fmt: skip
+
+
+@of_onnx
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch's exporter
+@pytest.mark.parametrize("case", SCANS)
+def test_onnx_of_any_length_by_export(case: str) -> None:
+    """A ``Scan`` runs any number of steps and rows, also where a mask leaves few steps."""
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    make, names = SCANS[case]
+    model, file = WithInputs(make(), names).eval(), io.BytesIO()
+    first = getattr(model.layer, "batch_first", False)
+    steps, rows = torch.export.Dim("steps"), torch.export.Dim("rows")
+    over_time = {0: rows, 1: steps} if first else {0: steps, 1: rows}
+    shapes = [{0: rows} if n in ("lengths", "static") else over_time for n in names.split()]
+
+    def given(steps: int, rows: int) -> list[Tensor]:
+        return [torch.randn(*((rows, steps) if first else (steps, rows)), 3),
+                *arguments(names, steps, rows)]  # fmt: skip
+
+    torch.onnx.export(
+        model, tuple(given(4, 2)), file, dynamo=True, verbose=False,
+        dynamic_shapes=(over_time, *[tuple(shapes)] * bool(names)),
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+    for size in ((4, 2), (1, 1), (40, 3)):
+        inputs = given(*size)
+        feeds = {i.name: t.numpy() for i, t in zip(session.get_inputs(), inputs, strict=True)}
+        for one, right in zip(session.run(None, feeds), leaves(model(*inputs)), strict=True):
+            assert_close(one, right, "float32", "runtime")
+
+
+@of_onnx
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch's exporter
+def test_one_step_needs_no_scan() -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    model, file = Called(at.RNN(cells.JANET, 3, 5), {}).eval(), io.BytesIO()
+    torch.onnx.export(model, (torch.randn(1, 2, 3),), file, dynamo=True, verbose=False)
+    nodes = {node.op_type for node in onnx.load_from_string(file.getvalue()).graph.node}
+    assert "Tanh" in nodes and "Scan" not in nodes
 
 
 @of_onnx
