@@ -62,7 +62,7 @@ def one_step(
         first = (*first, xp.zeros_like(xp.any(run.resets, axis=0)))
 
     def step(entering: Any, now: Mapping[str, Array], t: Any = 0, **others: Any) -> tuple[Any, Any]:
-        parts, leaving = dict(now), ()
+        parts, leaving = dict(now), tuple[Array, ...]()
         if late:
             (parts["resets"],), starts, mask = entering[count:], now["resets"], now.get("mask")
             if mask is not None:  # not by ``where``, which ONNX Runtime lacks for flags
