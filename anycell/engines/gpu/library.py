@@ -273,6 +273,37 @@ def max(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
     return _over_groups(x, units, inside, groups, each, True)
 
 
+# Of a row whose units several programs share, see ``rounds``: the numbers of a program's part, and
+# those of the whole row from all parts ``[rows, programs]``; ``count`` is the units of a part.
+
+
+@triton.jit
+def spread(x, inside, total, count):
+    """The squares of distances from the part's mean, summed."""
+    distance = tl.where(inside, x - total / count, 0.0)
+    return tl.sum(distance * distance, axis=1, keep_dims=True)
+
+
+@triton.jit
+def merged_spread(spreads, totals, total, count, each: tl.constexpr):
+    """The squares of distances from the mean of the row of ``each`` units, summed."""
+    apart = totals / tl.maximum(count, 1.0) - total * (1.0 / each)
+    return tl.sum(spreads + count * (apart * apart), axis=1, keep_dims=True)
+
+
+@triton.jit
+def raised(x, inside, largest):
+    """e to the distances from the part's maximum, summed."""
+    powers = tl.where(x == largest, 1.0, exp(x - largest))  # also where both are infinite
+    return tl.sum(tl.where(inside, powers, 0.0), axis=1, keep_dims=True)
+
+
+@triton.jit
+def merged_raised(sums, largests, largest):
+    """e to the distances from the row's maximum, summed."""
+    return tl.sum(sums * exp(largests - largest), axis=1, keep_dims=True)
+
+
 # ---- matmuls whose k is shared out over warps ----------------------------------------------------
 
 
@@ -361,6 +392,13 @@ def of_pass(pointer, distance):
 
 # ---- programs that wait for one another ----------------------------------------------------------
 
+
+@triton.jit
+def call(run):
+    """Calls a function of the host's, in the interpreter."""
+    run()
+
+
 # Each thread polls a flag until it holds the value or more, or until time is up. Time begins with
 # the first reading of the clock, which is read at every 64th poll. The load is an acquire: all
 # loads that follow see what the other program had written before it set the flag.
@@ -395,6 +433,7 @@ def _spin(flags, value, patience):
     unseen = (tl.load(flags, volatile=True) < value).to(tl.int32)  # Triton 3.3 interprets no ~
     looks = 0
     while (tl.sum(unseen, axis=0) > 0) & (looks * 10_000 < patience):
+        tl.debug_barrier()  # the turn of other programs
         unseen = (tl.load(flags, volatile=True) < value).to(tl.int32)
         looks += 1
     return 1 - unseen
