@@ -42,7 +42,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from anycell.engines.gpu.resident import LEAST, NEXT, Loop
-from anycell.engines.gpu.rounds import COMPANION, Rounds, grouped
+from anycell.engines.gpu.rounds import COMPANION, NUMBERS, Rounds, companion, grouped
 from anycell.engines.gpu.text import Load, Printed, Variant, gradients_of, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
@@ -69,7 +69,8 @@ class Slice(NamedTuple):
     held: int
 
 
-FIRST_OF = {"max": 'float("-inf")'}  # the number of no units, where it is not 0
+SIMPLE = {"total": "sum", "largest": "max"}  # numbers, and the functions that reduce them
+FIRST_OF = {"largest": 'float("-inf")'}  # the number of no units, where it is not 0
 CHAINS = 4  # of matrix instructions between which a warp alternates
 
 
@@ -343,14 +344,19 @@ class _Slice(Loop):
             self.said[NEXT] = ""
             self.say(NEXT)
 
-    def _before(self, roots: list[Expr], arriving: Callable[[Expr], bool]) -> None:
-        """Computes everything that does not depend on values yet to come from other programs."""
+    def _before(
+        self, roots: list[Expr], arriving: Callable[[Expr], bool] = lambda _: False
+    ) -> None:
+        """Computes everything that does not depend on values yet to come from other programs, row
+        reductions among them.
+        """
         numbers = self.rounds.numbers
         roots = [*roots, *(number.args[0] for number in numbers)]
         order = topological(roots, self.is_leaf)
         late = set[Expr]()
         for node in order:
-            if arriving(node) or self._reduces(node) or (not self.is_leaf(node) and not late.isdisjoint(node.args)):
+            reduces = is_reduction(node) and not self.is_leaf(node)
+            if reduces or arriving(node) or (not self.is_leaf(node) and not late.isdisjoint(node.args)):
                 late.add(node)
         wanted = dict.fromkeys(n for n in roots if n not in late)
         for node in order:
@@ -431,27 +437,35 @@ class _Slice(Loop):
         """The length of a row of parts, one for each program."""
         return power_of_two(self.programs)
 
-    def _reduces(self, node: Expr) -> bool:
-        """Whether the value is a reduction that the kernel computes."""
-        return is_reduction(node) and not self.is_leaf(node)
-
     def reduce(self, roots: list[Expr]) -> None:
         """Computes the row reductions, round by round."""
-        results = self.rounds.results
-        formulas = [formula for found in results for formula in found.values()]
-        roots = [*roots, *(number.args[0] for number in self.rounds.numbers), *formulas]
+        self._settle(roots)
+        some = [*roots, *(number.args[0] for number in self.rounds.numbers)]
+        some += self.rounds.results.values()
         for k, numbers in enumerate(self.rounds.rounds):
-            self._evaluate_once([number.args[0] for number in numbers], roots)
+            self._evaluate_once([number.args[0] for number in numbers], some)
             for number in numbers:
                 self._store_part(number)
             self._publish(k)
+            self._before(roots)
             self._wait(k, "t < count")
             theirs = dict[Expr, str]()
             for number in numbers:
                 self._merge(number, theirs)
-            for node, formula in results[k].items():
+                self._settle(roots)
+
+    def _settle(self, roots: list[Expr]) -> None:
+        """Computes the reductions whose numbers are there, and what depends on them alone: so few
+        numbers are alive at once.
+        """
+        for node, formula in self.rounds.results.items():
+            order = topological([formula], self.is_leaf)
+            if node not in self.names and all(
+                n in self.names or not (n.op in NUMBERS or is_reduction(n)) for n in order
+            ):
                 self.evaluate([formula])
                 self.names[node] = self.names[formula]
+        self._before(roots)
 
     def _evaluate_once(self, some: list[Expr], all_: list[Expr]) -> None:
         """Computes some of all values, and gives names to those that others will need again."""
@@ -475,10 +489,10 @@ class _Slice(Loop):
             return
         value = self.value(number.args[0])
         if number.op in COMPANION:
-            text = f"{number.op}({value}, in_H, {self.mine[self._companion(number)]}"
+            text = f"{number.op}({value}, in_H, {self.mine[companion(number)]}"
             text += f", {self._units('tl.program_id(1)')})" if number.op == "spread" else ")"
         else:
-            text = f"{number.op}({value}, {self.units('H')}, in_H, 1, {self.plan.hidden_size})"
+            text = f"{SIMPLE[number.op]}({value}, {self.units('H')}, in_H, 1, {self.plan.hidden_size})"
         self.mine[number] = self.assign(f"my_{number.op}", text)
         self.say(f"tl.store({self._parts(number, 'tl.program_id(1)')}, {self.mine[number]}, mask=is_row)")
 
@@ -493,17 +507,14 @@ class _Slice(Loop):
         text = where.text(where.rows).removesuffix(")") + ', cache_modifier=".cg")'
         theirs[number] = self.assign(f"their_{number.op}", text)
         if number.op in COMPANION:
-            other = self._companion(number)
+            other = companion(number)
             text = f"merged_{number.op}({theirs[number]}, {theirs[other]}, {self.names[other]}"
             more = f", {self._units(lanes)}, {self.plan.hidden_size}"
             text += f"{more})" if number.op == "spread" else ")"
         else:
-            text = f"tl.{number.op}({theirs[number]}, axis=1, keep_dims=True)"
+            text = f"tl.{SIMPLE[number.op]}({theirs[number]}, axis=1, keep_dims=True)"
         name = self.names[number] = self.assign(f"row_{number.op}", text)
         self.hand_over(name)
-
-    def _companion(self, number: Expr) -> Expr:
-        return Expr(COMPANION[number.op], number.args, number.attrs)
 
     def _units(self, program: str) -> str:
         """The units of a program, 0 beyond the last one."""

@@ -26,8 +26,8 @@ from anycell.lang.ops import is_reduction
 
 ALL = (1,)  # the attribute of a reduction over all units
 ONE = const(1.0)
-# What programs exchange for a value, and the number of the same value that it merges with.
-COMPANION = {"spread": "sum", "raised": "max"}
+NUMBERS = frozenset({"total", "largest", "spread", "raised"})
+COMPANION = {"spread": "total", "raised": "largest"}  # the number that another one is relative to
 
 
 def grouped(roots: Iterable[Expr]) -> bool:
@@ -44,34 +44,31 @@ class Rounds:
         units: of a row.
 
     Attributes:
-        rounds: the numbers of each round: nodes of the ops "sum", "max", "spread" (squares of
-            distances from the mean, summed) and "raised" (e to the distances from the maximum,
-            summed), whose argument is a value of each unit.
-        results: for each round, the reductions that are known after it, as expressions of numbers.
+        rounds: the numbers of each round: nodes of the ops "total", "largest", "spread" (the sum of
+            squares of distances from the mean) and "raised" (the sum of e to the distances from the
+            largest), whose argument is a value of each unit.
+        results: the reductions as expressions of numbers.
     """
 
     def __init__(self, roots: Iterable[Expr], leaf: Callable[[Expr], bool], units: int) -> None:
         self.leaf, self.units = leaf, units
         self.levels: dict[Expr, int] = {}  # how many rounds a value needs
-        formulas: dict[Expr, Expr] = {}
+        self.results: dict[Expr, Expr] = {}
         roots = list(roots)
-        order = topological(roots, leaf)
-        for node in order:
-            if is_reduction(node) and not leaf(node):
-                formulas[node] = self._formula(node)
-                self.levels[node] = self._level(formulas[node])
-            else:
-                self.levels[node] = 0 if leaf(node) else self._level(node)
-        needed = dict.fromkeys(self._needed(roots, formulas))
-        count = max((self._level(node) for node in needed), default=0)
-        self.rounds: list[list[Expr]] = [[] for _ in range(count)]
-        self.results: list[dict[Expr, Expr]] = [{} for _ in range(count)]
-        for node in sorted(needed, key=lambda n: n.op in COMPANION):
-            if _is_number(node):
-                self.rounds[self._level(node) - 1].append(node)
-        for node in order:
-            if node in needed and node in formulas:
-                self.results[max(0, self.levels[node] - 1)][node] = formulas[node]
+        for node in topological(roots, leaf):
+            if leaf(node):
+                self.levels[node] = 0
+            elif is_reduction(node):
+                self.results[node] = self._formula(node)
+                self.levels[node] = self._level(self.results[node])
+        needed = self._needed(roots)
+        self.results = {node: f for node, f in self.results.items() if node in needed}
+        numbers = [node for node in needed if node.op in NUMBERS]
+        count = max(map(self._level, numbers), default=0)
+        self.rounds: list[dict[Expr, None]] = [{} for _ in range(count)]
+        for node in numbers:
+            round_ = self.rounds[self._level(node) - 1]
+            round_ |= dict.fromkeys(([companion(node)] if node.op in COMPANION else []) + [node])
 
     @functools.cached_property
     def numbers(self) -> dict[Expr, int]:
@@ -82,33 +79,29 @@ class Rounds:
         """How many rounds a value needs, or the result of exchanging a number."""
         if node not in self.levels:
             below = max(map(self._level, node.args), default=0)
-            self.levels[node] = below + _is_number(node)
+            self.levels[node] = below + (node.op in NUMBERS)
         return self.levels[node]
 
-    def _needed(self, roots: list[Expr], formulas: dict[Expr, Expr]) -> list[Expr]:
+    def _needed(self, roots: list[Expr]) -> dict[Expr, None]:
         """Everything that is computed, the numbers among it."""
         found, stack = dict[Expr, None](), roots[::-1]
         while stack:
             node = stack.pop()
-            if node in found:
-                continue
-            found[node] = None
-            formula = formulas.get(node, node)
-            if formula is not node:
-                stack.append(formula)
-            elif not self.leaf(node) or _is_number(node):
-                if node.op in COMPANION:
-                    stack.append(Expr(COMPANION[node.op], node.args, ALL))
-                stack += reversed(node.args)
-        return [*found]
+            if node not in found:
+                found[node] = None
+                if node in self.results:
+                    stack.append(self.results[node])
+                elif not self.leaf(node):
+                    stack += reversed(node.args)
+        return found
 
     def _formula(self, node: Expr) -> Expr:
         """A reduction as an expression of numbers, after as few rounds as the rules allow."""
         (value,), scale = node.args, const(1.0 / self.units if node.op == "mean" else 1.0)
         if node.op == "max":
-            return node
+            return _number("largest", value)
         # As written first: others exchange more numbers.
-        ways = [apply("mul", _number("sum", value), scale), self._linear(value, scale)]
+        ways = [apply("mul", _number("total", value), scale), self._linear(value, scale)]
         if not any(map(self.leaf, (value, *value.args))):
             ways += [*self._squares(value, scale), *self._powers(value, scale)]
         return min(ways, key=self._level)
@@ -121,7 +114,7 @@ class Rounds:
             if centre.narrow and not of.narrow:
                 spread = apply("mul", _number("spread", of), scale)
                 if centre is not Expr("mean", (of,), ALL):
-                    mean = apply("mul", _number("sum", of), const(1.0 / self.units))
+                    mean = apply("mul", _number("total", of), const(1.0 / self.units))
                     apart = apply("sub", mean, centre)
                     squares = apply("mul", apply("mul", apart, apart), const(self.units))
                     spread = apply("add", spread, apply("mul", squares, scale))
@@ -147,7 +140,7 @@ class Rounds:
             else:
                 terms[factor] = apply("add", terms[factor], part) if factor in terms else part
         for factor, part in terms.items():
-            part = apply("mul", _number("sum", part), scale)
+            part = apply("mul", _number("total", part), scale)
             total = apply("add", total, apply("mul", factor, part))
         return total
 
@@ -179,6 +172,6 @@ def _number(op: str, value: Expr) -> Expr:
     return Expr(op, (value,), ALL)
 
 
-def _is_number(node: Expr) -> bool:
-    """Whether programs exchange it; means are computed from sums."""
-    return node.op in ("sum", "max", "spread", "raised")
+def companion(number: Expr) -> Expr:
+    """The number that another one is relative to."""
+    return Expr(COMPANION[number.op], number.args, ALL)
