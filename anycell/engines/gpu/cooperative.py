@@ -42,7 +42,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from anycell.engines.gpu.resident import LEAST, NEXT, Loop
-from anycell.engines.gpu.rounds import COMPANION, NUMBERS, Rounds, companion, grouped
+from anycell.engines.gpu.rounds import COMPANION, NUMBERS, companion, grouped, rounds_of
 from anycell.engines.gpu.text import Load, Printed, Variant, gradients_of, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
@@ -70,6 +70,7 @@ class Slice(NamedTuple):
 
 
 SIMPLE = {"total": "sum", "largest": "max"}  # numbers, and the functions that reduce them
+MERGED = {"sum": "{} + {}".format, "max": "tl.maximum({}, {})".format}
 FIRST_OF = {"largest": 'float("-inf")'}  # the number of no units, where it is not 0
 CHAINS = 4  # of matrix instructions between which a warp alternates
 
@@ -122,9 +123,7 @@ class _Slice(Loop):
         self.chunk, self.ahead, self.held = part.chunk, part.ahead, part.held
         self.pair = max(1, 4 // plan.itemsize)  # numbers of a thread's register
         self.programs = -(-plan.hidden_size // part.units)  # of a group
-        backward = gradient_roots(plan.cell, plan.gradients)
-        roots = backward if variant.backward else [*plan.cell.next, *self.kept]
-        self.rounds = Rounds(roots, self.is_leaf, plan.hidden_size)
+        self.rounds = rounds_of(plan, variant)
         self.mine: dict[Expr, str] = {}  # the numbers of this program's units
         self.buffer = len(self.rounds.numbers) * part.rows * self.lanes_of_parts
         self.parts = 2 * self.buffer
@@ -292,7 +291,7 @@ class _Slice(Loop):
     def _split(self, value: str, names: list[str]) -> None:
         """Splits ``[rows, units * outputs]`` into a tile for each output."""
         if len(names) == 1:
-            self.once(names[0], value)
+            self.once(names[0], f"settled({value})" if self.rounds.rounds else value)
             return
         half = len(names) // 2
         shape = f"[{self.rows}, {self.width * half}, 2]"
@@ -435,7 +434,7 @@ class _Slice(Loop):
     @property
     def lanes_of_parts(self) -> int:
         """The length of a row of parts, one for each program."""
-        return power_of_two(self.programs)
+        return -(-self.programs // self.width) * self.width
 
     def reduce(self, roots: list[Expr]) -> None:
         """Computes the row reductions, round by round."""
@@ -449,7 +448,7 @@ class _Slice(Loop):
             self._publish(k)
             self._before(roots)
             self._wait(k, "t < count")
-            theirs = dict[Expr, str]()
+            theirs = dict[Expr, list[str]]()
             for number in numbers:
                 self._merge(number, theirs)
                 self._settle(roots)
@@ -490,37 +489,43 @@ class _Slice(Loop):
         value = self.value(number.args[0])
         if number.op in COMPANION:
             text = f"{number.op}({value}, in_H, {self.mine[companion(number)]}"
-            text += f", {self._units('tl.program_id(1)')})" if number.op == "spread" else ")"
+            here = self.once("units_here", self._units("tl.program_id(1)"))
+            text += f", {here})" if number.op == "spread" else ")"
         else:
             text = f"{SIMPLE[number.op]}({value}, {self.units('H')}, in_H, 1, {self.plan.hidden_size})"
         self.mine[number] = self.assign(f"my_{number.op}", text)
         self.say(f"tl.store({self._parts(number, 'tl.program_id(1)')}, {self.mine[number]}, mask=is_row)")
 
-    def _merge(self, number: Expr, theirs: dict[Expr, str]) -> None:
-        """Merges the numbers of all programs."""
-        lanes = self.once("peers", f"tl.arange(0, {self.lanes_of_parts})[None, :]")
-        where = Load(
-            self._parts(number, lanes),
-            f"is_row & ({lanes} < {self.programs})",
-            other=FIRST_OF.get(number.op, "0.0")
-        )
-        text = where.text(where.rows).removesuffix(")") + ', cache_modifier=".cg")'
-        theirs[number] = self.assign(f"their_{number.op}", text)
-        if number.op in COMPANION:
-            other = companion(number)
-            text = f"merged_{number.op}({theirs[number]}, {theirs[other]}, {self.names[other]}"
-            more = f", {self._units(lanes)}, {self.plan.hidden_size}"
-            text += f"{more})" if number.op == "spread" else ")"
-        else:
-            text = f"tl.{SIMPLE[number.op]}({theirs[number]}, axis=1, keep_dims=True)"
+    def _merge(self, number: Expr, theirs: dict[Expr, list[str]]) -> None:
+        """Merges the numbers of all programs, in tiles like that of the units: so the compiler
+        lays them out alike.
+        """
+        lanes = self.once("peers", f"tl.arange(0, {self.width})[None, :]")
+        simple = SIMPLE.get(number.op, "sum")
+        theirs[number], parts = [], list[str]()
+        for first in range(0, self.programs, self.width):
+            full, peers = first + self.width <= self.programs, plus(first, lanes)
+            mask = "is_row" if full else f"is_row & ({peers} < {self.programs})"
+            load = Load(self._parts(number, peers), mask, None, FIRST_OF.get(number.op, "0.0"))
+            text = load.text(mask).removesuffix(")") + ', cache_modifier=".cg")'
+            theirs[number].append(self.assign(f"their_{number.op}", text))
+            parts.append(theirs[number][-1])
+            if number.op in COMPANION:
+                other = companion(number)
+                given = [parts[-1], theirs[other][len(parts) - 1], self.names[other]]
+                if number.op == "spread":
+                    count = self.once(f"units_of_{first}", self._units(peers))
+                    given += [count, str(self.plan.hidden_size)]
+                parts[-1] = f"merged_{number.op}({', '.join(given)})"
+        all_ = functools.reduce(MERGED[simple], parts)
+        text = f"tl.{simple}({all_}, axis=1, keep_dims=True)"
         name = self.names[number] = self.assign(f"row_{number.op}", text)
         self.hand_over(name)
 
-    def _units(self, program: str) -> str:
-        """The units of a program, 0 beyond the last one."""
-        left = f"{self.plan.hidden_size} - {program} * {self.width}"
-        name = "units_of" if program == "peers" else "units_here"
-        return self.once(name, f"tl.minimum(tl.maximum({left}, 0), {self.width}).to(tl.float32)")
+    def _units(self, programs: str) -> str:
+        """The units of programs, 0 beyond the last one."""
+        left = f"{self.plan.hidden_size} - {programs} * {self.width}"
+        return f"tl.minimum(tl.maximum({left}, 0), {self.width}).to(tl.float32)"
 
     def begin_step(self) -> None:
         """Backward, the loop has one more turn than there are steps, to collect what the last step

@@ -285,10 +285,22 @@ def spread(x, inside, total, count):
 
 
 @triton.jit
+def settled(x):
+    """x, in one layout: without this the compiler computes x again in the layout of each user."""
+    if _INTERPRETED:
+        y = x
+    else:
+        y = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return y
+
+
+@triton.jit
 def merged_spread(spreads, totals, total, count, each: tl.constexpr):
-    """The squares of distances from the mean of the row of ``each`` units, summed."""
+    """The squares of the parts' distances from the mean of the row of ``each`` units."""
     apart = totals / tl.maximum(count, 1.0) - total * (1.0 / each)
-    return tl.sum(spreads + count * (apart * apart), axis=1, keep_dims=True)
+    return spreads + count * (apart * apart)
 
 
 @triton.jit
@@ -300,8 +312,8 @@ def raised(x, inside, largest):
 
 @triton.jit
 def merged_raised(sums, largests, largest):
-    """e to the distances from the row's maximum, summed."""
-    return tl.sum(sums * exp(largests - largest), axis=1, keep_dims=True)
+    """e to the parts' distances from the row's maximum."""
+    return sums * exp(largests - largest)
 
 
 # ---- matmuls whose k is shared out over warps ----------------------------------------------------

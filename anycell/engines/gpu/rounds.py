@@ -21,13 +21,23 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 
+from anycell.engines.gpu.text import Text, Variant, kept
 from anycell.lang.expr import Expr, apply, const, topological
 from anycell.lang.ops import is_reduction
+from anycell.plan import Plan, gradient_roots
 
 ALL = (1,)  # the attribute of a reduction over all units
 ONE = const(1.0)
 NUMBERS = frozenset({"total", "largest", "spread", "raised"})
 COMPANION = {"spread": "total", "raised": "largest"}  # the number that another one is relative to
+
+
+@functools.lru_cache(maxsize=1024)
+def rounds_of(plan: Plan, variant: Variant) -> Rounds:
+    """The rounds of a pass."""
+    text, forward = Text(plan, variant, (1, 1), False), [*plan.cell.next, *kept(plan, variant)]
+    roots = gradient_roots(plan.cell, plan.gradients) if variant.backward else forward
+    return Rounds(roots, text.is_leaf, plan.hidden_size)
 
 
 def grouped(roots: Iterable[Expr]) -> bool:
