@@ -300,7 +300,10 @@ def _parts(
         return
     if rows * _columns(plan, units, backward) > 32 * SUMS:
         return
-    ways = itertools.product(WARPS[1:] if parted else WARPS[1::-1], LEFT[:1] if parted else LEFT)
+    warps_of = WARPS[1::-1]
+    if parted:  # with 16 warps a thread has too few registers for numbers of whole rows
+        warps_of = WARPS[1:2] if _numbers(plan, backward) else WARPS[1:]
+    ways = itertools.product(warps_of, LEFT[:1] if parted else LEFT)
     for warps, left in ways:
         if device.compiler < YOUNG and rows * units > 32 * warps * OLD_UNITS:
             continue

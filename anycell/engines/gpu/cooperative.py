@@ -355,7 +355,11 @@ class _Slice(Loop):
         late = set[Expr]()
         for node in order:
             reduces = is_reduction(node) and not self.is_leaf(node)
-            if reduces or arriving(node) or (not self.is_leaf(node) and not late.isdisjoint(node.args)):
+            if (
+                reduces
+                or arriving(node)
+                or (not self.is_leaf(node) and not late.isdisjoint(node.args))
+            ):
                 late.add(node)
         wanted = dict.fromkeys(n for n in roots if n not in late)
         for node in order:
@@ -486,15 +490,17 @@ class _Slice(Loop):
         """Stores the number of this program's units."""
         if number in self.mine:
             return
-        value = self.value(number.args[0])
-        if number.op in COMPANION:
-            text = f"{number.op}({value}, in_H, {self.mine[companion(number)]}"
-            here = self.once("units_here", self._units("tl.program_id(1)"))
-            text += f", {here})" if number.op == "spread" else ")"
+        value, program = self.value(number.args[0]), "tl.program_id(1)"
+        if number.op == "spread":
+            count = self.once("units_here", self._units(program))
+            text = f"spread({value}, in_H, {self.mine[companion(number)]}, {count})"
+        elif number.op == "raised":
+            text = f"raised({value}, in_H, {self.mine[companion(number)]})"
         else:
-            text = f"{SIMPLE[number.op]}({value}, {self.units('H')}, in_H, 1, {self.plan.hidden_size})"
-        self.mine[number] = self.assign(f"my_{number.op}", text)
-        self.say(f"tl.store({self._parts(number, 'tl.program_id(1)')}, {self.mine[number]}, mask=is_row)")
+            units, h = self.units("H"), self.plan.hidden_size
+            text = f"{SIMPLE[number.op]}({value}, {units}, in_H, 1, {h})"
+        name = self.mine[number] = self.assign(f"my_{number.op}", text)
+        self.say(f"tl.store({self._parts(number, program)}, {name}, mask=is_row)")
 
     def _merge(self, number: Expr, theirs: dict[Expr, list[str]]) -> None:
         """Merges the numbers of all programs, in tiles like that of the units: so the compiler

@@ -150,7 +150,7 @@ class Turns:
             raise self.raised
 
     def _run(self, n: int, errors: Any) -> None:
-        """Runs a program in its thread, with NumPy's treatment of errors in the thread that waits."""
+        """Runs a program in its thread; ``errors``: what NumPy does about errors."""
         self._take(n)
         try:
             if self.raised is None:

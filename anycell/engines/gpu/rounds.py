@@ -168,7 +168,9 @@ class Rounds:
             if value.op == "neg":
                 return _times(const(-1.0), self._terms(first))
             if last.narrow:
-                return _times(last if value.op == "mul" else apply("div", ONE, last), self._terms(first))
+                return _times(
+                    last if value.op == "mul" else apply("div", ONE, last), self._terms(first)
+                )
             if first.narrow and value.op == "mul":
                 return _times(first, self._terms(last))
         return [(ONE, value)]
