@@ -1,10 +1,12 @@
 """Row reductions of tier 2: what programs exchange, in which rounds, and the results."""
 
+import builtins
+
 import numpy as np
 import pytest
 
 # Before anything else that may import Triton.
-from gpu import CARD, SLOW, by_gpu, without_a_card
+from gpu import by_gpu
 from problems import assert_right, assert_same, error, random_problem
 
 from anycell import (
@@ -24,7 +26,7 @@ from anycell import (
 from anycell.engines.gpu import capacity
 from anycell.engines.gpu.cooperative import Slice, print_cooperative, refusal
 from anycell.engines.gpu.interpreter import Turns
-from anycell.engines.gpu.rounds import rounds_of
+from anycell.engines.gpu.rounds import COMPANION, companion, rounds_of
 from anycell.engines.gpu.text import Variant
 from anycell.lang.expr import topological
 from anycell.plan import plan
@@ -101,40 +103,32 @@ def test_a_layer_norm_is_one_round() -> None:
 
 def test_rounds_of_users_cells() -> None:
     assert counts(Attending) == [3]  # a softmax: the maximum and the powers; another maximum
-    assert counts(Linear) == [3] and counts(Shifted) == [2]
-    # A mean; then tanh of it and the squares; then the norm; then its product.
-    assert len(counts(Nested)) == 4
+    assert counts(Attending, backward=True) == [2, 2]
+    # The sum of squares of h, that of n, and those of the two terms that n divides or multiplies.
+    assert counts(Linear) == [4]
+    # The squares and the sum, and the sum of zeros.
+    assert counts(Shifted) == [3]
+    # Of n and g; of the tanh and a * a; the squares of the norm; the last product.
+    assert counts(Nested) == [2, 2, 1, 1]
 
 
 def test_numbers_need_only_earlier_rounds() -> None:
     for one in (*USERS, *NORMS):
         for backward in (False, True):
-            variant = Variant.training(one, backward)
-            rounds = rounds_of(plan(one, 18, "float16", "gpu"), variant)
-            known = set()
-            for numbers in rounds.rounds:
-                for number in numbers:
-                    inside = topological(number.args, rounds.leaf)
-                    assert all(n in known for n in inside if n in rounds.results), number
-                seen = [n for n, formula in rounds.results.items() if _known(formula, rounds, known, numbers)]
-                known.update(seen)
-
-
-def _known(formula, rounds, known, numbers):
-    """Whether an expression needs only these numbers, or earlier results."""
-    done = {*numbers}
-    for earlier in rounds.rounds:
-        done |= {*earlier}
-        if earlier is numbers:
-            break
-    order = topological([formula], lambda n: n in done or n in known or rounds.leaf(n))
-    return not any(n in rounds.results and n not in known for n in order)
+            rounds = rounds_of(plan(one, 18, "float16", "gpu"), Variant.training(one, backward))
+            for k, numbers in enumerate(rounds.rounds):
+                inside = topological([n.args[0] for n in numbers], rounds.leaf)
+                needed = [rounds.levels[n] for n in inside if n in rounds.results]
+                assert builtins.max(needed, default=0) <= k
+                assert all(companion(n) in numbers for n in numbers if n.op in COMPANION)
 
 
 def test_groups_are_refused() -> None:
     assert refusal(plan(Grouped, 18, "float32", "gpu")) == "a row reduction of groups of units"
     assert refusal(plan(cells.LayerNormGRU, 18, "float32", "gpu")) is None
-    with pytest.raises(ValueError, match="tier=2 cannot run cell Grouped: a row reduction of groups"):
+    with pytest.raises(
+        ValueError, match="tier=2 cannot run cell Grouped: a row reduction of groups"
+    ):
         capacity.choose(plan(Grouped, 18, "float32", "gpu"), None, tier=2)
 
 
@@ -156,10 +150,10 @@ def test_the_model_counts_numbers_of_rows() -> None:
     norm, plain = (plan(one, 512, "bfloat16", "gpu") for one in (cells.LayerNormGRU, cells.GRU))
     for backward in (False, True):
         tiles = 2 * capacity.tiles(norm, backward)
-        held = part.held * 64 * 64 // 128 if not backward else part.held * 16 * 64 // 128
         assert capacity.slice_numbers(norm, part, backward) >= tiles + 12
-        assert capacity.cycles(norm, part, 32, backward) > capacity.cycles(plain, part, 32, backward)
-    del held
+        assert capacity.cycles(norm, part, 32, backward) > capacity.cycles(
+            plain, part, 32, backward
+        )
     h100 = next(d for d in capacity.DEVICES if d.name == "H100")
     for one, warps in ((cells.GRU, {8, 16}), (cells.LayerNormGRU, {8})):
         chosen = capacity.choices(plan(one, 256, "float32", "gpu"), h100, True)
@@ -169,13 +163,13 @@ def test_the_model_counts_numbers_of_rows() -> None:
 # -- results ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("one", "how"),
-    [(one, how) for how in (HARD | {"reverse": True}, {}) for one in (*NORMS[:1], *USERS, *NORMS[1:])],
+    [(one, how) for how in (HARD, {"reverse": True}) for one in (*NORMS[:1], *USERS, *NORMS[1:])],
     ids=str,
 )
 @pytest.mark.sample(2)
 def test_results(one: Cell, how: dict[str, bool], rng: np.random.Generator) -> None:
-    """Two groups of three programs, the last of which has one unit."""
-    problem = random_problem(one, (3, 17, 33), rng, "float32", nearby=6, **how)
+    """Two groups of two programs, the last of which has two units."""
+    problem = random_problem(one, (2, 17, 18), rng, "float32", nearby=6, **how)
     assert_right(by_gpu(problem, tier=2), problem)
 
 
@@ -183,7 +177,7 @@ def test_results(one: Cell, how: dict[str, bool], rng: np.random.Generator) -> N
 @pytest.mark.sample(1)
 def test_chunks_of_time(one: Cell, rng: np.random.Generator) -> None:
     """Launches and segments count on: the results have the bits of one launch."""
-    problem = random_problem(one, (5, 3, 18), rng, "float32", nearby=6, resets=True)
+    problem = random_problem(one, (3, 3, 18), rng, "float32", nearby=6, resets=True)
     whole = by_gpu(problem, tier=2)
     again = by_gpu(problem, tier=2, checkpoint=2)
     sums = {name for name in whole if name.endswith("_l0")}  # over time, in another order

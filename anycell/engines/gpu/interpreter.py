@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -111,7 +112,9 @@ class Interpreter(HostDriver):
             number = np.frombuffer(cell, _TYPES.get(kind, np.uint64), 1).copy()
             values.append(tl.tensor(TensorHandle(number, of), of))
         function = build.function(printed)
-        with _turn:
+        with _turn, warnings.catch_warnings():
+            # The largest of numbers that are all NaN is NaN, as on a device.
+            warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
             if printed.cooperative:
                 turns = Turns(lambda: function(*values), grid, interpreter_builder)
                 call[(1,)](turns.run)  # which makes the language the interpreter's
