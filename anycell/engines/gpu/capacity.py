@@ -300,7 +300,7 @@ def _parts(
         return
     if rows * _columns(plan, units, backward) > 32 * SUMS:
         return
-    warps_of = WARPS[1::-1]
+    warps_of: tuple[int, ...] = WARPS[1::-1]
     if parted:  # with 16 warps a thread has too few registers for numbers of whole rows
         warps_of = WARPS[1:2] if _numbers(plan, backward) else WARPS[1:]
     ways = itertools.product(warps_of, LEFT[:1] if parted else LEFT)

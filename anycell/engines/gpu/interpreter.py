@@ -23,7 +23,7 @@ from anycell.engines.gpu.text import Printed
 
 FAILED = 999  # CUDA_ERROR_UNKNOWN
 _turn = threading.Lock()  # Triton replaces functions of its language while it interprets a kernel
-_TYPES = {"i32": np.int32, "i64": np.int64, "u64": np.uint64}
+_TYPES: dict[str, Any] = {"i32": np.int32, "i64": np.int64, "u64": np.uint64}
 _POINTER, _SIZES = ctypes.c_void_p, [ctypes.c_uint32] * 7
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int32, _POINTER, *_SIZES, _POINTER, ctypes.POINTER(_POINTER), _POINTER
@@ -108,7 +108,7 @@ class Interpreter(HostDriver):
         values: list[Any] = []
         for n, (_, kind) in enumerate(printed.arguments):
             of = tl.str_to_ty(kind, None)
-            cell = ctypes.c_uint64.from_address(parameters[n])
+            cell = bytes(ctypes.c_uint64.from_address(parameters[n]))
             number = np.frombuffer(cell, _TYPES.get(kind, np.uint64), 1).copy()
             values.append(tl.tensor(TensorHandle(number, of), of))
         function = build.function(printed)
