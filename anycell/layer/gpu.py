@@ -51,13 +51,13 @@ def _exchange(draft: DeviceDraft, plan: Plan, kernels: Kernels, batch: int) -> d
     if not isinstance(kernels, Printed) or not kernels.cooperative:
         return {}
     groups, programs = gpu.grid(kernels, plan, batch)
+    parts = kernels.parts and draft.empty((groups, kernels.parts), wide=True)
     return {
         "flags": draft.flags(2 * groups * programs),
+        "parts": parts,
         "trouble": draft.host.pointer(draft.host.trouble),
         "patience": draft.host.patience,
         "done": 0,  # steps that these programs have counted
-        "behind": 0,
-        "close": 1,
     }
 
 

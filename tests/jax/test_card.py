@@ -52,6 +52,7 @@ CELLS = [
     pytest.param(cells.sLSTM, 1, (), marks=pytest.mark.slow),
     pytest.param(cells.EALSTM, 1, HAS, marks=pytest.mark.slow),
     pytest.param(cells.LayerNormLSTM, 1, HAS, marks=pytest.mark.slow),
+    pytest.param(cells.LayerNormLSTM, 2, HAS, marks=pytest.mark.slow),
     pytest.param(cells.ZoneoutLSTM, 1, ("bidirectional", "training"), marks=pytest.mark.slow),
 ]
 

@@ -80,8 +80,8 @@ def forget() -> None:
 HAS = ("state", "d state", "mask", "resets")
 EVERY = [getattr(cells, name) for name in cells.__all__]
 WAYS = {"eager": {}, "graph": {"graph": True}, "XLA": {"xla": True}}
-# Cells that tier 2 runs: their steps have one matmul and no reductions.
-SINGLE = [cells.LSTM, cells.GRU, cells.PeepholeLSTM]
+# Cells that tier 2 runs: their steps have one matmul.
+SINGLE = [cells.LSTM, cells.GRU, cells.PeepholeLSTM, cells.LayerNormLSTM]
 
 
 def cases() -> Iterator[Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from anycell.engines.gpu import build, capacity
+from anycell.engines.gpu import capacity
 from anycell.engines.gpu.arrays import DeviceArrays
 from anycell.engines.gpu.capacity import Choice
 from anycell.engines.gpu.cooperative import print_cooperative
@@ -29,21 +29,6 @@ from anycell.engines.gpu.text import Printed, Variant
 from anycell.engines.gpu.twins import print_twins
 from anycell.engines.gpu.work import Span, Work, grid
 from anycell.plan import Plan
-
-
-def launches(kernel: Printed, work: Work) -> Iterator[Work]:
-    """Yields the calls of a kernel of tier 1 or 2 that run the steps, a launch each.
-
-    The interpreter runs one program after the other, so none may wait for a later one: there tier 2
-    runs one step per launch, and the last launch collects what the last step owes.
-    """
-    if not (kernel.cooperative and build.interpreted()):
-        yield work
-        return
-    for t in range(work.steps + work.variant.backward):
-        part = work.part(t, int(t < work.steps), work.values["turn"] + t)
-        part.values.update(behind=int(t > 0), close=int(t == work.steps))
-        yield part
 
 
 def sources(plan: Plan, backward: bool) -> Iterator[str]:
@@ -79,7 +64,6 @@ __all__ = [
     "Refused",
     "Span",
     "grid",
-    "launches",
     "print_whole",
     "run_plainly",
     "sources",

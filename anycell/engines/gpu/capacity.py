@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from anycell.engines.gpu.cooperative import Slice, refusal, shape, sums_of
 from anycell.engines.gpu.resident import LEAST
-from anycell.engines.gpu.text import power_of_two
+from anycell.engines.gpu.rounds import rounds_of
+from anycell.engines.gpu.text import Variant, power_of_two
 from anycell.lang.cell import Linear
+from anycell.lang.expr import Expr
 from anycell.plan import Plan
 
 
@@ -298,7 +300,10 @@ def _parts(
         return
     if rows * _columns(plan, units, backward) > 32 * SUMS:
         return
-    ways = itertools.product(WARPS[1:] if parted else WARPS[1::-1], LEFT[:1] if parted else LEFT)
+    warps_of: tuple[int, ...] = WARPS[1::-1]
+    if parted:  # with 16 warps a thread has too few registers for numbers of whole rows
+        warps_of = WARPS[1:2] if _numbers(plan, backward) else WARPS[1:]
+    ways = itertools.product(warps_of, LEFT[:1] if parted else LEFT)
     for warps, left in ways:
         if device.compiler < YOUNG and rows * units > 32 * warps * OLD_UNITS:
             continue
@@ -337,6 +342,7 @@ def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
     arriving = part.rows * depth * plan.itemsize
     weights = (chunks - part.held) * part.chunk * columns * plan.itemsize
     sums = 2 * part.warps * part.rows * columns * 4
+    arriving += len(_numbers(plan, backward)) * part.rows * -(-plan.hidden_size // part.units) * 4
     return (
         -(-chunks // part.ahead) * TRIP
         + max(arriving / SECOND_LEVEL, programs * arriving / TOGETHER)
@@ -362,7 +368,15 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     carried += len(cell.states) + 4 * bool(cell.keeps)  # words of random bits
     copies = -(-part.rows * part.units // (32 * part.warps))
     carried *= copies
-    return held + max(sums + arriving + carried, tiles(plan, backward) * copies)
+    # Of whole rows: results of reductions, and those that are saved.
+    rows = len(_numbers(plan, backward)) + len(plan.saved_rows)
+    rows *= -(-part.rows // (4 * part.warps))
+    return held + max(sums + arriving + carried, tiles(plan, backward) * copies + rows)
+
+
+def _numbers(plan: Plan, backward: bool) -> Collection[Expr]:
+    """The numbers that programs of tier 2 exchange for row reductions."""
+    return rounds_of(plan, Variant.training(plan.cell, backward)).numbers
 
 
 def slice_bytes(

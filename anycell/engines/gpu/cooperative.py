@@ -27,7 +27,12 @@ A program whose wait takes longer than ``patience`` nanoseconds gives up; all it
 that. It goes on with NaN and without waiting; the others find its flags set, and finish too. If a
 program never began, the others find no flag set, and each of them gives up once.
 
-Only cells of one stage fit: every matmul multiplies h, and no row reduction needs other units.
+**Row reductions.** Each program stores the numbers of its units, such as their sum, tells the
+others, waits for theirs, and merges the numbers of all programs in one order: so all have the same
+bits. ``rounds`` says how often a step does that. Two buffers take turns from step to step: what a
+program stores for a step, no other program can still be reading.
+
+Only cells of one stage fit: every matmul multiplies h.
 """
 
 from __future__ import annotations
@@ -37,11 +42,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from anycell.engines.gpu.resident import LEAST, NEXT, Loop
-from anycell.engines.gpu.text import Printed, Variant, gradients_of, plus, power_of_two
+from anycell.engines.gpu.rounds import COMPANION, NUMBERS, companion, grouped, rounds_of
+from anycell.engines.gpu.text import Load, Printed, Variant, gradients_of, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import is_reduction
-from anycell.plan import Plan
+from anycell.plan import Plan, gradient_roots
 
 
 class Slice(NamedTuple):
@@ -63,6 +69,9 @@ class Slice(NamedTuple):
     held: int
 
 
+SIMPLE = {"total": "sum", "largest": "max"}  # numbers, and the functions that reduce them
+MERGED = {"sum": "{} + {}".format, "max": "tl.maximum({}, {})".format}
+FIRST_OF = {"largest": 'float("-inf")'}  # the number of no units, where it is not 0
 CHAINS = 4  # of matrix instructions between which a warp alternates
 
 
@@ -101,8 +110,8 @@ def refusal(plan: Plan) -> str | None:
     sizes |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
     if sizes != {"H"}:
         return "states of several sizes"
-    if any(map(is_reduction, topological([*cell.next, *plan.saved, *plan.saved_rows]))):
-        return "a row reduction needs all units"
+    if grouped([*cell.next, *gradient_roots(cell, plan.gradients)]):
+        return "a row reduction of groups of units"
     return None
 
 
@@ -114,10 +123,15 @@ class _Slice(Loop):
         self.chunk, self.ahead, self.held = part.chunk, part.ahead, part.held
         self.pair = max(1, 4 // plan.itemsize)  # numbers of a thread's register
         self.programs = -(-plan.hidden_size // part.units)  # of a group
+        self.rounds = rounds_of(plan, variant)
+        self.mine: dict[Expr, str] = {}  # the numbers of this program's units
+        self.buffer = len(self.rounds.numbers) * part.rows * self.lanes_of_parts
+        self.parts = 2 * self.buffer
+        self.writes_rows = "is_row & (rows * 0 + tl.program_id(1) == 0)"  # all have these numbers
 
     @property
     def turns(self) -> str:
-        return f"count + {self.argument('close', 'i32')}" if self.variant.backward else "count"
+        return "count + 1" if self.variant.backward else "count"
 
     def padded(self, size: str) -> int:
         """Units of the tile."""
@@ -244,8 +258,7 @@ class _Slice(Loop):
         none: what the kernel reads then is not used.
         """
         name = gradients_of(self.plan, l)
-        step = f"tl.maximum(t - 1, -{self.argument('behind', 'i32')})"
-        return self._place_theirs(f"d{k}_at", name, step)
+        return self._place_theirs(f"d{k}_at", name, "tl.maximum(t - 1, 0)")
 
     def _place_theirs(self, at: str, name: str, step: str) -> str:
         place, (_, lanes) = self.place(name, step, self._their_rows()), self._spread(self.rows)
@@ -278,7 +291,7 @@ class _Slice(Loop):
     def _split(self, value: str, names: list[str]) -> None:
         """Splits ``[rows, units * outputs]`` into a tile for each output."""
         if len(names) == 1:
-            self.once(names[0], value)
+            self.once(names[0], f"settled({value})" if self.rounds.rounds else value)
             return
         half = len(names) // 2
         shape = f"[{self.rows}, {self.width * half}, 2]"
@@ -301,11 +314,19 @@ class _Slice(Loop):
         self._fetch(f"d{k}_{start}", self._place_gates(k, l), start, size)
 
     # -- the exchange ----------------------------------------------------------------------------
-    def _flag(self, step: str, program: str) -> str:
-        """The flags of a step."""
+    def _flag(self, exchange: str, program: str) -> str:
+        """The flags of an exchange."""
         self.argument("flags", "*i32")
-        group = f"(({step}) & 1) * tl.num_programs(0) + tl.program_id(0)"
+        group = f"(({exchange}) & 1) * tl.num_programs(0) + tl.program_id(0)"
         return f"flags + ({group}) * {self.programs} + {program}"
+
+    def _exchange(self, number: int) -> str:
+        """The number of an exchange of this step among all: rounds come first, then h or the gates;
+        -1 is the last one of the step before.
+        """
+        count = len(self.rounds.rounds) + 1
+        first = f"({self.argument('done', 'i32')} + t)" + f" * {count}" * (count > 1)
+        return f"{first} {'-' if number < 0 else '+'} {abs(number)}" if number else first
 
     @property
     def early(self) -> frozenset[str]:
@@ -322,18 +343,32 @@ class _Slice(Loop):
             self.said[NEXT] = ""
             self.say(NEXT)
 
-    def _before(self, roots: list[Expr], arriving: Callable[[Expr], bool]) -> None:
-        """Computes everything that does not depend on values yet to come from other programs."""
+    def _before(
+        self, roots: list[Expr], arriving: Callable[[Expr], bool] = lambda _: False
+    ) -> None:
+        """Computes everything that does not depend on values yet to come from other programs, row
+        reductions among them.
+        """
+        numbers = self.rounds.numbers
+        roots = [*roots, *(number.args[0] for number in numbers)]
         order = topological(roots, self.is_leaf)
         late = set[Expr]()
         for node in order:
-            if arriving(node) or (not self.is_leaf(node) and not late.isdisjoint(node.args)):
+            reduces = is_reduction(node) and not self.is_leaf(node)
+            if (
+                reduces
+                or arriving(node)
+                or (not self.is_leaf(node) and not late.isdisjoint(node.args))
+            ):
                 late.add(node)
         wanted = dict.fromkeys(n for n in roots if n not in late)
         for node in order:
             if node in late and not self.is_leaf(node):
                 wanted |= dict.fromkeys(arg for arg in node.args if arg not in late)
         self.evaluate([n for n in wanted if n.op != "const"], self.labels())
+        for number in self.rounds.rounds[0] if numbers else ():
+            if number.args[0] in self.names:
+                self._store_part(number)
 
     def before_wait(self) -> None:
         """Computes what does not depend on other programs, while they finish the previous step."""
@@ -345,17 +380,21 @@ class _Slice(Loop):
         self._place_h()
 
     def wait(self) -> None:
-        """Waits until all programs of the group have done the step before.
+        """Waits until all programs of the group have done the step before."""
+        self._wait(-1, f"{self.argument('done', 'i32')} + t > 0")
+
+    def _wait(self, number: int, due: str) -> None:
+        """Waits for an exchange, if it is due.
 
         Every thread has a lane of its own; lanes beyond the programs poll this program's flag.
         """
-        done, patience = self.argument("done", "i32"), self.argument("patience", "i64")
+        patience, exchange = self.argument("patience", "i64"), self._exchange(number)
         lanes = f"tl.arange(0, {power_of_two(self.programs, 32 * self.warps)})"
         peers = f"tl.where({lanes} < {self.programs}, {lanes}, tl.program_id(1))"
-        self.say(f"if ({done} + t > 0) & (alive > 0):")
+        self.say(f"if ({due}) & (alive > 0):")
         with self.indented():
-            where = self._flag(f"{done} + t - 1", peers)
-            self.say(f"alive = wait({where}, {done} + t, {patience})")
+            value = self._exchange(number + 1)
+            self.say(f"alive = wait({self._flag(exchange, peers)}, {value}, {patience})")
 
     def wait_backward(self, roots: list[Expr]) -> None:
         """Waits likewise; then adds what the step before still owes."""
@@ -364,8 +403,7 @@ class _Slice(Loop):
         for k, l in enumerate(self.linears):
             self._place_gates(k, l)
         self.wait()
-        behind = self.argument("behind", "i32")
-        self.once("is_before", f"(rows < batch) & (rows * 0 + t + {behind} > 0)")
+        self.once("is_before", "(rows < batch) & (rows * 0 + t > 0)")
         self.once("gathered", self._gather())
         self.say("gathered = tl.where(is_before, gathered, 0.0)")
         self.hand_over("gathered")
@@ -383,13 +421,117 @@ class _Slice(Loop):
 
     def publish(self) -> None:
         """Tells the other programs of these rows that the step is done."""
-        text = f"publish({self._flag('done + t', 'tl.program_id(1)')}, done + t + 1)"
+        self._publish(len(self.rounds.rounds))
+
+    def _publish(self, number: int) -> None:
+        """Tells the other programs that its part of an exchange is there."""
+        exchange, value = self._exchange(number), self._exchange(number + 1)
+        text = f"publish({self._flag(exchange, 'tl.program_id(1)')}, {value})"
         if not self.variant.backward:
             self.say(text)
             return
         self.say("if t < count:")
         with self.indented():
             self.say(text)
+
+    # -- row reductions --------------------------------------------------------------------------
+    @property
+    def lanes_of_parts(self) -> int:
+        """The length of a row of parts, one for each program."""
+        return -(-self.programs // self.width) * self.width
+
+    def reduce(self, roots: list[Expr]) -> None:
+        """Computes the row reductions, round by round."""
+        self._settle(roots)
+        some = [*roots, *(number.args[0] for number in self.rounds.numbers)]
+        some += self.rounds.results.values()
+        for k, numbers in enumerate(self.rounds.rounds):
+            self._evaluate_once([number.args[0] for number in numbers], some)
+            for number in numbers:
+                self._store_part(number)
+            self._publish(k)
+            self._before(roots)
+            self._wait(k, "t < count")
+            theirs = dict[Expr, list[str]]()
+            for number in numbers:
+                self._merge(number, theirs)
+                self._settle(roots)
+
+    def _settle(self, roots: list[Expr]) -> None:
+        """Computes the reductions whose numbers are there, and what depends on them alone: so few
+        numbers are alive at once.
+        """
+        for node, formula in self.rounds.results.items():
+            order = topological([formula], self.is_leaf)
+            if node not in self.names and all(
+                n in self.names or not (n.op in NUMBERS or is_reduction(n)) for n in order
+            ):
+                self.evaluate([formula])
+                self.names[node] = self.names[formula]
+        self._before(roots)
+
+    def _evaluate_once(self, some: list[Expr], all_: list[Expr]) -> None:
+        """Computes some of all values, and gives names to those that others will need again."""
+        order = dict.fromkeys(topological(some, self.is_leaf))
+        later = [node for node in topological(all_, self.is_leaf) if node not in order]
+        again = dict.fromkeys(arg for node in later for arg in node.args if arg in order)
+        self.evaluate([*some, *(node for node in again if node.op != "const")])
+
+    def _parts(self, number: Expr, program: str) -> str:
+        """The address of the parts of a number."""
+        row, lanes = self.array("parts", wide=True), self.lanes_of_parts
+        turn = f"tl.program_id(0) * 2 + (({self.argument('done', 'i32')} + t) & 1)"
+        here = f"tl.arange(0, {self.rows})[:, None] * {lanes}"
+        at = self.once("parts_at", f"{row} + ({turn}) * {self.buffer} + {here}")
+        place = self.rounds.numbers[number] * self.rows * lanes
+        return f"{at} + ({place} + {program})"
+
+    def _store_part(self, number: Expr) -> None:
+        """Stores the number of this program's units."""
+        if number in self.mine:
+            return
+        value, program = self.value(number.args[0]), "tl.program_id(1)"
+        if number.op == "spread":
+            count = self.once("units_here", self._units(program))
+            text = f"spread({value}, in_H, {self.mine[companion(number)]}, {count})"
+        elif number.op == "raised":
+            text = f"raised({value}, in_H, {self.mine[companion(number)]})"
+        else:
+            units, h = self.units("H"), self.plan.hidden_size
+            text = f"{SIMPLE[number.op]}({value}, {units}, in_H, 1, {h})"
+        name = self.mine[number] = self.assign(f"my_{number.op}", text)
+        self.say(f"tl.store({self._parts(number, program)}, {name}, mask=is_row)")
+
+    def _merge(self, number: Expr, theirs: dict[Expr, list[str]]) -> None:
+        """Merges the numbers of all programs, in tiles like that of the units: so the compiler
+        lays them out alike.
+        """
+        lanes = self.once("peers", f"tl.arange(0, {self.width})[None, :]")
+        simple = SIMPLE.get(number.op, "sum")
+        theirs[number], parts = [], list[str]()
+        for first in range(0, self.programs, self.width):
+            full, peers = first + self.width <= self.programs, plus(first, lanes)
+            mask = "is_row" if full else f"is_row & ({peers} < {self.programs})"
+            load = Load(self._parts(number, peers), mask, None, FIRST_OF.get(number.op, "0.0"))
+            text = load.text(mask).removesuffix(")") + ', cache_modifier=".cg")'
+            theirs[number].append(self.assign(f"their_{number.op}", text))
+            parts.append(theirs[number][-1])
+            if number.op in COMPANION:
+                other = companion(number)
+                given = [parts[-1], theirs[other][len(parts) - 1], self.names[other]]
+                if number.op == "spread":
+                    count = self.once(f"units_of_{first}", self._units(peers))
+                    given += [count, str(self.plan.hidden_size)]
+                parts[-1] = f"merged_{number.op}({', '.join(given)})"
+        all_ = functools.reduce(MERGED[simple], parts)
+        text = f"tl.{simple}({all_}, axis=1, keep_dims=True)"
+        name = self.names[number] = self.assign(f"row_{number.op}", text)
+        self.hand_over(name)
+
+    def _units(self, programs: str) -> str:
+        """The units of programs, 0 beyond the last one."""
+        left = f"{self.plan.hidden_size} - {programs} * {self.width}"
+        return f"tl.minimum(tl.maximum({left}, 0), {self.width}).to(tl.float32)"
 
     def begin_step(self) -> None:
         """Backward, the loop has one more turn than there are steps, to collect what the last step

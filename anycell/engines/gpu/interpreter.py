@@ -2,12 +2,17 @@
 
 It has those functions of CUDA's driver that start kernels, as C functions, so all that starts
 kernels starts them here too. A kernel's handle is its number.
+
+Programs of a cooperative kernel run by turns, so that they can wait for one another.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +23,7 @@ from anycell.engines.gpu.text import Printed
 
 FAILED = 999  # CUDA_ERROR_UNKNOWN
 _turn = threading.Lock()  # Triton replaces functions of its language while it interprets a kernel
-_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
+_TYPES: dict[str, Any] = {"i32": np.int32, "i64": np.int64, "u64": np.uint64}
 _POINTER, _SIZES = ctypes.c_void_p, [ctypes.c_uint32] * 7
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int32, _POINTER, *_SIZES, _POINTER, ctypes.POINTER(_POINTER), _POINTER
@@ -96,16 +101,85 @@ class Interpreter(HostDriver):
     def start(self, printed: Printed, grid: tuple[int, ...], parameters: Any) -> None:
         """Runs all programs of a kernel."""
         import triton.language as tl
-        from triton.runtime.interpreter import TensorHandle
+        from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+        from anycell.engines.gpu.library import call
 
         values: list[Any] = []
         for n, (_, kind) in enumerate(printed.arguments):
-            number = _TYPES.get(kind, ctypes.c_uint64).from_address(parameters[n]).value
-            if kind[0] == "*":
-                pointer = tl.str_to_ty(kind, None)
-                handle = TensorHandle(np.array([number], np.uint64), pointer)
-                values.append(tl.tensor(handle, pointer))
+            of = tl.str_to_ty(kind, None)
+            cell = bytes(ctypes.c_uint64.from_address(parameters[n]))
+            number = np.frombuffer(cell, _TYPES.get(kind, np.uint64), 1).copy()
+            values.append(tl.tensor(TensorHandle(number, of), of))
+        function = build.function(printed)
+        with _turn, warnings.catch_warnings():
+            # The largest of numbers that are all NaN is NaN, as on a device.
+            warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
+            if printed.cooperative:
+                turns = Turns(lambda: function(*values), grid, interpreter_builder)
+                call[(1,)](turns.run)  # which makes the language the interpreter's
             else:
-                values.append(number)
-        with _turn:
-            build.function(printed)[grid](*values)
+                function[grid](*values)
+
+
+class Turns:
+    """The programs of a grid, one at a time: each runs until its next barrier of threads, then the
+    next one. Each has a thread of Python.
+    """
+
+    def __init__(self, program: Callable[[], None], grid: tuple[int, ...], builder: Any) -> None:
+        self.program, self.builder, self.shape = program, builder, (*grid, *[1] * (3 - len(grid)))
+        self.places = [*itertools.product(*map(range, self.shape))]
+        self.turns = [threading.Semaphore(0) for _ in self.places]
+        self.running = [*range(len(self.places))]
+        self.current = 0
+        self.raised: BaseException | None = None
+
+    def run(self) -> None:
+        """Runs all programs."""
+        self.builder.set_grid_dim(*self.shape)
+        self.builder.create_barrier = self.barrier
+        try:
+            errors = np.geterr()
+            threads = [threading.Thread(target=self._run, args=(n, errors)) for n in self.running]
+            for thread in threads:
+                thread.start()
+            self.turns[0].release()
+            for thread in threads:
+                thread.join()
+        finally:
+            del self.builder.create_barrier
+        if self.raised is not None:
+            raise self.raised
+
+    def _run(self, n: int, errors: Any) -> None:
+        """Runs a program in its thread; ``errors``: what NumPy does about errors."""
+        self._take(n)
+        try:
+            if self.raised is None:
+                with np.errstate(**errors):
+                    self.program()
+        except BaseException as error:
+            self.raised = self.raised or error
+        following = self._next()
+        self.running.remove(n)
+        self.turns[following].release()
+
+    def _next(self) -> int:
+        """The program whose turn comes next."""
+        place = self.running.index(self.current) + 1
+        return self.running[place % len(self.running)]
+
+    def _take(self, n: int) -> None:
+        """Waits for the turn of a program."""
+        self.turns[n].acquire()
+        self.current = n
+        self.builder.set_grid_idx(*self.places[n])
+
+    def barrier(self) -> None:
+        """Runs the other programs until their barriers."""
+        mine, following = self.current, self._next()
+        self.turns[following].release()
+        self._take(mine)
+        if self.raised is not None:
+            raise self.raised

@@ -273,6 +273,49 @@ def max(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
     return _over_groups(x, units, inside, groups, each, True)
 
 
+# Of a row whose units several programs share, see ``rounds``: the numbers of a program's part, and
+# those of the whole row from all parts ``[rows, programs]``; ``count`` is the units of a part.
+
+
+@triton.jit
+def spread(x, inside, total, count):
+    """The squares of distances from the part's mean, summed."""
+    distance = tl.where(inside, x - total / count, 0.0)
+    return tl.sum(distance * distance, axis=1, keep_dims=True)
+
+
+@triton.jit
+def settled(x):
+    """x, in one layout: without this the compiler computes x again in the layout of each user."""
+    if _INTERPRETED:
+        y = x
+    else:
+        y = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return y
+
+
+@triton.jit
+def merged_spread(spreads, totals, total, count, each: tl.constexpr):
+    """The squares of the parts' distances from the mean of the row of ``each`` units."""
+    apart = totals / tl.maximum(count, 1.0) - total * (1.0 / each)
+    return spreads + count * (apart * apart)
+
+
+@triton.jit
+def raised(x, inside, largest):
+    """e to the distances from the part's maximum, summed."""
+    powers = tl.where(x == largest, 1.0, exp(x - largest))  # also where both are infinite
+    return tl.sum(tl.where(inside, powers, 0.0), axis=1, keep_dims=True)
+
+
+@triton.jit
+def merged_raised(sums, largests, largest):
+    """e to the parts' distances from the row's maximum."""
+    return sums * exp(largests - largest)
+
+
 # ---- matmuls whose k is shared out over warps ----------------------------------------------------
 
 
@@ -361,6 +404,13 @@ def of_pass(pointer, distance):
 
 # ---- programs that wait for one another ----------------------------------------------------------
 
+
+@triton.jit
+def call(run):
+    """Calls a function of the host's, in the interpreter."""
+    run()
+
+
 # Each thread polls a flag until it holds the value or more, or until time is up. Time begins with
 # the first reading of the clock, which is read at every 64th poll. The load is an acquire: all
 # loads that follow see what the other program had written before it set the flag.
@@ -395,6 +445,7 @@ def _spin(flags, value, patience):
     unseen = (tl.load(flags, volatile=True) < value).to(tl.int32)  # Triton 3.3 interprets no ~
     looks = 0
     while (tl.sum(unseen, axis=0) > 0) & (looks * 10_000 < patience):
+        tl.debug_barrier()  # the turn of other programs
         unseen = (tl.load(flags, volatile=True) < value).to(tl.int32)
         looks += 1
     return 1 - unseen

@@ -270,6 +270,7 @@ class Loop(Text):
     def _step(self) -> None:
         cell, variant, plan = self.cell, self.variant, self.plan
         states = list(zip(cell.states, cell.next, strict=True))
+        self.reduce([*cell.next, *self.kept])
         self.evaluate([*cell.next, *self.kept], {n: f"{s.name}_new" for s, n in states})
         for s, node in states:  # all, before the first of them takes its new value
             new = f"zero_{s.size} + {self.value(node)}"
@@ -300,6 +301,9 @@ class Loop(Text):
     def wait_backward(self, roots: list[Expr]) -> None:
         """Waits likewise, before the step that computes these."""
         self.say(NEXT)
+
+    def reduce(self, roots: list[Expr]) -> None:
+        """Called before these values of a step are computed, for their row reductions."""
 
     def hand_over(self, value: str) -> None:
         """Called before the result of a step, of that name, is stored."""
@@ -356,6 +360,7 @@ class Loop(Text):
             self._flags()
             operands = [l.operand for l in self.linears if stores_operand(self.plan, variant, l)]
             self.wait_backward([*roots, *operands])
+            self.reduce([*roots, *operands])
             self.evaluate([*roots, *operands], self.labels())
             self.store_gradients(self._sizes, inside=True)
             self.publish()

@@ -86,6 +86,7 @@ class Printed(NamedTuple):
         warps: of 32 threads each.
         cooperative: whether its programs wait for one another, and so must all run at once.
         alone: whether a program takes the better part of a multiprocessor.
+        parts: float32 numbers that each group of programs exchanges for row reductions.
         apart: of a twin, the arguments whose distances come last, see ``twins``.
     """
 
@@ -97,6 +98,7 @@ class Printed(NamedTuple):
     warps: int
     cooperative: bool = False
     alone: bool = False
+    parts: int = 0
     apart: tuple[str, ...] = ()
 
 
@@ -132,6 +134,8 @@ class Text:
 
     begins = True  # whether arrays over time begin before the first step of the call
     shared = alone = False  # see ``Printed``: cooperative, alone
+    parts = 0
+    writes_rows = "is_row"  # where it stores numbers of whole rows
 
     def __init__(self, plan: Plan, variant: Variant, tile: tuple[int, int], whole: bool) -> None:
         self.plan, self.cell, self.variant = plan, plan.cell, variant
@@ -518,7 +522,7 @@ class Text:
             if is_boolean(node):  # memory holds numbers
                 value = f"tl.where({value}, 1.0, 0.0)"
             if node.narrow:
-                self.say(f"tl.store({row} + {column}, {value}, mask=is_row)")
+                self.say(f"tl.store({row} + {column}, {value}, mask={self.writes_rows})")
             else:
                 self.store(self.at(row, column, size), value, size)
 
@@ -573,7 +577,8 @@ class Text:
         size, tile = self.tiled[0] if self.tiled else "H", (self.rows, self.lanes)
         warps = self.warps or (4 if self.lanes <= 4096 else 8 if self.lanes <= 16384 else 16)
         arguments = tuple(self.arguments.items())
-        return Printed(name, text, arguments, tile, size, warps, self.shared, self.alone)
+        how = self.shared, self.alone, self.parts
+        return Printed(name, text, arguments, tile, size, warps, *how)
 
     def _named(self, body: str) -> str:
         """The text with names for its variables."""

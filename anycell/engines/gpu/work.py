@@ -69,17 +69,6 @@ class Work(NamedTuple):
             arguments |= span.values(name, self.host)
         return {symbol(name): value for name, value in arguments.items()}
 
-    def part(self, begin: int, steps: int, turn: int) -> Work:
-        """The call of some of the steps, after ``turn`` turns."""
-        spans = {n: s._replace(first=s.first + s.sign * begin) for n, s in self.spans.items()}
-        draws = self.draws
-        if draws is not None:
-            draws = (*draws[:2], draws[2] + begin * draws[3], draws[3])
-        values = {**self.values, "turn": turn}
-        if "done" in values:
-            values["done"] += begin
-        return self._replace(values=values, spans=spans, steps=steps, draws=draws)
-
     def launch(self, printed: Printed, values: Mapping[str, Any]) -> Launch:
         """A kernel, ready to start."""
         return Launch(printed, values, grid(printed, self.plan, self.batch), self.host)
