@@ -110,18 +110,19 @@ def _run(name: str, of_pass: Pass, model: Model) -> Iterator[str]:
     """A pass over all steps."""
     backwards = "size_t t = steps; t-- > 0;"
     yield f"    for ({backwards if of_pass.reverse else 'size_t t = 0; t < steps; t++'})"
+    to = "t" if of_pass.flipped == of_pass.reverse else "(steps - 1 - t)"
     of_samples = Rows("in", 0, model.inputs)
-    at = [_rows(rows, model) for rows in (of_samples, of_pass.reads, of_pass.writes) if rows]
-    yield f"        {name}(state, {', '.join(at)});"
+    at = [_rows(rows, model) for rows in (of_samples, of_pass.reads) if rows]
+    yield f"        {name}(state, {', '.join([*at, _rows(of_pass.writes, model, to)])});"
 
 
-def _rows(rows: Rows, model: Model) -> str:
-    """The address of a row."""
+def _rows(rows: Rows, model: Model, t: str = "t") -> str:
+    """The address of row t."""
     array, first = rows.array, [str(rows.column)] * bool(rows.column)
     if array in model.memory:
         first = [f"steps * {model.before(array)}"] * bool(model.before(array)) + first
         array = "memory"
-    return " + ".join([array, *first, f"{rows.stride} * t"])
+    return " + ".join([array, *first, f"{rows.stride} * {t}"])
 
 
 def template(file: str) -> str:

@@ -467,15 +467,31 @@ def test_layers_of_numpy(tmp_path: Path, rng: np.random.Generator) -> None:
     assert_close(run(library, series[:, 0]), expected, "float32", "forward")
 
 
-def test_feedback(tmp_path: Path, rng: np.random.Generator) -> None:
-    """The last input says where the readout takes the place of the series."""
-    layer = perturbed(RNN(cells.GRU, 3, 6, dtype="float64"), rng)
-    model = Feedback(layer, Dense(6, 2, dtype="float64", seed=1))
-    x, forced = rng.standard_normal((9, 1, 3)), np.arange(9) % 3 == 0
-    expected = model.forward(x, forced=forced)[0][:, 0]
+@pytest.mark.parametrize("target", ["c", *HERE])
+@pytest.mark.parametrize("weights", [*WEIGHTS, "int8"])
+@pytest.mark.sample(every=3)
+def test_feedback(weights: str, target: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """The last input says where the readout takes the place of the series, which may be NaN."""
+    model = Feedback(perturbed(RNN(cells.GRU, 3, 6), rng), Dense(6, 2, seed=1))
+    first, x = Standardise(3), rng.standard_normal((9, 1, 3)).astype(np.float32)
+    first.fit(5.0 * x)
+    options = {} if weights == "int8" else {"weights": weights}
+    if weights == "int8":
+        model = anycell.compress.quantize(model)
+    elif weights == "bfloat16":
+        for part in (model.layer, model.readout):
+            for name, parameter in part.parameters.items():
+                if name.startswith("weight"):
+                    bits = parameter.view(np.uint32)
+                    bits[...] = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
+    forced = np.arange(9) % 3 == 0
+    x[4, 0, 2], x[5, 0, 2] = 1000.0, 0.0
+    expected = model.forward(first.forward(x), forced=forced)[0][:, 0]
     rows = np.concatenate([x[:, 0], ~forced[:, None]], 1)
-    rows[~forced, :2] = 0.0
-    assert_close(run(compiled(model, tmp_path), rows), expected, "float32", "forward")
+    rows[~forced, :2] = np.nan
+    library = compiled([first, model], tmp_path, target=target, **options)
+    error = np.abs(run(library, rows) - expected)
+    assert np.median(error) < 1e-5 and error.max() < (1e-2 if weights == "int8" else 1e-5)
 
 
 @pytest.mark.parametrize("target", ["c", *HERE])
@@ -544,10 +560,10 @@ def test_a_sequential_of_torch(target: str, tmp_path: Path, rng: np.random.Gener
 def test_feedback_of_torch(tmp_path: Path, rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     model = anycell.torch.Feedback(anycell.torch.GRU(2, 6), torch.nn.Linear(6, 1)).double()
-    x = torch.from_numpy(rng.standard_normal((9, 1, 2)).astype(np.float32)).double()
+    x, forced = torch.from_numpy(rng.standard_normal((9, 1, 2))).double(), torch.arange(9) % 3 == 0
     with torch.no_grad():
-        expected = model(x)[0][:, 0].numpy()
-    rows = np.concatenate([x[:, 0].numpy(), np.zeros((9, 1))], 1)
+        expected = model(x, forced=forced)[0][:, 0].numpy()
+    rows = np.concatenate([x[:, 0].numpy(), ~forced[:, None].numpy()], 1)
     assert_close(run(compiled(model, tmp_path), rows), expected, "float32", "forward")
 
 
@@ -574,10 +590,44 @@ def test_a_sequential_of_keras(tmp_path: Path, rng: np.random.Generator) -> None
     ])  # fmt: skip
     expected = keras.ops.convert_to_numpy(both(x))[0]
     assert_close(run(compiled(both, tmp_path / "both"), x[0]), expected, "float32", "forward")
-    feedback = ours.Feedback(ours.LSTM(7), layers.Dense(1))
-    expected = keras.ops.convert_to_numpy(feedback(x))[0]
-    rows = np.concatenate([x[0], np.zeros((9, 1), np.float32)], 1)
-    assert_close(run(compiled(feedback, tmp_path / "fed"), rows), expected, "float32", "forward")
+    forced, model = np.arange(9) % 3 == 0, ours.Feedback(ours.LSTM(7), layers.Dense(1))
+    model(x)
+    rows = np.concatenate([x[0], ~forced[:, None]], 1)
+    small = anycell.compress.quantize(model)
+    for fed, most in (model, 1e-6), (small, 1e-2):
+        expected = keras.ops.convert_to_numpy(fed(x, forced=forced))[0]
+        error = np.abs(run(compiled(fed, tmp_path / str(most)), rows) - expected)
+        assert np.median(error) < 1e-5 and error.max() < most
+
+
+@pytest.mark.parametrize("target", ["c", HERE[-1]])
+@pytest.mark.parametrize("kind", ["backwards", "both", "turned"])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.sample(every=3)
+def test_directions_of_keras(
+    whole: bool, kind: str, target: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Layers that go backwards, and both orders of two: rows are Keras's, or the last row is what
+    layers return that do not return sequences.
+    """
+    keras = pytest.importorskip("keras")
+    layers, first = keras.layers, kind != "both"
+
+    def one(backwards: bool) -> Any:
+        options = {"return_sequences": whole, "return_state": kind == "backwards"}
+        return anycell.keras.RNN(cells.PeepholeLSTM, 7, go_backwards=backwards, **options)
+
+    layer, readout = one(first), layers.Dense(2)
+    if kind != "backwards":
+        layer = layers.Bidirectional(layer, backward_layer=one(not first))
+    x = rng.standard_normal((1, 9, 3)).astype(np.float32)
+    results = layer(x)
+    expected = readout(results if kind != "backwards" else results[0])
+    library = compiled([layer, readout], tmp_path, target=target)
+    assert "model_step" not in library.with_suffix(".h").read_text(encoding="utf-8")
+    out = run(library, x[0])
+    expected = keras.ops.convert_to_numpy(expected)[0]
+    assert_close(out if whole else out[-1], expected, "float32", "runtime")
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -588,11 +638,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ([], {}, "model: given no layer with weights"),
         (3, {}, "model: given int; expected a layer or model"),
         ([layer, anycell.numpy.BatchNorm(6)], {}, "BatchNorm(6"),
-        (
-            anycell.compress.quantize(Feedback(layer, Dense(6, 3))),
-            {},
-            "a Feedback with weights of 8",
-        ),
         (layer, {"weights": "int4"}, "weights: given 'int4'; expected one of float32, bfloat16"),
         (layer, {"target": "pdp11"}, "target: given 'pdp11'; expected one of c, x86-64"),
         (layer, {"name": "My net"}, "name: given 'My net'; expected a name that C accepts"),
@@ -626,7 +671,10 @@ def test_what_is_refused_of_torch(tmp_path: Path) -> None:
 def test_what_is_refused_of_keras(tmp_path: Path) -> None:
     keras = pytest.importorskip("keras")
     layers, inputs = keras.layers, keras.Input((None, 3))
-    backwards = anycell.keras.GRU(7, go_backwards=True, return_sequences=True, name="back")
+    other = layers.Bidirectional(
+        anycell.keras.GRU(7), backward_layer=anycell.keras.GRU(7, "relu", go_backwards=True),
+        name="other",
+    )  # fmt: skip
     rms = layers.LayerNormalization(name="rms")
     rms.rms_scaling = True  # the argument warns
     whole = layers.Dense(2, name="whole")
@@ -637,7 +685,7 @@ def test_what_is_refused_of_keras(tmp_path: Path) -> None:
         (whole, "whole with weights of int8; expected real numbers"),
         (layers.Conv1D(2, 3, name="conv"), "the layer conv (Conv1D); expected Sequential"),
         (layers.Dense(2, keras.ops.square, name="odd"), "odd with the activation"),
-        (backwards, "back with go_backwards=True"),
+        (other, "other, whose layers are of different cells or sizes"),
         (layers.Bidirectional(layers.GRU(7), name="both"), "the layer both"),
         (
             layers.Bidirectional(anycell.keras.GRU(7), merge_mode="sum"),
