@@ -251,14 +251,27 @@ def project(tables: PassTables) -> None:
         gates = tables.rows(width, wide=True)
         tables.place_rows(d, "gates", gates)
         scales = w[scales_of("weight_ih")] if plan.types.quantized else 0
-        entering, weight = tables.lay_out_x(tables.before, d), w["weight_ih"].T
-        kind = tables.by_weight(weight)
-        tables.multiply(tables.before, d, entering, weight, gates, scales=scales, kind=kind)
+        entering, weight, to = tables.lay_out_x(tables.before, d), w["weight_ih"].T, gates
+        if several := tables.single and tables.steps > 1:  # all at once, as they are
+            whole = tables.draft.buffer((tables.steps, 1, width), plan.types.accumulate.bytes)
+            of_step = tables.over_steps(whole)
+            entering, to = (v._replace(shape=(tables.steps, v.shape[1]), time=0)
+                            for v in (entering, of_step))  # fmt: skip
+        kind = tables.by_weight(weight, tables.steps if several else tables.batch)
+        tables.multiply(
+            tables.before, d, entering, weight, to, scales=scales, kind=kind, once=several
+        )
         if tables.single:
             product = tables.draft.buffer((tables.batch, width), plan.types.accumulate.bytes)
             tables.place_of(d, {"product": product})
             state, weight = _entering(tables, d), w["weight_hh"].T
-            tables.multiply(tables.before, d, state, weight, product, kind=tables.by_weight(weight))
+            if several:  # the hidden states, where the first one goes before any product
+                first = tables.hidden.at(0)
+                tables.multiply(tables.before, d, of_step, None, gates, kind=GATHER)
+                tables.multiply(tables.before, d, state, None, first, kind=GATHER, once=True)
+                state = tables.over_steps(tables.hidden)
+            kind = tables.by_weight(weight, tables.batch)
+            tables.multiply(tables.before, d, state, weight, product, kind=kind)
 
 
 def _entering(tables: PassTables, d: int) -> View:
