@@ -156,7 +156,7 @@ class Program:
         if FREE in cell.gates:  # the series has no influence where it is free
             self.inputs += 1
             series = Expr("param", (), (len(self.params),))
-            self.params.append(np.float32(np.arange(_width(part)) < sizes[OUTPUT]))
+            self.params.append((np.arange(_width(part)) < sizes[OUTPUT]).astype(np.float32))
             hidden = apply("gt", apply("mul", free, series), 0.0)
             node = apply("where", hidden, 0.0, node)
         static = Expr("static", (), (cell.static,))
