@@ -370,7 +370,7 @@ class _Direction:
             weight = self.w["weight_ih"]
             tables.multiply(
                 tables.after, self.d, self.gates, weight, into, add=both, sums=both,
-                kind=tables.by_weight(weight, tables.batch),
+                kind=tables.by_weight(weight),
             )  # fmt: skip
 
     def add_product(self, d_state: View) -> None:
@@ -379,8 +379,7 @@ class _Direction:
         """
         tables, (outputs, _) = self.tables, self.factors[0]
         d = self.gates if outputs is None else outputs
-        weight = self.w["weight_hh"]
-        kind = tables.by_weight(weight, tables.batch)
+        weight, kind = self.w["weight_hh"], tables.by_weight(self.w["weight_hh"])
         tables.multiply(tables.after, self.d, d, weight, d_state, add=True, kind=kind)
 
 

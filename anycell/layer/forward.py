@@ -257,7 +257,7 @@ def project(tables: PassTables) -> None:
             of_step = tables.over_steps(whole)
             entering, to = (v._replace(shape=(tables.steps, v.shape[1]), time=0)
                             for v in (entering, of_step))  # fmt: skip
-        kind = tables.by_weight(weight, tables.steps if several else tables.batch)
+        kind = tables.by_weight(weight, several * tables.steps)
         tables.multiply(
             tables.before, d, entering, weight, to, scales=scales, kind=kind, once=several
         )
@@ -270,8 +270,7 @@ def project(tables: PassTables) -> None:
                 tables.multiply(tables.before, d, of_step, None, gates, kind=GATHER)
                 tables.multiply(tables.before, d, state, None, first, kind=GATHER, once=True)
                 state = tables.over_steps(tables.hidden)
-            kind = tables.by_weight(weight, tables.batch)
-            tables.multiply(tables.before, d, state, weight, product, kind=kind)
+            tables.multiply(tables.before, d, state, weight, product, kind=tables.by_weight(weight))
 
 
 def _entering(tables: PassTables, d: int) -> View:

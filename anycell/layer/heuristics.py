@@ -29,7 +29,8 @@ PAIRED_ROWS_A_VECTOR = 0.125
 FEW_ROWS_UNFUSED = 3  # without fused multiply-adds packing takes a smaller part of the time
 # Steps of a call of one row up to which packing does not pay off, and bytes of both weights for
 # each of these steps: packed, small weights stay in a near cache.
-UNPACKED_STEPS, UNPACKED_BYTES = 32, 1 << 16
+UNPACKED_STEPS = 32
+UNPACKED_BYTES = 1 << 16
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay off
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too

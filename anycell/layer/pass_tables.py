@@ -262,9 +262,10 @@ class PassTables:
             row |= {f"{name}_time": time, f"{name}_window": window}
         when.append(row)
 
-    def by_weight(self, weight: View, rows: int) -> int | None:
-        """The kind of a product of so many rows, or None, see ``multiply``."""
-        return driver.FEW if self.single and heuristics.few(self.plan, rows, weight) else None
+    def by_weight(self, weight: View, rows: int = 0) -> int | None:
+        """The kind of a product of rows, by default of a step's, or None, see ``multiply``."""
+        few = self.single and heuristics.few(self.plan, rows or self.batch, weight)
+        return driver.FEW if few else None
 
     def moving(self, d: int, name: str, moving: View, rest: View | None = None) -> list[Row]:
         """Rows of ``DriverPass.moves``: an entry's address and strides before each segment.
