@@ -165,8 +165,7 @@ class PassTables:
 
     def place_kept(self, kept: Kept) -> None:
         """Sets the entries of the sequences of states, and of the saved values."""
-        self.hidden = kept.hidden
-        self.place("hidden", self.hidden)
+        self.place("hidden", kept.hidden)
         names = self.plan.cell.state_names
         for d, sequences in enumerate(kept.states):
             if kept.values:
