@@ -82,7 +82,7 @@ class Entry(NamedTuple):
         if case.masked:
             words += ("resets", "reset_state", *(() if self.steps else ("mask", "lengths")))
         elif not self.steps and self.frontend is not DROP_INS:  # they go another way without
-            alone = self.frontend is NUMPY and case.steps == 1  # as a single step does
+            alone = self.frontend is NUMPY and 1 in case[:2]  # as steps of one row do
             words += ("recurrent_mask per gate",) * (not alone)
         words += ("bidirectional",) * (self.cell is cells.GRU and not self.steps)
         has = tuple(word for word in words if word.split()[0] not in self.frontend.lacks)
