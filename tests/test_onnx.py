@@ -500,10 +500,12 @@ def test_layers_of_keras() -> None:
         model = export(layer)
         assert kinds(model) == {kind}
         assert_close(run(model, {"x": x})[0], output, "float32", "runtime")
-    with pytest.raises(ValueError, match=r"go_backwards=True; expected False\. Put it in"):
-        layer = ak.GRU(6, go_backwards=True)
+    back = ak.GRU(6, go_backwards=True)
+    turned = keras.layers.Bidirectional(ak.GRU(6, go_backwards=True), backward_layer=ak.GRU(6))
+    for layer in (back, turned):
         layer(x)
-        export(layer)
+        with pytest.raises(ValueError, match=r"go_backwards=True; expected False\. Put it in"):
+            export(layer)
 
 
 @pytest.mark.slow

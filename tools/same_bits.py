@@ -45,6 +45,7 @@ CHANGED = (
     Changed(
         "^torch steps| T1 ", "", "a single step of few rows multiplies by weights where they lie"
     ),
+    Changed(" B1 ", "", "few steps of one row multiply by weights where they lie"),
     Changed("^(torch|numpy|recurrence)", "^grad bias", "rows are summed in blocks"),
     Changed("bidirectional (all|resets)", "", "resets start episodes in a reverse direction too"),
     Changed("^recurrence .* all", "reverse", "resets start episodes in a reverse direction too"),
@@ -73,7 +74,8 @@ KERNEL_PROJECTS = Sizes(300, 2, 3, 16)
 CHUNKS = Sizes(600, 16, 4, 64)
 SPLIT_UNITS = Sizes(20, 2, 24, 200)
 SPLIT_ROWS = Sizes(40, 24, 300, 160)
-SIZES = (SMALL, SINGLE, KERNEL_PROJECTS, CHUNKS, SPLIT_UNITS, SPLIT_ROWS)
+ONE_ROW = Sizes(4, 1, 100, 160)
+SIZES = (SMALL, SINGLE, ONE_ROW, KERNEL_PROJECTS, CHUNKS, SPLIT_UNITS, SPLIT_ROWS)
 
 # Arguments of a call, by their names in both PyTorch and NumPy layers.
 CALLS: dict[str, tuple[str, ...]] = {

@@ -58,7 +58,7 @@ def export(
         model_process(state, in, out, steps);   /* the same for each of these steps */
 
     A model with layers in both directions, or in reverse, has no ``step``, because it needs the
-    whole sequence::
+    whole sequence. Of a layer of Keras without ``return_sequences`` the last row is the output::
 
         model_process(state, in, out, steps, memory);  /* MODEL_MEMORY * steps numbers */
 
@@ -68,7 +68,7 @@ def export(
             layers, linear layers, layer norms and activations; or a list of them, in order. The
             output of a recurrent layer goes to the next layer at every step. A cell's static input
             is appended to each sample, and for ``Feedback`` a number that is 1 where a step is not
-            forced (the series must be 0 there), else 0.
+            forced, and the series has no influence, else 0.
         out: a folder, which is made if there is none. Files of the same names are replaced.
         target: "c" for C99 source, or a machine for an object file: "x86-64", "x86-64-avx2",
             "x86-64-avx512", "aarch64" and "riscv64" of Linux; "x86-64-macos", "aarch64-macos",

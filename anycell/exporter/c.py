@@ -110,18 +110,19 @@ def _run(name: str, of_pass: Pass, model: Model) -> Iterator[str]:
     """A pass over all steps."""
     backwards = "size_t t = steps; t-- > 0;"
     yield f"    for ({backwards if of_pass.reverse else 'size_t t = 0; t < steps; t++'})"
+    to = "t" if of_pass.flipped == of_pass.reverse else "(steps - 1 - t)"
     of_samples = Rows("in", 0, model.inputs)
-    at = [_rows(rows, model) for rows in (of_samples, of_pass.reads, of_pass.writes) if rows]
-    yield f"        {name}(state, {', '.join(at)});"
+    at = [_rows(rows, model) for rows in (of_samples, of_pass.reads) if rows]
+    yield f"        {name}(state, {', '.join([*at, _rows(of_pass.writes, model, to)])});"
 
 
-def _rows(rows: Rows, model: Model) -> str:
-    """The address of a row."""
+def _rows(rows: Rows, model: Model, t: str = "t") -> str:
+    """The address of row t."""
     array, first = rows.array, [str(rows.column)] * bool(rows.column)
     if array in model.memory:
         first = [f"steps * {model.before(array)}"] * bool(model.before(array)) + first
         array = "memory"
-    return " + ".join([array, *first, f"{rows.stride} * t"])
+    return " + ".join([array, *first, f"{rows.stride} * {t}"])
 
 
 def template(file: str) -> str:
@@ -149,13 +150,13 @@ def table(name: str, array: npt.NDArray[Any]) -> str:
 
 
 def _tables(number: int, stage: Product, weights: str) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """The tables of a product: its bias and weights, of integers an even number, and scales."""
+    """The tables of a product: its bias and weights; of integers fours of rows, and scales."""
     yield f"b{number}", stage.bias
     for k, (weight, scales) in enumerate(zip(stage.weights, stage.scales, strict=True)):
         name = f"w{number}_{k}"
         if scales is not None:
-            even = padded(len(weight), 2) - len(weight)
-            yield name, np.pad(weight, ((0, even), (0, 0))).astype(np.int8)
+            further = padded(len(scales), 4) - len(scales)
+            yield name, np.pad(weight.T, ((0, further), (0, 0))).astype(np.int8)
             yield f"s{number}_{k}", scales
         else:
             yield name, bfloat16(weight) if weights == "bfloat16" else weight
@@ -174,14 +175,12 @@ def _product(number: int, stage: Product, schedule: Schedule) -> Iterator[str]:
     for k, (operand, weight) in enumerate(zip(stage.operands, stage.weights, strict=True)):
         place, (into, out) = schedule.places[operand], weight.shape
         if stage.scales[k] is not None:
-            even = padded(into, 2)
             yield "    {"
-            yield f"        int8_t q[{even}] = {{0}};"
-            yield f"        int32_t sum[{out}];"
+            yield f"        int16_t q[{into}];"
             yield f"        const float scale = rounded(&{_at(place, '0')}, q, {place.size});"
             if place.size < into:
                 yield f"        for (int i = 1; i < {into}; i++) q[i] = q[0];"
-            of = f"w{number}_{k}, s{number}_{k}, scale, q, sum, {to.array}, {even}, {out}"
+            of = f"w{number}_{k}, s{number}_{k}, scale, q, {to.array}, {into}, {out}"
             yield f"        multiply_integers({of});"
             yield "    }"
         elif place.size == into:

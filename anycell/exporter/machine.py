@@ -418,9 +418,10 @@ def _print_calls(module: Module, model: Model, platform: Platform, name: str) ->
     with _flushed(b, platform):
         for k, of_pass in enumerate(model.passes):
             with b.loop(0, steps) as i:
-                t = steps - i - 1 if of_pass.reverse else i
-                rows = samples, of_pass.reads or samples, of_pass.writes
-                at = [b.gep(b.gep(bases[r.array], r.column), t * r.stride) for r in rows]
+                ways = of_pass.reverse, of_pass.flipped
+                t, to = (steps - i - 1 if back else i for back in ways)
+                rows = (samples, t), (of_pass.reads or samples, t), (of_pass.writes, to)
+                at = [b.gep(b.gep(bases[r.array], r.column), k * r.stride) for r, k in rows]
                 b.call(f"step{k}", state, *at, i & 1)
 
 

@@ -31,11 +31,13 @@ class Pass(NamedTuple):
     """A program for every step, from the first on or from the last.
 
     Attributes:
+        flipped: whether it leaves its outputs from the last row on.
         reads: what it reads besides the samples, rows that other passes have left.
     """
 
     program: Program
     reverse: bool
+    flipped: bool
     reads: Rows | None
     writes: Rows
 
@@ -70,8 +72,8 @@ class Model:
                 start = start._replace(states=start.states + programs[-1].state_size)
             array, column = "out" if k + 1 == len(layers) else f"m{k % 2}", 0
             width = sum(program.outputs for program in programs)
-            for program, (reverse, _) in zip(programs, layer, strict=True):
-                self.passes.append(Pass(program, reverse, reads, Rows(array, column, width)))
+            for program, (way, _) in zip(programs, layer, strict=True):
+                self.passes.append(Pass(program, *way, reads, Rows(array, column, width)))
                 column += program.outputs
             reads = Rows(array, 0, width)
             if array != "out":
@@ -93,13 +95,13 @@ class Model:
     def run(self, x: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
         """Computes it in float64: ``[T, inputs]`` to ``[T, outputs]``."""
         arrays = dict[str, Any]()
-        for program, reverse, reads, (array, column, stride) in self.passes:
-            order = slice(None, None, -1 if reverse else 1)
+        for program, reverse, flipped, reads, (array, column, stride) in self.passes:
+            order, to = (slice(None, None, -1 if back else 1) for back in (reverse, flipped))
             rows = x if reads is None else arrays[reads.array]
             if not column:
                 arrays[array] = np.empty((len(x), stride))
             columns = slice(column, column + program.outputs)
-            arrays[array][order, columns] = program.run(x[order], rows[order])
+            arrays[array][to, columns] = program.run(x[order], rows[order])
         result: npt.NDArray[np.float64] = arrays["out"]
         return result
 
@@ -116,26 +118,27 @@ def _filled(parts: Iterable[Simple], lanes: int) -> int:
 
 def _layers(
     parts: Sequence[Simple],
-) -> Iterator[tuple[bool, Sequence[tuple[bool, Sequence[Simple]]]]]:
-    """The passes of each layer, with their parts and whether they run in reverse; and whether the
-    layer is the first of its part. What needs no passes of its own is one layer.
+) -> Iterator[tuple[bool, Sequence[tuple[tuple[bool, bool], Sequence[Simple]]]]]:
+    """The passes of each layer, with their parts and whether they run in reverse and are flipped;
+    and whether the layer is the first of its part. What needs no passes of its own is one layer.
     """
+    forwards = False, False
     pending = list[Simple]()
     for part in parts:
         if not isinstance(part, Recurrent) or not any(part.layer.options.reverse):
             pending.append(part)
             continue
         if pending:
-            yield True, [(False, pending)]
-        pending = []
+            yield True, [(forwards, pending)]
+        pending, reverse = [], part.layer.options.reverse
         for k, learned in enumerate(part.learned):
             by_direction = [
-                (reverse, [part._replace(learned=[_of_direction(learned, d)])])
-                for d, reverse in enumerate(part.layer.options.reverse)
+                (way, [part._replace(learned=[_of_direction(learned, d)])])
+                for d, way in enumerate(zip(reverse, part.flipped or reverse, strict=True))
             ]
             yield not k, by_direction
     if pending or not parts:
-        yield True, [(False, pending)]
+        yield True, [(forwards, pending)]
 
 
 def _of_direction(learned: Mapping[str, Any], d: int) -> dict[str, Any]:

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.lang.cell import ONE, Cell, Linear
-from anycell.lang.expr import Expr, const, is_const, rewrite, topological
+from anycell.lang.expr import Expr, apply, const, is_const, rewrite, topological
 from anycell.lang.namespaces import namespace
 from anycell.lang.ops import TABLE, is_boolean, is_reduction
-from anycell.lang.transform import OUTPUT, with_feedback
+from anycell.lang.transform import FREE, OUTPUT, with_feedback
 from anycell.layer.checks import refuse
 from anycell.layer.compression import numbers
 from anycell.layer.feedback import fed
 from anycell.layer.parts import Affine, FedBack, Part, Pointwise, Recurrent
-from anycell.layer.rounding import SCALES, STEPS
+from anycell.layer.rounding import SCALES, STEPS, with_integers
 from anycell.plan import scales_of
 
 VERSION = 1  # of the functions in the header
@@ -152,13 +152,22 @@ class Program:
     def _layers(self, part: Recurrent, node: Expr) -> tuple[Expr, int]:
         """Adds recurrent layers after a node; returns their output and its width."""
         cell, sizes = part.layer.cell, {ONE: 1, **dict(part.layer.sizes)}
+        free = Expr("input", (), ("in", self.inputs, 1))
+        if FREE in cell.gates:  # the series has no influence where it is free
+            self.inputs += 1
+            series = Expr("param", (), (len(self.params),))
+            self.params.append((np.arange(_width(part)) < sizes[OUTPUT]).astype(np.float32))
+            hidden = apply("gt", apply("mul", free, series), 0.0)
+            node = apply("where", hidden, 0.0, node)
         static = Expr("static", (), (cell.static,))
         once = Expr("input", (), ("in", self.inputs, sizes[cell.static_size]))
         self.inputs += (cell.static is not None) * sizes[cell.static_size]
         for learned in part.learned:
             arrays = {name: float32(weight) for name, weight in learned.items()}
-            leaves = {Expr("x", (), (gate,)): self._gate(cell, sizes, gate, arrays, node)
-                      for gate in cell.gates}  # fmt: skip
+            leaves = {
+                Expr("x", (), (gate,)): self._gate(cell, sizes, gate, arrays, node)
+                if gate != FREE else free for gate in cell.gates
+            }  # fmt: skip
             leaves[static], first = once, len(self.memories)
             for k, state in enumerate(cell.states):
                 leaves[Expr("state", (), (state.name,))] = Expr("state", (), (first + k,))
@@ -329,16 +338,14 @@ def opened(part: Part) -> list[Simple]:
     """The part, or of a layer with feedback the layer of its fed cell, and the readout."""
     if not isinstance(part, FedBack):
         return [part]
-    (name, layer, weights), (weight, bias) = part.layers, part.readout
-    if SCALES in weights[0]:
-        hint = "Export the Feedback before quantize."
-        refuse("model", "a Feedback with weights of 8 bits", "one in float32", hint)
-    sizes = (*layer.sizes, (OUTPUT, len(weight)))
-    learned = {name: float32(array) for name, array in weights[0].items()}
-    hidden = layer.size("H")
-    both = [fed(namespace(np.zeros(1)), learned, hidden, float32(weight), _optional(bias))]
-    layer = layer._replace(cell=with_feedback(layer.cell), sizes=sizes)
-    return [Recurrent(name, layer, both), part.readout]
+    (name, layer, (weights,), _), xp = part.layers, namespace(np.zeros(1))
+    weight, bias = float32(part.readout.weight), _optional(part.readout.bias)
+    learned = {name: float32(array) for name, array in weights.items()}
+    both, sizes = fed(xp, learned, layer.size("H"), weight, bias), (OUTPUT, len(weight))
+    both["weight_ih"] = learned["weight_ih"]  # without what marks free steps, which is not rounded
+    both = with_integers(xp, both) if SCALES in both else both
+    layer = layer._replace(cell=with_feedback(layer.cell), sizes=(*layer.sizes, sizes))
+    return [Recurrent(name, layer, [both]), part.readout]
 
 
 def _width(part: Simple) -> int:

@@ -39,10 +39,10 @@ def parts(model: Any) -> Iterator[Part]:
     elif isinstance(model, Feedback):
         yield FedBack(Recurrent.of(model.layer), _affine(model.readout))
     elif isinstance(getattr(model, "forward_layer", model), Fused):
-        if getattr(model, "go_backwards", False):
-            expected, hint = "a layer that goes forwards", "Bidirectional layers may be exported."
-            refuse("model", f"{model.name} with go_backwards=True", expected, hint)
-        yield Recurrent.of(model)
+        # Of Bidirectional the second direction is flipped, back where the layer goes forwards.
+        flipped = False, model.return_sequences
+        part = Recurrent.of(model)
+        yield part._replace(flipped=flipped[: len(part.layer.options.reverse)])
     elif kind is layers.Dense and model.built:
         yield _affine(model)
         yield from _activation(model)

@@ -86,8 +86,12 @@ def directions(layer: Any) -> Sequence[Any]:
 
 def described(layer: Any) -> Layer:
     """The cell, the sizes and the directions of a layer."""
-    first, *others = directions(layer)
-    return Layer(first._step(), first._sizes(), Options((False, True)[: 1 + len(others)]))
+    first, *others = parts = directions(layer)
+    alike = first._step(), first._sizes()
+    if any((part._step(), part._sizes()) != alike for part in others):
+        given = f"{layer.name}, whose layers are of different cells or sizes"
+        refuse("layer", given, "Bidirectional of two layers of one cell and size")
+    return Layer(*alike, Options(tuple(part.go_backwards for part in parts)))
 
 
 def weights_of(layer: Any, parts: bool = False) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _draft(
     finals = [draft.new(shape, wide=bool(i)) for i, shape in enumerate(shapes)]
     named = zip(plan.cell.state_names, finals, strict=True)
     tables.place_parts({f"final {name}": final for name, final in named})
-    project(tables)
+    project(tables, kept.hidden)
     moves: list[Row] = []
     if keep and not everything:
         kept, moves = _borders(tables, -(-steps // segment), finals)
@@ -189,7 +189,7 @@ def _draft_stack(
             tables.place("out", x)
         first, last = k * count, (k + 1) * count
         tables.place_parts({name: final.rows(first, last) for name, final in finals.items()})
-        project(tables)
+        project(tables, hidden)
         passes.append(DriverPass(tables))
     recipe = finish(draft, passes)
     return Stacked(recipe, recipe.number(x), list(map(recipe.number, finals.values())))
@@ -237,8 +237,12 @@ def allocate_states(tables: PassTables, steps: int, everything: bool, whole: boo
     return kept
 
 
-def project(tables: PassTables) -> None:
-    """Adds the projection of each chunk's gates, unless the kernel multiplies the input."""
+def project(tables: PassTables, hidden: View | None = None) -> None:
+    """Adds the projection of each chunk's gates, unless the kernel multiplies the input.
+
+    Args:
+        hidden: the first states before and after all steps, where steps of one row may be taken.
+    """
     plan, x = tables.plan, tables.x
     if tables.inputs:
         tables.place("input", x)
@@ -251,13 +255,26 @@ def project(tables: PassTables) -> None:
         gates = tables.rows(width, wide=True)
         tables.place_rows(d, "gates", gates)
         scales = w[scales_of("weight_ih")] if plan.types.quantized else 0
-        entering, weight = tables.lay_out_x(tables.before, d), w["weight_ih"].T
-        kind = tables.by_weight(weight)
-        tables.multiply(tables.before, d, entering, weight, gates, scales=scales, kind=kind)
+        entering, weight, to = tables.lay_out_x(tables.before, d), w["weight_ih"].T, gates
+        several = tables.single and tables.steps > 1
+        if several:  # all at once, as they are
+            whole = tables.draft.buffer((tables.steps, 1, width), plan.types.accumulate.bytes)
+            of_step = tables.over_steps(whole)
+            entering, to = (v._replace(shape=(tables.steps, v.shape[1]), time=0)
+                            for v in (entering, of_step))  # fmt: skip
+        kind = tables.by_weight(weight, several * tables.steps)
+        tables.multiply(
+            tables.before, d, entering, weight, to, scales=scales, kind=kind, once=several
+        )
         if tables.single:
             product = tables.draft.buffer((tables.batch, width), plan.types.accumulate.bytes)
             tables.place_of(d, {"product": product})
             state, weight = _entering(tables, d), w["weight_hh"].T
+            if several and hidden:  # the hidden states, where the first one goes before any product
+                first = hidden.at(0)
+                tables.multiply(tables.before, d, of_step, None, gates, kind=GATHER)
+                tables.multiply(tables.before, d, state, None, first, kind=GATHER, once=True)
+                state = tables.over_steps(hidden)
             tables.multiply(tables.before, d, state, weight, product, kind=tables.by_weight(weight))
 
 

@@ -27,6 +27,10 @@ ROWS_A_VECTOR = 2.0
 FEW_ROWS_IN_PAIRS = 4
 PAIRED_ROWS_A_VECTOR = 0.125
 FEW_ROWS_UNFUSED = 3  # without fused multiply-adds packing takes a smaller part of the time
+# Steps of a call of one row up to which packing does not pay off, and bytes of both weights for
+# each of these steps: packed, small weights stay in a near cache.
+UNPACKED_STEPS = 32
+UNPACKED_BYTES = 1 << 16
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay off
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
@@ -60,7 +64,7 @@ class Projection(Enum):
     NONE = "x is projected already, or the kernel multiplies it as one of its matmuls"
     OUTSIDE = "before the steps of a chunk"
     INSIDE = "by the kernel, in the sums of the recurrent matmul"
-    SINGLE = "before the only step, and so is the recurrent matmul: packing would not pay off"
+    SINGLE = "before each step, and so is the recurrent matmul: packing would not pay off"
 
 
 def projection(
@@ -70,6 +74,7 @@ def projection(
     *,
     holes: bool,
     restored: bool,
+    lone: bool,
     state: View | None,
 ) -> Projection:
     """Chooses where the matmul of the input of a layer that projects is computed.
@@ -79,15 +84,24 @@ def projection(
         x: the shape ``[T, B, I]``.
         holes: whether the mask is sparse.
         restored: whether a backward pass hands gradients to what resets restored.
+        lone: whether it is a forward pass of one direction, forwards, without flags, segments and
+            packed weights.
         state: the first state before the first step.
     """
     steps, batch, inputs = x
     is_dense_state = state is None or state.strides[-1] == 1
-    if steps == 1 and is_dense_state and not restored and recurrent_alone(plan):
+    several = lone and batch == 1 and unpacked(plan, steps, inputs)
+    if (steps == 1 or several) and is_dense_state and not restored and recurrent_alone(plan):
         return Projection.SINGLE
     if matmul is not None and projects(plan, matmul, steps * batch, inputs, holes, batch):
         return Projection.INSIDE
     return Projection.OUTSIDE
+
+
+def unpacked(plan: Plan, steps: int, inputs: int) -> bool:
+    """Whether several steps of one row take weights as they are."""
+    size = plan.gates_width * (inputs + plan.hidden_size) * plan.itemsize
+    return plan.types.plain and 1 < steps <= min(UNPACKED_STEPS, size // UNPACKED_BYTES)
 
 
 def projects(

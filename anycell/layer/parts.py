@@ -35,11 +35,14 @@ class Recurrent(NamedTuple):
         name: what errors call them.
         layer: the cell, sizes and directions.
         learned: per layer what its directions learn, by name.
+        flipped: of each direction whether it leaves its outputs from the last row on; by default
+            those in reverse do, so that a row is of the step of its input.
     """
 
     name: str
     layer: Layer
     learned: Sequence[Mapping[str, Any]]
+    flipped: Sequence[bool] | None = None
 
     @classmethod
     def of(cls, model: Any) -> Recurrent:

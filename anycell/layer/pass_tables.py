@@ -66,9 +66,12 @@ class PassTables:
             self.projection = heuristics.projection(
                 plan, self.kernel.projecting, self.x.shape, holes=holes,
                 restored=backward and self.resets is not None,
+                lone=not backward and packed is None and options.reverse == (False,)
+                and options.checkpoint is None and self.mask is None and self.resets is None,
                 state=self.directions[0].get(f"state {plan.cell.state_names[0]}"),
             )  # fmt: skip
         self.single = self.projection is Projection.SINGLE
+        self.chunk = 1 if self.single else self.chunk
         self.inputs = width if self.projection is Projection.INSIDE else 0
         self.segment = segment_steps(options.checkpoint, self.steps, self.chunk)
         self.before: list[Row] = []
@@ -225,6 +228,7 @@ class PassTables:
         sums: bool = False,
         scales: View | int = 0,
         kind: int | None = None,
+        once: bool = False,
     ) -> None:
         """Adds a product to the products of each chunk: ``out = a @ b``.
 
@@ -235,6 +239,7 @@ class PassTables:
             scales: of the columns of ``b``, if these are integers.
             b: None for a gather without a mask.
             kind: of ``driver.KINDS``; None lets ``products`` choose.
+            once: whether it is for the first chunk alone.
         """
         along = 0 if a.shape[0] == CHUNK else 2 if a.shape[1] == CHUNK else 1
         rows, inner = a.shape
@@ -249,15 +254,17 @@ class PassTables:
             "c": out, "c_rows": out.strides[0],
             "add": int(add), "scales": scales, "kind": kind, "along": along,
             "reverse": int(self.options.reverse[d]), "sums": int(sums),
+            "once": int(once),
         }  # fmt: skip
         for name, view in zip("abc", (a, b, out), strict=True):
             time, window = (0, 0) if view is None else (view.time, view.window)
             row |= {f"{name}_time": time, f"{name}_window": window}
         when.append(row)
 
-    def by_weight(self, weight: View) -> int | None:
-        """The kind of a product of the rows of a step, or None, see ``multiply``."""
-        return driver.FEW if self.single and heuristics.few(self.plan, self.batch, weight) else None
+    def by_weight(self, weight: View, rows: int = 0) -> int | None:
+        """The kind of a product of rows, by default of a step's, or None, see ``multiply``."""
+        few = self.single and heuristics.few(self.plan, rows or self.batch, weight)
+        return driver.FEW if few else None
 
     def moving(self, d: int, name: str, moving: View, rest: View | None = None) -> list[Row]:
         """Rows of ``DriverPass.moves``: an entry's address and strides before each segment.

@@ -154,8 +154,11 @@ def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], bool]
         expected = "a layer of anycell.torch, anycell.numpy, anycell.keras or anycell.jax"
         hint = "anycell.torch.accelerate and anycell.keras.accelerate make these of others."
         refuse("layer", type(layer).__name__, expected, hint, TypeError)
-    elif getattr(layer, "go_backwards", False):
-        hint = "Put it in Bidirectional, or export one that goes forwards and reverse x."
+    elif getattr(getattr(layer, "forward_layer", layer), "go_backwards", False):
+        hint = (
+            "Put it in Bidirectional, behind one that goes forwards, or export one that goes "
+            "forwards and reverse x."
+        )
         refuse("layer", "go_backwards=True", "False", hint)
     else:
         record, learned = known.describe(layer), known.learned(layer)

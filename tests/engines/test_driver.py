@@ -172,6 +172,19 @@ def test_products_along_time(
     assert [call[:3] for call in one.calls] == [(d, n, not i) for i, (d, n) in enumerate(expected)]
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_a_product_before_the_first_chunk(once: bool, rng: np.random.Generator) -> None:
+    """It is for one chunk alone, in every call; others are for each of three."""
+    a, b, total = rng.standard_normal((2, 5)), rng.standard_normal((5, 4)), np.zeros((2, 4))
+    one = Pass("float64", steps=7, batch=1, chunk=3)
+    one.before.append({
+        "rows": 2, "columns": 4, "inner": 5, "along": 1, "add": 1, "once": int(once),
+        **matrix("a", a), **matrix("b", b), **matrix("c", total),
+    })  # fmt: skip
+    one.run()
+    assert_close(total, (1 if once else 3) * (a @ b), "float64", "forward")
+
+
 @pytest.mark.parametrize("dtype", dtypes("cpu"))
 @pytest.mark.parametrize("threads", [1, 3])
 def test_sums_of_rows(dtype: str, threads: int, rng: np.random.Generator) -> None:

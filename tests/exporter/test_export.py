@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 from exported import (
     CC,
@@ -32,14 +31,14 @@ from random_cells import random_cell
 from tolerances import assert_close
 
 import anycell
-from anycell import Cell, cell, cells, cli, numpy
+from anycell import Cell, cell, cells, numpy
 from anycell import lang as f
 from anycell.exporter import machine
 from anycell.exporter.blob import CODES
 from anycell.exporter.model import Model
 from anycell.exporter.program import WEIGHTS
 from anycell.layer.parts import Recurrent
-from anycell.numpy import RNN, Dense, Feedback, Standardise
+from anycell.numpy import RNN, Dense
 from tests.project.test_docs import blocks
 
 GUIDE = "docs/guides/deploying.md"
@@ -158,22 +157,6 @@ def test_weights_of_8_bits(
     x[5] = np.inf
     out = run(library, x[:, 0])
     assert np.isfinite(out[:5]).all() and np.isnan(out[5:]).all()
-
-
-@pytest.mark.parametrize("framework", ["torch", "keras"])
-def test_weights_of_8_bits_of(framework: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    module = pytest.importorskip(framework)
-    x = rng.standard_normal((9, 1, 3)).astype(np.float32)
-    if framework == "torch":
-        layer = anycell.compress.quantize(anycell.torch.LSTM(3, 6, proj_size=4))
-        model, expected = layer, layer(module.from_numpy(x))[0][:, 0].detach().numpy()
-    else:
-        layers = [module.Input((None, 3)), anycell.keras.LSTM(6, return_sequences=True)]
-        model = module.Sequential([*layers, module.layers.Dense(2)])
-        model = anycell.compress.quantize(model)
-        expected = module.ops.convert_to_numpy(model(x.swapaxes(0, 1)))[0]
-    error = np.abs(run(compiled(model, tmp_path), x[:, 0]) - expected)
-    assert np.median(error) < 1e-5 and error.max() < 1e-2
 
 
 @pytest.mark.parametrize("target", ["c", *HERE])
@@ -456,28 +439,6 @@ def test_silence_is_not_slower(target: str, tmp_path: Path, rng: np.random.Gener
     assert min(times[1::2]) < 1.2 * min(times[::2])
 
 
-def test_layers_of_numpy(tmp_path: Path, rng: np.random.Generator) -> None:
-    series = rng.normal(3.0, 2.0, (9, 1, 3))
-    scale = Standardise(3, "float64").fit(series)
-    layer = perturbed(RNN(cells.LSTM, 3, 6, dtype="float64"), rng)
-    readout = Dense(6, 2, dtype="float64", seed=1)
-    expected = readout.forward(layer.forward(scale.forward(series))[0])[:, 0]
-    library = compiled([scale, layer, readout], tmp_path, name="forecast")
-    assert library.name == "forecast.so"
-    assert_close(run(library, series[:, 0]), expected, "float32", "forward")
-
-
-def test_feedback(tmp_path: Path, rng: np.random.Generator) -> None:
-    """The last input says where the readout takes the place of the series."""
-    layer = perturbed(RNN(cells.GRU, 3, 6, dtype="float64"), rng)
-    model = Feedback(layer, Dense(6, 2, dtype="float64", seed=1))
-    x, forced = rng.standard_normal((9, 1, 3)), np.arange(9) % 3 == 0
-    expected = model.forward(x, forced=forced)[0][:, 0]
-    rows = np.concatenate([x[:, 0], ~forced[:, None]], 1)
-    rows[~forced, :2] = 0.0
-    assert_close(run(compiled(model, tmp_path), rows), expected, "float32", "forward")
-
-
 @pytest.mark.parametrize("target", ["c", *HERE])
 def test_sigmoid_and_tanh(target: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """They are within 4e-7, never beyond their limits, which they reach, and odd."""
@@ -522,64 +483,6 @@ def test_functions_of_large_numbers(target: str, tmp_path: Path) -> None:
         assert np.allclose(out, expected, rtol=1e-5, atol=1e-30), function
 
 
-@pytest.mark.parametrize("target", ["c", HERE[0]])
-def test_a_sequential_of_torch(target: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    torch = pytest.importorskip("torch")
-    nn, ours = torch.nn, anycell.torch
-    first, last = ours.RNN(cells.PeepholeLSTM, 3, 6), ours.LSTM(6, 6, proj_size=4, num_layers=2)
-    between = nn.Sequential(
-        nn.Linear(6, 6), nn.ELU(0.7), nn.Linear(6, 6, bias=False), nn.GELU(),
-        nn.GELU("tanh"), nn.Dropout(0.5), nn.Hardsigmoid(), nn.Hardtanh(-0.3, 0.6), nn.LeakyReLU(),
-        nn.LayerNorm(6, elementwise_affine=False), nn.LogSigmoid(), nn.SiLU(), nn.Softsign(),
-        nn.Softplus(2.0, 1.0), nn.Softmax(-1), nn.Identity(), nn.Tanh(), nn.ReLU(), nn.Sigmoid(),
-    ).double().eval()  # fmt: skip
-    norm, first, last = nn.LayerNorm(3).double(), first.double(), last.double()
-    x = torch.from_numpy(rng.standard_normal((9, 1, 3)).astype(np.float32)).double()
-    with torch.no_grad():
-        expected = last(between(first(norm(x))[0]))[0][:, 0].numpy()
-    library = compiled(nn.Sequential(norm, first, between, last), tmp_path, target=target)
-    assert_close(run(library, x[:, 0].numpy()), expected, "float32", "forward")
-
-
-def test_feedback_of_torch(tmp_path: Path, rng: np.random.Generator) -> None:
-    torch = pytest.importorskip("torch")
-    model = anycell.torch.Feedback(anycell.torch.GRU(2, 6), torch.nn.Linear(6, 1)).double()
-    x = torch.from_numpy(rng.standard_normal((9, 1, 2)).astype(np.float32)).double()
-    with torch.no_grad():
-        expected = model(x)[0][:, 0].numpy()
-    rows = np.concatenate([x[:, 0].numpy(), np.zeros((9, 1))], 1)
-    assert_close(run(compiled(model, tmp_path), rows), expected, "float32", "forward")
-
-
-def test_a_sequential_of_keras(tmp_path: Path, rng: np.random.Generator) -> None:
-    keras = pytest.importorskip("keras")
-    layers, ours = keras.layers, anycell.keras
-    model = keras.Sequential([
-        keras.Input((None, 3)), ours.RNN(cells.PeepholeLSTM, 7, return_sequences=True),
-        layers.LayerNormalization(), layers.Dense(6, "gelu"), layers.Dropout(0.5),
-        layers.Activation("softmax"), ours.GRU(7, reset_after=False, return_sequences=True),
-        layers.LayerNormalization(scale=False), ours.LSTM(7, return_sequences=True),
-        layers.Dense(2, use_bias=False),
-    ])  # fmt: skip
-    x = rng.standard_normal((1, 9, 3)).astype(np.float32)
-    expected = keras.ops.convert_to_numpy(model(x))[0]
-    assert_close(run(compiled(model, tmp_path), x[0]), expected, "float32", "forward")
-    model.save(tmp_path / "net.keras")
-    saved = [str(tmp_path / "net.keras"), "--out", str(tmp_path / "again")]
-    assert cli.main(["export", *saved]) == 0
-    assert (tmp_path / "again/model.c").read_text() == (tmp_path / "model.c").read_text()
-    both = keras.Sequential([
-        keras.Input((None, 3)), layers.Bidirectional(ours.LSTM(7, return_sequences=True)),
-        layers.Dense(2),
-    ])  # fmt: skip
-    expected = keras.ops.convert_to_numpy(both(x))[0]
-    assert_close(run(compiled(both, tmp_path / "both"), x[0]), expected, "float32", "forward")
-    feedback = ours.Feedback(ours.LSTM(7), layers.Dense(1))
-    expected = keras.ops.convert_to_numpy(feedback(x))[0]
-    rows = np.concatenate([x[0], np.zeros((9, 1), np.float32)], 1)
-    assert_close(run(compiled(feedback, tmp_path / "fed"), rows), expected, "float32", "forward")
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     """In a sentence, and before anything is written."""
     layer, folder = RNN(cells.LSTM, 3, 6), tmp_path / "out"
@@ -588,11 +491,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ([], {}, "model: given no layer with weights"),
         (3, {}, "model: given int; expected a layer or model"),
         ([layer, anycell.numpy.BatchNorm(6)], {}, "BatchNorm(6"),
-        (
-            anycell.compress.quantize(Feedback(layer, Dense(6, 3))),
-            {},
-            "a Feedback with weights of 8",
-        ),
         (layer, {"weights": "int4"}, "weights: given 'int4'; expected one of float32, bfloat16"),
         (layer, {"target": "pdp11"}, "target: given 'pdp11'; expected one of c, x86-64"),
         (layer, {"name": "My net"}, "name: given 'My net'; expected a name that C accepts"),
@@ -603,49 +501,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
             anycell.export(model, folder, **options)
     assert not folder.exists()
-
-
-@pytest.mark.slow
-def test_a_model_of_torch_alone(tmp_path: Path) -> None:
-    """Nothing but anycell itself has been imported."""
-    pytest.importorskip("torch")
-    processes.python(
-        "import anycell, torch; net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh());"
-        f"assert anycell.export([net], {str(tmp_path)!r})",
-    )
-
-
-def test_what_is_refused_of_torch(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    nn, layer = torch.nn, anycell.torch.GRU(3, 6)
-    for module in (nn.LSTM(6, 6), nn.Conv1d(6, 6, 3), nn.LayerNorm((2, 3)), nn.Softmax(0)):
-        with pytest.raises(TypeError, match=re.escape(f"the module {module!r}; expected")):
-            anycell.export(nn.Sequential(layer, module), tmp_path)
-
-
-def test_what_is_refused_of_keras(tmp_path: Path) -> None:
-    keras = pytest.importorskip("keras")
-    layers, inputs = keras.layers, keras.Input((None, 3))
-    backwards = anycell.keras.GRU(7, go_backwards=True, return_sequences=True, name="back")
-    rms = layers.LayerNormalization(name="rms")
-    rms.rms_scaling = True  # the argument warns
-    whole = layers.Dense(2, name="whole")
-    whole.build((None, None, 3))
-    whole.quantize("int8")
-    for layer, words in (
-        (rms, "rms with rms_scaling=True"),
-        (whole, "whole with weights of int8; expected real numbers"),
-        (layers.Conv1D(2, 3, name="conv"), "the layer conv (Conv1D); expected Sequential"),
-        (layers.Dense(2, keras.ops.square, name="odd"), "odd with the activation"),
-        (backwards, "back with go_backwards=True"),
-        (layers.Bidirectional(layers.GRU(7), name="both"), "the layer both"),
-        (
-            layers.Bidirectional(anycell.keras.GRU(7), merge_mode="sum"),
-            "with merge_mode='sum'; expected 'concat'",
-        ),
-    ):
-        with pytest.raises((TypeError, ValueError), match=re.escape(words)):
-            anycell.export(keras.Sequential([inputs, layer]), tmp_path)
 
 
 def test_the_program_of_the_guide(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -121,6 +121,7 @@ def test_roads(
     never = {
         "a single step",
         "a single step of few rows",
+        "steps of one row",
         "threads pack the weights",
     }  # the kernel has all steps; tests below cover these
     assert {road for road, on in ROADS.items() if len({on(run) for run in runs}) == 1} <= never

@@ -20,6 +20,7 @@ ROADS: dict[str, Callable[[PassTables], bool]] = {
     "the kernel multiplies the input": lambda run: run.inputs > 0,
     "a single step": lambda run: run.single,
     "a single step of few rows": lambda run: run.single and _few(run),
+    "steps of one row": lambda run: run.single and run.steps > 1,
     "several chunks": lambda run: run.chunk < run.steps,
     "several threads": lambda run: run.parts > 1,
     "threads split the units": lambda run: _entry(run, "units_split") > 0,

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from problems import assert_solved, draw  # noqa: E402
 
+import anycell  # noqa: E402
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell import layer as layers  # noqa: E402
@@ -114,3 +115,48 @@ def test_a_single_step_with_resets(runs: list[Any]) -> None:
             problem = draw(getattr(cells, name), (1, 5, 7, 33), words, "float64")
             assert_solved(by_rnn(problem), problem)
     assert {(run.backward, run.single) for run in runs} == {(False, True), (True, False)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "JANET"])
+def test_steps_of_one_row(name: str, dtype: str, runs: list[Any], set_layer: Any) -> None:
+    """Forward passes of few steps take weights as they are; others are right beside them."""
+    set_layer(UNPACKED_BYTES=1)
+    most = layers.heuristics.UNPACKED_STEPS
+    for steps, batch, has in (
+        (2, 1, ()), (most, 1, ("state",)), (5, 1, ("layers", "state")),
+        (most + 1, 1, ()), (2, 2, ()), (5, 1, ("bidirectional",)), (5, 1, ("mask",)),
+        (5, 1, ("resets",)),
+    ):  # fmt: skip
+        runs.clear()
+        problem = draw(getattr(cells, name), (steps, batch, 7, 33), has, dtype)
+        assert_solved(by_rnn(problem), problem)
+        alone = steps <= most and batch == 1 and not {"bidirectional", "mask", "resets"} & {*has}
+        assert {run.single for run in runs if not run.backward} == {alone}, (steps, batch, has)
+        assert not any(run.single for run in runs if run.backward)
+
+
+def test_steps_of_one_row_in_threads(runs: list[Any], set_layer: Any) -> None:
+    """They share the columns of products, with the same bits; checkpoints pack the weights."""
+    set_layer(WORTH_A_THREAD=0)
+    layer, x, results = at.LSTM(64, 200), torch.randn(9, 1, 64), []
+    for count in (1, 2, 3):
+        with anycell.threads(count):
+            results.append(layer(x)[0])
+    assert torch.equal(results[1], results[0]) and torch.equal(results[2], results[0])
+    assert all(run.single for run in runs) and runs
+    runs.clear()
+    again = at.LSTM(64, 200, checkpoint=3)
+    again.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(again(x)[0], results[0])
+    assert runs and not any(run.single for run in runs)
+
+
+def test_which_steps_of_one_row_are_packed() -> None:
+    """Those of small weights, and many; and those whose packed weights have pairs of numbers."""
+    unpacked, many = layers.heuristics.unpacked, layers.heuristics.UNPACKED_STEPS
+    large, small = plan(cells.LSTM, 256), plan(cells.LSTM, 64)
+    assert unpacked(large, 2, 256) and unpacked(large, many, 256)
+    assert not unpacked(large, many + 1, 256) and not unpacked(large, 1, 256)
+    assert unpacked(small, 2, 64) and not unpacked(small, 3, 64)
+    assert not unpacked(plan(cells.LSTM, 256, "bfloat16"), 2, 256)

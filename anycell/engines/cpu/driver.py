@@ -66,9 +66,10 @@ PLACE = "at address offset".split()
 # ``rest`` is stored at ``place``.
 MOVE = "place base step rest".split()
 # The entries of a matmul; ``along``, the size that counts the rows of the chunk (0 rows, 2 inner);
-# ``reverse``, if the direction is reversed; ``sums``, the ``add`` of all chunks but the first.
+# ``reverse``, if the direction is reversed; ``sums``, the ``add`` of all chunks but the first;
+# ``once``, if it is for the first chunk alone.
 PRODUCT = [
-    *gemm.OPERANDS, "scales", "kind", "along", "reverse", "sums",
+    *gemm.OPERANDS, "scales", "kind", "along", "reverse", "sums", "once",
     *(f"{operand}_{axis}" for operand in "abc" for axis in ("time", "window")),
 ]  # fmt: skip
 # The kinds of products: our matmul; the matmul of ``blas``; our matmul without packing, for few
@@ -76,6 +77,7 @@ PRODUCT = [
 # stride between steps, with zeros in place of rows whose flag in ``b`` is 0, or, if ``scales`` has
 # rows, ``b_columns`` apart, with these in place of rows whose flag is not 0.
 KINDS = OURS, BLAS, FEW, SUM, GATHER = range(5)
+DONE = len(KINDS)  # in place of a kind
 
 _TABLE = align(8 * len(gemm.ENTRIES))
 BLOCK = 4  # vectors or columns that are added up side by side
@@ -228,6 +230,7 @@ class Driver:
             with b.when(kind.eq(BLAS)):
                 b.call("blas", table.pointer("blas"), scratch)
         row["add"] = row["add"] | row["sums"]
+        row["kind"] = b.select(row["once"].ne(0), DONE, kind)
 
     def _sum(self) -> None:
         """Writes the sum of the rows of A to C, or adds it to C; threads share the columns."""
