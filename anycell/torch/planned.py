@@ -19,6 +19,7 @@ from anycell.plan import Engine, Layer, Options
 from anycell.plan.layer import register
 from anycell.read import STATES, Refused, Value, Variable
 from anycell.recent import add_recent
+from anycell.torch.composite import Result
 from anycell.torch.functional import engine_of, fused_plan, run_layer
 from anycell.torch.read import Reader
 from anycell.torch.record import ROWS, A, Recording, Run
@@ -110,32 +111,42 @@ class ReadStep:
         """
         run = self.values(call, tensors)
         run.series |= drawn or {}
-        return self._leave(call, run, self._recur(call, self._enter(call, run), engine))
+        return self._leave(call, run, self.recur(call, self._enter(call, run), engine=engine))
 
     def replay(self, call: Steps, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Returns the same as ``run``. What it does around the kernel is recorded in the second
         call with tensors of the same shapes and strides, and replayed in all that follow.
         """
-        arrays = [*tensors, *call.xs, *call.state]
-        for flags in (call.mask, call.resets):
-            if flags is not None:
-                arrays.append(flags)
-        arrays += call.restored or ()
-        key = (
-            tuple([(t.shape, t.stride()) for t in arrays]),
-            call.mask is None, call.resets is None, call.restored is None, call.reverse,
-        )  # fmt: skip
+        key, arrays = self._key(call, tensors)
         tape = self.tapes.get(key)
         if isinstance(tape, Tape):
             named, memory = tape.enter(arrays)
-            return tape.leave(arrays, self._recur(call, named), memory)
+            return tape.leave(arrays, self.recur(call, named), memory)
         run = self.values(call, tensors)
-        states = self._recur(call, self._enter(call, run))
+        states = self.recur(call, self._enter(call, run))
         if tape is None:  # many calls come once, with a number of steps of their own
             add_recent(self.tapes, key, True, _MOST)
         elif tape:
             self.tapes[key] = self._tape(call, len(tensors), arrays, states)
         return self._leave(call, run, states)
+
+    @staticmethod
+    def _key(call: Steps, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """What a tape depends on, and the tensors of a call."""
+        arrays = [*tensors, *call.xs, *call.state]
+        for flags in (call.mask, call.resets):
+            if flags is not None:
+                arrays.append(flags)
+        arrays += call.restored or ()
+        return (
+            tuple([(t.shape, t.stride()) for t in arrays]),
+            call.mask is None, call.resets is None, call.restored is None, call.reverse,
+        ), arrays  # fmt: skip
+
+    def tape(self, call: Steps, tensors: Sequence[Tensor]) -> Tape | None:
+        """What replays calls like this one, if it is recorded."""
+        tape = self.tapes.get(self._key(call, tensors)[0])
+        return tape if isinstance(tape, Tape) else None
 
     def _tape(
         self, call: Steps, count: int, arrays: Sequence[Tensor], states: States
@@ -219,23 +230,36 @@ class ReadStep:
                 named |= zip(state_names("reset_state", reading.cell), restored, strict=True)
         return {n: t.unsqueeze(0) if n.startswith(STATES) else t for n, t in named.items()}
 
-    def _recur(
+    def layer_for(
         self, call: Steps, arrays: Mapping[str, Tensor], engine: str | None = None
-    ) -> States:
-        """The states of all steps that outputs need, and the last states."""
+    ) -> Layer:
+        """The layer of a call with these arrays."""
         masked = "mask" in arrays and not self.direct
         key = masked, call.reverse, engine
-        cell, others = self.reading.cell, besides_output(self.names, self.reading.cell)
         if key not in self.layers:
             options = Options(reverse=(call.reverse,))
             options = options.unread() if masked else options  # what is held, not zeros
+            others = besides_output(self.names, self.reading.cell)
             arguments: dict[str, Any] = {"options": options, "sequences": others, "engine": engine}
             self.layers[key] = self.layer._replace(**arguments)
-        output, last, series = run_layer(self.layers[key], arrays)
-        states = dict(zip(others, series, strict=True))
-        if cell.state_names[0] in self.names:
-            states[cell.state_names[0]] = output
-        return states, dict(zip(cell.state_names, last, strict=True))
+        return self.layers[key]
+
+    def recur(
+        self, call: Steps, arrays: Mapping[str, Tensor], made: Result | None = None,
+        engine: str | None = None,
+    ) -> States:  # fmt: skip
+        """The states of all steps that outputs need, and the last states.
+
+        Args:
+            made: the results of the layer, if they are known.
+        """
+        layer = self.layer_for(call, arrays, engine)
+        output, last, series = made or run_layer(layer, arrays)
+        states = dict(zip(layer.sequences, series, strict=True))
+        first, *_ = names = self.reading.cell.state_names
+        if first in self.names:
+            states[first] = output
+        return states, dict(zip(names, last, strict=True))
 
     def _leave(self, call: Steps, run: Run, states: States) -> tuple[Any, Any]:
         """The user's output and last state."""

@@ -1,0 +1,81 @@
+"""Calls of a step that was read, as earlier ones: their tape, and one native operator.
+
+What a reading depends on is compared in a few steps of C: the objects around the step by their
+identity, the tensors by their layout. A call that differs goes the ordinary way, which reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from anycell.layer.sequences import keeping
+from anycell.plan import Plan
+from anycell.torch import fused
+from anycell.torch.around import Surroundings
+from anycell.torch.fused import plan_on
+from anycell.torch.passes import as_given, form_of
+from anycell.torch.planned import ReadStep
+from anycell.torch.stepwise import Steps
+from anycell.torch.tape import Tape
+from anycell.torch.warm import Front, ordinary, settings
+
+
+def layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
+    """What a tape depends on of its tensors; None if one is no plain memory."""
+    if not ordinary(map(type, tensors)):
+        return None
+    try:
+        return tuple([(t.shape, t.stride(), t.dtype) for t in tensors])
+    except RuntimeError:  # a sparse tensor
+        return None
+
+
+class Replayed:
+    """A call that was replayed, for all that are laid out like it.
+
+    Args:
+        trees: the structures of x and of the state.
+        swapped: whether the user's x and output have the batch first.
+    """
+
+    def __init__(
+        self, plan: ReadStep, tape: Tape, around: Surroundings, call: Steps, swapped: bool
+    ) -> None:
+        self.plan, self.tape, self.around, self.swapped = plan, tape, around, swapped
+        self.trees = call.x_tree, call.state_tree
+        self.call = call._replace(xs=[], state=[])
+        self.places = slice(-len(call.xs) - len(call.state), -len(call.state))
+        self.fronts: dict[Any, Front | None] = {}
+
+    def run(self, tensors: list[Tensor]) -> tuple[Any, Any]:
+        """Returns the output and the last state of a call with these tensors."""
+        if self.swapped:
+            tensors = list(tensors)
+            tensors[self.places] = [
+                t.transpose(0, 1) if t.dim() > 1 else t for t in tensors[self.places]
+            ]
+        arrays, memory = self.tape.enter(tensors)
+        now = settings()
+        if now not in self.fronts:
+            self.fronts[now] = self._front(arrays)
+        front = self.fronts[now]
+        made = None if front is None else front.run(arrays)
+        states = self.plan.recur(self.call, arrays, made)
+        left: tuple[Any, Any] = self.tape.leave(tensors, states, memory)
+        return left
+
+    def _front(self, arrays: dict[str, Tensor]) -> Front | None:
+        """What runs the kernel without looking at its arrays; None if it must look."""
+        layer = self.plan.layer_for(self.call, arrays)
+        plan = plan_on(arrays["x"].device.type, layer.cell, layer.sizes, arrays["x"].dtype)
+        if not isinstance(plan, Plan) or plan.engine != "cpu" or not as_given(plan, arrays):
+            return None
+        plan, options = keeping(plan, layer.sequences), fused.on_threads(layer.options)
+        names, rounded = tuple(arrays), fused.rounded(plan)
+        forms = [form_of(rounded, names, options, "forward", keep) for keep in (False, True)]
+        if None in forms:
+            return None
+        return Front((), (), *forms, layer._replace(plan=plan, options=options), names, True)
