@@ -264,8 +264,8 @@ class loop(Explained, nn.Module):
         """Returns what the module reads, walked again only if it has changed."""
         around = self._around
         if around is None or around.step is not self.module or not around.fresh:
-            self._around = self._readings.known(Surroundings.of(self.module))
-        return self._around
+            around = self._around = self._readings.known(Surroundings.of(self.module))
+        return around
 
     @property
     def engine(self) -> Engine:

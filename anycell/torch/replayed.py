@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anycell.layer.sequences import keeping
@@ -16,11 +17,12 @@ from anycell.plan import Plan
 from anycell.torch import fused
 from anycell.torch.around import Surroundings
 from anycell.torch.fused import plan_on
-from anycell.torch.passes import as_given, form_of
-from anycell.torch.planned import ReadStep
+from anycell.torch.native import play
+from anycell.torch.passes import as_given, form_of, learn_forward
+from anycell.torch.planned import ReadStep, States, layered
 from anycell.torch.stepwise import Steps
 from anycell.torch.tape import Tape
-from anycell.torch.warm import Front, ordinary, settings
+from anycell.torch.warm import Front, ordinary, settings, wanted
 
 
 def layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
@@ -61,11 +63,22 @@ class Replayed:
         now = settings()
         if now not in self.fronts:
             self.fronts[now] = self._front(arrays)
-        front = self.fronts[now]
-        made = None if front is None else front.run(arrays)
-        states = self.plan.recur(self.call, arrays, made)
+        states = self._states(self.fronts[now], arrays)
         left: tuple[Any, Any] = self.tape.leave(tensors, states, memory)
         return left
+
+    def _states(self, front: Front | None, arrays: dict[str, Tensor]) -> States:
+        plan, given = self.plan, [*arrays.values()]
+        if front is None:
+            return plan.recur(self.call, arrays)
+        if front.layer.sequences or (torch.is_grad_enabled() and wanted(given)):
+            return plan.recur(self.call, arrays, again=front.run)
+        if results := play(given, front.form.number, 0):
+            return plan.states_of(results[0], results[1:])
+        states, layer = plan.recur(self.call, arrays), front.layer
+        rounded = fused.rounded(layer.plan)
+        learn_forward(front.form, rounded, layered(arrays), layer.options, False, flat=True)
+        return states
 
     def _front(self, arrays: dict[str, Tensor]) -> Front | None:
         """What runs the kernel without looking at its arrays; None if it must look."""
@@ -75,7 +88,9 @@ class Replayed:
             return None
         plan, options = keeping(plan, layer.sequences), fused.on_threads(layer.options)
         names, rounded = tuple(arrays), fused.rounded(plan)
-        forms = [form_of(rounded, names, options, "forward", keep) for keep in (False, True)]
-        if None in forms:
+        flat = form_of(rounded, names, options, "flat")
+        keeping_form = form_of(rounded, names, options, "forward", True)
+        if flat is None or keeping_form is None:
             return None
-        return Front((), (), *forms, layer._replace(plan=plan, options=options), names, True)
+        layer = layer._replace(plan=plan, options=options)
+        return Front((), (), flat, keeping_form, layer, names, plain=True)

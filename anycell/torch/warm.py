@@ -65,19 +65,16 @@ class Front(NamedTuple):
         return [*as_read(self.layer.plan, arrays, self.layer.options).values(), *tensors[last:]]
 
     def run(self, arrays: Arrays) -> Result | None:
-        """The results of one layer whose kernel reads these arrays; None if no pass was like it."""
+        """The results of one layer, which keeps what it makes; None if no pass was like it."""
         layer, tensors = self.layer, [*arrays.values()]
         plan: Any = layer.plan
-        if torch.is_grad_enabled() and _wanted(tensors):
+        if torch.is_grad_enabled() and wanted(tensors):
             try:
                 output, *rest = _FusedAgain.apply(layer, self, self.names, *tensors)
             except _Unknown:
                 return None
             states = len(plan.cell.states)
             return output, tuple(rest[:states]), tuple(rest[states:])
-        if not layer.sequences:
-            results = play(tensors, self.form.number, 0)
-            return (results[0], tuple(results[1:]), ()) if results else None
         assert self.keeping is not None
         results = play(tensors, self.keeping.number, 0)
         if not results:
@@ -157,7 +154,7 @@ def again(
             return None
     if not ordinary(map(type, tensors)):
         return None
-    if torch.is_grad_enabled() and _wanted(tensors):
+    if torch.is_grad_enabled() and wanted(tensors):
         results = _trained(module, front, tensors)
     else:
         results = play(tensors if front.plain else front.read(tensors), front.form.number, 0)
@@ -171,7 +168,7 @@ def again(
     return output, tuple(last) if len(last) > 1 else last[0]
 
 
-def _wanted(tensors: list[Tensor]) -> bool:
+def wanted(tensors: list[Tensor]) -> bool:
     """Whether the gradient of any is wanted."""
     for tensor in tensors:  # noqa: SIM110  (``any`` would call a generator for each)
         if tensor.requires_grad:
@@ -298,7 +295,7 @@ def learn(
         plain = as_given(plan, names if what == "call" else ())
         front = Front(*read, Form(), keeping, layer, inputs, plain)
         add_recent(FRONTS, key, front, _MOST)
-    if torch.is_grad_enabled() and _wanted(tensors):
+    if torch.is_grad_enabled() and wanted(tensors):
         return  # the passes of the layer learn themselves
     user = dict(zip((*names, *weights), tensors, strict=True))
     given = dict(zip(user, tensors if front.plain else front.read(tensors), strict=True))
