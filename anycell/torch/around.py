@@ -24,11 +24,12 @@ _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 _TORCH = str(Path(torch.__file__).parent)
 
 
-@dataclass
+@dataclass(eq=False)
 class Surroundings:
     """Things that a step reads besides its arguments.
 
-    A variable is a holder, which is a dictionary or the cell of a closure, and a name there.
+    A variable is a holder, which is a dictionary, a function or the cell of a closure, and a name
+    there.
 
     Attributes:
         step: the module or the function.
@@ -127,6 +128,8 @@ class Surroundings:
     def _function(self, function: types.FunctionType) -> None:
         code, variables = function.__code__, function.__globals__
         self.guards += [code, self._frozen(function.__defaults__)]
+        for name in ("__code__", "__defaults__"):
+            self.watched.append((function, name, getattr(function, name)))
         names = frozenset(_names(code))
         for label, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._variable(cell, "cell_contents", label, names)
@@ -142,6 +145,9 @@ class Surroundings:
         self.seen.add((id(value), names))
         for name in sorted(names & attributes.keys()):
             self._variable(attributes, name, name, names)
+        for name in names - attributes.keys():
+            if hasattr(type(value), name):  # what the object may have of its own later
+                self.watched.append((attributes, name, None))
 
     def _module(self, module: nn.Module) -> None:
         if any(module is other for other in self.modules):
@@ -268,6 +274,8 @@ def _value(holder: Any, name: str) -> Any:
             return holder.cell_contents
         except ValueError:
             return None
+    if isinstance(holder, types.FunctionType):
+        return getattr(holder, name)
     return holder.get(name)
 
 

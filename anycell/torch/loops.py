@@ -29,7 +29,7 @@ from anycell.torch.observers import autocast, compiled, observed
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of, unlike
 from anycell.torch.recurrent import Lengths
-from anycell.torch.replayed import Replayed, layouts
+from anycell.torch.replayed import Replayed, batch_first, layouts, time_first
 from anycell.torch.stepwise import Step, Steps, stepwise
 from anycell.torch.warm import quiet
 
@@ -48,6 +48,7 @@ class Readings:
         self.tokens: dict[Any, Any] = {}
         self.reads: Counter[Any] = Counter()
         self.replays: dict[Any, Replayed] = {}
+        self.around: Surroundings | None = None  # of the latest call
 
     def known(self, around: Surroundings) -> Surroundings:
         """Gives surroundings a number that stands for their guards in the signatures of plans."""
@@ -55,6 +56,7 @@ class Readings:
         if guards not in self.tokens:
             add_recent(self.tokens, guards, (next(_NUMBERS), around.held), _MOST)
         around.token = self.tokens[guards][0]
+        self.around = around
         return around
 
     @property
@@ -70,24 +72,33 @@ class Readings:
             return stepwise(step, call)
         return plan.replay(call, tensors)
 
-    def again(self, around: Surroundings, x: Any, state: Any) -> Any:
-        """Runs a call without further arguments as an earlier one; None if none was like it."""
-        (xs, *trees), (leaves, tree) = _flat(x), _flat(state)
+    def again(self, step: Any, x: Any, state: Any, first: bool = False) -> Any:
+        """Runs a call without further arguments as an earlier one; None if none was like it.
+
+        Args:
+            step: the user's function or module.
+            first: see ``Replayed``.
+        """
+        around = self.around
+        if around is None or not quiet() or not around.unchanged(step):
+            return None
+        (xs, x_tree), (leaves, state_tree) = _flat(x), _flat(state)
         tensors = [*around.tensors(), *xs, *leaves]
         known = self.replays.get(layouts(tensors))
-        if known is None or known.around is not around or known.trees != (*trees, tree):
+        if known is None or known.facts != (around, x_tree, state_tree, first):
             return None
         self.last = known.plan
         return known.run(tensors)
 
-    def learn(self, around: Surroundings, x: Any, state: Any, call: Steps, swapped: bool) -> None:
-        """Learns a call without further arguments."""
-        plan, tensors = self.last, around.tensors()
-        if call.turned or isinstance(plan, str) or (tape := plan.tape(call, tensors)) is None:
+    def learn(self, x: Any, call: Steps, first: bool = False) -> None:
+        """Learns a call without further arguments that has run."""
+        plan, around = self.last, self.around
+        if around is None or isinstance(plan, str) or call.turned:
             return
+        tape = plan.tape(call, tensors := around.tensors())
         known = layouts([*tensors, *_flat(x)[0], *call.state])
-        if known is not None:
-            add_recent(self.replays, known, Replayed(plan, tape, around, call, swapped), _MOST)
+        if tape is not None and known is not None:
+            add_recent(self.replays, known, Replayed(plan, tape, around, call, first), _MOST)
 
     def plan(
         self, step: Step, around: Surroundings, call: Steps, tensors: Sequence[Tensor]
@@ -194,11 +205,9 @@ class loop(Explained, nn.Module):
         what is not watched: attributes of objects other than modules, and variables of other files.
         """
         self._readings = Readings()
-        self._around: Surroundings | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        made = "_readings", "_around"
-        return {name: value for name, value in self.__dict__.items() if name not in made}
+        return {name: value for name, value in self.__dict__.items() if name != "_readings"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -218,15 +227,13 @@ class loop(Explained, nn.Module):
                 reverse=reverse,
             )  # fmt: skip
         plain = mask is lengths is resets is reset_state is None and reverse is False
-        if plain and self._around is not None and quiet() and self._around.unchanged(self.module):
-            known = self._readings.again(self._around, x, state)
-            if known is not None:
-                return known
         first = self.batch_first
+        if plain and (known := self._readings.again(self.module, x, state, first)) is not None:
+            return known
         call = _call(*_flat(x), state, first)
         turned = call.batched and first
         if turned:
-            call = call._replace(xs=[t.transpose(0, 1) if t.dim() > 1 else t for t in call.xs])
+            call = call._replace(xs=list(map(time_first, call.xs)))
         if mask is not None or lengths is not None or resets is not None:
             like = call.xs[0]
             layout = Layout(Torch, like, len(like), call.rows, first, call.batched)
@@ -239,11 +246,8 @@ class loop(Explained, nn.Module):
         around = Surroundings(self.module) if call.why else self._surroundings()
         output, last = self._readings.run(self._step, around, call)
         if plain and not call.why:
-            self._readings.learn(around, x, state, call, turned)
-        if turned:
-            rows = call.rows
-            output = pytree.tree_map_only(Tensor, lambda t: _swapped(t, rows), output)
-        return output, last
+            self._readings.learn(x, call, first)
+        return (batch_first(output, call.rows) if turned else output), last
 
     def _step(self, x: Any, state: Any) -> tuple[Any, Any]:
         result = self.module(x, state)
@@ -262,9 +266,9 @@ class loop(Explained, nn.Module):
 
     def _surroundings(self) -> Surroundings:
         """Returns what the module reads, walked again only if it has changed."""
-        around = self._around
+        around = self._readings.around
         if around is None or around.step is not self.module or not around.fresh:
-            around = self._around = self._readings.known(Surroundings.of(self.module))
+            around = self._readings.known(Surroundings.of(self.module))
         return around
 
     @property
@@ -283,12 +287,6 @@ class loop(Explained, nn.Module):
 
     def _layer(self) -> Layer | None:
         return getattr(self._readings.last, "layer", None)
-
-
-def _swapped(tensor: Tensor, rows: int) -> Tensor:
-    """``[T, B, ...]`` as ``[B, T, ...]``; what has no rows stays as it is."""
-    both = tensor.dim() > 1 and tensor.shape[1] == rows
-    return tensor.transpose(0, 1) if both else tensor
 
 
 _LEAF = pytree.tree_structure(0)
@@ -388,11 +386,18 @@ def scan(
     """
     if compiled():
         return torch.compiler.disable(scan)(step, init, xs, dim=dim, reverse=reverse)
+    plain = dim == 0 and reverse is False
+    if plain and (of_code := _SCANS.get(getattr(step, "__code__", None))) is not None:
+        known = of_code[0].again(step, xs, init)
+        if known is not None:
+            return known[1], known[0]
     scanned = _scanned(step, init, xs, dim, reverse)
     if scanned is None:
         return init, []
     readings, *arguments = scanned
     output, carry = readings.run(*arguments)
+    if plain:
+        readings.learn(xs, arguments[2])
     if dim:
         dim %= pytree.tree_leaves(xs)[0].dim()
         output = pytree.tree_map_only(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from anycell.layer.sequences import keeping
@@ -35,37 +36,48 @@ def layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
         return None
 
 
+def time_first(x: Tensor) -> Tensor:
+    """``[B, T, ...]`` as ``[T, B, ...]``; ``[T]`` as it is."""
+    return x.transpose(0, 1) if x.dim() > 1 else x
+
+
+def batch_first(output: Any, rows: int) -> Any:
+    """Tensors ``[T, B, ...]`` as ``[B, T, ...]``; those without rows as they are."""
+
+    def swapped(t: Tensor) -> Tensor:
+        return t.transpose(0, 1) if t.dim() > 1 and t.shape[1] == rows else t
+
+    return pytree.tree_map_only(Tensor, swapped, output)
+
+
 class Replayed:
     """A call that was replayed, for all that are laid out like it.
 
     Args:
-        trees: the structures of x and of the state.
-        swapped: whether the user's x and output have the batch first.
+        first: whether users have the batch as the first axis of x and the output.
     """
 
     def __init__(
-        self, plan: ReadStep, tape: Tape, around: Surroundings, call: Steps, swapped: bool
+        self, plan: ReadStep, tape: Tape, around: Surroundings, call: Steps, first: bool
     ) -> None:
-        self.plan, self.tape, self.around, self.swapped = plan, tape, around, swapped
-        self.trees = call.x_tree, call.state_tree
+        self.plan, self.tape = plan, tape
+        self.facts = around, call.x_tree, call.state_tree, first
+        self.rows = call.rows if first and call.batched else 0
         self.call = call._replace(xs=[], state=[])
         self.places = slice(-len(call.xs) - len(call.state), -len(call.state))
         self.fronts: dict[Any, Front | None] = {}
 
     def run(self, tensors: list[Tensor]) -> tuple[Any, Any]:
         """Returns the output and the last state of a call with these tensors."""
-        if self.swapped:
-            tensors = list(tensors)
-            tensors[self.places] = [
-                t.transpose(0, 1) if t.dim() > 1 else t for t in tensors[self.places]
-            ]
+        if self.rows:
+            tensors[self.places] = [time_first(t) for t in tensors[self.places]]
         arrays, memory = self.tape.enter(tensors)
         now = settings()
         if now not in self.fronts:
             self.fronts[now] = self._front(arrays)
         states = self._states(self.fronts[now], arrays)
-        left: tuple[Any, Any] = self.tape.leave(tensors, states, memory)
-        return left
+        output, last = self.tape.leave(tensors, states, memory)
+        return (batch_first(output, self.rows) if self.rows else output), last
 
     def _states(self, front: Front | None, arrays: dict[str, Tensor]) -> States:
         plan, given = self.plan, [*arrays.values()]
