@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,7 +36,6 @@ from anycell.torch.warm import quiet
 
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _RESTLESS = 16  # readings for tensors of the same shapes
-_CALLS = 13  # functions of torch that a step calls which is not known: two may be short
 _NUMBERS = itertools.count()
 
 
@@ -131,9 +131,9 @@ class Readings:
         return add_recent(self.plans, (around.token, signature), plan, _MOST)
 
 
-def _short(steps: int, state: Sequence[Tensor], calls: float = _CALLS) -> bool:
-    """See ``anycell.read.short``; ``calls`` are the functions of torch that a step calls, if that
-    is known.
+def _short(steps: int, state: Sequence[Tensor], calls: float = math.inf) -> bool:
+    """See ``anycell.read.short``; ``calls`` are the functions of torch that a step calls, which are
+    not known before it is read.
     """
     numbers = sum([t.numel() for t in state])
     return state[0].device.type == "cpu" and short("torch", steps, numbers, calls)
