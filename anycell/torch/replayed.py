@@ -95,7 +95,10 @@ class Replayed:
     def _front(self, arrays: dict[str, Tensor]) -> Front | None:
         """What runs the kernel without looking at its arrays; None if it must look."""
         layer = self.plan.layer_for(self.call, arrays)
-        plan = plan_on(arrays["x"].device.type, layer.cell, layer.sizes, arrays["x"].dtype)
+        x = arrays["x"]
+        if any(t.dtype is not x.dtype for t in arrays.values()):
+            return None
+        plan = plan_on(x.device.type, layer.cell, layer.sizes, x.dtype)
         if not isinstance(plan, Plan) or plan.engine != "cpu" or not as_given(plan, arrays):
             return None
         plan, options = keeping(plan, layer.sequences), fused.on_threads(layer.options)
