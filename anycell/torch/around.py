@@ -20,14 +20,16 @@ from anycell.read.places import module_variables
 _ORDINARY = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WALKED = nn.Module, types.FunctionType, types.MethodType, functools.partial
+_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 _TORCH = str(Path(torch.__file__).parent)
 
 
-@dataclass
+@dataclass(eq=False)
 class Surroundings:
     """Things that a step reads besides its arguments.
 
-    A variable is a holder, which is a dictionary or the cell of a closure, and a name there.
+    A variable is a holder, which is a dictionary, a function or the cell of a closure, and a name
+    there.
 
     Attributes:
         step: the module or the function.
@@ -39,6 +41,7 @@ class Surroundings:
         containers: lists and dictionaries among them, which may change in place, and copies.
         attributes: of the modules, when all was walked.
         token: a number that stands for the guards.
+        hooks: the dictionaries of hooks, of these modules and of all.
     """
 
     step: Any
@@ -52,6 +55,7 @@ class Surroundings:
     seen: set[Any] = field(default_factory=set)
     attributes: list[Any] = field(default_factory=list)
     token: int = 0
+    hooks: list[Any] | None = None
 
     @classmethod
     def of(cls, step: Any) -> Surroundings:
@@ -67,11 +71,21 @@ class Surroundings:
 
     @property
     def fresh(self) -> bool:
-        """Whether all variables are what they were; False if containers may differ."""
-        old, new = self.attributes, self._attributes()
-        if self.containers or len(old) != len(new) or not all(map(operator.is_, old, new)):
+        """Whether all variables are what they were."""
+        if not same(self.attributes, self._attributes()):
             return False
-        return all(_value(holder, name) is value for holder, name, value in self.watched)
+        for holder, name, value in self.watched:
+            if _value(holder, name) is not value:
+                return False
+        return all(alike(container, copy) for container, copy in self.containers)
+
+    def unchanged(self, step: Any) -> bool:
+        """Whether a call of the step does what an earlier one did, but for its tensors."""
+        if self.hooks is None:
+            named = [getattr(module, name) for module in self.modules for name in _HOOKS]
+            glob = [getattr(modules, f"_global{name}") for name in _HOOKS]
+            self.hooks = [*named, *glob]
+        return self.step is step and not any(self.hooks) and self.fresh
 
     def _attributes(self) -> list[Any]:
         """Says that modules are as they were: their attributes and children."""
@@ -114,6 +128,8 @@ class Surroundings:
     def _function(self, function: types.FunctionType) -> None:
         code, variables = function.__code__, function.__globals__
         self.guards += [code, self._frozen(function.__defaults__)]
+        for name in ("__code__", "__defaults__"):
+            self.watched.append((function, name, getattr(function, name)))
         names = frozenset(_names(code))
         for label, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._variable(cell, "cell_contents", label, names)
@@ -129,6 +145,9 @@ class Surroundings:
         self.seen.add((id(value), names))
         for name in sorted(names & attributes.keys()):
             self._variable(attributes, name, name, names)
+        for name in names - attributes.keys():
+            if hasattr(type(value), name):  # what the object may have of its own later
+                self.watched.append((attributes, name, None))
 
     def _module(self, module: nn.Module) -> None:
         if any(module is other for other in self.modules):
@@ -184,14 +203,19 @@ class Surroundings:
     def _frozen(self, value: Any) -> Any:
         """The value, or what stands for it: its parts, or its identity."""
         kind = type(value)
-        if kind in (int, float, bool, str, bytes, type(None), torch.dtype, torch.device):
+        if kind in _PLAIN:
             return kind, value
         if kind in (list, dict, set):
             self.containers.append((value, value.copy()))
         if kind in (tuple, list, dict) and len(value) <= 16:
             return kind, tuple(map(self._frozen, value.items() if kind is dict else value))
         self.held.append(value)
-        return id(value), len(value) if kind in (tuple, list, dict, set) else None
+        if kind not in (list, dict, set):
+            return id(value)
+        parts = [*value, *(value.values() if kind is dict else ())]
+        self.held += parts
+        known = [(type(v), v) if type(v) in _PLAIN else id(v) for v in parts]
+        return kind, frozenset(known) if kind is set else tuple(known)
 
     @contextmanager
     def swapped(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -218,10 +242,21 @@ class Surroundings:
                     f"{type(module).__name__} has hooks, which a fused step would not call. "
                     "Instead: remove them, or compute in the module what they compute."
                 )
-        glob = modules._global_forward_hooks or modules._global_forward_pre_hooks
-        if glob or modules._global_backward_hooks or modules._global_backward_pre_hooks:
+        if any(getattr(modules, f"_global{name}") for name in _HOOKS):
             return "torch has hooks for all modules, which a fused step would not call"
         return None
+
+
+def same(old: list[Any], new: list[Any]) -> bool:
+    """Whether these are the same objects."""
+    return len(old) == len(new) and all(map(operator.is_, old, new))
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two containers have the same things in them."""
+    if type(a) is set:
+        return bool(a == b)
+    return same([*a], [*b]) and (type(a) is list or same([*a.values()], [*b.values()]))
 
 
 def _of_user(function: types.FunctionType) -> bool:
@@ -239,6 +274,8 @@ def _value(holder: Any, name: str) -> Any:
             return holder.cell_contents
         except ValueError:
             return None
+    if isinstance(holder, types.FunctionType):
+        return getattr(holder, name)
     return holder.get(name)
 
 

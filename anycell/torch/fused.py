@@ -68,10 +68,10 @@ def run(layer: Layer, plan: Plan, arrays: Arrays) -> Result:
                 states = len(plan.cell.states)
                 return output, tuple(rest[:states]), tuple(rest[states:])
     output, final, kept = run_forward(layer, plan, arrays, keep=bool(layer.sequences))
-    return output, final, () if kept is None else _sequences(layer, arrays, kept)
+    return output, final, () if kept is None else series(layer, arrays, kept)
 
 
-def _sequences(layer: Layer, arrays: Arrays, kept: Kept) -> States:
+def series(layer: Layer, arrays: Arrays, kept: Kept) -> States:
     """``layer.sequences``, from what the forward pass has kept."""
     return tuple([whole.detach() for whole in sequences(layer, arrays, kept)])
 
@@ -99,7 +99,7 @@ class Fused(torch.autograd.Function):
         output, final, kept = run_forward(layer, plan, arrays, keep=True)
         assert kept is not None
         save(ctx, layer, plan, names, tensors, kept)
-        return output, *final, *(_sequences(layer, arrays, kept) if layer.sequences else ())
+        return output, *final, *(series(layer, arrays, kept) if layer.sequences else ())
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:

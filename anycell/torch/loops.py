@@ -22,6 +22,7 @@ from anycell.explanation import Explained, explain_read
 from anycell.layer.checks import boolean, describe, integer, refuse
 from anycell.layer.layers import Layout
 from anycell.plan import Engine, Layer
+from anycell.read import SHORT, short
 from anycell.recent import add_recent
 from anycell.torch.around import Surroundings
 from anycell.torch.framework import Torch
@@ -29,13 +30,12 @@ from anycell.torch.observers import autocast, compiled, observed
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of, unlike
 from anycell.torch.recurrent import Lengths
+from anycell.torch.replayed import Replayed, batch_first, layouts, time_first
 from anycell.torch.stepwise import Step, Steps, stepwise
+from anycell.torch.warm import quiet
 
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _RESTLESS = 16  # readings for tensors of the same shapes
-# A kernel's call takes as long as some 28 functions of torch of so few numbers.
-_FEW, _CALLS = 8192, 28
-_SHORT = "so few steps take less time as they are written"
 _NUMBERS = itertools.count()
 
 
@@ -47,6 +47,8 @@ class Readings:
         self.last: ReadStep | str = "no call has been made: a step is read at its first call"
         self.tokens: dict[Any, Any] = {}
         self.reads: Counter[Any] = Counter()
+        self.replays: dict[Any, Replayed] = {}
+        self.around: Surroundings | None = None  # of the latest call
 
     def known(self, around: Surroundings) -> Surroundings:
         """Gives surroundings a number that stands for their guards in the signatures of plans."""
@@ -54,6 +56,7 @@ class Readings:
         if guards not in self.tokens:
             add_recent(self.tokens, guards, (next(_NUMBERS), around.held), _MOST)
         around.token = self.tokens[guards][0]
+        self.around = around
         return around
 
     @property
@@ -69,19 +72,49 @@ class Readings:
             return stepwise(step, call)
         return plan.replay(call, tensors)
 
+    def again(self, step: Any, x: Any, state: Any, first: bool = False) -> Any:
+        """Runs a call without further arguments as an earlier one; None if none was like it.
+
+        Args:
+            step: the user's function or module.
+            first: see ``Replayed``.
+        """
+        around = self.around
+        if around is None or not quiet() or not around.unchanged(step):
+            return None
+        (xs, x_tree), (leaves, state_tree) = _flat(x), _flat(state)
+        tensors = [*around.tensors(), *xs, *leaves]
+        known = self.replays.get(layouts(tensors))
+        if known is None or known.facts != (around, x_tree, state_tree, first):
+            return None
+        self.last = known.plan
+        return known.run(tensors)
+
+    def learn(self, x: Any, call: Steps, first: bool = False) -> None:
+        """Learns a call without further arguments that has run."""
+        plan, around = self.last, self.around
+        if around is None or isinstance(plan, str) or call.turned:
+            return
+        tape = plan.tape(call, tensors := around.tensors())
+        known = layouts([*tensors, *_flat(x)[0], *call.state])
+        if tape is not None and known is not None:
+            add_recent(self.replays, known, Replayed(plan, tape, around, call, first), _MOST)
+
     def plan(
         self, step: Step, around: Surroundings, call: Steps, tensors: Sequence[Tensor]
     ) -> ReadStep | str:
         """Returns the step as it was read, or why the step itself runs."""
         if (why := call.why or obstacle() or around.hooked()) is not None:
             return why
+        if any(t.layout is not torch.strided for t in (*tensors, *call.xs, *call.state)):
+            return "a tensor is sparse, and kernels read dense memory"
         signature = call.signature(tensors)
         known = self.plans.get((around.token, signature))
         plan = known or self._read(step, around, signature, call)
         if isinstance(plan, str):
             return plan
         if _short(len(call.xs[0]), call.state, plan.recording.calls):
-            return _SHORT
+            return SHORT
         return unlike(plan, step, around, call) or plan.unfit(call) or plan
 
     def _read(
@@ -99,15 +132,11 @@ class Readings:
 
 
 def _short(steps: int, state: Sequence[Tensor], calls: float = math.inf) -> bool:
-    """Whether a loop over so few steps takes less time than a kernel, as measured.
-
-    Args:
-        calls: how many functions of torch a step calls, if that is known.
+    """See ``anycell.read.short``; ``calls`` are the functions of torch that a step calls, which are
+    not known before it is read.
     """
-    if steps > 2 and steps * calls >= _CALLS:
-        return False
-    few = steps == 1 or sum(t.numel() for t in state) <= _FEW
-    return few and state[0].device.type == "cpu"
+    numbers = sum([t.numel() for t in state])
+    return state[0].device.type == "cpu" and short("torch", steps, numbers, calls)
 
 
 def obstacle() -> str | None:
@@ -176,11 +205,9 @@ class loop(Explained, nn.Module):
         what is not watched: attributes of objects other than modules, and variables of other files.
         """
         self._readings = Readings()
-        self._around: Surroundings | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        made = "_readings", "_around"
-        return {name: value for name, value in self.__dict__.items() if name not in made}
+        return {name: value for name, value in self.__dict__.items() if name != "_readings"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -199,11 +226,14 @@ class loop(Explained, nn.Module):
                 x, state, mask=mask, lengths=lengths, resets=resets, reset_state=reset_state,
                 reverse=reverse,
             )  # fmt: skip
+        plain = mask is lengths is resets is reset_state is None and reverse is False
         first = self.batch_first
+        if plain and (known := self._readings.again(self.module, x, state, first)) is not None:
+            return known
         call = _call(*_flat(x), state, first)
         turned = call.batched and first
         if turned:
-            call = call._replace(xs=[t.transpose(0, 1) if t.dim() > 1 else t for t in call.xs])
+            call = call._replace(xs=list(map(time_first, call.xs)))
         if mask is not None or lengths is not None or resets is not None:
             like = call.xs[0]
             layout = Layout(Torch, like, len(like), call.rows, first, call.batched)
@@ -214,11 +244,10 @@ class loop(Explained, nn.Module):
         if reverse is not False:
             call = call._replace(reverse=boolean("reverse", reverse))
         around = Surroundings(self.module) if call.why else self._surroundings()
-        output, state = self._readings.run(self._step, around, call)
-        if turned:
-            rows = call.rows
-            output = pytree.tree_map_only(Tensor, lambda t: _swapped(t, rows), output)
-        return output, state
+        output, last = self._readings.run(self._step, around, call)
+        if plain and not call.why:
+            self._readings.learn(x, call, first)
+        return (batch_first(output, call.rows) if turned else output), last
 
     def _step(self, x: Any, state: Any) -> tuple[Any, Any]:
         result = self.module(x, state)
@@ -237,9 +266,10 @@ class loop(Explained, nn.Module):
 
     def _surroundings(self) -> Surroundings:
         """Returns what the module reads, walked again only if it has changed."""
-        if self._around is None or not self._around.fresh:
-            self._around = self._readings.known(Surroundings.of(self.module))
-        return self._around
+        around = self._readings.around
+        if around is None or around.step is not self.module or not around.fresh:
+            around = self._readings.known(Surroundings.of(self.module))
+        return around
 
     @property
     def engine(self) -> Engine:
@@ -257,12 +287,6 @@ class loop(Explained, nn.Module):
 
     def _layer(self) -> Layer | None:
         return getattr(self._readings.last, "layer", None)
-
-
-def _swapped(tensor: Tensor, rows: int) -> Tensor:
-    """``[T, B, ...]`` as ``[B, T, ...]``; what has no rows stays as it is."""
-    both = tensor.dim() > 1 and tensor.shape[1] == rows
-    return tensor.transpose(0, 1) if both else tensor
 
 
 _LEAF = pytree.tree_structure(0)
@@ -312,7 +336,7 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
         other = next((describe(v) for v in leaves if not isinstance(v, Tensor)), "no tensors")
         why = f"the state has {other}, and a kernel holds tensors. Instead: keep it as a tensor"
     elif _short(lead[time], held):
-        why = _SHORT
+        why = SHORT
     call = Steps(xs, tree, leaves, state_tree, batched, rows, turned=tuple(turned), why=why)
     return call._replace(state=call._swapped(leaves)) if turned else call
 
@@ -362,11 +386,18 @@ def scan(
     """
     if compiled():
         return torch.compiler.disable(scan)(step, init, xs, dim=dim, reverse=reverse)
+    plain = dim == 0 and reverse is False
+    if plain and (of_code := _SCANS.get(getattr(step, "__code__", None))) is not None:
+        known = of_code[0].again(step, xs, init)
+        if known is not None:
+            return known[1], known[0]
     scanned = _scanned(step, init, xs, dim, reverse)
     if scanned is None:
         return init, []
     readings, *arguments = scanned
     output, carry = readings.run(*arguments)
+    if plain:
+        readings.learn(xs, arguments[2])
     if dim:
         dim %= pytree.tree_leaves(xs)[0].dim()
         output = pytree.tree_map_only(

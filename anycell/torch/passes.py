@@ -13,7 +13,7 @@ from anycell.layer import Kept, keeps_state
 from anycell.layer.backward import drafted_backward, held
 from anycell.layer.forward import drafted, widened
 from anycell.layer.heuristics import sparse
-from anycell.layer.signature import ENDS, FLAGS
+from anycell.layer.signature import ENDS, FLAGS, OF_STATES
 from anycell.plan import Options, Plan
 from anycell.recent import add_recent
 from anycell.torch.composite import Arrays, States
@@ -77,14 +77,19 @@ def narrowed(plan: Plan, states: Sequence[Tensor]) -> States:
     return tuple(map(Torch.of(plan.dtype).narrow, states) if plan.types.mixed else states)
 
 
-def learn_forward(form: Form, plan: Plan, arrays: Arrays, options: Options, keep: bool) -> None:
-    """Learns a pass that has run."""
+def learn_forward(
+    form: Form, plan: Plan, arrays: Arrays, options: Options, keep: bool, flat: bool = False
+) -> None:
+    """Learns a pass that has run; ``flat`` if calls have states without an axis of directions."""
     known, given = drafted(Torch.of(plan.dtype), plan, arrays, options, keep)
     arrays = as_read(plan, arrays, options)
     if not _laid_out(arrays, given):
         return
     whole = [Part(i, made.shape, made.strides) for i, made in enumerate(made_by(known.recipe))]
     finals = [whole[i] for i in known.finals]
+    if flat:
+        arrays = {n: t[0] if n.startswith(OF_STATES) else t for n, t in arrays.items()}
+        finals = [part._replace(shape=part.shape[1:], strides=part.strides[1:]) for part in finals]
     if keep:
         outputs = [whole[known.out]] * known.apart
         parts = finals + [whole[i] for i in known.kept.flat()] + outputs

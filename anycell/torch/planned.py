@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,7 @@ from anycell.plan import Engine, Layer, Options
 from anycell.plan.layer import register
 from anycell.read import STATES, Refused, Value, Variable
 from anycell.recent import add_recent
+from anycell.torch.composite import Arrays, Result
 from anycell.torch.functional import engine_of, fused_plan, run_layer
 from anycell.torch.read import Reader
 from anycell.torch.record import ROWS, A, Recording, Run
@@ -66,6 +67,8 @@ class ReadStep:
         wanted |= {place for place, _ in self.parts.values()}
         names = [self.reading.names_of(place) for place in sorted(wanted)]
         self.names = tuple(dict.fromkeys(chain.from_iterable(names)))
+        self.state_names = self.reading.cell.state_names
+        self.others_seen = besides_output(self.names, self.reading.cell)
         # Whether the kernel itself can write the zeros of outputs under a mask.
         direct = not self.later and not self.before and self.reading.flags is None
         self.direct = direct and {*recording.outputs} <= {*self.after, *self.parts}
@@ -110,32 +113,42 @@ class ReadStep:
         """
         run = self.values(call, tensors)
         run.series |= drawn or {}
-        return self._leave(call, run, self._recur(call, self._enter(call, run), engine))
+        return self._leave(call, run, self.recur(call, self._enter(call, run), engine))
 
     def replay(self, call: Steps, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Returns the same as ``run``. What it does around the kernel is recorded in the second
         call with tensors of the same shapes and strides, and replayed in all that follow.
         """
-        arrays = [*tensors, *call.xs, *call.state]
-        for flags in (call.mask, call.resets):
-            if flags is not None:
-                arrays.append(flags)
-        arrays += call.restored or ()
-        key = (
-            tuple([(t.shape, t.stride()) for t in arrays]),
-            call.mask is None, call.resets is None, call.restored is None, call.reverse,
-        )  # fmt: skip
+        key, arrays = self._key(call, tensors)
         tape = self.tapes.get(key)
         if isinstance(tape, Tape):
             named, memory = tape.enter(arrays)
-            return tape.leave(arrays, self._recur(call, named), memory)
+            return tape.leave(arrays, self.recur(call, named), memory)
         run = self.values(call, tensors)
-        states = self._recur(call, self._enter(call, run))
+        states = self.recur(call, self._enter(call, run))
         if tape is None:  # many calls come once, with a number of steps of their own
             add_recent(self.tapes, key, True, _MOST)
         elif tape:
             self.tapes[key] = self._tape(call, len(tensors), arrays, states)
         return self._leave(call, run, states)
+
+    @staticmethod
+    def _key(call: Steps, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """What a tape depends on, and the tensors of a call."""
+        arrays = [*tensors, *call.xs, *call.state]
+        for flags in (call.mask, call.resets):
+            if flags is not None:
+                arrays.append(flags)
+        arrays += call.restored or ()
+        return (
+            tuple([(t.shape, t.stride()) for t in arrays]),
+            call.mask is None, call.resets is None, call.restored is None, call.reverse,
+        ), arrays  # fmt: skip
+
+    def tape(self, call: Steps, tensors: Sequence[Tensor]) -> Tape | None:
+        """What replays calls like this one, if it is recorded."""
+        tape = self.tapes.get(self._key(call, tensors)[0])
+        return tape if isinstance(tape, Tape) else None
 
     def _tape(
         self, call: Steps, count: int, arrays: Sequence[Tensor], states: States
@@ -203,7 +216,7 @@ class ReadStep:
         return stepwise(one, steps._replace(restored=restored, turned=()))
 
     def _enter(self, call: Steps, run: Run) -> dict[str, Tensor]:
-        """The arrays of the layer."""
+        """The arrays of the layer, states without the axis of directions."""
         reading, mask = self.reading, call.mask
         loose = self.loose if mask is None else ()
         first = [call.state[k].detach() if k in loose else call.state[k] for k in self.moving]
@@ -217,33 +230,50 @@ class ReadStep:
             if call.restored is not None:
                 restored = reading.start(run, [call.restored[k] for k in self.moving])
                 named |= zip(state_names("reset_state", reading.cell), restored, strict=True)
-        return {n: t.unsqueeze(0) if n.startswith(STATES) else t for n, t in named.items()}
+        return named
 
-    def _recur(
+    def layer_for(
         self, call: Steps, arrays: Mapping[str, Tensor], engine: str | None = None
-    ) -> States:
-        """The states of all steps that outputs need, and the last states."""
+    ) -> Layer:
+        """The layer of a call with these arrays."""
         masked = "mask" in arrays and not self.direct
         key = masked, call.reverse, engine
-        cell, others = self.reading.cell, besides_output(self.names, self.reading.cell)
         if key not in self.layers:
             options = Options(reverse=(call.reverse,))
             options = options.unread() if masked else options  # what is held, not zeros
-            arguments: dict[str, Any] = {"options": options, "sequences": others, "engine": engine}
-            self.layers[key] = self.layer._replace(**arguments)
-        output, last, series = run_layer(self.layers[key], arrays)
-        states = dict(zip(others, series, strict=True))
-        if cell.state_names[0] in self.names:
-            states[cell.state_names[0]] = output
-        return states, dict(zip(cell.state_names, last, strict=True))
+            self.layers[key] = self.layer._replace(
+                options=options, sequences=self.others_seen, engine=engine
+            )
+        return self.layers[key]
+
+    def recur(
+        self, call: Steps, arrays: Mapping[str, Tensor], engine: str | None = None,
+        again: Callable[[Arrays], Result | None] = lambda arrays: None,
+    ) -> States:  # fmt: skip
+        """The states of all steps that outputs need, and the last states.
+
+        Args:
+            again: runs the layer as an earlier one; None if there was none like it.
+        """
+        layer, arrays = self.layer_for(call, arrays, engine), layered(arrays)
+        output, last, series = again(arrays) or run_layer(layer, arrays)
+        return self.states_of(output, [state.squeeze(0) for state in last], series)
+
+    def states_of(
+        self, output: Tensor, last: Sequence[Tensor], series: Sequence[Tensor] = ()
+    ) -> States:
+        """The results of a layer by name."""
+        states = dict(zip(self.others_seen, series, strict=True))
+        if self.state_names[0] in self.names:
+            states[self.state_names[0]] = output
+        return states, dict(zip(self.state_names, last, strict=True))
 
     def _leave(self, call: Steps, run: Run, states: States) -> tuple[Any, Any]:
         """The user's output and last state."""
         series, last = states
-        ends = {name: tensor.squeeze(0) for name, tensor in last.items()}
         final = list(call.state)
         for place, k in enumerate(self.moving):
-            final[k] = self.reading.joined(place, ends)
+            final[k] = self.reading.joined(place, last)
         for place, k in enumerate(self.recording.ahead):
             final[k] = run.last[place]
         outputs = self._outputs(call, run, series)
@@ -290,6 +320,11 @@ class ReadStep:
         starts = restarts(call.resets, call.mask, call.reverse)
         restored = torch.zeros_like(first[0]) if call.restored is None else call.restored[k]
         return torch.where(wide(starts, before, call), restored, before)
+
+
+def layered(arrays: Mapping[str, Tensor]) -> Arrays:
+    """The arrays as a layer has them, states with an axis of directions."""
+    return {n: t.unsqueeze(0) if n.startswith(STATES) else t for n, t in arrays.items()}
 
 
 def _part(reader: Reader, var: Variable, after: Sequence[Variable]) -> tuple[int, int] | None:

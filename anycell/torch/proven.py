@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from anycell.layer.checks import describe
 from anycell.read import Refused, definition, mapped, places, proof
-from anycell.torch.around import Surroundings
+from anycell.torch.around import Surroundings, alike
 from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
 from anycell.torch.record import ROWS, A, Call, Recording, otherwise, record
@@ -81,7 +81,7 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
                 now.update(attributes)
                 changed.append((_place(module), f"the step changes {names[0]}"))
         for container, copy in around.containers:
-            if not _alike(container, copy):
+            if not alike(container, copy):
                 container.clear()
                 container.extend(copy) if type(container) is list else container.update(copy)
                 changed.append(("", f"the step changes a {type(container).__name__} around it"))
@@ -93,14 +93,6 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
 def _place(step: Any) -> str:
     """The file and line where a step begins."""
     return definition(type(step).forward if isinstance(step, nn.Module) else step)
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two containers have the same things in them."""
-    if len(a) != len(b) or type(a) is set:
-        return bool(len(a) == len(b) and a == b)
-    pairs = zip(a.values(), b.values(), strict=True) if type(a) is dict else zip(a, b, strict=True)
-    return all(one is other for one, other in pairs) and (type(a) is list or [*a] == [*b])
 
 
 class _Flat:

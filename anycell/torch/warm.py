@@ -20,14 +20,15 @@ from anycell.layer.layers import Layout
 from anycell.layer.signature import ENDS, FLAGS, OF_STATES, places, shapes, state_names
 from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
+from anycell.torch.composite import Arrays, Result
 from anycell.torch.framework import Torch
-from anycell.torch.fused import Fused, plan_on, save
+from anycell.torch.fused import Fused, plan_on, save, series
 from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
 from anycell.torch.passes import as_given, as_kept, as_read, form_of, narrowed
 
 _MOST = 512  # fronts
-_ordinary = frozenset(ORDINARY).issuperset
+ordinary = frozenset(ORDINARY).issuperset
 # Not by torch's own functions in Python, which would be further calls of each layer.
 _precision = torch._C._get_float32_matmul_precision
 _profiled = torch._C._autograd._profiler_enabled
@@ -63,6 +64,24 @@ class Front(NamedTuple):
         arrays = dict(zip(self.names[:last], tensors, strict=False))
         return [*as_read(self.layer.plan, arrays, self.layer.options).values(), *tensors[last:]]
 
+    def run(self, arrays: Arrays) -> Result | None:
+        """The results of one layer, which keeps what it makes; None if no pass was like it."""
+        layer, tensors = self.layer, [*arrays.values()]
+        plan: Any = layer.plan
+        if torch.is_grad_enabled() and wanted(tensors):
+            try:
+                output, *rest = _FusedAgain.apply(layer, self, self.names, *tensors)
+            except _Unknown:
+                return None
+            states = len(plan.cell.states)
+            return output, tuple(rest[:states]), tuple(rest[states:])
+        assert self.keeping is not None
+        results = play(tensors, self.keeping.number, 0)
+        if not results:
+            return None
+        output, final, kept = as_kept(plan, arrays["x"].shape[0], results, layer.options)
+        return output, final, series(layer, arrays, kept)
+
 
 FRONTS: dict[tuple[Any, ...], Front] = {}
 
@@ -84,12 +103,19 @@ class _FusedAgain(Fused):
         if not results:
             raise _Unknown
         apart = not front.plain and layer.options.apart("mask" in names)
-        steps = tensors[0].shape[0]
+        steps = tensors[names.index("x")].shape[0]
         output, final, kept = as_kept(layer.plan, steps, results, layer.options, apart)
         if not front.plain:
             final = narrowed(layer.plan, final)
         save(ctx, layer, layer.plan, names, tensors, kept)
-        return output, *final
+        if not layer.sequences:
+            return output, *final
+        return output, *final, *series(layer, dict(zip(names, tensors, strict=True)), kept)
+
+
+def settings() -> tuple[Any, ...]:
+    """What passes depend on besides their arrays."""
+    return _threads() or torch.get_num_threads(), cpu.isa.current(), _precision()
 
 
 def quiet() -> bool:
@@ -126,9 +152,9 @@ def again(
     for name in front.absent:
         if getattr(module, name, None) is not None:
             return None
-    if not _ordinary(map(type, tensors)):
+    if not ordinary(map(type, tensors)):
         return None
-    if torch.is_grad_enabled() and _wanted(tensors):
+    if torch.is_grad_enabled() and wanted(tensors):
         results = _trained(module, front, tensors)
     else:
         results = play(tensors if front.plain else front.read(tensors), front.form.number, 0)
@@ -142,7 +168,7 @@ def again(
     return output, tuple(last) if len(last) > 1 else last[0]
 
 
-def _wanted(tensors: list[Tensor]) -> bool:
+def wanted(tensors: list[Tensor]) -> bool:
     """Whether the gradient of any is wanted."""
     for tensor in tensors:  # noqa: SIM110  (``any`` would call a generator for each)
         if tensor.requires_grad:
@@ -202,7 +228,7 @@ def _call(
     return (
         what, getattr(x, "dtype", None), id(module.cell), module._sizes, module.bias,
         module.training, *given, facts,
-        _threads() or torch.get_num_threads(), cpu.isa.current(), _precision(),
+        *settings(),
     ), tensors  # fmt: skip
 
 
@@ -242,7 +268,7 @@ def learn(
                 weights[f"{place}_scales"] = f"{name}_scales"
     key, tensors = _call(module, what, x, state, arguments)
     tensors += map(held.get, weights.values())
-    if not _ordinary(map(type, tensors)) or not all(t.is_cpu for t in tensors):
+    if not ordinary(map(type, tensors)) or not all(t.is_cpu for t in tensors):
         return
     if any(getattr(module, name, None) is not None for name in absent):
         return
@@ -257,7 +283,7 @@ def learn(
     if flags is not None and plan.types.mixed and what == "step":
         return
     rounded = cpu.rounded(plan, _precision())
-    threads = _threads() or torch.get_num_threads()
+    threads, *_ = settings()
     options = Options((False, True)[: 1 + both], training=module.training, threads=threads)
     front, holes = FRONTS.get(key), sparse(arguments.get("mask"))
     if front is None:
@@ -269,7 +295,7 @@ def learn(
         plain = as_given(plan, names if what == "call" else ())
         front = Front(*read, Form(), keeping, layer, inputs, plain)
         add_recent(FRONTS, key, front, _MOST)
-    if torch.is_grad_enabled() and _wanted(tensors):
+    if torch.is_grad_enabled() and wanted(tensors):
         return  # the passes of the layer learn themselves
     user = dict(zip((*names, *weights), tensors, strict=True))
     given = dict(zip(user, tensors if front.plain else front.read(tensors), strict=True))

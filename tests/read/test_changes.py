@@ -78,7 +78,7 @@ def test_modules(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Base, "leak", 1.0)
     cell, changes = cell_of()
     layer = loop(cell)
-    for _ in range(3):
+    for _ in range(4):  # read, recorded, learnt, replayed
         before = layer(X, H)[0]
     assert_close(before.detach(), by_hand(cell).detach(), "float32", "forward")
     changes[change]()
@@ -102,7 +102,68 @@ def test_objects_around_a_function() -> None:
         if name:
             setattr(config if name == "scale" else config.inner, name, 0.25)
         turned = by_hand(lambda x, h: step(h, x))
-        assert_close(scan(step, H, X)[1].detach(), turned.detach(), "float32", "forward")
+        for _ in range(4):
+            assert_close(scan(step, H, X)[1].detach(), turned.detach(), "float32", "forward")
+
+
+def test_a_function_itself() -> None:
+    """Its defaults, its code, and what an object gets of its own that its class has."""
+
+    class Config:
+        scale = 1.0
+
+    config = Config()
+
+    def step(h: Tensor, x: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x * gain * config.scale + 0.5 * h)
+        return h, h
+
+    def other(h: Tensor, x: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
+        h = torch.sin(x * gain * config.scale + 0.5 * h)
+        return h, h
+
+    for change in (
+        lambda: None,
+        lambda: setattr(step, "__defaults__", (3.0,)),
+        lambda: setattr(config, "scale", 0.25),
+        lambda: setattr(step, "__code__", other.__code__),
+    ):
+        change()
+        expected = by_hand(lambda x, h: step(h, x), X[0]).detach()
+        for _ in range(4):
+            assert_close(scan(step, X[0], X)[1].detach(), expected, "float32", "forward")
+
+
+@pytest.mark.parametrize("size", [4, 40])
+@pytest.mark.parametrize("kind", [list, set, dict])
+def test_what_is_in_a_container(kind: Any, size: int) -> None:
+    """A few things are guarded one by one, many together."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            numbers = range(1, size + 1)
+            self.factors: Any = dict.fromkeys(numbers, 0.01) if kind is dict else kind(numbers)
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            factors = self.factors
+            total = sum(factors.values()) if kind is dict else sum(factors) / 400
+            h = torch.tanh(x * total + 0.5 * h)
+            return h, h
+
+    cell = Cell()
+    layer, change = loop(cell), {
+        list: lambda: cell.factors.__setitem__(size // 2, 900),
+        set: lambda: (cell.factors.remove(1), cell.factors.add(900)),
+        dict: lambda: cell.factors.update({1: 2.25}),
+    }  # fmt: skip
+    for _ in range(4):
+        before = layer(X, X[0])[0]
+    change[kind]()
+    after = layer(X, X[0])[0]
+    assert_close(after.detach(), by_hand(cell, X[0]).detach(), "float32", "forward")
+    assert layer.engine.name == "cpu", layer.engine.reason
+    assert (after - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("framework", ["torch", "numpy"])
