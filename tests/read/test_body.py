@@ -30,17 +30,17 @@ def of_heads(h: Any) -> Any:
 
 # Functions of a state, and what the text of the cell has for them.
 ROWS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "einsum": (lambda h: np.einsum("oi,bi->bo", W, h), 'linear(s.s0, "w0")'),
+    "einsum": (lambda h: np.einsum("oi,bi->bo", W, h), "r.g0"),
     "einsum of heads": (of_heads, "heads=2"),
     "matrices of leading axes": (
         lambda h: np.matmul(h.reshape(B, 2, 1, 3), HEADS).reshape(B, H),
         "linear(",
     ),
-    "one matrix for all rows": (lambda h: np.matmul(h.reshape(B, 1, H), W[None])[:, 0], "linear("),
-    "transposed": (lambda h: (W @ h.T).T, "linear("),
+    "one matrix for all rows": (lambda h: np.matmul(h.reshape(B, 1, H), W[None])[:, 0], "r.g0"),
+    "transposed": (lambda h: (W @ h.T).T, "r.g0"),
     "dot": (lambda h: h + h.dot(W[0])[:, None], "sum("),
-    "cumsum": (lambda h: h.cumsum(-1) * 0.1, "linear("),
-    "positions": (lambda h: h[:, ORDER] + h * 0.5, "linear("),
+    "cumsum": (lambda h: h.cumsum(-1) * 0.1, "r.g0"),
+    "positions": (lambda h: h[:, ORDER] + h * 0.5, "r.g0"),
     "taken": (lambda h: np.take(h, ORDER[:3], axis=1).repeat(2, 1), "s.s0"),
     "minimum": (lambda h: h - h.min(-1, keepdims=True), "max("),
     "deviation": (lambda h: h / (1 + h.std(-1, keepdims=True)), "sqrt(mean("),
@@ -110,7 +110,7 @@ def test_a_state_that_stays_is_a_weight() -> None:
         h = np.tanh(x + h @ w)
         return h, (h, w)
 
-    assert 'return tanh(linear(s.s0, "w0") + x.g0)' in read(step, X, (STATE, W))
+    assert "return tanh(r.g0 + x.g0)" in read(step, X, (STATE, W))
     with pytest.raises(Refused, match="returns its state as it was"):
         read(lambda x, h: (x, h))
 
