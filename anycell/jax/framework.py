@@ -18,7 +18,8 @@ from anycell.lang.namespaces import KNOWN, Namespace
 from anycell.layer import foreign
 from anycell.layer.checks import describe, refuse
 from anycell.layer.foreign import Seed, TracedFramework
-from anycell.layer.recipe import Recipe
+from anycell.layer.recipe import Recipe, dense
+from anycell.layer.signature import Shape
 from anycell.numpy.check import numpy_dtype
 from anycell.plan import Options
 
@@ -90,6 +91,28 @@ class Buffer:
         return array.values if isinstance(array, Buffer) else array
 
 
+class Turned:
+    """The transpose of a matrix, which a kernel reads as it is stored; computed where it must be.
+
+    Attributes:
+        array: the matrix.
+    """
+
+    def __init__(self, array: Array) -> None:
+        self.array, self.shape, self.dtype = array, array.shape[::-1], array.dtype
+
+    def __jax_array__(self) -> Array:
+        return self.array.T
+
+    def __neg__(self) -> Turned:
+        return Turned(-self.array)
+
+    __add__, __mul__, __truediv__, __matmul__ = (
+        lambda self, other, name=name: getattr(self.array.T, name)(jnp.asarray(other))
+        for name in ("__add__", "__mul__", "__truediv__", "__matmul__")
+    )
+
+
 class Jax(TracedFramework):
     """JAX's arrays of one dtype."""
 
@@ -102,8 +125,12 @@ class Jax(TracedFramework):
     def narrow(self, array: Array) -> Array:
         return Buffer.read(array).astype(self.dtype)
 
+    def strides(self, array: Array, /) -> Shape:
+        return (1, array.shape[0]) if isinstance(array, Turned) else dense(array.shape)
+
     def trace(self, recipe: Recipe, given: list[Array], options: Options) -> list[Array]:
         """Puts a pass into the graph; see ``Framework``."""
+        given = [array.array if isinstance(array, Turned) else array for array in given]
         made = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in foreign.results(recipe)]
         call = jax.ffi.ffi_call(_target(), made, input_output_aliases=recipe.aliases)
         seed = []

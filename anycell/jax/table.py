@@ -15,6 +15,7 @@ from jax.lax import GatherScatterMode
 
 from anycell import read
 from anycell.jax.equations import OPS, PACKAGE, evaluated, execute, origin
+from anycell.jax.framework import Turned
 from anycell.read import Equation, Values, Variable, row
 
 # What to write in place of operations that people use in cells.
@@ -34,8 +35,33 @@ INSTEAD = {
 class Arrays(read.Arrays):
     """The functions of arrays that a reading needs."""
 
-    reshape, broadcast, transpose = jnp.reshape, jnp.broadcast_to, jnp.transpose
-    zeros, constant, cat, cast = jnp.zeros, jnp.asarray, jnp.concatenate, jnp.asarray
+    broadcast, zeros, constant, cast = jnp.broadcast_to, jnp.zeros, jnp.asarray, jnp.asarray
+
+    @staticmethod
+    def reshape(array: Any, shape: Sequence[int]) -> Any:
+        return jnp.reshape(jnp.asarray(array), shape)
+
+    @staticmethod
+    def transpose(array: Any, order: Sequence[int]) -> Any:
+        if len(order) != 2:
+            return jnp.transpose(array, order)
+        return array.array if isinstance(array, Turned) else Turned(array)
+
+    @classmethod
+    def take(cls, array: Any, axis: int, start: int, size: int) -> Any:
+        if isinstance(array, Turned):
+            return Turned(cls.take(array.array, 1 - axis, start, size))
+        return super().take(array, axis, start, size)
+
+    @classmethod
+    def gather(cls, array: Any, at: np.ndarray) -> Any:
+        return Turned(array.array[at]) if isinstance(array, Turned) else array[..., at]
+
+    @classmethod
+    def cat(cls, arrays: Sequence[Any], axis: int) -> Any:
+        if all(isinstance(array, Turned) for array in arrays):
+            return Turned(jnp.concatenate([array.array for array in arrays], 1 - axis))
+        return jnp.concatenate(list(map(jnp.asarray, arrays)), axis)
 
 
 # -- rules -----------------------------------------------------------------------------------------

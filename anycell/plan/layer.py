@@ -34,6 +34,7 @@ class Layer(NamedTuple):
         outputs: whether the outputs of all steps are wanted.
         unroll: a hint to engines that go step by step.
         engine: the engine that must run it; None chooses one.
+        turned: the weights that are given transposed. Frontends whose arrays have strides have none.
         plan: of the kernels that run it, once they are chosen. A frontend that sets it before knows
             that all arrays have memory (no compiler, no tracer, no transformation).
     """
@@ -47,6 +48,7 @@ class Layer(NamedTuple):
     outputs: bool = True
     unroll: bool = False
     engine: str | None = None
+    turned: tuple[str, ...] = ()
     plan: Plan | Any = None
 
     def size(self, symbol: str) -> int:
