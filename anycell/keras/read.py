@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,9 +41,21 @@ def read_step(
     return step
 
 
-def through_python() -> bool:
-    """Whether a graph is being traced that calls the kernels through Python."""
-    return not (tf.executing_eagerly() or compiled() or gpu_visible())
+def short(steps: int | None, rows: int | None, states: Sequence[Any]) -> bool:
+    """Whether a loop takes less time than a kernel that the graph being traced calls through
+    Python, see ``anycell.read.short``. A loop of TensorFlow's for one step does not.
+    """
+    if (
+        steps is None
+        or rows is None
+        or steps == 1
+        or tf.executing_eagerly()
+        or compiled()
+        or gpu_visible()
+    ):
+        return False
+    numbers = sum(rows * math.prod(state.shape[1:]) for state in states)
+    return read.short("tensorflow", steps, numbers)
 
 
 # -- rules -----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ _MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a 
 _HOMES = {"tensorflow": "read", "jax": "jax", "torch": "torch"}
 _PLAIN = (int, float, bool, str, type(None))
 MOST = 16  # readings that a layer keeps
-SHORT, FEW = 12, 8192  # steps, and numbers in the states, up to which Keras's loop may be faster
 _Key = tuple[Any, ...]
 
 
@@ -125,15 +123,12 @@ def unreadable() -> str | None:
 
 
 def short(sequences: Tensor, states: Any) -> bool:
-    """Whether Keras's loop over so few steps of few numbers takes less time, as measured: where a
-    graph calls a kernel through Python.
-    """
+    """Whether Keras's loop over ``sequences`` ``[B, T, ...]`` takes less time than a kernel."""
     rows, steps = sequences.shape[:2]
-    if keras.backend.backend() != "tensorflow" or None in (rows, steps):
+    if keras.backend.backend() != "tensorflow":
         return False
-    numbers = sum(rows * math.prod(state.shape[1:]) for state in tree.flatten(states))
-    few: bool = 1 < steps <= SHORT and numbers <= FEW
-    return few and _home().through_python()
+    few: bool = _home().short(steps, rows, tree.flatten(states))
+    return few
 
 
 def _spec(tensor: Any) -> tuple[tuple[int | None, ...], str]:

@@ -12,7 +12,17 @@ from anycell.numpy import passes, threads
 from anycell.numpy.read import Recording, Traced, execute, read_step, start
 from anycell.plan import Options, plan
 from anycell.plan.dtype import dtypes
-from anycell.read import Refused, Values, Variable, definition, mapped, one_way, trees
+from anycell.read import (
+    SHORT,
+    Refused,
+    Values,
+    Variable,
+    definition,
+    mapped,
+    one_way,
+    short,
+    trees,
+)
 from anycell.read.proof import STEPS, tried
 
 Tree = Any  # an array, or a tuple, list or dict of trees
@@ -80,6 +90,9 @@ class loop:
             shown = ", ".join(map(describe, xs)) or "no array"
             refuse("x", shown, "arrays [T, ...] of one T, at least 1", "Pass all steps.")
         self.text = self.reason = None
+        if short("numpy", len(xs[0]), sum(map(np.size, leaves(state)))):
+            self.reason = SHORT
+            return self._loop(x, state)
         try:
             call = _Call(self, x, state)
             result = call.results(call.read, call.xs, call.first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,10 @@ class Recording(Body):
 
 
 def _variable(array: Any) -> Variable:
-    return Variable(array.shape, array.dtype.name)
+    return Variable(array.shape, _name(array.dtype))
+
+
+_name = functools.cache(operator.attrgetter("name"))  # NumPy spells it anew each time
 
 
 def execute(equation: Equation, values: Values) -> Sequence[Any]:

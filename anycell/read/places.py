@@ -33,7 +33,7 @@ def _of_user(file: str) -> bool:
 
 def place(frames: Iterable[tuple[str, int | None]]) -> str:
     """The first of these files and lines that is the user's; "" if none is."""
-    return next((f"{Path(file).name}:{line}" for file, line in frames if _of_user(file)), "")
+    return next((f"{os.path.basename(file)}:{line}" for file, line in frames if _of_user(file)), "")
 
 
 def here() -> str:

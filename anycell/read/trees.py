@@ -21,14 +21,16 @@ def leaves(tree: Tree, sort: Any = object) -> Iterator[Any]:
 
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
     """The tree with other leaves."""
+    kind = type(tree)
+    if kind is tuple or kind is list:  # mostly
+        return kind([mapped(function, part) for part in tree])
     if isinstance(tree, dict):
         by_key = {key: mapped(function, tree[key]) for key in sorted(tree)}
-        return type(tree)((key, by_key[key]) for key in tree)
+        return kind((key, by_key[key]) for key in tree)
     if not _joins(tree):
         return None if tree is None else function(tree)
-    parts = [mapped(function, part) for part in tree]
-    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return kind(*[mapped(function, part) for part in tree])
 
 
 def _joins(tree: Tree) -> bool:
-    return type(tree) in (tuple, list) or hasattr(tree, "_fields")
+    return type(tree) in (tuple, list) or hasattr(type(tree), "_fields")

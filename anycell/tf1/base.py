@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from anycell.keras.call import Tensor
+from anycell.keras.read import short
 from anycell.layer.checks import refuse
 from anycell.plan import Engine
+from anycell.read import SHORT
 from anycell.tf1 import reading
 
 v1 = tf.compat.v1
@@ -203,7 +205,8 @@ def sequence(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -
     if obstacle(cell) is not None:
         if _of_users(cell) is not None:
             begun = cell._begin() if isinstance(cell, RNNCell) else cell
-            step = vars(cell)["_step"] = reading.read(begun, x, state)
+            few = short(x.shape[0], x.shape[1], tf.nest.flatten(state))
+            step = vars(cell)["_step"] = SHORT if few else reading.read(begun, x, state)
             if not isinstance(step, str):
                 known = None if lengths is None else mask(x, lengths)
                 return reading.run(step, masked(x, lengths), state, known, reverse)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from anycell.explanation import Explained, explain_read
 from anycell.layer.checks import boolean, describe, integer, refuse
 from anycell.layer.layers import Layout
 from anycell.plan import Engine, Layer
+from anycell.read import SHORT, short
 from anycell.recent import add_recent
 from anycell.torch.around import Surroundings
 from anycell.torch.framework import Torch
@@ -33,9 +33,7 @@ from anycell.torch.stepwise import Step, Steps, stepwise
 
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _RESTLESS = 16  # readings for tensors of the same shapes
-# A kernel's call takes as long as some 28 functions of torch of so few numbers.
-_FEW, _CALLS = 8192, 28
-_SHORT = "so few steps take less time as they are written"
+_CALLS = 13  # functions of torch that a step calls which is not known: two may be short
 _NUMBERS = itertools.count()
 
 
@@ -81,7 +79,7 @@ class Readings:
         if isinstance(plan, str):
             return plan
         if _short(len(call.xs[0]), call.state, plan.recording.calls):
-            return _SHORT
+            return SHORT
         return unlike(plan, step, around, call) or plan.unfit(call) or plan
 
     def _read(
@@ -98,16 +96,12 @@ class Readings:
         return add_recent(self.plans, (around.token, signature), plan, _MOST)
 
 
-def _short(steps: int, state: Sequence[Tensor], calls: float = math.inf) -> bool:
-    """Whether a loop over so few steps takes less time than a kernel, as measured.
-
-    Args:
-        calls: how many functions of torch a step calls, if that is known.
+def _short(steps: int, state: Sequence[Tensor], calls: float = _CALLS) -> bool:
+    """See ``anycell.read.short``; ``calls`` are the functions of torch that a step calls, if that
+    is known.
     """
-    if steps > 2 and steps * calls >= _CALLS:
-        return False
-    few = steps == 1 or sum(t.numel() for t in state) <= _FEW
-    return few and state[0].device.type == "cpu"
+    numbers = sum([t.numel() for t in state])
+    return state[0].device.type == "cpu" and short("torch", steps, numbers, calls)
 
 
 def obstacle() -> str | None:
@@ -312,7 +306,7 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
         other = next((describe(v) for v in leaves if not isinstance(v, Tensor)), "no tensors")
         why = f"the state has {other}, and a kernel holds tensors. Instead: keep it as a tensor"
     elif _short(lead[time], held):
-        why = _SHORT
+        why = SHORT
     call = Steps(xs, tree, leaves, state_tree, batched, rows, turned=tuple(turned), why=why)
     return call._replace(state=call._swapped(leaves)) if turned else call
 

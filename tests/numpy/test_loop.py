@@ -11,6 +11,7 @@ from tolerances import LIMITS, error
 from anycell.lang.text import from_text
 from anycell.numpy import loop
 from anycell.numpy.loops import leaves
+from anycell.read.short import MOST, SHORT
 from tools import random_steps
 
 T, B, I, H = 6, 3, 5, 8
@@ -385,7 +386,7 @@ def test_weights_have_the_numbers_of_each_call() -> None:
 def test_more_rows_and_steps_are_read_again_or_not_at_all() -> None:
     function, _, _ = STEPS["concatenated"]
     run = loop(function)
-    for rows, steps in ((B, T), (B, 2 * T), (1, T), (7, 1)):
+    for rows, steps in ((B, T), (B, 2 * T), (1, T), (7, 2)):
         x, state = draw(steps, rows, I), (draw(rows, H), draw(rows, H))
         results = run(x, state)
         assert run.reason is None
@@ -411,3 +412,19 @@ def test_random_step(seed: int) -> None:
 def test_a_step_is_a_function() -> None:
     with pytest.raises(TypeError, match="step: given"):
         loop(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "read"),
+    [(1, 600, False), (8, B, False), (9, B, True), (4, 2048, False), (5, 2048, True)],
+)
+def test_few_steps_run_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, steps: int, rows: int, read: bool
+) -> None:
+    """Of many rows fewer."""
+    monkeypatch.setitem(MOST, "numpy", 8)
+    layer, x, h = loop(lambda x, h: 2 * (np.tanh(x + h),)), draw(steps, rows, H), draw(rows, H)
+    outputs, last = layer(x, h)
+    expected, end = layer._loop(x, h)
+    assert np.allclose(outputs, expected) and np.allclose(last, end)
+    assert layer.reason == (None if read else SHORT)

@@ -22,6 +22,7 @@ from tolerances import assert_close  # noqa: E402
 import anycell.keras as ak  # noqa: E402
 from anycell.keras import reading  # noqa: E402
 from anycell.keras import tensorflow as kernels  # noqa: E402
+from anycell.read.short import MOST  # noqa: E402
 from tools import random_steps  # noqa: E402
 
 
@@ -167,7 +168,7 @@ def test_few_steps_run_in_keras_loop_where_a_graph_calls_kernels_through_python(
 ) -> None:
     run, ran = reading.loop, list[Any]()
     monkeypatch.setattr(reading, "loop", lambda *call: ran.append(call) or run(*call))
-    monkeypatch.setattr(reading, "SHORT", 12)
+    monkeypatch.setitem(MOST, "tensorflow", 12)
     layer = ak.RNN(Mutable())
     x = tf.constant(rng.normal(size=(3, 12, 5)))
     expected = layer(x)

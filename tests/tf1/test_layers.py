@@ -21,6 +21,7 @@ from tolerances import NO_WORSE_THAN_16, assert_close, error  # noqa: E402
 
 import anycell  # noqa: E402
 import anycell.tf1 as t1  # noqa: E402
+from anycell.read.short import MOST, SHORT  # noqa: E402
 
 STEPS, ROWS, WIDTH, UNITS = 6, 4, 3, 5
 
@@ -528,8 +529,10 @@ def test_engines(rng: np.random.Generator) -> None:
         assert fused.engine.name == "composite"
 
 
-def test_cells_of_users_are_read_in_graphs_of_version_1(rng: np.random.Generator) -> None:
-    """Without a loop in the graph; what cannot be read keeps TensorFlow's loop."""
+def test_cells_of_users_are_read_in_graphs_of_version_1(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """Without a loop in the graph; what cannot be read keeps TensorFlow's loop, and few steps."""
 
     class Leaky(t1.RNNCell):
         state_size = output_size = UNITS
@@ -562,6 +565,12 @@ def test_cells_of_users_are_read_in_graphs_of_version_1(rng: np.random.Generator
             for a, b in zip(found, right, strict=True):
                 assert_close(a, b, "float32", "forward")
     assert "over the rows of the batch" in cell.engine.reason
+    monkeypatch.setitem(MOST, "tensorflow", STEPS)
+    for steps, name in ((STEPS, "composite"), (STEPS + 1, "cpu"), (None, "cpu"), (1, "cpu")):
+        with tf.Graph().as_default():
+            cell, x = Leaky(), tf.compat.v1.placeholder(tf.float32, (ROWS, steps, UNITS))
+            t1.dynamic_rnn(cell, x)
+            assert (cell.engine.name, SHORT in cell.engine.reason) == (name, name != "cpu")
 
 
 def keras_step_by_step() -> Any:

@@ -1,0 +1,20 @@
+"""Calls of so few steps that they take less time as they are written than on a kernel."""
+
+from __future__ import annotations
+
+SHORT = "so few steps take less time as they are written"
+# As measured: the steps of few numbers that a framework runs while it calls a kernel; of PyTorch,
+# the functions that they call. NumPy records the step in each call.
+MOST = {"numpy": 16, "tensorflow": 12, "torch": 27}
+_FEW = 8192  # numbers in the states: with more, a step's time is theirs, not that of its calls
+
+
+def short(framework: str, steps: int, numbers: int, calls: float = 1) -> bool:
+    """Whether the framework's own loop takes less time than a kernel.
+
+    Args:
+        framework: of ``MOST``.
+        numbers: in the states before the first step.
+        calls: the functions that a step calls, where they count.
+    """
+    return steps == 1 or steps * calls * max(numbers, _FEW) <= MOST[framework] * _FEW
