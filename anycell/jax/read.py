@@ -31,7 +31,7 @@ from anycell.jax.equations import (
 from anycell.jax.framework import Turned
 from anycell.jax.primitive import planned
 from anycell.jax.primitive import run as run_layer
-from anycell.jax.table import Reader
+from anycell.jax.table import Arrays, Reader
 from anycell.plan import Options, Plan
 from anycell.read import Equation, Reading, Refused, Values, Variable, one_way
 
@@ -212,6 +212,9 @@ class Run:
 
     def fixed(self, v: Variable) -> Array:
         """A value of kind F."""
+        made = v.equation
+        if made is not None and made.name == "transpose" and made.options["permutation"] == (1, 0):
+            return Arrays.transpose(self.fixed(made.operands[0]), (1, 0))
         return jnp.asarray(self.values.get(v, v.constant))
 
     def moving(self, v: Variable) -> Array:

@@ -34,7 +34,7 @@ class Layer(NamedTuple):
         outputs: whether the outputs of all steps are wanted.
         unroll: a hint to engines that go step by step.
         engine: the engine that must run it; None chooses one.
-        turned: the weights that are given transposed. Frontends whose arrays have strides have none.
+        turned: the weights that are given transposed, by frontends whose arrays have no strides.
         plan: of the kernels that run it, once they are chosen. A frontend that sets it before knows
             that all arrays have memory (no compiler, no tracer, no transformation).
     """

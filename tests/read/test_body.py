@@ -115,6 +115,40 @@ def test_a_state_that_stays_is_a_weight() -> None:
         read(lambda x, h: (x, h))
 
 
+V = np.tanh(W + 1)  # further weights
+
+
+def test_a_product_of_a_state_is_the_recurrent_projection() -> None:
+    """Of any state, which is the first then. Its outputs have the order of the gates that they are
+    added to, and resets restore what they did.
+    """
+
+    def step(inputs: Any, state: Any) -> Any:
+        (x, done), (c, h) = inputs, state
+        c, h = np.where(done[:, None], 0.5, c), np.where(done[:, None], V[0], h)
+        both = h @ np.hstack([W, V])
+        c = np.tanh(both[:, H:] + x) * c + np.tanh(both[:, :H] + x @ W)
+        h = np.tanh(c)
+        return h, (c, h)
+
+    text = read(step, (X, X[..., 0] > 0), (STATE, V[:B]))
+    assert 'gates="g0 g1", state="s1 s0"' in text and "linear" not in text
+    assert "tanh(r.g0 + x.g0) * s.s0" in text and "tanh(r.g1 + x.g1)" in text
+
+
+@pytest.mark.parametrize(
+    ("product", "expected"),
+    [
+        (lambda h: (h @ W) * 0.5, "r.g0"),
+        (lambda h: np.tanh(h) @ W, 'linear(tanh(s.s0), "w0")'),  # of what is no state
+        (lambda h: h @ np.hstack([W, V]) @ np.ones((12, 6)), "linear("),  # of another size
+        (lambda h: np.tanh(h @ W) + h @ V, "linear("),  # of more outputs than there are gates
+    ],
+)
+def test_other_products_have_names(product: Any, expected: str) -> None:
+    assert expected in read(lambda x, h: (h, np.tanh(x + product(h))))
+
+
 # -- equations -------------------------------------------------------------------------------------
 def variable() -> Variable:
     return Variable((2,), "float64")
