@@ -26,7 +26,7 @@ from jax.interpreters import batching as interpreter
 
 from anycell.jax import batching, device, sharding
 from anycell.jax.composite import Array, composite
-from anycell.jax.framework import Buffer, Jax, Turned
+from anycell.jax.framework import Buffer, Jax, Stored
 from anycell.layer import backward, card, forward, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.foreign import Seed
@@ -121,7 +121,7 @@ def _kernels(layer: Layer, arrays: Arrays) -> Plan:
 
 
 def _composite(layer: Layer, arrays: Arrays) -> Results:
-    return composite(*_seeded(layer, arrays | {name: arrays[name].T for name in layer.turned}))
+    return composite(*_seeded(layer, arrays | {n: part.of(arrays[n]) for n, part in layer.stored}))
 
 
 def _seeded(layer: Layer, arrays: Arrays) -> tuple[Layer, Arrays]:
@@ -137,7 +137,7 @@ def _seeded(layer: Layer, arrays: Arrays) -> tuple[Layer, Arrays]:
 def _read(layer: Layer, flat: Sequence[Array]) -> tuple[Layer, Arrays]:
     """The arrays of a call as the kernels read them, and the layer with the seed."""
     arrays = layer.named(flat)
-    return _seeded(layer, arrays | {name: Turned(arrays[name]) for name in layer.turned})
+    return _seeded(layer, arrays | {n: Stored(arrays[n], part) for n, part in layer.stored})
 
 
 def _forward(layer: Layer, keep: bool, *flat: Array) -> tuple[Results, Any]:
@@ -177,8 +177,11 @@ def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) ->
             Jax.of(plan.dtype), plan, *arguments,
             d_states={name: d[name] for name in layer.sequences if name in d}, wanted=wanted,
         )  # fmt: skip
-    gradients |= {name: gradients[name].T for name in layer.turned if name in wanted}
-    return [Buffer.read(gradients[name]) for name in wanted]
+    made = {name: Buffer.read(gradients[name]) for name in wanted}
+    for name, part in layer.stored:
+        if name in made:
+            made[name] = part.padded(made[name], arrays[name].matrix.shape)
+    return list(made.values())
 
 
 def _kept_tree(layer: Layer, flat: Sequence[Array]) -> Any:

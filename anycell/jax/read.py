@@ -28,7 +28,7 @@ from anycell.jax.equations import (
     place,
     variable,
 )
-from anycell.jax.framework import Turned
+from anycell.jax.framework import Stored
 from anycell.jax.primitive import planned
 from anycell.jax.primitive import run as run_layer
 from anycell.jax.table import Arrays, Reader
@@ -168,11 +168,11 @@ class Body(read.Body):
         run = Run(self, consts, first, xs, steps, reverse)
         arrays = reading.arrays_of(run, [first[k] for k in self.moving])
         seen, layer = self.seen(), planned(reading.layer, self.dtype, engine)
-        turned = {name: a for name, a in arrays.items() if isinstance(a, Turned)}
-        arrays |= {name: array.array for name, array in turned.items()}
+        stored = {name: a for name, a in arrays.items() if isinstance(a, Stored)}
+        arrays |= {name: array.matrix for name, array in stored.items()}
         ends, sequences = reading.ran(
             one_way(run_layer), arrays, seen, Options((reverse,)), dtype=layer.dtype,
-            plan=layer.plan, turned=tuple(turned),
+            plan=layer.plan, stored=tuple((name, a.part) for name, a in stored.items()),
         )  # fmt: skip
         last, known = self.unpacked(reading, first, ends, sequences, seen, reverse)
         run.series |= known

@@ -15,7 +15,7 @@ from jax.lax import GatherScatterMode
 
 from anycell import read
 from anycell.jax.equations import OPS, PACKAGE, evaluated, execute, origin
-from anycell.jax.framework import Turned
+from anycell.jax.framework import Part, Stored, whole
 from anycell.read import Equation, Values, Variable, row
 
 # What to write in place of operations that people use in cells.
@@ -35,32 +35,29 @@ INSTEAD = {
 class Arrays(read.Arrays):
     """The functions of arrays that a reading needs."""
 
-    broadcast, zeros, constant, cast = jnp.broadcast_to, jnp.zeros, jnp.asarray, jnp.asarray
-
-    @staticmethod
-    def reshape(array: Any, shape: Sequence[int]) -> Any:
-        return jnp.reshape(jnp.asarray(array), shape)
+    zeros, constant, cast = jnp.zeros, jnp.asarray, jnp.asarray
+    reshape, broadcast = (
+        staticmethod(lambda array, shape, f=f: f(jnp.asarray(array), shape))
+        for f in (jnp.reshape, jnp.broadcast_to)
+    )
 
     @staticmethod
     def transpose(array: Any, order: Sequence[int]) -> Any:
         if len(order) != 2:
             return jnp.transpose(array, order)
-        return array.array if isinstance(array, Turned) else Turned(array)
+        return array.T if isinstance(array, Stored) else Stored(array, whole(array))
 
     @classmethod
-    def take(cls, array: Any, axis: int, start: int, size: int) -> Any:
-        if isinstance(array, Turned):
-            return Turned(cls.take(array.array, 1 - axis, start, size))
-        return super().take(array, axis, start, size)
-
-    @classmethod
-    def gather(cls, array: Any, at: np.ndarray) -> Any:
-        return Turned(array.array[at]) if isinstance(array, Turned) else array[..., at]
+    def block(cls, matrix: Any, *at: tuple[int, int]) -> Any:
+        if isinstance(matrix, Stored) and matrix.part == whole(matrix.matrix):
+            return Stored(matrix.matrix, Part(*at[::-1], False))
+        return Stored(jnp.asarray(matrix), Part(*at))
 
     @classmethod
     def cat(cls, arrays: Sequence[Any], axis: int) -> Any:
-        if all(isinstance(array, Turned) for array in arrays):
-            return Turned(jnp.concatenate([array.array for array in arrays], 1 - axis))
+        if all(isinstance(array, Stored) and array.part.turned for array in arrays):
+            joined = jnp.concatenate([jnp.asarray(array.T) for array in arrays], 1 - axis)
+            return Stored(joined, whole(joined))
         return jnp.concatenate(list(map(jnp.asarray, arrays)), axis)
 
 
