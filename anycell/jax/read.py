@@ -132,6 +132,11 @@ class Body(read.Body):
         many = not reading.projected and not reading.weights and 0 < SPREAD * have < seen
         return seen if many and seen > LEAST else None
 
+    @property
+    def weights(self) -> int:
+        """How many numbers the body has that are the same at all steps."""
+        return sum(math.prod(v.shape) for v in self.fixed)
+
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan of the cell, which says what runs it."""

@@ -18,3 +18,17 @@ def short(framework: str, steps: int, numbers: int, calls: float = 1) -> bool:
         calls: the functions that a step calls, where they count.
     """
     return steps == 1 or steps * calls * max(numbers, _FEW) <= MOST[framework] * _FEW
+
+
+# As measured, of XLA: its loop over a single row multiplies by weights as they are stored, and a
+# kernel packs them first.
+_STEPS, _WEIGHTS = 8, 1 << 18
+
+
+def unpacked(steps: int, rows: int, numbers: int) -> bool:
+    """Whether XLA's loop takes less time than a kernel would take to pack the weights.
+
+    Args:
+        numbers: in all weights.
+    """
+    return rows == 1 and steps <= _STEPS and numbers >= _WEIGHTS

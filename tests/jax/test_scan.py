@@ -713,6 +713,26 @@ def test_what_no_kernel_runs_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> 
     assert "default device is of the kind gpu" in aj.explain_scan(plain(WEIGHTS), START, XS)
 
 
+@pytest.mark.parametrize(
+    ("steps", "rows", "units", "read"),
+    [(8, 1, 512, False), (9, 1, 512, True), (8, 2, 512, True), (8, 1, 511, True)],
+)
+def test_few_steps_of_one_row_and_large_weights(
+    steps: int, rows: int, units: int, read: bool
+) -> None:
+    """A kernel would have to pack the weights."""
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(units, units)) / 40, jnp.float32)
+
+    def f(h: Any, x: Any) -> Any:
+        h = jnp.tanh(x + h @ weight)
+        return h, h
+
+    xs, start = jnp.ones((steps, rows, units)), jnp.zeros((rows, units))
+    said = aj.explain_scan(f, start, xs)
+    assert said.startswith("A fused kernel") if read else "so few steps" in said
+    agree(aj.scan(f, start, xs), lax.scan(f, start, xs))
+
+
 @pytest.mark.parametrize("read", [False, True], ids=["outer products", "sums"])
 def test_memories_that_only_grow_by_products_of_x(read: bool) -> None:
     """XLA computes such products where it adds them; a kernel would read them from memory."""
