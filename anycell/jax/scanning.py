@@ -124,10 +124,10 @@ class Traced:
         if platform != "cpu":
             return Road(None, f"JAX's default device is of the kind {platform}, not cpu")
         road = road_of(params["jaxpr"], params["num_consts"], params["num_carry"])
-        body = road.body
-        if body is None or not unpacked(params["length"], body.rows, body.weights):
+        if (body := road.body) is None:
             return road
-        return Road(None, SHORT)
+        few = unpacked(params["length"], body.rows, body.weights, body.reading.joins)
+        return Road(None, SHORT) if few else road
 
     def run(self, body: Body | None) -> Any:
         """The results of the program, with a body that was read in place of the loop."""

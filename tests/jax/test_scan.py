@@ -714,17 +714,21 @@ def test_what_no_kernel_runs_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("steps", "rows", "units", "read"),
-    [(8, 1, 512, False), (9, 1, 512, True), (8, 2, 512, True), (8, 1, 511, True)],
-)
-def test_few_steps_of_one_row_and_large_weights(
-    steps: int, rows: int, units: int, read: bool
+    ("steps", "rows", "units", "apart", "read"),
+    [
+        (8, 1, 512, False, False), (9, 1, 512, False, True), (8, 1, 511, False, True),
+        (4, 2, 512, False, True), (4, 2, 512, True, False), (5, 2, 512, True, True),
+    ],
+)  # fmt: skip
+def test_few_steps_of_few_rows_and_large_weights(
+    steps: int, rows: int, units: int, apart: bool, read: bool
 ) -> None:
-    """A kernel would have to pack the weights."""
+    """A kernel would have to pack the weights, and to join those of each gate."""
     weight = jnp.asarray(np.random.default_rng(0).normal(size=(units, units)) / 40, jnp.float32)
+    parts = [weight[:, : units // 2], weight[:, units // 2 :]] if apart else [weight]
 
     def f(h: Any, x: Any) -> Any:
-        h = jnp.tanh(x + h @ weight)
+        h = jnp.tanh(x + jnp.concatenate([h @ part for part in parts], 1))
         return h, h
 
     xs, start = jnp.ones((steps, rows, units)), jnp.zeros((rows, units))
