@@ -6,6 +6,7 @@ import ctypes
 import functools
 import secrets
 from collections.abc import Sequence
+from operator import add, getitem, matmul, mul, neg, truediv
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -128,15 +129,10 @@ class Stored:
     def __jax_array__(self) -> Array:
         return self.part.of(self.matrix)
 
-    def __neg__(self) -> Array:
-        return -self.part.of(self.matrix)
-
-    def __getitem__(self, index: Any) -> Array:
-        return self.part.of(self.matrix)[index]
-
-    __add__, __mul__, __truediv__, __matmul__ = (
-        lambda self, other, name=name: getattr(self.part.of(self.matrix), name)(jnp.asarray(other))
-        for name in ("__add__", "__mul__", "__truediv__", "__matmul__")
+    # What is computed of a part is an array of its own.
+    __neg__, __getitem__, __add__, __mul__, __truediv__, __matmul__ = (
+        lambda self, *other, f=f: f(jnp.asarray(self), *other)
+        for f in (neg, getitem, add, mul, truediv, matmul)
     )
 
 
