@@ -48,10 +48,10 @@ class Arrays(read.Arrays):
         return array.T if isinstance(array, Stored) else Stored(array, whole(array))
 
     @classmethod
-    def block(cls, matrix: Any, *at: tuple[int, int]) -> Any:
+    def block(cls, matrix: Any, rows: tuple[int, int], columns: tuple[int, int]) -> Any:
         if isinstance(matrix, Stored) and matrix.part == whole(matrix.matrix):
-            return Stored(matrix.matrix, Part(*at[::-1], False))
-        return Stored(jnp.asarray(matrix), Part(*at))
+            return Stored(matrix.matrix, Part(columns, rows, False))
+        return Stored(jnp.asarray(matrix), Part(rows, columns))
 
     @classmethod
     def cat(cls, arrays: Sequence[Any], axis: int) -> Any:
