@@ -1,6 +1,7 @@
 """Random steps of recurrent cells, read and held against the plain loop of their framework.
 
     python tools/random_steps.py --framework jax --seed 1 --count 100
+    python tools/random_steps.py --framework jax --quick  # programs that XLA does not optimize
     python tools/random_steps.py --framework torch --seed 17 --count 1 --source  # the text of one
 
 Each seed is a random graph of one step: states of several sizes, inputs, weights, products,
@@ -32,6 +33,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+# Most of a step's time XLA takes to compile it, in programs that run twice.
+QUICK = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_llvm_disable_expensive_passes=true",
+}
 FRAMEWORKS = ("jax", "torch", "tensorflow", "numpy")
 BATCH, STEPS, INPUT = 3, 5, 5
 # The largest norm(out - ref) / norm(ref), and how far a result may move when all numbers of the
@@ -780,8 +787,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=np.inf, help="start no step after them")
+    parser.add_argument("--quick", action="store_true", help="let XLA optimize nothing")
     parser.add_argument("--source", action="store_true", help="print every step, and run none")
     options = parser.parse_args()
+    os.environ |= QUICK if options.quick else {}
     if options.source:
         for seed in range(options.seed, options.seed + options.count):
             print(f"# seed {seed}\n{draw(options.framework, seed)[1]}")

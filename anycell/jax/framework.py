@@ -6,7 +6,8 @@ import ctypes
 import functools
 import secrets
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from operator import add, getitem, matmul, mul, neg, truediv
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from anycell.lang.namespaces import KNOWN, Namespace
 from anycell.layer import foreign
 from anycell.layer.checks import describe, refuse
 from anycell.layer.foreign import Seed, TracedFramework
-from anycell.layer.recipe import Recipe
+from anycell.layer.recipe import Recipe, dense
+from anycell.layer.signature import Shape
 from anycell.numpy.check import numpy_dtype
 from anycell.plan import Options
 
@@ -90,6 +92,55 @@ class Buffer:
         return array.values if isinstance(array, Buffer) else array
 
 
+class Part(NamedTuple):
+    """A block of a matrix, or its transpose.
+
+    Attributes:
+        rows, columns: the first, and the one after the last.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    turned: bool = True
+
+    def of(self, matrix: Array) -> Array:
+        block = matrix[slice(*self.rows), slice(*self.columns)]
+        return block.T if self.turned else block
+
+    def padded(self, block: Array, shape: Sequence[int]) -> Array:
+        """The gradient of a matrix of this shape, from that of the block."""
+        ends = zip((self.rows, self.columns), shape, strict=True)
+        return jnp.pad(block.T if self.turned else block, [(a, n - b) for (a, b), n in ends])
+
+
+class Stored:
+    """A part of a matrix, which a kernel reads where it is stored; computed where it must be."""
+
+    def __init__(self, matrix: Array, part: Part) -> None:
+        self.matrix, self.part, self.dtype = matrix, part, matrix.dtype
+        shape = tuple(b - a for a, b in part[:2])
+        self.shape = shape[::-1] if part.turned else shape
+
+    @property
+    def T(self) -> Array:
+        turned = Stored(self.matrix, self.part._replace(turned=not self.part.turned))
+        return self.matrix if turned.part == whole(self.matrix, False) else turned
+
+    def __jax_array__(self) -> Array:
+        return self.part.of(self.matrix)
+
+    # What is computed of a part is an array of its own.
+    __neg__, __getitem__, __add__, __mul__, __truediv__, __matmul__ = (
+        lambda self, *other, f=f: f(jnp.asarray(self), *other)
+        for f in (neg, getitem, add, mul, truediv, matmul)
+    )
+
+
+def whole(matrix: Array, turned: bool = True) -> Part:
+    """All of a matrix."""
+    return Part((0, matrix.shape[0]), (0, matrix.shape[1]), turned)
+
+
 class Jax(TracedFramework):
     """JAX's arrays of one dtype."""
 
@@ -102,8 +153,21 @@ class Jax(TracedFramework):
     def narrow(self, array: Array) -> Array:
         return Buffer.read(array).astype(self.dtype)
 
+    def strides(self, array: Array, /) -> Shape:
+        if not isinstance(array, Stored):
+            return dense(array.shape)
+        strides = dense(array.matrix.shape)
+        return strides[::-1] if array.part.turned else strides
+
+    def offset(self, array: Array, /) -> int:
+        if not isinstance(array, Stored):
+            return 0
+        part = array.part
+        return int(part.rows[0] * array.matrix.shape[1] + part.columns[0])
+
     def trace(self, recipe: Recipe, given: list[Array], options: Options) -> list[Array]:
         """Puts a pass into the graph; see ``Framework``."""
+        given = [array.matrix if isinstance(array, Stored) else array for array in given]
         made = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in foreign.results(recipe)]
         call = jax.ffi.ffi_call(_target(), made, input_output_aliases=recipe.aliases)
         seed = []

@@ -26,7 +26,7 @@ from jax.interpreters import batching as interpreter
 
 from anycell.jax import batching, device, sharding
 from anycell.jax.composite import Array, composite
-from anycell.jax.framework import Buffer, Jax
+from anycell.jax.framework import Buffer, Jax, Stored
 from anycell.layer import backward, card, forward, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.foreign import Seed
@@ -121,7 +121,7 @@ def _kernels(layer: Layer, arrays: Arrays) -> Plan:
 
 
 def _composite(layer: Layer, arrays: Arrays) -> Results:
-    return composite(*_seeded(layer, arrays))
+    return composite(*_seeded(layer, arrays | {n: part.of(arrays[n]) for n, part in layer.stored}))
 
 
 def _seeded(layer: Layer, arrays: Arrays) -> tuple[Layer, Arrays]:
@@ -134,8 +134,14 @@ def _seeded(layer: Layer, arrays: Arrays) -> tuple[Layer, Arrays]:
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
+def _read(layer: Layer, flat: Sequence[Array]) -> tuple[Layer, Arrays]:
+    """The arrays of a call as the kernels read them, and the layer with the seed."""
+    arrays = layer.named(flat)
+    return _seeded(layer, arrays | {n: Stored(arrays[n], part) for n, part in layer.stored})
+
+
 def _forward(layer: Layer, keep: bool, *flat: Array) -> tuple[Results, Any]:
-    layer, arrays = _seeded(layer, layer.named(flat))
+    layer, arrays = _read(layer, flat)
     if layer.plan.engine == "gpu":
         plan = _kernels(layer, arrays)
         host = device.JaxDevice.of(plan.dtype)
@@ -158,7 +164,7 @@ def _run_keeping(*flat: Array, layer: Layer) -> Flat:
 def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) -> Flat:
     """Takes the arrays of the call, the gradients that arrive, and what was kept."""
     count = len(layer.arrays)
-    seeded, arrays = _seeded(layer, layer.named(flat[:count]))
+    seeded, arrays = _read(layer, flat[:count])
     plan = _kernels(layer, arrays)
     d = dict(zip(arriving, flat[count:], strict=False))
     kept = jax.tree.unflatten(_kept_tree(layer, flat[:count]), flat[count + len(arriving) :])
@@ -171,7 +177,11 @@ def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) ->
             Jax.of(plan.dtype), plan, *arguments,
             d_states={name: d[name] for name in layer.sequences if name in d}, wanted=wanted,
         )  # fmt: skip
-    return [Buffer.read(gradients[name]) for name in wanted]
+    made = {name: Buffer.read(gradients[name]) for name in wanted}
+    for name, part in layer.stored:
+        if name in made:
+            made[name] = part.padded(made[name], arrays[name].matrix.shape)
+    return list(made.values())
 
 
 def _kept_tree(layer: Layer, flat: Sequence[Array]) -> Any:

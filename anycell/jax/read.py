@@ -28,9 +28,10 @@ from anycell.jax.equations import (
     place,
     variable,
 )
+from anycell.jax.framework import Stored
 from anycell.jax.primitive import planned
 from anycell.jax.primitive import run as run_layer
-from anycell.jax.table import Reader
+from anycell.jax.table import Arrays, Reader
 from anycell.plan import Options, Plan
 from anycell.read import Equation, Reading, Refused, Values, Variable, one_way
 
@@ -131,6 +132,11 @@ class Body(read.Body):
         many = not reading.projected and not reading.weights and 0 < SPREAD * have < seen
         return seen if many and seen > LEAST else None
 
+    @property
+    def weights(self) -> int:
+        """How many numbers the body has that are the same at all steps."""
+        return sum(math.prod(v.shape) for v in self.fixed)
+
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan of the cell, which says what runs it."""
@@ -167,9 +173,11 @@ class Body(read.Body):
         run = Run(self, consts, first, xs, steps, reverse)
         arrays = reading.arrays_of(run, [first[k] for k in self.moving])
         seen, layer = self.seen(), planned(reading.layer, self.dtype, engine)
+        stored = {name: a for name, a in arrays.items() if isinstance(a, Stored)}
+        arrays |= {name: array.matrix for name, array in stored.items()}
         ends, sequences = reading.ran(
             one_way(run_layer), arrays, seen, Options((reverse,)), dtype=layer.dtype,
-            plan=layer.plan,
+            plan=layer.plan, stored=tuple((name, a.part) for name, a in stored.items()),
         )  # fmt: skip
         last, known = self.unpacked(reading, first, ends, sequences, seen, reverse)
         run.series |= known
@@ -209,6 +217,9 @@ class Run:
 
     def fixed(self, v: Variable) -> Array:
         """A value of kind F."""
+        made = v.equation
+        if made is not None and made.name == "transpose" and made.options["permutation"] == (1, 0):
+            return Arrays.transpose(self.fixed(made.operands[0]), (1, 0))
         return jnp.asarray(self.values.get(v, v.constant))
 
     def moving(self, v: Variable) -> Array:

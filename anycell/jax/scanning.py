@@ -17,7 +17,7 @@ from anycell.explanation import explain_read
 from anycell.jax import exact, fused
 from anycell.jax.equations import defined, evaluated
 from anycell.jax.read import Body
-from anycell.read import Refused, proof
+from anycell.read import SHORT, Refused, proof, unpacked
 from anycell.read.proof import STEPS
 
 Array = Any
@@ -123,7 +123,11 @@ class Traced:
         platform = jax.default_backend()
         if platform != "cpu":
             return Road(None, f"JAX's default device is of the kind {platform}, not cpu")
-        return road_of(params["jaxpr"], params["num_consts"], params["num_carry"])
+        road = road_of(params["jaxpr"], params["num_consts"], params["num_carry"])
+        if (body := road.body) is None:
+            return road
+        few = unpacked(params["length"], body.rows, body.weights, body.reading.joins)
+        return Road(None, SHORT) if few else road
 
     def run(self, body: Body | None) -> Any:
         """The results of the program, with a body that was read in place of the loop."""

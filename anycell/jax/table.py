@@ -15,6 +15,7 @@ from jax.lax import GatherScatterMode
 
 from anycell import read
 from anycell.jax.equations import OPS, PACKAGE, evaluated, execute, origin
+from anycell.jax.framework import Part, Stored, whole
 from anycell.read import Equation, Values, Variable, row
 
 # What to write in place of operations that people use in cells.
@@ -34,8 +35,30 @@ INSTEAD = {
 class Arrays(read.Arrays):
     """The functions of arrays that a reading needs."""
 
-    reshape, broadcast, transpose = jnp.reshape, jnp.broadcast_to, jnp.transpose
-    zeros, constant, cat, cast = jnp.zeros, jnp.asarray, jnp.concatenate, jnp.asarray
+    zeros, constant, cast = jnp.zeros, jnp.asarray, jnp.asarray
+    reshape, broadcast = (
+        staticmethod(lambda array, shape, f=f: f(jnp.asarray(array), shape))
+        for f in (jnp.reshape, jnp.broadcast_to)
+    )
+
+    @staticmethod
+    def transpose(array: Any, order: Sequence[int]) -> Any:
+        if len(order) != 2:
+            return jnp.transpose(array, order)
+        return array.T if isinstance(array, Stored) else Stored(array, whole(array))
+
+    @classmethod
+    def block(cls, matrix: Any, rows: tuple[int, int], columns: tuple[int, int]) -> Any:
+        if isinstance(matrix, Stored) and matrix.part == whole(matrix.matrix):
+            return Stored(matrix.matrix, Part(columns, rows, False))
+        return Stored(jnp.asarray(matrix), Part(rows, columns))
+
+    @classmethod
+    def cat(cls, arrays: Sequence[Any], axis: int) -> Any:
+        if all(isinstance(array, Stored) and array.part.turned for array in arrays):
+            joined = jnp.concatenate([jnp.asarray(array.T) for array in arrays], 1 - axis)
+            return Stored(joined, whole(joined))
+        return jnp.concatenate(list(map(jnp.asarray, arrays)), axis)
 
 
 # -- rules -----------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class TracedFramework(Framework):
 
     def layout(self, arrays: Mapping[Any, Array]) -> tuple[Any, ...]:
         return tuple(
-            (name, array.shape, self.strides(array), str(array.dtype))
+            (name, array.shape, self.strides(array), self.offset(array), str(array.dtype))
             for name, array in arrays.items()
             if name not in FLAGS
         )

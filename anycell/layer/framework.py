@@ -135,6 +135,10 @@ class Framework:
     def strides(self, array: Array, /) -> Shape:
         """The strides of an array that fits, in elements."""
 
+    def offset(self, array: Array, /) -> int:
+        """The elements of its memory before its first: 0 where ``pointer`` has counted them."""
+        return 0
+
     def misaligned(self, arrays: Iterable[Array]) -> bool:
         """Whether the address of any array is not a multiple of its element size."""
 

@@ -144,7 +144,8 @@ class Draft:
         self.views = {}
         for name, values in arrays.items():
             strides, size = host.strides(values), values.dtype.itemsize
-            self.views[name] = self._slot(Given(name), values.shape, strides, size)
+            view = self._slot(Given(name), values.shape, strides, size)
+            self.views[name] = view._replace(offset=size * host.offset(values))
 
     def _slot(
         self, source: Source, shape: tuple[int, ...], strides: tuple[int, ...], size: int

@@ -34,6 +34,8 @@ class Layer(NamedTuple):
         outputs: whether the outputs of all steps are wanted.
         unroll: a hint to engines that go step by step.
         engine: the engine that must run it; None chooses one.
+        stored: the weights that are parts of the matrices that are given in their place, each with
+            the part: by frontends whose arrays have no strides.
         plan: of the kernels that run it, once they are chosen. A frontend that sets it before knows
             that all arrays have memory (no compiler, no tracer, no transformation).
     """
@@ -47,6 +49,7 @@ class Layer(NamedTuple):
     outputs: bool = True
     unroll: bool = False
     engine: str | None = None
+    stored: tuple[tuple[str, Any], ...] = ()
     plan: Plan | Any = None
 
     def size(self, symbol: str) -> int:

@@ -42,11 +42,12 @@ class Matrix:
             picks = np.zeros((len(self.columns), len(self.rows)))
             picks[np.arange(len(self.columns)), self.columns] = self.sign
             return arrays.constant(picks, run.dtype)
-        matrix, rows = arrays.index(self.fetch(run), self.columns), self.rows
-        if neighbours(rows):  # before the axes change, which a frontend may leave to the kernel
-            matrix = arrays.move(arrays.take(matrix, 0, int(rows[0]), len(rows)), 0, 1)
+        at = self.rows, self.columns
+        if all(map(neighbours, at)):
+            matrix = arrays.block(self.fetch(run), *((int(i[0]), int(i[-1]) + 1) for i in at))
         else:
-            matrix = arrays.index(arrays.move(matrix, 0, 1), rows)
+            matrix = arrays.index(self.fetch(run), self.columns)
+            matrix = arrays.index(arrays.move(matrix, 0, 1), self.rows)
         return -matrix if self.sign < 0 else matrix
 
 

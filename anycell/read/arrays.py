@@ -41,6 +41,15 @@ class Arrays:
         return cls.take(array, len(array.shape) - 1, int(at[0]), len(at))
 
     @classmethod
+    def block(cls, matrix: Any, rows: tuple[int, int], columns: tuple[int, int]) -> Any:
+        """The transpose of a block of a matrix; of rows and columns, the first and the one after
+        the last. A frontend may leave it to the kernel.
+        """
+        for axis, (first, end) in enumerate((rows, columns)):
+            matrix = cls.take(matrix, axis, first, end - first)
+        return cls.move(matrix, 0, 1)
+
+    @classmethod
     def ordered(cls, array: Any, order: list[int]) -> Any:
         """The array with its axes in another order."""
         return array if order == sorted(order) else cls.transpose(array, order)

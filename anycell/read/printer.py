@@ -11,15 +11,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from anycell import lang
 from anycell.lang.cell import ARRAYS
-from anycell.lang.declare import MOST
-from anycell.lang.expr import Expr, apply, const, listing
+from anycell.lang.declare import MOST, RECURRENT
+from anycell.lang.expr import Expr, apply, const, listing, topological
 from anycell.lang.text import from_text
 from anycell.read.affine import Affine, Constant, Matrix, affine
 from anycell.read.arrays import merged, neighbours
@@ -404,6 +404,7 @@ class _Printer:
     def reading(self) -> Reading:
         size, symbols = self._symbols()
         self._sort()
+        self._recur(size)
         if not self.gates:  # a cell has at least one
             self.gates[Expr("x", (), ("g0",))] = Affine(1, (), (0.0,))
         gates = {f"g{k}": part for k, part in enumerate(self.gates.values())}
@@ -461,6 +462,39 @@ class _Printer:
             product.blocks = [matrix for matrix, _ in ordered]
             product.outputs = [output for _, output in ordered]
 
+    def _recur(self, size: int) -> None:
+        """Makes a product of a state the recurrent projection ``r``, which kernels run fastest.
+
+        ``r`` has an output for each gate of the hidden size, and is of the first state.
+        """
+        gates = [gate for gate, part in self.gates.items() if part.size == size]
+        sums = {node.args for node in topological(self.results) if node.op == "add"}
+        for product in self.products.values():
+            blocks = dict(zip(product.outputs, product.blocks, strict=True))
+            of_state = product.operand.op == "state" and product.heads == 1
+            if not of_state or product.size != size or len(blocks) != len(gates):
+                continue
+            chosen: dict[Expr, Expr] = {}  # by outputs, the gates that they are added to
+            for gate in gates:
+                added = [o for o in blocks if (o, gate) in sums and o not in chosen]
+                chosen |= dict.fromkeys(added[:1], gate)
+            places = {gate: output for output, gate in chosen.items()}
+            left = (output for output in blocks if output not in chosen)
+            product.outputs = [places[g] if g in places else next(left) for g in gates]
+            product.blocks = [blocks[output] for output in product.outputs]
+            product.name = RECURRENT
+            self._put_first(product.operand.attrs[0])
+            return
+
+    def _put_first(self, name: str) -> None:
+        """Makes this state the first."""
+        order = sorted(range(len(self.pieces)), key=lambda k: self.pieces[k].name != name)
+        self.pieces = tuple(self.pieces[k] for k in order)
+        self.results = [self.results[k] for k in order]
+        if self.flags and self.flags.restored:
+            restored = tuple(self.flags.restored[k] for k in order)
+            self.flags = replace(self.flags, restored=restored)
+
     def _symbols(self) -> tuple[int, dict[int, str]]:
         """The hidden size, and what a declaration says of each size."""
         leaves = [part.size for part in (*self.gates.values(), *self.params.values())]
@@ -484,6 +518,12 @@ class _Printer:
         named, calls = list[tuple[str, Expr]](), dict[str, str]()
         for product in self.products.values():  # in the order in which they are computed
             name, outputs = product.name, product.outputs
+            if name == RECURRENT:
+                of_size = [
+                    k for k, part in enumerate(self.gates.values()) if symbols[part.size] == ""
+                ]
+                names |= {output: f"r.g{k}" for k, output in zip(of_size, outputs, strict=True)}
+                continue
             if several := len(outputs) > 1:
                 named.append((", ".join(product.names), _linear(product.operand, name, name)))
                 names |= zip(outputs, product.names, strict=True)

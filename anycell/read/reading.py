@@ -164,6 +164,12 @@ class Reading:
         whole = not any(part.direct or part.per_row for part in self.gates)
         return whole and bool(self._sources)
 
+    @property
+    def joins(self) -> bool:
+        """Whether a weight of the layer is joined of several matrices in each call."""
+        several = self.projected and len(self._merged) > 1
+        return several or any(len(matrices) > 1 for _, matrices in self.weights.values())
+
     @functools.cached_property
     def _sources(self) -> tuple[Source, ...]:
         """The inputs that gates are affine in, in the order of their use."""

@@ -18,3 +18,18 @@ def short(framework: str, steps: int, numbers: int, calls: float = 1) -> bool:
         calls: the functions that a step calls, where they count.
     """
     return steps == 1 or steps * calls * max(numbers, _FEW) <= MOST[framework] * _FEW
+
+
+# As measured, of XLA: its loop multiplies a row by weights as they are stored. A kernel packs them
+# first; and before, those that are matrices of their own for each gate are joined.
+_ROWS, _WEIGHTS = 8, 1 << 18
+
+
+def unpacked(steps: int, rows: int, numbers: int, joined: bool) -> bool:
+    """Whether XLA's loop takes less time than a kernel would take to pack the weights.
+
+    Args:
+        numbers: in all weights.
+        joined: whether a weight of the kernel is joined of several.
+    """
+    return (rows == 1 or joined) and steps * rows <= _ROWS and numbers >= _WEIGHTS

@@ -6,6 +6,7 @@ One file, because tests of semantics and modules use what those of cells define.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -712,6 +713,30 @@ def test_what_no_kernel_runs_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> 
     assert "default device is of the kind gpu" in aj.explain_scan(plain(WEIGHTS), START, XS)
 
 
+@pytest.mark.parametrize(
+    ("steps", "rows", "units", "apart", "read"),
+    [
+        (8, 1, 512, False, False), (9, 1, 512, False, True), (8, 1, 511, False, True),
+        (4, 2, 512, False, True), (4, 2, 512, True, False), (5, 2, 512, True, True),
+    ],
+)  # fmt: skip
+def test_few_steps_of_few_rows_and_large_weights(
+    steps: int, rows: int, units: int, apart: bool, read: bool
+) -> None:
+    """A kernel would have to pack the weights, and to join those of each gate."""
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(units, units)) / 40, jnp.float32)
+    parts = [weight[:, : units // 2], weight[:, units // 2 :]] if apart else [weight]
+
+    def f(h: Any, x: Any) -> Any:
+        h = jnp.tanh(x + jnp.concatenate([h @ part for part in parts], 1))
+        return h, h
+
+    xs, start = jnp.ones((steps, rows, units)), jnp.zeros((rows, units))
+    said = aj.explain_scan(f, start, xs)
+    assert said.startswith("A fused kernel") if read else "so few steps" in said
+    agree(aj.scan(f, start, xs), lax.scan(f, start, xs))
+
+
 @pytest.mark.parametrize("read", [False, True], ids=["outer products", "sums"])
 def test_memories_that_only_grow_by_products_of_x(read: bool) -> None:
     """XLA computes such products where it adds them; a kernel would read them from memory."""
@@ -766,6 +791,40 @@ def test_outputs_ask_for_no_states_that_they_do_not_need() -> None:
     text = str(jax.make_jaxpr(lambda: aj.scan(f, carry, None, 4))())
     assert text.count("anycell_layer") == 1
     agree(aj.scan(f, carry, None, 4), lax.scan(f, carry, None, 4))
+
+
+PRODUCTS: dict[str, tuple[Any, bool]] = {  # of x with a weight, and whether it is transposed
+    "plain": (lambda x, w: x @ w, False),
+    "transposed": (lambda x, w: x @ w.T, True),
+    "of each row": (lambda x, w: jax.vmap(lambda row: w @ row)(x), True),
+    "gates": (lambda x, w: jnp.hstack([x @ w[:, :1], x @ -w[:, 1:]]), False),
+    "permuted": (lambda x, w: (x @ w)[:, jnp.array([2, 0, 1, 5, 4, 3])], False),
+    "scaled": (lambda x, w: x @ (2 * w).T / 3, True),
+    "constants": (lambda x, w: x @ w + jnp.ones_like(x) @ w, False),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_weights_are_read_as_they_are_stored(name: str) -> None:
+    """No program transposes a weight that one matrix of the body is."""
+    product, turned = PRODUCTS[name]
+    weights = [jnp.asarray(draw(I, H)), jnp.asarray(draw(H, H))]
+    weights = [w.T for w in weights] if turned else weights
+
+    def f(w: Any, h: Any, x: Any) -> Any:
+        h = jnp.tanh(product(x, w[0]) + product(h, w[1]))
+        return h, h
+
+    def results(scan: Any, w: Any, h: Any, x: Any) -> Any:
+        loss = lambda *a: jnp.sum(jnp.sin(scan(functools.partial(f, a[0]), *a[1:])[1]))  # noqa: E731
+        return jax.value_and_grad(loss, (0, 1, 2))(w, h, x)
+
+    assert fused_by(functools.partial(f, weights), START, XS)
+    ours, theirs = (jax.jit(functools.partial(results, s)) for s in (aj.scan, lax.scan))
+    agree(ours(weights, START, XS), theirs(weights, START, XS))
+    if name in ("plain", "transposed", "of each row"):
+        program = ours.lower(weights, START, XS).compile().as_text()
+        assert not re.findall(r"= f32\[\d+,\d+\]\S* (?:transpose|copy)\(", program)
 
 
 # ---- Flax and Equinox ----------------------------------------------------------------------------

@@ -30,17 +30,17 @@ def of_heads(h: Any) -> Any:
 
 # Functions of a state, and what the text of the cell has for them.
 ROWS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "einsum": (lambda h: np.einsum("oi,bi->bo", W, h), 'linear(s.s0, "w0")'),
+    "einsum": (lambda h: np.einsum("oi,bi->bo", W, h), "r.g0"),
     "einsum of heads": (of_heads, "heads=2"),
     "matrices of leading axes": (
         lambda h: np.matmul(h.reshape(B, 2, 1, 3), HEADS).reshape(B, H),
         "linear(",
     ),
-    "one matrix for all rows": (lambda h: np.matmul(h.reshape(B, 1, H), W[None])[:, 0], "linear("),
-    "transposed": (lambda h: (W @ h.T).T, "linear("),
+    "one matrix for all rows": (lambda h: np.matmul(h.reshape(B, 1, H), W[None])[:, 0], "r.g0"),
+    "transposed": (lambda h: (W @ h.T).T, "r.g0"),
     "dot": (lambda h: h + h.dot(W[0])[:, None], "sum("),
-    "cumsum": (lambda h: h.cumsum(-1) * 0.1, "linear("),
-    "positions": (lambda h: h[:, ORDER] + h * 0.5, "linear("),
+    "cumsum": (lambda h: h.cumsum(-1) * 0.1, "r.g0"),
+    "positions": (lambda h: h[:, ORDER] + h * 0.5, "r.g0"),
     "taken": (lambda h: np.take(h, ORDER[:3], axis=1).repeat(2, 1), "s.s0"),
     "minimum": (lambda h: h - h.min(-1, keepdims=True), "max("),
     "deviation": (lambda h: h / (1 + h.std(-1, keepdims=True)), "sqrt(mean("),
@@ -110,9 +110,43 @@ def test_a_state_that_stays_is_a_weight() -> None:
         h = np.tanh(x + h @ w)
         return h, (h, w)
 
-    assert 'return tanh(linear(s.s0, "w0") + x.g0)' in read(step, X, (STATE, W))
+    assert "return tanh(r.g0 + x.g0)" in read(step, X, (STATE, W))
     with pytest.raises(Refused, match="returns its state as it was"):
         read(lambda x, h: (x, h))
+
+
+V = np.tanh(W + 1)  # further weights
+
+
+def test_a_product_of_a_state_is_the_recurrent_projection() -> None:
+    """Of any state, which is the first then. Its outputs have the order of the gates that they are
+    added to, and resets restore what they did.
+    """
+
+    def step(inputs: Any, state: Any) -> Any:
+        (x, done), (c, h) = inputs, state
+        c, h = np.where(done[:, None], 0.5, c), np.where(done[:, None], V[0], h)
+        both = h @ np.hstack([W, V])
+        c = np.tanh(both[:, H:] + x) * c + np.tanh(both[:, :H] + x @ W)
+        h = np.tanh(c)
+        return h, (c, h)
+
+    text = read(step, (X, X[..., 0] > 0), (STATE, V[:B]))
+    assert 'gates="g0 g1", state="s1 s0"' in text and "linear" not in text
+    assert "tanh(r.g0 + x.g0) * s.s0" in text and "tanh(r.g1 + x.g1)" in text
+
+
+@pytest.mark.parametrize(
+    ("product", "expected"),
+    [
+        (lambda h: (h @ W) * 0.5, "r.g0"),
+        (lambda h: np.tanh(h) @ W, 'linear(tanh(s.s0), "w0")'),  # of what is no state
+        (lambda h: h @ np.hstack([W, V]) @ np.ones((12, 6)), "linear("),  # of another size
+        (lambda h: np.tanh(h @ W) + h @ V, "linear("),  # of more outputs than there are gates
+    ],
+)
+def test_other_products_have_names(product: Any, expected: str) -> None:
+    assert expected in read(lambda x, h: (h, np.tanh(x + product(h))))
 
 
 # -- equations -------------------------------------------------------------------------------------
