@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
