@@ -134,7 +134,7 @@ class Body(read.Body):
 
     @property
     def weights(self) -> int:
-        """How many numbers the body has that are the same at all steps."""
+        """The count of numbers in all that is the same at all steps."""
         return sum(math.prod(v.shape) for v in self.fixed)
 
     @functools.cached_property
