@@ -201,12 +201,12 @@ def test_a_norm_of_large_numbers(rng: np.random.Generator) -> None:
 
     @cell(gates="g", state="h")
     def Far(x, r, s):
-        return layer_norm(x.g + r.g + 1000.0)
+        return layer_norm(x.g + r.g)
 
-    problem = random_problem(Far, (2, 3, 33), rng, "float32")
-    right = problem.right["output"]
-    whole, shared = (error(by_gpu(problem, tier=n)["output"], right, ()) for n in (1, 2))
-    assert shared <= 2.0 * whole + 1e-6
+    problem = random_problem(Far, (1, 3, 33), rng, "float32")
+    problem["x"][:] += 1000.0
+    whole, shared = (by_gpu(problem, tier=n)["output"] for n in (1, 2))
+    assert error(shared, whole, ()) < 1e-3
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ class Rounds:
         return {number: k for k, number in enumerate(itertools.chain(*self.rounds))}
 
     def _level(self, node: Expr) -> int:
-        """How many rounds a value needs, or the result of exchanging a number."""
+        """The rounds that a value needs, or the result of exchanging a number."""
         if node not in self.levels:
             below = max(map(self._level, node.args), default=0)
             self.levels[node] = below + (node.op in NUMBERS)
