@@ -134,7 +134,7 @@ class ReadStep:
 
     @staticmethod
     def _key(call: Steps, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """What a tape depends on, and the tensors of a call."""
+        """Returns the facts that a tape depends on, and the tensors of a call."""
         arrays = [*tensors, *call.xs, *call.state]
         for flags in (call.mask, call.resets):
             if flags is not None:
@@ -146,7 +146,7 @@ class ReadStep:
         ), arrays  # fmt: skip
 
     def tape(self, call: Steps, tensors: Sequence[Tensor]) -> Tape | None:
-        """What replays calls like this one, if it is recorded."""
+        """Returns the tape of calls like this one, if there is one."""
         tape = self.tapes.get(self._key(call, tensors)[0])
         return tape if isinstance(tape, Tape) else None
 

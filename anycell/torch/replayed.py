@@ -27,7 +27,7 @@ from anycell.torch.warm import Front, ordinary, settings, wanted
 
 
 def layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
-    """What a tape depends on of its tensors; None if one is no plain memory."""
+    """Returns the facts of tensors that a tape depends on; None if one is no plain memory."""
     if not ordinary(map(type, tensors)):
         return None
     try:
@@ -93,7 +93,7 @@ class Replayed:
         return states
 
     def _front(self, arrays: dict[str, Tensor]) -> Front | None:
-        """What runs the kernel without looking at its arrays; None if it must look."""
+        """Returns a call of the kernel that does not look at its arrays; None if it must look."""
         layer = self.plan.layer_for(self.call, arrays)
         x = arrays["x"]
         if any(t.dtype is not x.dtype for t in arrays.values()):

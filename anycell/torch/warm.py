@@ -114,7 +114,7 @@ class _FusedAgain(Fused):
 
 
 def settings() -> tuple[Any, ...]:
-    """What passes depend on besides their arrays."""
+    """Returns the settings that passes depend on besides their arrays."""
     return _threads() or torch.get_num_threads(), cpu.isa.current(), _precision()
 
 

@@ -245,7 +245,7 @@ def test_a_step_gives_the_numbers_of_its_loop(
     ("name", "part"),
     [
         ("resets", "resets="), ("mask", "mask="), ("inverted_mask_and_resets", "mask="),
-        ("norm_of_groups", "mean(t1, groups=2)"), ("strides", 'gates="w0_0 w0_1 w0_2 w0_3")'),
+        ("norm_of_groups", "mean(t1, groups=2)"), ("strides", "r.g0 + x.g0"),
         ("state_of_one_unit", "s1:1"), ("unit_of_a_state", "x.g0"),
     ],
 )  # fmt: skip
