@@ -20,13 +20,14 @@ def short(framework: str, steps: int, numbers: int, calls: float = 1) -> bool:
     return steps == 1 or steps * calls * max(numbers, _FEW) <= MOST[framework] * _FEW
 
 
-# As measured, of XLA: its loop multiplies a row by weights as they are stored. A kernel packs them
-# first; and before, those that are matrices of their own for each gate are joined.
+# As measured, of XLA: its loop multiplies a row by large weights in as little time as a kernel, of
+# which more steps of several rows pack them. A kernel's weights are also joined where the body has
+# a matrix for each gate.
 _ROWS, _WEIGHTS = 8, 1 << 18
 
 
 def unpacked(steps: int, rows: int, numbers: int, joined: bool) -> bool:
-    """Whether XLA's loop takes less time than a kernel would take to pack the weights.
+    """Whether XLA's loop takes less time on so few steps of large weights than a kernel.
 
     Args:
         numbers: in all weights.

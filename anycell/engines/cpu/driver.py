@@ -312,17 +312,26 @@ class Driver:
             for begin, end, count in ((first, whole, BLOCK), (whole, last, 1)):
                 with b.loop(begin, end, count) as column:
                     blocks(most, column, functools.partial(self._dots, b, call, column, count))
-        width = BLOCK * b.lanes
-        with otherwise, b.loop(first, last, width) as column:
-            left, most = last - column, 4 if b.target.registers == 32 else 2
-            of_block = functools.partial(self._rows_of_b, b, call, column)
-            with b.when(left >= width) as last_columns:
-                blocks(most, column, functools.partial(of_block, BLOCK, None))
-            with last_columns:
-                with b.when(left > width // 2) as half:
-                    blocks(most, column, functools.partial(of_block, BLOCK, left))
-                with half:
-                    blocks(most, column, functools.partial(of_block, BLOCK // 2, left))
+        with otherwise:
+            width, begin = BLOCK * b.lanes, b.variable(first)
+
+            def across(most: int, column: Value, vectors: int, left: Value | None = None) -> None:
+                each = functools.partial(self._rows_of_b, b, call, column, vectors, left)
+                blocks(most, column, each)
+
+            with b.when(call["rows"].eq(1)):  # for which registers hold more columns
+                begin.value = first + (last - first) // (2 * width) * (2 * width)
+                with b.loop(first, begin.value, 2 * width) as column:
+                    across(1, column, 2 * BLOCK)
+            with b.loop(begin.value, last, width) as column:
+                left, most = last - column, 4 if b.target.registers == 32 else 2
+                with b.when(left >= width) as last_columns:
+                    across(most, column, BLOCK)
+                with last_columns:
+                    with b.when(left > width // 2) as half:
+                        across(most, column, BLOCK, left)
+                    with half:
+                        across(most, column, BLOCK // 2, left)
 
     def _dots(
         self, b: Builder, call: Entries, column: Value, count: int, rows: list[Value],
