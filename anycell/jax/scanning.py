@@ -17,7 +17,7 @@ from anycell.explanation import explain_read
 from anycell.jax import exact, fused
 from anycell.jax.equations import defined, evaluated
 from anycell.jax.read import Body
-from anycell.read import SHORT, Refused, proof, unpacked
+from anycell.read import SHORT, Refused, large, proof
 from anycell.read.proof import STEPS
 
 Array = Any
@@ -126,7 +126,7 @@ class Traced:
         road = road_of(params["jaxpr"], params["num_consts"], params["num_carry"])
         if (body := road.body) is None:
             return road
-        few = unpacked(params["length"], body.rows, body.weights, body.reading.joins)
+        few = large(params["length"], body.rows, body.weights, body.reading.joins)
         return Road(None, SHORT) if few else road
 
     def run(self, body: Body | None) -> Any:

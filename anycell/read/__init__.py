@@ -8,12 +8,12 @@ from anycell.read.arrays import Arrays
 from anycell.read.body import Body, Equation, Reader, Rule, Values, Variable, row
 from anycell.read.functions import known
 from anycell.read.reading import STATES, Reading, one_way
-from anycell.read.short import SHORT, short, unpacked
+from anycell.read.short import SHORT, large, short
 from anycell.read.trees import leaves, mapped
 from anycell.read.units import Outer, Refused, Value, definition
 
 __all__ = [
     "SHORT", "STATES", "Arrays", "Body", "Equation", "Outer", "Reader", "Reading", "Refused",
-    "Rule", "Value", "Values", "Variable", "definition", "known", "leaves", "mapped", "one_way",
-    "row", "short", "unpacked",
+    "Rule", "Value", "Values", "Variable", "definition", "known", "large", "leaves", "mapped", "one_way",
+    "row", "short",
 ]  # fmt: skip

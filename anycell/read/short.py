@@ -20,17 +20,16 @@ def short(framework: str, steps: int, numbers: int, calls: float = 1) -> bool:
     return steps == 1 or steps * calls * max(numbers, _FEW) <= MOST[framework] * _FEW
 
 
-# As measured, of XLA: its loop multiplies a row by large weights in as little time as a kernel, of
-# which more steps of several rows pack them. A kernel's weights are also joined where the body has
-# a matrix for each gate.
+# As measured, of XLA: one step of one row takes its loop less time with large weights than a kernel,
+# and so do few steps if the kernel's weights are joined of several, a matrix for each gate.
 _ROWS, _WEIGHTS = 8, 1 << 18
 
 
-def unpacked(steps: int, rows: int, numbers: int, joined: bool) -> bool:
+def large(steps: int, rows: int, numbers: int, joined: bool) -> bool:
     """Whether XLA's loop takes less time on so few steps of large weights than a kernel.
 
     Args:
         numbers: in all weights.
         joined: whether a weight of the kernel is joined of several.
     """
-    return (rows == 1 or joined) and steps * rows <= _ROWS and numbers >= _WEIGHTS
+    return numbers >= _WEIGHTS and steps * rows <= (_ROWS if joined else 1)

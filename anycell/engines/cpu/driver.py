@@ -313,17 +313,17 @@ class Driver:
                 with b.loop(begin, end, count) as column:
                     blocks(most, column, functools.partial(self._dots, b, call, column, count))
         with otherwise:
-            width, begin = BLOCK * b.lanes, b.variable(first)
+            width, rest = BLOCK * b.lanes, b.variable(first)
 
             def across(most: int, column: Value, vectors: int, left: Value | None = None) -> None:
                 each = functools.partial(self._rows_of_b, b, call, column, vectors, left)
                 blocks(most, column, each)
 
             with b.when(call["rows"].eq(1)):  # for which registers hold more columns
-                begin.value = first + (last - first) // (2 * width) * (2 * width)
-                with b.loop(first, begin.value, 2 * width) as column:
+                rest.value = first + (last - first) // (2 * width) * (2 * width)
+                with b.loop(first, rest.value, 2 * width) as column:
                     across(1, column, 2 * BLOCK)
-            with b.loop(begin.value, last, width) as column:
+            with b.loop(rest.value, last, width) as column:
                 left, most = last - column, 4 if b.target.registers == 32 else 2
                 with b.when(left >= width) as last_columns:
                     across(most, column, BLOCK)
