@@ -14,6 +14,6 @@ from anycell.read.units import Outer, Refused, Value, definition
 
 __all__ = [
     "SHORT", "STATES", "Arrays", "Body", "Equation", "Outer", "Reader", "Reading", "Refused",
-    "Rule", "Value", "Values", "Variable", "definition", "known", "large", "leaves", "mapped", "one_way",
-    "row", "short",
+    "Rule", "Value", "Values", "Variable", "definition", "known", "large", "leaves", "mapped",
+    "one_way", "row", "short",
 ]  # fmt: skip
