@@ -20,8 +20,8 @@ def short(framework: str, steps: int, numbers: int, calls: float = 1) -> bool:
     return steps == 1 or steps * calls * max(numbers, _FEW) <= MOST[framework] * _FEW
 
 
-# As measured, of XLA: with large weights one step of one row takes its loop less time than a kernel,
-# and so do few steps if the kernel's weights are joined of several, a matrix for each gate.
+# As measured, of XLA: with large weights its loop takes less time than a kernel for one step of one
+# row, and for few steps if the kernel's weights are joined of several, a matrix for each gate.
 _ROWS, _WEIGHTS = 8, 1 << 18
 
 
