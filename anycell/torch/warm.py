@@ -228,7 +228,8 @@ def _call(
     return (
         what, getattr(x, "dtype", None), id(module.cell), module._sizes, module.bias,
         module.training, *given, facts,
-        *settings(),
+        # ``settings``, which would be one more call of each layer
+        _threads() or torch.get_num_threads(), cpu.isa.current(), _precision(),
     ), tensors  # fmt: skip
 
 
