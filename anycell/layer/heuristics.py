@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from anycell.engines import cpu
@@ -26,6 +27,7 @@ ROWS_A_VECTOR = 2.0
 # The same where an instruction adds two products of packed bfloat16.
 FEW_ROWS_IN_PAIRS = 4
 PAIRED_ROWS_A_VECTOR = 0.125
+FEW_ROWS_OF_INTEGERS = 16  # of weights whose columns are dense; others are packed
 FEW_ROWS_UNFUSED = 3  # without fused multiply-adds packing takes a smaller part of the time
 # Steps of a call of one row up to which packing does not pay off, and bytes of both weights for
 # each of these steps: packed, small weights stay in a near cache.
@@ -53,9 +55,9 @@ def chunk_of(plan: Plan, steps: int, rows: int) -> int:
 
 
 def recurrent_alone(plan: Plan) -> bool:
-    """Whether the cell's only matmul maps its first state to all gates, with real weights."""
+    """Whether the cell's only matmul maps its first state to all gates."""
     linears = [(l.name, l.outputs, l.operand.op) for l in plan.cell.linears]
-    return linears == [(RECURRENT, plan.cell.gates, "state")] and not plan.types.quantized
+    return linears == [(RECURRENT, plan.cell.gates, "state")]
 
 
 class Projection(Enum):
@@ -75,6 +77,7 @@ def projection(
     holes: bool,
     restored: bool,
     lone: bool,
+    weights: Sequence[View],
     state: View | None,
 ) -> Projection:
     """Chooses where the matmul of the input of a layer that projects is computed.
@@ -86,13 +89,16 @@ def projection(
         restored: whether a backward pass hands gradients to what resets restored.
         lone: whether it is a forward pass of one direction, forwards, without flags, segments and
             packed weights.
+        weights: of the input and of the state, ``[length of the sums, columns]``.
         state: the first state before the first step.
     """
     steps, batch, inputs = x
     is_dense_state = state is None or state.strides[-1] == 1
     several = lone and batch == 1 and unpacked(plan, steps, inputs)
     if (steps == 1 or several) and is_dense_state and not restored and recurrent_alone(plan):
-        return Projection.SINGLE
+        # Only products without packing multiply integers for a kernel that begins with biases.
+        if not plan.types.quantized or all(few(plan, batch, weight) for weight in weights):
+            return Projection.SINGLE
     if matmul is not None and projects(plan, matmul, steps * batch, inputs, holes, batch):
         return Projection.INSIDE
     return Projection.OUTSIDE
@@ -101,7 +107,8 @@ def projection(
 def unpacked(plan: Plan, steps: int, inputs: int) -> bool:
     """Whether several steps of one row take weights as they are."""
     size = plan.gates_width * (inputs + plan.hidden_size) * plan.itemsize
-    return plan.types.plain and 1 < steps <= min(UNPACKED_STEPS, size // UNPACKED_BYTES)
+    types = plan.types
+    return (types.plain or types.quantized) and 1 < steps <= min(UNPACKED_STEPS, size // UNPACKED_BYTES)
 
 
 def projects(
@@ -144,6 +151,8 @@ def few(plan: Plan, rows: int, weight: View) -> bool:
     """
     target, types = cpu.isa.current(), plan.types
     dense_columns = weight.strides[0] == 1
+    if types.quantized:
+        return dense_columns and rows <= FEW_ROWS_OF_INTEGERS
     most = FEW_ROWS_TURNED if dense_columns and types.plain else FEW_ROWS
     of_vector = ROWS_A_VECTOR
     if in_pairs(target, types.operands.llvm):

@@ -99,6 +99,13 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
     return total
 
 
+def dot_signed(b: Builder, total: Value, left: Value, right: Value) -> Value:
+    """``dot`` of signed bytes. It takes less time if ``right`` is the same for several ``left``."""
+    # An unsigned byte is 128 more than the signed byte with the opposite top bit.
+    of_128 = dot(b, b.value(0, total.type), b.value(0x80808080, total.type), right)
+    return dot(b, total, left ^ 0x80808080, right) - of_128
+
+
 def _dot_arm(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
     """``dot`` by an ARM instruction, which on some machines takes only signed bytes."""
     numbers = vector(4 * shape(total.type)[0], "i8")
