@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 
 from anycell.engines import cpu
@@ -27,12 +26,12 @@ ROWS_A_VECTOR = 2.0
 # The same where an instruction adds two products of packed bfloat16.
 FEW_ROWS_IN_PAIRS = 4
 PAIRED_ROWS_A_VECTOR = 0.125
-FEW_ROWS_OF_INTEGERS = 16  # of weights whose columns are dense; others are packed
 FEW_ROWS_UNFUSED = 3  # without fused multiply-adds packing takes a smaller part of the time
 # Steps of a call of one row up to which packing does not pay off, and bytes of both weights for
-# each of these steps: packed, small weights stay in a near cache.
+# each of these steps: packed, small weights stay in a near cache. Packing integers takes longer.
 UNPACKED_STEPS = 32
 UNPACKED_BYTES = 1 << 16
+UNPACKED_BYTES_OF_INTEGERS = 1 << 11
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay off
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
@@ -77,7 +76,7 @@ def projection(
     holes: bool,
     restored: bool,
     lone: bool,
-    weights: Sequence[View],
+    weight: View | None,
     state: View | None,
 ) -> Projection:
     """Chooses where the matmul of the input of a layer that projects is computed.
@@ -89,15 +88,15 @@ def projection(
         restored: whether a backward pass hands gradients to what resets restored.
         lone: whether it is a forward pass of one direction, forwards, without flags, segments and
             packed weights.
-        weights: of the input and of the state, ``[length of the sums, columns]``.
+        weight: of the recurrent matmul.
         state: the first state before the first step.
     """
     steps, batch, inputs = x
     is_dense_state = state is None or state.strides[-1] == 1
     several = lone and batch == 1 and unpacked(plan, steps, inputs)
     if (steps == 1 or several) and is_dense_state and not restored and recurrent_alone(plan):
-        # Only products without packing multiply integers for a kernel that begins with biases.
-        if not plan.types.quantized or all(few(plan, batch, weight) for weight in weights):
+        # Only the product without packing has a form for sums of integers that begin with biases.
+        if not plan.types.quantized or (weight and few(plan, batch, weight.T)):
             return Projection.SINGLE
     if matmul is not None and projects(plan, matmul, steps * batch, inputs, holes, batch):
         return Projection.INSIDE
@@ -106,9 +105,15 @@ def projection(
 
 def unpacked(plan: Plan, steps: int, inputs: int) -> bool:
     """Whether several steps of one row take weights as they are."""
-    size = plan.gates_width * (inputs + plan.hidden_size) * plan.itemsize
     types = plan.types
-    return (types.plain or types.quantized) and 1 < steps <= min(UNPACKED_STEPS, size // UNPACKED_BYTES)
+    size = plan.gates_width * (inputs + plan.hidden_size) * types.weights.bytes
+    enough = UNPACKED_BYTES_OF_INTEGERS if types.quantized else UNPACKED_BYTES
+    return _unchanged(plan) and 1 < steps <= min(UNPACKED_STEPS, size // enough)
+
+
+def _unchanged(plan: Plan) -> bool:
+    """Whether products without packing multiply weights as they are stored."""
+    return plan.types.plain or plan.types.quantized
 
 
 def projects(
@@ -151,9 +156,9 @@ def few(plan: Plan, rows: int, weight: View) -> bool:
     """
     target, types = cpu.isa.current(), plan.types
     dense_columns = weight.strides[0] == 1
-    if types.quantized:
-        return dense_columns and rows <= FEW_ROWS_OF_INTEGERS
-    most = FEW_ROWS_TURNED if dense_columns and types.plain else FEW_ROWS
+    if types.quantized and not dense_columns:
+        return False
+    most = FEW_ROWS_TURNED if dense_columns and _unchanged(plan) else FEW_ROWS
     of_vector = ROWS_A_VECTOR
     if in_pairs(target, types.operands.llvm):
         most, of_vector = FEW_ROWS_IN_PAIRS, PAIRED_ROWS_A_VECTOR

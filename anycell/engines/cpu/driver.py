@@ -380,6 +380,7 @@ class Driver:
         the matmul's, or, unscaled, not at all, as a kernel's.
         """
         inner, apart, width = call["inner"], call["b_columns"], 4 * b.lanes
+        kind = vector(width, "i8")
         columns = [b.gep(call.pointer("b"), (column + n) * apart, "i8") for n in range(count)]
         scales = b.load(b.gep(call.pointer("scales"), column), vector(count, b.real))
         unscaled, length = call["unscaled"].ne(0), b.smax(inner, 1)
@@ -387,25 +388,29 @@ class Driver:
             end = b.smin(begin + b.select(unscaled, length, gemm.INNER), inner)
             sums = [[b.variable(0, b.ivec) for _ in columns] for _ in rows]
 
-            def add(k: Value, mask: Value | None) -> None:
-                lefts = [
-                    b.load(b.gep(b.gep(row, ROW_HEADER), k, "i8"), b.ivec) ^ 0x80808080
-                    for row in rows
-                ]
+            def add(k: Value, of_row: Value | None = None, of_b: Value | None = None) -> None:
+                lefts = []
+                for row in rows:  # the integers have 128 added
+                    left = b.load(b.gep(b.gep(row, ROW_HEADER), k, "i8"), kind) ^ -128
+                    left = left if of_row is None else b.select(of_row, left, 0)
+                    lefts.append(b.bitcast(left, b.ivec))
                 for n, at in enumerate(columns):
-                    there, kind = b.gep(at, k, "i8"), vector(width, "i8")
-                    right = b.bitcast(
-                        b.load(there, kind) if mask is None else b.masked_load(there, mask, 0, kind),
-                        b.ivec,
-                    )
-                    for left, of_row in zip(lefts, sums, strict=True):
-                        of_row[n].value = dot_signed(b, of_row[n].value, right, left)
+                    at = b.gep(at, k, "i8")
+                    bits = b.load(at, kind) if of_b is None else b.masked_load(at, of_b, 0, kind)
+                    right = b.bitcast(bits, b.ivec)
+                    for left, totals in zip(lefts, sums, strict=True):
+                        totals[n].value = dot_signed(b, totals[n].value, right, left)
 
             whole = begin + (end - begin) // width * width
             with b.loop(begin, whole, width) as k:
-                add(k, None)
-            with b.when(whole < end):
-                add(whole, b.lane_mask(end - whole, width, "i8"))
+                add(k)
+            # The last vector begins early: masks of bytes are slow. Nothing lies before the first.
+            left = end - whole
+            with b.when(left > 0):
+                with b.when(column * apart + end >= width) as otherwise:
+                    add(end - width, of_row=~b.lane_mask(width - left, width, "i8"))
+                with otherwise:
+                    add(whole, of_b=b.lane_mask(left, width, "i8"))
             for row, of_row, to in zip(rows, sums, results, strict=True):
                 totals = b.reduce_each([sum_.value for sum_ in of_row])
                 total = b.variable(b.sitofp(totals, b.real) * scales)
