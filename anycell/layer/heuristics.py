@@ -94,10 +94,10 @@ def projection(
     steps, batch, inputs = x
     is_dense_state = state is None or state.strides[-1] == 1
     several = lone and batch == 1 and unpacked(plan, steps, inputs)
-    if (steps == 1 or several) and is_dense_state and not restored and recurrent_alone(plan):
-        # Only the product without packing has a form for sums of integers that begin with biases.
-        if not plan.types.quantized or (weight and few(plan, batch, weight.T)):
-            return Projection.SINGLE
+    alone = (steps == 1 or several) and is_dense_state and not restored and recurrent_alone(plan)
+    # Of integers, only the product without packing leaves the scales of rows to the kernel.
+    if alone and (not plan.types.quantized or (weight and few(plan, batch, weight.T))):
+        return Projection.SINGLE
     if matmul is not None and projects(plan, matmul, steps * batch, inputs, holes, batch):
         return Projection.INSIDE
     return Projection.OUTSIDE
@@ -162,7 +162,7 @@ def few(plan: Plan, rows: int, weight: View) -> bool:
     of_vector = ROWS_A_VECTOR
     if in_pairs(target, types.operands.llvm):
         most, of_vector = FEW_ROWS_IN_PAIRS, PAIRED_ROWS_A_VECTOR
-    elif not target.fma:
+    elif not target.fma and not types.quantized:
         most = FEW_ROWS_UNFUSED
     if dense_columns:
         vectors = weight.shape[0] / target.lanes(types.accumulate.llvm)
