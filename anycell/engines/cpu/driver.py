@@ -81,7 +81,9 @@ PRODUCT = [
 KINDS = OURS, BLAS, FEW, SUM, GATHER, UNSCALED = range(6)
 DONE = len(KINDS)  # in place of a kind
 
-_TABLE = align(8 * len(gemm.ENTRIES))
+# The table of a product: the matmul's, and whether the kind is UNSCALED.
+_PRODUCT = [*gemm.ENTRIES, "unscaled"]
+_TABLE = align(8 * len(_PRODUCT))
 BLOCK = 4  # vectors or columns that are added up side by side
 SUMMED = 64  # rows that are added up before their sum is added to a total: this loses fewer digits
 
@@ -203,7 +205,7 @@ class Driver:
         time = b.select(reverse, steps - done - count, done)
         window = time - b.select(reverse, steps - origin - span, origin)
         scratch, along = table.pointer("scratch"), row["along"]
-        call = Entries(b, scratch, gemm.ENTRIES)
+        call = Entries(b, scratch, _PRODUCT)
         for name in (*gemm.OPERANDS, "scales"):
             call[name] = row[name]
         for name in "abc":
@@ -470,7 +472,7 @@ class Driver:
         """
         b = self.module.private(name, "ptr table, i64 part, i64 parts")
         address, part, parts = b.args
-        call = Entries(b, address, gemm.ENTRIES)
+        call = Entries(b, address, _PRODUCT)
         pieces = (call[shared] + (width - 1)) // width
         return b, call, pieces * part // parts, pieces * (part + 1) // parts
 

@@ -81,10 +81,9 @@ UNROLL = 4  # rows of weights that a full register block takes per iteration of 
 
 # Strides count elements. A and B each have one stride of 1 (A between columns, if B has integers).
 # C is [rows, columns] with a stride of 1 between columns. ``add`` is 1 for C += A @ B; ``gang`` is
-# as in a door's table; ``unscaled`` is the driver's. ``scratch`` is memory of ``scratch_bytes``
-# bytes, on a cache line.
+# as in a door's table. ``scratch`` is memory of ``scratch_bytes`` bytes, on a cache line.
 OPERANDS = "rows columns inner a a_rows a_inner b b_inner b_columns c c_rows add".split()
-ENTRIES = [*OPERANDS, *"threads gang scales unscaled scratch scratch_bytes".split()]
+ENTRIES = [*OPERANDS, *"threads gang scales scratch scratch_bytes".split()]
 # Scratch memory begins with the address of the call's table and the current span; ``alone`` is 1 if
 # each thread packs the panels of its piece. The number of pieces of the span that are taken follows
 # on a cache line of its own.
