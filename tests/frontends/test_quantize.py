@@ -29,7 +29,6 @@ from anycell import cells, compress, layer
 from anycell.engines import cpu
 from anycell.engines.cpu import gemm, isa, kernel
 from anycell.layer import heuristics, products
-from anycell.layer.recipe import View
 from anycell.layer.rounding import rounded
 from anycell.numpy.framework import Numpy
 from anycell.plan import plan
@@ -141,46 +140,6 @@ def test_bits(seed: int) -> None:
         assert np.array_equal(by_integers(problem, threads)["output"], whole["output"])
     one = problem.rows(slice(5, 6))
     assert np.array_equal(by_integers(one)["output"], whole["output"][:, 5:6])
-
-
-@pytest.mark.parametrize("name", ["LSTM", "GRU"])
-def test_bits_without_packing(
-    name: str, seed: int, monkeypatch: pytest.MonkeyPatch,
-    runs: list[layer.pass_tables.PassTables],
-) -> None:  # fmt: skip
-    """A single step of few rows, and few steps of one row, have the bits of packed weights."""
-    monkeypatch.setattr(heuristics, "WORTH_A_THREAD", 0)
-    monkeypatch.setattr(heuristics, "UNPACKED_BYTES_OF_INTEGERS", 1)
-    few, most = heuristics.few, heuristics.UNPACKED_STEPS
-    for n, (shape, how, single) in enumerate((
-        ((1, 1, 33), {}, True), ((1, 4, 33), {}, True), ((1, 3, 300), {}, True),
-        ((1, 2, 33), {"masked": True, "reverse": True}, True),
-        ((1, 2, 33), {"resets": True}, True), ((1, 16, 300), {}, True),
-        ((7, 1, 300), {}, True), ((most, 1, 20), {}, True),
-        ((1, 200, 33), {}, False), ((most + 1, 1, 20), {}, False), ((2, 2, 20), {}, False),
-    )):  # fmt: skip
-        problem = small(getattr(cells, name), shape, seed + n, **how)
-        results = []
-        for road in (few, lambda *_: False):
-            monkeypatch.setattr(heuristics, "few", road)
-            forget_passes()
-            runs.clear()
-            results.append(by_integers(problem, threads=1 + n % 3, projected=True))
-            assert {run.single for run in runs} == {single and road is few}, (shape, how)
-        for key, value in results[0].items():
-            assert np.array_equal(value, results[1][key]), (shape, how, key)
-        assert_rounded(problem, projected=True)
-    forget_passes()
-
-
-def test_weights_with_dense_rows_are_packed() -> None:
-    """Products without packing multiply dense columns of integers alone."""
-    of_view = functools.partial(View, 0, (64, 128))
-    one, eight = plan(cells.LSTM, 32, "float32", "cpu"), plan(cells.LSTM, 32, "int8", "cpu")
-    rows, columns = of_view((128, 1), 4), of_view((1, 64), 4)
-    assert heuristics.few(one, 1, rows) and heuristics.few(one, 1, columns)
-    assert heuristics.few(eight, 1, columns) and not heuristics.few(eight, 1, rows)
-    assert not heuristics.few(eight, heuristics.FEW_ROWS_TURNED + 1, columns)
 
 
 def multiplied(
