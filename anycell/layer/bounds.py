@@ -140,6 +140,8 @@ class _Walk:
             sizes = types.storage.bytes, 1, types.storage.bytes
         else:
             axes = product_axes(row)
+            if kind == driver.UNSCALED:  # a scale follows each row
+                axes = {**axes, "c": ((rows, row["c_rows"]), (columns + 1, 1))}
         for name, size in zip([*"abc", "scales"], [*sizes, sizes[0]], strict=True):
             if name in axes and row[name]:  # 0 where there are no flags, or no other rows
                 moved = time * row.get(f"{name}_time", 0) + window * row.get(f"{name}_window", 0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from anycell.engines.cpu.driver import GATHER
+from anycell.engines.cpu.driver import GATHER, UNSCALED
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Kept
 from anycell.layer.framework import Framework
@@ -254,7 +254,8 @@ def project(tables: PassTables, hidden: View | None = None) -> None:
             continue
         gates = tables.rows(width, wide=True)
         tables.place_rows(d, "gates", gates)
-        scales = w[scales_of("weight_ih")] if plan.types.quantized else 0
+        integers = plan.types.quantized
+        scales = w[scales_of("weight_ih")] if integers else 0
         entering, weight, to = tables.lay_out_x(tables.before, d), w["weight_ih"].T, gates
         several = tables.single and tables.steps > 1
         if several:  # all at once, as they are
@@ -267,15 +268,19 @@ def project(tables: PassTables, hidden: View | None = None) -> None:
             tables.before, d, entering, weight, to, scales=scales, kind=kind, once=several
         )
         if tables.single:
-            product = tables.draft.buffer((tables.batch, width), plan.types.accumulate.bytes)
+            shape = tables.batch, width + integers  # the scale of the row follows
+            product = tables.draft.buffer(shape, plan.types.accumulate.bytes)
             tables.place_of(d, {"product": product})
+            product = product.columns(0, width)
             state, weight = _entering(tables, d), w["weight_hh"].T
             if several and hidden:  # the hidden states, where the first one goes before any product
                 first = hidden.at(0)
                 tables.multiply(tables.before, d, of_step, None, gates, kind=GATHER)
                 tables.multiply(tables.before, d, state, None, first, kind=GATHER, once=True)
                 state = tables.over_steps(hidden)
-            tables.multiply(tables.before, d, state, weight, product, kind=tables.by_weight(weight))
+            scales = w[scales_of("weight_hh")] if integers else 0
+            kind = UNSCALED if integers else tables.by_weight(weight)
+            tables.multiply(tables.before, d, state, weight, product, scales=scales, kind=kind)
 
 
 def _entering(tables: PassTables, d: int) -> View:

@@ -28,9 +28,10 @@ FEW_ROWS_IN_PAIRS = 4
 PAIRED_ROWS_A_VECTOR = 0.125
 FEW_ROWS_UNFUSED = 3  # without fused multiply-adds packing takes a smaller part of the time
 # Steps of a call of one row up to which packing does not pay off, and bytes of both weights for
-# each of these steps: packed, small weights stay in a near cache.
+# each of these steps: packed, small weights stay in a near cache. Packing integers takes longer.
 UNPACKED_STEPS = 32
 UNPACKED_BYTES = 1 << 16
+UNPACKED_BYTES_OF_INTEGERS = 1 << 11
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay off
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
@@ -53,9 +54,9 @@ def chunk_of(plan: Plan, steps: int, rows: int) -> int:
 
 
 def recurrent_alone(plan: Plan) -> bool:
-    """Whether the cell's only matmul maps its first state to all gates, with real weights."""
+    """Whether the cell's only matmul maps its first state to all gates."""
     linears = [(l.name, l.outputs, l.operand.op) for l in plan.cell.linears]
-    return linears == [(RECURRENT, plan.cell.gates, "state")] and not plan.types.quantized
+    return linears == [(RECURRENT, plan.cell.gates, "state")]
 
 
 class Projection(Enum):
@@ -75,6 +76,7 @@ def projection(
     holes: bool,
     restored: bool,
     lone: bool,
+    weight: View | None,
     state: View | None,
 ) -> Projection:
     """Chooses where the matmul of the input of a layer that projects is computed.
@@ -86,12 +88,15 @@ def projection(
         restored: whether a backward pass hands gradients to what resets restored.
         lone: whether it is a forward pass of one direction, forwards, without flags, segments and
             packed weights.
+        weight: of the recurrent matmul.
         state: the first state before the first step.
     """
     steps, batch, inputs = x
     is_dense_state = state is None or state.strides[-1] == 1
     several = lone and batch == 1 and unpacked(plan, steps, inputs)
-    if (steps == 1 or several) and is_dense_state and not restored and recurrent_alone(plan):
+    alone = (steps == 1 or several) and is_dense_state and not restored and recurrent_alone(plan)
+    # Of integers, only the product without packing leaves the scales of rows to the kernel.
+    if alone and (not plan.types.quantized or (weight and few(plan, batch, weight.T))):
         return Projection.SINGLE
     if matmul is not None and projects(plan, matmul, steps * batch, inputs, holes, batch):
         return Projection.INSIDE
@@ -100,8 +105,15 @@ def projection(
 
 def unpacked(plan: Plan, steps: int, inputs: int) -> bool:
     """Whether several steps of one row take weights as they are."""
-    size = plan.gates_width * (inputs + plan.hidden_size) * plan.itemsize
-    return plan.types.plain and 1 < steps <= min(UNPACKED_STEPS, size // UNPACKED_BYTES)
+    types = plan.types
+    size = plan.gates_width * (inputs + plan.hidden_size) * types.weights.bytes
+    enough = UNPACKED_BYTES_OF_INTEGERS if types.quantized else UNPACKED_BYTES
+    return _unchanged(plan) and 1 < steps <= min(UNPACKED_STEPS, size // enough)
+
+
+def _unchanged(plan: Plan) -> bool:
+    """Whether products without packing multiply weights as they are stored."""
+    return plan.types.plain or plan.types.quantized
 
 
 def projects(
@@ -144,11 +156,13 @@ def few(plan: Plan, rows: int, weight: View) -> bool:
     """
     target, types = cpu.isa.current(), plan.types
     dense_columns = weight.strides[0] == 1
-    most = FEW_ROWS_TURNED if dense_columns and types.plain else FEW_ROWS
+    if types.quantized and not dense_columns:
+        return False
+    most = FEW_ROWS_TURNED if dense_columns and _unchanged(plan) else FEW_ROWS
     of_vector = ROWS_A_VECTOR
     if in_pairs(target, types.operands.llvm):
         most, of_vector = FEW_ROWS_IN_PAIRS, PAIRED_ROWS_A_VECTOR
-    elif not target.fma:
+    elif not target.fma and not types.quantized:
         most = FEW_ROWS_UNFUSED
     if dense_columns:
         vectors = weight.shape[0] / target.lanes(types.accumulate.llvm)

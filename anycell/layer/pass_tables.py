@@ -68,6 +68,7 @@ class PassTables:
                 restored=backward and self.resets is not None,
                 lone=not backward and packed is None and options.reverse == (False,)
                 and options.checkpoint is None and self.mask is None and self.resets is None,
+                weight=self.directions[0].get("weight_hh"),
                 state=self.directions[0].get(f"state {plan.cell.state_names[0]}"),
             )  # fmt: skip
         self.single = self.projection is Projection.SINGLE

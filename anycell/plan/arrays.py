@@ -90,7 +90,8 @@ def arrays(plan: Plan, backward: bool) -> dict[str, Array]:
         table["gates"] = entering
         table["input"] = Array("T B", 0, numbers, "call", whole=True, strided=True)
         table["out"] = Array("T B", size, numbers, "call", whole=True, beside=True)
-        table["product"] = Array("B", gates, sums)
+        # Of integers, the scale of the row follows.
+        table["product"] = Array("B", gates + types.quantized, sums)
         return table
     arriving = Array("T B", size, numbers, "call", whole=True, beside=True, strided=True)
     table["d_output"] = arriving

@@ -227,7 +227,7 @@ def _call(
         )  # fmt: skip
     return (
         what, getattr(x, "dtype", None), id(module.cell), module._sizes, module.bias,
-        module.training, *given, facts,
+        module.training, "weight_ih_l0_scales" in module._buffers, *given, facts,
         # ``settings``, which would be one more call of each layer
         _threads() or torch.get_num_threads(), cpu.isa.current(), _precision(),
     ), tensors  # fmt: skip

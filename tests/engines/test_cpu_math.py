@@ -10,7 +10,7 @@ from tolerances import limit
 
 from anycell import cells
 from anycell.engines.cpu import isa, jit, ops
-from anycell.engines.cpu.idioms import dot, dot_pairs, in_pairs, narrow, widen
+from anycell.engines.cpu.idioms import dot, dot_pairs, dot_signed, in_pairs, narrow, widen
 from anycell.engines.cpu.ir import Module, Value, constant, vector
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
@@ -641,6 +641,26 @@ def test_dot(target, edge, rng):
         b.store(dot(b, total, left, right), places[0], align=1)
 
     run(target, "float", add, sums, unsigned, signed)
+    assert np.array_equal(sums, wanted)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("edge", [(), (127, 127), (-128, 127), (-128, -127), (-127, -127), (0, 0)])
+def test_dot_signed(target, edge, rng):
+    """The same of signed bytes, of which the second are above -128."""
+    lanes = isa.TARGETS[target].lanes("float")
+    sums = rng.integers(-(1 << 20), 1 << 20, lanes, np.int32)
+    left = rng.integers(-128, 128, 4 * lanes, np.int8)
+    right = rng.integers(-127, 128, 4 * lanes, np.int8)
+    if edge:
+        left[:], right[:] = edge
+    wanted = sums + (left.astype(int) * right).reshape(lanes, 4).sum(1)
+
+    def add(b, *places):
+        total, *numbers = (b.load(at, b.ivec, align=1) for at in places)
+        b.store(dot_signed(b, total, *numbers), places[0], align=1)
+
+    run(target, "float", add, sums, left, right)
     assert np.array_equal(sums, wanted)
 
 

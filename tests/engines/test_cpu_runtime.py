@@ -32,10 +32,10 @@ from tolerances import assert_close
 
 import anycell
 from anycell import Cell, cell, cells, environment, tanh
-from anycell.engines.cpu import image, ir, isa, jit, kernel, memory, pool, sources, threads
+from anycell.engines.cpu import driver, image, ir, isa, jit, kernel, memory, pool, sources, threads
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
-from anycell.plan import plan
+from anycell.plan import DTYPES, plan
 
 pool.PATIENCE = LIMIT  # on a busy machine, new threads may start late
 pool.LOSS = 1 << 62  # and a gang may lose time
@@ -126,6 +126,32 @@ def test_products_of_arm(name: str, dtype: str) -> None:
     products = {("neondot", "int8"): {"sdot"}, ("neonbf16", "int8"): {"usdot"}}
     products["neonbf16", "bfloat16"] = {"bfdot"}
     assert used == products.get((name, dtype), set())
+
+
+@pytest.mark.parametrize("name", isa.TARGETS)
+def test_products_of_integers_without_packing(name: str) -> None:
+    """Each instruction set multiplies signed bytes by what it has; any x86 compiles for all of
+    them, and any machine for ARM.
+    """
+    import llvmlite.binding as llvm
+
+    arm = name.startswith("neon")
+    if not arm and not ir.X86:
+        pytest.skip("this generic set is ARM's")
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target, triple = isa.TARGETS[name], "aarch64-unknown-linux-gnu" if arm else "x86_64-linux-gnu"
+    cpu, features, _ = isa.machine(target)
+    machine = llvm.Target.from_triple(triple).create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc="pic"
+    )
+    code = machine.emit_assembly(jit.optimised(driver.text(target, DTYPES["int8"]), machine))
+    code = code[code.index("\nfew_rows:") :]
+    code = code[: code.index(".size\tfew_rows")]
+    by_name = {"avx2": "vpmaddubsw", "neondot": "sdot", "neonbf16": "usdot"}
+    wanted = by_name.get(name, "vpdpbusd" if target.dot else "pmaddwd")
+    assert wanted in code
+    assert ("vpmaddubsw" in code) == (name == "avx2")
 
 
 @pytest.mark.parametrize("system", ["linux", "darwin"])

@@ -15,7 +15,7 @@ from guarded import guarded
 from tolerances import assert_close
 
 from anycell.engines import cpu
-from anycell.engines.cpu import driver, isa
+from anycell.engines.cpu import driver, gemm, isa
 from anycell.layer.recipe import CHUNK
 from anycell.numpy.check import numpy_dtype
 from anycell.plan import DTYPES
@@ -321,3 +321,42 @@ def test_bits_of_few_rows(dtype: str, rng: np.random.Generator) -> None:
         for rows, columns in ((slice(2, 3), slice(5, 140)), (slice(4, 9), slice(1, 2))):
             part = product(a[rows], weights[:, columns], driver.FEW)
             assert np.array_equal(part, whole[rows, columns])
+
+
+@pytest.mark.parametrize("name", isa.available())
+@pytest.mark.parametrize("apart", [0, 3])
+def test_few_rows_of_integers(name: str, apart: int, rng: np.random.Generator) -> None:
+    """They have the bits of the matmul, whose sums have blocks. Unscaled, a sum is exact: it is
+    multiplied by the scale of its column alone, and that of its row follows the row.
+    """
+    lanes = 4 * isa.TARGETS[name].lanes("float")
+    lengths = 0, 1, lanes - 1, lanes, lanes + 1, gemm.INNER - 1, gemm.INNER + 2, 600
+    shapes = itertools.product((0, 1, 2, 3, 5, 9), (1, 3, 4, 7), lengths)
+    for n, (rows, columns, inner) in enumerate(shapes):
+        end = bool(n % 2)
+        a, c = (numbers((rows, k), "float32", end, rng) for k in (inner, columns))
+        integers = guarded((columns, inner + apart), "int8", end)[:, :inner]
+        integers[...] = rng.integers(-128, 128, integers.shape)
+        scales = numbers((1, columns), "float32", end, rng)
+
+        def product(kind: int, out: Array, **how: int) -> Array:
+            one = Pass("int8", threads=1 + n % 3)  # noqa: B023
+            one.before.append({
+                "rows": rows, "columns": columns, "inner": inner, "kind": kind,  # noqa: B023
+                **matrix("a", a), **matrix("b", integers.T), **matrix("c", out),  # noqa: B023
+                "scales": scales.__array_interface__["data"][0], "along": 1, **how,  # noqa: B023
+            })  # fmt: skip
+            with isa.force(name):
+                one.run()
+            return out
+
+        for add in (0, 1):
+            results = [product(kind, c.copy(), add=add) for kind in (driver.OURS, driver.FEW)]
+            assert np.array_equal(*results), (rows, columns, inner, add)
+        unscaled = guarded((rows, columns + 1), "float32", end)
+        product(driver.UNSCALED, unscaled)
+        of_rows = np.abs(a).max(-1, initial=0) * np.float32(1 / 127)
+        rounded = np.rint(a * (127 / np.maximum(of_rows * 127, 1e-30))[:, None])
+        sums = (rounded @ integers.T.astype("float32")).astype("float32")
+        assert np.array_equal(unscaled[:, -1], of_rows)
+        np.testing.assert_allclose(unscaled[:, :-1], sums * scales, 1e-2, 3 * scales.max() * 128)

@@ -1,13 +1,16 @@
 """The input projection, by the framework's matmul or by the kernel: who does it must not show."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from problems import assert_solved, draw  # noqa: E402
+from integers import by_integers  # noqa: E402
+from problems import assert_solved, draw, forget_passes, random_problem  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell  # noqa: E402
@@ -17,6 +20,7 @@ from anycell import layer as layers  # noqa: E402
 from anycell.engines import cpu  # noqa: E402
 from anycell.engines.cpu.isa import current  # noqa: E402
 from anycell.engines.cpu.layout import Layout  # noqa: E402
+from anycell.layer.recipe import View  # noqa: E402
 from anycell.plan import plan  # noqa: E402
 from tests.conformance.on_torch import by_rnn  # noqa: E402
 
@@ -161,3 +165,43 @@ def test_which_steps_of_one_row_are_packed() -> None:
     assert not unpacked(large, many + 1, 256) and not unpacked(large, 1, 256)
     assert unpacked(small, 2, 64) and not unpacked(small, 3, 64)
     assert not unpacked(plan(cells.LSTM, 256, "bfloat16"), 2, 256)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_bits_of_integers_without_packing(
+    name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch,
+    runs: list[layers.pass_tables.PassTables],
+) -> None:  # fmt: skip
+    """A single step of few rows, and few steps of one row, have the bits of packed weights."""
+    monkeypatch.setattr(layers.heuristics, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(layers.heuristics, "UNPACKED_BYTES_OF_INTEGERS", 1)
+    few, most = layers.heuristics.few, layers.heuristics.UNPACKED_STEPS
+    for n, (shape, how, single) in enumerate((
+        ((1, 1, 33), {}, True), ((1, 4, 33), {}, True), ((1, 3, 300), {}, True),
+        ((1, 2, 33), {"masked": True, "reverse": True}, True),
+        ((1, 2, 33), {"resets": True}, True), ((1, 16, 300), {}, True),
+        ((7, 1, 300), {}, True), ((most, 1, 20), {}, True),
+        ((1, 200, 33), {}, False), ((most + 1, 1, 20), {}, False), ((2, 2, 20), {}, False),
+    )):  # fmt: skip
+        problem = random_problem(getattr(cells, name), shape, rng, "float64", **how)
+        problem = problem.astype("float32")
+        results = []
+        for road in (few, lambda *_: False):
+            monkeypatch.setattr(layers.heuristics, "few", road)
+            forget_passes()
+            runs.clear()
+            results.append(by_integers(problem, threads=1 + n % 3, projected=True))
+            assert {run.single for run in runs} == {single and road is few}, (shape, how)
+        for key, value in results[0].items():
+            assert np.array_equal(value, results[1][key]), (shape, how, key)
+    forget_passes()
+
+
+def test_weights_with_dense_rows_are_packed() -> None:
+    """Products without packing multiply dense columns of integers alone."""
+    of_view = functools.partial(View, 0, (64, 128))
+    one, eight = plan(cells.LSTM, 32, "float32", "cpu"), plan(cells.LSTM, 32, "int8", "cpu")
+    rows, columns = of_view((128, 1), 4), of_view((1, 64), 4)
+    assert layers.heuristics.few(one, 1, rows) and layers.heuristics.few(one, 1, columns)
+    assert layers.heuristics.few(eight, 1, columns) and not layers.heuristics.few(eight, 1, rows)
+    assert not layers.heuristics.few(eight, layers.heuristics.FEW_ROWS_TURNED + 1, columns)

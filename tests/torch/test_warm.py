@@ -101,6 +101,17 @@ def problem(module: Module, batched: bool = True) -> tuple[torch.Tensor, Any]:
     return x, states if len(states) > 1 else states[0]
 
 
+def test_a_layer_and_its_quantized_copy_learn_calls_of_their_own(hits: list[bool]) -> None:
+    torch.manual_seed(0)
+    whole = at.LSTM(5, 8)
+    modules, x = [whole, compress.quantize(whole), whole], torch.randn(4, 3, 5)
+    with torch.no_grad():
+        for module in modules:
+            results = [module(x) for _ in range(3)]
+            assert hits[-1]
+            same(results[0], results[2])
+
+
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("given", [True, False])

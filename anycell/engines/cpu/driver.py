@@ -33,12 +33,13 @@ from typing import NamedTuple
 
 from anycell.engines.cpu import gemm, jit
 from anycell.engines.cpu.gemm import Gemm
-from anycell.engines.cpu.idioms import widen
+from anycell.engines.cpu.geometry import ROW_HEADER
+from anycell.engines.cpu.idioms import dot_signed, widen
 from anycell.engines.cpu.ir import Builder, Target, Value, integer_of, vector
-from anycell.engines.cpu.matmul import masked_numbers
+from anycell.engines.cpu.matmul import masked_numbers, whole_chunks
 from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
-from anycell.plan import DTYPES, Dtype
+from anycell.plan import DTYPES, LINE, Dtype
 
 # ``call`` is the door's table; ``begin`` to ``span`` are places in that table. ``first`` and
 # ``last`` bound the steps to run, in the order of the forward pass. ``again`` is the pass that
@@ -73,13 +74,16 @@ PRODUCT = [
     *(f"{operand}_{axis}" for operand in "abc" for axis in ("time", "window")),
 ]  # fmt: skip
 # The kinds of products: our matmul; the matmul of ``blas``; our matmul without packing, for few
-# rows; the sum of the rows of ``a``; and a dense copy of the rows of ``a``, which may have any
+# rows; the sum of the rows of ``a``; a dense copy of the rows of ``a``, which may have any
 # stride between steps, with zeros in place of rows whose flag in ``b`` is 0, or, if ``scales`` has
-# rows, ``b_columns`` apart, with these in place of rows whose flag is not 0.
-KINDS = OURS, BLAS, FEW, SUM, GATHER = range(5)
+# rows, ``b_columns`` apart, with these in place of rows whose flag is not 0; and FEW for a ``b`` of
+# integers without the scales of the rows of ``a``, which are written after the rows of ``c``.
+KINDS = OURS, BLAS, FEW, SUM, GATHER, UNSCALED = range(6)
 DONE = len(KINDS)  # in place of a kind
 
-_TABLE = align(8 * len(gemm.ENTRIES))
+# The table of a product: the matmul's, and whether the kind is UNSCALED.
+_PRODUCT = [*gemm.ENTRIES, "unscaled"]
+_TABLE = align(8 * len(_PRODUCT))
 BLOCK = 4  # vectors or columns that are added up side by side
 SUMMED = 64  # rows that are added up before their sum is added to a total: this loses fewer digits
 
@@ -97,8 +101,7 @@ class Driver:
         """Adds ``execute``, ``run``, ``room`` and the functions that they call."""
         self._sum()
         self._gather()
-        if not self.matmul.quantized:
-            self._few()
+        self._few()
         if self.blas:
             self._blas()
         self._product()
@@ -202,7 +205,7 @@ class Driver:
         time = b.select(reverse, steps - done - count, done)
         window = time - b.select(reverse, steps - origin - span, origin)
         scratch, along = table.pointer("scratch"), row["along"]
-        call = Entries(b, scratch, gemm.ENTRIES)
+        call = Entries(b, scratch, _PRODUCT)
         for name in (*gemm.OPERANDS, "scales"):
             call[name] = row[name]
         for name in "abc":
@@ -223,9 +226,10 @@ class Driver:
             # A gather has no sum: ``inner`` tells it how many rows a step has.
             call["inner"], call["c_rows"] = table["batch"], row["c_rows"]
             b.call("gang", gang, Value("@gather", "ptr"), scratch, threads)
-        if not self.matmul.quantized:
-            with b.when(kind.eq(FEW)):
-                b.call("gang", gang, Value("@few_rows", "ptr"), scratch, threads)
+        with b.when(kind.eq(FEW) | kind.eq(UNSCALED)):
+            if self.matmul.quantized:
+                self._round_rows(b, call, kind.eq(UNSCALED))
+            b.call("gang", gang, Value("@few_rows", "ptr"), scratch, threads)
         if self.blas:
             with b.when(kind.eq(BLAS)):
                 b.call("blas", table.pointer("blas"), scratch)
@@ -281,13 +285,28 @@ class Driver:
                 numbers = b.masked_load(b.gep(source, i, element), read, 0, kind)
                 b.store_first(numbers, b.gep(to, i, element), columns - i)
 
+    def _round_rows(self, b: Builder, call: Entries, unscaled: Value) -> None:
+        """Puts the rows of A, as integers after their scales, in place of A."""
+        space, row, inner = call.pointer("scratch"), _integer_row(call["inner"]), call["inner"]
+        with b.loop(0, call["rows"]) as r:
+            source = b.gep(call.pointer("a"), r * call["a_rows"], self.left)
+            header = b.gep(space, r * row, "i8")
+            b.call("scale_row", source, header, inner)
+            b.call("quantize", source, header, b.gep(header, ROW_HEADER), inner)
+            with b.when(unscaled):
+                last = b.gep(call.pointer("c"), r * call["c_rows"] + call["columns"])
+                b.store(b.load(header, b.real), last)
+        call["a"], call["a_rows"], call["unscaled"] = call["scratch"], row, b.zext(unscaled, "i64")
+
     def _few(self) -> None:
         """Multiplies few dense rows of A by B, which is not packed: a block of rows reads it once.
         Threads share the columns. The bits of an element depend only on its row and its column. If
-        the rows of B are dense, they are the matmul's; else each lane adds up a part of the sum.
+        the rows of B are dense, or B has integers, whose columns are dense, they are the matmul's;
+        else each lane adds up a part of the sum.
         """
         b, call, first, last = self._part("few_rows", "columns")
-        a, into = call.pointer("a"), call.pointer("c")
+        a, into, integers = call.pointer("a"), call.pointer("c"), self.matmul.quantized
+        number, dots = ("i8", self._integer_dots) if integers else (self.left, self._dots)
 
         def blocks(
             most: int, column: Value, print_block: Callable[[list[Value], list[Value]], None]
@@ -300,7 +319,7 @@ class Driver:
                 for n in range(1, most + 1):
                     with b.when(count.eq(n)):
                         rows = [begin + r for r in range(n)]
-                        starts = [b.gep(a, r * call["a_rows"], self.left) for r in rows]
+                        starts = [b.gep(a, r * call["a_rows"], number) for r in rows]
                         print_block(
                             starts, [b.gep(into, r * call["c_rows"] + column) for r in rows]
                         )
@@ -311,7 +330,9 @@ class Driver:
             most = 4 if b.target.registers == 32 else 3 if b.target.fma else 2
             for begin, end, count in ((first, whole, BLOCK), (whole, last, 1)):
                 with b.loop(begin, end, count) as column:
-                    blocks(most, column, functools.partial(self._dots, b, call, column, count))
+                    blocks(most, column, functools.partial(dots, b, call, column, count))
+        if integers:
+            return
         with otherwise:
             width, rest = BLOCK * b.lanes, b.variable(first)
 
@@ -362,6 +383,55 @@ class Driver:
                 total.value += b.load(to, total.type)
             b.store(total.value, to)
 
+    def _integer_dots(
+        self, b: Builder, call: Entries, column: Value, count: int, rows: list[Value],
+        results: list[Value],
+    ) -> None:  # fmt: skip
+        """Multiplies rows of integers by ``count`` dense columns of B. Sums are exact, and cut as
+        the matmul's, or, unscaled, not at all, as a kernel's.
+        """
+        inner, apart, width = call["inner"], call["b_columns"], 4 * b.lanes
+        kind = vector(width, "i8")
+        columns = [b.gep(call.pointer("b"), (column + n) * apart, "i8") for n in range(count)]
+        scales = b.load(b.gep(call.pointer("scales"), column), vector(count, b.real))
+        unscaled, length = call["unscaled"].ne(0), b.smax(inner, 1)
+        with b.loop(0, length, b.select(unscaled, length, gemm.INNER)) as begin:
+            end = b.smin(begin + b.select(unscaled, length, gemm.INNER), inner)
+            sums = [[b.variable(0, b.ivec) for _ in columns] for _ in rows]
+
+            def add(k: Value, of_row: Value | None = None, of_b: Value | None = None) -> None:
+                lefts = []
+                for row in rows:  # the integers have 128 added
+                    left = b.load(b.gep(b.gep(row, ROW_HEADER), k, "i8"), kind) ^ -128
+                    left = left if of_row is None else b.select(of_row, left, 0)
+                    lefts.append(b.bitcast(left, b.ivec))
+                for n, at in enumerate(columns):
+                    at = b.gep(at, k, "i8")
+                    bits = b.load(at, kind) if of_b is None else b.masked_load(at, of_b, 0, kind)
+                    right = b.bitcast(bits, b.ivec)
+                    for left, totals in zip(lefts, sums, strict=True):
+                        totals[n].value = dot_signed(b, totals[n].value, right, left)
+
+            whole = begin + (end - begin) // width * width
+            with b.loop(begin, whole, width) as k:
+                add(k)
+            # The last vector begins early: masks of bytes are slow. Nothing lies before the first.
+            left = end - whole
+            with b.when(left > 0):
+                with b.when(column * apart + end >= width) as otherwise:
+                    add(end - width, of_row=~b.lane_mask(width - left, width, "i8"))
+                with otherwise:
+                    add(whole, of_b=b.lane_mask(left, width, "i8"))
+            for row, of_row, to in zip(rows, sums, results, strict=True):
+                totals = b.reduce_each([sum_.value for sum_ in of_row])
+                total = b.variable(b.sitofp(totals, b.real) * scales)
+                with b.when(~unscaled):
+                    scale = b.splat(b.load(row, b.real), count)
+                    total.value = b.fma(total.value, scale, b.value(0.0, scale.type))
+                with b.when((begin > 0) | call["add"].ne(0)):
+                    total.value = b.load(to, total.type) + total.value
+                b.store(total.value, to)
+
     def _rows_of_b(
         self, b: Builder, call: Entries, column: Value, vectors: int, left: Value | None,
         rows: list[Value], results: list[Value],
@@ -411,7 +481,7 @@ class Driver:
         """
         b = self.module.private(name, "ptr table, i64 part, i64 parts")
         address, part, parts = b.args
-        call = Entries(b, address, gemm.ENTRIES)
+        call = Entries(b, address, _PRODUCT)
         pieces = (call[shared] + (width - 1)) // width
         return b, call, pieces * part // parts, pieces * (part + 1) // parts
 
@@ -457,7 +527,16 @@ class Driver:
                 call["inner"] = b.select(row["along"].eq(2), chunk, row["inner"])
                 b.call("needs", space)
                 most.value = b.smax(most.value, call["scratch_bytes"])
+            if self.matmul.quantized:
+                with b.when(row["kind"].eq(FEW) | row["kind"].eq(UNSCALED)):
+                    rows = b.select(row["along"].eq(0), chunk, row["rows"])
+                    most.value = b.smax(most.value, rows * _integer_row(row["inner"]))
         table["scratch_bytes"] = most.value + _TABLE
+
+
+def _integer_row(inner: Value) -> Value:
+    """Bytes of a row of so many integers after its header, read in whole vectors."""
+    return whole_chunks(inner, LINE) + LINE
 
 
 def _of_door(table: Entries, name: str) -> Value:

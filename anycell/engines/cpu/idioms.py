@@ -99,6 +99,25 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
     return total
 
 
+def dot_signed(b: Builder, total: Value, left: Value, right: Value) -> Value:
+    """``dot`` of signed bytes, ``right`` above -128; faster if several ``left`` share ``right``."""
+    if b.target.x86 and b.target.bits == 256 and not b.target.dot:
+        # Magnitudes of left, times right with the signs of left: no pair of products overflows.
+        pairs, numbers = vector(16, "i16"), vector(32, "i8")
+        left, right = (b.bitcast(x, numbers) for x in (left, right))
+
+        def avx2(name: str, returns: str, *args: Value) -> Value:
+            return b.intrinsic(f"llvm.x86.avx2.{name}", *args, returns=returns, overload=())
+
+        size = b.intrinsic("llvm.abs", left, constant(0, "i1"))
+        summed = avx2("pmadd.ub.sw", pairs, size, avx2("psign.b", numbers, right, left))
+        ones = b.bitcast(b.value(0x10001, total.type), pairs)
+        return total + avx2("pmadd.wd", total.type, summed, ones)
+    # An unsigned byte is 128 more than the signed byte with the opposite top bit.
+    of_128 = dot(b, b.value(0, total.type), b.value(0x80808080, total.type), right)
+    return dot(b, total, left ^ 0x80808080, right) - of_128
+
+
 def _dot_arm(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
     """``dot`` by an ARM instruction, which on some machines takes only signed bytes."""
     numbers = vector(4 * shape(total.type)[0], "i8")

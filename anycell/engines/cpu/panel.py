@@ -199,9 +199,14 @@ class Panel:
                 if not layout.backward:
                     at = m.linear.declared.index(output) * m.units
                     brought = rows.of("product", self.row(place))
-                    value = rows.load(brought, lanes, at)
+                    product = rows.load(brought, lanes, at)
+                    # Sums of integers begin with the biases, as those that the kernel computes.
+                    value = rows.zero if m.geometry.quantized else product
                     value = rows.biased(value, m.linear.bias_name, lanes, at)
                     if output in layout.cell.fused:
                         at = layout.plan.places[output].start
                         value = rows.biased(value, "bias_ih", lanes, at)
+                    if m.geometry.quantized:
+                        scale = rows.load_one(brought, layout.plan.gates_width)
+                        value = b.fma(product, scale, value)
                 b.store(value, b.gep(results, into + n * layout.results.strides[m.linear.name]))
