@@ -359,4 +359,5 @@ def test_few_rows_of_integers(name: str, apart: int, rng: np.random.Generator) -
         rounded = np.rint(a * (127 / np.maximum(of_rows * 127, 1e-30))[:, None])
         sums = (rounded @ integers.T.astype("float32")).astype("float32")
         assert np.array_equal(unscaled[:, -1], of_rows)
-        np.testing.assert_allclose(unscaled[:, :-1], sums * scales, 1e-2, 3 * scales.max() * 128)
+        wrong = np.abs(unscaled[:, :-1] - sums * scales)  # up to 3 numbers of a row may be ties
+        assert wrong.max(initial=0) <= 3 * 128 * scales.max(initial=0)
