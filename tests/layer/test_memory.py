@@ -228,6 +228,7 @@ THRESHOLDS = {
         "FEW_ROWS_UNFUSED": None,
         "UNPACKED_STEPS": None,  # both sides: test_projection
         "UNPACKED_BYTES": "steps of one row",
+        "UNPACKED_BYTES_OF_INTEGERS": None,
         "WORTH_A_THREAD": "several threads",
     },
     "engines/cpu/door.py": {
