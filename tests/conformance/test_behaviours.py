@@ -170,6 +170,7 @@ def said_by_others(frontend: Frontend, cell: Cell, case: str) -> bool:
 
 
 @ask(*CALLS, cells=some, has=CALLS.__getitem__, more=said_by_others)
+@pytest.mark.sample(every=2)
 def test_calls(frontend: Frontend, cell: Cell, case: str) -> None:
     check(frontend, draw(cell, STANDARD, CALLS[case], dtype(frontend)))
 
@@ -196,6 +197,7 @@ def in_turns(frontend: Frontend, cell: Cell, case: str) -> bool:
     has=lambda _: ("recurrent_mask",),
     more=in_turns,
 )
+@pytest.mark.sample(every=2)
 def test_recurrent_masks(frontend: Frontend, cell: Cell, case: str) -> None:
     words = ("mask", "resets", "bidirectional", "return_states")
     has = [word for word in words if word not in frontend.lacks]
@@ -231,6 +233,7 @@ def shown_by_others(frontend: Frontend, cell: Cell, _: str) -> bool:
 
 
 @ask("", cells=every, more=shown_by_others)
+@pytest.mark.sample(every=2)
 def test_every_cell(frontend: Frontend, cell: Cell, case: str) -> None:
     """One call with every feature that the frontend has."""
     has = [word for word in FULL if word not in frontend.lacks]
@@ -505,6 +508,7 @@ def test_threads(frontend: Frontend, cell: Cell, case: str, runs: list[Any]) -> 
 
 # -- second derivatives ----------------------------------------------------------------------------
 @ask("", cells=some, has=lambda _: ("gradients", "second derivatives", "float64"))
+@pytest.mark.sample(every=2)
 def test_second_derivatives(frontend: Frontend, cell: Cell, case: str) -> None:
     """All second derivatives agree with finite differences of the derived backward pass."""
     words = ("state", "mask", "resets", "recurrent_mask", "return_states")

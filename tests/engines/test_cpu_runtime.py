@@ -129,6 +129,7 @@ def test_products_of_arm(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", isa.TARGETS)
+@pytest.mark.sample(every=3)
 def test_products_of_integers_without_packing(name: str) -> None:
     """Each instruction set multiplies signed bytes by what it has; any x86 compiles for all of
     them, and any machine for ARM.

@@ -325,6 +325,7 @@ def test_bits_of_few_rows(dtype: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("name", isa.available())
 @pytest.mark.parametrize("apart", [0, 3])
+@pytest.mark.sample(every=2)
 def test_few_rows_of_integers(name: str, apart: int, rng: np.random.Generator) -> None:
     """They have the bits of the matmul, whose sums have blocks. Unscaled, a sum is exact: it is
     multiplied by the scale of its column alone, and that of its row follows the row.

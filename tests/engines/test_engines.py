@@ -292,6 +292,7 @@ def test_threads(
 
 
 @each_cell_and_dtype
+@pytest.mark.sample(every=2)
 def test_batch_slices(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
     """A row's numbers do not depend on other rows."""
     for situation in ({}, {"masked": True, "resets": True}):
@@ -429,7 +430,7 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize("cell", SEVERAL, ids=repr)
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 def test_several_matmuls_in_a_step(cell: Cell, rng: np.random.Generator) -> None:
     """Cells have matmuls in the step, states of another size, heads; some calls exceed a panel."""
     draws = {"training": True, "seed": 3} if cell.keeps else {}

@@ -87,7 +87,7 @@ def test_cells(part: int, name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("cell", FEW, ids=lambda cell: cell.name)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 def test_sizes(part: int, cell: Any, seed: int) -> None:
     """Sizes lie around vectors and fours; there are one row, no rows, no steps, several panels."""
     sizes = [4, 60] if cell is cells.sLSTM else [1, 3, 4, 5, 16, 17, 65]

@@ -363,7 +363,7 @@ def compare(mine: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=6)
 def test_cells_of_many_styles(name: str) -> None:
     check_read(CASES[name])
 
@@ -806,6 +806,7 @@ PRODUCTS: dict[str, tuple[Any, bool]] = {  # of x with a weight, and whether it 
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.sample(every=2)
 def test_weights_are_read_as_they_are_stored(name: str) -> None:
     """No program transposes a weight that one matrix of the body is."""
     product, turned = PRODUCTS[name]

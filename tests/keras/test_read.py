@@ -292,7 +292,7 @@ def assert_same(ours: Any, theirs: Any, x: np.ndarray, dtype: str = EXACT, **how
 
 # -- what is read --------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 def test_a_cell_runs_fused(name: str, rng: np.random.Generator) -> None:
     """Results, and gradients of x and of all weights, as in Keras's loop."""
     if name == "in TensorFlow" and BACKEND != "tensorflow":

@@ -124,6 +124,7 @@ def test_a_single_step_with_resets(runs: list[Any]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "JANET"])
+@pytest.mark.sample(every=2)
 def test_steps_of_one_row(name: str, dtype: str, runs: list[Any], set_layer: Any) -> None:
     """Forward passes of few steps take weights as they are; others are right beside them."""
     set_layer(UNPACKED_BYTES=1)

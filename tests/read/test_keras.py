@@ -68,7 +68,7 @@ def results(made: Any, rnn: Any, graph: bool = False) -> dict[str, np.ndarray]:
     return got
 
 
-@pytest.mark.sample(every=6)
+@pytest.mark.sample(every=9)
 @pytest.mark.filterwarnings("ignore:`build")  # of cells that make their layers' weights in a call
 @pytest.mark.parametrize("entry", corpus.entries, ids=corpus.names)
 def test_cell(entry: Entry) -> None:

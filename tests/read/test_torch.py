@@ -60,7 +60,7 @@ def results(made: Any, loop: Any) -> dict[str, np.ndarray]:
     return got
 
 
-@pytest.mark.sample(every=6)
+@pytest.mark.sample(every=9)
 @pytest.mark.parametrize("entry", corpus.entries, ids=corpus.names)
 def test_cell(entry: Entry) -> None:
     loops = []
