@@ -13,7 +13,6 @@ wrong is printed with the seed that repeats it: ``--seed S --calls 1``.
 import argparse
 import collections
 import importlib
-import itertools
 import os
 import sys
 import time
@@ -54,16 +53,17 @@ def check(frontends: list[Any], seed: int) -> tuple[str, str]:
         has.discard("repeat")
     steps, rows, inputs = (int(rng.choice(sizes)) for sizes in ([1, 2, 5, 9], [1, 3, 8], [1, 4, 9]))
     try:
-        drawn = (
-            problems.random_layer(cell, (steps, rows, inputs, hidden), has, rng).astype(dtype)
-            for _ in itertools.count()
-        )
-        problem = problems.first_solvable(drawn, problems.NEARBY, rng)
+        problem = problems.random_layer(cell, (steps, rows, inputs, hidden), has, rng).astype(dtype)
         if not all(np.isfinite(array).all() for array in problem.right.values()):
             return "no call: not finite", ""
-        problems.assert_solved(frontend.solve(problem), problem, "gradients" not in frontend.lacks)
-    except problems.Unsolvable:
-        return "no call: ill-conditioned", ""
+        solution = frontend.solve(problem)
+        try:
+            problems.assert_solved(solution, problem, "gradients" not in frontend.lacks)
+        except AssertionError:
+            # Looked at only now: it takes ten times as long as the call.
+            if problems.solvable(problem, problems.NEARBY, rng):
+                raise
+            return "no call: ill-conditioned", ""
     except Exception as error:
         told = name if built_in else source(cell)
         shape = f"{dtype}, T {steps}, B {rows}, I {inputs}, H {hidden}, {sorted(has)}"

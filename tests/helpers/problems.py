@@ -321,15 +321,17 @@ def first_solvable(
     """
     rng = rng or np.random.default_rng(0)
     for problem in itertools.islice(drawn, 50):
-        dtype = problem.dtype
-        near = _near(problem, ROUNDING[dtype], nearby, rng)
-        if dtype == "float32":
-            good = all(map(_solves, itertools.chain([problem], near)))
-        else:
-            good = all(_settled(problem, other) for other in near)
-        if good:
+        if solvable(problem, nearby, rng):
             return problem
-    raise Unsolvable(f"no problem of {problem.cell}, {problem.shape}, that {dtype} solves well")
+    raise Unsolvable(f"no {problem.dtype} problem of {problem.cell}, {problem.shape}, is solvable")
+
+
+def solvable(problem: Problem, nearby: int, rng: np.random.Generator) -> bool:
+    """Whether its dtype is exact enough for a problem, and for as many perturbed copies of it."""
+    near = _near(problem, ROUNDING[problem.dtype], nearby, rng)
+    if problem.dtype == "float32":
+        return all(map(_solves, itertools.chain([problem], near)))
+    return all(_settled(problem, other) for other in near)
 
 
 def _near(problem: Problem, by: float, count: int, rng: np.random.Generator) -> Iterator[Problem]:
