@@ -121,7 +121,8 @@ TENSORFLOW = {
     "min": "tf.reduce_min({}, axis={}, keepdims={})",
     "var": "tf.math.reduce_variance({}, axis={}, keepdims={})",
     "softmax": "tf.nn.softmax({}, axis=-1)", "logsumexp": "tf.reduce_logsumexp({}, axis=-1)",
-    "concat": "tf.concat([{}], axis=-1)", "stack": "tf.stack([{}], axis={})",
+    # In a graph TensorFlow 2.21 stacks another part of a split than it is given twice: hence 0.0.
+    "concat": "tf.concat([{}], axis=-1)", "stack": "tf.stack([v + 0.0 for v in [{}]], axis={})",
     "split": "tf.split({}, {}, axis=-1)", "reshape": "tf.reshape({}, [tf.shape({})[0], {}])",
     "transpose": "tf.transpose({}, [0, 2, 1])", "einsum": "tf.einsum({}, {}, {})",
     "flip": "tf.reverse({}, axis=[-1])", "roll": "tf.roll({}, 1, axis=-1)",
