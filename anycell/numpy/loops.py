@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from anycell.layer.checks import describe, refuse
 from anycell.numpy import passes, threads
+from anycell.numpy.mirror import Mirror
 from anycell.numpy.read import Recording, Traced, execute, read_step, start
 from anycell.plan import Options, plan
 from anycell.plan.dtype import dtypes
@@ -20,13 +22,19 @@ from anycell.read import (
     definition,
     mapped,
     one_way,
+    places,
     short,
     trees,
 )
 from anycell.read.proof import STEPS, tried
+from anycell.recent import add_recent
 
 Tree = Any  # an array, or a tuple, list or dict of trees
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
+_MOST = 4  # surroundings of calls of one kind, as in training and in evaluation
+_READINGS = 64
+_RESTLESS = 16  # readings for calls of one kind
+_QUIET = frozenset({"ignore", "warn"})  # of ``np.geterr``
 
 
 class loop:
@@ -43,7 +51,10 @@ class loop:
     that has other effects than its results, runs as the loop above, and ``reason`` says why.
 
     The weights are the arrays that the step uses, with the numbers that they have in each call.
-    There is no backward pass: NumPy has none. ``RNN(cell, ...)`` learns.
+    What else it reads (functions, numbers, flags, attributes, entries of lists) is compared in each
+    call with what it was. If something has changed, the step is recorded anew; if it reads what
+    cannot be compared, in each call. There is no backward pass: NumPy has none. ``RNN(cell, ...)``
+    learns.
 
     Args:
         step: ``step(x[t], state) -> output, state``.
@@ -70,6 +81,12 @@ class loop:
         self.text: str | None = None
         self.reason: str | None = None
         self._read: dict[Any, Recording | Refused] = {}
+        self._known: dict[Any, list[_Known]] = {}  # by what calls are like
+        self._uncopied: set[Any] = set()  # what those calls are like that are recorded each time
+        self._reads: Counter[Any] = Counter()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return loop, (self.step,)
 
     def __call__(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         """Runs the step over all of ``x[0], x[1], ...``.
@@ -84,23 +101,69 @@ class loop:
         Raises:
             ValueError: if x has no array, or its arrays differ in their number of steps.
         """
-        xs = leaves(x)
+        xs, first = leaves(x), leaves(state)
         steps = {len(array) if np.ndim(array) else 0 for array in xs}
         if len(steps) != 1 or 0 in steps:
             shown = ", ".join(map(describe, xs)) or "no array"
             refuse("x", shown, "arrays [T, ...] of one T, at least 1", "Pass all steps.")
         self.text = self.reason = None
-        if short("numpy", len(xs[0]), sum(map(np.size, leaves(state)))):
-            self.reason = SHORT
+        ready = self._ready(x, state, xs, first)
+        if isinstance(ready, str):
+            self.reason = ready
             return self._loop(x, state)
+        read, arrays = ready
+        self.text = read.body.reading.text
+        return read.run(arrays, xs, list(map(np.asarray, first)))
+
+    def _ready(self, x: Tree, state: Tree, xs: list[Any], first: list[Any]) -> _Ready | str:
+        """The reading for a call, and the arrays that the step has from elsewhere; or why the step
+        itself runs.
+        """
+        steps, numbers = len(xs[0]), sum(map(np.size, first))
+        if short("numpy", steps, numbers):
+            return SHORT
+        if not _QUIET.issuperset(np.geterr().values()):
+            return "np.errstate asks for errors, which a kernel does not raise"
+        key = _kind(x), _kind(state)
+        for known in self._known.get(key, ()):
+            if (ready := known.now()) is not None:
+                return ready
+        if key in self._uncopied and short("numpy recorded", steps, numbers):
+            return SHORT
+        if self._reads[key] > _RESTLESS:
+            return (
+                f"numbers around the step were others in each of {_RESTLESS} calls, and a reading "
+                "contains them. Instead: keep what changes in an array."
+            )
+        return self._recorded(x, state, key)
+
+    def _recorded(self, x: Tree, state: Tree, key: Any) -> _Ready | str:
+        """The same for a call like no other, whose step is recorded."""
+        mirror: Mirror | None = None
         try:
             call = _Call(self, x, state)
-            result = call.results(call.read, call.xs, call.first)
+            if key not in self._uncopied:
+                slots: list[int] = []
+                mirror = Mirror(vars(self), "step", call.stand_in(slots))
+                try:
+                    call.record(mirror.begin())
+                    mirror.finish()
+                    return self._keep(key, _Known(mirror, call.read(key), call.arrays, slots))
+                except Exception:  # the step itself may do what its copy cannot
+                    call = _Call(self, x, state)
+            call.record(self.step)
+            ready = call.read(key), call.arrays
+            self._uncopied.add(key)
+            return ready
         except Refused as error:
-            self.reason = str(error.at(definition(self.step)))
-            return self._loop(x, state)
-        self.text = call.read.reading.text
-        return result
+            reason = str(error.at(definition(self.step)))
+            if mirror is not None:  # the results of the loop are right, whatever the reason
+                self._keep(key, _Known(mirror, reason))
+            return reason
+
+    def _keep(self, key: Any, known: _Known) -> Any:
+        self._known[key] = [known, *self._known.get(key, ())][:_MOST]
+        return known.now()
 
     def _loop(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         outputs = []
@@ -161,6 +224,76 @@ class _Run:
         return self._x[v] if v in self._x else np.stack([values[v] for values in self.known])
 
 
+class _Read:
+    """A step that was read, for calls of one kind.
+
+    Args:
+        output, after: the trees of its results.
+        numbers: which of its states are whole numbers of Python.
+    """
+
+    def __init__(self, body: Recording, output: Tree, after: Tree, numbers: list[bool]) -> None:
+        self.body, self.output, self.after, self.numbers = body, output, after, numbers
+
+    def run(
+        self, arrays: Sequence[Any], xs: Sequence[Any], first: Sequence[Any],
+        engine: str | None = None,
+    ) -> tuple[Tree, Tree]:  # fmt: skip
+        """The outputs and the last state of a call.
+
+        Args:
+            arrays: of ``Recording.arrays``.
+        """
+        body = self.body
+        reading, run = body.reading, _Run(body, arrays, xs, first)
+        wanted, start = body.seen(), [first[k] for k in body.moving]
+        arrays_ = {
+            name: array if array.dtype == bool else np.ascontiguousarray(array, run.dtype)
+            for name, array in reading.arrays_of(run, start).items()
+        }
+        finals, sequences = reading.ran(
+            one_way(passes.run), arrays_, wanted, Options(threads=threads.current()),
+            plan=plan(reading.cell, reading.size, run.dtype.name, engine, reading.sizes),
+        )  # fmt: skip
+        last, known = body.unpacked(reading, first, finals, sequences, wanted)
+        for k, value in zip(body.ahead, run.last, strict=True):
+            last[k] = value.item() if self.numbers[k] else value
+        if any(v not in known for v in body.outputs):
+            for t, values in enumerate(run.known):
+                values |= {v: series[t] for v, series in known.items()}
+            known = {v: np.stack([values[v] for values in run.known]) for v in body.outputs}
+        return filled(self.output, [known[v] for v in body.outputs]), filled(self.after, last)
+
+
+_Ready = tuple[_Read, Sequence[np.ndarray]]
+
+
+class _Known(NamedTuple):
+    """What a recording of a copy of the step found, which holds while what the copy read stays.
+
+    Attributes:
+        arrays: those that the step makes itself, in the places that they have among the others.
+        slots: the places of those that it reads, in the mirror's order.
+    """
+
+    mirror: Mirror
+    read: _Read | str
+    arrays: Sequence[np.ndarray] = ()
+    slots: Sequence[int] = ()
+
+    def now(self) -> _Ready | str | None:
+        """The reading with the arrays of a call; None if something is not what it was."""
+        if isinstance(self.read, str):
+            return self.read if self.mirror.fresh else None
+        found = self.mirror.arrays
+        if found is None:
+            return None
+        arrays = [*self.arrays]
+        for slot, array in zip(self.slots, found, strict=True):
+            arrays[slot] = array
+        return self.read, arrays
+
+
 class _Call:
     """One call, whose step is recorded and read."""
 
@@ -180,16 +313,38 @@ class _Call:
                 "besides counters"
             )
         (self.dtype,) = reals
-        self.recording, traced = start([array[0] for array in self.xs], self.first)
+        self.recording, self.traced = start([array[0] for array in self.xs], self.first)
+        self.arrays = self.recording.arrays
+
+    def stand_in(self, slots: list[int]) -> Callable[[np.ndarray], Traced]:
+        """What makes the stand-ins of arrays, and notes their places among all arrays."""
+
+        def of(array: np.ndarray) -> Traced:
+            slots.append(len(self.arrays))
+            return Traced(self.recording, self.recording.of(array), array)
+
+        return of
+
+    def record(self, step: Step) -> None:
+        """Records the step, or its copy.
+
+        Raises:
+            Refused: if it does what no recording can show.
+        """
         count = len(self.xs)
-        before = filled(state, traced[count:])
-        output, after = owner.step(filled(x, traced[:count]), before)
-        if [*map(id, leaves(before))] != [*map(id, traced[count:])]:
+        before = filled(self.state, self.traced[count:])
+        try:
+            output, after = step(filled(self.x, self.traced[:count]), before)
+        except Refused:
+            raise
+        except Exception as error:  # the step raises it itself, or it is one of the recording
+            problem = f"this cannot be recorded. {type(error).__name__}: {error}"
+            raise Refused(problem, where=places.raised(error)) from None
+        if [*map(id, leaves(before))] != [*map(id, self.traced[count:])]:
             raise Refused(
                 "the step changes the dictionary or list that holds its state",
                 "return the new state in a new one, such as {**state, 'h': h}",
             )
-        self.output, self.after = output, after
         self.recording.after += map(_variable, leaves(after))
         self.recording.outputs += map(_variable, leaves(output))
         if len(self.recording.after) != len(self.first):
@@ -200,23 +355,29 @@ class _Call:
                     f"the step makes a {leaf.dtype} state of a {old.dtype} one",
                     "give x, states and weights one dtype",
                 )
-        self.read = self._known()
+        self.output, self.after = (mapped(lambda _: True, tree) for tree in (output, after))
 
-    def _known(self) -> Recording:
+    def read(self, kind: Any) -> _Read:
         """The reading of the step, from an earlier call or proven now."""
-        name = getattr(self.owner.step, "__name__", type(self.owner.step).__name__)
-        key = tuple(self.recording.lines())
-        if key not in self.owner._read:
+        owner, key = self.owner, tuple(self.recording.lines())
+        if key not in owner._read:
+            owner._reads[kind] += 1
+            name = getattr(owner.step, "__name__", type(owner.step).__name__)
+            outcome: Recording | Refused = self.recording
             try:
                 read_step(self.recording, name)
                 self._prove()
-                self.owner._read[key] = self.recording
+                self.recording.arrays = []  # which calls bring
             except Refused as error:
-                self.owner._read[key] = error
-        known = self.owner._read[key]
+                outcome = error.with_traceback(None)
+            add_recent(owner._read, key, outcome, _READINGS)
+        known = owner._read[key]
         if isinstance(known, Refused):
-            raise known.with_traceback(None)
-        return known
+            raise known
+        return self._as(known)
+
+    def _as(self, body: Recording) -> _Read:
+        return _Read(body, self.output, self.after, self.numbers)
 
     def _prove(self) -> None:
         short = [array[:STEPS] for array in self.xs]
@@ -229,7 +390,7 @@ class _Call:
             ]
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
-                mine = self.results(self.recording, short, first, "reference")
+                mine = self._as(self.recording).run(self.arrays, short, first, "reference")
             return [
                 {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
                 for results in (step, mine)
@@ -239,27 +400,15 @@ class _Call:
         if reason is not None:
             raise Refused(reason)
 
-    def results(
-        self, body: Recording, xs: Sequence[Any], first: Sequence[Any], engine: str | None = None
-    ) -> tuple[Tree, Tree]:
-        reading, run = body.reading, _Run(body, self.recording.arrays, xs, first)
-        wanted, start = body.seen(), [first[k] for k in body.moving]
-        arrays = {
-            name: array if array.dtype == bool else np.ascontiguousarray(array, run.dtype)
-            for name, array in reading.arrays_of(run, start).items()
-        }
-        finals, sequences = reading.ran(
-            one_way(passes.run), arrays, wanted, Options(threads=threads.current()),
-            plan=plan(reading.cell, reading.size, run.dtype.name, engine, reading.sizes),
-        )  # fmt: skip
-        last, known = body.unpacked(reading, first, finals, sequences, wanted)
-        for k, value in zip(body.ahead, run.last, strict=True):
-            last[k] = value.item() if self.numbers[k] else value
-        if any(v not in known for v in body.outputs):
-            for t, values in enumerate(run.known):
-                values |= {v: series[t] for v, series in known.items()}
-            known = {v: np.stack([values[v] for values in run.known]) for v in body.outputs}
-        return filled(self.output, [known[v] for v in body.outputs]), filled(self.after, last)
+
+def _kind(tree: Tree) -> Any:
+    """What readings depend on of x or states: their structure, shapes and dtypes."""
+    kind = type(tree)
+    if kind is np.ndarray:
+        return tree.shape, tree.dtype
+    if isinstance(tree, dict):
+        return kind, *[(key, _kind(part)) for key, part in tree.items()]
+    return (kind, *map(_kind, tree)) if isinstance(tree, (tuple, list)) else kind
 
 
 def _variable(leaf: Any) -> Variable:

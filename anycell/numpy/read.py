@@ -55,6 +55,7 @@ METHODS: dict[str, Any] = {
     "squeeze": np.squeeze, "std": np.std, "sum": np.sum, "swapaxes": np.swapaxes, "take": np.take,
     "var": np.var,
 }  # fmt: skip
+_OF_SHAPES = np.zeros_like, np.ones_like, np.full_like, np.shape, np.ndim, np.size
 _REDUCED = {np.add: np.sum, np.maximum: np.max, np.minimum: np.min}  # by ``ufunc.reduce``
 
 
@@ -104,6 +105,7 @@ class Traced(NDArrayOperatorsMixin):
     def __init__(self, recording: Recording, variable: Variable, sample: Any) -> None:
         self.recording, self.variable, self.sample = recording, variable, sample
 
+    __class__ = property(lambda self: np.ndarray)  # type: ignore[assignment]  # for isinstance
     shape = property(lambda self: self.sample.shape)
     dtype = property(lambda self: self.sample.dtype)
     ndim = property(lambda self: self.sample.ndim)
@@ -169,7 +171,7 @@ def _refuse(problem: str, instead: str = "the same in functions of NumPy") -> An
 
 def _record(function: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function on the samples, and records the call."""
-    if function in (np.zeros_like, np.ones_like, np.full_like):
+    if function in _OF_SHAPES:
         return function(args[0].sample, *args[1:], **kwargs)
     recording = next(leaves((args, kwargs), Traced)).recording
 
