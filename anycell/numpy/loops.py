@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +13,8 @@ import numpy as np
 from anycell.layer.checks import describe, refuse
 from anycell.numpy import passes, threads
 from anycell.numpy.mirror import Mirror
-from anycell.numpy.read import Recording, Traced, execute, read_step, start
-from anycell.plan import Options, plan
+from anycell.numpy.read import Arrays, Recording, Tape, Taped, Traced, execute, read_step, start
+from anycell.plan import Layer, Options, plan
 from anycell.plan.dtype import dtypes
 from anycell.read import (
     SHORT,
@@ -34,6 +36,7 @@ Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 _MOST = 4  # surroundings of calls of one kind, as in training and in evaluation
 _READINGS = 64
 _RESTLESS = 16  # readings for calls of one kind
+_LONG = 512  # operations of a tape after the kernel
 _QUIET = frozenset({"ignore", "warn"})  # of ``np.geterr``
 
 
@@ -84,6 +87,7 @@ class loop:
         self._known: dict[Any, list[_Known]] = {}  # by what calls are like
         self._uncopied: set[Any] = set()  # what those calls are like that are recorded each time
         self._reads: Counter[Any] = Counter()
+        self._calls: dict[Any, int] = {}  # of NumPy, that a step makes
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loop, (self.step,)
@@ -111,38 +115,41 @@ class loop:
         if isinstance(ready, str):
             self.reason = ready
             return self._loop(x, state)
-        read, arrays = ready
-        self.text = read.body.reading.text
-        return read.run(arrays, xs, list(map(np.asarray, first)))
+        self.text = ready.read.body.reading.text
+        return ready.run(xs, list(map(np.asarray, first)))
 
     def _ready(self, x: Tree, state: Tree, xs: list[Any], first: list[Any]) -> _Ready | str:
         """The reading for a call, and the arrays that the step has from elsewhere; or why the step
         itself runs.
         """
-        steps, numbers = len(xs[0]), sum(map(np.size, first))
-        if short("numpy", steps, numbers):
+        steps, key = len(xs[0]), (_kind(x, 1), _kind(state))
+        numbers, recorded = sum(map(np.size, first)), key in self._uncopied
+        if short("numpy", steps, numbers, self._calls.get(key, math.inf)):
+            return SHORT
+        if recorded and short("numpy recorded", steps, numbers):
             return SHORT
         if not _QUIET.issuperset(np.geterr().values()):
             return "np.errstate asks for errors, which a kernel does not raise"
-        key = _kind(x), _kind(state)
         for known in self._known.get(key, ()):
             if (ready := known.now()) is not None:
                 return ready
-        if key in self._uncopied and short("numpy recorded", steps, numbers):
-            return SHORT
-        if self._reads[key] > _RESTLESS:
+        if self._reads[key] >= _RESTLESS:
             return (
                 f"numbers around the step were others in each of {_RESTLESS} calls, and a reading "
                 "contains them. Instead: keep what changes in an array."
             )
-        return self._recorded(x, state, key)
+        return self._recorded(x, state, key, recorded)
 
-    def _recorded(self, x: Tree, state: Tree, key: Any) -> _Ready | str:
-        """The same for a call like no other, whose step is recorded."""
+    def _recorded(self, x: Tree, state: Tree, key: Any, recorded: bool) -> _Ready | str:
+        """The same for a call like no other, whose step is recorded.
+
+        Args:
+            recorded: whether no copy can be made.
+        """
         mirror: Mirror | None = None
         try:
             call = _Call(self, x, state)
-            if key not in self._uncopied:
+            if not recorded:
                 slots: list[int] = []
                 mirror = Mirror(vars(self), "step", call.stand_in(slots))
                 try:
@@ -152,7 +159,7 @@ class loop:
                 except Exception:  # the step itself may do what its copy cannot
                     call = _Call(self, x, state)
             call.record(self.step)
-            ready = call.read(key), call.arrays
+            ready = _Ready(call.read(key), call.arrays, {})
             self._uncopied.add(key)
             return ready
         except Refused as error:
@@ -197,31 +204,41 @@ class _Run:
         first: Sequence[np.ndarray],
     ) -> None:  # fmt: skip
         self.memo: dict[Any, Any] = {}
-        self.steps = len(xs[0])
+        self.body, self.first, self.steps = body, first, len(xs[0])
         self.dtype = next(a.dtype for a, v in zip(first, body.states, strict=True) if v.floating)
         self.rows = first[body.moving[0]].shape[0] if body.reading.axis == 0 else 1
         self._fixed: dict[Variable, Any] = dict(zip(body.fixed, arrays, strict=True))
         self._fixed |= {v: first[k] for k, v in enumerate(body.states) if v.kind == "F"}
         self._x = dict(zip(body.x, xs, strict=True))
-        self.known = [
+        self._once = Values({}, execute, self._fixed.get)
+
+    @functools.cached_property
+    def known(self) -> list[Values]:
+        """The values of each step that no float state enters."""
+        body = self.body
+        known = [
             Values({v: x[t] for v, x in self._x.items()}, execute, self._fixed.get)
             for t in range(self.steps)
         ]
-        self.last = [first[k] for k in body.ahead]  # the counters, which no float enters
-        for values in self.known:
+        self.last = [self.first[k] for k in body.ahead]  # the counters
+        for values in known:
             values.update(
                 (body.states[k], now) for k, now in zip(body.ahead, self.last, strict=True)
             )
             self.last = [values[body.after[k]] for k in body.ahead]
+        return known
 
     def fixed(self, v: Variable) -> np.ndarray:
         """A value of kind F."""
-        array: np.ndarray = self.known[0][v]
+        array: np.ndarray = self._once[v]
         return array
 
     def moving(self, v: Variable) -> np.ndarray:
         """A result that depends on no state, at all steps."""
         return self._x[v] if v in self._x else np.stack([values[v] for values in self.known])
+
+
+States = tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
 
 
 class _Read:
@@ -234,52 +251,116 @@ class _Read:
 
     def __init__(self, body: Recording, output: Tree, after: Tree, numbers: list[bool]) -> None:
         self.body, self.output, self.after, self.numbers = body, output, after, numbers
+        self.wanted, self._layers = body.seen(), dict[Any, Layer]()
+        self.dtype = next(v.dtype for v in body.states if v.floating)
 
-    def run(
-        self, arrays: Sequence[Any], xs: Sequence[Any], first: Sequence[Any],
-        engine: str | None = None,
-    ) -> tuple[Tree, Tree]:  # fmt: skip
-        """The outputs and the last state of a call.
-
-        Args:
-            arrays: of ``Recording.arrays``.
-        """
-        body = self.body
-        reading, run = body.reading, _Run(body, arrays, xs, first)
-        wanted, start = body.seen(), [first[k] for k in body.moving]
-        arrays_ = {
-            name: array if array.dtype == bool else np.ascontiguousarray(array, run.dtype)
-            for name, array in reading.arrays_of(run, start).items()
+    def enter(self, run: _Run, first: Sequence[Any]) -> dict[str, Any]:
+        """The arrays of the layer."""
+        named = self.body.reading.arrays_of(run, [first[k] for k in self.body.moving])
+        return {
+            name: array if array.dtype == bool else Arrays.cast(array, run.dtype)
+            for name, array in named.items()
         }
-        finals, sequences = reading.ran(
-            one_way(passes.run), arrays_, wanted, Options(threads=threads.current()),
-            plan=plan(reading.cell, reading.size, run.dtype.name, engine, reading.sizes),
-        )  # fmt: skip
-        last, known = body.unpacked(reading, first, finals, sequences, wanted)
-        for k, value in zip(body.ahead, run.last, strict=True):
-            last[k] = value.item() if self.numbers[k] else value
+
+    def recur(self, named: Mapping[str, Any], engine: str | None = None) -> States:
+        """The cell's last states, and those of all steps that outputs need."""
+        reading, how = self.body.reading, (threads.current(), engine)
+        layer = self._layers.get(how)
+        if layer is None:
+            made = plan(reading.cell, reading.size, self.dtype, engine, reading.sizes)
+            layer = reading.called(self.wanted, Options(threads=how[0]), plan=made)
+            self._layers[how] = layer
+        return reading.named(one_way(passes.run)(layer, named), self.wanted)
+
+    def leave(self, run: _Run, first: Sequence[Any], states: States) -> tuple[list[Any], list[Any]]:
+        """The outputs and the last states of the user."""
+        body = self.body
+        last, known = body.unpacked(body.reading, first, *states, self.wanted)
+        if body.ahead:
+            assert run.known
+            for k, value in zip(body.ahead, run.last, strict=True):
+                last[k] = value.item() if self.numbers[k] else value
         if any(v not in known for v in body.outputs):
             for t, values in enumerate(run.known):
                 values |= {v: series[t] for v, series in known.items()}
             known = {v: np.stack([values[v] for values in run.known]) for v in body.outputs}
-        return filled(self.output, [known[v] for v in body.outputs]), filled(self.after, last)
+        return [known[v] for v in body.outputs], last
+
+    def taped(
+        self, arrays: Sequence[Any], xs: Sequence[Any], first: Sequence[Any], states: States
+    ) -> Tape | bool:
+        """The tape of calls of so many steps; False if there is none."""
+        made = [array for part in states for array in part.values()]
+        names = [f"b[{k}][{name!r}]" for k, part in enumerate(states) for name in part]
+        given = (*arrays, *xs, *first)
+        record = Taped([*given, *made])
+        left: Any = iter(record.traced)
+        arrays, xs, first = ([next(left) for _ in part] for part in (arrays, xs, first))
+        ends, series = ({name: next(left) for name in part} for part in states)
+        names = [*[f"a[{k}]" for k in range(len(given))], *names]
+        try:
+            run = _Run(self.body, arrays, xs, first)
+            entered = self.enter(run, first)
+            split = len(record.equations)
+            results = self.leave(run, first, (ends, series))
+            if len(record.equations) - split > _LONG:
+                return False
+            into, out = (mapped(lambda leaf: leaf.variable, tree) for tree in (entered, results))
+            places = dict(zip(record.fixed, names, strict=True))
+            return Tape(record.equations, places, into, out, split)
+        except Exception:  # then calls stay as they are
+            return False
 
 
-_Ready = tuple[_Read, Sequence[np.ndarray]]
-
-
-class _Known(NamedTuple):
-    """What a recording of a copy of the step found, which holds while what the copy read stays.
+class _Ready(NamedTuple):
+    """A reading for a call.
 
     Attributes:
+        arrays: those that the step has from elsewhere, see ``Recording.arrays``.
+        tapes: by the number of steps: the tape; or whether the next call makes it.
+    """
+
+    read: _Read
+    arrays: Sequence[np.ndarray]
+    tapes: dict[int, Tape | bool]
+
+    def run(
+        self, xs: Sequence[Any], first: Sequence[Any], engine: str | None = None
+    ) -> tuple[Tree, Tree]:
+        """The outputs and the last state."""
+        read, arrays, tapes = self
+        steps = len(xs[0])
+        tape = tapes.get(steps)
+        if isinstance(tape, Tape):
+            given = [*arrays, *xs, *first]
+            named, memory = tape.enter(given)
+            output, last = tape.leave(given, read.recur(named), memory)
+        else:
+            run = _Run(read.body, arrays, xs, first)
+            states = read.recur(read.enter(run, first), engine)
+            if tape is None:  # many calls come once, with a number of steps of their own
+                add_recent(tapes, steps, True, _MOST)
+            elif tape:
+                tapes[steps] = read.taped(arrays, xs, first, states)
+            output, last = read.leave(run, first, states)
+        return filled(read.output, output), filled(read.after, last)
+
+
+class _Known:
+    """What a recording of a copy of the step found, which holds while what the copy read stays.
+
+    Args:
         arrays: those that the step makes itself, in the places that they have among the others.
         slots: the places of those that it reads, in the mirror's order.
     """
 
-    mirror: Mirror
-    read: _Read | str
-    arrays: Sequence[np.ndarray] = ()
-    slots: Sequence[int] = ()
+    def __init__(
+        self, mirror: Mirror, read: _Read | str, arrays: Sequence[np.ndarray] = (),
+        slots: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.mirror, self.read, self.slots = mirror, read, slots
+        self.arrays = [None if k in slots else array for k, array in enumerate(arrays)]
+        self.tapes: dict[int, Tape | bool] = {}
 
     def now(self) -> _Ready | str | None:
         """The reading with the arrays of a call; None if something is not what it was."""
@@ -288,10 +369,10 @@ class _Known(NamedTuple):
         found = self.mirror.arrays
         if found is None:
             return None
-        arrays = [*self.arrays]
+        arrays: list[Any] = self.arrays.copy()
         for slot, array in zip(self.slots, found, strict=True):
             arrays[slot] = array
-        return self.read, arrays
+        return _Ready(self.read, arrays, self.tapes)
 
 
 class _Call:
@@ -371,6 +452,7 @@ class _Call:
             except Refused as error:
                 outcome = error.with_traceback(None)
             add_recent(owner._read, key, outcome, _READINGS)
+        owner._calls[kind] = len(self.recording.equations)
         known = owner._read[key]
         if isinstance(known, Refused):
             raise known
@@ -381,6 +463,7 @@ class _Call:
 
     def _prove(self) -> None:
         short = [array[:STEPS] for array in self.xs]
+        ready = _Ready(self._as(self.recording), self.arrays, {})
         x = filled(self.x, short)
 
         def both(states: list[np.ndarray]) -> Any:
@@ -390,7 +473,7 @@ class _Call:
             ]
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
-                mine = self._as(self.recording).run(self.arrays, short, first, "reference")
+                mine = ready.run(short, first, "reference")
             return [
                 {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
                 for results in (step, mine)
@@ -401,14 +484,20 @@ class _Call:
             raise Refused(reason)
 
 
-def _kind(tree: Tree) -> Any:
-    """What readings depend on of x or states: their structure, shapes and dtypes."""
+def _kind(tree: Tree, skipped: int = 0) -> Any:
+    """What readings depend on of x or states: their structure, shapes and dtypes.
+
+    Args:
+        skipped: axes at the front that make no difference.
+    """
     kind = type(tree)
     if kind is np.ndarray:
-        return tree.shape, tree.dtype
+        return tree.shape[skipped:], tree.dtype
     if isinstance(tree, dict):
-        return kind, *[(key, _kind(part)) for key, part in tree.items()]
-    return (kind, *map(_kind, tree)) if isinstance(tree, (tuple, list)) else kind
+        return kind, *[(key, _kind(part, skipped)) for key, part in tree.items()]
+    if isinstance(tree, (tuple, list)):
+        return kind, *[_kind(part, skipped) for part in tree]
+    return kind
 
 
 def _variable(leaf: Any) -> Variable:

@@ -218,13 +218,15 @@ class Mirror(Watched):
         return copy
 
     def _made_of(self, value: Any, kind: Any) -> Any:
-        if kind in (tuple, list, dict) and len(value) > _MOST:
+        if kind in (tuple, list, dict, set) and len(value) > _MOST:
             raise Unknown(f"a {kind.__name__} of {len(value)}")
         if kind is tuple:
             return self._keep(value, tuple([self.of(value, k) for k in range(len(value))]))
         if kind is list:
             copy: Any = self._keep(value, [])
             copy += [self.of(value, k) for k in range(len(value))]
+        elif kind is set and all(type(part) in _PLAIN for part in value):
+            copy = self._keep(value, value.copy())
         elif kind is dict and all(type(key) in _PLAIN for key in value):
             copy = self._keep(value, {})
             copy.update([(key, self.of(value, key)) for key in value])
@@ -374,7 +376,7 @@ def _names(container: Any) -> list[Any]:
 def _inside(copy: Any) -> list[Any]:
     if isinstance(copy, types.CellType):
         return [copy.cell_contents]
-    return [*copy] if isinstance(copy, list) else [*copy, *copy.values()]
+    return [*copy] if isinstance(copy, (list, set)) else [*copy, *copy.values()]
 
 
 __all__ = ["Mirror", "Unknown"]

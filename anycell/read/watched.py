@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MISSING = object()  # the value of a variable that has none
+_PLAIN = int, float, str, bytes
 _CONTAINERS = dict, list, tuple, types.MappingProxyType
 
 
@@ -31,9 +32,15 @@ class Watched:
     def fresh(self) -> bool:
         """Whether all variables are what they were."""
         for holder, name, value in self.watched:
-            if value_of(holder, name) is not value:
+            now = value_of(holder, name)
+            if now is not value and not _equal(now, value):
                 return False
         return all(alike(container, copy) for container, copy in self.containers)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two values are one number or text, down to its type and its sign."""
+    return type(a) is type(b) and type(a) in _PLAIN and repr(a) == repr(b)
 
 
 def value_of(holder: Any, name: Any) -> Any:
