@@ -105,13 +105,14 @@ class loop:
         Raises:
             ValueError: if x has no array, or its arrays differ in their number of steps.
         """
-        xs, first = leaves(x), leaves(state)
+        xs = leaves(x)
         steps = {len(array) if np.ndim(array) else 0 for array in xs}
         if len(steps) != 1 or 0 in steps:
             shown = ", ".join(map(describe, xs)) or "no array"
             refuse("x", shown, "arrays [T, ...] of one T, at least 1", "Pass all steps.")
         self.text = self.reason = None
-        ready = self._ready(x, state, xs, first)
+        first = leaves(state)
+        ready = SHORT if 1 in steps else self._ready(x, state, xs, first)
         if isinstance(ready, str):
             self.reason = ready
             return self._loop(x, state)
@@ -123,7 +124,7 @@ class loop:
         itself runs.
         """
         steps, key = len(xs[0]), (_kind(x, 1), _kind(state))
-        numbers, recorded = sum(map(np.size, first)), key in self._uncopied
+        numbers, recorded = sum([np.size(a) for a in first]), key in self._uncopied
         if short("numpy", steps, numbers, self._calls.get(key, math.inf)):
             return SHORT
         if recorded and short("numpy recorded", steps, numbers):
@@ -173,17 +174,24 @@ class loop:
         return known.now()
 
     def _loop(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
+        parts = zip(*leaves(x), strict=True)
         outputs = []
-        for t in range(len(leaves(x)[0])):
-            output, state = self.step(mapped(lambda array: array[t], x), state)  # noqa: B023
+        for part in x if type(x) is np.ndarray else (filled(x, part) for part in parts):
+            output, state = self.step(part, state)
             outputs.append(output)
+        if type(output) is np.ndarray:
+            return np.stack(outputs), state
         stacked = [np.stack(arrays) for arrays in zip(*map(leaves, outputs), strict=True)]
         return filled(outputs[0], stacked), state
 
 
 def leaves(tree: Tree) -> list[Any]:
     """The arrays of a tree."""
-    return list(trees.leaves(tree))
+    kind = type(tree)
+    if kind is np.ndarray:
+        return [tree]
+    arrays = kind is tuple and set(map(type, tree)) == {np.ndarray}
+    return [*(tree if arrays else trees.leaves(tree))]
 
 
 def filled(tree: Tree, values: Sequence[Any]) -> Tree:
