@@ -75,6 +75,10 @@ class Tape:
         """Whether an operation returns one array."""
         return len(node.results) == 1
 
+    def _function(self, node: Equation) -> Any:
+        """The function that computes an operation."""
+        return node.source
+
     def _real(self, var: Variable) -> Variable:
         return self._alias.get(var, var)
 
@@ -87,7 +91,7 @@ class Tape:
         arguments = [self._text(value) for value in node.arguments]
         arguments += [f"{name}={self._text(value)}" for name, value in node.options.items()]
         left = targets[0] if self._single(node) else f"[{', '.join(targets)}]"
-        return f"{left} = {self._constant(node.source)}({', '.join(arguments)})"
+        return f"{left} = {self._constant(self._function(node))}({', '.join(arguments)})"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, Variable):

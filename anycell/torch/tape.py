@@ -14,6 +14,16 @@ from anycell.torch.record import A, Like, Recorder, storage
 Tree = Any  # tensors and other values in tuples, lists and dictionaries
 
 
+# Operations as torch's own functions, which are called in half the time.
+_BOUND = {
+    A.add.Tensor: torch.add, A.cat.default: torch.cat, A.expand.default: Tensor.expand,
+    A.mul.Tensor: torch.mul, A.narrow.default: torch.narrow, A.permute.default: torch.permute,
+    A.select.int: torch.select,
+    A.squeeze.dim: torch.squeeze, A.t.default: torch.t, A.transpose.int: torch.transpose,
+    A.unsqueeze.default: torch.unsqueeze, A.view.default: Tensor.view,
+}  # fmt: skip
+
+
 class Tape(tape.Tape):
     """The work before a kernel and after it, on tensors.
 
@@ -76,9 +86,11 @@ class Tape(tape.Tape):
             if _same(made, tensor):
                 self._alias[node.results[0]] = self._real(before)
                 return
-            if before is not inputs[0] and (place := _slice(made, tensor)) is not None:
-                node.source, node.arguments, node.options = A.slice.Tensor, (before, *place), {}
+            if (place := _slice(made, tensor)) is not None:
+                node.source, node.arguments, node.options = A.narrow.default, (before, *place), {}
                 vars(node).pop("operands", None)  # those of the operation that it was
+            elif node.source is A.permute.default and [*node.arguments[1]] == [1, 0]:
+                node.source, node.arguments = A.t.default, (before,)
             source = before.equation
             if source is None or source.op is A.detach or not source.operands:
                 return
@@ -89,6 +101,9 @@ class Tape(tape.Tape):
     def _single(self, node: Equation) -> bool:
         returns = node.source._schema.returns
         return len(returns) == 1 and returns[0].type.kind() == "TensorType"
+
+    def _function(self, node: Equation) -> Any:
+        return _BOUND.get(node.source, node.source)
 
     def _text(self, value: Any) -> str:
         if isinstance(value, Like):
@@ -108,7 +123,7 @@ def _detached(tree: Tree, name: str, made: dict[str, Tensor]) -> Tree:
 
 
 def _slice(part: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
-    """The axis, the start and the end of a view that is a slice of another."""
+    """The axis, the start and the length of a view that is a slice of another."""
     if part.stride() != whole.stride() or part.dtype != whole.dtype:
         return None
     axes = [k for k, (a, b) in enumerate(zip(part.shape, whole.shape, strict=True)) if a != b]
@@ -116,7 +131,8 @@ def _slice(part: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
         return None
     start, rest = divmod(int(part.storage_offset()) - int(whole.storage_offset()), step)
     end = start + part.shape[axes[0]]
-    return None if rest or start < 0 or end > whole.shape[axes[0]] else (axes[0], start, end)
+    inside = not rest and start >= 0 and end <= whole.shape[axes[0]]
+    return (axes[0], start, end - start) if inside else None
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
