@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,10 +20,12 @@ from anycell.jax.primitive import on_card, planned
 from anycell.jax.scanning import Traced
 from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
 from anycell.keras.composite import composite
-from anycell.keras.reading import CellStep, LoopCall, over_time
+from anycell.keras.reading import MOST, CellStep, LoopCall, over_time
 from anycell.keras.rule import asked
 from anycell.layer.rounding import quantized
 from anycell.plan import Layer
+from anycell.read import Reading
+from anycell.recent import add_recent
 
 
 def refusal(x: Tensor | None = None) -> str | None:
@@ -91,21 +93,48 @@ def read_step(step: CellStep, x: Any, states: Sequence[Any], others: Sequence[An
     with keras.StatelessScope():
         looped = functools.partial(jax.lax.scan, body, first, (zeros(x, 2), None))
         read, reason = Traced(looped).road()
-    return reason if read is None else read
+    return reason if read is None else Step(read.reading)
 
 
-def loop(read: Any, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step that was read, and its loops outside of stateless scopes, compiled once for each shape
+    of their arrays.
+    """
+
+    reading: Reading
+    functions: dict[Any, Any] = field(default_factory=dict)
+
+
+def loop(read: Step, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Runs a user's step by ``anycell.jax.scan``, which reads it again, see ``reading.loop``."""
+    if in_stateless_scope():
+        return _loop(call)
+    variables, sort = call.step.variables(), (call.options, cpu.threads.current())
+    if sort not in read.functions:
 
+        @jax.jit
+        def looped(values: Sequence[Tensor], *arrays: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+            names = "sequences", "states", "masks", "mask"
+            given = call._replace(**dict(zip(names, arrays, strict=True)))
+            with keras.StatelessScope(list(zip(variables, values, strict=True))):
+                return _loop(given)  # a step that is traced must update no variable
+
+        add_recent(read.functions, sort, looped, MOST)
+    values = [variable.value for variable in variables]
+    arrays = call.sequences, list(call.states), list(call.masks), call.mask
+    results: tuple[Tensor, Tensor, list[Tensor]] = read.functions[sort](values, *arrays)
+    return results
+
+
+def _loop(call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     def run(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
         body = _body(call.step, call.masks, call.options.zero)
         inputs, reverse = (x, None if mask is None else mask[..., None]), call.options.reverse
         final, outputs = anycell.jax.scan(body, list(call.states), inputs, reverse=reverse)
         return outputs[0 if reverse else -1], outputs, final
 
-    scope = contextlib.nullcontext() if in_stateless_scope() else keras.StatelessScope()
-    with scope:  # a step that is traced must update no variable
-        return over_time(run, call.sequences, call.mask, call.options)
+    return over_time(run, call.sequences, call.mask, call.options)
 
 
 def _body(step: CellStep, others: Sequence[Tensor], zero: bool) -> Any:

@@ -15,6 +15,7 @@ from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers
 from anycell.keras.call import Tensor
 from anycell.read import Refused, definition
 from anycell.read.places import module_variables
+from anycell.read.watched import Watched, same, value_of
 from anycell.recent import add_recent
 
 _MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a call
@@ -52,13 +53,16 @@ class Readings:
     def __init__(self) -> None:
         self.known: dict[_Key, Any] = {}
         self.last: dict[bool, Sort] = {}  # by training: what the last call was like
+        self.state: _State | None = None  # of the cell
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Readings, ()
 
     def step(self, cell: Any, training: bool, sort: Sort) -> Any:
         """The step that was read, or why it is not."""
-        key = training, _state_of(cell), repr(sort.structure), *sort[1:]
+        if self.state is None or self.state.cell is not cell or not self.state.fresh:
+            self.state = _State(cell)
+        key = training, self.state.key, repr(sort.structure), *sort[1:]
         if key not in self.known:
             add_recent(self.known, key, _read(cell, training, sort), MOST)
         self.last[training] = sort
@@ -141,10 +145,10 @@ def _read(cell: Any, training: bool, sort: Sort) -> Any:
     for layer in _layers(cell):
         if isinstance(layer, keras.Layer) and not layer.built:
             return f"{type(layer).__name__} is read once it is built"
-    before, losses = _state_of(cell), _losses(cell)
+    before, losses = _State(cell).key, _losses(cell)
     try:
         step = _home().read_step(CellStep(cell, training, sort.structure), *sort[1:])
-        changed = _state_of(cell)
+        changed = _State(cell).key
         if changed != before or _losses(cell) != losses:
             names = {a[:2] for a in {*changed} ^ {*before}}
             shown = ", ".join(sorted(f"{kind}.{name}" for kind, name in names)) or "add_loss"
@@ -201,46 +205,64 @@ def _losses(cell: Any) -> list[tuple[Any, int]]:
     return [(c, len(c._losses)) for c in _layers(cell) if isinstance(c, keras.Layer)]
 
 
-def _state_of(cell: Any) -> tuple[_Key, ...]:
-    """Returns the attributes of the cell, on which a trace depends and which no call may change.
+class _State(Watched):
+    """The attributes of a cell, on which a trace depends and which no call may change.
 
-    Numbers and words count by value, all else by identity.
+    Attributes:
+        key: all of them; numbers and words count by value, all else by identity.
+        names: the dictionaries in which they are, and their names there.
     """
-    state: list[_Key] = []
-    for layer in _layers(cell):
-        kinds = [kind for kind in type(layer).__mro__ if not kind.__module__.startswith("keras.")]
-        for kind in kinds[:-1]:  # the last is object
-            for name, value in vars(kind).items():
-                if not name.startswith("__"):
-                    state.append((kind.__name__, name, _plain(value)))
-        for name, value in vars(layer).items():
-            if name not in _MASKS and name not in _OF_KERAS:
-                state.append((type(layer).__name__, name, _plain(value)))
-    return tuple(state)
 
+    def __init__(self, cell: Any) -> None:
+        super().__init__()
+        self.cell, self.names = cell, list[tuple[Any, list[str]]]()
+        state: list[_Key] = []
+        for layer in _layers(cell):
+            kind = type(layer)
+            self.watched.append((layer, "__class__", kind))
+            # Of classes all but Keras's and object, which is the last.
+            kinds = [k for k in kind.__mro__[:-1] if not k.__module__.startswith("keras.")]
+            for of, holder in [*((k, vars(k)) for k in kinds), (kind, vars(layer))]:
+                skipped = _OF_KERAS if holder is vars(layer) else ()
+                self.names.append((holder, [*holder]))
+                for name in holder:
+                    if not name.startswith("__") and name not in skipped:
+                        state.append((of.__name__, name, self._of(holder, name)))
+        self.key = tuple(state)
 
-def _plain(value: Any, depth: int = 3) -> Any:
-    """A number or a word; the parts of a short collection; of a function also the variables around
-    it that it reads; for all else its identity.
-    """
-    if isinstance(value, _PLAIN):
-        return value
-    parts: list[Any] = []
-    if isinstance(value, types.FunctionType):
-        around = value.__globals__
-        parts += [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
-        names = sorted(module_variables(value.__code__) & around.keys())
-        parts += [around[name] for name in names]
-    elif isinstance(value, (list, tuple, dict)):
-        parts = [len(value), *(value.values() if isinstance(value, dict) else value)]
-    if depth == 0 or len(parts) > MOST:
-        return id(value), len(parts)
-    return id(value), *(_plain(part, depth - 1) for part in parts)
+    @property
+    def fresh(self) -> bool:
+        """Whether all of it is what it was."""
+        return all(same([*holder], names) for holder, names in self.names) and super().fresh
+
+    def _of(self, holder: Any, name: Any, depth: int = 3) -> Any:
+        """A number or a word; the parts of a short collection; of a function also the variables
+        around it that it reads; for all else its identity.
+        """
+        value = value_of(holder, name)
+        self.watched.append((holder, name, value))
+        if isinstance(value, _PLAIN):
+            return value
+        parts: list[tuple[Any, Any]] = []
+        size: list[int] = []
+        if isinstance(value, types.FunctionType):
+            around = value.__globals__
+            self._of(value, "__code__")
+            parts += [(cell, "cell_contents") for cell in value.__closure__ or () if cell != _EMPTY]
+            parts += [(around, n) for n in sorted(module_variables(value.__code__) & around.keys())]
+        elif isinstance(value, (list, tuple, dict)):
+            if type(value) in (list, dict):
+                self.containers.append((value, value.copy()))
+            names = value if isinstance(value, dict) else range(len(value))
+            parts, size = [(value, n) for n in names], [len(value)]
+        if depth == 0 or len(parts) > MOST:
+            return id(value), len(parts)
+        return id(value), *size, *(self._of(*part, depth - 1) for part in parts)
 
 
 _EMPTY = types.CellType()  # of a variable without a value
 # Attributes that Keras itself sets while it calls a layer.
-_OF_KERAS = {"_losses", "_loss_ids", "_parent_path", "built", "_called", "_lock"}
+_OF_KERAS = {"_losses", "_loss_ids", "_parent_path", "built", "_called", "_lock", *_MASKS}
 
 
 # -- dropout ---------------------------------------------------------------------------------------

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from anycell.layer.checks import describe, refuse
 from anycell.numpy import passes, threads
-from anycell.numpy.read import Recording, Traced, execute, read_step, start
-from anycell.plan import Options, plan
+from anycell.numpy.mirror import Mirror
+from anycell.numpy.read import Arrays, Recording, Tape, Taped, Traced, execute, read_step, start
+from anycell.plan import Layer, Options, plan
 from anycell.plan.dtype import dtypes
 from anycell.read import (
     SHORT,
@@ -20,13 +24,20 @@ from anycell.read import (
     definition,
     mapped,
     one_way,
+    places,
     short,
     trees,
 )
 from anycell.read.proof import STEPS, tried
+from anycell.recent import add_recent
 
 Tree = Any  # an array, or a tuple, list or dict of trees
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
+_MOST = 4  # surroundings of calls of one kind, as in training and in evaluation
+_READINGS = 64
+_RESTLESS = 16  # readings for calls of one kind
+_LONG = 512  # operations of a tape after the kernel
+_QUIET = frozenset({"ignore", "warn"})  # of ``np.geterr``
 
 
 class loop:
@@ -43,7 +54,10 @@ class loop:
     that has other effects than its results, runs as the loop above, and ``reason`` says why.
 
     The weights are the arrays that the step uses, with the numbers that they have in each call.
-    There is no backward pass: NumPy has none. ``RNN(cell, ...)`` learns.
+    What else it reads (functions, numbers, flags, attributes, entries of lists) is compared in each
+    call with what it was. If something has changed, the step is recorded anew; if it reads what
+    cannot be compared, in each call. There is no backward pass: NumPy has none. ``RNN(cell, ...)``
+    learns.
 
     Args:
         step: ``step(x[t], state) -> output, state``.
@@ -70,6 +84,13 @@ class loop:
         self.text: str | None = None
         self.reason: str | None = None
         self._read: dict[Any, Recording | Refused] = {}
+        self._known: dict[Any, list[_Known]] = {}  # by what calls are like
+        self._uncopied: set[Any] = set()  # what those calls are like that are recorded each time
+        self._reads: Counter[Any] = Counter()
+        self._calls: dict[Any, int] = {}  # of NumPy, that a step makes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return loop, (self.step,)
 
     def __call__(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         """Runs the step over all of ``x[0], x[1], ...``.
@@ -90,30 +111,87 @@ class loop:
             shown = ", ".join(map(describe, xs)) or "no array"
             refuse("x", shown, "arrays [T, ...] of one T, at least 1", "Pass all steps.")
         self.text = self.reason = None
-        if short("numpy", len(xs[0]), sum(map(np.size, leaves(state)))):
-            self.reason = SHORT
+        first = leaves(state)
+        ready = SHORT if 1 in steps else self._ready(x, state, xs, first)
+        if isinstance(ready, str):
+            self.reason = ready
             return self._loop(x, state)
+        self.text = ready.read.body.reading.text
+        return ready.run(xs, list(map(np.asarray, first)))
+
+    def _ready(self, x: Tree, state: Tree, xs: list[Any], first: list[Any]) -> _Ready | str:
+        """The reading for a call, and the arrays that the step has from elsewhere; or why the step
+        itself runs.
+        """
+        steps, key = len(xs[0]), (_kind(x, 1), _kind(state))
+        numbers, recorded = sum([np.size(a) for a in first]), key in self._uncopied
+        if short("numpy", steps, numbers, self._calls.get(key, math.inf)):
+            return SHORT
+        if recorded and short("numpy recorded", steps, numbers):
+            return SHORT
+        if not _QUIET.issuperset(np.geterr().values()):
+            return "np.errstate asks for errors, which a kernel does not raise"
+        for known in self._known.get(key, ()):
+            if (ready := known.now()) is not None:
+                return ready
+        if self._reads[key] >= _RESTLESS:
+            return (
+                f"numbers around the step were others in each of {_RESTLESS} calls, and a reading "
+                "contains them. Instead: keep what changes in an array."
+            )
+        return self._recorded(x, state, key, recorded)
+
+    def _recorded(self, x: Tree, state: Tree, key: Any, recorded: bool) -> _Ready | str:
+        """The same for a call like no other, whose step is recorded.
+
+        Args:
+            recorded: whether no copy can be made.
+        """
+        mirror: Mirror | None = None
         try:
             call = _Call(self, x, state)
-            result = call.results(call.read, call.xs, call.first)
+            if not recorded:
+                slots: list[int] = []
+                mirror = Mirror(vars(self), "step", call.stand_in(slots))
+                try:
+                    call.record(mirror.begin())
+                    mirror.finish()
+                    return self._keep(key, _Known(mirror, call.read(key), call.arrays, slots))
+                except Exception:  # the step itself may do what its copy cannot
+                    call = _Call(self, x, state)
+            call.record(self.step)
+            ready = _Ready(call.read(key), call.arrays, {})
+            self._uncopied.add(key)
+            return ready
         except Refused as error:
-            self.reason = str(error.at(definition(self.step)))
-            return self._loop(x, state)
-        self.text = call.read.reading.text
-        return result
+            reason = str(error.at(definition(self.step)))
+            if mirror is not None:  # the results of the loop are right, whatever the reason
+                self._keep(key, _Known(mirror, reason))
+            return reason
+
+    def _keep(self, key: Any, known: _Known) -> Any:
+        self._known[key] = [known, *self._known.get(key, ())][:_MOST]
+        return known.now()
 
     def _loop(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
+        parts = zip(*leaves(x), strict=True)
         outputs = []
-        for t in range(len(leaves(x)[0])):
-            output, state = self.step(mapped(lambda array: array[t], x), state)  # noqa: B023
+        for part in x if type(x) is np.ndarray else (filled(x, part) for part in parts):
+            output, state = self.step(part, state)
             outputs.append(output)
+        if type(output) is np.ndarray:
+            return np.stack(outputs), state
         stacked = [np.stack(arrays) for arrays in zip(*map(leaves, outputs), strict=True)]
         return filled(outputs[0], stacked), state
 
 
 def leaves(tree: Tree) -> list[Any]:
     """The arrays of a tree."""
-    return list(trees.leaves(tree))
+    kind = type(tree)
+    if kind is np.ndarray:
+        return [tree]
+    arrays = kind is tuple and set(map(type, tree)) == {np.ndarray}
+    return [*(tree if arrays else trees.leaves(tree))]
 
 
 def filled(tree: Tree, values: Sequence[Any]) -> Tree:
@@ -134,31 +212,175 @@ class _Run:
         first: Sequence[np.ndarray],
     ) -> None:  # fmt: skip
         self.memo: dict[Any, Any] = {}
-        self.steps = len(xs[0])
+        self.body, self.first, self.steps = body, first, len(xs[0])
         self.dtype = next(a.dtype for a, v in zip(first, body.states, strict=True) if v.floating)
         self.rows = first[body.moving[0]].shape[0] if body.reading.axis == 0 else 1
         self._fixed: dict[Variable, Any] = dict(zip(body.fixed, arrays, strict=True))
         self._fixed |= {v: first[k] for k, v in enumerate(body.states) if v.kind == "F"}
         self._x = dict(zip(body.x, xs, strict=True))
-        self.known = [
+        self._once = Values({}, execute, self._fixed.get)
+
+    @functools.cached_property
+    def known(self) -> list[Values]:
+        """The values of each step that no float state enters."""
+        body = self.body
+        known = [
             Values({v: x[t] for v, x in self._x.items()}, execute, self._fixed.get)
             for t in range(self.steps)
         ]
-        self.last = [first[k] for k in body.ahead]  # the counters, which no float enters
-        for values in self.known:
+        self.last = [self.first[k] for k in body.ahead]  # the counters
+        for values in known:
             values.update(
                 (body.states[k], now) for k, now in zip(body.ahead, self.last, strict=True)
             )
             self.last = [values[body.after[k]] for k in body.ahead]
+        return known
 
     def fixed(self, v: Variable) -> np.ndarray:
         """A value of kind F."""
-        array: np.ndarray = self.known[0][v]
+        array: np.ndarray = self._once[v]
         return array
 
     def moving(self, v: Variable) -> np.ndarray:
         """A result that depends on no state, at all steps."""
         return self._x[v] if v in self._x else np.stack([values[v] for values in self.known])
+
+
+States = tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
+
+
+class _Read:
+    """A step that was read, for calls of one kind.
+
+    Args:
+        output, after: the trees of its results.
+        numbers: which of its states are whole numbers of Python.
+    """
+
+    def __init__(self, body: Recording, output: Tree, after: Tree, numbers: list[bool]) -> None:
+        self.body, self.output, self.after, self.numbers = body, output, after, numbers
+        self.wanted, self._layers = body.seen(), dict[Any, Layer]()
+        self.dtype = next(v.dtype for v in body.states if v.floating)
+
+    def enter(self, run: _Run, first: Sequence[Any]) -> dict[str, Any]:
+        """The arrays of the layer."""
+        named = self.body.reading.arrays_of(run, [first[k] for k in self.body.moving])
+        return {
+            name: array if array.dtype == bool else Arrays.cast(array, run.dtype)
+            for name, array in named.items()
+        }
+
+    def recur(self, named: Mapping[str, Any], engine: str | None = None) -> States:
+        """The cell's last states, and those of all steps that outputs need."""
+        reading, how = self.body.reading, (threads.current(), engine)
+        layer = self._layers.get(how)
+        if layer is None:
+            made = plan(reading.cell, reading.size, self.dtype, engine, reading.sizes)
+            layer = reading.called(self.wanted, Options(threads=how[0]), plan=made)
+            self._layers[how] = layer
+        return reading.named(one_way(passes.run)(layer, named), self.wanted)
+
+    def leave(self, run: _Run, first: Sequence[Any], states: States) -> tuple[list[Any], list[Any]]:
+        """The outputs and the last states of the user."""
+        body = self.body
+        last, known = body.unpacked(body.reading, first, *states, self.wanted)
+        if body.ahead:
+            assert run.known
+            for k, value in zip(body.ahead, run.last, strict=True):
+                last[k] = value.item() if self.numbers[k] else value
+        if any(v not in known for v in body.outputs):
+            for t, values in enumerate(run.known):
+                values |= {v: series[t] for v, series in known.items()}
+            known = {v: np.stack([values[v] for values in run.known]) for v in body.outputs}
+        return [known[v] for v in body.outputs], last
+
+    def taped(
+        self, arrays: Sequence[Any], xs: Sequence[Any], first: Sequence[Any], states: States
+    ) -> Tape | bool:
+        """The tape of calls of so many steps; False if there is none."""
+        made = [array for part in states for array in part.values()]
+        names = [f"b[{k}][{name!r}]" for k, part in enumerate(states) for name in part]
+        given = (*arrays, *xs, *first)
+        record = Taped([*given, *made])
+        left: Any = iter(record.traced)
+        arrays, xs, first = ([next(left) for _ in part] for part in (arrays, xs, first))
+        ends, series = ({name: next(left) for name in part} for part in states)
+        names = [*[f"a[{k}]" for k in range(len(given))], *names]
+        try:
+            run = _Run(self.body, arrays, xs, first)
+            entered = self.enter(run, first)
+            split = len(record.equations)
+            results = self.leave(run, first, (ends, series))
+            if len(record.equations) - split > _LONG:
+                return False
+            into, out = (mapped(lambda leaf: leaf.variable, tree) for tree in (entered, results))
+            places = dict(zip(record.fixed, names, strict=True))
+            return Tape(record.equations, places, into, out, split)
+        except Exception:  # then calls stay as they are
+            return False
+
+
+class _Ready(NamedTuple):
+    """A reading for a call.
+
+    Attributes:
+        arrays: those that the step has from elsewhere, see ``Recording.arrays``.
+        tapes: by the number of steps: the tape; or whether the next call makes it.
+    """
+
+    read: _Read
+    arrays: Sequence[np.ndarray]
+    tapes: dict[int, Tape | bool]
+
+    def run(
+        self, xs: Sequence[Any], first: Sequence[Any], engine: str | None = None
+    ) -> tuple[Tree, Tree]:
+        """The outputs and the last state."""
+        read, arrays, tapes = self
+        steps = len(xs[0])
+        tape = tapes.get(steps)
+        if isinstance(tape, Tape):
+            given = [*arrays, *xs, *first]
+            named, memory = tape.enter(given)
+            output, last = tape.leave(given, read.recur(named), memory)
+        else:
+            run = _Run(read.body, arrays, xs, first)
+            states = read.recur(read.enter(run, first), engine)
+            if tape is None:  # many calls come once, with a number of steps of their own
+                add_recent(tapes, steps, True, _MOST)
+            elif tape:
+                tapes[steps] = read.taped(arrays, xs, first, states)
+            output, last = read.leave(run, first, states)
+        return filled(read.output, output), filled(read.after, last)
+
+
+class _Known:
+    """What a recording of a copy of the step found, which holds while what the copy read stays.
+
+    Args:
+        arrays: those that the step makes itself, in the places that they have among the others.
+        slots: the places of those that it reads, in the mirror's order.
+    """
+
+    def __init__(
+        self, mirror: Mirror, read: _Read | str, arrays: Sequence[np.ndarray] = (),
+        slots: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.mirror, self.read, self.slots = mirror, read, slots
+        self.arrays = [None if k in slots else array for k, array in enumerate(arrays)]
+        self.tapes: dict[int, Tape | bool] = {}
+
+    def now(self) -> _Ready | str | None:
+        """The reading with the arrays of a call; None if something is not what it was."""
+        if isinstance(self.read, str):
+            return self.read if self.mirror.fresh else None
+        found = self.mirror.arrays
+        if found is None:
+            return None
+        arrays: list[Any] = self.arrays.copy()
+        for slot, array in zip(self.slots, found, strict=True):
+            arrays[slot] = array
+        return _Ready(self.read, arrays, self.tapes)
 
 
 class _Call:
@@ -180,16 +402,38 @@ class _Call:
                 "besides counters"
             )
         (self.dtype,) = reals
-        self.recording, traced = start([array[0] for array in self.xs], self.first)
+        self.recording, self.traced = start([array[0] for array in self.xs], self.first)
+        self.arrays = self.recording.arrays
+
+    def stand_in(self, slots: list[int]) -> Callable[[np.ndarray], Traced]:
+        """What makes the stand-ins of arrays, and notes their places among all arrays."""
+
+        def of(array: np.ndarray) -> Traced:
+            slots.append(len(self.arrays))
+            return Traced(self.recording, self.recording.of(array), array)
+
+        return of
+
+    def record(self, step: Step) -> None:
+        """Records the step, or its copy.
+
+        Raises:
+            Refused: if it does what no recording can show.
+        """
         count = len(self.xs)
-        before = filled(state, traced[count:])
-        output, after = owner.step(filled(x, traced[:count]), before)
-        if [*map(id, leaves(before))] != [*map(id, traced[count:])]:
+        before = filled(self.state, self.traced[count:])
+        try:
+            output, after = step(filled(self.x, self.traced[:count]), before)
+        except Refused:
+            raise
+        except Exception as error:  # the step raises it itself, or it is one of the recording
+            problem = f"this cannot be recorded. {type(error).__name__}: {error}"
+            raise Refused(problem, where=places.raised(error)) from None
+        if [*map(id, leaves(before))] != [*map(id, self.traced[count:])]:
             raise Refused(
                 "the step changes the dictionary or list that holds its state",
                 "return the new state in a new one, such as {**state, 'h': h}",
             )
-        self.output, self.after = output, after
         self.recording.after += map(_variable, leaves(after))
         self.recording.outputs += map(_variable, leaves(output))
         if len(self.recording.after) != len(self.first):
@@ -200,26 +444,34 @@ class _Call:
                     f"the step makes a {leaf.dtype} state of a {old.dtype} one",
                     "give x, states and weights one dtype",
                 )
-        self.read = self._known()
+        self.output, self.after = (mapped(lambda _: True, tree) for tree in (output, after))
 
-    def _known(self) -> Recording:
+    def read(self, kind: Any) -> _Read:
         """The reading of the step, from an earlier call or proven now."""
-        name = getattr(self.owner.step, "__name__", type(self.owner.step).__name__)
-        key = tuple(self.recording.lines())
-        if key not in self.owner._read:
+        owner, key = self.owner, tuple(self.recording.lines())
+        if key not in owner._read:
+            owner._reads[kind] += 1
+            name = getattr(owner.step, "__name__", type(owner.step).__name__)
+            outcome: Recording | Refused = self.recording
             try:
                 read_step(self.recording, name)
                 self._prove()
-                self.owner._read[key] = self.recording
+                self.recording.arrays = []  # which calls bring
             except Refused as error:
-                self.owner._read[key] = error
-        known = self.owner._read[key]
+                outcome = error.with_traceback(None)
+            add_recent(owner._read, key, outcome, _READINGS)
+        owner._calls[kind] = len(self.recording.equations)
+        known = owner._read[key]
         if isinstance(known, Refused):
-            raise known.with_traceback(None)
-        return known
+            raise known
+        return self._as(known)
+
+    def _as(self, body: Recording) -> _Read:
+        return _Read(body, self.output, self.after, self.numbers)
 
     def _prove(self) -> None:
         short = [array[:STEPS] for array in self.xs]
+        ready = _Ready(self._as(self.recording), self.arrays, {})
         x = filled(self.x, short)
 
         def both(states: list[np.ndarray]) -> Any:
@@ -229,7 +481,7 @@ class _Call:
             ]
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
-                mine = self.results(self.recording, short, first, "reference")
+                mine = ready.run(short, first, "reference")
             return [
                 {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
                 for results in (step, mine)
@@ -239,27 +491,21 @@ class _Call:
         if reason is not None:
             raise Refused(reason)
 
-    def results(
-        self, body: Recording, xs: Sequence[Any], first: Sequence[Any], engine: str | None = None
-    ) -> tuple[Tree, Tree]:
-        reading, run = body.reading, _Run(body, self.recording.arrays, xs, first)
-        wanted, start = body.seen(), [first[k] for k in body.moving]
-        arrays = {
-            name: array if array.dtype == bool else np.ascontiguousarray(array, run.dtype)
-            for name, array in reading.arrays_of(run, start).items()
-        }
-        finals, sequences = reading.ran(
-            one_way(passes.run), arrays, wanted, Options(threads=threads.current()),
-            plan=plan(reading.cell, reading.size, run.dtype.name, engine, reading.sizes),
-        )  # fmt: skip
-        last, known = body.unpacked(reading, first, finals, sequences, wanted)
-        for k, value in zip(body.ahead, run.last, strict=True):
-            last[k] = value.item() if self.numbers[k] else value
-        if any(v not in known for v in body.outputs):
-            for t, values in enumerate(run.known):
-                values |= {v: series[t] for v, series in known.items()}
-            known = {v: np.stack([values[v] for values in run.known]) for v in body.outputs}
-        return filled(self.output, [known[v] for v in body.outputs]), filled(self.after, last)
+
+def _kind(tree: Tree, skipped: int = 0) -> Any:
+    """What readings depend on of x or states: their structure, shapes and dtypes.
+
+    Args:
+        skipped: axes at the front that make no difference.
+    """
+    kind = type(tree)
+    if kind is np.ndarray:
+        return tree.shape[skipped:], tree.dtype
+    if isinstance(tree, dict):
+        return kind, *[(key, _kind(part, skipped)) for key, part in tree.items()]
+    if isinstance(tree, (tuple, list)):
+        return kind, *[_kind(part, skipped) for part in tree]
+    return kind
 
 
 def _variable(leaf: Any) -> Variable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from anycell.read import (
     mapped,
     places,
     row,
+    tape,
 )
 
 places.skip(np)
@@ -55,6 +57,8 @@ METHODS: dict[str, Any] = {
     "squeeze": np.squeeze, "std": np.std, "sum": np.sum, "swapaxes": np.swapaxes, "take": np.take,
     "var": np.var,
 }  # fmt: skip
+_LISTS = np.split, np.array_split, np.hsplit  # which return lists, also of one array
+_OF_SHAPES = np.zeros_like, np.ones_like, np.full_like, np.shape, np.ndim, np.size
 _REDUCED = {np.add: np.sum, np.maximum: np.max, np.minimum: np.min}  # by ``ufunc.reduce``
 
 
@@ -104,6 +108,7 @@ class Traced(NDArrayOperatorsMixin):
     def __init__(self, recording: Recording, variable: Variable, sample: Any) -> None:
         self.recording, self.variable, self.sample = recording, variable, sample
 
+    __class__ = property(lambda self: np.ndarray)  # for isinstance
     shape = property(lambda self: self.sample.shape)
     dtype = property(lambda self: self.sample.dtype)
     ndim = property(lambda self: self.sample.ndim)
@@ -158,6 +163,8 @@ class Traced(NDArrayOperatorsMixin):
     def astype(self, dtype: Any, **options: Any) -> Any:
         if np.dtype(dtype) == self.dtype:
             return self
+        if type(self.recording) is Taped:
+            return _record(np.ndarray.astype, (self, dtype), {})
         if self.dtype.kind == "b" and np.dtype(dtype).kind == "f":
             return _record(np.where, (self, 1.0, 0.0), {})
         _refuse(f"a conversion from {self.dtype} to {np.dtype(dtype)}")
@@ -169,7 +176,7 @@ def _refuse(problem: str, instead: str = "the same in functions of NumPy") -> An
 
 def _record(function: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function on the samples, and records the call."""
-    if function in (np.zeros_like, np.ones_like, np.full_like):
+    if function in _OF_SHAPES:
         return function(args[0].sample, *args[1:], **kwargs)
     recording = next(leaves((args, kwargs), Traced)).recording
 
@@ -196,6 +203,50 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     )
     made = [Traced(recording, v, part) for v, part in zip(results, parts, strict=True)]
     return made if several else made[0]
+
+
+class Taped(Recording):
+    """What a call does around its kernel, recorded for a ``Tape``.
+
+    Args:
+        arrays: of the call, or made by its kernel.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        super().__init__(list(map(_variable, arrays)), [], [], [], [], [])
+        self.traced = [Traced(self, v, a) for v, a in zip(self.fixed, arrays, strict=True)]
+
+    def of(self, array: np.ndarray) -> Variable:
+        variable = _variable(array)
+        variable.constant = array
+        return variable
+
+
+def _ordered(node: Equation) -> bool:
+    """Whether the result has the numbers of its only operand, in their order."""
+    if len(node.operands) != 1 or math.prod(node.operands[0].shape) != math.prod(
+        node.results[0].shape
+    ):
+        return False
+    if node.source is operator.getitem:
+        keys = node.arguments[1] if type(node.arguments[1]) is tuple else node.arguments[1:]
+        return all(k is None or type(k) is int or getattr(k, "step", 0) is None for k in keys)
+    return node.source in (np.reshape, np.broadcast_to)
+
+
+class Tape(tape.Tape):
+    """The tape of a call of NumPy."""
+
+    def _fold(self, node: Equation, results: set[Variable]) -> None:
+        before = made = node.results[0]
+        while before.equation is not None and _ordered(before.equation):
+            (before,) = before.equation.operands
+            if before.shape == made.shape:
+                self._alias[made] = self._real(before)
+                return
+
+    def _single(self, node: Equation) -> bool:
+        return super()._single(node) and node.source not in _LISTS
 
 
 def start(xs: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> tuple[Recording, list[Traced]]:

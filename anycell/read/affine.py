@@ -116,13 +116,15 @@ class Affine:
     def constant(self, run: Run, arrays: Any) -> Any:
         """The constants' sum, ``[rows or 1, size]``; None without any."""
         total: Any = None
+        flat = len(self.constants) > 1 and not self.per_row  # sums of biases as they are
         for constant in self.constants:
             if isinstance(constant, float):
                 part = arrays.constant(np.full((1, self.size), constant), run.dtype)
             else:
                 part = constant.array(run, arrays)
+            part = arrays.reshape(part, (self.size,)) if flat else part
             total = part if total is None else total + part
-        return total
+        return arrays.reshape(total, (1, self.size)) if flat else total
 
 
 def affine(graph: Graph, units: Units) -> Affine | None:

@@ -49,6 +49,19 @@ def _running() -> Iterator[tuple[str, int | None]]:
 
 
 @functools.lru_cache(maxsize=1024)
+def operations(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """What code does, functions inside it included: the names of its instructions, and those that
+    it has of variables and attributes.
+    """
+    done, names = {i.opname for i in dis.get_instructions(code)}, {*code.co_names}
+    for inside in code.co_consts:
+        if isinstance(inside, types.CodeType):
+            more, named = operations(inside)
+            done, names = done | more, names | named
+    return frozenset(done), frozenset(names)
+
+
+@functools.lru_cache(maxsize=1024)
 def module_variables(code: types.CodeType) -> frozenset[str]:
     """The variables of its module that code reads or sets, functions inside it included.
 

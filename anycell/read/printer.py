@@ -270,7 +270,23 @@ class _Printer:
         operands = [
             self.of(o[at]) if isinstance(o, np.ndarray) else _number(o) for o in source.operands
         ]
+        if source.op == "add" and (summed := self._summed(*operands)) is not None:
+            return summed
         return self._node(source.op, *operands)
+
+    def _summed(self, total: Any, gate: Any) -> Expr | None:
+        """A sum with a gate added to a product in it, which a kernel accumulates onto the gate;
+        None if there is no product.
+        """
+        if getattr(gate, "op", "") != "x" or total.op not in ("linear", "add", "sub"):
+            return None
+        if total.op == "linear":
+            return self._node("add", total, gate)
+        a, b = total.args
+        if (inner := self._summed(a, gate)) is not None:
+            return self._node(total.op, inner, b)
+        inner = self._summed(b, gate) if total.op == "add" else None
+        return None if inner is None else self._node("add", a, inner)
 
     def _wide(self, node: Expr, size: int) -> Expr:
         """A value of one unit as ``size`` equal ones, where their number matters."""

@@ -140,12 +140,23 @@ class Reading:
             arrays: of ``arrays_of``.
             how: further fields of the layer.
         """
-        names, cell = [n for k in wanted for n in self.names_of(k)], self.cell
-        how |= {"options": options.unread(), "sequences": besides_output(names, cell)}
-        layer = self.layer._replace(**how)
-        output, final, others = run(layer, arrays)
-        ends = dict(zip(cell.state_names, final, strict=True))
-        return ends, by_name(names, cell, output, others)
+        return self.named(run(self.called(wanted, options, **how), arrays), wanted)
+
+    def called(self, wanted: Sequence[int], options: Options, **how: Any) -> Layer:
+        """The layer that ``ran`` runs."""
+        sequences = besides_output(self._names(wanted), self.cell)
+        return self.layer._replace(options=options.unread(), sequences=sequences, **how)
+
+    def named(
+        self, results: tuple[Any, Any, Any], wanted: Sequence[int]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What ``ran`` returns, from the results of the layer."""
+        output, final, others = results
+        ends = dict(zip(self.cell.state_names, final, strict=True))
+        return ends, by_name(self._names(wanted), self.cell, output, others)
+
+    def _names(self, wanted: Sequence[int]) -> list[str]:
+        return [name for k in wanted for name in self.names_of(k)]
 
     def _flags(self, flags: Flags, run: Run) -> dict[str, Any]:
         arrays, values = self.arrays, flags.array(run, self.arrays)

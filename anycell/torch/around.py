@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from anycell.read.places import module_variables
+from anycell.read.places import module_variables, operations
+from anycell.read.watched import MISSING, Watched, same, value_of
 
 _ORDINARY = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -25,11 +25,8 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(eq=False)
-class Surroundings:
+class Surroundings(Watched):
     """Things that a step reads besides its arguments.
-
-    A variable is a holder, which is a dictionary, a function or the cell of a closure, and a name
-    there.
 
     Attributes:
         step: the module or the function.
@@ -37,8 +34,7 @@ class Surroundings:
         modules: the modules among them.
         labels: what the tensors are called.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
-        watched: variables of code, of classes and of objects among them, and their values.
-        containers: lists and dictionaries among them, which may change in place, and copies.
+        watched: variables of code, of classes and of objects among them; see ``Watched``.
         attributes: of the modules, when all was walked.
         token: a number that stands for the guards.
         hooks: the dictionaries of hooks, of these modules and of all.
@@ -50,8 +46,6 @@ class Surroundings:
     guards: list[Any] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
-    watched: list[tuple[Any, str, Any]] = field(default_factory=list)
-    containers: list[tuple[Any, Any]] = field(default_factory=list)
     seen: set[Any] = field(default_factory=set)
     attributes: list[Any] = field(default_factory=list)
     token: int = 0
@@ -72,12 +66,7 @@ class Surroundings:
     @property
     def fresh(self) -> bool:
         """Whether all variables are what they were."""
-        if not same(self.attributes, self._attributes()):
-            return False
-        for holder, name, value in self.watched:
-            if _value(holder, name) is not value:
-                return False
-        return all(alike(container, copy) for container, copy in self.containers)
+        return same(self.attributes, self._attributes()) and super().fresh
 
     def unchanged(self, step: Any) -> bool:
         """Whether a call of the step does what an earlier one did, but for its tensors."""
@@ -98,7 +87,7 @@ class Surroundings:
         return made
 
     def tensors(self) -> list[Tensor]:
-        return [_value(holder, name) for holder, name in self.places]
+        return [value_of(holder, name) for holder, name in self.places]
 
     def walk(self, value: Any) -> None:
         """Adds a module, or what a function reads."""
@@ -130,7 +119,7 @@ class Surroundings:
         self.guards += [code, self._frozen(function.__defaults__)]
         for name in ("__code__", "__defaults__"):
             self.watched.append((function, name, getattr(function, name)))
-        names = frozenset(_names(code))
+        _, names = operations(code)
         for label, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._variable(cell, "cell_contents", label, names)
         for name in sorted(module_variables(code) & variables.keys()):
@@ -147,7 +136,7 @@ class Surroundings:
             self._variable(attributes, name, name, names)
         for name in names - attributes.keys():
             if hasattr(type(value), name):  # what the object may have of its own later
-                self.watched.append((attributes, name, None))
+                self.watched.append((attributes, name, MISSING))
 
     def _module(self, module: nn.Module) -> None:
         if any(module is other for other in self.modules):
@@ -166,12 +155,12 @@ class Surroundings:
             read.add(name)
             if known:
                 continue
-            self.watched += [(holder, name, holder.get(name)) for holder in holders[: place + 1]]
+            self.watched += [(of, name, value_of(of, name)) for of in holders[: place + 1]]
             method = holders[place][name]
             method = getattr(method, "fget", None) or getattr(method, "__func__", method)
             if isinstance(method, types.FunctionType):
                 self.walk(method)
-                names += _names(method.__code__)
+                names += operations(method.__code__)[1]
             else:
                 self.guards.append((name, self._frozen(method)))
         for name, value in [*module.__dict__.items()]:
@@ -188,7 +177,7 @@ class Surroundings:
         self, holder: Any, name: str, label: str = "", names: frozenset[str] | None = None
     ) -> None:
         """Adds a variable, and watches it if code with these names reads it."""
-        value, label = _value(holder, name), label or name
+        value, label = value_of(holder, name), label or name
         if isinstance(value, Tensor):
             self.add(holder, name, label)
             return
@@ -247,41 +236,9 @@ class Surroundings:
         return None
 
 
-def same(old: list[Any], new: list[Any]) -> bool:
-    """Whether these are the same objects."""
-    return len(old) == len(new) and all(map(operator.is_, old, new))
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Whether two containers have the same things in them."""
-    if type(a) is set:
-        return bool(a == b)
-    return same([*a], [*b]) and (type(a) is list or same([*a.values()], [*b.values()]))
-
-
 def _of_user(function: types.FunctionType) -> bool:
     return not function.__code__.co_filename.startswith(_TORCH)
 
 
 def _of_torch(kind: type) -> bool:
     return kind is object or kind.__module__.partition(".")[0] == "torch"
-
-
-def _value(holder: Any, name: str) -> Any:
-    """The value of a variable, None if it has no value yet."""
-    if isinstance(holder, types.CellType):
-        try:
-            return holder.cell_contents
-        except ValueError:
-            return None
-    if isinstance(holder, types.FunctionType):
-        return getattr(holder, name)
-    return holder.get(name)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The names of variables and attributes in code, functions inside it included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)

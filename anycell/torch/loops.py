@@ -23,6 +23,7 @@ from anycell.layer.checks import boolean, describe, integer, refuse
 from anycell.layer.layers import Layout
 from anycell.plan import Engine, Layer
 from anycell.read import SHORT, short
+from anycell.read.watched import same
 from anycell.recent import add_recent
 from anycell.torch.around import Surroundings
 from anycell.torch.framework import Torch
@@ -85,7 +86,7 @@ class Readings:
         (xs, x_tree), (leaves, state_tree) = _flat(x), _flat(state)
         tensors = [*around.tensors(), *xs, *leaves]
         known = self.replays.get(layouts(tensors))
-        if known is None or known.facts != (around, x_tree, state_tree, first):
+        if known is None or not same(known.facts, [around, x_tree, state_tree, first]):
             return None
         self.last = known.plan
         return known.run(tensors)

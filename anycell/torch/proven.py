@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from anycell.layer.checks import describe
 from anycell.read import Refused, definition, mapped, places, proof
-from anycell.torch.around import Surroundings, alike
+from anycell.read.watched import alike
+from anycell.torch.around import Surroundings
 from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
 from anycell.torch.record import ROWS, A, Call, Recording, otherwise, record

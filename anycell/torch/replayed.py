@@ -61,7 +61,7 @@ class Replayed:
         self, plan: ReadStep, tape: Tape, around: Surroundings, call: Steps, first: bool
     ) -> None:
         self.plan, self.tape = plan, tape
-        self.facts = around, call.x_tree, call.state_tree, first
+        self.facts = [around, call.x_tree, call.state_tree, first]
         self.rows = call.rows if first and call.batched else 0
         self.call = call._replace(xs=[], state=[])
         self.places = slice(-len(call.xs) - len(call.state), -len(call.state))

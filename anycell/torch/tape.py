@@ -1,9 +1,4 @@
-"""The work of a call around its kernel, recorded once and printed as two flat functions.
-
-A fused call of a step that was read makes some ten small operations: slices of weights, their
-joined parts, the user's states out of the cell's. Looking up again which they are takes longer than
-they do. For tensors of the same shapes and strides they are the same.
-"""
+"""The tape of a call of a step of PyTorch; see ``anycell.read.tape``."""
 
 from __future__ import annotations
 
@@ -13,14 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anycell.read import Equation, Refused, Variable, leaves, mapped
-from anycell.torch.record import A, Like, Recorder, Var, storage
+from anycell.read import Equation, Refused, Variable, mapped, tape
+from anycell.torch.record import A, Like, Recorder, storage
 
 Tree = Any  # tensors and other values in tuples, lists and dictionaries
 
 
-class Tape:
-    """The work before a kernel and after it, as ``enter`` and ``leave`` print it.
+# Operations as torch's own functions, which are called in half the time.
+_BOUND = {
+    A.add.Tensor: torch.add, A.cat.default: torch.cat, A.expand.default: Tensor.expand,
+    A.mul.Tensor: torch.mul, A.narrow.default: torch.narrow, A.permute.default: torch.permute,
+    A.select.int: torch.select,
+    A.squeeze.dim: torch.squeeze, A.t.default: torch.t, A.transpose.int: torch.transpose,
+    A.unsqueeze.default: torch.unsqueeze, A.view.default: Tensor.view,
+}  # fmt: skip
+
+
+class Tape(tape.Tape):
+    """The work before a kernel and after it, on tensors.
 
     Args:
         arrays: the tensors of a call.
@@ -36,22 +41,20 @@ class Tape:
         self, arrays: Sequence[Tensor], enter: Callable[[list[Tensor]], tuple[Tree, Any]],
         between: Tree, leave: Callable[[list[Tensor], Tree, Any], Tree],
     ) -> None:  # fmt: skip
-        self._names: dict[Variable, str] = {}
-        self._space: dict[str, Any] = {}
         inputs = [tensor.detach() for tensor in arrays]
         made: dict[str, Tensor] = {}
         between = _detached(between, "b", made)
         recorder = self._recorder = Recorder([("F", t) for t in (*inputs, *made.values())])
         self._tensors, self._device = recorder.tensors, inputs[0].device
-        names = [f"a[{k}]" for k in range(len(inputs))]
-        self._names.update(zip(recorder.inputs, [*names, *made], strict=True))
+        names = [*[f"a[{k}]" for k in range(len(inputs))], *made]
         with recorder:
             entered, memory = enter(inputs)
             split = len(recorder.equations)
             left = leave(inputs, between, memory)
-        self._alias: dict[Variable, Variable] = {}
-        self.enter, self.leave = self._print(self._vars(entered), self._vars(left), split)
-        del self._recorder, self._names, self._space, self._tensors, self._alias
+        places = dict[Variable, str](zip(recorder.inputs, names, strict=True))
+        entered, left = self._vars(entered), self._vars(left)
+        super().__init__(recorder.equations, places, entered, left, split)
+        del self._recorder, self._tensors
 
     def _vars(self, tree: Tree) -> Tree:
         def var(leaf: Any) -> Any:
@@ -63,36 +66,8 @@ class Tape:
 
         return mapped(var, tree)
 
-    def _print(self, entered: Tree, left: Tree, split: int) -> tuple[Any, Any]:
-        nodes = self._recorder.equations
-        results = set(leaves(left, Variable))
-        for node in nodes:
-            self._fold(node, results)
-        needed = {self._real(var) for var in (*leaves(entered, Variable), *results)}
-        used = []
-        for place in reversed(range(len(nodes))):
-            if any(var in needed for var in nodes[place].results):
-                used.append(place)
-                needed.update(map(self._real, nodes[place].operands))
-        lines: tuple[list[str], list[str]] = [], []
-        early: set[Variable] = set()
-        for place in reversed(used):
-            lines[place >= split].append(self._line(nodes[place], needed))
-            if place < split:
-                early.update(var for var in nodes[place].results if var in needed)
-        late = {self._real(v) for p in used if p >= split for v in nodes[p].operands}
-        late |= {self._real(var) for var in results}
-        kept = [var for var in self._names if var in early and var in late]
-        memory = self._text(tuple(kept))
-        text = ["def enter(a):", *lines[0], f"return {self._text(entered)}, {memory}"]
-        after = [f"{memory} = k"] if kept else []
-        more = ["def leave(a, b, k):", *after, *lines[1], f"return {self._text(left)}"]
-        whole = "\n\n".join("\n    ".join(part) for part in (text, more))
-        exec(compile(whole + "\n", "<tape>", "exec"), self._space)
-        return self._space["enter"], self._space["leave"]
-
     def _fold(self, node: Equation, results: set[Variable]) -> None:
-        """Finds what is an earlier tensor, or a slice of one, and what is the same in all calls."""
+        """Finds also what is a slice of an earlier tensor."""
         inputs = node.operands
         if node.random:
             return
@@ -111,9 +86,11 @@ class Tape:
             if _same(made, tensor):
                 self._alias[node.results[0]] = self._real(before)
                 return
-            if before is not inputs[0] and (place := _slice(made, tensor)) is not None:
-                node.source, node.arguments, node.options = A.slice.Tensor, (before, *place), {}
+            if (place := _slice(made, tensor)) is not None:
+                node.source, node.arguments, node.options = A.narrow.default, (before, *place), {}
                 vars(node).pop("operands", None)  # those of the operation that it was
+            elif node.source is A.permute.default and [*node.arguments[1]] == [1, 0]:
+                node.source, node.arguments = A.t.default, (before,)
             source = before.equation
             if source is None or source.op is A.detach or not source.operands:
                 return
@@ -121,44 +98,18 @@ class Tape:
             if self._tensors[before] is tensor:
                 return
 
-    def _real(self, var: Variable) -> Variable:
-        return self._alias.get(var, var)
-
-    def _line(self, node: Equation, needed: set[Variable]) -> str:
-        targets = []
-        for var in node.results:
-            if var in needed:
-                self._names[var] = f"v{len(self._names)}"
-            targets.append(self._names[var] if var in needed else "_")
-        arguments = [self._text(value) for value in node.arguments]
-        arguments += [f"{name}={self._text(value)}" for name, value in node.options.items()]
+    def _single(self, node: Equation) -> bool:
         returns = node.source._schema.returns
-        single = len(returns) == 1 and returns[0].type.kind() == "TensorType"
-        left = targets[0] if single else f"[{', '.join(targets)}]"
-        return f"{left} = {self._constant(node.source)}({', '.join(arguments)})"
+        return len(returns) == 1 and returns[0].type.kind() == "TensorType"
+
+    def _function(self, node: Equation) -> Any:
+        return _BOUND.get(node.source, node.source)
 
     def _text(self, value: Any) -> str:
-        if isinstance(value, Var):
-            value = self._real(value)
-            return self._names[value] if value.constant is None else self._constant(value.constant)
-        if isinstance(value, dict):
-            return f"{{{', '.join(f'{k!r}: {self._text(v)}' for k, v in value.items())}}}"
-        if isinstance(value, tuple):
-            inside = "".join(f"{self._text(v)}, " for v in value)
-            return f"{self._constant(type(value)) if hasattr(value, '_fields') else ''}({inside})"
-        if isinstance(value, list):
-            return f"[{', '.join(map(self._text, value))}]"
         if isinstance(value, Like):
             like = torch.empty((), dtype=value.dtype, device=self._device)
             return self._constant(like.expand(value.shape))
-        if value is None or type(value) in (int, bool, str):
-            return repr(value)
-        return self._constant(value)
-
-    def _constant(self, value: Any) -> str:
-        name = f"c{len(self._space)}"
-        self._space[name] = value
-        return name
+        return super()._text(value)
 
 
 def _detached(tree: Tree, name: str, made: dict[str, Tensor]) -> Tree:
@@ -172,7 +123,7 @@ def _detached(tree: Tree, name: str, made: dict[str, Tensor]) -> Tree:
 
 
 def _slice(part: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
-    """The axis, the start and the end of a view that is a slice of another."""
+    """The axis, the start and the length of a view that is a slice of another."""
     if part.stride() != whole.stride() or part.dtype != whole.dtype:
         return None
     axes = [k for k, (a, b) in enumerate(zip(part.shape, whole.shape, strict=True)) if a != b]
@@ -180,7 +131,8 @@ def _slice(part: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
         return None
     start, rest = divmod(int(part.storage_offset()) - int(whole.storage_offset()), step)
     end = start + part.shape[axes[0]]
-    return None if rest or start < 0 or end > whole.shape[axes[0]] else (axes[0], start, end)
+    inside = not rest and start >= 0 and end <= whole.shape[axes[0]]
+    return (axes[0], start, end - start) if inside else None
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

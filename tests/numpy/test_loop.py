@@ -423,7 +423,8 @@ def test_few_steps_run_as_they_are(
 ) -> None:
     """Of many rows fewer."""
     monkeypatch.setitem(MOST, "numpy", 8)
-    layer, x, h = loop(lambda x, h: 2 * (np.tanh(x + h),)), draw(steps, rows, H), draw(rows, H)
+    layer, x, h = loop(lambda x, h: 2 * (np.tanh(h),)), draw(steps, rows, H), draw(rows, H)
+    layer(x, h)  # which finds that the step is one call of NumPy
     outputs, last = layer(x, h)
     expected, end = layer._loop(x, h)
     for one, right in ((outputs, expected), (last, end)):
