@@ -48,16 +48,16 @@ class loop:
             outputs.append(output)
 
     ``step`` is a function, or an object that can be called, in NumPy; x, states and outputs are
-    arrays, or tuples, lists and dicts of them. It is called once, with arrays that record what it
-    does, and the record is read as a cell. The cell is tried against ``step`` for three steps, from
-    random states and from zeros; then a compiled kernel runs it. A step that cannot be read, or
-    that has other effects than its results, runs as the loop above, and ``reason`` says why.
+    arrays, or tuples, lists and dicts of them. A copy of it is called once, with arrays that record
+    what it does, and the record is read as a cell. The cell is tried against ``step`` for three
+    steps, from random states and from zeros; then a compiled kernel runs it. A step that cannot be
+    read, that has other effects than its results, or that reads what cannot be compared from call
+    to call, runs as the loop above, and ``reason`` says why.
 
     The weights are the arrays that the step uses, with the numbers that they have in each call.
     What else it reads (functions, numbers, flags, attributes, entries of lists) is compared in each
-    call with what it was. If something has changed, the step is recorded anew; if it reads what
-    cannot be compared, in each call. There is no backward pass: NumPy has none. ``RNN(cell, ...)``
-    learns.
+    call with what it was. If something has changed, the step is recorded anew. There is no backward
+    pass: NumPy has none. ``RNN(cell, ...)`` learns.
 
     Args:
         step: ``step(x[t], state) -> output, state``.
@@ -85,7 +85,6 @@ class loop:
         self.reason: str | None = None
         self._read: dict[Any, Recording | Refused] = {}
         self._known: dict[Any, list[_Known]] = {}  # by what calls are like
-        self._uncopied: set[Any] = set()  # what those calls are like that are recorded each time
         self._reads: Counter[Any] = Counter()
         self._calls: dict[Any, int] = {}  # of NumPy, that a step makes
 
@@ -124,10 +123,8 @@ class loop:
         itself runs.
         """
         steps, key = len(xs[0]), (_kind(x, 1), _kind(state))
-        numbers, recorded = sum([np.size(a) for a in first]), key in self._uncopied
+        numbers = sum([np.size(a) for a in first])
         if short("numpy", steps, numbers, self._calls.get(key, math.inf)):
-            return SHORT
-        if recorded and short("numpy recorded", steps, numbers):
             return SHORT
         if not _QUIET.issuperset(np.geterr().values()):
             return "np.errstate asks for errors, which a kernel does not raise"
@@ -136,37 +133,24 @@ class loop:
                 return ready
         if self._reads[key] >= _RESTLESS:
             return (
-                f"numbers around the step were others in each of {_RESTLESS} calls, and a reading "
-                "contains them. Instead: keep what changes in an array."
+                f"what is around the step was something else in each of {_RESTLESS} calls. "
+                "Instead: keep what changes in an array, or in the state."
             )
-        return self._recorded(x, state, key, recorded)
+        return self._recorded(x, state, key)
 
-    def _recorded(self, x: Tree, state: Tree, key: Any, recorded: bool) -> _Ready | str:
-        """The same for a call like no other, whose step is recorded.
-
-        Args:
-            recorded: whether no copy can be made.
-        """
+    def _recorded(self, x: Tree, state: Tree, key: Any) -> _Ready | str:
+        """The same for a call like no other, for which a copy of the step is recorded."""
         mirror: Mirror | None = None
         try:
-            call = _Call(self, x, state)
-            if not recorded:
-                slots: list[int] = []
-                mirror = Mirror(vars(self), "step", call.stand_in(slots))
-                try:
-                    call.record(mirror.begin())
-                    mirror.finish()
-                    return self._keep(key, _Known(mirror, call.read(key), call.arrays, slots))
-                except Exception:  # the step itself may do what its copy cannot
-                    call = _Call(self, x, state)
-            call.record(self.step)
-            ready = _Ready(call.read(key), call.arrays, {})
-            self._uncopied.add(key)
-            return ready
+            call, slots = _Call(self, x, state), list[int]()
+            mirror = Mirror(vars(self), "step", call.stand_in(slots))
+            call.record(mirror)
+            return self._keep(key, _Known(mirror, call.read(key), call.arrays, slots))
         except Refused as error:
             reason = str(error.at(definition(self.step)))
             if mirror is not None:  # the results of the loop are right, whatever the reason
                 self._keep(key, _Known(mirror, reason))
+                self._reads[key] += 1
             return reason
 
     def _keep(self, key: Any, known: _Known) -> Any:
@@ -414,8 +398,8 @@ class _Call:
 
         return of
 
-    def record(self, step: Step) -> None:
-        """Records the step, or its copy.
+    def record(self, mirror: Mirror) -> None:
+        """Records a copy of the step.
 
         Raises:
             Refused: if it does what no recording can show.
@@ -423,10 +407,17 @@ class _Call:
         count = len(self.xs)
         before = filled(self.state, self.traced[count:])
         try:
-            output, after = step(filled(self.x, self.traced[:count]), before)
+            output, after = mirror.begin()(filled(self.x, self.traced[:count]), before)
+            mirror.finish()
         except Refused:
             raise
         except Exception as error:  # the step raises it itself, or it is one of the recording
+            if mirror.why is not None:
+                raise Refused(
+                    f"the step {mirror.why}, which no recording can follow",
+                    "give the step what it reads as arrays and numbers, and keep what it changes "
+                    "in the state",
+                ) from None
             problem = f"this cannot be recorded. {type(error).__name__}: {error}"
             raise Refused(problem, where=places.raised(error)) from None
         if [*map(id, leaves(before))] != [*map(id, self.traced[count:])]:

@@ -30,8 +30,8 @@ _BUILTINS = (
     "round set slice sorted str sum super tuple type zip"
 )
 _NUMPY = (
-    "arange array asarray ascontiguousarray dtype errstate eye finfo full full_like identity iinfo "
-    "linspace ndarray ndim ones ones_like shape size zeros zeros_like"
+    "arange array asarray ascontiguousarray dtype empty errstate eye finfo full full_like identity "
+    "iinfo linspace ndarray ndim ones ones_like shape size zeros zeros_like"
 )
 # Functions and classes whose results follow from their arguments alone.
 _PURE = [
@@ -39,6 +39,8 @@ _PURE = [
     *(v for m in _MODULES for n, v in vars(m).items() if callable(v) and n[0] != "_"),
     *TABLE, functools.reduce,
     *(v for v in vars(np).values() if isinstance(v, np.ufunc)),
+    # Those that a stand-in of an array overrides.
+    *(v for n, v in vars(np).items() if hasattr(v, "_implementation") and n[:4] != "save"),
     *(v for v in vars(np).values() if isinstance(v, type) and issubclass(v, np.generic)),
     *(v for v in vars(builtins).values() if isinstance(v, type) and issubclass(v, Exception)),
 ]  # fmt: skip
@@ -84,7 +86,7 @@ class Mirror(Watched):
         self._objects: dict[int, Any] = {}  # what copies of objects are copies of, by their ids
         self._made: list[tuple[Any, Any]] = []  # copies of lists and such, and what is in them
         self._held: list[Any] = []
-        self._cells: list[tuple[Any, Any]] = []
+        self._cells: list[tuple[str, Any, Any]] = []
         self._depth = 0
         mirror = self
 
@@ -95,11 +97,11 @@ class Mirror(Watched):
 
             def __setattr__(self, name: str, value: Any) -> None:
                 if id(self) in mirror._objects:
-                    mirror.unknown(f"an assignment to {name}")
+                    mirror.unknown(f"assigns to {name}")
                 object.__setattr__(self, name, value)
 
             def __delattr__(self, name: str) -> None:
-                mirror.unknown(f"a deletion of {name}")
+                mirror.unknown(f"deletes {name}")
 
         self._base = Copied
         self._place = holder, name
@@ -110,7 +112,10 @@ class Mirror(Watched):
         Raises:
             Unknown: if it cannot be copied.
         """
-        return self.read(*self._place)
+        try:
+            return self.of(*self._place)
+        except Exception as error:
+            self.unknown(f"is {error}")
 
     # -- later calls -----------------------------------------------------------------------------
     @property
@@ -151,7 +156,7 @@ class Mirror(Watched):
         """
         for copy, inside in self._made:
             if not same(_inside(copy), inside):
-                self.unknown("a change of what is around the step")
+                self.unknown("changes what is around it")
         if self.why is not None:
             raise Unknown(self.why)
         self.watched = list({(id(h), name): (h, name, v) for h, name, v in self.watched}.values())
@@ -171,12 +176,12 @@ class Mirror(Watched):
         self.watched.append((holder, name, value))
         return self._copy(value)
 
-    def read(self, holder: Any, name: Any) -> Any:
+    def read(self, holder: Any, name: Any, shown: str | None = None) -> Any:
         """The same for what the step reads now: what cannot be copied ends the attempt."""
         try:
             return self.of(holder, name)
-        except Unknown:
-            self.unknown(f"{name}")
+        except Exception as error:  # also one that its class raises
+            self.unknown(f"reads {shown or name} ({error})")
 
     def _array(self, array: np.ndarray, holder: Any, name: Any) -> Any:
         layout = array.shape, array.dtype
@@ -212,8 +217,8 @@ class Mirror(Watched):
         finally:
             self._depth -= 1
         while self._cells and not self._depth:
-            old, new = self._cells.pop()
-            new.cell_contents = self.read(old, "cell_contents")
+            name, old, new = self._cells.pop()
+            new.cell_contents = self.read(old, "cell_contents", name)
             self._made.append((new, _inside(new)))
         return copy
 
@@ -259,9 +264,9 @@ class Mirror(Watched):
         return copy
 
     def _function(self, function: types.FunctionType) -> Any:
-        effects, names = operations(function.__code__)
-        if effects & _EFFECTS or names & _HIDDEN:
-            raise Unknown(function.__name__)
+        effects, asked = operations(function.__code__)
+        if effects & _EFFECTS or asked & _HIDDEN:
+            raise Unknown("a function that imports, or assigns to a global variable")
         cells = tuple([types.CellType() for _ in function.__code__.co_freevars])
         space = self._copies.get(id(function.__globals__))
         if space is None:
@@ -270,7 +275,8 @@ class Mirror(Watched):
         copy: Any = self._keep(
             function, types.FunctionType(function.__code__, space, name, None, cells)
         )
-        self._cells += zip(function.__closure__ or (), cells, strict=True)
+        names = function.__code__.co_freevars
+        self._cells += zip(names, function.__closure__ or (), cells, strict=True)
         self.watched.append((function, "__code__", function.__code__))
         for name in ("__defaults__", "__kwdefaults__"):
             setattr(copy, name, self.of(function, name))
@@ -314,7 +320,7 @@ class Mirror(Watched):
         if value is MISSING:
             return
         if name == "__dict__":
-            self.unknown(name)
+            self.unknown(f"reads {name}")
         own, attributes = object.__getattribute__(copy, "__dict__"), vars(value)
         if name in attributes and name not in own:
             own[name] = MISSING
@@ -337,7 +343,7 @@ class _Globals(dict[str, Any]):
             mirror.watched.append((holder, name, MISSING))
             holder = self._builtins
             if name not in holder:
-                mirror.unknown(name)
+                mirror.unknown(f"reads {name}")
         self[name] = mirror.read(holder, name)
         return self[name]
 
@@ -349,11 +355,11 @@ class _Module:
         vars(self).update(_mirror=mirror, _real=real)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._mirror.unknown(f"an assignment to {name}")
+        self._mirror.unknown(f"assigns to {name}")
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._real:
-            self._mirror.unknown(name)
+            self._mirror.unknown(f"reads {name}")
         value = self._mirror.read(self._real, name)
         vars(self)[name] = value
         return value
@@ -366,7 +372,7 @@ class _Poison:
         self._mirror = mirror
 
     def __get__(self, *_: Any) -> Any:
-        self._mirror.unknown("an attribute of a class")
+        self._mirror.unknown("reads an attribute of a class")
 
 
 def _names(container: Any) -> list[Any]:

@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "array of its own": (lambda x, h: (h, _filled(h)), "into an array that exists"),
     "constant": (lambda x, h: (np.ones(3), h), "depends neither on x nor on a state"),
     "counter of floats": (lambda x, s: (s[0], (np.tanh(s[0]), s[1] + (s[0] > 0).sum())), "int64"),
-    "another dtype": (lambda x, h: (h, (h @ R.astype(np.complex128))), "complex128 state"),
+    "another dtype": (lambda x, h: (h, (h @ R.astype(np.complex128))), "to complex128"),
 }
 
 
@@ -332,27 +332,53 @@ def test_edits_in_place_run_as_they_are() -> None:
 
 
 def test_steps_with_other_effects_run_as_they_are() -> None:
-    """The proof tells: what the step counts or draws changes its results."""
-    count = [0]
+    """Their effects are those of the loop: of as many calls, in the order of the steps."""
+    count, log, generator = [0], [], np.random.default_rng(0)
 
     def counts(x: Any, h: Any) -> Any:
         count[0] += 1
         h = np.tanh(x @ W[:, :H] + h * count[0])
         return h, h
 
-    run = loop(counts)
-    run(X, draw(B, H))
-    assert "the reading was tried against the step" in str(run.reason)
-
-    generator = np.random.default_rng(0)
+    def logs(x: Any, h: Any) -> Any:
+        h = np.tanh(x @ W[:, :H] + h)
+        log.append(h.mean())
+        return h, h
 
     def draws(x: Any, h: Any) -> Any:
         h = np.tanh(x @ W[:, :H] + h * generator.random(h.shape))
         return h, h
 
-    run = loop(draws)
-    run(X, draw(B, H))
-    assert "the reading was tried against the step" in str(run.reason)
+    class Reservoir:
+        seen = 0
+
+        def __call__(self, x: Any, h: Any) -> Any:
+            self.seen += 1
+            h = np.tanh(x @ W[:, :H] + h)
+            return h if self.seen > 3 else h * 0, h
+
+    start, reservoir = draw(B, H), Reservoir()
+    reasons = {
+        counts: "changes what is around it",
+        logs: "changes what is around it",
+        draws: "reads generator (Generator)",
+        reservoir: "assigns to seen",
+    }
+    for step, reason in reasons.items():
+        run = loop(step)
+        for _ in range(2):
+            outputs, _ = run(X, start)
+            assert reason in str(run.reason)
+    assert count[0] == len(log) == reservoir.seen == 2 * T and type(log[-1]) is np.float64
+    reservoir.seen, h = 0, start
+    run = loop(reservoir)
+    assert not run(X, start)[0][:3].any() and run.step.seen == T
+    expected = np.random.default_rng(0).random((2 * T, B, H))
+    generator = np.random.default_rng(0)
+    outputs, _ = loop(draws)(X, start)
+    for x, output, factor in zip(X, outputs, expected, strict=False):
+        h = np.tanh(x @ W[:, :H] + h * factor)
+        np.testing.assert_array_equal(output, h)
 
 
 def test_weights_have_the_numbers_of_each_call() -> None:
