@@ -108,6 +108,10 @@ class DropIn(Recurrent):
             known = again(self, "call", input, hx, arguments)
             if known is not None:
                 return known
+        elif compiled() and not (by_position or arguments):
+            traced = self._compiled(input, hx)
+            if traced is not None:
+                return traced
         if by_position:
             arguments = self._named(by_position, arguments)
         if isinstance(input, Proxy):

@@ -29,7 +29,7 @@ from anycell.lang.cell import Cell
 from anycell.layer import Kept, contract, gpu, keeps_state
 from anycell.layer import names as array_names
 from anycell.layer.checks import check_options
-from anycell.layer.signature import FLAGS
+from anycell.layer.signature import FLAGS, places, state_names
 from anycell.plan import DTYPES, OF_CALL, OPTIONS, Layer, Options, Plan, Sizes, scales_of
 from anycell.plan.layer import CELLS, SEED, changed, name_of, register
 from anycell.recent import add_recent
@@ -37,7 +37,15 @@ from anycell.torch import fused
 from anycell.torch.composite import Arrays, Result
 from anycell.torch.fused import enter
 from anycell.torch.native import Form, play
-from anycell.torch.observers import ORDINARY, TRACERS, compiled, constant, stepwise
+from anycell.torch.observers import (
+    ORDINARY,
+    TRACERS,
+    compiled,
+    constant,
+    exporting,
+    stepwise,
+    transformed,
+)
 from anycell.torch.passes import as_given, form_of
 from anycell.torch.threads import threads
 
@@ -87,6 +95,42 @@ def _text(
         return None
     kind = str(dtype).removeprefix("torch.")
     return Layer(cell, sizes, Options(*options), kind, arrays).text(hyper=False)
+
+
+@constant
+def plain_call(
+    name: str,
+    key: str,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    training: bool,
+    number: int,
+    directions: int,
+    given: bool,
+    parameters: tuple[str, ...],
+) -> str | None:
+    """What a compiled call does with layer ``number`` if users pass x alone, or states that are
+    ``given``, in float32 or float64: the sizes of the states, the parameters that it reads and
+    those that must not exist, and the text, in lines. None if the layer is not to be called so.
+
+    Args:
+        parameters: the names of those that the module has.
+    """
+    cell = CELLS.get(name_of(name, key))
+    if cell is None or cell.static or (training and cell.keeps) or transformed() or exporting():
+        return None
+    plan = fused.plan_on("cpu", cell, sizes, dtype)
+    if isinstance(plan, str) or plan.engine != "cpu":
+        return None
+    all_places = places(cell.learned, number, directions)
+    there = {public: place for public, place in all_places.items() if place in parameters}
+    options = Options((False, True)[:directions], training=training, stream=number)
+    arrays = "x", *state_names("state", cell) * given, *there
+    layer = Layer(cell, sizes, options, str(dtype).removeprefix("torch."), arrays)
+    widths = [str(layer.size(state.size)) for state in cell.states]
+    absent = [place for place in all_places.values() if place not in parameters]
+    lines = " ".join(widths), " ".join(there.values()), " ".join(absent), layer.text(hyper=False)
+    return "\n".join(lines)
 
 
 @constant
@@ -465,6 +509,7 @@ for _schema in (
     "bool[] given, bool[] needs) -> Tensor[]",
 ):
     _library.define(_schema, tags=_TAGS)
+FORWARD: Any = torch.ops.anycell.forward  # a name for traces, which check what leads to an object
 for _key in ("CPU", "CUDA"):
     _library.impl("forward", functools.partial(_run, keep=False), _key)
     _library.impl("run", _run, _key)

@@ -229,6 +229,10 @@ class RNN(Recurrent, OfCell):
             known = again(self, "call", x, state, arguments)
             if known is not None:
                 return known
+        elif compiled() and not (by_position or arguments):
+            traced = self._compiled(x, state)
+            if traced is not None:
+                return traced
         if by_position:
             arguments = self._named(by_position, arguments)
         if isinstance(x, Proxy):
