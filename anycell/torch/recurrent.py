@@ -159,7 +159,8 @@ class Recurrent(Explained):
             tensors = [output]
             if states:
                 widths = widths.split()
-                if len(widths) != len(states):
+                alone = isinstance(state, Tensor)
+                if len(widths) != len(states) or alone != (len(states) == 1):
                     return None
                 for width, one in zip(widths, states, strict=True):
                     shape = layers * directions, rows, int(width)
