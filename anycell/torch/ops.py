@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch._compile import _disable_dynamo  # calls torch.compiler.disable at the first call
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anycell import cells
-from anycell.engines import cpu
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, contract, gpu, keeps_state
 from anycell.layer import names as array_names
@@ -301,9 +300,9 @@ def _run(tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: boo
         return results
     layer, arrays = unpack(tensors, text, hyper)
     given = layer, layer.plan, arrays, keep
-    results = enter(layer.cell, "forward", fused.run_forward, *given)
+    made = enter(layer.cell, "forward", fused.run_forward, *given)
     _remember(_facts(text, hyper, keep, len(tensors)), layer, "forward", keep)
-    return _listed(layer, *results)
+    return _listed(layer, *made)
 
 
 def _listed(
@@ -323,7 +322,7 @@ def _run_again(
     if known is None or not ordinary(map(type, tensors)):
         return []
     if known.form is not None:
-        return play(tensors, known.form.number, 0)  # type: ignore[no-any-return]
+        return play(tensors, known.form.number, 0)
     arrays = known.layer.named(tensors)
     given = known.plan, arrays, known.options
     form = forward_form(*given, keep) if _flagged(arrays) else None
@@ -366,7 +365,7 @@ def _flagged(arrays: Arrays) -> bool:
     """Whether all flags of a call are as the operators take them."""
     shape = arrays["x"].shape[:2]
     flags = [arrays[name] for name in FLAGS if name in arrays]
-    return all([one.dtype is torch.bool and one.shape == shape for one in flags])
+    return all(one.dtype is torch.bool and one.shape == shape for one in flags)
 
 
 def _run_fake(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.nn.modules import module as modules
 from torch.nn.utils.rnn import PackedSequence
+from torch.torch_version import TorchVersion
 
 from anycell.explanation import Explained
 from anycell.lang.cell import Cell
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Lengths = Tensor | Sequence[int]
+# Before, Dynamo takes some numbers of a module for unknown ones, see ``ops``.
+SHORT = torch.__version__ >= TorchVersion("2.8")
 
 
 class Recurrent(Explained):
@@ -46,6 +49,7 @@ class Recurrent(Explained):
     weight_ih_l0: Tensor
     checkpoint: str | int | None = None  # see RNN
     _arrays = ARRAYS  # that a call takes
+    _parameters: dict[str, Any]
     _forward_pre_hooks: dict[int, Any]
     _forward_hooks: dict[int, Any]
     _sizes: Any
@@ -168,7 +172,9 @@ class Recurrent(Explained):
                         return None
                     if one.dtype != x.dtype or not one.is_cpu:
                         return None
-                    tensors.append(one[k * directions : (k + 1) * directions] if layers > 1 else one)
+                    tensors.append(
+                        one[k * directions : (k + 1) * directions] if layers > 1 else one
+                    )
             for name in absent.split():
                 if getattr(self, name, None) is not None:
                     return None
