@@ -119,7 +119,7 @@ def plain_call(
     given: bool,
     parameters: tuple[str, ...],
 ) -> str | None:
-    """What ``Recurrent._compiled`` does with layer ``number``, in four lines: the sizes of the
+    """Returns four lines for ``Recurrent._compiled``, about layer ``number``: the sizes of its
     states, the parameters that it reads, those that must not exist, and the text of the operator.
     None if the layer is not to be called so.
 
