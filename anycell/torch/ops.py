@@ -45,6 +45,7 @@ from anycell.torch.observers import (
     exporting,
     stepwise,
     transformed,
+    watched,
 )
 from anycell.torch.passes import (
     as_given,
@@ -593,7 +594,7 @@ def _directly(operator: Any, again: Callable[..., list[Tensor]]) -> None:
             named
             or _modes()
             or _transforms()
-            or _functions()
+            or (_functions() and watched())  # more than a default device
             or torch.is_grad_enabled()
             or forward_ad._current_level >= 0
             or _trace() is not None
