@@ -32,7 +32,7 @@ from anycell.torch.observers import (
     watched,
 )
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Recurrent, leaf, stacked
+from anycell.torch.recurrent import SHORT, Recurrent, leaf, stacked
 from anycell.torch.typed import DropInArguments
 from anycell.torch.warm import KNOWN, again, learn, quiet
 
@@ -108,6 +108,10 @@ class DropIn(Recurrent):
             known = again(self, "call", input, hx, arguments)
             if known is not None:
                 return known
+        elif SHORT and compiled() and not (by_position or arguments):
+            traced = self._compiled(input, hx)
+            if traced is not None:
+                return traced
         if by_position:
             arguments = self._named(by_position, arguments)
         if isinstance(input, Proxy):

@@ -15,21 +15,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # calls torch.compiler.disable at the first call
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anycell import cells
-from anycell.engines import cpu
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, contract, gpu, keeps_state
 from anycell.layer import names as array_names
 from anycell.layer.checks import check_options
-from anycell.layer.signature import FLAGS
+from anycell.layer.signature import FLAGS, places, state_names
 from anycell.plan import DTYPES, OF_CALL, OPTIONS, Layer, Options, Plan, Sizes, scales_of
 from anycell.plan.layer import CELLS, SEED, changed, name_of, register
 from anycell.recent import add_recent
@@ -37,15 +37,34 @@ from anycell.torch import fused
 from anycell.torch.composite import Arrays, Result
 from anycell.torch.fused import enter
 from anycell.torch.native import Form, play
-from anycell.torch.observers import ORDINARY, TRACERS, compiled, constant, stepwise
-from anycell.torch.passes import as_given, form_of
-from anycell.torch.threads import threads
+from anycell.torch.observers import (
+    ORDINARY,
+    TRACERS,
+    compiled,
+    constant,
+    exporting,
+    stepwise,
+    transformed,
+    watched,
+)
+from anycell.torch.passes import (
+    as_given,
+    backward_again,
+    backward_form,
+    form_of,
+    forward_again,
+    forward_form,
+)
+from anycell.torch.warm import ordinary, settings
 
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: the operators replay
 # their own graphs, whose memory lasts, and read what kernels have reported. Recent PyTorch has a
 # tag for this; without the tag, layers on a card do not become operators.
 _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 ON_CARDS = bool(_TAGS)
+# Not by torch's own functions in Python, as in ``warm``.
+_modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms, _trace = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
 
 
 def known(cell: Cell, sizes: Sizes, x: Tensor) -> bool:
@@ -87,6 +106,43 @@ def _text(
         return None
     kind = str(dtype).removeprefix("torch.")
     return Layer(cell, sizes, Options(*options), kind, arrays).text(hyper=False)
+
+
+@constant
+def plain_call(
+    name: str,
+    key: str,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    training: bool,
+    number: int,
+    directions: int,
+    given: bool,
+    parameters: tuple[str, ...],
+) -> str | None:
+    """Returns four lines for ``Recurrent._compiled``, about layer ``number``: the sizes of its
+    states, the parameters that it reads, those that must not exist, and the text of the operator.
+    None if the layer is not to be called so.
+
+    Args:
+        given: whether there are states.
+        parameters: the names of those that the module has.
+    """
+    cell = CELLS.get(name_of(name, key))
+    if cell is None or cell.static or (training and cell.keeps) or transformed() or exporting():
+        return None
+    plan = fused.plan_on("cpu", cell, sizes, dtype)
+    if isinstance(plan, str) or plan.engine != "cpu":
+        return None
+    all_places = places(cell.learned, number, directions)
+    there = {public: place for public, place in all_places.items() if place in parameters}
+    options = Options((False, True)[:directions], training=training, stream=number)
+    arrays = "x", *state_names("state", cell) * given, *there
+    layer = Layer(cell, sizes, options, str(dtype).removeprefix("torch."), arrays)
+    widths = [str(layer.size(state.size)) for state in cell.states]
+    absent = [place for place in all_places.values() if place not in parameters]
+    lines = " ".join(widths), " ".join(there.values()), " ".join(absent), layer.text(hyper=False)
+    return "\n".join(lines)
 
 
 @constant
@@ -241,37 +297,76 @@ def _run(tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: boo
     the backward pass. The output is then a part of one of these arrays, or else comes last, because
     results of an operator must not share memory.
     """
-    key = _facts(text, hyper, keep)
-    if (form := _forms.get(key)) is not None and (results := play(tensors, form.number, 0)):
+    if results := _run_again(tensors, text, hyper, keep):
         return results
     layer, arrays = unpack(tensors, text, hyper)
     given = layer, layer.plan, arrays, keep
-    output, final, kept = enter(layer.cell, "forward", fused.run_forward, *given)
-    if layer.plan.engine == "cpu":
-        _remember(key, layer, "forward", keep)
+    made = enter(layer.cell, "forward", fused.run_forward, *given)
+    _remember(_facts(text, hyper, keep, len(tensors)), layer, "forward", keep)
+    return _listed(layer, *made)
+
+
+def _listed(
+    layer: Layer, output: Tensor, final: Sequence[Tensor], kept: Kept | None
+) -> list[Tensor]:
+    """The results of ``_run``."""
     if kept is None:
         return [output, *final]
     return [*final, *kept.flat(), *([output] if apart(layer) else [])]
 
 
-# The forms of passes, see ``anycell.torch.passes``, by what calls of the operators say of them.
-_forms: dict[tuple[Any, ...], Form] = {}
+def _run_again(
+    tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: bool
+) -> list[Tensor]:
+    """The results of ``_run``, as of an earlier call; none if there was none like it."""
+    known = _known.get(_facts(text, hyper, keep, len(tensors)))
+    if known is None or not ordinary(map(type, tensors)):
+        return []
+    if known.form is not None:
+        return play(tensors, known.form.number, 0)
+    arrays = known.layer.named(tensors)
+    given = known.plan, arrays, known.options
+    form = forward_form(*given, keep) if _flagged(arrays) else None
+    results = None if form is None else forward_again(form, *given, keep)
+    return [] if results is None else _listed(known.layer, *results)
+
+
+class _Pass(NamedTuple):
+    """A pass that was run: with its form, if the operator reads the tensors of the call themselves,
+    see ``anycell.torch.passes``.
+    """
+
+    layer: Layer
+    plan: Plan
+    options: Options
+    form: Form | None
+
+
+_known: dict[tuple[Any, ...], _Pass] = {}  # by what calls of the operators say of them
 
 
 def _facts(text: str, hyper: Sequence[float], *others: Any) -> tuple[Any, ...]:
-    """The key of a pass in ``_forms``."""
-    settings = threads(), torch.get_float32_matmul_precision(), cpu.isa.current()
-    return text, tuple(hyper), *others, *settings, torch._C._autograd._profiler_enabled()
+    """The key of a pass in ``_known``."""
+    return text, tuple(hyper), *others, settings(), torch._C._autograd._profiler_enabled()
 
 
 def _remember(key: tuple[Any, ...], layer: Layer, *facts: Any) -> None:
-    """Lets later calls find the form of a pass, unless a profiler wants to see its range."""
-    plan, options = fused.rounded(layer.plan), fused.on_threads(layer.options)
-    if key[-1] or options.seed or "seed" in layer.arrays or not as_given(plan, layer.arrays):
+    """Lets later calls find a pass, unless a profiler wants to see its range."""
+    if key[-1] or layer.plan.engine != "cpu" or layer.options.seed or "seed" in layer.arrays:
         return
-    form = form_of(plan, layer.arrays, options, *facts)
-    if form is not None:
-        add_recent(_forms, key, form, 512)
+    plan, options, form = fused.rounded(layer.plan), fused.on_threads(layer.options), None
+    if as_given(plan, layer.arrays):
+        form = form_of(plan, layer.arrays, options, *facts)
+        if form is None:
+            return
+    add_recent(_known, key, _Pass(layer, plan, options, form), 512)
+
+
+def _flagged(arrays: Arrays) -> bool:
+    """Whether all flags of a call are as the operators take them."""
+    shape = arrays["x"].shape[:2]
+    flags = [arrays[name] for name in FLAGS if name in arrays]
+    return all(one.dtype is torch.bool and one.shape == shape for one in flags)
 
 
 def _run_fake(
@@ -313,12 +408,8 @@ def _backward(
     """Returns the gradients of the tensors that need one; ``given`` says for the output and each
     final state whether its gradient arrives. If nothing was kept, the forward pass runs again.
     """
-    key = _facts(text, hyper, tuple(given), tuple(needs))
-    form = _forms.get(key)
-    if form is not None and (made := play([*tensors, *kept, *arriving], form.number, 0)):
-        by_name = dict(zip(form.names, made, strict=True))
-        names = itertools.compress(read(text).arrays, needs)
-        return [by_name[name].contiguous() for name in names]
+    if results := _backward_again(tensors, kept, arriving, text, hyper, given, needs):
+        return results
     layer, arrays = unpack(tensors, text, hyper)
     cell, plan = layer.cell, layer.plan
     _expect("given", len(given), 1 + len(cell.states))
@@ -333,14 +424,48 @@ def _backward(
     gradients = [next(present) if one else None for one in given]
     wanted, run = _wanted(layer, needs), fused.run_backward
     by_name = enter(cell, "backward", run, layer, plan, arrays, before, gradients, wanted)
-    if kept and plan.engine == "cpu" and not cell.params and wanted <= by_name.keys():
+    if kept and wanted <= by_name.keys():
         there = tuple([gradient is None for gradient in gradients])
+        counts = len(tensors), len(kept), len(arriving)
+        key = _facts(text, hyper, tuple(given), tuple(needs), counts)
         _remember(key, layer, "backward", there, frozenset(wanted))
     return [
         _alone(by_name[name], plan) if name in by_name else t.new_zeros(t.shape)
         for name, t in zip(layer.arrays, tensors, strict=True)
         if name in wanted
     ]
+
+
+def _backward_again(
+    tensors: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    arriving: Sequence[Tensor],
+    text: str,
+    hyper: Sequence[float],
+    given: Sequence[bool],
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """The results of ``_backward``, as of an earlier call; none if there was none like it."""
+    counts = len(tensors), len(kept), len(arriving)
+    known = _known.get(_facts(text, hyper, tuple(given), tuple(needs), counts))
+    inputs = [*tensors, *kept, *arriving]
+    if known is None or not kept or not ordinary(map(type, inputs)):
+        return []
+    layer, plan, options, form = known
+    names = itertools.compress(layer.arrays, needs)
+    if form is not None and not layer.cell.params:
+        if not (made := play(inputs, form.number, 0)):
+            return []
+        by_name = dict(zip(form.names, made, strict=True))
+        return [by_name[name].contiguous() for name in names]
+    arrays, present = layer.named(tensors), iter(arriving)
+    gradients = [next(present) if one else None for one in given]
+    before = Kept.of(kept, _kept_states(layer), len(options.reverse))
+    form = backward_form(plan, arrays, options, gradients, _wanted(layer, needs))
+    if form is None or not _flagged(arrays):
+        return []
+    again = backward_again(form, plan, arrays, options, before, gradients)
+    return [] if again is None else [_alone(again[name], plan) for name in names]
 
 
 def _alone(gradient: Tensor, plan: Plan) -> Tensor:
@@ -457,6 +582,29 @@ def _backward_flops(
     return count
 
 
+def _directly(operator: Any, again: Callable[..., list[Tensor]]) -> None:
+    """Lets calls from Python, as those of compiled graphs, run as earlier ones without PyTorch's
+    dispatcher. It would convert all arguments and results twice, because ``_run`` and ``_backward``
+    are Python; this takes as long as a step of a small layer.
+    """
+    dispatched = operator._op
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if not (
+            named
+            or _modes()
+            or _transforms()
+            or (_functions() and watched())  # more than a default device
+            or torch.is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or _trace() is not None
+        ) and (results := again(*arguments)):
+            return results
+        return dispatched(*arguments, **named)
+
+    operator._op = call
+
+
 _library = torch.library.Library("anycell", "DEF")
 for _schema in (
     "forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]",
@@ -465,6 +613,9 @@ for _schema in (
     "bool[] given, bool[] needs) -> Tensor[]",
 ):
     _library.define(_schema, tags=_TAGS)
+for _name, _again in (("run", _run_again), ("backward", _backward_again)):
+    _directly(getattr(torch.ops.anycell, _name).default, _again)
+FORWARD: Any = torch.ops.anycell.forward  # a name for traces, which check what leads to an object
 for _key in ("CPU", "CUDA"):
     _library.impl("forward", functools.partial(_run, keep=False), _key)
     _library.impl("run", _run, _key)

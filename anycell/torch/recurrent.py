@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.nn.modules import module as modules
 from torch.nn.utils.rnn import PackedSequence
+from torch.torch_version import TorchVersion
 
 from anycell.explanation import Explained
 from anycell.lang.cell import Cell
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Lengths = Tensor | Sequence[int]
+# Before, Dynamo takes some numbers of a module for unknown ones, see ``ops``.
+SHORT = torch.__version__ >= TorchVersion("2.8")
 
 
 class Recurrent(Explained):
@@ -46,6 +49,7 @@ class Recurrent(Explained):
     weight_ih_l0: Tensor
     checkpoint: str | int | None = None  # see RNN
     _arrays = ARRAYS  # that a call takes
+    _parameters: dict[str, Any]
     _forward_pre_hooks: dict[int, Any]
     _forward_hooks: dict[int, Any]
     _sizes: Any
@@ -127,6 +131,67 @@ class Recurrent(Explained):
         if alone:
             learn(self, "step", x, state, plain, results)
         return results
+
+    def _compiled(self, x: Any, state: Any) -> Any:
+        """The results of a call with x and states alone, as torch.compile traces it; None for one
+        that the ordinary way has to look at.
+
+        It touches few objects and calls few functions: a compiled call checks again whatever the
+        trace has read, which for the ordinary way takes as long as a step of a small layer.
+        """
+        if not isinstance(x, Tensor) or x.dim() != 3 or autocast() or not x.is_cpu:
+            return None
+        layers, directions, cell = self.num_layers, 1 + self.bidirectional, self.cell
+        training, mine = self.training, self._parameters
+        if self.checkpoint is not None or (self.dropout and training):
+            return None
+        states: Any = ()
+        if state is not None:
+            states = tuple(state) if isinstance(state, (tuple, list)) else (state,)
+        of_cell = cell.name, cell.key, self._sizes, x.dtype, training
+        parameters, hyper = tuple(mine), list(cell.hyper.values())
+        steps, rows = x.shape[self.batch_first], x.shape[not self.batch_first]
+        if x.shape[2] != self.input_size or steps == 0:
+            return None
+        output = x.swapaxes(0, 1) if self.batch_first else x
+        ends: Any = []
+        for k in range(layers):
+            call = ops.plain_call(*of_cell, k, directions, bool(states), parameters)
+            if call is None:
+                return None
+            widths, there, absent, text = call.split("\n")
+            tensors = [output]
+            if states:
+                widths = widths.split()
+                alone = isinstance(state, Tensor)
+                if len(widths) != len(states) or alone != (len(states) == 1):
+                    return None
+                for width, one in zip(widths, states, strict=True):
+                    shape = layers * directions, rows, int(width)
+                    if not isinstance(one, Tensor) or one.shape != shape:
+                        return None
+                    if one.dtype != x.dtype or not one.is_cpu:
+                        return None
+                    tensors.append(
+                        one[k * directions : (k + 1) * directions] if layers > 1 else one
+                    )
+            for name in absent.split():
+                if getattr(self, name, None) is not None:
+                    return None
+            for name in there.split():
+                tensor = mine[name]
+                if tensor is None or tensor.dtype != x.dtype or not tensor.is_cpu:
+                    return None
+                tensors.append(tensor)
+            output, *last = ops.FORWARD(tensors, text, hyper)
+            ends.append(last)
+        if layers == 1:
+            final = tuple(ends[0])
+        else:
+            final = tuple([torch.cat(parts) for parts in zip(*ends, strict=True)])
+        if self.batch_first:
+            output = output.swapaxes(0, 1)
+        return output, final if len(final) > 1 else final[0]
 
     def _named(self, by_position: Sequence[Any], arguments: dict[str, Any]) -> dict[str, Any]:
         """All arguments of a call by name: torch.onnx's older exporter passes each by position.

@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -423,6 +425,42 @@ def test_nothing_is_allocated(target: str, tmp_path: Path) -> None:
     (tmp_path / "main.c").write_text(ALLOCATIONS, encoding="utf-8")
     subprocess.run(["gcc", "main.c", "model.o", "-lm", "-o", "main"], cwd=tmp_path, check=True)
     assert subprocess.run(["./main"], cwd=tmp_path).returncode == 10
+
+
+# From prctl on, Linux ends a process at any call of the system but those that read, write and exit.
+ALONE = """
+#include "model.h"
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+int main(int count, char **arguments) {
+    static float state[MODEL_STATE_SIZE], in[9 * MODEL_INPUTS], out[9 * MODEL_OUTPUTS];
+    (void)arguments;
+    if (prctl(PR_SET_SECCOMP, 1))
+        return 2;
+    model_reset(state);
+    model_step(state, in, out);
+    model_process(state, in, out, 9);
+    if (count > 1)
+        *(volatile char *)malloc(1 << 22) = 0;
+    syscall(SYS_exit, 0);
+}
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a mode of Linux")
+@pytest.mark.parametrize("target", ["c", *HERE])
+def test_nothing_is_asked_of_the_system(target: str, tmp_path: Path) -> None:
+    """No lock that waits, no file, no memory. A program that allocates is killed."""
+    compiled(RNN(Everything, 3, 24, num_layers=2, seed=0), tmp_path, target=target)
+    (tmp_path / "main.c").write_text(ALONE, encoding="utf-8")
+    subprocess.run(["gcc", "main.c", "model.o", "-lm", "-o", "main"], cwd=tmp_path, check=True)
+    called = [subprocess.run(["./main", *more], cwd=tmp_path) for more in ([], ["allocating"])]
+    if called[0].returncode == 2:
+        pytest.skip("this system refuses the mode")
+    assert [call.returncode for call in called] == [0, -signal.SIGKILL]
 
 
 @pytest.mark.slow

@@ -11,10 +11,12 @@ from tolerances import assert_close
 
 torch = pytest.importorskip("torch")
 
+from torch.nn.utils.parametrizations import weight_norm  # noqa: E402
 from torch_layers import CELLS, Gated, Zoned, by_name, run, whole_graphs  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
-from anycell import cell, cells, sigmoid, tanh  # noqa: E402
+from anycell import cell, cells, compress, sigmoid, tanh  # noqa: E402
+from anycell.torch import native, ops, passes  # noqa: E402
 
 nn, Tensor = torch.nn, torch.Tensor
 DOUBLE = {"dtype": torch.float64}
@@ -218,6 +220,154 @@ def test_behind_a_break_of_the_graph_no_function_of_a_layer_is_compiled_by_itsel
         sys.setprofile(None)
     after = seen[seen.index(("again", "warm.py")) :]
     assert not any(file == "guards.py" or name == "_fn" for name, file in after)
+
+
+# -- what a compiled call costs --------------------------------------------------------------------
+# Modules, and whether calls of x and states alone are traced the short way.
+MODULES: dict[str, tuple[Any, bool]] = {
+    "LSTM": (lambda: at.LSTM(3, 5), True),
+    "two layers, both directions": (
+        lambda: at.LSTM(3, 5, 2, bidirectional=True, batch_first=True), True
+    ),
+    "no biases, and a projection": (lambda: at.LSTM(3, 5, 2, bias=False, proj_size=2), True),
+    "one state, in float64": (lambda: at.GRU(3, 5, **DOUBLE), True),
+    "16 bits": (lambda: at.RNN(cells.PeepholeLSTM, 3, 5, dtype=torch.bfloat16), True),
+    "dropout that is off": (lambda: at.RNN(cells.GRU, 3, 5, 2, dropout=0.5).eval(), True),
+    "masks that are not drawn": (lambda: at.RNN(Zoned, 3, 5).eval(), True),
+    "dropout": (lambda: at.RNN(cells.GRU, 3, 5, 2, dropout=0.5), False),
+    "masks": (lambda: at.RNN(Zoned, 3, 5), False),
+    "checkpoints": (lambda: at.RNN(cells.GRU, 3, 5, checkpoint=2), False),
+    "8 bits": (lambda: compress.quantize(at.RNN(cells.LSTM, 3, 5)), False),
+    "a computed weight": (lambda: weight_norm(at.RNN(cells.LSTM, 3, 5), "weight_hh_l0"), False),
+    "a computed bias": (lambda: weight_norm(at.RNN(cells.LSTM, 3, 5), "bias_hh_l0"), False),
+}  # fmt: skip
+
+
+@whole_graphs
+@allow_rnn
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.sample(every=4)
+def test_plain_calls_have_a_short_trace(
+    name: str, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, plain = MODULES[name]
+    layer, short = make(), list[bool]()
+    whole = type(layer)._compiled
+
+    def looked_at(*arguments: Any) -> Any:
+        results = whole(*arguments)
+        short.append(results is not None)
+        return results
+
+    monkeypatch.setattr(type(layer), "_compiled", looked_at)
+    dtype = torch.float32 if name == "8 bits" else layer.weight_ih_l0.dtype
+    x, state = torch.randn(2, 2, 3, dtype=dtype), None
+    if given:
+        _, state = layer(x)
+        state = tuple(map(torch.randn_like, state)) if isinstance(state, tuple) else state.sin()
+    results = []
+    with torch._dynamo.config.patch(allow_rnn=True):
+        for module in (layer, Compiled(layer)):
+            torch.manual_seed(0)
+            if name == "8 bits":
+                output, final = module(x, state)
+                results.append({"output": output, "final": final[0]})
+            else:
+                results.append(run(module, x, state))
+    same_bits(*results)
+    assert short and set(short) == {plain}
+
+
+@whole_graphs
+def test_calls_that_are_not_plain_keep_their_errors() -> None:
+    layer, x, h = at.RNN(cells.LSTM, 3, 5), torch.randn(4, 2, 3), torch.zeros(1, 2, 5)
+    wrong: list[tuple[Any, Any]] = [
+        (x[..., :2], None), (x.double(), None), (x[:0], None), (x, h), (x, (h,)), (x, (h, h[0])),
+        (x, (h, h.double())), (x, (h, torch.zeros(1, 3, 5))), (x[0, 0], None),
+    ]  # fmt: skip
+    for arguments in wrong:
+        with pytest.raises((TypeError, ValueError)) as plain:
+            layer(*arguments)
+        torch._dynamo.reset()
+        with pytest.raises(Exception) as raised:
+            compiled(layer)(*arguments)
+        assert str(plain.value).partition(":")[0] in str(raised.value), arguments
+    torch._dynamo.reset()
+    one = at.RNN(cells.GRU, 3, 5)
+    assert torch.equal(compiled(one)(x, (h,))[0], one(x, (h,))[0])
+
+
+def checked(layer: Any) -> int:
+    """The objects that a compiled call checks."""
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(type(layer).forward.__code__)
+    return str(entries[0].guard_manager).count("+- ")
+
+
+@whole_graphs
+@allow_rnn
+def test_a_plain_call_checks_few_objects() -> None:
+    for layer in (at.LSTM(3, 5), at.RNN(cells.LSTM, 3, 5)):
+        counts, x = list[int](), torch.randn(4, 2, 3)
+        for arguments in ({}, {"mask": torch.ones(4, 2).bool()}):
+            torch._dynamo.reset()
+            with torch._dynamo.config.patch(allow_rnn=True):
+                compiled(layer)(x, **arguments)
+            counts.append(checked(layer))
+        assert counts[0] < 0.6 * counts[1], counts
+
+
+@whole_graphs
+@pytest.mark.skipif(native.table() is None, reason="PyTorch has no stable interface as yet")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_warm_graph_plays_its_passes(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the flags are, without the operators' kernels in Python; a wrong flag is refused."""
+    layer = at.RNN(cells.PeepholeLSTM, 3, 5, bidirectional=True, dtype=dtype)
+    model, x = Compiled(layer), torch.randn(4, 2, 3, dtype=dtype)
+    flags = torch.tensor([[1, 0, 0, 1], [1, 1, 1, 0]]).T.bool()
+    hits: list[bool] = []
+    play = native.play
+
+    def counted(*arguments: Any) -> Any:
+        results = play(*arguments)
+        hits.append(bool(results))
+        return results
+
+    for module in (ops, passes):
+        monkeypatch.setattr(module, "play", counted)
+    monkeypatch.setattr(ops, "_known", {})
+    for arguments in ({}, {"mask": flags}, {"resets": flags, "lengths": torch.tensor([4, 2])}):
+        ref, names = run(layer, x, **arguments), list[str]()
+        for _ in range(3):
+            hits.clear()
+            names.clear()
+            sys.setprofile(lambda frame, *_: names.append(frame.f_code.co_name))  # noqa: B023
+            try:
+                found = run(model, x, **arguments)
+            finally:
+                sys.setprofile(None)
+            same_bits(found, ref)
+        assert hits == [True, True]
+        assert not {"_run", "_backward", "unpack"} & {*names}
+        assert {"_run_again", "_backward_again"} <= {*names}
+    text, hyper = next(key[:2] for key in ops._known if key[2] is True and '"mask"' in key[0])
+    named = {"x": x, "mask": flags.float(), "resets": flags, **layer._weights(layer.cell)[0]}
+    tensors = [named[name] for name in ops.read(text).arrays]
+    with pytest.raises(ValueError, match=r"mask.*given"), torch.no_grad():
+        torch.ops.anycell.run.default(tensors, text, list(hyper), True)
+
+
+@whole_graphs
+def test_graphs_without_the_stable_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before PyTorch 2.10 passes go the ordinary way."""
+    monkeypatch.setattr(native, "_table", lambda: None)
+    monkeypatch.setattr(passes, "_FORMS", {})
+    monkeypatch.setattr(ops, "_known", {})
+    layer, x, flags = at.RNN(cells.GRU, 3, 5), torch.randn(4, 2, 3), torch.ones(4, 2).bool()
+    for arguments in ({}, {"mask": flags}):
+        model, ref = Compiled(layer), run(layer, x, **arguments)
+        for _ in range(2):
+            same_bits(run(model, x, **arguments), ref)
 
 
 def test_packed_sequences_break_the_graph() -> None:

@@ -4,7 +4,9 @@ refuse every tensor that their text does not describe, and every text that nobod
 
 import itertools
 import re
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,15 @@ from variants import variants
 
 torch = pytest.importorskip("torch")
 
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_layers import Zoned, by_name, given_to_forward  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell.layer import Options  # noqa: E402
 from anycell.plan import Layer  # noqa: E402
-from anycell.torch import fused, ops  # noqa: E402
+from anycell.torch import fused, native, ops  # noqa: E402
 
 Tensor = torch.Tensor
 STEPS, ROWS = 40, 9  # so many that the kernel reads the input itself
@@ -238,3 +242,54 @@ def test_a_layer_and_its_operator_take_the_same_road() -> None:
     layer, arrays = ops.unpack(tensors, text, hyper)
     output, *_ = fused.run_forward(layer, layer.plan, arrays, keep=False)
     assert torch.equal(output, torch.ops.anycell.forward(tensors, text, hyper)[0])
+
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Own(Tensor):
+    pass
+
+
+@pytest.mark.skipif(native.table() is None, reason="PyTorch has no stable interface as yet")
+@pytest.mark.parametrize(
+    "context, direct",
+    [
+        (nullcontext, True), (lambda: torch.device("cpu"), True), (torch.inference_mode, True),
+        (Dispatched, False), (Called, False), (torch.enable_grad, False),
+        (torch.autograd.forward_ad.dual_level, False), (torch.profiler.profile, False),
+    ],
+)  # fmt: skip
+def test_calls_that_nobody_observes_need_no_dispatcher(context: Any, direct: bool) -> None:
+    """The others reach the modes, or the kernels in Python, with the same bits."""
+    tensors, text, hyper = arguments(cells.LSTM)
+    tensors = [t.detach() for t in tensors]
+    run, codes = torch.ops.anycell.run.default, list[Any]()
+    others = {ops._run.__code__}
+    others |= {Dispatched.__torch_dispatch__.__code__, Called.__torch_function__.__code__}
+
+    def look(*given: Any, **named: Any) -> bool:
+        codes.clear()
+        sys.setprofile(lambda frame, *_: codes.append(frame.f_code))
+        try:
+            results = run(*given, **named)
+        finally:
+            sys.setprofile(None)
+        # What is kept has corners that nothing writes.
+        assert all(map(torch.equal, results[:2], right[:2]))
+        return not others & {*codes}
+
+    with torch.no_grad():
+        right = run(tensors, text, hyper, True)
+        with context():
+            assert look(tensors, text, hyper, True) is direct
+        assert look(tensors, text, hyper, True)
+        assert not look(tensors, text, hyper, keep=True)
+        assert not look([tensors[0].as_subclass(Own), *tensors[1:]], text, hyper, True)

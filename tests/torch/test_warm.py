@@ -330,6 +330,7 @@ def test_memory_stays_flat(calls: int) -> None:
             if n % 10 == 0:
                 module(x)[0].sum().backward()
                 module(x, lengths=[1, 0], resets=flags)[0].sum().backward()
+                assert native.play([x, wide], -1, 0) == []
                 with pytest.raises(RuntimeError, match="input"):
                     module(wide)
         gc.collect()
