@@ -257,7 +257,7 @@ def torchs_lack(cell: str, dtype: str) -> str | None:
 
 @pytest.mark.parametrize("cell", CLASSICS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 def test_everybody_solves_the_same_problem(cell: str, dtype: str) -> None:
     problem = Problem(find_cell(cell), SMALL, dtype)
     want = contenders().reference(problem, "training")
@@ -276,6 +276,7 @@ def test_everybody_solves_the_same_problem(cell: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.sample(every=3)
 def test_everybody_in_16_bits(cell: str, dtype: str) -> None:
     problem = Problem(find_cell(cell), SMALL, dtype)
     assert problem.x.dtype == problem.weights["weight_hh_l0"].dtype == np.float32

@@ -257,7 +257,7 @@ def test_a_gang_that_gains_does_not_rest(line: Any) -> None:
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("units", [8, 64, 128])
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(1)
 def test_threads_are_no_more_than_there_is_to_share(
     units: int, bidirectional: bool, runs: list[layer.pass_tables.PassTables], patch_threads: Any
 ) -> None:
@@ -320,7 +320,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda c: f"{c.cell.name}-{c.dtype}-{c.units}")
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 def test_one_thread_does_all_where_no_worker_begins(
     call: Call, phantoms: dict[int, Phantoms]
 ) -> None:

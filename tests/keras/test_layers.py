@@ -150,7 +150,7 @@ APART: dict[str, list[float]] = {
 
 
 @pytest.mark.parametrize("function", ACTIVATIONS)
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=9)
 def test_activations_at_their_edges(function: str) -> None:
     if not hasattr(keras.activations, function):
         pytest.skip(f"Keras {keras.__version__} has no such function")
@@ -205,6 +205,7 @@ def test_gru_with_the_reset_before_the_matmul() -> None:
 
 
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.sample(1)
 def test_dropout_draws_what_keras_draws(name: str) -> None:
     theirs, ours = pair(name, 4, dropout=0.5, seed=4, return_sequences=True)
     copy_weights(theirs, ours, (3, 4, 20))
@@ -220,7 +221,7 @@ def test_dropout_draws_what_keras_draws(name: str) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", KERAS)
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=7)
 def test_recurrent_dropout_draws_what_keras_draws(
     name: str, masked: bool, dropout: float, dtype: str
 ) -> None:
@@ -279,7 +280,7 @@ def test_config_and_files(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", KERAS)
-@pytest.mark.sample(every=2)  # SimpleRNN has fewer losses
+@pytest.mark.sample(1)
 def test_constraints_and_regularizers(name: str) -> None:
     layer = getattr(ak, name)(
         4, kernel_regularizer="l2", bias_regularizer="l1", kernel_constraint="non_neg",
@@ -557,7 +558,7 @@ def test_a_dropout_rate_of_one(name: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["PeepholeLSTM", *KERAS])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_stateful_layers_train(name: str, rng: np.random.Generator) -> None:
     x = rng.normal(size=(4, 5, 3)).astype("float32")
     given = keras.Input(batch_shape=(2, 5, 3))
@@ -922,6 +923,7 @@ def test_torch_compile_takes_a_layer_as_it_is(name: str) -> None:
 
 # -- memory ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.sample(1)
 def test_memory_of_any_kind(rows: int, rng: np.random.Generator) -> None:
     """Calls take NumPy arrays of any layout, whether or not the kernel projects the input."""
     shape, layer = (rows, 8, 16), ak.LSTM(12, return_sequences=True)

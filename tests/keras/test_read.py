@@ -292,7 +292,7 @@ def assert_same(ours: Any, theirs: Any, x: np.ndarray, dtype: str = EXACT, **how
 
 # -- what is read --------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_a_cell_runs_fused(name: str, rng: np.random.Generator) -> None:
     """Results, and gradients of x and of all weights, as in Keras's loop."""
     if name == "in TensorFlow" and BACKEND != "tensorflow":
@@ -314,7 +314,7 @@ HOW = {
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("make", [Concat, Around], ids=["a state", "no state"])
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=7)
 def test_as_keras_runs_it(
     make: Any, how: str, graph: bool, masked: bool, rng: np.random.Generator
 ) -> None:

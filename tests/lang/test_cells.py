@@ -321,7 +321,7 @@ FUSED = sorted((c for c in EVERY if plan(c, 34).engine == "cpu"), key=lambda c: 
 
 
 @pytest.mark.parametrize("cell", FUSED, ids=repr)
-@pytest.mark.sample(5)  # cells with random masks; frontends' tests run all others
+@pytest.mark.sample(2)
 def test_fused_kernels(cell: Cell, rng: np.random.Generator) -> None:
     """Each cell has one problem; ``test_engines.py`` has many problems for some cells."""
     situation = {"masked": True, "resets": True, "training": True, "seed": 3}
@@ -566,6 +566,7 @@ def fixed(name: str) -> dict[str, Any]:
     [(ONLSTM, on_lstm), (MatrixLSTM, matrix_lstm), (MassLSTM, mass_lstm)],
     ids=["ONLSTM", "MatrixLSTM", "MassLSTM"],
 )
+@pytest.mark.sample(1)
 def test_cells_of_fixed_matrices(cell: Cell, step: Equations) -> None:
     sizes = {s.size: H * H for s in cell.states if s.size != "H"}
     layer = anycell.torch.RNN(cell, 3, H, dtype=torch.float64, **sizes)

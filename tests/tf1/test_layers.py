@@ -46,6 +46,7 @@ def peepholes(named: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("use_peephole", [False, True])
 @pytest.mark.parametrize("cell_clip", [None, 0.3])
 @pytest.mark.parametrize("forget_bias", [0.0, 1.0])
+@pytest.mark.sample(every=3)
 def test_fused_cell_is_block_lstm(
     use_peephole: bool, cell_clip: float | None, forget_bias: float, rng: np.random.Generator
 ) -> None:

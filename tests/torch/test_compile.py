@@ -81,7 +81,7 @@ def test_one_graph(kind: Any) -> None:
 @whole_graphs
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(1)
 def test_no_compilation_for_other_lengths_and_batches(training: bool, dynamic: bool | None) -> None:
     layer = at.RNN(cells.PeepholeLSTM, 3, 5, num_layers=2)
     model = Compiled(layer, dynamic=dynamic)
@@ -165,7 +165,7 @@ allow_rnn = pytest.mark.skipif(
 @allow_rnn
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-@pytest.mark.sample(every=3)  # each layer, and each dtype
+@pytest.mark.sample(1)
 def test_drop_ins_under_autocast(kind: str, dtype: Any) -> None:
     layer = getattr(at, kind)(3, 5)
     for x in (torch.randn(4, 2, 3), torch.randn(1, 2, 3)):
@@ -180,6 +180,7 @@ def test_drop_ins_under_autocast(kind: str, dtype: Any) -> None:
 @whole_graphs
 @allow_rnn
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.sample(1)
 def test_drop_ins(kind: str) -> None:
     """Dynamo breaks its graph at any nn.LSTM, unless told otherwise; ours runs fused then too."""
     layer, x = getattr(at, kind)(3, 5, 2), torch.randn(4, 2, 3)

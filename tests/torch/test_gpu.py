@@ -331,6 +331,7 @@ def test_recurrent_mask(
 
 @pytest.mark.parametrize("held", [(), ("repeat",)], ids=["", "held"])
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
+@pytest.mark.sample(every=3)
 def test_the_states_after_every_step(cell: Any, held: tuple[str, ...], ran: list[str]) -> None:
     """Both directions return their states; the backward pass of Adding does not read them."""
     has = ("bidirectional", "state", "mask", "return_states", *held)

@@ -58,7 +58,7 @@ class BeforeAndAfter(Concatenated):
         return y * state[1] + x.sum(-1, keepdim=True), new
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CELLS)
 def test_cells_are_read(name: str) -> None:
     """Called three times: read, recorded, replayed."""
@@ -851,6 +851,7 @@ class Picked(OfTorchGRU):
 
 
 @pytest.mark.parametrize("kind", [Counting, ClockOfAll, Locked, Picked])
+@pytest.mark.sample(every=3)
 def test_further_steps(kind: Any) -> None:
     module = kind()
     module.locked = (torch.rand(B, H) > 0.3).double()
@@ -918,7 +919,7 @@ ORDINARY: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=5)
 def test_ordinary_things_are_read(name: str) -> None:
     module = Refusing(ORDINARY[name]).eval()
     module.norm.running_mean, module.norm.running_var = torch.randn(H), 1 + torch.rand(H)

@@ -91,7 +91,7 @@ def assert_onnx(layer: nn.Module, **options: Any) -> None:
 
 @of_onnx
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 def test_onnx_by_torchscript(name: str) -> None:
     """The older exporter passes all arguments of a bare layer by position."""
     pytest.importorskip("onnx")
@@ -234,6 +234,7 @@ def test_one_step_needs_no_scan() -> None:
 
 @of_onnx
 @pytest.mark.parametrize("layer", [at.LSTM(3, 5), at.RNN(cells.PeepholeLSTM, 3, 5)], ids=str)
+@pytest.mark.sample(1)
 def test_onnx_of_a_feedback(layer: nn.Module) -> None:
     """Of all steps at once, and of one, which takes and gives the states; prepared or not."""
     pytest.importorskip("onnx")
@@ -266,6 +267,7 @@ def test_onnx_of_a_feedback(layer: nn.Module) -> None:
 @of_torchscript
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sample(every=3)
 def test_trace(name: str) -> None:
     layer = LAYERS[name]().double().eval()
     x = given_to(layer).double()
