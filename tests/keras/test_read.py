@@ -636,7 +636,7 @@ def test_step_by_step_runs_keras_loop_and_xla_the_kernels(rng: np.random.Generat
         assert np.array_equal(ours(x), theirs(x))
     from anycell.keras import tensorflow as kernels
 
-    function = tf.function(ours, jit_compile=True)
+    function = tf.function(ours, jit_compile=True, autograph=False)
     assert_close(function(x), theirs(x), "float32", "forward")
     nodes = {node.op for node in function.get_concrete_function(x).graph.as_graph_def().node}
     assert ("XlaCallModule" in nodes) is (kernels.obstacle() is None)

@@ -59,7 +59,7 @@ def results(made: Any, rnn: Any, graph: bool = False) -> dict[str, np.ndarray]:
             total, [*watched, *weights], unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
 
-    out, slopes = (tf.function(both) if graph else both)()
+    out, slopes = (tf.function(both, autograph=False) if graph else both)()
     names = [f"argument {k}" for k in range(len(watched))]
     names += [f"{k}, {weight.name}" for k, weight in enumerate(layer.trainable_weights)]
     got = {f"output {k}": leaf.numpy() for k, leaf in enumerate(out)}
@@ -184,5 +184,5 @@ def test_few_steps_run_in_keras_loop_where_a_graph_calls_kernels_through_python(
         graph.get_concrete_function(tf.TensorSpec([*shape, 5], tf.float64))
         assert bool(ran) == kernel, shape
     ran.clear()
-    tf.function(layer, jit_compile=True).get_concrete_function(x)
+    tf.function(layer, jit_compile=True, autograph=False).get_concrete_function(x)
     assert bool(ran) == (kernels.obstacle() is None)
