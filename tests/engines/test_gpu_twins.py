@@ -107,7 +107,6 @@ def assert_bits(some: dict[str, Any], others: dict[str, Any]) -> None:
 
 # -- results ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("cell", "tier", "dtype", "has"), CASES)
-@pytest.mark.sample(1)
 def test_the_bits_of_two_launches(
     cell: Cell, tier: int, dtype: str, has: Any, launched: list[str]
 ) -> None:

@@ -97,7 +97,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("cell", "tier", "has", "way"), [*cases()], ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(every=2)
 def test_results_and_gradients(
     cell: Any, tier: int, has: Any, way: str, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

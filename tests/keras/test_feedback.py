@@ -147,6 +147,7 @@ def test_probabilities() -> None:
 
 
 @pytest.mark.parametrize("cell", [ak.LSTM, ak.PeepholeLSTM])
+@pytest.mark.sample(1)
 def test_resets(cell: Any) -> None:
     """From a reset on it runs as from the beginning."""
     x = np.random.default_rng(0).normal(size=(4, 6, 2)).astype("float32")

@@ -73,7 +73,7 @@ def pair(name: str, units: int, **kwargs: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda f: " ".join(f) or "plain")
 @pytest.mark.parametrize("name", KERAS)
-@pytest.mark.sample(every=5)  # each flag
+@pytest.mark.sample(every=11)
 def test_results_and_gradients(
     name: str, flags: dict[str, Any], masked: bool, dtype: str, rng: np.random.Generator
 ) -> None:
@@ -257,6 +257,7 @@ def test_same_seed_same_initial_weights(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.sample(1)
 def test_config_and_files(name: str, tmp_path: Any) -> None:
     theirs, ours = pair(name, 4, return_sequences=True, dropout=0.1, kernel_regularizer="l2")
     assert config_of(theirs) == config_of(ours)
@@ -310,7 +311,7 @@ def test_stateful(name: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("name", KERAS)
 @pytest.mark.parametrize("merge", ["concat", "sum", None])
-@pytest.mark.sample(every=4)  # each layer, and each way to merge
+@pytest.mark.sample(every=8)
 def test_bidirectional(name: str, merge: str | None, rng: np.random.Generator) -> None:
     theirs, ours = (
         keras.layers.Bidirectional(l, merge_mode=merge)
@@ -544,6 +545,7 @@ SHORT_CUTS = [("torch", "LSTM"), ("torch", "GRU"), ("jax", "GRU")]
 
 @pytest.mark.parametrize("what", ["dropout", "recurrent_dropout"])
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.sample(every=5)
 def test_a_dropout_rate_of_one(name: str, what: str) -> None:
     """In Keras, a rate of one drops nothing in ``LSTM`` and ``GRU``, and all in ``SimpleRNN``."""
     if what == "dropout" and (BACKEND, name) in SHORT_CUTS:
@@ -816,7 +818,7 @@ def halving(call: Any) -> Any:
 
 @pytest.mark.parametrize("way", ["replaced", "instance", "class"])
 @pytest.mark.parametrize("name", [*KERAS, "PeepholeLSTM"])
-@pytest.mark.sample(every=2)  # each layer, and each way
+@pytest.mark.sample(every=5)
 def test_a_changed_cell_is_honoured(
     name: str, way: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
@@ -1004,6 +1006,7 @@ def test_sizes_that_heads_do_not_divide(make: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.sample(2)
 def test_a_call_is_few_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An eager call of a warm layer traces no cell again."""
     monkeypatch.setattr(cpu.check, "ON", False)

@@ -108,6 +108,7 @@ COPIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("way", COPIES)
+@pytest.mark.sample(every=2)
 def test_copies_step_with_their_own_weights(way: str) -> None:
     layer = ak.LSTM(5)
     layer(X)
@@ -229,6 +230,7 @@ def test_a_step_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sample(every=2)
 def test_a_layer_is_explained(name: str) -> None:
     """By what runs it, and why, in training or inference; then by the page of its cell."""
     layer = LAYERS[name]()

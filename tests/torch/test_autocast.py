@@ -118,6 +118,7 @@ def layers() -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("kind", layers())
+@pytest.mark.sample(every=3)
 def test_a_backward_pass(kind: str, again: bool) -> None:
     """Begun within autocast, it has the bits of one begun outside, to be differentiated or not."""
     layer = layers()[kind]()

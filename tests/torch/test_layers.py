@@ -57,6 +57,7 @@ FLAGS = [
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "-".join(map(str, f)) or "plain")
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("with_state", [False, True], ids=["", "state"])
+@pytest.mark.sample(every=3)
 def test_flags(kind: str, flags: dict[str, Any], with_state: bool) -> None:
     ours, theirs = twins(kind, 5, 9, **flags, dtype=torch.float64)
     x = torch.randn(3, 4, 5, dtype=torch.float64)
@@ -190,6 +191,7 @@ def test_gradient_penalty(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CELLS, **by_name)
+@pytest.mark.sample(every=2)
 def test_backward_twice(kind: Any) -> None:
     layer = at.RNN(kind, 3, 5, num_layers=2, bidirectional=True)
     output, _ = layer(torch.randn(6, 2, 3), lengths=[6, 4], resets=torch.rand(6, 2) < 0.3)
@@ -371,6 +373,7 @@ def test_cells_are_torchs(name: str) -> None:
 @pytest.mark.parametrize("rows", [None, 0, 1, 4, 33])
 @pytest.mark.parametrize("form", range(4))
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sample(every=3)
 def test_a_single_step(kind: str, form: int, rows: int | None) -> None:
     """Results and errors are torch's, with or without a batch, for all options of the layer."""
     options: Any = [
@@ -398,6 +401,7 @@ def test_a_single_step(kind: str, form: int, rows: int | None) -> None:
 
 
 @pytest.mark.parametrize("kind", CELLS, **by_name)
+@pytest.mark.sample(every=2)
 def test_rnn_cell(kind: Any) -> None:
     step, whole = (
         at.RNNCell(kind, 3, 5, dtype=torch.float64),
@@ -490,6 +494,7 @@ def test_other_paths_of_the_drop_ins() -> None:
 
 @pytest.mark.parametrize("hidden", [1, 5])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.sample(every=3)
 def test_gradients_that_are_negatives_in_memory(kind: str, hidden: int) -> None:
     """Autograd passes such gradients from complex numbers."""
     layer = at.RNN(cells.PeepholeLSTM, 3, hidden) if kind == "RNN" else getattr(at, kind)(3, hidden)

@@ -114,6 +114,7 @@ def test_a_tape_makes_a_slice_of_a_view_at_once(
         (Concatenated, torch.bfloat16, False),  # whose states are widened
     ],
 )
+@pytest.mark.sample(every=3)
 def test_warm_calls_are_one_operator(
     monkeypatch: pytest.MonkeyPatch, kind: Any, dtype: Any, native: bool, batch_first: bool,
     learning: bool,
@@ -447,6 +448,7 @@ def test_a_number_that_changes_in_each_call(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.sample(1)
 def test_dtype_moves(dtype: torch.dtype) -> None:
     module = Concatenated()
     layer = loop(module)

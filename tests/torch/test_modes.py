@@ -500,6 +500,7 @@ class Wrapper(Tensor):
 @entrances
 @pytest.mark.parametrize("around", [nullcontext, Log], ids=["alone", "under a mode"])
 @pytest.mark.parametrize("which", ["x", "weights", "both"])
+@pytest.mark.sample(every=5)
 def test_types_of_tensors(
     which: str, around: Any, entrance: str, inputs: tuple[Tensor, Tensor]
 ) -> None:

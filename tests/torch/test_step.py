@@ -91,6 +91,7 @@ def test_every_cell(kind: Any, dtype: Any, runs: list[Any]) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", [cells.JANET, cells.PeepholeLSTM, cells.LayerNormGRU], **by_name)
+@pytest.mark.sample(every=3)
 def test_which_gradients_are_wanted(kind: Any, bias: bool) -> None:
     module = at.RNNCell(kind, 4, 5, bias=bias)
     for wanted in ("weights", "state", "x", *["bias"] * (bias and module.cell.bias)):
