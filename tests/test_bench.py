@@ -304,6 +304,7 @@ def test_everybody_in_16_bits(cell: str, dtype: str) -> None:
     assert gate.judge(task.results(), right, dtype).ok
 
 
+@pytest.mark.more
 def test_everybody_in_8_bits() -> None:
     for cell, peers in {"LSTM": ["torch.nn"], "GRU": ["torch.nn"], "PeepholeLSTM": []}.items():
         problem = Problem(find_cell(cell), SMALL, "int8")
@@ -1010,6 +1011,7 @@ def test_bench_from_the_command_line(
     assert [row["mode"] for row in rows] == ["inference"]
 
 
+@pytest.mark.more
 def test_quick(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

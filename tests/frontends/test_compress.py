@@ -602,6 +602,7 @@ def test_a_layer_of_low_rank_is_like_any_other() -> None:
     assert compress.shrink(factored, 2, size="rank", multiple=1).shape == (4, 2)
 
 
+@pytest.mark.more
 def test_numpys_layers_of_low_rank(rng: np.random.Generator) -> None:
     for bias in (True, False):
         layer = an.GRU(3, COUNT, 2, bias=bias, bidirectional=True, seed=0, dtype="float64")

@@ -77,10 +77,12 @@ def _forget() -> None:
 
 # -- kernels ---------------------------------------------------------------------------------------
 @widest
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))]
+)
 def test_cells(part: int, name: str, seed: int) -> None:
     with isa.force(name):
-        for n, cell in list(enumerate(BUILT_IN))[part::3]:
+        for n, cell in list(enumerate(BUILT_IN))[part::6]:
             how = {"masked": True, "resets": True, "reverse": True} if n % 2 else {}
             assert_rounded(small(cell, (5, 3, 33), seed + n, **how), threads=2)
 

@@ -217,6 +217,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("by_xla", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.sample(1)
+@pytest.mark.more
 def test_fit(
     kind: str,
     by_xla: bool,

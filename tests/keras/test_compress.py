@@ -248,7 +248,7 @@ def test_stateful_layers_start_anew() -> None:
 
 
 @pytest.mark.parametrize("name", ["LSTM", "Blocks", "GRU", "both directions", "sLSTM", "LSTMP"])
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 def test_full_rank_changes_nothing(name: str) -> None:
     layer, _, x = made(name)
     matmuls = ["mix"] if name == "Blocks" else None

@@ -150,7 +150,7 @@ APART: dict[str, list[float]] = {
 
 
 @pytest.mark.parametrize("function", ACTIVATIONS)
-@pytest.mark.sample(every=9)
+@pytest.mark.sample(every=4)
 def test_activations_at_their_edges(function: str) -> None:
     if not hasattr(keras.activations, function):
         pytest.skip(f"Keras {keras.__version__} has no such function")
@@ -818,7 +818,7 @@ def halving(call: Any) -> Any:
 
 @pytest.mark.parametrize("way", ["replaced", "instance", "class"])
 @pytest.mark.parametrize("name", [*KERAS, "PeepholeLSTM"])
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=2)
 def test_a_changed_cell_is_honoured(
     name: str, way: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:

@@ -230,7 +230,6 @@ def test_a_step_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.sample(every=2)
 def test_a_layer_is_explained(name: str) -> None:
     """By what runs it, and why, in training or inference; then by the page of its cell."""
     layer = LAYERS[name]()

@@ -584,6 +584,7 @@ def test_no_graph_outlives_its_model(
 
 
 # -- training --------------------------------------------------------------------------------------
+@pytest.mark.more
 def test_a_train_step_of_ones_own(rng: np.random.Generator) -> None:
     class Model(keras.Model):
         def __init__(self) -> None:
