@@ -330,7 +330,6 @@ def test_every_op_has_an_operator() -> None:
 
 
 @pytest.mark.parametrize("ones", [False, True])
-@pytest.mark.sample(1)
 def test_random_cells(ones: bool) -> None:
     """Any graph: further matmuls, reductions of groups, values of one number per row."""
     for seed in range(12):

@@ -257,7 +257,7 @@ def test_a_gang_that_gains_does_not_rest(line: Any) -> None:
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("units", [8, 64, 128])
-@pytest.mark.sample(1)
+@pytest.mark.sample(every=3)
 def test_threads_are_no_more_than_there_is_to_share(
     units: int, bidirectional: bool, runs: list[layer.pass_tables.PassTables], patch_threads: Any
 ) -> None:

@@ -758,7 +758,6 @@ def test_memories_that_only_grow_by_products_of_x(read: bool) -> None:
 
 
 @pytest.mark.parametrize("extreme", [jnp.max, jnp.min])
-@pytest.mark.sample(1)
 def test_extremes_keep_their_derivative(extreme: Any) -> None:
     """XLA may compute an operand once more to compare it with the extreme, in another way; then no
     element equals it, and JAX's derivative is lost, or NaN.

@@ -40,7 +40,7 @@ def Plain(x: Any, r: Any, s: Any) -> Any:
 
 @pytest.mark.parametrize("cell", [Plain, cells.IndRNN(nonlinearity="tanh")])
 @pytest.mark.parametrize("wanted", ["x", "parameters"])
-@pytest.mark.sample(1)
+@pytest.mark.sample(every=3)
 def test_gradients_per_element_where_no_value_is_kept(
     rng: np.random.Generator, cell: anycell.Cell, wanted: str
 ) -> None:

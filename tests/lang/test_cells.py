@@ -309,7 +309,7 @@ def by_equations(problem: Problem, equations: Equations) -> Arrays:
     ids=["evaluation", "training"],
 )
 @pytest.mark.parametrize(("cell", "equations"), CELLS, ids=map(repr, EVERY))
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 def test_cells_are_their_equations(
     cell: Cell, equations: Equations, situation: dict[str, Any], rng: np.random.Generator
 ) -> None:
