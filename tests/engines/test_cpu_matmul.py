@@ -201,7 +201,7 @@ def test_it_stays_within_its_arrays(name: str, seed: int) -> None:
 # -- bits ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=5)  # each dtype
 def test_bits(layout: tuple[bool, bool, bool], dtype: str, rng: np.random.Generator) -> None:
     """An element follows from its row and its column: not from threads, nor from other rows and
     columns, nor from where the arrays lie."""

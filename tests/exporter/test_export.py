@@ -94,7 +94,7 @@ OBJECTS = [
 
 @pytest.mark.parametrize("target", HERE)
 @pytest.mark.parametrize(("cell", "units"), OBJECTS, ids=repr)
-@pytest.mark.sample(every=7)
+@pytest.mark.sample(every=7)  # each target
 def test_machine_code(
     cell: Cell, units: int, target: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -141,7 +141,7 @@ ROUNDED = [cells.LSTM, cells.LSTMP, cells.sLSTM(heads=2), Mean]
 
 @pytest.mark.parametrize("target", ["c", *HERE])
 @pytest.mark.parametrize("cell", ROUNDED, ids=repr)
-@pytest.mark.sample(every=7)
+@pytest.mark.sample(every=7)  # each target
 def test_weights_of_8_bits(
     cell: Cell, target: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:

@@ -46,7 +46,7 @@ def weights_of(layer: Any, parameters: dict[str, np.ndarray]) -> dict[str, np.nd
 @pytest.mark.parametrize("way", ["eager", "graph", "step by step"])
 @pytest.mark.parametrize("cell", [cell for cell, _ in LAYERS], ids=str)
 @pytest.mark.parametrize("masked", [(), ("mask",)], ids=["", "masked"])
-@pytest.mark.sample(every=10)
+@pytest.mark.sample(every=10)  # each way, under masks and without
 def test_layers(cell: Cell, masked: tuple[str, ...], way: str) -> None:
     if way == "graph" and BACKEND != "tensorflow":
         pytest.skip("a graph is TensorFlow's")

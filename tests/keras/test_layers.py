@@ -818,7 +818,7 @@ def halving(call: Any) -> Any:
 
 @pytest.mark.parametrize("way", ["replaced", "instance", "class"])
 @pytest.mark.parametrize("name", [*KERAS, "PeepholeLSTM"])
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=2)  # each layer, and each way
 def test_a_changed_cell_is_honoured(
     name: str, way: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:

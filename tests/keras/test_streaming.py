@@ -31,7 +31,7 @@ X, STATIC = rng.normal(size=(4, 6, 3)), rng.normal(size=(4, 5))
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=5)  # both dtypes
 def test_steps_are_those_of_a_call(name: str, dtype: str) -> None:
     """With weights packed, and without, in a copy; episodes begin as a call does."""
     with double(dtype):

@@ -322,7 +322,7 @@ FUSED = sorted((c for c in EVERY if plan(c, 34).engine == "cpu"), key=lambda c: 
 
 
 @pytest.mark.parametrize("cell", FUSED, ids=repr)
-@pytest.mark.sample(2)
+@pytest.mark.sample(2)  # cells with random masks; frontends' tests run all others
 def test_fused_kernels(cell: Cell, rng: np.random.Generator) -> None:
     """Each cell has one problem; ``test_engines.py`` has many problems for some cells."""
     situation = {"masked": True, "resets": True, "training": True, "seed": 3}
