@@ -370,6 +370,7 @@ def test_encoder_decoder_states_in_the_functional_api(rng: np.random.Generator) 
 @pytest.mark.parametrize("name", KERAS)
 @pytest.mark.parametrize("kind", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.sample(1)
+@pytest.mark.more
 def test_mixed_precision(name: str, kind: str, rng: np.random.Generator) -> None:
     theirs, ours = pair(name, 8, return_sequences=True, dtype=kind)
     exact = getattr(keras.layers, name)(8, return_sequences=True)
@@ -464,6 +465,7 @@ def test_complex_numbers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+@pytest.mark.sample(1)
 def test_resets_are_numbers_of_any_dtype(dtype: str) -> None:
     layer = ak.RNN(cells.LSTM, 4, dtype=dtype)
     as_numbers, as_flags = (layer(X, resets=FLAG.astype(kind)) for kind in ("float32", "bool"))
@@ -522,6 +524,7 @@ def test_masks_and_static_inputs_in_lists(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("what", ["static", "resets"])
+@pytest.mark.sample(1)
 def test_an_automatic_mask_beside_another_tensor(what: str, rng: np.random.Generator) -> None:
     """The mask arrives; Keras itself passes masks on only to calls with one tensor."""
     convert = keras.ops.convert_to_tensor

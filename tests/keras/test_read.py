@@ -292,7 +292,7 @@ def assert_same(ours: Any, theirs: Any, x: np.ndarray, dtype: str = EXACT, **how
 
 # -- what is read --------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_cell_runs_fused(name: str, rng: np.random.Generator) -> None:
     """Results, and gradients of x and of all weights, as in Keras's loop."""
     if name == "in TensorFlow" and BACKEND != "tensorflow":
@@ -649,6 +649,7 @@ GAIN = 1.0
 @pytest.mark.parametrize(
     "change", ["a class", "a base", "a list in a dictionary", "a closure", "a variable of the file"]
 )
+@pytest.mark.sample(every=2)
 def test_the_next_call_sees_what_has_changed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scale = 1.0
 

@@ -223,7 +223,7 @@ def test_a_mask_does_not_lengthen_sequences_of_one_step(rng: np.random.Generator
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", ["LSTM", "ZoneoutLSTM", "PeepholeLSTM", "RNN"])
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(1)
 def test_an_input_that_the_kernel_projects(
     name: str, graph: bool, set_layer: Callable[..., None]
 ) -> None:
@@ -341,6 +341,7 @@ def test_inside_a_while_loop_and_a_condition(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("watched", ["input", "weight", "loss"])
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 @pytest.mark.sample(1)
+@pytest.mark.more
 def test_forward_mode(name: str, watched: str, graph: bool, rng: np.random.Generator) -> None:
     """Jacobian- and Hessian-vector products, forwards and forwards over reverse, equal Keras's."""
     ours, theirs = (getattr(m, name)(3, dtype="float64") for m in (ak, keras.layers))

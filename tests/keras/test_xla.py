@@ -97,7 +97,7 @@ KINDS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_sizes_that_only_xla_knows(kind: str, dtype: str, rng: np.random.Generator) -> None:
     """One graph runs any number of steps and rows."""
     make, more = KINDS[kind]
@@ -257,6 +257,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.more
 def test_fit(kind: str, rng: np.random.Generator) -> None:
     """The same training with and without XLA; the last batch has fewer rows."""
     trained, x, y = [], data(rng, 7, T, I), data(rng, 7, T, 2)

@@ -42,6 +42,7 @@ def example() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sample(every=2)
 def test_models_of_real_projects(example: Any, name: str) -> None:
     """Outputs and training curves are the same, with narrow layers, few steps and few rows."""
     full = all_shapes()[name]

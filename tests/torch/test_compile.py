@@ -168,6 +168,7 @@ def allow_rnn() -> Any:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 @pytest.mark.sample(1)
+@pytest.mark.more
 def test_drop_ins_under_autocast(kind: str, dtype: Any, allow_rnn: Any) -> None:
     layer = getattr(at, kind)(3, 5)
     for x in (torch.randn(4, 2, 3), torch.randn(1, 2, 3)):
@@ -241,6 +242,7 @@ def test_inductor() -> None:
 # -- export ----------------------------------------------------------------------------------------
 @whole_graphs
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.sample(1)
 def test_export(strict: bool) -> None:
     """One operator in the graph, for any T and B; saved and loaded; still to be trained."""
     layer = at.RNN(cells.PeepholeLSTM, 3, 5, num_layers=2, **DOUBLE)

@@ -72,7 +72,7 @@ def test_flags(kind: str, flags: dict[str, Any], with_state: bool) -> None:
 
 @pytest.mark.parametrize("sizes", AWKWARD, ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=7)
 def test_float32(kind: str, sizes: tuple[int, int, int]) -> None:
     """Median errors over several draws are within the limits and comparable to torch's.
 
@@ -176,6 +176,7 @@ def test_errors_are_torchs(kind: str) -> None:
 
 # -- autograd --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sample(1)
 def test_gradient_penalty(kind: str) -> None:
     """create_graph=True works if the input depends on a weight of the same layer."""
     found = []
@@ -520,6 +521,7 @@ def test_a_step_of_negatives_in_memory() -> None:
 
 @pytest.mark.parametrize("engine", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.sample(every=3)
 def test_16_bits_run_fused_and_step_by_step(dtype: torch.dtype, engine: str) -> None:
     layer, x = at.RNN(cells.PeepholeLSTM, 3, 5).to(dtype), torch.randn(4, 2, 3).to(dtype)
     assert layer.engine.name == "cpu"

@@ -354,6 +354,7 @@ class Switched(One):
         return h, h
 
 
+@pytest.mark.more
 def test_a_module_that_changes() -> None:
     """Attributes, lists in place, train and eval, weights of every kind of change."""
     module = Switched().eval()
@@ -723,6 +724,7 @@ def test_transformations_run_the_loop() -> None:
     assert mapped.shape == (B, T, 1, H)
 
 
+@pytest.mark.more
 def test_second_derivatives() -> None:
     layer = loop(Leaky())
     x, h = torch.randn(5, 1, I, requires_grad=True), torch.randn(1, H, requires_grad=True)

@@ -175,7 +175,7 @@ def test_projection_with_lengths_and_resets() -> None:
 @pytest.mark.parametrize("layout", ["", "batch_first", "unbatched", "packed"])
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("kind", ["LSTM", "LSTMP", "GRU"])
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 def test_drop_ins_take_what_rnn_takes(kind: str, gradients: bool, layout: str) -> None:
     """Each argument alone, and all together: the bits of ``RNN``, by fused kernels."""
     options = {"num_layers": 2, "bidirectional": True, "batch_first": layout == "batch_first"}

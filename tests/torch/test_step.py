@@ -72,7 +72,7 @@ def arguments_of(module: Any, rows: int, state: bool, gradient: bool = True) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", CELLS, **by_name)
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=7)
 def test_every_cell(kind: Any, dtype: Any, runs: list[Any]) -> None:
     """On both sides of the rows by which weights are packed."""
     sizes = (5, 1), (5, 0), (33, 50), (33, heuristics.FEW_ROWS), (33, heuristics.FEW_ROWS + 1)
