@@ -97,7 +97,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("cell", "tier", "has", "way"), [*cases()], ids=str)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(3)
 def test_results_and_gradients(
     cell: Any, tier: int, has: Any, way: str, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +217,6 @@ LAYERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("by_xla", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.sample(1)
-@pytest.mark.more
 def test_fit(
     kind: str,
     by_xla: bool,
