@@ -29,12 +29,14 @@ cards.choose_interpreter()
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
+    cards.hasten_interpreter()
+
 HERE = Path(__file__).parent
 
 OPTIONS = {
     "seed": (1997, "seed of everything random"),
-    "random-cells": (3, "how many random cells the property test builds"),
-    "random-calls": (20, "how many random calls of layers, in groups of a cell and dtype"),
+    "random-cells": (2, "how many random cells the property test builds"),
+    "random-calls": (10, "how many random calls of layers, in groups of a cell and dtype"),
     "edits": (30, "how many edits of weights are tried per layer"),
     "days": (1, "spread slow cases, and those of grids, over N days (1: run all now)"),
     "day": (datetime.date.today().toordinal(), "which day's share of them"),

@@ -257,7 +257,7 @@ def torchs_lack(cell: str, dtype: str) -> str | None:
 
 @pytest.mark.parametrize("cell", CLASSICS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 def test_everybody_solves_the_same_problem(cell: str, dtype: str) -> None:
     problem = Problem(find_cell(cell), SMALL, dtype)
     want = contenders().reference(problem, "training")
@@ -276,6 +276,7 @@ def test_everybody_solves_the_same_problem(cell: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.sample(every=3)
 def test_everybody_in_16_bits(cell: str, dtype: str) -> None:
     problem = Problem(find_cell(cell), SMALL, dtype)
     assert problem.x.dtype == problem.weights["weight_hh_l0"].dtype == np.float32
@@ -303,6 +304,7 @@ def test_everybody_in_16_bits(cell: str, dtype: str) -> None:
     assert gate.judge(task.results(), right, dtype).ok
 
 
+@pytest.mark.more
 def test_everybody_in_8_bits() -> None:
     for cell, peers in {"LSTM": ["torch.nn"], "GRU": ["torch.nn"], "PeepholeLSTM": []}.items():
         problem = Problem(find_cell(cell), SMALL, "int8")
@@ -1009,6 +1011,7 @@ def test_bench_from_the_command_line(
     assert [row["mode"] for row in rows] == ["inference"]
 
 
+@pytest.mark.more
 def test_quick(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

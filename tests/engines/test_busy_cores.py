@@ -320,7 +320,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda c: f"{c.cell.name}-{c.dtype}-{c.units}")
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 def test_one_thread_does_all_where_no_worker_begins(
     call: Call, phantoms: dict[int, Phantoms]
 ) -> None:

@@ -194,14 +194,14 @@ def between_pages(name: str, seed: int, every: int) -> None:
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in WAYS))
 @pytest.mark.sample(1)
 def test_it_stays_within_its_arrays(name: str, seed: int) -> None:
-    code = f"from tests.engines.test_cpu_matmul import *; between_pages({name!r}, {seed}, 7)"
-    assert int(python(code, ANYCELL_ISA=name).split()[-1]) > 200
+    code = f"from tests.engines.test_cpu_matmul import *; between_pages({name!r}, {seed}, 14)"
+    assert int(python(code, ANYCELL_ISA=name).split()[-1]) > 100
 
 
 # -- bits ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.sample(every=3)  # each layout, and each dtype
+@pytest.mark.sample(every=5)  # each dtype
 def test_bits(layout: tuple[bool, bool, bool], dtype: str, rng: np.random.Generator) -> None:
     """An element follows from its row and its column: not from threads, nor from other rows and
     columns, nor from where the arrays lie."""

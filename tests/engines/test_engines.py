@@ -267,7 +267,7 @@ SPLIT_UNITS = [(3, 2, 100), (1, 1, 100), (2, 9, 420)]
 @pytest.mark.parametrize("shape", SPLIT_ROWS + SPLIT_UNITS)
 @each_dtype
 @some_cells
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 def test_threads(
     cell: Cell,
     dtype: str,
@@ -292,7 +292,7 @@ def test_threads(
 
 
 @each_cell_and_dtype
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 def test_batch_slices(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
     """A row's numbers do not depend on other rows."""
     for situation in ({}, {"masked": True, "resets": True}):
@@ -358,6 +358,7 @@ def Normed(x, r, s, p, *, stays: bool = False):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("normed", [Normed, Normed(stays=True)], ids=repr)
+@pytest.mark.sample(every=3)
 def test_the_norm_of_one_unit_in_16_bits(
     normed: Cell, dtype: str, rng: np.random.Generator
 ) -> None:
@@ -430,7 +431,7 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize("cell", SEVERAL, ids=repr)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_several_matmuls_in_a_step(cell: Cell, rng: np.random.Generator) -> None:
     """Cells have matmuls in the step, states of another size, heads; some calls exceed a panel."""
     draws = {"training": True, "seed": 3} if cell.keeps else {}
@@ -443,7 +444,7 @@ def test_several_matmuls_in_a_step(cell: Cell, rng: np.random.Generator) -> None
 
 
 @pytest.mark.parametrize("cell", [Sized, Rows, Rows(bias=False)], ids=repr)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_gates_of_several_sizes(
     cell: Cell, rng: np.random.Generator, set_layer: Callable[..., None]
 ) -> None:
@@ -515,7 +516,7 @@ MASKED = [
 
 @pytest.mark.parametrize("dropped", ["all", "each"])
 @pytest.mark.parametrize(("cell", "dtype"), MASKED, ids=repr)
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=7)
 def test_recurrent_masks(
     cell: Cell, dropped: str, dtype: str, rng: np.random.Generator, ran: list[str]
 ) -> None:
@@ -689,7 +690,7 @@ def assert_same_branches(solution: Arrays) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("decide", DECISIONS)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 def test_the_backward_pass_takes_the_branch_of_the_forward_pass(decide: str, dtype: str) -> None:
     """This holds even if a saved value was rounded to the other side of the threshold."""
     assert_same_branches(by_cpu(decision(decide).astype(dtype), 1))
@@ -703,6 +704,7 @@ def Largest(x, r, s):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.sample(1)
 def test_a_maximum_is_of_what_is_compared_with_it(dtype: str) -> None:
     """Even if saved values are rounded, one equals the maximum, so no gradient is NaN."""
     for seed in range(20):

@@ -235,6 +235,7 @@ def whole(printed: Printed) -> bool:
 
 @pytest.mark.skipif(CARD, reason="the kernels are interpreted")
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.ZoneoutGRU], ids=repr)
+@pytest.mark.sample(1)
 def test_what_is_refused_falls_to_the_next(
     cell: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

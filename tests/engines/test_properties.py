@@ -92,7 +92,7 @@ def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_random_cells_with_values_of_size_1(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any leaf may have size 1; against the reference engine, and that against differences. Scratch
     memory is full of NaN: vectors of one unit lie next to numbers that nothing has written.
@@ -140,7 +140,7 @@ def test_lucky_roundings_do_not_make_a_problem(draw: int) -> None:
 
 
 @pytest.mark.parametrize("number", [880080, 880171, 880221, 880245, 880261])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_kernels_round_as_well_as_the_reference(number: int) -> None:
     """Whatever the problem: float32 gradients of cells that feel each rounding.
 

@@ -117,6 +117,7 @@ def by_torch(problem: Problem, run: Callable[[Problem], Any] = run) -> Arrays:
 # -- the derived backward pass -------------------------------------------------------------------
 @each_situation
 @each_cell
+@pytest.mark.sample(every=2)
 def test_numpy_equals_torch_and_the_derived_backward_equals_autograd(
     cell: Cell, situation: dict[str, Any], rng: np.random.Generator
 ) -> None:
@@ -126,6 +127,7 @@ def test_numpy_equals_torch_and_the_derived_backward_equals_autograd(
 
 @pytest.mark.parametrize("per_gate", [False, True])
 @each_cell
+@pytest.mark.sample(every=3)
 def test_recurrent_mask(cell: Cell, per_gate: bool, rng: np.random.Generator) -> None:
     dropped = "each" if per_gate else "all"
     problem = random_problem(cell, (5, 4, 6), rng, masked=True, dropped=dropped)
@@ -204,6 +206,7 @@ def test_masked_outputs_repeat_the_held_state(cell: Cell, rng: np.random.Generat
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
 @each_cell
+@pytest.mark.sample(every=2)
 def test_what_lies_under_a_mask_never_matters(
     cell: Cell, value: float, rng: np.random.Generator
 ) -> None:

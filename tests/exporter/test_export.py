@@ -51,7 +51,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("cell", [*EVERY, *FURTHER], ids=repr)
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=9)
 def test_every_cell_in_two_layers(cell: Cell, tmp_path: Path, rng: np.random.Generator) -> None:
     layer = perturbed(RNN(cell, 3, 6, num_layers=2, dtype="float64", **sizes_of(cell)), rng)
     x, further = rng.standard_normal((9, 1, 3)).astype(np.float32), {}
@@ -68,6 +68,7 @@ def test_every_cell_in_two_layers(cell: Cell, tmp_path: Path, rng: np.random.Gen
 
 @pytest.mark.parametrize("target", ["c", HERE[-1]])
 @pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.sample(every=3)
 def test_a_random_cell(
     ones: bool, target: str, seed: int, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -95,7 +96,7 @@ OBJECTS = [
 
 @pytest.mark.parametrize("target", HERE)
 @pytest.mark.parametrize(("cell", "units"), OBJECTS, ids=repr)
-@pytest.mark.sample(every=5)  # each target
+@pytest.mark.sample(every=7)  # each target
 def test_machine_code(
     cell: Cell, units: int, target: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -142,7 +143,7 @@ ROUNDED = [cells.LSTM, cells.LSTMP, cells.sLSTM(heads=2), Mean]
 
 @pytest.mark.parametrize("target", ["c", *HERE])
 @pytest.mark.parametrize("cell", ROUNDED, ids=repr)
-@pytest.mark.sample(every=5)  # each target
+@pytest.mark.sample(every=7)  # each target
 def test_weights_of_8_bits(
     cell: Cell, target: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -418,6 +419,7 @@ int main(void) {
 
 
 @pytest.mark.parametrize("target", ["c", *HERE])
+@pytest.mark.sample(2)
 def test_nothing_is_allocated(target: str, tmp_path: Path) -> None:
     """The program returns 10 for a call of its own, and 1 more for any other one."""
     layer = RNN(Everything, 3, 24, num_layers=2, seed=0)

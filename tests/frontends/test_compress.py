@@ -95,7 +95,7 @@ CASES = [(name, size) for name in TORCH for size in sizes(name)]
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_units_that_nothing_reads(name: str, size: str) -> None:
     """Their removal leaves the outputs of other units, and gradients, unchanged."""
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_units_that_nothing_reads(name: str, size: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*TORCH][::-1])
-@pytest.mark.sample(every=2)  # with sizes, heads, both directions and the batch first
+@pytest.mark.sample(every=4)
 def test_a_shrunk_layer_is_one_of_that_size(name: str) -> None:
     """It prints, saves, loads, prepares and trains like a layer created with that size."""
     layer = TORCH[name]()
@@ -498,6 +498,7 @@ FAST = {"sLSTM", "GRU without biases"}
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TORCH]
 )
+@pytest.mark.sample(1)
 def test_full_rank_is_the_same_layer(name: str) -> None:
     """Outputs, and gradients of all parameters that both layers have, are equal."""
     torch.manual_seed(0)
@@ -601,6 +602,7 @@ def test_a_layer_of_low_rank_is_like_any_other() -> None:
     assert compress.shrink(factored, 2, size="rank", multiple=1).shape == (4, 2)
 
 
+@pytest.mark.more
 def test_numpys_layers_of_low_rank(rng: np.random.Generator) -> None:
     for bias in (True, False):
         layer = an.GRU(3, COUNT, 2, bias=bias, bidirectional=True, seed=0, dtype="float64")

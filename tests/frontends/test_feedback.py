@@ -168,7 +168,7 @@ SOLVERS = pytest.mark.parametrize("solve", [by_torch, by_numpy])
 @SOLVERS
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 def test_cells(cell: Cell, masked: bool, solve: Any) -> None:
     problem = draw(cell, SHAPES[0], *(("mask", "lengths", "resets") if masked else ()))
     assert_solved(solve(problem, "float64", masked), by_loop(problem), "float64")
@@ -177,7 +177,7 @@ def test_cells(cell: Cell, masked: bool, solve: Any) -> None:
 @SOLVERS
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.sample(every=5)  # each shape
+@pytest.mark.sample(every=9)
 def test_shapes(shape: tuple[int, ...], dtype: str, solve: Any, threads: int) -> None:
     problem = draw(cells.LSTM, shape)
     assert_solved(solve(problem, dtype), by_loop(problem), dtype)
@@ -227,7 +227,7 @@ def numpys_steps(problem: Problem, prepared: bool) -> Any:
 @pytest.mark.parametrize("more", [False, True], ids=["plain", "with gradients, or prepared"])
 @pytest.mark.parametrize("steps", [torchs_steps, numpys_steps])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 def test_steps(cell: Cell, steps: Any, more: bool) -> None:
     """Forced and free, with resets, from a state that is given; NumPy's on packed weights."""
     problem = draw(cell, SHAPES[0], "resets")

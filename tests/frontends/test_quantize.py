@@ -77,17 +77,19 @@ def _forget() -> None:
 
 # -- kernels ---------------------------------------------------------------------------------------
 @widest
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))]
+)
 def test_cells(part: int, name: str, seed: int) -> None:
     with isa.force(name):
-        for n, cell in list(enumerate(BUILT_IN))[part::3]:
+        for n, cell in list(enumerate(BUILT_IN))[part::6]:
             how = {"masked": True, "resets": True, "reverse": True} if n % 2 else {}
             assert_rounded(small(cell, (5, 3, 33), seed + n, **how), threads=2)
 
 
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("cell", FEW, ids=lambda cell: cell.name)
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=7)
 def test_sizes(part: int, cell: Any, seed: int) -> None:
     """Sizes lie around vectors and fours; there are one row, no rows, no steps, several panels."""
     sizes = [4, 60] if cell is cells.sLSTM else [1, 3, 4, 5, 16, 17, 65]
@@ -296,6 +298,7 @@ every_layer = pytest.mark.parametrize("kind", TORCH)
 
 
 @every_layer
+@pytest.mark.sample(3)
 def test_torch_layers(kind: str) -> None:
     layer_ = TORCH[kind]()
     x, lengths = torch.randn(7, 7, 6), torch.tensor([1, 2, 3, 4, 5, 6, 7])
@@ -486,6 +489,7 @@ def test_kept_weights_are_packed_again() -> None:
 
 
 @every_layer
+@pytest.mark.sample(3)
 def test_training_with_rounded_weights(kind: str) -> None:
     layer_, x = TORCH[kind](), torch.randn(5, 5, 6)
     plain = copy.deepcopy(layer_)
@@ -560,7 +564,7 @@ FORCED = {"forced": 1.0, "free": 0.0, "gaps": np.random.default_rng(0).random((9
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "PeepholeLSTM", "LSTMP", "IndRNN"])
 @pytest.mark.parametrize("forced", FORCED)
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=7)
 def test_feedback_in_8_bits(kind: str, forced: str, rng: np.random.Generator) -> None:
     """Both frontends have the same states and leave the originals unchanged."""
     theirs, ours = fed(kind)

@@ -2,9 +2,11 @@
 
 import ctypes
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,3 +83,18 @@ def _lost() -> str | None:
     except RuntimeError as error:
         return str(error).partition("\n")[0]
     return None
+
+
+def hasten_interpreter() -> None:
+    """Makes Triton's interpreter look up once what it replaces at every call of a function."""
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def replaced(where: object) -> list[str]:
+        members = inspect.getmembers(where)
+        return [name for name, member in members if interpreter.tl.core.is_builtin(member)]
+
+    def members(where: object) -> list[tuple[str, object]]:
+        return [(name, getattr(where, name)) for name in replaced(where)]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})

@@ -363,7 +363,7 @@ def compare(mine: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sample(every=6)
+@pytest.mark.sample(every=8)
 def test_cells_of_many_styles(name: str) -> None:
     check_read(CASES[name])
 
@@ -588,6 +588,7 @@ def test_scans_within_scans() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.sample(1)
 def test_16_bits(dtype: str) -> None:
     small = jax.tree.map(lambda a: jnp.asarray(a, dtype), (WEIGHTS, START, XS))
     assert fused_by(plain(small[0]), *small[1:])

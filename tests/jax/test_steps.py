@@ -67,7 +67,7 @@ def stepped(layer: aj.RNN, params: Any, state: Any, *series: Any, **further: Any
     [(cells.LSTM, {}), (cells.GRU, {}), (cells.LSTMP, {"P": 4}), (cells.sLSTM, {})],
     ids=["LSTM", "GRU", "LSTMP", "sLSTM"],
 )
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(1)
 def test_the_initial_state(cell: Any, sizes: Any, dtype: str, x: Any) -> None:
     """It has the form of a call's, and is what a call without one starts from."""
     layer = aj.RNN(cell, I, H, 2, bidirectional=True, **sizes)

@@ -57,7 +57,7 @@ def chosen(layer: Any, size: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_units_that_nothing_reads(name: str, size: str) -> None:
     """Without them the readout says what it said, and the layer is one of that size."""
     layer, head, x = made(name)
@@ -292,7 +292,7 @@ def test_a_prepared_layer_packs_again() -> None:
 
 # -- weights of 8 bits -----------------------------------------------------------------------------
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_quantized_layers(name: str, tmp_path: Path) -> None:
     """They are about what they were, know it, and are saved and loaded."""
     layer, _, x = made(name)

@@ -46,7 +46,7 @@ def weights_of(layer: Any, parameters: dict[str, np.ndarray]) -> dict[str, np.nd
 @pytest.mark.parametrize("way", ["eager", "graph", "step by step"])
 @pytest.mark.parametrize("cell", [cell for cell, _ in LAYERS], ids=str)
 @pytest.mark.parametrize("masked", [(), ("mask",)], ids=["", "masked"])
-@pytest.mark.sample(every=5)  # each cell, each way, under masks and without
+@pytest.mark.sample(every=10)  # each way, under masks and without
 def test_layers(cell: Cell, masked: tuple[str, ...], way: str) -> None:
     if way == "graph" and BACKEND != "tensorflow":
         pytest.skip("a graph is TensorFlow's")
@@ -91,7 +91,7 @@ def by_keras(problem: Problem, graph: bool) -> Arrays:
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
 @pytest.mark.parametrize(("cell", "kind"), LAYERS, ids=lambda value: str(value)[:20])
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 def test_steps_are_one_call(cell: Cell, kind: Any, prepared: bool) -> None:
     """Forced and free, by rows and for all; and resets begin anew."""
     rng = np.random.default_rng(3)
@@ -147,6 +147,7 @@ def test_probabilities() -> None:
 
 
 @pytest.mark.parametrize("cell", [ak.LSTM, ak.PeepholeLSTM])
+@pytest.mark.sample(1)
 def test_resets(cell: Any) -> None:
     """From a reset on it runs as from the beginning."""
     x = np.random.default_rng(0).normal(size=(4, 6, 2)).astype("float32")

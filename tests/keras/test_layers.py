@@ -73,7 +73,7 @@ def pair(name: str, units: int, **kwargs: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda f: " ".join(f) or "plain")
 @pytest.mark.parametrize("name", KERAS)
-@pytest.mark.sample(every=5)  # each flag
+@pytest.mark.sample(every=11)
 def test_results_and_gradients(
     name: str, flags: dict[str, Any], masked: bool, dtype: str, rng: np.random.Generator
 ) -> None:
@@ -205,6 +205,7 @@ def test_gru_with_the_reset_before_the_matmul() -> None:
 
 
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.sample(1)
 def test_dropout_draws_what_keras_draws(name: str) -> None:
     theirs, ours = pair(name, 4, dropout=0.5, seed=4, return_sequences=True)
     copy_weights(theirs, ours, (3, 4, 20))
@@ -220,7 +221,7 @@ def test_dropout_draws_what_keras_draws(name: str) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", KERAS)
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=7)
 def test_recurrent_dropout_draws_what_keras_draws(
     name: str, masked: bool, dropout: float, dtype: str
 ) -> None:
@@ -256,6 +257,7 @@ def test_same_seed_same_initial_weights(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.sample(1)
 def test_config_and_files(name: str, tmp_path: Any) -> None:
     theirs, ours = pair(name, 4, return_sequences=True, dropout=0.1, kernel_regularizer="l2")
     assert config_of(theirs) == config_of(ours)
@@ -279,7 +281,7 @@ def test_config_and_files(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", KERAS)
-@pytest.mark.sample(every=2)  # SimpleRNN has fewer losses
+@pytest.mark.sample(1)
 def test_constraints_and_regularizers(name: str) -> None:
     layer = getattr(ak, name)(
         4, kernel_regularizer="l2", bias_regularizer="l1", kernel_constraint="non_neg",
@@ -309,7 +311,7 @@ def test_stateful(name: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("name", KERAS)
 @pytest.mark.parametrize("merge", ["concat", "sum", None])
-@pytest.mark.sample(every=4)  # each layer, and each way to merge
+@pytest.mark.sample(every=8)
 def test_bidirectional(name: str, merge: str | None, rng: np.random.Generator) -> None:
     theirs, ours = (
         keras.layers.Bidirectional(l, merge_mode=merge)
@@ -368,6 +370,7 @@ def test_encoder_decoder_states_in_the_functional_api(rng: np.random.Generator) 
 @pytest.mark.parametrize("name", KERAS)
 @pytest.mark.parametrize("kind", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.sample(1)
+@pytest.mark.more
 def test_mixed_precision(name: str, kind: str, rng: np.random.Generator) -> None:
     theirs, ours = pair(name, 8, return_sequences=True, dtype=kind)
     exact = getattr(keras.layers, name)(8, return_sequences=True)
@@ -462,6 +465,7 @@ def test_complex_numbers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+@pytest.mark.sample(1)
 def test_resets_are_numbers_of_any_dtype(dtype: str) -> None:
     layer = ak.RNN(cells.LSTM, 4, dtype=dtype)
     as_numbers, as_flags = (layer(X, resets=FLAG.astype(kind)) for kind in ("float32", "bool"))
@@ -520,6 +524,7 @@ def test_masks_and_static_inputs_in_lists(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("what", ["static", "resets"])
+@pytest.mark.sample(1)
 def test_an_automatic_mask_beside_another_tensor(what: str, rng: np.random.Generator) -> None:
     """The mask arrives; Keras itself passes masks on only to calls with one tensor."""
     convert = keras.ops.convert_to_tensor
@@ -543,6 +548,7 @@ SHORT_CUTS = [("torch", "LSTM"), ("torch", "GRU"), ("jax", "GRU")]
 
 @pytest.mark.parametrize("what", ["dropout", "recurrent_dropout"])
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.sample(every=5)
 def test_a_dropout_rate_of_one(name: str, what: str) -> None:
     """In Keras, a rate of one drops nothing in ``LSTM`` and ``GRU``, and all in ``SimpleRNN``."""
     if what == "dropout" and (BACKEND, name) in SHORT_CUTS:
@@ -557,7 +563,7 @@ def test_a_dropout_rate_of_one(name: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["PeepholeLSTM", *KERAS])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_stateful_layers_train(name: str, rng: np.random.Generator) -> None:
     x = rng.normal(size=(4, 5, 3)).astype("float32")
     given = keras.Input(batch_shape=(2, 5, 3))
@@ -922,6 +928,7 @@ def test_torch_compile_takes_a_layer_as_it_is(name: str) -> None:
 
 # -- memory ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.sample(1)
 def test_memory_of_any_kind(rows: int, rng: np.random.Generator) -> None:
     """Calls take NumPy arrays of any layout, whether or not the kernel projects the input."""
     shape, layer = (rows, 8, 16), ak.LSTM(12, return_sequences=True)
@@ -1002,6 +1009,7 @@ def test_sizes_that_heads_do_not_divide(make: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.sample(2)
 def test_a_call_is_few_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An eager call of a warm layer traces no cell again."""
     monkeypatch.setattr(cpu.check, "ON", False)

@@ -69,9 +69,9 @@ def test_under_xla(step: Any, rng: np.random.Generator) -> None:
     problem = draw(step, (5, 3, 2, 6), ("state",))
     assert_solved(by_layer(xla=True)(problem), problem)
     layer = ak.RNN(step, 6, return_sequences=True, return_state=True, dtype="float64")
-    inner = tf.function(lambda x: layer(x)[0])
-    outer = tf.function(lambda x: inner(x), jit_compile=True)
-    plain = tf.function(lambda x: layer(x)[0])
+    inner = tf.function(lambda x: layer(x)[0], autograph=False)
+    outer = tf.function(lambda x: inner(x), jit_compile=True, autograph=False)
+    plain = tf.function(lambda x: layer(x)[0], autograph=False)
     x = tf.constant(rng.normal(size=(3, 5, 2)))
     assert not calls_python(outer.get_concrete_function(x))
     assert calls_python(plain.get_concrete_function(x))
@@ -132,7 +132,9 @@ def test_the_engine_inside_a_graph(rng: np.random.Generator) -> None:
     layer, found = ak.LSTM(4), {}
     for xla in (False, True):
         tf.function(
-            lambda x, xla=xla: (found.setdefault(xla, layer.engine), layer(x))[1], jit_compile=xla
+            lambda x, xla=xla: (found.setdefault(xla, layer.engine), layer(x))[1],
+            jit_compile=xla,
+            autograph=False,
         ).get_concrete_function(tf.TensorSpec([2, 5, 3]))
     fused = "cpu" if tensorflow.obstacle() is None else "keras"
     assert [found[xla].name for xla in (False, True)] == ["cpu", fused]
@@ -144,15 +146,15 @@ def test_what_cannot_run_elsewhere_says_what_to_do(count: int, rng: np.random.Ge
     layers = [ak.LSTM(4, return_sequences=True) for _ in range(count)]
     model, x = keras.Sequential(layers), data(rng, 2, 5, 3)
     model(x)
-    inner = tf.function(lambda x: model(x))
+    inner = tf.function(lambda x: model(x), autograph=False)
     inner(x)
-    outer = tf.function(lambda x: inner(x), jit_compile=True)
+    outer = tf.function(lambda x: inner(x), jit_compile=True, autograph=False)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"anycell\.keras\.step_by_step"):
         outer(x)
     with ak.step_by_step():
-        apart = tf.function(lambda x: model(x))
+        apart = tf.function(lambda x: model(x), autograph=False)
         apart.get_concrete_function(x)
-    outer = tf.function(lambda x: apart(x), jit_compile=True)
+    outer = tf.function(lambda x: apart(x), jit_compile=True, autograph=False)
     assert_close(outer(x).numpy(), inner(x).numpy(), "float32", "forward")
     traced = inner.get_concrete_function(tf.TensorSpec([2, 5, 3]))
     converter = tf.lite.TFLiteConverter.from_concrete_functions([traced], model)
@@ -170,7 +172,9 @@ def test_unknown_shapes_in_one_graph(rng: np.random.Generator) -> None:
     layer = ak.RNN(Leaky, 5, return_sequences=True)
     layer.build((None, None, 3))
     signature = [tf.TensorSpec([None, None, 3]), tf.TensorSpec([None, None], "bool")]
-    graph = tf.function(lambda x, mask: layer(x, mask=mask), input_signature=signature)
+    graph = tf.function(
+        lambda x, mask: layer(x, mask=mask), input_signature=signature, autograph=False
+    )
     for rows, steps in ((1, 4), (3, 7), (0, 2)):
         x, mask = data(rng, rows, steps, 3), tf.constant(rng.random((rows, steps)) < 0.7)
         assert_close(graph(x, mask).numpy(), layer(x, mask=mask).numpy(), "float32", "forward")
@@ -201,7 +205,7 @@ def test_shapes_known_only_when_the_graph_runs(
 
     kinds = [tf.TensorSpec([None] * n, t) for n, t in ((3, "float32"), (2, "float32"))]
     kinds += [tf.TensorSpec([None, None], "bool" if flag else "float32")]
-    graph = tf.function(call, input_signature=kinds)
+    graph = tf.function(call, input_signature=kinds, autograph=False)
     with pytest.raises(tf.errors.InvalidArgumentError, match=what):
         graph(data(rng, 2, 5, 3), data(rng, 2, 4), tf.ones(shape, "bool" if flag else "float32"))
 
@@ -210,14 +214,16 @@ def test_a_mask_does_not_lengthen_sequences_of_one_step(rng: np.random.Generator
     layer = ak.LSTM(4, return_sequences=True)
     layer.build((None, None, 3))
     signature = [tf.TensorSpec([None, None, 3]), tf.TensorSpec([None, None], "bool")]
-    graph = tf.function(lambda x, mask: layer(x, mask=mask), input_signature=signature)
+    graph = tf.function(
+        lambda x, mask: layer(x, mask=mask), input_signature=signature, autograph=False
+    )
     with pytest.raises(tf.errors.InvalidArgumentError):
         graph(data(rng, 2, 1, 3), tf.ones((2, 6), "bool"))
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", ["LSTM", "ZoneoutLSTM", "PeepholeLSTM", "RNN"])
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(1)
 def test_an_input_that_the_kernel_projects(
     name: str, graph: bool, set_layer: Callable[..., None]
 ) -> None:
@@ -265,7 +271,7 @@ def test_variables_of_tensorflow_are_read(graph: bool, rng: np.random.Generator)
             y = layer(x, initial_state=[h, c], **further)
         return [y, *tape.gradient(y, [h, c, static])]
 
-    run = tf.function(derive) if graph else derive
+    run = tf.function(derive, autograph=False) if graph else derive
     for kind in (tf.constant, tf.Variable):
         found.append([t.numpy().tobytes() for t in run(*map(kind, given))])
     assert found[0] == found[1]
@@ -280,7 +286,7 @@ def test_the_same_bits_in_eager_mode_and_graphs_on_any_number_of_threads(
         threading = tf.config.threading
         monkeypatch.setattr(threading, "get_intra_op_parallelism_threads", lambda n=threads: n)
         runs.clear()
-        for derived in (derive, tf.function(derive)):
+        for derived in (derive, tf.function(derive, autograph=False)):
             found.append([part.numpy().tobytes() for part in derived(layer, x)])
         several = ROADS["several threads"]
         assert [several(run) for run in runs] == [threads > 1] * len(runs) and runs
@@ -301,7 +307,7 @@ def test_no_gradient_that_nobody_watches(
 
     monkeypatch.setattr(tensor_passes, "backward", spy)
     for watched in (True, False):
-        run = tf.function(derive) if graph else derive
+        run = tf.function(derive, autograph=False) if graph else derive
         assert all(part is not None for part in run(layer, x, watched))
     weights = {"weight_ih", "weight_hh", "bias_ih"}
     assert asked == [weights | {"x"}, weights]
@@ -335,6 +341,7 @@ def test_inside_a_while_loop_and_a_condition(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("watched", ["input", "weight", "loss"])
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 @pytest.mark.sample(1)
+@pytest.mark.more
 def test_forward_mode(name: str, watched: str, graph: bool, rng: np.random.Generator) -> None:
     """Jacobian- and Hessian-vector products, forwards and forwards over reverse, equal Keras's."""
     ours, theirs = (getattr(m, name)(3, dtype="float64") for m in (ak, keras.layers))
@@ -354,7 +361,7 @@ def test_forward_mode(name: str, watched: str, graph: bool, rng: np.random.Gener
             gradient = tape.gradient(total, x)
         return [forward.jvp(r, tf.UnconnectedGradients.ZERO) for r in (y, gradient)]
 
-    run = tf.function(products) if graph else products
+    run = tf.function(products, autograph=False) if graph else products
     found, right = run(ours), products(theirs)
     assert np.abs(right[1].numpy()).max() > 1e-3
     for a, b in zip(found, right, strict=True):
@@ -363,9 +370,10 @@ def test_forward_mode(name: str, watched: str, graph: bool, rng: np.random.Gener
 
 WITHIN: dict[str, Callable[[Any, Any], Any]] = {
     "vectorized_map": lambda layer, x: tf.vectorized_map(layer, x),
-    "map_fn": tf.function(lambda layer, x: tf.map_fn(layer, x)),
+    "map_fn": tf.function(lambda layer, x: tf.map_fn(layer, x), autograph=False),
     "cond": tf.function(
-        lambda layer, x: tf.cond(tf.size(x) > 0, lambda: layer(x[0])[None], lambda: x[..., 0, :])
+        lambda layer, x: tf.cond(tf.size(x) > 0, lambda: layer(x[0])[None], lambda: x[..., 0, :]),
+        autograph=False,
     ),
 }
 
@@ -387,7 +395,10 @@ def test_a_function_in_loops_and_branches(
         gradients: list[Any] = tape.gradient(total, parts)
         return gradients
 
-    function, outer = tf.function(lambda x: layer(x)), tf.function(WITHIN[within].python_function)
+    function, outer = (
+        tf.function(lambda x: layer(x), autograph=False),
+        tf.function(WITHIN[within].python_function),
+    )
     right = gradients(_each, layer)
     if traced == "outside":  # its own gradient exists then, too
         gradients(_each, function)
@@ -454,7 +465,7 @@ def test_the_gradient_of_a_jacobian(graph: bool, rng: np.random.Generator) -> No
             total = tf.reduce_sum(slope**2)
         return outer.gradient(total, layer.trainable_weights)
 
-    run = tf.function(penalty) if graph else penalty
+    run = tf.function(penalty, autograph=False) if graph else penalty
     for a, b in zip(run(True), penalty(False), strict=True):
         assert_close(a.numpy(), b.numpy(), "float64", "gradient")
 
@@ -521,7 +532,7 @@ def test_no_graph_outlives_its_function(order: int, rng: np.random.Generator) ->
     layer, x = ak.LSTM(4), data(rng, 2, 3, 2)
 
     def use() -> None:
-        function = tf.function(lambda x: layer(x, training=True))
+        function = tf.function(lambda x: layer(x, training=True), autograph=False)
 
         def derived(x: Any, order: int) -> Any:
             if order == 0:
@@ -532,7 +543,7 @@ def test_no_graph_outlives_its_function(order: int, rng: np.random.Generator) ->
             return tape.gradient(y, x)
 
         derived(x, order)
-        tf.function(derived)(x, order)
+        tf.function(derived, autograph=False)(x, order)
 
     use()
     before = left_behind()
@@ -574,6 +585,7 @@ def test_no_graph_outlives_its_model(
 
 
 # -- training --------------------------------------------------------------------------------------
+@pytest.mark.more
 def test_a_train_step_of_ones_own(rng: np.random.Generator) -> None:
     class Model(keras.Model):
         def __init__(self) -> None:
@@ -737,6 +749,7 @@ def test_exported_models_run_without_anycell(
             lambda x: model(x),
             input_signature=[tf.TensorSpec([None, None, 3])],
             jit_compile=way == "compiled before",
+            autograph=False,
         )
         if way.endswith("before"):
             module.call(x)
@@ -751,7 +764,7 @@ def test_a_signature_traced_before_it_is_saved(tmp_path: Path, rng: np.random.Ge
     right = layer(x).numpy()
     module.weights = [w.value for w in layer.weights]
     with ak.step_by_step():
-        traced = tf.function(lambda x: layer(x)).get_concrete_function(
+        traced = tf.function(lambda x: layer(x), autograph=False).get_concrete_function(
             tf.TensorSpec([None, 5, 3], name="x")
         )
     assert not calls_python(traced)
@@ -769,13 +782,13 @@ def test_saving_what_was_traced_before_is_refused(
     module.layer = layer = ak.PeepholeLSTM(4)
     layer.build((None, 5, 3))
     module.weights = [w.value for w in layer.weights]
-    traced = tf.function(lambda x: layer(x)).get_concrete_function(x)
+    traced = tf.function(lambda x: layer(x), autograph=False).get_concrete_function(x)
     assert calls_python(traced)
     signatures = traced if way == "signature" else None
     if way == "attribute":
         module.call = traced
     elif way == "caller":
-        module.call = tf.function(lambda x: traced(x), input_signature=[x])
+        module.call = tf.function(lambda x: traced(x), input_signature=[x], autograph=False)
     with pytest.raises(AssertionError, match=r"trace it within anycell\.keras\.step_by_step\(\)"):
         tf.saved_model.save(module, str(tmp_path / "model"), signatures=signatures)
 
@@ -785,12 +798,14 @@ def test_a_frozen_graph_names_the_remedy(rng: np.random.Generator) -> None:
 
     layer, x = ak.LSTM(4), data(rng, 2, 5, 3)
     layer.build(x.shape)
-    trace = tf.function(lambda x: layer(x)).get_concrete_function
+    trace = tf.function(lambda x: layer(x), autograph=False).get_concrete_function
     frozen = convert_variables_to_constants_v2(trace(tf.TensorSpec([2, 5, 3])))
     with pytest.raises(TypeError, match=r"anycell\.keras\.step_by_step"):
         frozen(x)
     with ak.step_by_step():
-        traced = tf.function(lambda x: layer(x)).get_concrete_function(tf.TensorSpec([2, 5, 3]))
+        traced = tf.function(lambda x: layer(x), autograph=False).get_concrete_function(
+            tf.TensorSpec([2, 5, 3])
+        )
     (found,) = convert_variables_to_constants_v2(traced)(x)
     assert_close(found.numpy(), layer(x).numpy(), "float32", "forward")
 

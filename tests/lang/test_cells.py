@@ -309,6 +309,7 @@ def by_equations(problem: Problem, equations: Equations) -> Arrays:
     ids=["evaluation", "training"],
 )
 @pytest.mark.parametrize(("cell", "equations"), CELLS, ids=map(repr, EVERY))
+@pytest.mark.sample(every=3)
 def test_cells_are_their_equations(
     cell: Cell, equations: Equations, situation: dict[str, Any], rng: np.random.Generator
 ) -> None:
@@ -321,7 +322,7 @@ FUSED = sorted((c for c in EVERY if plan(c, 34).engine == "cpu"), key=lambda c: 
 
 
 @pytest.mark.parametrize("cell", FUSED, ids=repr)
-@pytest.mark.sample(5)  # cells with random masks; frontends' tests run all others
+@pytest.mark.sample(2)  # cells with random masks; frontends' tests run all others
 def test_fused_kernels(cell: Cell, rng: np.random.Generator) -> None:
     """Each cell has one problem; ``test_engines.py`` has many problems for some cells."""
     situation = {"masked": True, "resets": True, "training": True, "seed": 3}
@@ -566,6 +567,7 @@ def fixed(name: str) -> dict[str, Any]:
     [(ONLSTM, on_lstm), (MatrixLSTM, matrix_lstm), (MassLSTM, mass_lstm)],
     ids=["ONLSTM", "MatrixLSTM", "MassLSTM"],
 )
+@pytest.mark.sample(1)
 def test_cells_of_fixed_matrices(cell: Cell, step: Equations) -> None:
     sizes = {s.size: H * H for s in cell.states if s.size != "H"}
     layer = anycell.torch.RNN(cell, 3, H, dtype=torch.float64, **sizes)

@@ -60,7 +60,7 @@ def leaky(function: Function) -> Cell:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.more)])
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=9)
 def test_functions_are_those_of_torch(name: str, dtype: str) -> None:
     """On the fused kernel. x has an exact 0, where functions have their corners."""
     ours, theirs = FUNCTIONS[name]

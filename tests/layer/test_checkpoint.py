@@ -47,7 +47,7 @@ CALLS = [
 @needs_torch
 @pytest.mark.parametrize("directions", [(), ("bidirectional",)], ids=["", "both"])
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=7)
 def test_same_bits(name: str, directions: tuple[str, ...]) -> None:
     cell = getattr(cells, name)
     for has in CALLS:
@@ -63,6 +63,7 @@ def test_same_bits(name: str, directions: tuple[str, ...]) -> None:
 
 @needs_torch
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.sample(1)
 def test_drop_in_layers(kind: str) -> None:
     layer = LAYERS[kind][0](4, 5, 2, dropout=0.5, batch_first=True, checkpoint=4)
     assert "checkpoint=4" in repr(layer)

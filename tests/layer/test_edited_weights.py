@@ -192,7 +192,7 @@ LAYERS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 def test_every_edit_counts(name: str, request: pytest.FixtureRequest) -> None:
     """Edit after edit, a layer has the bits of one that was made with these weights."""
     rng = np.random.default_rng([request.config.getoption("--seed"), *name.encode()])

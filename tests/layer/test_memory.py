@@ -354,8 +354,8 @@ GUARDED = "import guarded; from guarded import *; main({cells}, {sizes}, {every}
 def test_kernels_stay_within_their_arrays(seed: int) -> None:
     """Between forbidden pages; a part of the cases, another one for each seed."""
     some = "[cells.LSTM, cells.GRU, cells.LayerNormLSTM, Everything]"
-    said = python(GUARDED.format(cells=some, sizes=(33,), every=60, seed=seed))
-    assert int(said.split()[-2]) >= 16
+    said = python(GUARDED.format(cells=some, sizes=(33,), every=120, seed=seed))
+    assert int(said.split()[-2]) >= 8
 
 
 @pytest.mark.slow

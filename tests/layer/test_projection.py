@@ -59,7 +59,7 @@ def test_which_cells() -> None:
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.more), "float64"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=11)
 def test_same_results(name: str, dtype: str, by: Any) -> None:
     many = 300 if dtype == "float64" else 40  # more than a block of the sum
     for size in ((5, 3, 7, 1), (2, 1, 1, 33), (4, 9, many, 33)):
@@ -101,6 +101,7 @@ def test_who_projects() -> None:
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "LayerNormLSTM", "MGU", "IndRNN", "sLSTM"])
+@pytest.mark.sample(3)
 def test_no_choice_makes_a_kernel_project_that_cannot(
     name: str, set_layer: Callable[..., None], runs: list[layers.pass_tables.PassTables]
 ) -> None:
@@ -124,7 +125,7 @@ def test_a_single_step_with_resets(runs: list[Any]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "JANET"])
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 def test_steps_of_one_row(name: str, dtype: str, runs: list[Any], set_layer: Any) -> None:
     """Forward passes of few steps take weights as they are; others are right beside them."""
     set_layer(UNPACKED_BYTES=1)
@@ -169,6 +170,7 @@ def test_which_steps_of_one_row_are_packed() -> None:
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
+@pytest.mark.sample(1)
 def test_bits_of_integers_without_packing(
     name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch,
     runs: list[layers.pass_tables.PassTables],

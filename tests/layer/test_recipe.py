@@ -275,7 +275,7 @@ def test_threads_share_a_recipe(rng: np.random.Generator) -> None:
     "cell", [cells.LSTM, cells.GRU(reset_after=False), cells.PeepholeLSTM, cells.sLSTM(heads=2)],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sample(every=5)  # each dtype
+@pytest.mark.sample(every=8)
 def test_bits_do_not_depend_on_threads(
     cell: Cell, dtype: str, rng: np.random.Generator, set_layer: Callable[..., None]
 ) -> None:

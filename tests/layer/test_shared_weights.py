@@ -59,7 +59,7 @@ def highway(x: Any, y: Any, w: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("of", "step"), [(LiquidTime, liquid), (Highway, highway)], ids=["l", "h"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_cells_that_use_a_weight_several_times(of: Any, step: Any, dtype: str) -> None:
     """Outputs and all gradients, against autograd in float64."""
     torch.manual_seed(0)

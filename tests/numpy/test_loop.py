@@ -210,7 +210,7 @@ def trees(x: Any, h: Any) -> Any:
     + [(name, "float32") for name in ("concatenated", "norm_of_all_gates", "mask")]
     + [("concatenated", "float16")],
 )
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 def test_a_step_gives_the_numbers_of_its_loop(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,7 +427,7 @@ def test_x_has_steps(x: Any) -> None:
         loop(STEPS["concatenated"][0])(x, (draw(B, H), draw(B, H)))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_step(seed: int) -> None:
     outcome = random_steps.check("numpy", seed)

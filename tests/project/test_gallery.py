@@ -31,7 +31,7 @@ def test_every_cell_has_results() -> None:
 
 
 @pytest.mark.parametrize("name", cells.__all__)
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=9)
 def test_results_are_of_what_a_cell_learns(name: str) -> None:
     """And when one learns other arrays."""
     for problem in gallery.problems(name):
@@ -48,6 +48,7 @@ def test_a_constant_answer_has_the_error_of_the_page(problem: str) -> None:
 
 
 @pytest.mark.parametrize("name, problem", [("GRU", "adding"), ("RNN", "copying")])
+@pytest.mark.sample(1)
 def test_training_learns(name: str, problem: str) -> None:
     _, errors = gallery.train(getattr(cells, name), problem, 100, 0)
     assert len(errors) == 100 // gallery.EVERY + 1

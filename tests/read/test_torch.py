@@ -60,7 +60,7 @@ def results(made: Any, loop: Any) -> dict[str, np.ndarray]:
     return got
 
 
-@pytest.mark.sample(every=9)
+@pytest.mark.sample(every=15)
 @pytest.mark.parametrize("entry", corpus.entries, ids=corpus.names)
 def test_cell(entry: Entry) -> None:
     loops = []
@@ -75,7 +75,7 @@ def test_cell(entry: Entry) -> None:
     check_verdict(entry, engine.reason if engine.name == "torch" else None)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(60))
 def test_random_step(number: int, seed: int) -> None:
     outcome = random_steps.check("torch", seed + number)
@@ -147,7 +147,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 def test_a_change_between_calls_is_seen(change: Any) -> None:
     module, x = Mutable(), torch.randn(4, 3, 5, dtype=torch.float64)
     loop, h = at.loop(module), torch.randn(3, 6, dtype=torch.float64)

@@ -278,6 +278,7 @@ def test_a_checkpoint_of_ours_is_one_of_theirs(tmp_path: Path, rng: np.random.Ge
     compare(found, session_of(THEIRS, PROGRAMS["tagger"], array, path, True, rng))
 
 
+@pytest.mark.more
 def test_shapes_of_version_1(tmp_path: Path, rng: np.random.Generator) -> None:
     """Sizes that are no numbers, and unknown."""
     array, path = rng.normal(size=(ROWS, STEPS, WIDTH)), str(tmp_path / "model.ckpt")

@@ -42,6 +42,7 @@ def example() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sample(every=2)
 def test_models_of_real_projects(example: Any, name: str) -> None:
     """Outputs and training curves are the same, with narrow layers, few steps and few rows."""
     full = all_shapes()[name]
@@ -87,6 +88,7 @@ class Convolved(nn.Module):
 @pytest.mark.parametrize(("rows", "length"), [(2, 40), (4, 200)], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("options", [{"bidirectional": True}, {"batch_first": True}], ids=repr)
+@pytest.mark.sample(every=5)
 def test_between_convolutions(
     layer: Any, options: dict[str, bool], rows: int, length: int, dtype: torch.dtype
 ) -> None:
@@ -194,6 +196,7 @@ def test_a_subclass_is_swapped(kind: type[Amp]) -> None:
 
 
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, Amp, Further], ids=lambda kind: kind.__name__)
+@pytest.mark.sample(every=2)
 def test_the_way_back(make: Any) -> None:
     """``restore`` keeps the objects and their current weights, and restores their classes."""
     model = nn.Sequential(make(4) if make in (Amp, Further) else make(1, 4)).double()

@@ -34,6 +34,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*CELLS, cells.JANET, Gated], **by_name)
+@pytest.mark.sample(every=5)
 def test_a_step(kind: Any, dtype: Any) -> None:
     """``RNNCell`` computes in the dtype of its weights, whatever that of its arguments."""
     module, count = at.RNNCell(kind, 3, 5), len(kind.states)
@@ -65,7 +66,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sample(every=7)
+@pytest.mark.sample(every=21)
 def test_every_number_of_steps(kind: str, dtype: Any, bias: bool, gradients: bool) -> None:
     """It runs, in one dtype, also where torch's own layer does not, as without AVX-512."""
     layer, number = KINDS[kind](3, 5, bias=bias), str(dtype).removeprefix("torch.")
@@ -117,6 +118,7 @@ def layers() -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("kind", layers())
+@pytest.mark.sample(every=5)
 def test_a_backward_pass(kind: str, again: bool) -> None:
     """Begun within autocast, it has the bits of one begun outside, to be differentiated or not."""
     layer = layers()[kind]()

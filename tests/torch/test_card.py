@@ -26,7 +26,7 @@ from anycell.torch.framework import TorchDevice
 from tests.torch.test_gpu import results
 
 gpu = pytest.mark.gpu
-TIERS = (pytest.param(2, marks=SLOW), 1, 3)
+TIERS = (pytest.param(2, marks=SLOW), 1, pytest.param(3, marks=pytest.mark.more))
 
 
 class Place(NamedTuple):

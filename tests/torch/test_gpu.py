@@ -329,7 +329,9 @@ def test_recurrent_mask(
     assert_solved(solution, problem)
 
 
-@pytest.mark.parametrize("held", [(), ("repeat",)], ids=["", "held"])
+@pytest.mark.parametrize(
+    "held", [(), pytest.param(("repeat",), marks=pytest.mark.more)], ids=["", "held"]
+)
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
 def test_the_states_after_every_step(cell: Any, held: tuple[str, ...], ran: list[str]) -> None:
     """Both directions return their states; the backward pass of Adding does not read them."""
@@ -371,6 +373,7 @@ def test_one_graph(checkpoint: Any, ran: list[str], short_chunks: None, seed: in
 @operators
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.LSTMP, cells.GRU(reset_after=False)], ids=repr)
 @pytest.mark.sample(1)
+@pytest.mark.more
 def test_shapes_foretold(cell: Any, ran: list[str]) -> None:
     """The operator predicts the shapes that it keeps for the backward pass, without running."""
     sizes = {"P": 3} if cell is cells.LSTMP else {}

@@ -57,6 +57,7 @@ FLAGS = [
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "-".join(map(str, f)) or "plain")
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("with_state", [False, True], ids=["", "state"])
+@pytest.mark.sample(every=3)
 def test_flags(kind: str, flags: dict[str, Any], with_state: bool) -> None:
     ours, theirs = twins(kind, 5, 9, **flags, dtype=torch.float64)
     x = torch.randn(3, 4, 5, dtype=torch.float64)
@@ -71,7 +72,7 @@ def test_flags(kind: str, flags: dict[str, Any], with_state: bool) -> None:
 
 @pytest.mark.parametrize("sizes", AWKWARD, ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=7)
 def test_float32(kind: str, sizes: tuple[int, int, int]) -> None:
     """Median errors over several draws are within the limits and comparable to torch's.
 
@@ -175,6 +176,7 @@ def test_errors_are_torchs(kind: str) -> None:
 
 # -- autograd --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sample(1)
 def test_gradient_penalty(kind: str) -> None:
     """create_graph=True works if the input depends on a weight of the same layer."""
     found = []
@@ -190,6 +192,7 @@ def test_gradient_penalty(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CELLS, **by_name)
+@pytest.mark.sample(every=2)
 def test_backward_twice(kind: Any) -> None:
     layer = at.RNN(kind, 3, 5, num_layers=2, bidirectional=True)
     output, _ = layer(torch.randn(6, 2, 3), lengths=[6, 4], resets=torch.rand(6, 2) < 0.3)
@@ -371,6 +374,7 @@ def test_cells_are_torchs(name: str) -> None:
 @pytest.mark.parametrize("rows", [None, 0, 1, 4, 33])
 @pytest.mark.parametrize("form", range(4))
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sample(every=3)
 def test_a_single_step(kind: str, form: int, rows: int | None) -> None:
     """Results and errors are torch's, with or without a batch, for all options of the layer."""
     options: Any = [
@@ -398,6 +402,7 @@ def test_a_single_step(kind: str, form: int, rows: int | None) -> None:
 
 
 @pytest.mark.parametrize("kind", CELLS, **by_name)
+@pytest.mark.sample(every=2)
 def test_rnn_cell(kind: Any) -> None:
     step, whole = (
         at.RNNCell(kind, 3, 5, dtype=torch.float64),
@@ -490,6 +495,7 @@ def test_other_paths_of_the_drop_ins() -> None:
 
 @pytest.mark.parametrize("hidden", [1, 5])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.sample(every=3)
 def test_gradients_that_are_negatives_in_memory(kind: str, hidden: int) -> None:
     """Autograd passes such gradients from complex numbers."""
     layer = at.RNN(cells.PeepholeLSTM, 3, hidden) if kind == "RNN" else getattr(at, kind)(3, hidden)
@@ -515,6 +521,7 @@ def test_a_step_of_negatives_in_memory() -> None:
 
 @pytest.mark.parametrize("engine", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.sample(every=3)
 def test_16_bits_run_fused_and_step_by_step(dtype: torch.dtype, engine: str) -> None:
     layer, x = at.RNN(cells.PeepholeLSTM, 3, 5).to(dtype), torch.randn(4, 2, 3).to(dtype)
     assert layer.engine.name == "cpu"

@@ -58,7 +58,7 @@ class BeforeAndAfter(Concatenated):
         return y * state[1] + x.sum(-1, keepdim=True), new
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CELLS)
 def test_cells_are_read(name: str) -> None:
     """Called three times: read, recorded, replayed."""
@@ -114,6 +114,7 @@ def test_a_tape_makes_a_slice_of_a_view_at_once(
         (Concatenated, torch.bfloat16, False),  # whose states are widened
     ],
 )
+@pytest.mark.sample(every=3)
 def test_warm_calls_are_one_operator(
     monkeypatch: pytest.MonkeyPatch, kind: Any, dtype: Any, native: bool, batch_first: bool,
     learning: bool,
@@ -353,6 +354,7 @@ class Switched(One):
         return h, h
 
 
+@pytest.mark.more
 def test_a_module_that_changes() -> None:
     """Attributes, lists in place, train and eval, weights of every kind of change."""
     module = Switched().eval()
@@ -447,6 +449,7 @@ def test_a_number_that_changes_in_each_call(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.sample(1)
 def test_dtype_moves(dtype: torch.dtype) -> None:
     module = Concatenated()
     layer = loop(module)
@@ -721,6 +724,7 @@ def test_transformations_run_the_loop() -> None:
     assert mapped.shape == (B, T, 1, H)
 
 
+@pytest.mark.more
 def test_second_derivatives() -> None:
     layer = loop(Leaky())
     x, h = torch.randn(5, 1, I, requires_grad=True), torch.randn(1, H, requires_grad=True)
@@ -851,6 +855,7 @@ class Picked(OfTorchGRU):
 
 
 @pytest.mark.parametrize("kind", [Counting, ClockOfAll, Locked, Picked])
+@pytest.mark.sample(every=3)
 def test_further_steps(kind: Any) -> None:
     module = kind()
     module.locked = (torch.rand(B, H) > 0.3).double()
@@ -918,7 +923,7 @@ ORDINARY: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=5)
 def test_ordinary_things_are_read(name: str) -> None:
     module = Refusing(ORDINARY[name]).eval()
     module.norm.running_mean, module.norm.running_var = torch.randn(H), 1 + torch.rand(H)

@@ -178,6 +178,7 @@ def traced(call: Any, mode: str, *tensors: Tensor) -> Any:
 
 @entrances
 @pytest.mark.parametrize("mode", FEW_TRACES)
+@pytest.mark.sample(1)
 def test_a_trace_of_other_inputs(mode: str, entrance: str, inputs: tuple[Tensor, Tensor]) -> None:
     module, (x, y) = made(entrance), inputs
     call = forward(module)
@@ -192,6 +193,7 @@ def test_a_trace_of_other_inputs(mode: str, entrance: str, inputs: tuple[Tensor,
 
 @entrances
 @pytest.mark.parametrize("mode", FEW_TRACES[:3])
+@pytest.mark.sample(1)
 def test_a_trace_of_gradients(mode: str, entrance: str, inputs: tuple[Tensor, Tensor]) -> None:
     if entrance == "packed":
         pytest.skip("no trace reads its numbers of rows")
@@ -342,6 +344,7 @@ def test_a_mode_around_the_backward_pass(mode: str, inputs: tuple[Tensor, Tensor
         assert "aten.mm.default" in on.seen
 
 
+@pytest.mark.more
 def test_a_trace_of_the_backward_pass(inputs: tuple[Tensor, Tensor]) -> None:
     layer, (x, _) = at.LSTM(WIDTH, SIZE), inputs
     output = layer(x)[0]
@@ -500,6 +503,7 @@ class Wrapper(Tensor):
 @entrances
 @pytest.mark.parametrize("around", [nullcontext, Log], ids=["alone", "under a mode"])
 @pytest.mark.parametrize("which", ["x", "weights", "both"])
+@pytest.mark.sample(every=5)
 def test_types_of_tensors(
     which: str, around: Any, entrance: str, inputs: tuple[Tensor, Tensor]
 ) -> None:

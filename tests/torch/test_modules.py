@@ -113,6 +113,7 @@ REWRITES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("rewrite", REWRITES)
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sample(every=3)
 def test_rewritten_weights(kind: str, rewrite: str) -> None:
     """What others put in the place of a weight runs fused, and gets its gradients."""
     ours, theirs = twins(kind, 3, 5, **FLAGS)
@@ -207,6 +208,7 @@ def test_profiler_ranges_have_the_name_of_the_cell(make: Callable[[], Any]) -> N
 
 # -- training --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sample(1)
 def test_same_bits_every_time(kind: str) -> None:
     """Training twice from one seed gives the same parameters, bit for bit."""
     found = []
@@ -225,6 +227,7 @@ def test_same_bits_every_time(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sample(1)
 def test_autocast_trains(kind: str) -> None:
     """Under autocast as torch's layer: gradients of float32 parameters, as near as torch's, and as
     near as they must be where torch's does not run.

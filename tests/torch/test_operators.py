@@ -107,6 +107,7 @@ KINDS = [cells.LSTMP, cells.EALSTM, cells.PeepholeLSTM, Zoned]
 
 @pytest.mark.parametrize("kind", KINDS, **by_name)
 @pytest.mark.sample(1)
+@pytest.mark.more
 def test_every_tensor_in_every_guise(kind: Any) -> None:
     """Whatever the strides and the alignment, results and gradients are those of a plain copy."""
     tensors, text, hyper = arguments(kind, STEPS, ROWS, states=True, **flags(STEPS, ROWS))

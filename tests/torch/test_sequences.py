@@ -41,6 +41,7 @@ def pack(x: Tensor, lengths: Any, batch_first: bool = False) -> Any:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("with_state", [False, True], ids=["", "state"])
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sample(every=3)
 def test_packed_is_torchs(kind: str, with_state: bool, lengths: list[int]) -> None:
     flags = {"num_layers": 2, "bidirectional": True, "dropout": 0.4, **DOUBLE}
     ours, theirs = twins(kind, 3, 5, **flags)
@@ -69,6 +70,7 @@ def test_lengths_of_any_integers() -> None:
 
 
 @pytest.mark.parametrize("kind", [*CELLS, Gated], **by_name)
+@pytest.mark.sample(every=2)
 def test_packed_is_lengths(kind: Any) -> None:
     layer = at.RNN(kind, 3, 5, num_layers=2, bidirectional=True, **DOUBLE)
     static = {"static": torch.randn(4, 5, **DOUBLE)} if kind.static else {}
@@ -173,7 +175,7 @@ def test_projection_with_lengths_and_resets() -> None:
 @pytest.mark.parametrize("layout", ["", "batch_first", "unbatched", "packed"])
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("kind", ["LSTM", "LSTMP", "GRU"])
-@pytest.mark.sample(every=3)  # each layout with gradients and without
+@pytest.mark.sample(every=5)
 def test_drop_ins_take_what_rnn_takes(kind: str, gradients: bool, layout: str) -> None:
     """Each argument alone, and all together: the bits of ``RNN``, by fused kernels."""
     options = {"num_layers": 2, "bidirectional": True, "batch_first": layout == "batch_first"}

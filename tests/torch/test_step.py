@@ -72,6 +72,7 @@ def arguments_of(module: Any, rows: int, state: bool, gradient: bool = True) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", CELLS, **by_name)
+@pytest.mark.sample(every=7)
 def test_every_cell(kind: Any, dtype: Any, runs: list[Any]) -> None:
     """On both sides of the rows by which weights are packed."""
     sizes = (5, 1), (5, 0), (33, 50), (33, heuristics.FEW_ROWS), (33, heuristics.FEW_ROWS + 1)
@@ -90,6 +91,7 @@ def test_every_cell(kind: Any, dtype: Any, runs: list[Any]) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", [cells.JANET, cells.PeepholeLSTM, cells.LayerNormGRU], **by_name)
+@pytest.mark.sample(every=3)
 def test_which_gradients_are_wanted(kind: Any, bias: bool) -> None:
     module = at.RNNCell(kind, 4, 5, bias=bias)
     for wanted in ("weights", "state", "x", *["bias"] * (bias and module.cell.bias)):

@@ -145,6 +145,7 @@ TRAINED: dict[str, Callable[[], Module]] = {
 
 @pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("given", [True, False])
+@pytest.mark.sample(every=3)
 def test_gradients_of_a_second_call_have_the_bits_of_the_first(
     name: str, given: bool, played: list[bool]
 ) -> None:
