@@ -13,7 +13,17 @@ import numpy as np
 from anycell.layer.checks import describe, refuse
 from anycell.numpy import passes, threads
 from anycell.numpy.mirror import Mirror
-from anycell.numpy.read import Arrays, Recording, Tape, Taped, Traced, execute, read_step, start
+from anycell.numpy.read import (
+    Arrays,
+    Recording,
+    Tape,
+    Taped,
+    Traced,
+    execute,
+    read_step,
+    shaped,
+    start,
+)
 from anycell.plan import Layer, Options, plan
 from anycell.plan.dtype import dtypes
 from anycell.read import (
@@ -116,8 +126,13 @@ class loop:
         if isinstance(ready, str):
             self.reason = ready
             return self._loop(x, state)
+        try:
+            results = ready.run(xs, list(map(np.asarray, first)))
+        except Refused as error:
+            self.reason = str(error)
+            return self._loop(x, state)
         self.text = ready.read.body.reading.text
-        return ready.run(xs, list(map(np.asarray, first)))
+        return results
 
     def _ready(self, x: Tree, state: Tree, xs: list[Any], first: list[Any]) -> _Ready | str:
         """The reading for a call, and the arrays that the step has from elsewhere; or why the step
@@ -261,6 +276,7 @@ class _Read:
         self.body, self.output, self.after, self.numbers = body, output, after, numbers
         self.wanted, self._layers = body.seen(), dict[Any, Layer]()
         self.dtype = next(v.dtype for v in body.states if v.floating)
+        self.stable = not body.ahead and all(map(shaped, body.equations))
 
     def enter(self, run: _Run, first: Sequence[Any]) -> dict[str, Any]:
         """The arrays of the layer."""
@@ -349,7 +365,7 @@ class _Ready(NamedTuple):
             if tape is None:  # many calls come once, with a number of steps of their own
                 add_recent(tapes, steps, True, _MOST)
             elif tape:
-                tapes[steps] = read.taped(arrays, xs, first, states)
+                tapes[steps] = read.stable and read.taped(arrays, xs, first, states)
             output, last = read.leave(run, first, states)
         return filled(read.output, output), filled(read.after, last)
 
@@ -429,6 +445,8 @@ class _Call:
         except Exception as error:  # the step raises it itself, or it is one of the recording
             problem = f"this cannot be recorded. {type(error).__name__}: {error}"
             raise Refused(problem, where=places.raised(error)) from None
+        if self.recording.refusal is not None:
+            raise self.recording.refusal
         if [*map(id, leaves(before))] != [*map(id, self.traced[count:])]:
             raise Refused(
                 "the step changes the dictionary or list that holds its state",
