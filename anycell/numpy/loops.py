@@ -171,7 +171,9 @@ class loop:
                 try:
                     call.record(mirror.begin())
                     mirror.finish()
-                    return self._keep(key, _Known(mirror, call.read(key), call.arrays, slots))
+                    known = _Known(mirror, call.read(key), call.arrays, slots)
+                    self._keep(key, known)
+                    return _Ready(known.read, call.arrays, known.tapes)
                 except Exception:  # the step itself may do what its copy cannot
                     call = _Call(self, x, state)
             call.record(self.step)
@@ -184,9 +186,8 @@ class loop:
                 self._keep(key, _Known(mirror, reason))
             return reason
 
-    def _keep(self, key: Any, known: _Known) -> Any:
+    def _keep(self, key: Any, known: _Known) -> None:
         self._known[key] = [known, *self._known.get(key, ())][:_MOST]
-        return known.now()
 
     def _loop(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         parts = zip(*leaves(x), strict=True)
@@ -481,7 +482,7 @@ class _Call:
         owner._calls[kind] = len(self.recording.equations)
         known = owner._read[key]
         if isinstance(known, Refused):
-            raise known
+            raise known.with_traceback(None)
         return self._as(known)
 
     def _as(self, body: Recording) -> _Read:

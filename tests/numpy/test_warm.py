@@ -694,3 +694,25 @@ def test_shapes_that_numbers_decide(chosen: Any) -> None:
     run = loop(lambda x, h: (h, np.tanh(h + x[x > 0].sum())))
     for share in (0.5, 0.9):
         check(run, DRAWS.random(X.shape) - share)
+
+
+def test_what_the_step_keeps_of_its_first_call_is_read() -> None:
+    """It may change what is around it after its copy has run."""
+
+    class Keeping:
+        def __init__(self) -> None:
+            self.weight = draw(H, H)
+
+        def __call__(self, x: Any, h: Any) -> tuple[Any, Any]:
+            if not hasattr(self, "both"):
+                self.both = np.concatenate([self.weight, self.weight])
+            h = np.tanh(np.concatenate([x, h], -1) @ self.both)
+            return h, h
+
+    cell = Keeping()
+    run = loop(cell)
+    for _ in range(3):
+        check(run)
+        assert run.reason is None
+    cell.both = -cell.both
+    check(run)
