@@ -251,7 +251,7 @@ class _State(Watched):
             parts += [(cell, "cell_contents") for cell in value.__closure__ or () if cell != _EMPTY]
             parts += [(around, n) for n in sorted(module_variables(value.__code__) & around.keys())]
         elif isinstance(value, (list, tuple, dict)):
-            if type(value) in (list, dict):
+            if isinstance(value, (list, dict)):
                 self.containers.append((value, value.copy()))
             names = value if isinstance(value, dict) else range(len(value))
             parts, own = [(value, n) for n in names], [len(value)]

@@ -171,9 +171,10 @@ class loop:
                 try:
                     call.record(mirror.begin())
                     mirror.finish()
-                    known = _Known(mirror, call.read(key), call.arrays, slots)
+                    read = call.read(key)
+                    known = _Known(mirror, read, call.arrays, slots)
                     self._keep(key, known)
-                    return _Ready(known.read, call.arrays, known.tapes)
+                    return _Ready(read, call.arrays, known.tapes)
                 except Exception:  # the step itself may do what its copy cannot
                     call = _Call(self, x, state)
             call.record(self.step)
