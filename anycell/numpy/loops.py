@@ -157,7 +157,7 @@ class loop:
         return self._recorded(x, state, key, recorded)
 
     def _recorded(self, x: Tree, state: Tree, key: Any, recorded: bool) -> _Ready | str:
-        """The same for a call like no other, whose step is recorded.
+        """The result of ``_ready`` for a call like no other, whose step is recorded.
 
         Args:
             recorded: whether no copy can be made.
@@ -373,7 +373,7 @@ class _Ready(NamedTuple):
 
 
 class _Known:
-    """What a recording of a copy of the step found, which holds while what the copy read stays.
+    """The finding of a recording of a copy of the step: valid while all that the copy read stays.
 
     Args:
         arrays: those that the step makes itself, in the places that they have among the others.
@@ -424,7 +424,7 @@ class _Call:
         self.arrays = self.recording.arrays
 
     def stand_in(self, slots: list[int]) -> Callable[[np.ndarray], Traced]:
-        """What makes the stand-ins of arrays, and notes their places among all arrays."""
+        """A function that makes stand-ins of arrays, and notes their places among all arrays."""
 
         def of(array: np.ndarray) -> Traced:
             slots.append(len(self.arrays))
@@ -513,7 +513,7 @@ class _Call:
 
 
 def _kind(tree: Tree, skipped: int = 0) -> Any:
-    """What readings depend on of x or states: their structure, shapes and dtypes.
+    """The sort of x or of states on which a reading depends: structure, shapes and dtypes.
 
     Args:
         skipped: axes at the front that make no difference.

@@ -221,7 +221,7 @@ def shaped(equation: Equation) -> bool:
 
 
 class Taped(Recording):
-    """What a call does around its kernel, recorded for a ``Tape``.
+    """The work of a call around its kernel, recorded for a ``Tape``.
 
     Args:
         arrays: of the call, or made by its kernel.

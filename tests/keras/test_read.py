@@ -1,4 +1,7 @@
-"""Cells of Keras as users write them, run fused without being written again."""
+"""Cells of Keras as users write them, run fused without being written again.
+
+One file, because most tests run the same cells.
+"""
 
 import copy
 import itertools

@@ -1,4 +1,7 @@
-"""``loop`` again and again: nothing is recorded anew, and no result is that of an earlier step."""
+"""``loop`` again and again: nothing is recorded anew, and no result is that of an earlier step.
+
+One file, because the steps read its variables, which one fixture restores.
+"""
 
 import copy
 import dataclasses
