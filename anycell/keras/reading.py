@@ -244,20 +244,20 @@ class _State(Watched):
         if isinstance(value, _PLAIN):
             return value
         parts: list[tuple[Any, Any]] = []
-        size: list[int] = []
+        own: list[Any] = []
         if isinstance(value, types.FunctionType):
             around = value.__globals__
-            self._of(value, "__code__")
+            own = [self._of(value, n, 1) for n in ("__code__", "__defaults__", "__kwdefaults__")]
             parts += [(cell, "cell_contents") for cell in value.__closure__ or () if cell != _EMPTY]
             parts += [(around, n) for n in sorted(module_variables(value.__code__) & around.keys())]
         elif isinstance(value, (list, tuple, dict)):
-            if type(value) in (list, dict):
+            if isinstance(value, (list, dict)):
                 self.containers.append((value, value.copy()))
             names = value if isinstance(value, dict) else range(len(value))
-            parts, size = [(value, n) for n in names], [len(value)]
+            parts, own = [(value, n) for n in names], [len(value)]
         if depth == 0 or len(parts) > MOST:
-            return id(value), len(parts)
-        return id(value), *size, *(self._of(*part, depth - 1) for part in parts)
+            return id(value), *own, len(parts)
+        return id(value), *own, *(self._of(*part, depth - 1) for part in parts)
 
 
 _EMPTY = types.CellType()  # of a variable without a value

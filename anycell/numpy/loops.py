@@ -13,7 +13,17 @@ import numpy as np
 from anycell.layer.checks import describe, refuse
 from anycell.numpy import passes, threads
 from anycell.numpy.mirror import Mirror
-from anycell.numpy.read import Arrays, Recording, Tape, Taped, Traced, execute, read_step, start
+from anycell.numpy.read import (
+    Arrays,
+    Recording,
+    Tape,
+    Taped,
+    Traced,
+    execute,
+    read_step,
+    shaped,
+    start,
+)
 from anycell.plan import Layer, Options, plan
 from anycell.plan.dtype import dtypes
 from anycell.read import (
@@ -115,8 +125,13 @@ class loop:
         if isinstance(ready, str):
             self.reason = ready
             return self._loop(x, state)
+        try:
+            results = ready.run(xs, list(map(np.asarray, first)))
+        except Refused as error:
+            self.reason = str(error)
+            return self._loop(x, state)
         self.text = ready.read.body.reading.text
-        return ready.run(xs, list(map(np.asarray, first)))
+        return results
 
     def _ready(self, x: Tree, state: Tree, xs: list[Any], first: list[Any]) -> _Ready | str:
         """The reading for a call, and the arrays that the step has from elsewhere; or why the step
@@ -145,7 +160,10 @@ class loop:
             call, slots = _Call(self, x, state), list[int]()
             mirror = Mirror(vars(self), "step", call.stand_in(slots))
             call.record(mirror)
-            return self._keep(key, _Known(mirror, call.read(key), call.arrays, slots))
+            read = call.read(key)
+            known = _Known(mirror, read, call.arrays, slots)
+            self._keep(key, known)
+            return _Ready(read, call.arrays, known.tapes)
         except Refused as error:
             reason = str(error.at(definition(self.step)))
             if mirror is not None:  # the results of the loop are right, whatever the reason
@@ -153,9 +171,8 @@ class loop:
                 self._reads[key] += 1
             return reason
 
-    def _keep(self, key: Any, known: _Known) -> Any:
+    def _keep(self, key: Any, known: _Known) -> None:
         self._known[key] = [known, *self._known.get(key, ())][:_MOST]
-        return known.now()
 
     def _loop(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         parts = zip(*leaves(x), strict=True)
@@ -245,6 +262,7 @@ class _Read:
         self.body, self.output, self.after, self.numbers = body, output, after, numbers
         self.wanted, self._layers = body.seen(), dict[Any, Layer]()
         self.dtype = next(v.dtype for v in body.states if v.floating)
+        self.stable = not body.ahead and all(map(shaped, body.equations))
 
     def enter(self, run: _Run, first: Sequence[Any]) -> dict[str, Any]:
         """The arrays of the layer."""
@@ -333,13 +351,13 @@ class _Ready(NamedTuple):
             if tape is None:  # many calls come once, with a number of steps of their own
                 add_recent(tapes, steps, True, _MOST)
             elif tape:
-                tapes[steps] = read.taped(arrays, xs, first, states)
+                tapes[steps] = read.stable and read.taped(arrays, xs, first, states)
             output, last = read.leave(run, first, states)
         return filled(read.output, output), filled(read.after, last)
 
 
 class _Known:
-    """What a recording of a copy of the step found, which holds while what the copy read stays.
+    """The finding of a recording of a copy of the step: valid while all that the copy read stays.
 
     Args:
         arrays: those that the step makes itself, in the places that they have among the others.
@@ -390,7 +408,7 @@ class _Call:
         self.arrays = self.recording.arrays
 
     def stand_in(self, slots: list[int]) -> Callable[[np.ndarray], Traced]:
-        """What makes the stand-ins of arrays, and notes their places among all arrays."""
+        """A function that makes stand-ins of arrays, and notes their places among all arrays."""
 
         def of(array: np.ndarray) -> Traced:
             slots.append(len(self.arrays))
@@ -420,6 +438,8 @@ class _Call:
                 ) from None
             problem = f"this cannot be recorded. {type(error).__name__}: {error}"
             raise Refused(problem, where=places.raised(error)) from None
+        if self.recording.refusal is not None:
+            raise self.recording.refusal
         if [*map(id, leaves(before))] != [*map(id, self.traced[count:])]:
             raise Refused(
                 "the step changes the dictionary or list that holds its state",
@@ -454,7 +474,7 @@ class _Call:
         owner._calls[kind] = len(self.recording.equations)
         known = owner._read[key]
         if isinstance(known, Refused):
-            raise known
+            raise known.with_traceback(None)
         return self._as(known)
 
     def _as(self, body: Recording) -> _Read:
@@ -484,7 +504,7 @@ class _Call:
 
 
 def _kind(tree: Tree, skipped: int = 0) -> Any:
-    """What readings depend on of x or states: their structure, shapes and dtypes.
+    """The sort of x or of states on which a reading depends: structure, shapes and dtypes.
 
     Args:
         skipped: axes at the front that make no difference.

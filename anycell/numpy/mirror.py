@@ -177,7 +177,7 @@ class Mirror(Watched):
         return self._copy(value)
 
     def read(self, holder: Any, name: Any, shown: str | None = None) -> Any:
-        """The same for what the step reads now: what cannot be copied ends the attempt."""
+        """The copy for a step that reads it now: one that cannot be made ends the attempt."""
         try:
             return self.of(holder, name)
         except Exception as error:  # also one that its class raises
@@ -366,7 +366,7 @@ class _Module:
 
 
 class _Poison:
-    """What stands for things that cannot be copied, until they are read."""
+    """A thing that cannot be copied, until it is read."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror

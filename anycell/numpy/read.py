@@ -68,10 +68,12 @@ class Recording(Body):
 
     Attributes:
         arrays: those that the step has from elsewhere, in the order of ``fixed``.
+        refusal: of what the step has done, which it may have caught.
         reading: of this recording, and so of all with the same lines.
     """
 
     arrays: list[np.ndarray] = field(default_factory=list)
+    refusal: Refused | None = None
     reading: Reading = field(init=False)
 
     def of(self, array: np.ndarray) -> Variable:
@@ -99,7 +101,10 @@ def execute(equation: Equation, values: Values) -> Sequence[Any]:
 
     args, options = mapped(get, (equation.arguments, equation.options))
     made = equation.source(*args, **options)
-    return made if isinstance(made, (list, tuple)) else [made]
+    made = made if isinstance(made, (list, tuple)) else [made]
+    if [np.shape(part) for part in made] != [v.shape for v in equation.results]:
+        raise Refused(f"the shape of {equation.name} depends on numbers", "", equation.where)
+    return made
 
 
 class Traced(NDArrayOperatorsMixin):
@@ -119,7 +124,7 @@ class Traced(NDArrayOperatorsMixin):
         if method == "reduce" and ufunc in _REDUCED:
             return _record(_REDUCED[ufunc], inputs, options)
         if method != "__call__" or options.get("out") is not None:
-            _refuse(f"np.{ufunc.__name__}.{method} into an array that exists")
+            self._refuse(f"np.{ufunc.__name__}.{method} into an array that exists")
         return _record(ufunc, inputs, options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -136,27 +141,27 @@ class Traced(NDArrayOperatorsMixin):
 
     def __bool__(self) -> bool:
         if self.sample.size == 1:
-            _refuse("a branch on a number of x or of a state", "np.where(condition, a, b)")
+            self._refuse("a branch on a number of x or of a state", "np.where(condition, a, b)")
         raise ValueError("The truth value of an array with several elements is ambiguous.")
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _refuse("an edit in place", "compute a new array, by np.where or np.concatenate")
+        self._refuse("an edit in place", "compute a new array, by np.where or np.concatenate")
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse(
+        self._refuse(
             "x or a state written into an array that exists, or given to a function that is not "
             "NumPy's", "new arrays, by functions of NumPy"
         )  # fmt: skip
 
-    __float__ = __int__ = __index__ = __array__
+    __float__ = __int__ = __index__ = __hash__ = __str__ = __format__ = __array__
 
     def __getattr__(self, name: str) -> Any:
         function = METHODS.get(name)
         if name.startswith("__array"):  # NumPy asks for an array's memory
             self.__array__()
         if function is None:
-            if hasattr(np.ndarray, name):
-                _refuse(f"the method {name}() of x or of a state")
+            if hasattr(np.ndarray, name) or hasattr(np.float64, name):
+                self._refuse(f"the method {name}() of x or of a state")
             raise AttributeError(name)
         return lambda *args, **kwargs: function(self, *args, **kwargs)
 
@@ -167,11 +172,12 @@ class Traced(NDArrayOperatorsMixin):
             return _record(np.ndarray.astype, (self, dtype), {})
         if self.dtype.kind == "b" and np.dtype(dtype).kind == "f":
             return _record(np.where, (self, 1.0, 0.0), {})
-        _refuse(f"a conversion from {self.dtype} to {np.dtype(dtype)}")
+        self._refuse(f"a conversion from {self.dtype} to {np.dtype(dtype)}")
 
-
-def _refuse(problem: str, instead: str = "the same in functions of NumPy") -> Any:
-    raise Refused(f"this step has {problem}", instead, places.here())
+    def _refuse(self, problem: str, instead: str = "the same in functions of NumPy") -> Any:
+        refusal = Refused(f"this step has {problem}", instead, places.here())
+        self.recording.refusal = self.recording.refusal or refusal
+        raise refusal
 
 
 def _record(function: Any, args: Any, kwargs: Any) -> Any:
@@ -205,8 +211,17 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     return made if several else made[0]
 
 
+def shaped(equation: Equation) -> bool:
+    """Whether the shape of the result follows from those of the operands."""
+    op, args = equation.op, equation.arguments
+    if op is operator.getitem:
+        return not any(v.boolean for v in leaves(args[1], Variable))
+    arrays = args[1:2] if op is np.repeat else ()
+    return op in TABLE and (op is not np.where or len(args) > 2) and not [*leaves(arrays, Variable)]
+
+
 class Taped(Recording):
-    """What a call does around its kernel, recorded for a ``Tape``.
+    """The work of a call around its kernel, recorded for a ``Tape``.
 
     Args:
         arrays: of the call, or made by its kernel.

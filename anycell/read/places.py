@@ -50,8 +50,8 @@ def _running() -> Iterator[tuple[str, int | None]]:
 
 @functools.lru_cache(maxsize=1024)
 def operations(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """What code does, functions inside it included: the names of its instructions, and those that
-    it has of variables and attributes.
+    """The names of the instructions of code, functions inside it included, and those that it has of
+    variables and attributes.
     """
     done, names = {i.opname for i in dis.get_instructions(code)}, {*code.co_names}
     for inside in code.co_consts:

@@ -150,7 +150,7 @@ class Reading:
     def named(
         self, results: tuple[Any, Any, Any], wanted: Sequence[int]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What ``ran`` returns, from the results of the layer."""
+        """The results of ``ran``, from those of the layer."""
         output, final, others = results
         ends = dict(zip(self.cell.state_names, final, strict=True))
         return ends, by_name(self._names(wanted), self.cell, output, others)

@@ -60,4 +60,4 @@ def alike(a: Any, b: Any) -> bool:
     """Whether two containers have the same things in them."""
     if type(a) is set:
         return bool(a == b)
-    return same([*a], [*b]) and (type(a) is list or same([*a.values()], [*b.values()]))
+    return same([*a], [*b]) and (not isinstance(a, dict) or same([*a.values()], [*b.values()]))

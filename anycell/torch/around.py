@@ -116,8 +116,9 @@ class Surroundings(Watched):
 
     def _function(self, function: types.FunctionType) -> None:
         code, variables = function.__code__, function.__globals__
-        self.guards += [code, self._frozen(function.__defaults__)]
-        for name in ("__code__", "__defaults__"):
+        self.guards.append(code)
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            self.guards.append(self._frozen(getattr(function, name)))
             self.watched.append((function, name, getattr(function, name)))
         _, names = operations(code)
         for label, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

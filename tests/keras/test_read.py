@@ -1,6 +1,10 @@
-"""Cells of Keras as users write them, run fused without being written again."""
+"""Cells of Keras as users write them, run fused without being written again.
+
+One file, because most tests run the same cells.
+"""
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -647,8 +651,12 @@ GAIN = 1.0
 
 
 @pytest.mark.parametrize(
-    "change", ["a class", "a base", "a list in a dictionary", "a closure", "a variable of the file"]
-)
+    "change",
+    [
+        "a class", "a base", "a list in a dictionary", "a closure", "a variable of the file",
+        "a default", "a new attribute",
+    ],
+)  # fmt: skip
 @pytest.mark.sample(every=2)
 def test_the_next_call_sees_what_has_changed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scale = 1.0
@@ -663,8 +671,8 @@ def test_the_next_call_sees_what_has_changed(change: str, monkeypatch: pytest.Mo
             self.kernel = self.weight("kernel", I, H)
             self.options = {"gains": [1.0]}
 
-        def call(self, inputs: Any, states: Any) -> Any:
-            gain = self.options["gains"][0] * self.rate * self.leak * GAIN
+        def call(self, inputs: Any, states: Any, more: float = 1.0) -> Any:
+            gain = self.options["gains"][0] * self.rate * self.leak * GAIN * more
             h = ops.tanh(gain * ops.matmul(inputs, self.kernel) + scale * states[0])
             return h, [h]
 
@@ -674,6 +682,10 @@ def test_the_next_call_sees_what_has_changed(change: str, monkeypatch: pytest.Mo
     before = [number(ours(x)) for _ in range(2)][1]
     if change == "a closure":
         scale = 2.0
+    elif change == "a default":
+        Changing.call.__defaults__ = (2.0,)
+    elif change == "a new attribute":
+        cell.leak = 2.0
     elif change == "a variable of the file":
         monkeypatch.setitem(globals(), "GAIN", 2.0)
     elif change == "a list in a dictionary":
@@ -683,6 +695,28 @@ def test_the_next_call_sees_what_has_changed(change: str, monkeypatch: pytest.Mo
     after = number(ours(x))
     assert_close(after, number(theirs(x)), "float32", "forward")
     assert ours.engine.name == "cpu" and np.abs(after - before).max() > 1e-3
+
+
+def test_later_calls_do_not_call_the_cell() -> None:
+    """In eager mode neither: what was read, or compiled, sees other weights and x."""
+    calls = itertools.count()  # by identity it stays what it was
+
+    class Counting(Minimal):
+        def call(self, inputs: Any, states: Any) -> Any:
+            next(calls)
+            return super().call(inputs, states)
+
+    ours, rng = ak.RNN(Counting(), return_sequences=True), np.random.default_rng(0)
+    for count in range(4):
+        x = rng.normal(size=(B, T, I)).astype("float32")
+        if count == 3:
+            ours.cell.kernel.assign(2.0 * ours.cell.kernel)
+            known = str(calls)
+        result = number(ours(x))
+    assert str(calls) == known
+    assert_close(
+        result, number(layers.RNN(ours.cell, return_sequences=True)(x)), "float32", "forward"
+    )
 
 
 @tensorflow

@@ -1,4 +1,7 @@
-"""``loop`` again and again: nothing is recorded anew, and no result is that of an earlier step."""
+"""``loop`` again and again: nothing is recorded anew, and no result is that of an earlier step.
+
+One file, because the steps read its variables, which one fixture restores.
+"""
 
 import copy
 import dataclasses
@@ -646,3 +649,80 @@ def test_few_steps_run_as_they_are(steps: int, read: bool, monkeypatch: pytest.M
     check(run)
     run(X[:steps], START)
     assert (run.text is not None) == read
+
+
+BIG = draw(40, 40)
+
+
+def test_a_step_that_catches_what_recording_refuses_runs_as_it_is() -> None:
+    def step(x: Any, h: Any) -> tuple[Any, Any]:
+        try:
+            scale = float(BIG[0, 0])
+        except Exception:
+            scale = 0.5
+        h = np.tanh(x + h * scale)
+        return h, h
+
+    run = loop(step)
+    BIG[0, 0] = 0.5
+    check(run)
+    BIG[0, 0] = 0.25
+    check(run)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda: str(BIG[0, 0]) == "0.5", lambda: BIG[0, 0] in {0.5}, lambda: BIG[0, 0].is_integer()],
+)
+def test_a_number_that_is_read_in_another_way(read: Any) -> None:
+    def step(x: Any, h: Any) -> tuple[Any, Any]:
+        h = np.tanh(x + h) if read() else np.sin(x - h)
+        return h, h
+
+    run = loop(step)
+    for number in (0.5, 0.25, 0.5, 3.0, 3.5):
+        BIG[0, 0] = number
+        check(run)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda: BIG[BIG > 0], lambda: np.where(BIG > 0)[0], lambda: np.unique(BIG > 0),
+        lambda: np.repeat(BIG[0], (BIG[0] > 0) * 1),
+    ],
+)  # fmt: skip
+def test_shapes_that_numbers_decide(chosen: Any) -> None:
+    def step(x: Any, h: Any) -> tuple[Any, Any]:
+        h = np.tanh(x + h * chosen().sum())
+        return h, h
+
+    run = loop(step)
+    for share in (0.5, 0.5, 0.5, 0.9, 0.1, 0.1):
+        BIG[:] = DRAWS.random(BIG.shape) - share
+        check(run)
+    run = loop(lambda x, h: (h, np.tanh(h + x[x > 0].sum())))
+    for share in (0.5, 0.9):
+        check(run, DRAWS.random(X.shape) - share)
+
+
+def test_what_the_step_keeps_of_its_first_call_is_read() -> None:
+    """It may change what is around it after its copy has run."""
+
+    class Keeping:
+        def __init__(self) -> None:
+            self.weight = draw(H, H)
+
+        def __call__(self, x: Any, h: Any) -> tuple[Any, Any]:
+            if not hasattr(self, "both"):
+                self.both = np.concatenate([self.weight, self.weight])
+            h = np.tanh(np.concatenate([x, h], -1) @ self.both)
+            return h, h
+
+    cell = Keeping()
+    run = loop(cell)
+    for _ in range(3):
+        check(run)
+        assert run.reason is None
+    cell.both = -cell.both
+    check(run)

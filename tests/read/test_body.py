@@ -21,7 +21,9 @@ ORDER = np.array([3, 0, 5, 1, 4, 2])
 
 def read(step: Callable[[Any, Any], Any], x: Any = X, state: Any = STATE) -> str:
     """The text of a step, which is proved."""
-    return _Call(loop(step), x, state).read.reading.text
+    call = _Call(loop(step), x, state)
+    call.record(step)
+    return call.read(None).body.reading.text
 
 
 def of_heads(h: Any) -> Any:
@@ -134,6 +136,20 @@ def test_a_product_of_a_state_is_the_recurrent_projection() -> None:
     text = read(step, (X, X[..., 0] > 0), (STATE, V[:B]))
     assert 'gates="g0 g1", state="s1 s0"' in text and "linear" not in text
     assert "tanh(r.g0 + x.g0) * s.s0" in text and "tanh(r.g1 + x.g1)" in text
+
+
+@pytest.mark.parametrize(
+    ("gate", "expected"),
+    [
+        (lambda x, r, h: x + r + V[0] * h, "r.g0 + x.g0 + p.b0 * s.s0"),
+        (lambda x, r, h: x + (V[0] * h + r), "p.b0 * s.s0 + (r.g0 + x.g0)"),
+        (lambda x, r, h: r - V[0] * h + x, "r.g0 + x.g0 - p.b0 * s.s0"),
+        (lambda x, r, h: V[0] * h - r + x, "p.b0 * s.s0 - r.g0 + x.g0"),
+    ],
+)
+def test_a_gate_is_added_to_its_product(gate: Any, expected: str) -> None:
+    """Which a kernel accumulates onto it, whatever else is in the sum."""
+    assert f"tanh({expected})" in read(lambda x, h: (h, np.tanh(gate(x, h @ W, h))))
 
 
 @pytest.mark.parametrize(

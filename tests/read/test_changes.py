@@ -114,17 +114,19 @@ def test_a_function_itself() -> None:
 
     config = Config()
 
-    def step(h: Tensor, x: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(x * gain * config.scale + 0.5 * h)
+    def step(h: Tensor, x: Tensor, gain: float = 1.0, *, k: float = 0.5) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x * gain * config.scale + k * h)
         return h, h
 
-    def other(h: Tensor, x: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
-        h = torch.sin(x * gain * config.scale + 0.5 * h)
+    def other(h: Tensor, x: Tensor, gain: float = 1.0, *, k: float = 0.5) -> tuple[Tensor, Tensor]:
+        h = torch.sin(x * gain * config.scale + k * h)
         return h, h
 
     for change in (
         lambda: None,
         lambda: setattr(step, "__defaults__", (3.0,)),
+        lambda: step.__kwdefaults__.update(k=0.75),
+        lambda: setattr(step, "__kwdefaults__", {"k": 0.25}),
         lambda: setattr(config, "scale", 0.25),
         lambda: setattr(step, "__code__", other.__code__),
     ):
