@@ -336,6 +336,8 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
     if len(held) < len(leaves) or not held:
         other = next((describe(v) for v in leaves if not isinstance(v, Tensor)), "no tensors")
         why = f"the state has {other}, and a kernel holds tensors. Instead: keep it as a tensor"
+    elif not rows:  # on which no reading can be tried
+        why = "the batch has no rows"
     elif _short(lead[time], held):
         why = SHORT
     call = Steps(xs, tree, leaves, state_tree, batched, rows, turned=tuple(turned), why=why)
