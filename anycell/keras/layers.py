@@ -40,7 +40,7 @@ from anycell.keras.call import (
     real,
     tensor,
 )
-from anycell.keras.cell import RNNCell, deserialize, gathered
+from anycell.keras.cell import RNNCell, check_cell_and_units, deserialize, gathered
 from anycell.keras.composite import composite
 from anycell.keras.rule import FUSED, OURS, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
@@ -612,9 +612,11 @@ class RNN(Fused, keras.layers.RNN):
             # Subclasses have other arguments, and copies are made without any.
             cell = args[0] if args else kwargs.get("cell")
             of_keras = isinstance(cell, (list, tuple)) or hasattr(cell, "state_size")
-            if cls is not RNN or not of_keras or isinstance(cell, (Cell, RNNCell)):
-                return super().__new__(cls, *args, **kwargs)
             units = kwargs.get("units", args[1] if len(args) > 1 else None)
+            if cls is not RNN or not of_keras or isinstance(cell, (Cell, RNNCell)):
+                if cls is RNN and cell is not None and units is None:
+                    check_cell_and_units(cell, units)
+                return super().__new__(cls, *args, **kwargs)
             if units is not None and not isinstance(units, bool):  # which is `return_sequences`
                 hint = "Leave it out: cells of Keras, and cells in a list, have units of their own."
                 refuse("units", repr(units), f"None with {type(cell).__name__}", hint, TypeError)
