@@ -102,7 +102,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         **kwargs: Unpack[LayerArguments],
     ) -> None:
         given = dict(locals())
-        check(cell, units)
+        check_cell_and_units(cell, units)
         others: dict[str, Any] = {**kwargs}
         self.sizes = {name: others.pop(name) for name in declared_sizes(cell) if name in others}
         check_sizes(cell, units, self.sizes)
@@ -313,9 +313,9 @@ def gathered(
     return tensors
 
 
-def check(cell: Any, units: Any) -> None:
+def check_cell_and_units(cell: Any, units: Any) -> None:
     """Checks ``cell``, and ``units`` with the message of Keras's own layers."""
-    check_cell(cell, " A cell that is a layer of Keras runs in keras.layers.RNN.")
+    check_cell(cell, " A cell that is a layer of Keras, with state_size, is passed without units.")
     if isinstance(units, bool) or not isinstance(units, int) or units <= 0:
         raise ValueError(
             "Received an invalid value for argument `units`, "

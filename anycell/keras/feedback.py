@@ -212,11 +212,7 @@ class _Fed(Fused):
         return getattr(self.layer, name)
 
     def _step(self) -> Cell:
-        step = self.layer._step()
-        if isinstance(step, str):
-            given = f"{self.layer.name}, which only Keras's loop can run: {step}"
-            refuse("layer", given, "a layer whose step is known")
-        return with_feedback(step)
+        return with_feedback(self.layer._known())
 
     def _sizes(self) -> tuple[tuple[str, int], ...]:
         return tuple(sorted([*self.layer._sizes(), (OUTPUT, self.readout.units)]))
@@ -240,15 +236,14 @@ def _check(layer: Any, readout: Any) -> None:
         expected = "LSTM, GRU, SimpleRNN or RNN of anycell.keras"
         refuse("layer", type(layer).__name__, expected, hint, TypeError)
     outer, cell = ("go_backwards", "stateful"), ("dropout", "recurrent_dropout")
+    step = layer._known()
     options = {n: getattr(layer, n) for n in outer} | {n: getattr(layer.cell, n) for n in cell}
     faults = [f"{name}={value}" for name, value in options.items() if value]
-    step = layer._step()
-    if isinstance(step, Cell) and step.static is not None:
+    if step.static is not None:
         faults.append(f"a cell with the static input {step.static!r}")
     if faults:
         refuse("layer", ", ".join(faults), "a layer without these", "Make another layer.")
-    if isinstance(step, Cell):
-        with_feedback(step)
+    with_feedback(step)
     linear = keras.activations.linear
     if not isinstance(readout, keras.layers.Dense) or readout.activation is not linear:
         hint = "The readout is fed back as it is."

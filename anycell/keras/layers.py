@@ -40,7 +40,7 @@ from anycell.keras.call import (
     real,
     tensor,
 )
-from anycell.keras.cell import RNNCell, deserialize, gathered
+from anycell.keras.cell import RNNCell, check_cell_and_units, deserialize, gathered
 from anycell.keras.composite import composite
 from anycell.keras.rule import FUSED, OURS, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
@@ -56,6 +56,10 @@ if TYPE_CHECKING:
 
 # The arguments of a call that Keras's `call` does not know, by name, on their way to `inner_loop`.
 _arguments: ContextVar[Mapping[str, Tensor]] = ContextVar("arguments", default=NOTHING)
+_REWRITE = (
+    "Write its step as an @anycell.cell, for anycell.keras.RNN(cell, units); layer.text has it if "
+    "the cell was read."
+)
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 
 
@@ -105,6 +109,14 @@ class Fused(Steps, Keywords, Explained):
     def _step(self) -> Cell | str:
         """Returns the cell in anycell's language, or why it cannot be expressed there."""
         raise NotImplementedError
+
+    def _known(self) -> Cell:
+        """The cell in anycell's language; refuses a layer that has none."""
+        step = self._step()
+        if isinstance(step, str):
+            me: Any = self
+            refuse("layer", f"{me.name}: {step}", "one whose step and weights are known", _REWRITE)
+        return step
 
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
         step, cell, backend = self._step(), self.cell, keras.backend.backend()
@@ -200,8 +212,8 @@ class Fused(Steps, Keywords, Explained):
         engine, reason = choose(facts)
         resets = _arguments.get().get("resets")
         if engine in ("keras", "cudnn") and resets is not None:
-            hint = "Use an unchanged cell of anycell, without recurrent dropout."
-            expected = "None, because Keras's loop, which cannot reset states, runs the layer"
+            hint = "Leave recurrent dropout out." if facts.layer else _REWRITE
+            expected = "None, because Keras's loop, which cannot reset states, would run it"
             refuse("resets", "a tensor", f"{expected}: {reason}", hint)
         if mask is not None:
             mask = _as_tensor(mask, sequences)
@@ -499,7 +511,7 @@ class OfCell(DropIn, keras.layers.RNN):
     """
 
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
-        if changed(self.cell) is None:
+        if changed(self.cell) is None or _arguments.get().get("resets") is not None:
             return super()._facts(training, gpu, traced)
         return self._facts_of(read_of(self, training), gpu, traced)
 
@@ -600,9 +612,11 @@ class RNN(Fused, keras.layers.RNN):
             # Subclasses have other arguments, and copies are made without any.
             cell = args[0] if args else kwargs.get("cell")
             of_keras = isinstance(cell, (list, tuple)) or hasattr(cell, "state_size")
-            if cls is not RNN or not of_keras or isinstance(cell, (Cell, RNNCell)):
-                return super().__new__(cls, *args, **kwargs)
             units = kwargs.get("units", args[1] if len(args) > 1 else None)
+            if cls is not RNN or not of_keras or isinstance(cell, (Cell, RNNCell)):
+                if cls is RNN and cell is not None and units is None:
+                    check_cell_and_units(cell, units)
+                return super().__new__(cls, *args, **kwargs)
             if units is not None and not isinstance(units, bool):  # which is `return_sequences`
                 hint = "Leave it out: cells of Keras, and cells in a list, have units of their own."
                 refuse("units", repr(units), f"None with {type(cell).__name__}", hint, TypeError)

@@ -74,11 +74,11 @@ def directions(layer: Any) -> Sequence[Any]:
             given = f"Bidirectional with merge_mode={layer.merge_mode!r}"
             refuse("layer", given, "'concat', where each direction has outputs of its own")
     for part in parts:
-        step = part._step() if hasattr(part, "_step") else "a layer of Keras"
-        if isinstance(step, str):
+        if not hasattr(part, "_known"):
             hint = "anycell.keras.accelerate turns those of Keras into ours."
-            given = f"{layer.name}, whose step is unknown ({step})"
+            given = f"{layer.name}, a layer of Keras"
             refuse("layer", given, "a layer of anycell.keras", hint)
+        part._known()
         if not part.cell.built:
             raise ValueError(f"layer: given {layer.name}, which has no weights yet. Call it first.")
     return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -151,10 +152,13 @@ def sort_hyperparameters(
     keyword = {p.name: p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
     for name in given:
         if name not in keyword:
+            instead = "leave it out, or add a keyword-only argument to its function."
+            if close := difflib.get_close_matches(name, keyword, 1):
+                instead = f"write {close[0]}={given[name]!r}."
             fail(
                 f"Cell {function.__name__} has no hyperparameter {name!r}; "
                 f"it has: {', '.join(keyword) or 'none'}.",
-                "add a keyword-only argument to its function.",
+                instead,
             )
     hyper: dict[str, float] = {}
     structure: dict[str, Any] = {}

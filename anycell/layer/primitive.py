@@ -178,7 +178,8 @@ def check_input(
     expected = f"[steps of all rows, {last}]" if packed else f"[time, batch, {last}]"
     hint = "RNN(cell, ...) takes other layouts."
     if projected:
-        hint = f"Without weight_ih pass the input projected onto the gates {' '.join(cell.gates)}."
+        passed = ", or pass weight_ih" if name == "x" else ""
+        hint = f"Project the input onto the gates {' '.join(cell.gates)}{passed}."
     if not isinstance(x, framework.kind):
         refuse(name, describe(x), f"{expected}, a {framework.kind.__name__}", hint, TypeError)
     count = x.shape[-1] if len(x.shape) == 3 - packed else 0

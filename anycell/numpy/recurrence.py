@@ -76,12 +76,12 @@ def recurrence(
         ((10, 2, 8), True)
     """
     check_cell(cell)
+    names = [name for name in cell.learned if name not in ("weight_ih", "bias_ih")]
+    learned = learned_by_name(Strict, cell, names, weights, params)
     check_input(Strict, cell, "gates_x", gates_x, projected=True)
     if not gates_x.dtype.isnative or gates_x.dtype.name not in dtypes("cpu"):
         expected = f"one of {', '.join(dtypes('cpu'))}"
         refuse("gates_x", f"dtype {gates_x.dtype}", expected, "Convert it.", TypeError)
-    names = [name for name in cell.learned if name not in ("weight_ih", "bias_ih")]
-    learned = learned_by_name(Strict, cell, names, weights, params)
     rows = gates_x.shape[1]
     states, sizes = fit_arrays(Strict, cell, gates_x, learned, rows, gates_x, state, arguments)
     options, seed = check_rest(recurrence, arguments, without=_WITHOUT)

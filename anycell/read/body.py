@@ -263,6 +263,8 @@ class Reader(Functions):
             raise Refused("the step returns its state as it was, and so needs no loop")
         self.body, self.axis, self.dtype = body, axis, dtype
         rows = None if axis is None else body.states[body.moving[0]].shape[axis]
+        if rows == 0:  # on which no reading can be tried
+            raise Refused("the batch has no rows")
         self.graph = Graph(arrays, rows)
         self.values: dict[Variable, Any] = {}
         self._rowed: dict[Variable, bool] = {}

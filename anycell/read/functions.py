@@ -271,7 +271,7 @@ class Functions:
             whose = "a state" if isinstance(weight, Value) else "this step's input"
             graph.refuse(
                 f"the matrix of this product depends on {whose}",
-                "products with matrices of weights; for two vectors, the sum of a * b",
+                "products with matrices of weights; for few numbers of a row, the sum of a * b",
             )
         sizes = dict(zip(its, weight.shape, strict=True))
         row = graph.view(value)[0]

@@ -521,6 +521,8 @@ class Graph:
         """
         free = [i for i in range(len(value.shape)) if i not in axes]
         lead = [value.shape[i] for i in free]
+        if 0 in value.shape:
+            self.refuse("this combines no numbers")
         moved = np.transpose(value.ids, (*free, *axes)).reshape(*lead, -1)
         axis, _, units = self.view(Value(moved))
         if axis == len(lead):

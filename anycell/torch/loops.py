@@ -218,10 +218,18 @@ class loop(Explained, nn.Module):
         return "batch_first=True" if self.batch_first else ""
 
     def forward(
-        self, x: Any, state: Any, *, mask: Tensor | None = None, lengths: Lengths | None = None,
-        resets: Tensor | None = None, reset_state: Any = None, reverse: bool = False,
+        self, x: Any, state: Any, *more: Any, mask: Tensor | None = None,
+        lengths: Lengths | None = None, resets: Tensor | None = None, reset_state: Any = None,
+        reverse: bool = False,
     ) -> tuple[Any, Any]:  # fmt: skip
         """Returns the output and the final state; see the class."""
+        if more:
+            hint = (
+                "torch.onnx.export passes all with dynamo=False. Export with dynamo=True, or a "
+                "module that calls the loop."
+            )
+            given = f"{len(more)} further arguments by position"
+            refuse("x, state", given, "others by name", hint, TypeError)
         if compiled():  # the graph breaks here
             return torch.compiler.disable(self.forward)(
                 x, state, mask=mask, lengths=lengths, resets=resets, reset_state=reset_state,
@@ -336,6 +344,8 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
     if len(held) < len(leaves) or not held:
         other = next((describe(v) for v in leaves if not isinstance(v, Tensor)), "no tensors")
         why = f"the state has {other}, and a kernel holds tensors. Instead: keep it as a tensor"
+    elif not rows:  # on which no reading can be tried
+        why = "the batch has no rows"
     elif _short(lead[time], held):
         why = SHORT
     call = Steps(xs, tree, leaves, state_tree, batched, rows, turned=tuple(turned), why=why)

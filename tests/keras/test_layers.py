@@ -391,6 +391,21 @@ def test_mixed_precision(name: str, kind: str, rng: np.random.Generator) -> None
     assert np.isfinite(history).all()
 
 
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("LSTM", "cell: given str 'LSTM'; expected a cell. Pass one of anycell.cells"),
+        (keras.layers.Dense(3), "cell: given Dense .*; expected a cell"),
+        (cells.LSTM, "invalid value for argument `units`, expected a positive integer, got None"),
+    ],
+)
+def test_what_is_given_without_units_is_checked_first(cell: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        ak.RNN(cell)
+    with pytest.raises((TypeError, ValueError), match=message):
+        ak.RNN(cell=cell)
+
+
 def test_errors_are_keras_own() -> None:
     with pytest.raises(ValueError, match="Received an invalid value for argument `units`"):
         ak.LSTM(0)

@@ -881,6 +881,8 @@ def test_names_for_all_gates() -> None:
         (lambda: Tuned(rate=np.str_("half")), "rate is the str 'half'; expected a number"),
         (lambda: Tuned(rate=math.nan), "rate is NaN; expected a number"),
         (lambda: Tuned(speed=1.0), "no hyperparameter 'speed'; it has: rate, bound, deep"),
+        (lambda: Tuned(speed=1.0), "Instead: leave it out, or add a keyword-only argument"),
+        (lambda: Tuned(bond=1.0), "Instead: write bound=1.0."),
         (lambda: Tuned(rate=np.ones(2)), "rate is a ndarray; expected a float"),
         (lambda: Tuned(rate="half"), "rate is the str 'half'; expected a number"),
         (lambda: Tuned(rate=True), "rate is the bool True; expected a number"),

@@ -421,6 +421,23 @@ def test_more_rows_and_steps_are_read_again_or_not_at_all() -> None:
     assert len(run._read) == 3
 
 
+@pytest.mark.parametrize("units", [I, 0])
+def test_arrays_without_numbers(units: int) -> None:
+    """A batch without rows and a product over no units run as they are."""
+    weight, also = draw(units, H), draw(units, H)
+
+    def function(x: Any, h: Any) -> Any:
+        h = np.tanh(x @ weight + (h[:, :units] * 2) @ also + h)
+        return h, h
+
+    run = loop(function)
+    for rows in (0, B, 0):
+        x, h = draw(T, rows, units), draw(rows, H)
+        for result, exact in zip(run(x, h), run._loop(x, h), strict=True):
+            assert error(result, exact) <= LIMITS["float64", "forward"]
+        assert (run.reason is None) == (rows > 0 < units), run.reason
+
+
 @pytest.mark.parametrize("x", [(), np.float64(1.0), (X, X[:2]), X[:0]])
 def test_x_has_steps(x: Any) -> None:
     with pytest.raises(ValueError, match=r"x: given .*expected arrays \[T, ...\] of one T"):

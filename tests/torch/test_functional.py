@@ -358,7 +358,7 @@ INDRNN = {"weight_ih": IH[:SIZE], "bias_ih": HH[0], "u": HH[0]}
         ({"x": None, "gates": GATES}, ValueError, "weights: given weight_ih with gates"),
         ({"x": X[0]}, ValueError, r"x: given .*\[3, 4\]; expected \[time, batch, input"),
         ({"x": [1.0]}, TypeError, r"x: given list .*expected \[time, batch, input"),
-        ({"weights": {"weight_hh": HH}}, ValueError, r"x: .*batch, 3 \* H\].*Without weight_ih"),
+        ({"weights": {"weight_hh": HH}}, ValueError, r"x: .*batch, 3 \* H\].*or pass weight_ih"),
         ({"x": X.double()}, ValueError, r"x: given torch.float64.*expected torch.float32"),
         ({"weights": [HH]}, TypeError, "weights: given list .*a dictionary of arrays by name"),
         ({"weights": {**BOTH, "w": HH}}, ValueError, "given .w., unknown; expected each name of"),

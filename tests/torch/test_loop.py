@@ -43,7 +43,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anycell.torch
-from anycell.torch import loop, planned, scan
+from anycell.torch import explain_scan, loop, planned, scan
 from anycell.torch.native import table
 from anycell.torch.tape import Tape
 
@@ -1041,6 +1041,29 @@ def test_few_steps_are_the_module(kind: Any, steps: int, rows: int, read: bool) 
     check_trees(layer(x, state), by_hand(layer.module)(x, state))
     assert ("so few steps take less time" in layer.engine.reason) != read
     assert (layer.engine.name == "cpu") == read, layer.engine.reason
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_batches_without_rows(scanned: bool, train: bool) -> None:
+    """First, and after calls that were recorded and replayed; other calls stay as they are."""
+    module = Concatenated()
+    layer, plain = loop(module), by_hand(module)
+
+    def step(state: Any, x: Tensor) -> Any:
+        output, state = module(x, state)
+        return state, output
+
+    for rows in (0, B, B, B, B, 0, 0, B):
+        x, state = inputs_of(module, rows=rows)
+        with torch.set_grad_enabled(train):
+            made = scan(step, state, x)[::-1] if scanned else layer(x, state)
+        check_trees(made, plain(x, state))
+        why = explain_scan(step, state, x) if scanned else layer.engine.reason
+        assert ("fused kernel" if rows else "the batch has no rows") in why
+        if train:
+            gradients = torch.autograd.grad(made[0].sum(), [*module.parameters()])
+            assert all(bool(gradient.any()) == bool(rows) for gradient in gradients)
 
 
 @pytest.mark.parametrize("other", [torch.sin, lambda h: h * 0.5], ids=["operation", "number"])

@@ -234,6 +234,20 @@ def test_one_step_needs_no_scan() -> None:
 
 
 @of_onnx
+def test_onnx_of_a_loop() -> None:
+    """The older exporter writes a module that calls one, not one alone."""
+    pytest.importorskip("onnx")
+    loop, x, h = at.loop(nn.GRUCell(3, 5)), torch.randn(4, 2, 3), torch.zeros(2, 5)
+    with pytest.raises(TypeError, match=r"x, state: given .* by position.*dynamo=True, or"):
+        torch.onnx.export(loop, (x, h), io.BytesIO(), dynamo=False)
+    model = nn.ModuleList([loop])
+    model.forward = lambda x: loop(x, h)[0]
+    (y,) = session(model, x, dynamo=False).run(None, {"x": 2 * x.numpy()})
+    with torch.no_grad():
+        assert_close(y, loop(2 * x, h)[0].numpy(), "float32", "forward")
+
+
+@of_onnx
 @pytest.mark.parametrize("layer", [at.LSTM(3, 5), at.RNN(cells.PeepholeLSTM, 3, 5)], ids=str)
 @pytest.mark.sample(1)
 def test_onnx_of_a_feedback(layer: nn.Module) -> None:
