@@ -2,6 +2,8 @@
 
 All are subclasses of Keras's layers, which keep masks, states, configuration and weights; the
 subclasses replace ``inner_loop``.
+
+One file, because these classes share what decides which engine runs a layer.
 """
 
 from __future__ import annotations

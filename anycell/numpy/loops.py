@@ -154,7 +154,7 @@ class loop:
         return self._recorded(x, state, key)
 
     def _recorded(self, x: Tree, state: Tree, key: Any) -> _Ready | str:
-        """The same for a call like no other, for which a copy of the step is recorded."""
+        """The result of ``_ready`` for a call like no other, for which a copy is recorded."""
         mirror: Mirror | None = None
         try:
             call, slots = _Call(self, x, state), list[int]()
