@@ -48,11 +48,20 @@ def derive(
     for tensor in leaves.values():
         tensor.requires_grad_()
     results, wanted = call(tensors), list(leaves.values())
-    # Step by step, the output of a sequence without steps depends on no tensor.
-    ends = [(t, arriving[f"d {name}"]) for name, t in results.items() if t.requires_grad]
-    outputs, weighted = zip(*ends, strict=True)
-    grads = torch.autograd.grad(
-        outputs, wanted, weighted, create_graph=along is not None, materialize_grads=True
+    # Step by step, the output of a sequence without steps depends on no tensor, and that of some
+    # random cells neither.
+    ends = {name: t for name, t in results.items() if t.requires_grad}
+    weighted = [arriving[f"d {name}"] for name in ends]
+    grads = (
+        [torch.zeros_like(t) for t in wanted]
+        if not ends
+        else torch.autograd.grad(
+            [*ends.values()],
+            wanted,
+            weighted,
+            create_graph=along is not None,
+            materialize_grads=True,
+        )
     )
     if along is not None:
         ahead = [torch.from_numpy(along[name]) for name in leaves]
