@@ -14,6 +14,7 @@ from anycell.keras.backends import as_written, uncompiled
 from anycell.keras.call import KERNELS, Arrays, Tensor, attached_mask, expect, flags
 from anycell.keras.layers import Fused
 from anycell.keras.streaming import Keywords, one_step
+from anycell.keras.weights import known
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import Namespace, namespace
 from anycell.lang.transform import OUTPUT, with_feedback
@@ -212,7 +213,7 @@ class _Fed(Fused):
         return getattr(self.layer, name)
 
     def _step(self) -> Cell:
-        return with_feedback(self.layer._known())
+        return with_feedback(known(self.layer))
 
     def _sizes(self) -> tuple[tuple[str, int], ...]:
         return tuple(sorted([*self.layer._sizes(), (OUTPUT, self.readout.units)]))
@@ -236,7 +237,7 @@ def _check(layer: Any, readout: Any) -> None:
         expected = "LSTM, GRU, SimpleRNN or RNN of anycell.keras"
         refuse("layer", type(layer).__name__, expected, hint, TypeError)
     outer, cell = ("go_backwards", "stateful"), ("dropout", "recurrent_dropout")
-    step = layer._known()
+    step = known(layer)
     options = {n: getattr(layer, n) for n in outer} | {n: getattr(layer.cell, n) for n in cell}
     faults = [f"{name}={value}" for name, value in options.items() if value]
     if step.static is not None:

@@ -46,6 +46,7 @@ from anycell.keras.cell import RNNCell, check_cell_and_units, deserialize, gathe
 from anycell.keras.composite import composite
 from anycell.keras.rule import FUSED, OURS, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
+from anycell.keras.weights import REWRITE
 from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes, refuse
 from anycell.layer.layers import NOTHING
@@ -58,10 +59,6 @@ if TYPE_CHECKING:
 
 # The arguments of a call that Keras's `call` does not know, by name, on their way to `inner_loop`.
 _arguments: ContextVar[Mapping[str, Tensor]] = ContextVar("arguments", default=NOTHING)
-_REWRITE = (
-    "Write its step as an @anycell.cell, for anycell.keras.RNN(cell, units); layer.text has it if "
-    "the cell was read."
-)
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 
 
@@ -111,14 +108,6 @@ class Fused(Steps, Keywords, Explained):
     def _step(self) -> Cell | str:
         """Returns the cell in anycell's language, or why it cannot be expressed there."""
         raise NotImplementedError
-
-    def _known(self) -> Cell:
-        """The cell in anycell's language; refuses a layer that has none."""
-        step = self._step()
-        if isinstance(step, str):
-            me: Any = self
-            refuse("layer", f"{me.name}: {step}", "one whose step and weights are known", _REWRITE)
-        return step
 
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
         step, cell, backend = self._step(), self.cell, keras.backend.backend()
@@ -214,9 +203,9 @@ class Fused(Steps, Keywords, Explained):
         engine, reason = choose(facts)
         resets = _arguments.get().get("resets")
         if engine in ("keras", "cudnn") and resets is not None:
-            hint = "Leave recurrent dropout out." if facts.layer else _REWRITE
-            expected = "None, because Keras's loop, which cannot reset states, would run it"
-            refuse("resets", "a tensor", f"{expected}: {reason}", hint)
+            why = f"None, because Keras's loop, which cannot reset states, would run it: {reason}"
+            hint = "Leave recurrent dropout out." if facts.layer else REWRITE
+            refuse("resets", "a tensor", why, hint)
         if mask is not None:
             mask = _as_tensor(mask, sequences)
         if engine in ("keras", "cudnn"):
@@ -327,10 +316,8 @@ class DropIn(Fused):
             return obstacle or "a cell of anycell runs in anycell.keras.RNN(cell, units)"
         named = {}
         for argument in ("activation", "recurrent_activation"):
-            if hasattr(self.cell, argument):
-                name = _name(getattr(self.cell, argument))
-                if name is None:
-                    value = getattr(self.cell, argument)
+            if (value := getattr(self.cell, argument, None)) is not None:
+                if (name := _name(value)) is None:
                     shown = getattr(value, "__name__", type(value).__name__)
                     return f"{argument}={shown} is not in the cell language"
                 named[argument] = name

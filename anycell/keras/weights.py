@@ -12,12 +12,17 @@ from keras import ops
 
 from anycell.keras.call import Tensor
 from anycell.keras.cell import RNNCell
+from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.layer.checks import refuse
 from anycell.layer.signature import ENDS
 from anycell.plan import Layer, Options
 
 Array = npt.NDArray[Any]
+REWRITE = (
+    "Write its step as an @anycell.cell, for anycell.keras.RNN(cell, units); layer.text has it if "
+    "the cell was read."
+)
 
 
 class Weight(NamedTuple):
@@ -60,6 +65,14 @@ class Weight(NamedTuple):
         self.variable.assign(array)
 
 
+def known(layer: Any) -> Cell:
+    """The cell of a layer in anycell's language; refuses a layer that has none."""
+    step: Cell | str = layer._step()
+    if isinstance(step, str):
+        refuse("layer", f"{layer.name}: {step}", "one whose step and weights are known", REWRITE)
+    return step
+
+
 def directions(layer: Any) -> Sequence[Any]:
     """The layer, or both layers of ``Bidirectional``.
 
@@ -74,11 +87,11 @@ def directions(layer: Any) -> Sequence[Any]:
             given = f"Bidirectional with merge_mode={layer.merge_mode!r}"
             refuse("layer", given, "'concat', where each direction has outputs of its own")
     for part in parts:
-        if not hasattr(part, "_known"):
+        if not hasattr(part, "_step"):
             hint = "anycell.keras.accelerate turns those of Keras into ours."
             given = f"{layer.name}, a layer of Keras"
             refuse("layer", given, "a layer of anycell.keras", hint)
-        part._known()
+        known(part)
         if not part.cell.built:
             raise ValueError(f"layer: given {layer.name}, which has no weights yet. Call it first.")
     return parts

@@ -12,6 +12,7 @@ keras = pytest.importorskip("keras")
 from keras_layers import BACKEND, number, real  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
+import anycell  # noqa: E402
 import anycell.keras as ak  # noqa: E402
 import anycell.numpy as an  # noqa: E402
 from anycell import cells, compress  # noqa: E402
@@ -492,3 +493,42 @@ def tied(layer: Any) -> Any:
     head.build((None, None, COUNT))
     vars(head)["_kernel"] = layer.cell.recurrent_kernel
     return head
+
+
+# -- cells of one's own ----------------------------------------------------------------------------
+class Own(keras.layers.LSTMCell):
+    """A cell with a step of its own."""
+
+    def call(self, inputs: Any, states: Any, training: bool = False) -> Any:
+        return super().call(2 * inputs, states, training)
+
+
+X = np.zeros((4, 5, 3), "float32")
+NEEDS_WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "prepare": lambda layer: layer.prepare(),
+    "quantize": compress.quantize,
+    "shrink": lambda layer: compress.shrink(layer, 0.5),
+    "export": lambda layer: anycell.export(layer, "unused"),
+    "onnx": lambda layer: anycell.onnx.export(layer, "unused"),
+    "feedback": lambda layer: ak.Feedback(layer, keras.layers.Dense(1)),
+    "resets": lambda layer: layer(X, resets=X[..., 0]),
+}
+
+
+@pytest.mark.parametrize("what", NEEDS_WEIGHTS)
+def test_weights_are_the_cells_own(what: str) -> None:
+    """So what needs the step or the weights as ours have them refuses the layer."""
+    cell = Own(COUNT)
+    if what == "resets":
+        cell = keras.layers.StackedRNNCells([cell, Own(COUNT)])
+    layer = ak.RNN(cell)
+    layer.build(X.shape)
+    of = f"the cell is of class {type(cell).__name__}, whose step and weights are its own"
+    with pytest.raises(ValueError, match=rf"{of}(?s:.*)Write its step as an @anycell.cell, for .*"):
+        NEEDS_WEIGHTS[what](layer)
+
+
+def test_layers_of_keras_are_turned_into_ours() -> None:
+    layer = keras.layers.Bidirectional(keras.layers.LSTM(COUNT))
+    with pytest.raises(ValueError, match=r"a layer of Keras; expected .* anycell.keras.accelerate"):
+        compress.shrink(layer, 0.5)

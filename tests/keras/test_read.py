@@ -17,7 +17,6 @@ tf = pytest.importorskip("tensorflow")
 from keras_layers import BACKEND, assert_right, copy_weights, number, random_mask, solve  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
-import anycell  # noqa: E402
 import anycell.keras as ak  # noqa: E402
 
 if BACKEND not in ("tensorflow", "jax", "torch"):
@@ -447,34 +446,6 @@ def test_explain_shows_the_cell() -> None:
     assert layer.text is not None and layer.text.startswith("from anycell import cell")
     shown = str(layer.explain())
     assert "OfLSTM" in shown and "tanh" in shown and "cpu" in shown
-
-
-NEEDS_WEIGHTS: dict[str, Callable[[Any], Any]] = {
-    "prepare": lambda layer: layer.prepare(),
-    "quantize": anycell.compress.quantize,
-    "shrink": lambda layer: anycell.compress.shrink(layer, 0.5),
-    "export": lambda layer: anycell.export(layer, "unused"),
-    "onnx": lambda layer: anycell.onnx.export(layer, "unused"),
-    "feedback": lambda layer: ak.Feedback(layer, layers.Dense(1)),
-    "resets": lambda layer: layer(np.zeros((B, T, I), "f"), resets=np.zeros((B, T), bool)),
-}
-
-
-@pytest.mark.parametrize("what", NEEDS_WEIGHTS)
-def test_weights_are_the_cells_own(what: str) -> None:
-    """So what needs the step or the weights as ours have them refuses the layer."""
-    cell = OfLSTM(H) if what != "resets" else layers.StackedRNNCells([OfLSTM(H), OfLSTM(H)])
-    layer = ak.RNN(cell)
-    layer.build((None, None, I))
-    of = f"the cell is of class {type(cell).__name__}, whose step and weights are its own"
-    with pytest.raises(ValueError, match=rf"{of}(?s:.*)Write its step as an @anycell.cell, for .*"):
-        NEEDS_WEIGHTS[what](layer)
-
-
-def test_layers_of_keras_are_turned_into_ours() -> None:
-    layer = layers.Bidirectional(layers.LSTM(H))
-    with pytest.raises(ValueError, match=r"a layer of Keras; expected .* anycell.keras.accelerate"):
-        anycell.compress.shrink(layer, 0.5)
 
 
 # -- the table of operations ---------------------------------------------------------------------
