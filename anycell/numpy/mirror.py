@@ -258,7 +258,7 @@ class Mirror(Watched):
         elif type(kind) is type and type(getattr(value, "__dict__", None)) is dict:
             return self._object(value, kind)
         else:
-            raise Unknown(kind.__name__)
+            raise Unknown(f"a {kind.__name__}")
         self._keys.append((value, _names(value)))
         self._made.append((copy, _inside(copy)))
         return copy
@@ -292,7 +292,7 @@ class Mirror(Watched):
             return self._keep(kind, kind)
         of_python = any(id(base) in PURE for base in kind.__mro__[:-1])
         if of_python or not attributes.keys().isdisjoint(_SLOTS):
-            raise Unknown(kind.__name__)
+            raise Unknown(f"a {kind.__name__}")
         self.watched.append((kind, "__mro__", kind.__mro__))
         self._keys.append((attributes, [*attributes]))
         bases = [self._base if base is object else self._copy(base) for base in kind.__bases__]
@@ -308,7 +308,7 @@ class Mirror(Watched):
 
     def _object(self, value: Any, kind: type) -> Any:
         if id(kind) in PURE:
-            raise Unknown(kind.__name__)
+            raise Unknown(f"a {kind.__name__}")
         copy = object.__new__(self._copy(kind))
         self.watched += [(value, "__class__", kind), (value, "__dict__", vars(value))]
         self._objects[id(copy)] = value

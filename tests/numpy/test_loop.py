@@ -361,7 +361,7 @@ def test_steps_with_other_effects_run_as_they_are() -> None:
     reasons = {
         counts: "changes what is around it",
         logs: "changes what is around it",
-        draws: "reads generator (Generator)",
+        draws: "reads generator (a Generator)",
         reservoir: "assigns to seen",
     }
     for step, reason in reasons.items():

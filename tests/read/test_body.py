@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from anycell.numpy.loops import _Call, loop
+from anycell.numpy.mirror import Mirror
 from anycell.read import Body, Equation, Refused, Values, Variable, leaves, mapped
 
 T, B, H = 4, 3, 6
@@ -21,8 +22,9 @@ ORDER = np.array([3, 0, 5, 1, 4, 2])
 
 def read(step: Callable[[Any, Any], Any], x: Any = X, state: Any = STATE) -> str:
     """The text of a step, which is proved."""
-    call = _Call(loop(step), x, state)
-    call.record(step)
+    run = loop(step)
+    call = _Call(run, x, state)
+    call.record(Mirror(vars(run), "step", call.stand_in([])))
     return call.read(None).body.reading.text
 
 

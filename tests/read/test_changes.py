@@ -172,10 +172,13 @@ def test_what_is_in_a_container(kind: Any, size: int) -> None:
 def test_steps_that_write_into_their_state(framework: str) -> None:
     tanh = torch.tanh if framework == "torch" else np.tanh
 
+    def write(x: Any, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        state["h"] = tanh(x + state["h"])
+        return state["h"], state
+
     class Cell(nn.Module):
         def forward(self, x: Any, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            state["h"] = tanh(x + state["h"])
-            return state["h"], state
+            return write(x, state)
 
     cell = Cell()
     if framework == "torch":
@@ -183,7 +186,7 @@ def test_steps_that_write_into_their_state(framework: str) -> None:
         output, _ = layer(X, {"h": X[0]})
         reason = layer.engine.reason
     else:
-        layer = numpy_loop(cell.forward)
+        layer = numpy_loop(write)
         output, _ = layer(X.numpy(), {"h": X[0].numpy()})
         reason = layer.reason
     assert "changes the dictionary or list that holds its state" in reason
