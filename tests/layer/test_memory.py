@@ -277,6 +277,13 @@ THRESHOLDS = {
     "keras/reading.py": {"MOST": None},  # of readings that are known
     "keras/torch.py": {"_ROWS": None},  # of a batch to read a step with
     "torch/loops.py": {"_MOST": None, "_RESTLESS": None},  # of readings: test_torch_loop
+    "numpy/loops.py": {
+        "_MOST": None,
+        "_READINGS": None,
+        "_RESTLESS": None,
+        "_LONG": None,
+    },  # of readings: both sides of the last two: numpy/test_warm
+    "numpy/mirror.py": {"_MOST": None},  # both sides: numpy/test_warm
     "torch/planned.py": {"_MOST": None},  # of tapes
     "torch/native.py": {"_ABI": None},  # a version
     "torch/passes.py": {"_MOST": None},  # of forms

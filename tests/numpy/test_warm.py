@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tolerances import LIMITS, error
 
-from anycell.numpy import loop, loops
+from anycell.numpy import loop, loops, mirror
 from anycell.numpy.loops import leaves
 from anycell.read.short import MOST
 
@@ -707,7 +707,7 @@ def test_shapes_that_numbers_decide(chosen: Any) -> None:
 
 
 def test_what_the_step_keeps_of_its_first_call_is_read() -> None:
-    """It may change what is around it after its copy has run."""
+    """A step that changes what is around it runs as it is written, until it changes nothing."""
 
     class Keeping:
         def __init__(self) -> None:
@@ -721,8 +721,36 @@ def test_what_the_step_keeps_of_its_first_call_is_read() -> None:
 
     cell = Keeping()
     run = loop(cell)
-    for _ in range(3):
+    check(run)
+    assert "assigns to both" in str(run.reason)
+    for _ in range(2):
         check(run)
         assert run.reason is None
     cell.both = -cell.both
     check(run)
+
+
+@pytest.mark.parametrize("longest", [0, 512])
+def test_long_work_after_a_kernel_is_not_recorded(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loops, "_LONG", longest)
+    run = loop(lambda x, h: (np.sin(h) + x, np.tanh(x + h)))
+    for _ in range(4):
+        check(run, draw(T, B, H))
+    (known,) = next(iter(run._known.values()))
+    assert isinstance(known.tapes[T], bool) == (longest == 0)
+
+
+@pytest.mark.parametrize("count", [mirror._MOST, mirror._MOST + 1])
+def test_whole_numbers_are_compared_or_arrays_of_the_call(
+    count: int, recordings: type[Counted]
+) -> None:
+    """The numbers of small arrays decide what a step does; those of large ones cannot."""
+    numbers = np.ones(count, int)
+    run = loop(lambda x, h: (h, np.tanh(x + h * numbers.sum())))
+    for value in (1, 1, 0):
+        numbers[:] = value
+        check(run)
+        assert run.reason is None
+    assert recordings.count == (2 if count == mirror._MOST else 1)

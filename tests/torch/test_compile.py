@@ -247,12 +247,11 @@ MODULES: dict[str, tuple[Any, bool]] = {
 
 
 @whole_graphs
-@allow_rnn
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.sample(every=4)
 def test_plain_calls_have_a_short_trace(
-    name: str, given: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, given: bool, allow_rnn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, plain = MODULES[name]
     layer, short = make(), list[bool]()
@@ -270,7 +269,7 @@ def test_plain_calls_have_a_short_trace(
         _, state = layer(x)
         state = tuple(map(torch.randn_like, state)) if isinstance(state, tuple) else state.sin()
     results = []
-    with torch._dynamo.config.patch(allow_rnn=True):
+    with allow_rnn:
         for module in (layer, Compiled(layer)):
             torch.manual_seed(0)
             if name == "8 bits":
@@ -308,13 +307,12 @@ def checked(layer: Any) -> int:
 
 
 @whole_graphs
-@allow_rnn
-def test_a_plain_call_checks_few_objects() -> None:
+def test_a_plain_call_checks_few_objects(allow_rnn: Any) -> None:
     for layer in (at.LSTM(3, 5), at.RNN(cells.LSTM, 3, 5)):
         counts, x = list[int](), torch.randn(4, 2, 3)
         for arguments in ({}, {"mask": torch.ones(4, 2).bool()}):
             torch._dynamo.reset()
-            with torch._dynamo.config.patch(allow_rnn=True):
+            with allow_rnn:
                 compiled(layer)(x, **arguments)
             counts.append(checked(layer))
         assert counts[0] < 0.6 * counts[1], counts
