@@ -7,6 +7,7 @@ read, and with stand-ins for arrays. A thing that cannot be copied ends the atte
 
 from __future__ import annotations
 
+import abc
 import builtins
 import functools
 import itertools
@@ -14,7 +15,7 @@ import math
 import operator
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn
 
 import numpy as np
 
@@ -51,6 +52,8 @@ _HIDDEN = {
     "__globals__", "__closure__", "__builtins__", "__subclasses__", "__dict__", "__code__",
     "__reduce__", "__reduce_ex__", "__self__", "__func__", "gi_frame", "tb_frame", "f_back",
 }  # fmt: skip
+_METACLASSES = type, abc.ABCMeta
+_ROOTS = object, abc.ABC, Generic  # classes that have nothing for a step
 _SLOTS = ("__getattribute__", "__setattr__", "__delattr__", "__slots__")
 _MOST = 256  # things in a list, and numbers in an array that are compared
 _SKIPPED = {"__dict__", "__weakref__", "__init_subclass__", "__del__", "__set_name__"}
@@ -249,13 +252,13 @@ class Mirror(Watched):
             return property(self._copy(value.fget))
         elif kind is types.ModuleType:
             return self._keep(value, _Module(self, vars(value)))
-        elif kind is type:
+        elif kind in _METACLASSES:
             return self._class(value)
         elif isinstance(value, (np.number, np.bool_)) or (
             isinstance(value, np.dtype) and value.fields is None
         ):
             return value
-        elif type(kind) is type and type(getattr(value, "__dict__", None)) is dict:
+        elif type(kind) in _METACLASSES and type(getattr(value, "__dict__", None)) is dict:
             return self._object(value, kind)
         else:
             raise Unknown(f"a {kind.__name__}")
@@ -295,7 +298,8 @@ class Mirror(Watched):
             raise Unknown(f"a {kind.__name__}")
         self.watched.append((kind, "__mro__", kind.__mro__))
         self._keys.append((attributes, [*attributes]))
-        bases = [self._base if base is object else self._copy(base) for base in kind.__bases__]
+        roots = [base for base in kind.__bases__ if base not in _ROOTS]
+        bases = [self._copy(base) for base in roots] or [self._base]
         space: dict[str, Any] = {}
         for name in attributes.keys() - _SKIPPED:
             try:

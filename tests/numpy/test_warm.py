@@ -3,6 +3,7 @@
 One file, because the steps read its variables, which one fixture restores.
 """
 
+import abc
 import copy
 import dataclasses
 import functools
@@ -10,7 +11,7 @@ import math
 import pickle
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from anycell.numpy.loops import leaves
 from anycell.read.short import MOST
 
 T, B, H = 100, 4, 4
+Kind = TypeVar("Kind")
 DRAWS = np.random.default_rng(0)
 
 
@@ -754,3 +756,25 @@ def test_whole_numbers_are_compared_or_arrays_of_the_call(
         check(run)
         assert run.reason is None
     assert recordings.count == (2 if count == mirror._MOST else 1)
+
+
+def test_a_class_of_abstract_methods_is_read() -> None:
+    class Abstract(abc.ABC, Generic[Kind]):
+        gain = 0.5
+
+        @abc.abstractmethod
+        def gate(self, v: Any) -> Any: ...
+
+    class Concrete(Abstract[int]):
+        def gate(self, v: Any) -> Any:
+            return np.tanh(v * self.gain)
+
+        def __call__(self, x: Any, h: Any) -> tuple[Any, Any]:
+            h = self.gate(x + h)
+            return h, h
+
+    run = loop(Concrete())
+    for gain in (0.5, 0.25):
+        Abstract.gain = gain
+        check(run)
+        assert run.reason is None
