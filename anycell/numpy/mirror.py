@@ -50,7 +50,8 @@ _EFFECTS = {"STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME", "LOAD_BUILD_CLASS", 
 # Ways around the copies.
 _HIDDEN = {
     "__globals__", "__closure__", "__builtins__", "__subclasses__", "__dict__", "__code__",
-    "__reduce__", "__reduce_ex__", "__self__", "__func__", "gi_frame", "tb_frame", "f_back",
+    "__reduce__", "__reduce_ex__", "__setattr__", "__delattr__", "__self__", "__func__",
+    "gi_frame", "tb_frame", "f_back",
 }  # fmt: skip
 _METACLASSES = type, abc.ABCMeta
 _ROOTS = object, abc.ABC, Generic  # classes that have nothing for a step
@@ -268,7 +269,9 @@ class Mirror(Watched):
 
     def _function(self, function: types.FunctionType) -> Any:
         effects, asked = operations(function.__code__)
-        if effects & _EFFECTS or asked & _HIDDEN:
+        for name in asked & _HIDDEN:
+            raise Unknown(f"a function that uses {name}")
+        if effects & _EFFECTS:
             raise Unknown("a function that imports, or assigns to a global variable")
         cells = tuple([types.CellType() for _ in function.__code__.co_freevars])
         space = self._copies.get(id(function.__globals__))

@@ -444,6 +444,20 @@ def writes_an_attribute_of_a_function() -> Any:
 
 
 @effect
+def writes_past_its_class() -> Any:
+    class Frozen:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def __call__(self, x: Any, h: Any) -> tuple[Any, Any]:
+            object.__setattr__(self, "count", self.count + 1)
+            h = np.tanh(x + h)
+            return h, h
+
+    return Frozen()
+
+
+@effect
 def deletes() -> Any:
     class Deleting:
         def __call__(self, x: Any, h: Any) -> tuple[Any, Any]:
