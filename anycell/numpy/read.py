@@ -111,6 +111,9 @@ class Traced(NDArrayOperatorsMixin):
     """An array of the step that is recorded; ``sample`` is what it is at the first step."""
 
     def __init__(self, recording: Recording, variable: Variable, sample: Any) -> None:
+        if isinstance(sample, np.ndarray):  # which is the user's own: nothing may write into it
+            sample = sample.view()
+            sample.flags.writeable = False
         self.recording, self.variable, self.sample = recording, variable, sample
 
     __class__ = property(lambda self: np.ndarray)  # for isinstance

@@ -792,3 +792,29 @@ def test_a_class_of_abstract_methods_is_read() -> None:
         Abstract.gain = gain
         check(run)
         assert run.reason is None
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda a: np.copyto(a, a + 1),
+        lambda a: np.dot(np.eye(H), a + 1, a),
+        lambda a: np.clip(a + 1, -9, 999, out=a),
+        lambda a: np.put(a, range(H), a + 1),
+        lambda a: np.putmask(a, a < 999, a + 1),
+    ],
+)
+def test_arrays_of_the_step_are_written_as_often_as_it_writes(write: Callable[[Any], Any]) -> None:
+    count, entered = np.zeros(H), X.copy()
+
+    def step(x: Any, h: Any) -> tuple[Any, Any]:
+        write(count)
+        h = np.tanh(x + h * count)
+        write(x[0])
+        return h, h
+
+    run = loop(step)
+    run(entered, START)
+    assert run.reason is not None
+    np.testing.assert_array_equal(count, T)
+    np.testing.assert_array_equal(entered[:, 0], X[:, 0] + 1)
