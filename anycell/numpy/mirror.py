@@ -41,7 +41,10 @@ _PURE = [
     *TABLE, functools.reduce,
     *(v for v in vars(np).values() if isinstance(v, np.ufunc)),
     # Those that a stand-in of an array overrides.
-    *(v for n, v in vars(np).items() if hasattr(v, "_implementation") and n[:4] != "save"),
+    *(
+        v for module in (np, np.linalg) for name, v in vars(module).items()
+        if hasattr(v, "_implementation") and not name.startswith("save")
+    ),
     *(v for v in vars(np).values() if isinstance(v, type) and issubclass(v, np.generic)),
     *(v for v in vars(builtins).values() if isinstance(v, type) and issubclass(v, Exception)),
 ]  # fmt: skip
@@ -269,7 +272,7 @@ class Mirror(Watched):
 
     def _function(self, function: types.FunctionType) -> Any:
         effects, asked = operations(function.__code__)
-        for name in asked & _HIDDEN:
+        for name in sorted(asked & _HIDDEN):
             raise Unknown(f"a function that uses {name}")
         if effects & _EFFECTS:
             raise Unknown("a function that imports, or assigns to a global variable")
@@ -307,8 +310,8 @@ class Mirror(Watched):
         for name in attributes.keys() - _SKIPPED:
             try:
                 space[name] = self.of(attributes, name)
-            except Unknown:
-                space[name] = _Poison(self)
+            except Unknown as error:
+                space[name] = _Poison(self, f"reads {name} ({error})")
         copy = self._keep(kind, type(kind.__name__, tuple(bases), space))
         self._made.append((vars(copy), _inside(vars(copy))))
         return copy
@@ -375,11 +378,11 @@ class _Module:
 class _Poison:
     """A thing that cannot be copied, until it is read."""
 
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
+    def __init__(self, mirror: Mirror, why: str) -> None:
+        self._mirror, self._why = mirror, why
 
     def __get__(self, *_: Any) -> Any:
-        self._mirror.unknown("reads an attribute of a class")
+        self._mirror.unknown(self._why)
 
 
 def _names(container: Any) -> list[Any]:

@@ -818,3 +818,22 @@ def test_arrays_of_the_step_are_written_as_often_as_it_writes(write: Callable[[A
     assert run.reason is not None
     np.testing.assert_array_equal(count, T)
     np.testing.assert_array_equal(entered[:, 0], X[:, 0] + 1)
+
+
+def test_functions_of_weights_alone_are_those_of_numpy() -> None:
+    run = loop(lambda x, h: (h, np.tanh(x + h @ (W / np.linalg.norm(W, 2)))))
+    for scale in (1, 3):
+        W[:] *= scale
+        check(run)
+        assert run.reason is None
+
+
+def test_a_reason_names_what_a_class_has() -> None:
+    class Counting:
+        def __call__(self, x: Any, h: Any) -> tuple[Any, Any]:
+            object.__setattr__(self, "count", 1)
+            return h, np.tanh(x + h)
+
+    run = loop(Counting())
+    check(run)
+    assert "reads __call__ (a function that uses __setattr__)" in str(run.reason)
