@@ -1,11 +1,11 @@
-"""Compiles the kernels that other tools will launch, in many processes, so that the tools find them
-in Triton's cache.
+"""Compiles the kernels of ``gpu_bench.py``'s targets in many processes, so that it finds them in
+Triton's cache.
 
     python tools/gpu_ahead.py --seconds 60 --jobs 12 [--device "NAME,90,232448,65536,132"]
 
-The tools' own lists determine the kernels: each layer runs as in the tool, but on CPU tensors, and
-a stub of the CUDA driver launches nothing. With ``--device``, which describes a card as
-``anycell.engines.gpu.capacity`` does, no card is needed. Prints a line of JSON for each pass.
+Each layer runs as in that tool, but on CPU tensors, and a stub of the CUDA driver launches nothing.
+With ``--device``, which describes a card as ``anycell.engines.gpu.capacity`` does, no card is
+needed. Prints a line of JSON for each layer, in training and in inference.
 """
 
 import os
@@ -13,12 +13,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, TimeoutError, as_completed
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
-from gpu_lines import Line, arguments, host_of_card, over, say, spelled, told, tried
+import gpu_bench
+import torch
+from gpu_lines import Line, arguments, host_of_card, over, say, told, tried
 
+from anycell.engines.gpu import build, launch
+from anycell.engines.gpu.capacity import Device
 from anycell.engines.gpu.interpreter import HostDriver
+from anycell.torch import fused
+from anycell.torch.framework import TorchDevice
 
 
 def main() -> None:
@@ -26,15 +32,12 @@ def main() -> None:
     parser = arguments(__doc__, 60.0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--device", help="name, capability, shared, registers, processors")
-    parser.add_argument("--cases", default="targets", help="of gpu_bench")
-    parser.add_argument("--only", type=int, help="so many passes of layers")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     os.environ["OMP_NUM_THREADS"] = "1"
     device = args.device or asked()
-    todo = jobs(args.cases)[: args.only]
     pool = ProcessPoolExecutor(args.jobs, initializer=os.nice, initargs=(5,))
-    runs = [pool.submit(compiled, job, device) for job in todo]
+    runs = [pool.submit(compiled, *job, device) for job in jobs()]
     good = True
     try:
         for run in as_completed(runs, timeout=max(0.0, end - time.monotonic())):
@@ -48,49 +51,23 @@ def main() -> None:
     os._exit(not good)  # without waiting for the killed processes
 
 
-class Job(NamedTuple):
-    """A pass of our layer, as ``gpu_bench`` times it."""
-
-    cell: str
-    dtype: str
-    T: int
-    B: int
-    I: int
-    H: int
-    L: int
-    D: int
-    train: bool
+def jobs() -> list[tuple[gpu_bench.Case, bool]]:
+    """Returns the targets' layers without duplicates, each in training and in inference."""
+    todo = dict[tuple[Any, ...], gpu_bench.Case]()
+    for case in gpu_bench.chosen("targets"):  # kernels depend on H alone; B decides the tier
+        todo.setdefault((case.cell, case.dtype, case.B, case.H), case._replace(T=min(case.T, 64)))
+    return [(case, train) for train in (True, False) for case in todo.values()]
 
 
-def jobs(cases: str = "targets") -> list[Job]:
-    """Returns both passes of each layer that is timed or stressed, without duplicates."""
-    import gpu_bench
-    import gpu_stress
-
-    shapes = [tuple(case)[1:] for case in gpu_bench.chosen(cases)]
-    shapes[1:1] = [
-        ("LSTM", "bfloat16", s.steps, gpu_stress.BATCH, s.hidden, s.hidden, 1, 1)
-        for s in gpu_stress.STRAINS
-    ]
-    todo = dict[tuple[Any, ...], tuple[Any, ...]]()
-    for cell, dtype, t, b, i, h, *_ in shapes:  # kernels depend on H alone; B decides the tier
-        todo.setdefault((cell, dtype, b, h), (cell, dtype, min(t, 64), b, i, h, 1, 1))
-    return [Job(*shape, train) for train in (True, False) for shape in todo.values()]
-
-
-def compiled(job: Job, device: str) -> Line:
-    """Runs the kernels of a job, without a card."""
-    import gpu_bench
-    import torch
-
+def compiled(case: gpu_bench.Case, train: bool, device: str) -> Line:
+    """Runs the kernels of a layer, without a card."""
     torch.set_num_threads(1)
-    case, begin = gpu_bench.Case("target", *job[:-1]), time.monotonic()
-    line = dict(job._asdict())
+    begin, line = time.monotonic(), {**case._asdict(), "train": train}
     try:
         with without_a_card(device, case.dtype == "tf32"):
             layer = gpu_bench.contenders(case, "cpu")["anycell"]
             x = torch.empty(case.T, case.B, case.I, dtype=gpu_bench.dtype_of(case))
-            gpu_bench.call(layer, x, job.train)()
+            gpu_bench.call(layer, x, train)()
     except Exception as error:
         line["error"] = told(error)
     return {**line, "seconds": round(time.monotonic() - begin, 1)}
@@ -98,9 +75,12 @@ def compiled(job: Job, device: str) -> Line:
 
 def asked() -> str:
     """The description of the current card by its driver."""
-    import torch
-
     return spelled(host_of_card(torch.bfloat16).limits)
+
+
+def spelled(card: Any) -> str:
+    """A card as ``--device`` takes it: name, capability, shared, registers, processors."""
+    return ",".join(map(str, card[:5]))
 
 
 class Driver(HostDriver):
@@ -131,11 +111,6 @@ class Driver(HostDriver):
 @contextmanager
 def without_a_card(device: str, tf32: bool) -> Iterator[None]:
     """Makes layers on the CPU use the GPU engine, whose kernels are compiled but not launched."""
-    from anycell.engines.gpu import build, launch
-    from anycell.engines.gpu.capacity import Device
-    from anycell.torch import fused
-    from anycell.torch.framework import TorchDevice
-
     name, *numbers = device.rsplit(",", 4)
     card = Device(name, *map(int, numbers), build.compiler())
     nothing, driver = mock.Mock(return_value=None), Driver(card)

@@ -3,12 +3,12 @@ loops over time as users write them.
 
     python tools/gpu_bench.py --seconds 300     as many cases as fit in five minutes
     python tools/gpu_bench.py --plan            the cases, in their order
-    python tools/gpu_bench.py --draw FILE       draws a file of results: bench.png, next to it
 
 Prints JSON: a line per cell, shape, dtype, pass and contender, with microseconds per step (the
-median of interleaved runs, by CUDA events), the quartiles, and the peak of allocated memory. For
-torch's own layer, a line also names the kernel that takes the most time, which identifies the
-algorithm that cuDNN picked. "tf32" is float32 whose matmuls may round to TF32, ours and torch's.
+median of interleaved runs, by CUDA events), the quartiles, the microseconds until all launches of a
+call are queued, and the peak of allocated memory. For torch's own layer, a line also names the
+kernel that takes the most time, which identifies the algorithm that cuDNN picked. "tf32" is float32
+whose matmuls may round to TF32, ours and torch's.
 
 Contenders are timed only if their results agree: otherwise a line reports the error in place of a
 time. Lines also report exceptions, and how many cases were skipped for lack of time. Only a card
@@ -20,7 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +27,6 @@ from gpu_lines import (
     Line,
     arguments,
     host_of_card,
-    lines_of,
-    milliseconds,
     need_card,
     over,
     say,
@@ -74,16 +71,6 @@ LOOPS["Own"] = own_loop
 LOOP_STEPS = 128  # of loops, whose time per step does not depend on the number of steps
 # The largest difference between contenders, relative to the outputs of the first.
 AGREE = {"float32": 1e-3, "tf32": 2e-2, "float16": 2e-2, "bfloat16": 5e-2}
-# Microseconds per step, forward and forward+backward: H100, T = 1024, B = 16, H = 768. From
-# FlashRNN (Poeppel, Beck & Hochreiter, 2024, arXiv 2412.07752); cuDNN's includes the input
-# projection.
-PUBLISHED = {
-    "cuDNN, persistent, float16": (1.96, 5.07),
-    "FlashRNN, fused": (4.76, 13.3),
-    "FlashRNN, alternating": (10.5, 25.9),
-    "Haste, float32": (18.0, 43.0),
-    "loop in PyTorch": (144.0, 473.0),
-}
 
 
 class Case(NamedTuple):
@@ -157,14 +144,11 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--cases", choices=["all", "targets", "rest", "compared"], default="all")
     parser.add_argument("--after", type=int, default=0, help="leave out so many cases")
     parser.add_argument("--plan", action="store_true")
-    parser.add_argument("--draw", type=Path)
     args = parser.parse_args(words)
     todo = chosen(args.cases)[args.after :]
     if args.plan:
         for case in todo:
             say(case._asdict())
-    elif args.draw:
-        draw(lines_of(args.draw.read_text(encoding="utf-8")), args.draw.with_name("bench.png"))
     else:
         need_card("gpu_bench")
         for line in within(args.seconds, todo, measured):
@@ -246,13 +230,15 @@ def measured(case: Case) -> Iterator[Line]:
             except Exception as error:
                 yield {**card, "contender": name, "pass": passes, "error": told(error)}
         for name, times in timed(runs).items():
-            quartiles = [1e3 * t / steps[name] for t in statistics.quantiles(times, n=4)]
+            card_ms, host_us = zip(*times, strict=True)
+            quartiles = [1e3 * t / steps[name] for t in statistics.quantiles(card_ms, n=4)]
             line = {
                 **card,
                 "contender": name,
                 "pass": passes,
                 "us_per_step": quartiles[1],
                 "quartiles": [quartiles[0], quartiles[2]],
+                "host_us_per_call": statistics.median(host_us),
                 "peak_bytes": peaks[name],
             }
             if name.startswith("anycell"):
@@ -350,12 +336,19 @@ def warmed(run: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def timed(runs: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Milliseconds of each run, interleaved."""
-    times = {name: list[float]() for name in runs}
+def timed(runs: dict[str, Callable[[], None]]) -> dict[str, list[tuple[float, float]]]:
+    """The times of each run, interleaved: milliseconds on the card, microseconds on the host."""
+    times = {name: list[tuple[float, float]]() for name in runs}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(RUNS):
         for name, run in runs.items():
-            times[name].append(milliseconds(run))
+            called = time.perf_counter()
+            begin.record()
+            run()
+            end.record()
+            queued = time.perf_counter()
+            torch.cuda.synchronize()
+            times[name].append((begin.elapsed_time(end), 1e6 * (queued - called)))
     return times
 
 
@@ -370,53 +363,6 @@ def longest_kernel(run: Callable[[], None]) -> str:
     except Exception as error:  # a card may refuse its counters
         return told(error)
     return "none seen" if longest is None else longest.key
-
-
-def draw(lines: list[Line], path: Path) -> None:
-    """Draws microseconds per step by hidden size, a panel per cell and pass: 16 rows, bfloat16."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    shown = [
-        line
-        for line in lines
-        if "us_per_step" in line and (line["B"], line["dtype"]) == (16, "bfloat16")
-        and line["name"] in ("grid", "target") and line["H"] == line["I"]
-    ]  # fmt: skip
-    panels = sorted({(line["cell"], line["pass"]) for line in shown})
-    if not panels:
-        print("gpu_bench: nothing to draw")
-        return
-    rows = -(-len(panels) // 2)
-    figure, axes = plt.subplots(
-        rows, min(2, len(panels)), figsize=(10, 3.6 * rows), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    for (cell, way), axis in zip(panels, axes.flat, strict=False):
-        of_panel = [line for line in shown if (line["cell"], line["pass"]) == (cell, way)]
-        for name in dict.fromkeys(line["contender"] for line in of_panel):
-            points = {n["H"]: n["us_per_step"] for n in of_panel if n["contender"] == name}
-            axis.plot(*zip(*sorted(points.items()), strict=True), marker="o", ms=4, label=name)
-        if cell == "LSTM":
-            for name, times in PUBLISHED.items():
-                us = times[way != "forward"]
-                axis.plot([768], [us], marker="x", ls="", color="0.5")
-                axis.annotate(name, (768, us), fontsize=6, color="0.4", xytext=(4, 0),
-                              textcoords="offset points")  # fmt: skip
-        axis.set(title=f"{cell}, {way}", xlabel="hidden units", xscale="log", yscale="log")
-        axis.set_xticks(HIDDEN, [str(h) for h in HIDDEN])
-        axis.minorticks_off()
-        axis.set_ylabel("microseconds per step")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
-    skipped = sum(line.get("skipped", 0) for line in lines)
-    title = f"{shown[0]['card']}: 16 rows, bfloat16. Crosses: published, see the script."
-    figure.suptitle(f"{title} {skipped} shapes had no time." if skipped else title, fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

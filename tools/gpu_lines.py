@@ -1,4 +1,4 @@
-"""Shared by the GPU engine's tools: arguments, lines of JSON, their tables, times on a card.
+"""Shared by the GPU engine's tools: arguments, lines of JSON, their tables.
 
 Its import puts the checkout's ``anycell`` on the path; PyTorch is imported only when needed.
 """
@@ -6,7 +6,6 @@ Its import puts the checkout's ``anycell`` on the path; PyTorch is imported only
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-REHEARSAL = "ANYCELL_REHEARSAL"
 Line = dict[str, Any]
 
 
@@ -27,18 +25,13 @@ def arguments(doc: str | None, seconds: float | None = None) -> argparse.Argumen
     return parser
 
 
-def rehearsing() -> bool:
-    """Whether a tool runs without a card, to show that it does not fail by itself."""
-    return REHEARSAL in os.environ
-
-
-def need_card(tool: str, status: int = 1) -> None:
+def need_card(tool: str) -> None:
     """Ends the process if PyTorch sees no card."""
     import torch
 
-    if not (rehearsing() or torch.cuda.is_available()):
+    if not torch.cuda.is_available():
         print(f"{tool}: no CUDA card here.", file=sys.stderr, flush=True)
-        sys.exit(status)
+        sys.exit(1)
 
 
 def say(line: Line) -> None:
@@ -82,18 +75,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]
         yield f"| {' | '.join(str(value).replace('|', '/') for value in row)} |"
 
 
-def milliseconds(run: Callable[[], Any]) -> float:
-    """The milliseconds of one run on the card."""
-    import torch
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
-
-
 def host_of_card(dtype: Any) -> Any:
     """The GPU engine's host of tensors on the current card."""
     import torch
@@ -101,8 +82,3 @@ def host_of_card(dtype: Any) -> Any:
     from anycell.torch.framework import TorchDevice
 
     return TorchDevice(dtype, torch.device("cuda", torch.cuda.current_device()))
-
-
-def spelled(card: Sequence[Any]) -> str:
-    """A card as ``--device`` takes it: name, capability, shared, registers, processors."""
-    return ",".join(map(str, card[:5]))

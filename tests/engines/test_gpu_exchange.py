@@ -6,6 +6,7 @@
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -235,6 +236,40 @@ def test_a_new_thread_on_a_card() -> None:
     thread.join()
     limits, output = found
     assert limits.processors and torch.equal(output, layer(x)[0].detach().cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(("hidden", "steps"), [(512, 4), (768, 4), (512, 256), (768, 256)])
+def test_programs_beside_a_kernel_that_takes_the_card(
+    hidden: int, steps: int, train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of tier 2 wait for one another, so all must run at once: for seconds, none gives up,
+    and the bits stay. Up to 32 programs wait in one warp, more in two. Short sequences make many
+    launches; in long ones programs drift apart.
+    """
+    options: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
+    monkeypatch.setattr(TorchDevice, "tier", 2)
+    layer = anycell.torch.RNN(cells.LSTM, hidden, hidden, **options)
+    x = torch.randn(steps, 16, hidden, **options, requires_grad=train)
+
+    def results() -> list[Any]:
+        with torch.set_grad_enabled(train):
+            output, _ = layer(x)
+            return [output, *(torch.autograd.grad(output, x, output) if train else ())]
+
+    right, wrong = results(), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    side, busy = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE)
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        with torch.cuda.stream(side):  # some milliseconds on all multiprocessors
+            torch.mm(busy, busy)
+        for _ in range(max(1, 100 // steps)):
+            for mine, same in zip(results(), right, strict=True):
+                wrong += (mine != same).any()
+        torch.cuda.synchronize()
+    results()  # a call tells of kernels before it that gave up
+    assert not int(wrong)
 
 
 # -- trouble ---------------------------------------------------------------------------------------

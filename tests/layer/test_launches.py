@@ -275,9 +275,7 @@ CALLS = {"forward": 60, "backward": 100}  # of Python functions
 
 
 def test_a_warm_call_is_short(idle: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the calls of Python functions, as the clock depends on the machine; see
-    ``tools/gpu_host.py``.
-    """
+    """By the calls of Python functions, as the clock depends on the machine."""
     cell, counts = cells.PeepholeLSTM, dict.fromkeys(CALLS, 0)
     for name in ("matmul", "matmul_add", "summed"):
         monkeypatch.setattr(TorchDevice, name, lambda *_: None)
