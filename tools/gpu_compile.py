@@ -4,9 +4,7 @@ registers, spills, shared memory and matrix instructions.
     python tools/gpu_compile.py                          the whole grid: cells, tiers, dtypes, cards
     python tools/gpu_compile.py --cells LSTM --tiers 1   part of the grid
     python tools/gpu_compile.py --directions 2           the twins that run both directions at once
-    python tools/gpu_compile.py --json FILE --jobs 2     adds a line of JSON for each kernel to the
-                                                         file; skips kernels that the file has
-    python tools/gpu_compile.py --read FILE ...          prints the lines of files as Markdown
+    python tools/gpu_compile.py --json --jobs 2          lines of JSON
 
 The Triton that Python finds compiles; PYTHONPATH selects another one (see tools/gpu_tritons.py).
 Kernels of tiers 1 and 2 have the largest hidden size that the capacity model allows (in tier 2, a
@@ -14,18 +12,14 @@ multiple of 128, or 64) on the smallest card of each capability; kernels of tier
 128. If a kernel does not fit, the model's next choice is compiled, as in the engine.
 """
 
-import hashlib
 import itertools
-import json
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpu_lines import Line, arguments, lines_of, say, table
+from gpu_lines import arguments, say
 
 from anycell import Cell, cells
 from anycell.engines.gpu import build, capacity, print_whole
@@ -63,7 +57,6 @@ class Report(NamedTuple):
     rows: int  # of a program's tile
     limit: int  # of shared memory
     choice: int  # index among the capacity model's choices; the best is 0
-    text: str  # digest of the kernel
     registers: int | None = None
     spilled: int | None = None  # bytes of each thread's local memory
     shared: int | None = None
@@ -85,12 +78,8 @@ def main() -> int:
     parser.add_argument("--directions", type=int, default=1, help="of a layer, in one launch")
     parser.add_argument("--choices", type=int, default=4, help="how many are tried of a kernel")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE")
-    parser.add_argument("--read", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if args.read:
-        print("\n".join(markdown(lines(args.read))))
-        return 0
     grid = {c: args.cells or GRID[c] for c in args.capabilities or GRID if c in CARDS}
     points = [
         (tier, capability, dtype, cell)
@@ -101,44 +90,17 @@ def main() -> int:
         for dtype in args.dtypes
         for cell in names
     ]
-    file = None if args.json in (None, "-") else Path(args.json)
-    begun = time.perf_counter()
-    reports = []
-    before = lines([file]) if file else []
-    for report in run(points, args.largest, args.directions, args.choices, args.jobs, before):
-        reports.append(report._asdict())
-        if file:
-            with file.open("a", encoding="utf-8") as out:
-                print(json.dumps(report._asdict()), file=out)
-        if args.json == "-":
-            say(report._asdict())
-        else:
-            print(sentence(report), flush=True)
+    begun, count, unfit = time.perf_counter(), 0, 0
+    for forms in run(points, args.largest, args.directions, args.choices, args.jobs):
+        for report in forms:
+            if args.json:
+                say(report._asdict())
+            else:
+                print(sentence(report), flush=True)
+        count, unfit = count + len(forms), unfit + (not forms[-1].fits)
     seconds = time.perf_counter() - begun
-    unfit = [line for line in taken(reports) if not line["fits"]]
-    print(f"{len(reports)} kernels in {seconds:.0f} s; {len(unfit)} do not fit", file=sys.stderr)
-    return int(bool(unfit))
-
-
-# These values identify a kernel, whatever its text.
-KEY = "triton cell tier batch dtype capability kernel".split()
-
-
-def lines(paths: Iterable[Path]) -> list[Line]:
-    """The lines of files; of lines on the same kernel and choice, only the last."""
-    latest = {}
-    for path in paths:
-        for line in lines_of(path.read_text(encoding="utf-8")) if path.exists() else ():
-            latest[tuple(line[name] for name in (*KEY, "choice"))] = line
-    return list(latest.values())
-
-
-def taken(every: Iterable[Line]) -> list[Line]:
-    """The first choice of each kernel that fits; if no choice fits, the best."""
-    chosen: dict[tuple[Any, ...], Line] = {}
-    for line in sorted(every, key=lambda line: (not line["fits"], line["choice"])):
-        chosen.setdefault(tuple(line[name] for name in KEY), line)
-    return list(chosen.values())
+    print(f"{count} kernels in {seconds:.0f} s; {unfit} do not fit", file=sys.stderr)
+    return int(unfit > 0)
 
 
 def run(
@@ -147,27 +109,17 @@ def run(
     directions: int,
     choices: int,
     jobs: int,
-    before: list[Line],
-) -> Iterator[Report]:
-    """Yields reports on all kernels of these points that the lines ``before`` do not cover."""
-    known = {(line["triton"], line["capability"], line["text"]): line["fits"] for line in before}
+) -> Iterator[list[Report]]:
+    """Yields the reports on the forms of each kernel of these points, up to the first that fits."""
     with ProcessPoolExecutor(jobs) as pool:
-        version, runs = pool.submit(triton_version).result(), []
-        for tier, capability, dtype, name in points:
-            for forms in kernels(
-                tier, capability, dtype, name, largest, choices, version, directions
-            ):
-                todo = []
-                for kernel, report in forms:
-                    fits = known.get((version, capability, report.text))
-                    if fits:
-                        break
-                    if fits is None:
-                        todo.append((kernel, report._replace(triton=version)))
-                if todo:
-                    runs.append(pool.submit(first_that_fits, todo))
+        version = pool.submit(triton_version).result()
+        runs = [
+            pool.submit(first_that_fits, forms)
+            for point in points
+            for forms in kernels(*point, largest, choices, version, directions)
+        ]
         for one in as_completed(runs):
-            yield from one.result()
+            yield one.result()
 
 
 def triton_version() -> str:
@@ -175,11 +127,6 @@ def triton_version() -> str:
     import triton
 
     return triton.__version__
-
-
-def digest(kernel: Printed) -> str:
-    """A digest of everything that the compiler gets for a kernel."""
-    return hashlib.sha256(repr(kernel).encode()).hexdigest()[:12]
 
 
 def kernels(
@@ -219,8 +166,8 @@ def kernels(
                 for same in zip(*forms, strict=True):
                     yield [
                         (kernel, Report(
-                            "", name, tier, hidden, batch, dtype, capability, kernel.name,
-                            kernel.warps, kernel.tile[0], card.shared, number, digest(kernel),
+                            triton, name, tier, hidden, batch, dtype, capability, kernel.name,
+                            kernel.warps, kernel.tile[0], card.shared, number,
                         ))
                         for kernel, number in zip(same, forms.values(), strict=True)
                     ]  # fmt: skip
@@ -267,7 +214,6 @@ def compiled(kernel: Printed, report: Report) -> Report:
     )
 
 
-# -- for reading -----------------------------------------------------------------------------------
 def sentence(report: Report) -> str:
     """A report as a line of text."""
     what = f"sm_{report.capability} {report.dtype} {report.cell} H={report.hidden}"
@@ -277,73 +223,6 @@ def sentence(report: Report) -> str:
     said = f"{report.registers} registers, {report.spilled} of {build.MOST_SPILLED} bytes spilled, "
     said += f"shared {report.shared:,} of {report.limit:,}, {report.matrices}, {report.seconds} s"
     return f"{what}: {said}{'' if report.fits else ', DOES NOT FIT'}"
-
-
-def markdown(every: list[Line]) -> Iterator[str]:
-    """Tables: the number of kernels; kernels that do not fit, and their replacements; and for each
-    card all kernels, with a row for each cell, tier and pass, a column for each dtype and Triton.
-    """
-    refused = [line for line in every if not line["fits"]]
-    every = taken(every)
-    counts = list[tuple[Any, ...]]()
-    for triton, some in grouped(every, "triton", key=release):
-        for capability, mine in grouped(some, "capability"):
-            spilled = [line["spilled"] or 0 for line in mine]
-            beyond = sum((line["shared"] or 0) > line["limit"] for line in mine)
-            most = f"{max(spilled)} bytes" if any(spilled) else "-"
-            failed = sum(bool(line["error"]) for line in mine)
-            row = triton, f"sm_{capability}", len(mine), failed, beyond
-            counts.append((*row, sum(map(bool, spilled)), most))
-    heads = "Triton", "card", "kernels", "fail", "beyond shared memory", "spill", "spill most"
-    yield from table(heads, counts)
-    if refused:
-        yield "\nWhat does not fit, and which of the next choices takes its place:\n"
-        places = {tuple(line[name] for name in KEY): line for line in every}
-        for line in sorted(refused, key=lambda line: (release(line["triton"]), *line.values())):
-            place = places[tuple(line[name] for name in KEY)]
-            instead = f"choice {place['choice']}" if place["fits"] else "no other"
-            yield f"- Triton {line['triton']}, {sentence(Report(**line))}: {instead}"
-    yield "\nOf each kernel: hidden size, registers of a thread, bytes spilled, shared memory and"
-    yield "matrix instructions; of several kernels, as in tier 3, the most of each number."
-    for capability, some in grouped(every, "capability"):
-        limit = some[0]["limit"] >> 10
-        yield f"\n## sm_{capability}, {limit} KiB\n"
-        columns = sorted(
-            {(line["dtype"], line["triton"]) for line in some},
-            key=lambda column: (column[0], release(column[1])),
-        )
-        named = [f"{dtype}, {triton}" for dtype, triton in columns]
-        rows = defaultdict[tuple[Any, ...], dict[tuple[str, str], list[Line]]](dict)
-        for line in some:
-            way = line["kernel"].partition("_")[0]
-            row = rows[line["tier"], line["batch"], way, line["cell"]]
-            row.setdefault((line["dtype"], line["triton"]), []).append(line)
-        entries = [(*key, *(entry(rows[key].get(c, [])) for c in columns)) for key in sorted(rows)]
-        yield from table(("tier", "rows", "pass", "cell", *named), entries)
-
-
-def grouped(every: list[Line], name: str, key: Any = None) -> Iterator[tuple[Any, list[Line]]]:
-    """Groups lines by one of their values, in the order of the values."""
-    for value in sorted({line[name] for line in every}, key=key):
-        yield value, [line for line in every if line[name] == value]
-
-
-def entry(some: list[Line]) -> str:
-    """The entry of a table for the kernels of a cell, tier and pass."""
-    if not some:
-        return "-"
-    if not all(line["fits"] for line in some):
-        return "does not fit"
-    registers, spilled, shared = (
-        max(line[name] for line in some) for name in ("registers", "spilled", "shared")
-    )
-    text = f"H={some[0]['hidden']}: {registers}, {spilled}, {shared >> 10} KiB"
-    return text + f", {some[0]['matrices']}" * (some[0]["matrices"] != "-")
-
-
-def release(version: str) -> tuple[int, ...]:
-    """A key to sort versions: 3.10.0 comes after 3.9.0."""
-    return tuple(map(int, version.split("+")[0].split(".")))
 
 
 if __name__ == "__main__":

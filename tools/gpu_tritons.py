@@ -5,18 +5,18 @@
     python tools/gpu_tritons.py 3.6.0      these versions
 
 Each version is a directory of ``.venv-tritons``, named after it, which precedes the environment's
-packages. The compiler's reports are added to ``out/gpu/tritons.jsonl``; kernels that the file has
-are not compiled again.
+packages.
 """
 
 import os
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import gpu_compile
 from gpu_lines import ROOT, arguments
+
+from anycell.engines.gpu import build
 
 INSTALLED = ROOT / ".venv-tritons"
 # The tests in the interpreter: results of all tiers, programs that wait for one another, random
@@ -26,43 +26,30 @@ TESTS = "test_plainly or test_programs_wait or test_engines_draw"
 
 
 def main() -> int:
-    """Prints the tables; returns 1 if a kernel fails or no form of it fits, or a test fails."""
-    here = sorted((path.name for path in INSTALLED.glob("*.*")), key=gpu_compile.release)
+    """Prints the compiler's reports; returns 1 if no form of a kernel fits, or a test fails."""
+    here = sorted((path.name for path in INSTALLED.glob("*.*")), key=build.release)
     own = metadata.version("triton")
     parser = arguments(__doc__)
     parser.add_argument("versions", nargs="*", default=[*here, own], metavar="VERSION")
     parser.add_argument("--capabilities", nargs="+", default=["80", "90"])
     parser.add_argument("--cells", nargs="+", default=gpu_compile.FEW)
     parser.add_argument("--jobs", default="2")
-    parser.add_argument("--json", type=Path, default=ROOT / "out" / "gpu" / "tritons.jsonl")
     args = parser.parse_args()
-    args.json.parent.mkdir(parents=True, exist_ok=True)
     failed = []
     for version in args.versions:
         if version not in (*here, own):
             parser.error(f"Triton {version} is not in {INSTALLED}; make test-tritons installs it")
         kernels = [
-            "tools/gpu_compile.py", "--json", str(args.json), "--jobs", args.jobs,
+            "tools/gpu_compile.py", "--jobs", args.jobs,
             "--cells", *args.cells, "--capabilities", *args.capabilities,
         ]  # fmt: skip
-        tests = [
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            "0",
-            "-W",
-            WARNING,
-            "tests/engines/test_gpu.py",
-            "-k",
-            TESTS,
-        ]
+        tests = ["-m", "pytest", "-q", "-n", "0", "-W", WARNING]
+        tests += ["tests/engines/test_gpu.py", "-k", TESTS]
         for what, command in (("kernels", kernels), ("tests", tests)):
             print(f"== Triton {version}: {what}", flush=True)
             environment = under(version, interpreted=what == "tests")
             if subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode:
                 failed.append(f"Triton {version}: {what}")
-    print("\n".join(gpu_compile.markdown(gpu_compile.lines([args.json]))))
     for what in failed:
         print(f"failed: {what}", file=sys.stderr)
     return int(bool(failed))
