@@ -1,7 +1,4 @@
-"""``tools/same_bits.py``: layers have the bits that they had, unless it lists them and says why."""
-
-import re
-import subprocess
+"""``tools/same_bits.py`` compares the bits of layers with those of another revision."""
 
 import numpy as np
 import pytest
@@ -25,38 +22,26 @@ def test_differences() -> None:
     now = {"same": {"x": "1"}, "other": {"x": "3", "y": "2"}, "new": {"x": "1"}}
     different = {"gone": ["x"], "new": ["x"], "other": ["x"]}
     assert same_bits.differences(before, now) == different
-    changed = [same_bits.Changed("^torch ", "^grad ", "why"), same_bits.Changed("T1", "", "other")]
-    for layer_, arrays, why in (
-        ("torch LSTM", ["grad x"], "why"),
-        ("torch LSTM T1", ["grad x", "output"], "why; other"),
-        ("torch LSTM", ["grad x", "output"], None),
-        ("numpy LSTM", ["grad x"], None),
-    ):
-        assert same_bits.reason(layer_, arrays, changed) == why
 
 
 def test_each_layer_has_a_name_of_its_own() -> None:
-    names = [one.name for one in same_bits.layers()]
-    assert len(names) == len(set(names))
-    for changed in same_bits.CHANGED:
-        assert any(re.search(changed.layers, name) for name in names)
+    names = [name for name, _ in same_bits.layers()]
+    assert len(names) == len(set(names)) > 500
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 def test_the_layers_take_both_sides_of_every_road(runs: list[layer.pass_tables.PassTables]) -> None:
-    assert same_bits.digests("^torch (LSTM|GRU) .* float32( mask)?$")
+    assert same_bits.digests(r"^(torch|numpy)\.RNN (LSTM|GRU) .* float32( state mask| steps)?$")
     taken = {(road, bool(on(run))) for road, on in ROADS.items() for run in runs}
     assert taken == {(road, side) for road in ROADS for side in (True, False)}
 
 
 @pytest.mark.slow
 def test_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    """As at the revision that the tool is about."""
-    commit = f"{same_bits.BASELINE}^{{commit}}"
-    looked = subprocess.run(
-        ["git", "-C", str(same_bits.ROOT), "cat-file", "-e", commit], capture_output=True
-    )
-    if looked.returncode:
-        pytest.skip(f"revision {same_bits.BASELINE} is not in this clone: it may be a shallow one")
-    assert same_bits.main([]) == 0, capsys.readouterr().out
+    """A revision has its own bits, whoever asks."""
+    if not (same_bits.ROOT / ".git").exists():
+        pytest.skip("this is no checkout of git")
+    some = ["--threads", "1", "--only", r"RNN GRU T7 .*float64( steps)?$"]
+    assert same_bits.main(some) == 0, capsys.readouterr().out
+    assert "layers: 4, " in capsys.readouterr().out
