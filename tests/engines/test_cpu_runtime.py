@@ -290,6 +290,15 @@ def test_only_code_that_stands_alone_is_loaded_without_llvm() -> None:
 
 
 @pytest.mark.skipif(not image.SUPPORTED, reason="LLVM loads all code here")
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_kernel_refers_to_nothing_outside_itself(backward: bool) -> None:
+    """Otherwise a second process would have to load LLVM."""
+    target = isa.current()
+    text = str(print_kernel(Layout(plan(cells.RNN, 6, "float64", "cpu"), backward, target)))
+    assert image.link(jit.object_code(text, ["door"], target)) is not None
+
+
+@pytest.mark.skipif(not image.SUPPORTED, reason="LLVM loads all code here")
 def test_code_is_never_writable_and_executable() -> None:
     address = build("a remark").address("axpy")
     for line in Path("/proc/self/maps").read_text().splitlines():

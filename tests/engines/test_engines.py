@@ -370,6 +370,7 @@ def test_the_norm_of_one_unit_in_16_bits(
 
 
 @each_cell_and_dtype
+@pytest.mark.sample(every=4)
 def test_appended_padding(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
     """Masked steps after the last change no bit, whatever they contain."""
     problem = random_problem(cell, (6, 9, 33), rng, masked=True, resets=True).astype(dtype)

@@ -108,19 +108,19 @@ entries = pytest.mark.parametrize("entry", ENTRIES, ids=str)
 
 
 def guises(entry: Entry, problem: Problem) -> Iterator[dict[str, tuple[str, Array]]]:
-    """Yields variants of single arrays whose numbers differ; then all arrays in variants of the
-    same numbers, until each array had each of its variants.
+    """Yields the learned arrays, and the others, in variants whose numbers differ; then all in
+    variants of the same numbers, until each array had each of its variants.
     """
     torchs = "negative strides" in entry.frontend.lacks
-    same: dict[str, list[tuple[str, Array]]] = {}
+    groups: list[dict[str, list[tuple[str, Array]]]] = [{}, {}, {}]  # learned, others, the same
     for name, array in problem.arrays.items():
         for guise, turned in variants(array, torchs):
-            if np.array_equal(turned, array):
-                same.setdefault(name, []).append((guise, turned))
-            else:
-                yield {name: (guise, turned)}
-    for k in range(max(map(len, same.values()))):
-        yield {name: own[k % len(own)] for name, own in same.items()}
+            same = np.array_equal(turned, array)
+            group = groups[2 if same else not LEARNED.search(name)]
+            group.setdefault(name, []).append((guise, turned))
+    for group in groups:
+        for k in range(max(map(len, group.values()), default=0)):
+            yield {name: own[k % len(own)] for name, own in group.items()}
 
 
 @entries
@@ -137,7 +137,7 @@ def test_every_guise_of_every_array(entry: Entry, case: Case, two_threads: None)
     for count, turned in enumerate(guises(entry, problem)):  # noqa: B007
         arrays = {name: array for name, (_, array) in turned.items()}
         copies, plain = {name: array.copy() for name, array in arrays.items()}, same
-        if len(turned) == 1:
+        if not all(np.array_equal(array, problem[name]) for name, array in arrays.items()):
             plain = entry.call(problem.but(copies))
         results = entry.call(problem.but(arrays))
         told = ", ".join(f"{name} {guise}" for name, (guise, _) in turned.items())
@@ -252,8 +252,8 @@ GUARDED = "import guarded; from guarded import *; main({cells}, {sizes}, {every}
 def test_kernels_stay_within_their_arrays(seed: int) -> None:
     """Between forbidden pages; a part of the cases, another one for each seed."""
     some = "[cells.LSTM, cells.GRU, cells.LayerNormLSTM, Everything]"
-    said = python(GUARDED.format(cells=some, sizes=(33,), every=120, seed=seed))
-    assert int(said.split()[-2]) >= 8
+    said = python(GUARDED.format(cells=some, sizes=(33,), every=240, seed=seed))
+    assert int(said.split()[-2]) >= 4
 
 
 @pytest.mark.slow
