@@ -108,19 +108,23 @@ entries = pytest.mark.parametrize("entry", ENTRIES, ids=str)
 
 
 def guises(entry: Entry, problem: Problem) -> Iterator[dict[str, tuple[str, Array]]]:
-    """Yields the learned arrays, and the others, in variants whose numbers differ; then all in
-    variants of the same numbers, until each array had each of its variants.
+    """Yields arrays in variants whose numbers differ, a learned array by itself, as cells may
+    subtract what equal rows have in common; then all in variants of the same numbers. Each array
+    has each of its variants.
     """
     torchs = "negative strides" in entry.frontend.lacks
-    groups: list[dict[str, list[tuple[str, Array]]]] = [{}, {}, {}]  # learned, others, the same
+    others, same = dict[str, list[tuple[str, Array]]](), dict[str, list[tuple[str, Array]]]()
     for name, array in problem.arrays.items():
         for guise, turned in variants(array, torchs):
-            same = np.array_equal(turned, array)
-            group = groups[2 if same else not LEARNED.search(name)]
-            group.setdefault(name, []).append((guise, turned))
-    for group in groups:
-        for k in range(max(map(len, group.values()), default=0)):
-            yield {name: own[k % len(own)] for name, own in group.items()}
+            if np.array_equal(turned, array):
+                same.setdefault(name, []).append((guise, turned))
+            elif LEARNED.search(name):
+                yield {name: (guise, turned)}
+            else:
+                others.setdefault(name, []).append((guise, turned))
+    for kind in (others, same):
+        for k in range(max(map(len, kind.values()), default=0)):
+            yield {name: own[k % len(own)] for name, own in kind.items()}
 
 
 @entries
