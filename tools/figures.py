@@ -4,10 +4,7 @@
     python tools/figures.py checkpoint [T]         memory and time of checkpoint="sqrt"
     python tools/figures.py step [H...]            one step from Python, against torch.nn.LSTMCell
     python tools/figures.py rollout [B I H]        steps with resets, against LSTMCell and a mask
-    python tools/figures.py loops [CELL... H...]   training, against a Python loop
-    python tools/figures.py compiled [CELL... H...]  also against the loop under torch.compile
     python tools/figures.py cells [T B I H]        every cell against our LSTM, by multiply-adds
-    python tools/figures.py spinning [SHAPE...]    threads that spin after a call; ONNX Runtime's
     python tools/figures.py precision [SHAPE...]   float32 that torch allows to be rounded
 
 Contenders take turns, in one process and on the same threads; ratios are medians over the turns.
@@ -16,7 +13,6 @@ Contenders take turns, in one process and on the same threads; ratios are median
 import functools
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -32,9 +28,9 @@ from anycell import cells
 from anycell.bench import contenders, memory
 from anycell.bench.problem import Problem, find_cell
 from anycell.bench.shapes import Shape, select
-from anycell.bench.stats import geometric_mean, median, paired_ratio
+from anycell.bench.stats import median, paired_ratio
 from anycell.bench.tasks import Task
-from anycell.bench.timing import interleave, once
+from anycell.bench.timing import interleave
 from anycell.engines import cpu
 from anycell.layer.recipe import known
 
@@ -198,39 +194,6 @@ def rollout(arguments: list[str]) -> None:
     line(f"rollout B={rows} I={inputs} H={h}", samples)
 
 
-# -- loops -----------------------------------------------------------------------------------------
-def loops(arguments: list[str], *peers: str) -> None:
-    """Compares training with T = 32, B = 16, by cell and hidden size."""
-    torch.set_num_threads(THREADS)
-    peers = peers or ("torch-loop",)
-    named = [name for name in arguments if not name.isdigit()]
-    sizes = [int(h) for h in arguments if h.isdigit()] or [32, 64, 128, 256]
-    faster: dict[str, list[float]] = {peer: [] for peer in peers}
-    for name in named or ["PeepholeLSTM", "LayerNormLSTM", "GRU", "RNN", "MGU", "LSTMP"]:
-        for h in sizes:
-            shape = Shape("", "", 32, 16, h, h, 1, 1)
-            problem = Problem(find_cell(name), shape, threads=THREADS)
-            tasks, first = {}, {}
-            for who in ("anycell", *peers):
-                tasks[who] = contenders.make(who, problem).task("training")
-                tasks[who].prepare()
-                start = time.perf_counter()
-                tasks[who].call()
-                first[who] = time.perf_counter() - start
-            samples = compare(tasks, 1)
-            line(f"{name} {shape} training", samples)
-            for peer in peers:
-                faster[peer].append(paired_ratio(samples[peer], samples["anycell"]))
-            print("   first call:", ", ".join([f"{k} {v:.3g} s" for k, v in first.items()]))
-    for peer, ratios in faster.items():
-        print(f"{peer}: geometric mean {geometric_mean(ratios):.2f}")
-
-
-def compiled(arguments: list[str]) -> None:
-    """Runs ``loops`` with torch.compile too, which unrolls them: a minute per cell and size."""
-    loops(arguments, "torch-loop", "torch-compile")
-
-
 # -- cells -----------------------------------------------------------------------------------------
 def every_cell(arguments: list[str]) -> None:
     """Prints each cell's time relative to our LSTM's, per multiply-add."""
@@ -249,48 +212,6 @@ def every_cell(arguments: list[str]) -> None:
             part = problem.flops(mode) / lstm.flops(mode)
             found.append(f"{paired_ratio(samples[name], samples['LSTM']) / part:.2f}")
         print(f"{name} {shape}: {' / '.join(found)}", flush=True)
-
-
-# -- threads that spin -----------------------------------------------------------------------------
-POOLS = "anycell torch.nn anycell.numpy numpy-loop onnxruntime anycell.keras keras keras-xla"
-ONNX_RUNTIME = {
-    "as it is": {},
-    "no spinning": {"session.intra_op.allow_spinning": "0"},
-    "stopped after a run": {"session.force_spinning_stop": "1"},
-}
-
-
-def spinning(names: list[str]) -> None:
-    """Prints processor time after a call, and times of ONNX Runtime without spinning threads."""
-    for who in POOLS.split():
-        command = [sys.executable, "-W", "ignore", __file__, "_spinning", who]
-        print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, end="")
-    from rivals import onnx_graph  # where ``contenders`` has looked for them
-
-    for shape in select(names or ["stream", "deepar", "rl-policy", "sb3", "codec"]):
-        problem = Problem(find_cell("LSTM"), shape, threads=THREADS)
-        peers = {
-            name: onnx_graph.onnxruntime(problem, settings).task("inference")
-            for name, settings in ONNX_RUNTIME.items()
-        }
-        line(f"onnxruntime {shape.name} {shape}", compare(peers, 5), "as it is")
-
-
-def one_spinning(who: str) -> None:
-    """Prints the processor time spent during 0.4 s of sleep after a call."""
-    os.environ["ANYCELL_NUM_THREADS"] = str(THREADS)
-    problem = Problem(find_cell("LSTM"), Shape("", "", 64, 32, 128, 128, 1, 1), threads=THREADS)
-    contender, spent = contenders.make(who, problem), []
-    if who in ("anycell", "torch.nn"):
-        torch.set_num_threads(THREADS)
-    task = contender.task("inference")
-    with contender.around():
-        for _ in range(20):
-            once(task)
-            start = time.process_time()
-            time.sleep(0.4)
-            spent.append(1e3 * (time.process_time() - start))
-    print(f"{who}: {median(spent[5:]):.1f} ms of processor time after a call")
 
 
 # -- precision -------------------------------------------------------------------------------------
@@ -328,10 +249,7 @@ COMMANDS = {
     "checkpoint": checkpoint,
     "step": step,
     "rollout": rollout,
-    "loops": loops,
-    "compiled": compiled,
     "cells": every_cell,
-    "spinning": spinning,
     "precision": precision,
 }
 
@@ -340,8 +258,6 @@ def main(arguments: list[str]) -> int:
     """The command line."""
     if arguments[:1] == ["_checkpoint"]:
         one_checkpoint(arguments[1], int(arguments[2]))
-    elif arguments[:1] == ["_spinning"]:
-        one_spinning(arguments[1])
     elif arguments and arguments[0] in COMMANDS:
         COMMANDS[arguments[0]](arguments[1:])
     else:

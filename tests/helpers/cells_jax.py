@@ -522,12 +522,8 @@ def jordan(n: Numbers) -> Any:
         y = jax.nn.sigmoid(h @ p["v"] + p["c"])
         return y, (y, h)
 
-    return (
-        over_time(step),
-        {"w": n(I + 2, H), "b": n(H), "v": n(H, 2), "c": n(2)},
-        n(B, 2),
-        n(T, B, I),
-    )
+    p = {"w": n(I + 2, H), "b": n(H), "v": n(H, 2), "c": n(2)}
+    return over_time(step), p, n(B, 2), n(T, B, I)
 
 
 @reads
@@ -694,12 +690,8 @@ def oscillators(n: Numbers) -> Any:
         y = y + dt * z
         return {"y": y, "z": z}, y
 
-    return (
-        over_time(step),
-        {"w": n(I + 2 * H, H), "b": n(H)},
-        {"y": n(B, H), "z": n(B, H)},
-        n(T, B, I),
-    )
+    p = {"w": n(I + 2 * H, H), "b": n(H)}
+    return over_time(step), p, {"y": n(B, H), "z": n(B, H)}, n(T, B, I)
 
 
 @reads
@@ -725,12 +717,8 @@ def weight_norm(n: Numbers) -> Any:
         h = jnp.tanh(x @ normed(*p["x"]) + h @ normed(*p["h"]) + p["b"])
         return h, h
 
-    return (
-        over_time(step),
-        {"x": (n(I, H), n(H)), "h": (n(H, H), n(H)), "b": n(H)},
-        n(B, H),
-        n(T, B, I),
-    )
+    p = {"x": (n(I, H), n(H)), "h": (n(H, H), n(H)), "b": n(H)}
+    return over_time(step), p, n(B, H), n(T, B, I)
 
 
 @reads
