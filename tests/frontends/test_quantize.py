@@ -470,24 +470,6 @@ def test_it_compiles_into_one_graph() -> None:
         assert torch.equal(compiled(x)[0], small_(x)[0])
 
 
-def test_kept_weights_are_packed_again() -> None:
-    """Weights are packed again if integers, scales or biases changed since the last call."""
-    small_, x = compress.quantize(at.LSTM(6, 64)), torch.randn(40, 8, 6)
-    with torch.no_grad():
-        for _ in range(3):
-            small_(x)
-        for change in (
-            lambda: small_.weight_hh_l0.neg_(),
-            lambda: small_.weight_hh_l0_scales.mul_(0.5),
-            lambda: small_.bias_hh_l0.add_(1.0),
-        ):
-            before = small_(x)[0]
-            change()
-            now = small_(x)[0]
-            assert not torch.equal(now, before)
-            assert torch.equal(copy.deepcopy(small_)(x)[0], now)
-
-
 @every_layer
 @pytest.mark.sample(3)
 def test_training_with_rounded_weights(kind: str) -> None:
