@@ -762,19 +762,6 @@ def tier(
     return capacity.choose(one, CARDS[card], backward, batch=batch).tier
 
 
-def test_tiers_of_the_lstm() -> None:
-    """Tier 1 runs if shared memory holds all weights: 128 KB in 16 bits with 128 units."""
-    for card in ("A100", "H100", "H200", "B200"):
-        for backward in (False, True):
-            assert tier(cells.LSTM, 128, "bfloat16", card, backward) == 1
-            assert tier(cells.LSTM, 192, "bfloat16", card, backward) == 2
-            assert tier(cells.LSTM, 64, "float32", card, backward) == 1
-            assert tier(cells.LSTM, 128, "float32", card, backward) == 2
-            assert tier(cells.LSTM, 1024, "float32", card, backward) == 3
-    assert tier(cells.LSTM, 128, "bfloat16", "RTX 4090") == 2
-    assert tier(cells.LSTM, 96, "bfloat16", "H100") == tier(cells.LSTM, 128, "bfloat16", "H100")
-
-
 def test_the_tier_follows_the_cell() -> None:
     assert tier(cells.RNN, 256, "bfloat16", "H100") == 1  # one gate's weights
     assert tier(cells.NAS, 128, "bfloat16", "H100") == 2  # eight gates' weights
@@ -782,29 +769,6 @@ def test_the_tier_follows_the_cell() -> None:
     assert tier(cells.GRU(reset_after=False), 256, "bfloat16", "H100") == 3  # two stages
     assert tier(cells.IndRNN, 64, "float32", "H100") == 1  # no weights at all
     assert tier(cells.IndRNN, 1 << 16, "float32", "H100") == 3  # more than registers hold
-
-
-@pytest.mark.parametrize(
-    ("card", "batch", "largest"),
-    [
-        ("A100", 16, (1664, 1664)),
-        ("A100", 64, (768, 768)),
-        ("H100", 16, (2048, 2048)),
-        ("H100", 64, (1024, 1024)),
-        ("H200", 16, (2048, 2048)),
-        ("B200", 16, (2048, 2048)),
-        ("RTX 4090", 16, (1536, 1664)),
-    ],
-)
-def test_tier_2_of_the_lstm(card: str, batch: int, largest: tuple[int, int]) -> None:
-    """Tier 2 runs if registers and shared memory hold a slice of the weights and all programs run
-    at once.
-    """
-    for backward in (False, True):
-        for hidden in (256, 512, 768, 1024, 1536, 1664, 2048, 3072):
-            expected = 2 if hidden <= largest[backward] else 3
-            found = tier(cells.LSTM, hidden, "bfloat16", card, backward, batch)
-            assert found == expected, (hidden, backward)
 
 
 def test_slices_for_an_older_compiler() -> None:

@@ -230,26 +230,6 @@ def test_a_recurrent_mask_needs_something_to_mask() -> None:
         anycell.recurrence(anycell.cells.sLSTM, gates_x, weights, recurrent_mask=np.ones((3, H)))
 
 
-def test_groups_must_divide() -> None:
-    @cell(gates="a", state="h")
-    def Grouped(x, r, s):
-        return anycell.mean(x.a + r.a, groups=3)
-
-    with pytest.raises(
-        ValueError, match=r"given H=4 .* a multiple of 3, .*groups=3.*Choose 3 or 6"
-    ):
-        anycell.recurrence(**arguments(Grouped))
-
-
-def test_a_size_must_be_known() -> None:
-    @cell(gates="a", state="h c:P")
-    def Lonely(x, r, s):
-        return tanh(x.a + r.a), 0.5 * s.c
-
-    with pytest.raises(ValueError, match=r"size P of state 'c' is unknown\. Pass an initial"):
-        anycell.recurrence(**arguments(Lonely))
-
-
 def test_arrays_of_a_framework_are_refused() -> None:
     torch = pytest.importorskip("torch")
     given = arguments()
