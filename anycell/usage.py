@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +46,13 @@ def need(module: str, purpose: str, command: str = "") -> ModuleType:
         raise UsageError(
             f"{purpose} needs {package}, which is not installed: {command or install('bench')}"
         ) from None
+
+
+def check_installed(who: str, packages: Iterable[str], remedy: str) -> None:
+    """Says how to install what is missing, and imports nothing."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"{who} needs {package}, which is not installed: {remedy}")
 
 
 def find_cell(origin: str) -> Cell:
@@ -101,8 +108,8 @@ def find_cells(path: str) -> dict[str, Cell]:
 
 
 def _cells(module: ModuleType) -> dict[str, Cell]:
-    names = (name for name in vars(module) if not name.startswith("_"))
-    return {name: value for name in names if isinstance(value := getattr(module, name), Cell)}
+    shown = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {name: value for name, value in shown.items() if isinstance(value, Cell)}
 
 
 @cache
