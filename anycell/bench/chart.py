@@ -69,7 +69,7 @@ def _panel(
         bars = axis.barh(
             [number + (k - (len(present) - 1) / 2) * thickness for number in range(len(rows))],
             # A bar on a log axis has no zero to start from; it starts at "equally fast".
-            [0 if ratio is None else ratio - 1 for ratio in of_peer],
+            [0 if math.isnan(ratio) else ratio - 1 for ratio in of_peer],
             left=1,
             height=0.88 * thickness,
             color=COLORS[peers.index(peer) % len(COLORS)],
@@ -98,6 +98,6 @@ def _panel(
 def _word(row: Row, peer: str) -> str:
     """The ratio with three digits, or why there is none."""
     ratio = row.ratio(peer)
-    if ratio is None:
+    if math.isnan(ratio):
         return WORDS.get(row.entries[peer].status, "").lower().removeprefix("-")
     return f"{ratio:#.3g}".removesuffix(".")

@@ -1,13 +1,12 @@
-"""Shows what was measured as tables in the terminal."""
+"""Shows what was measured, as tables in the terminal."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple
-from typing import NamedTuple
 
 from anycell.bench.machine import busy
 from anycell.bench.problem import rounds
@@ -22,79 +21,47 @@ TITLES = ("geometric mean", "the same, alone")  # of the lines over all shapes
 WORDS = {"wrong": "REFUSED", "failed": "FAILED", "unsupported": "-"}
 
 
-class Column(NamedTuple):
-    """A column of a table.
-
-    Attributes:
-        header: its title.
-        text: its text for a row.
-        last: its text below all rows, about times in turns or alone.
-    """
-
-    header: str
-    text: Callable[[Row], str]
-    last: Callable[[bool], str] = lambda alone: ""
-
-
 def tables(report: Report) -> list[Table]:
     """Title, headers and lines of one table per cell and mode."""
     settings, shown = report.settings, []
     threads = f"{settings.threads} thread{'s' * (settings.threads > 1)}"
     for cell, mode, rows in report.tables():
-        columns = list(_columns(settings, rows)) if rows else []
-        body = [[column.text(row) for column in columns] for row in rows]
-        body += [[c.last(alone) for c in columns] for alone in (False, True)[: 1 + settings.alone]]
         if rows:
-            title = f"{cell} {mode}, {settings.dtype}, {threads}"
-            shown.append((title, [column.header for column in columns], body))
+            headers, *body = map(list, zip(*_columns(settings, rows), strict=True))
+            body = body if settings.alone else body[:-1]
+            shown.append((f"{cell} {mode}, {settings.dtype}, {threads}", headers, body))
     return shown
 
 
-def _columns(settings: Settings, rows: list[Row]) -> Iterator[Column]:
+def _columns(settings: Settings, rows: list[Row]) -> Iterator[list[str]]:
+    """The header of each column, its text for each row, and its means, in turns and alone."""
     subject, *peers = settings.contenders
 
-    def of(name: str) -> Iterator[Column]:
-        yield Column(f"{name} ms", lambda row: _spread(row.entries[name]))
+    def times(name: str) -> Iterator[list[str]]:
+        yield [f"{name} ms", *[_spread(row.entries[name]) for row in rows], "", ""]
         if rounds(settings.dtype):  # a time without the error says little
-            yield Column("error", lambda row: _errors(row.entries[name]))
+            yield ["error", *[_errors(row.entries[name]) for row in rows], "", ""]
 
-    def ratio(peer: str) -> Column:
-        return Column(
-            "ratio",
-            lambda row: _number("{:.2f}x", row.ratio(peer)),
-            lambda alone: _number("{:.2f}x", mean(rows, peer, alone)),
-        )
-
-    def memory(name: str) -> Column:
-        def text(row: Row) -> str:
-            peak = row.entries[name].training_peak_bytes
-            return f"{peak / MiB:.1f}" if peak else ""
-
-        return Column(f"{name} MiB", text)
-
-    def reached(alone: bool) -> str:
-        measured = [row.over_bound for row in rows if row.ours.timed]
-        return "" if alone else _share(geometric_mean(measured))
-
-    yield Column("shape", lambda row: row.shape.name, TITLES.__getitem__)
-    yield Column("T B I H L D", lambda row: " ".join(map(str, astuple(row.shape)[2:])))
-    yield Column("bound ms", lambda row: _ms(row.bound_ms) if row.ours.timed else "")
-    yield from of(subject)
-    yield Column("of bound", lambda row: _share(row.over_bound), reached)
+    yield ["shape", *[row.shape.name for row in rows], *TITLES]
+    yield ["T B I H L D", *[" ".join(map(str, astuple(row.shape)[2:])) for row in rows], "", ""]
+    yield ["bound ms", *[_ms(row.bound_ms) if row.ours.timed else "" for row in rows], "", ""]
+    yield from times(subject)
+    reached = geometric_mean([row.over_bound for row in rows if row.ours.timed])
+    yield ["of bound", *[_share(row.over_bound) for row in rows], _share(reached), ""]
     for peer in peers:
         if any(row.entries[peer].status != "unsupported" for row in rows):
-            yield from of(peer)
-            yield ratio(peer)
+            yield from times(peer)
+            ratios = [row.ratio(peer) for row in rows]
+            ratios += mean(rows, peer), mean(rows, peer, alone=True)
+            yield ["ratio", *["" if math.isnan(ratio) else f"{ratio:.2f}x" for ratio in ratios]]
     if any(row.ours.fresh_process_extra_ms for row in rows):
-        yield Column("first call +ms", _first_call)
+        extras = [(row.ours.fresh_process_extra_ms or {}).values() for row in rows]
+        shown = [" / ".join(f"{ms:.0f}" for ms in extra) for extra in extras]
+        yield ["first call +ms", *shown, "", ""]
     for name in settings.contenders:
-        if any(row.entries[name].training_peak_bytes for row in rows):
-            yield memory(name)
-
-
-def _first_call(row: Row) -> str:
-    extra = row.ours.fresh_process_extra_ms or {}
-    return " / ".join(f"{value:.0f}" for value in extra.values())
+        peaks = [row.entries[name].training_peak_bytes for row in rows]
+        if any(peaks):
+            yield [f"{name} MiB", *[f"{peak / MiB:.1f}" if peak else "" for peak in peaks], "", ""]
 
 
 def _ms(value: float) -> str:
@@ -104,12 +71,7 @@ def _ms(value: float) -> str:
 def _share(over: float) -> str:
     """The part of our time that the bound is; an empty string if it was not measured."""
     percent = 100 / over
-    return "<1%" if percent < 1 else _number("{:.0f}%", percent)
-
-
-def _number(form: str, value: float | None) -> str:
-    """Formats a number; returns an empty string if it was not measured."""
-    return "" if value is None or math.isnan(value) else form.format(value)
+    return "" if math.isnan(percent) else "<1%" if percent < 1 else f"{percent:.0f}%"
 
 
 def _errors(entry: Entry) -> str:

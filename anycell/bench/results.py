@@ -113,20 +113,19 @@ class Row:
         """Our time over the bound; NaN if it was not measured."""
         return self.ours.median_ms / self.bound_ms
 
-    def ratio(self, peer: str, alone: bool = False) -> float | None:
-        """The peer's time over ours: above 1 we are faster. None without two valid timings."""
+    def ratio(self, peer: str, alone: bool = False) -> float:
+        """The peer's time over ours: above 1 we are faster. NaN without two valid timings."""
         ours, theirs = self.ours, self.entries[peer]
+        if alone:
+            return theirs.alone_ms / ours.alone_ms
         if not (ours.timed and theirs.timed):
-            return None
-        if not alone:
-            return paired_ratio(theirs.samples_ms, ours.samples_ms)
-        ratio = theirs.alone_ms / ours.alone_ms
-        return None if math.isnan(ratio) else ratio
+            return math.nan
+        return paired_ratio(theirs.samples_ms, ours.samples_ms)
 
     def far(self, peer: str) -> bool:
         """Whether the ratios in turns and alone are so far apart that neither means anything."""
-        turns, alone = self.ratio(peer), self.ratio(peer, alone=True)
-        return turns is not None and alone is not None and max(turns / alone, alone / turns) > FAR
+        factor = self.ratio(peer) / self.ratio(peer, alone=True)
+        return max(factor, 1 / factor) > FAR  # not if one is NaN
 
 
 @dataclass
@@ -155,7 +154,8 @@ class Report:
 
 def ratios(rows: Sequence[Row], peer: str, alone: bool = False) -> list[float]:
     """The ratios of a peer in all rows that have one."""
-    return [ratio for row in rows if (ratio := row.ratio(peer, alone)) is not None]
+    found = [row.ratio(peer, alone) for row in rows]
+    return [ratio for ratio in found if not math.isnan(ratio)]
 
 
 def mean(rows: Sequence[Row], peer: str, alone: bool = False) -> float:
