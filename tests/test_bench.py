@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -478,7 +479,7 @@ def test_everybody_on_tensorflow(
     pytest.importorskip("torch")
     pytest.importorskip("tensorflow")
     # TensorFlow accepts a number of threads once in a process, before it runs anything.
-    monkeypatch.setattr("anycell.bench.keras_layers.set_threads", lambda count: None)
+    monkeypatch.setattr("rivals.keras_layers.set_threads", lambda count: None)
     problem = Problem(find_cell(cell), SMALL)
     for name in names:
         passes(name, problem, slack=gate.PEERS)
@@ -719,27 +720,30 @@ def test_probes_run_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- alone -----------------------------------------------------------------------------------------
-def test_alone_is_a_process_with_nobody_else() -> None:
+def test_alone_is_a_process_with_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process of a contender without torch has neither torch nor its threads."""
     code = """
-        import sys
+        import os, sys
         from anycell.bench import probe
-        from anycell.bench.problem import Problem, find_cell
-        from anycell.bench.shapes import Shape
 
-        def stand_in(command, input, env, **_):
-            print(*sorted(key for key in env if key not in before or env[key] != before[key]))
-            print(sys.modules.keys() & {"torch", "tensorflow", "onnxruntime"} or "nobody else")
-            answer = probe.answer(input)
-            print(sys.modules.keys() & {"torch", "tensorflow", "onnxruntime"} or "nobody else")
-            return probe.subprocess.CompletedProcess(command, 0, answer)
-
-        before = dict(probe.os.environ)
-        probe.subprocess.run = stand_in
-        problem = Problem(find_cell("LSTM"), Shape("", "", 6, 3, 5, 7, 1, 1))
-        print(len(probe.alone("anycell.numpy", problem, "training", 0.01)) >= 5)
+        def spy(*arguments):
+            count = len(probe.samples(*arguments))
+            others = sys.modules.keys() & {"torch", "tensorflow", "onnxruntime"}
+            return count >= 5, os.environ["OF_ITS_OWN"], sorted(others)
     """
-    assert python(code).splitlines() == ["PYTHONPATH", "nobody else", "nobody else", "True"]
+    (tmp_path / "spying.py").write_text(dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    spy, probe = (
+        importlib.import_module("spying").spy,
+        importlib.import_module("anycell.bench.probe"),
+    )
+    arguments = "anycell.numpy", Problem(find_cell("LSTM"), SMALL), "training", 0.01
+    assert probe._ask({"OF_ITS_OWN": "1"}, spy, *arguments) == (True, "1", [])
+    assert "OF_ITS_OWN" not in os.environ
+    with pytest.raises(probe.ProbeError, match="spy of torch-Loop: 'torch-Loop'"):
+        probe._ask({}, spy, "torch-Loop", *arguments[1:])
 
 
 @pytest.mark.slow

@@ -1,21 +1,15 @@
-"""Measures in a fresh process: a first call, memory of a step, time of a call alone.
-
-``python -m anycell.bench.probe`` reads the name of one of this module's functions and its arguments
-as a pickle, and prints one line of JSON.
-"""
+"""Measures in a fresh process: a first call, memory of a step, time of a call alone."""
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 
 from anycell.bench import memory
@@ -24,9 +18,6 @@ from anycell.bench.problem import Problem
 from anycell.bench.stats import median
 from anycell.bench.tasks import Mode, Task
 from anycell.bench.timing import interleave, once
-from anycell.machine import ROOT
-
-TIMEOUT_S = 300
 
 
 class ProbeError(Exception):
@@ -63,32 +54,19 @@ def alone(contender: str, problem: Problem, mode: Mode, seconds: float) -> list[
 
 
 def _ask(
-    variables: Mapping[str, str],
-    function: Callable[..., Any],
-    name: str,
-    problem: Problem,
-    *more: Any,
+    variables: Mapping[str, str], function: Callable[..., Any], name: str, *arguments: Any
 ) -> Any:
-    """The result of a function below in a fresh process, with environment variables."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # A new problem, because arrays that this one has made would be pickled too.
-    request = pickle.dumps((function.__name__, name, replace(problem), *more))
-    what = f"{function.__name__} of {name}"
+    """The result of a function in a fresh process, with environment variables."""
+    before = dict(os.environ)
+    os.environ.update(variables)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "anycell.bench.probe"],
-            input=request,
-            env={**os.environ, "PYTHONPATH": path, **variables},
-            capture_output=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ProbeError(f"{what}: nothing after {TIMEOUT_S} s") from None
-    if done.returncode != 0:
-        last = (done.stderr.decode().strip().splitlines() or ["no message"])[-1]
-        raise ProbeError(f"{what}: {last}")
-    return json.loads(done.stdout.splitlines()[-1])  # a framework may print too
+        with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+            return fresh.submit(function, name, *arguments).result()
+    except Exception as error:
+        raise ProbeError(f"{function.__name__} of {name}: {error}") from error
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 # -- in the fresh process --------------------------------------------------------------------------
@@ -140,13 +118,3 @@ def _start_torch(threads: int) -> None:
     torch.set_num_threads(threads)
     weight = torch.ones(256, 256, requires_grad=True)
     (weight @ weight).backward(weight.detach())
-
-
-def answer(request: bytes) -> str:
-    """The result of the function that a request names, as JSON."""
-    function, *arguments = pickle.loads(request)
-    return json.dumps(globals()[function](*arguments))
-
-
-if __name__ == "__main__":
-    print(answer(sys.stdin.buffer.read()))

@@ -7,7 +7,7 @@ Weights are a dictionary with ``torch.nn``'s names and layouts: every contender 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -71,6 +71,10 @@ class Problem:
     dtype: str = "float32"
     threads: int = 1
     seed: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without the arrays, which another process makes again."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def shrunk(self, most: int) -> Problem:
         """The same layer over at most so many steps and rows."""
