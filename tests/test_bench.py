@@ -24,13 +24,31 @@ import tolerances
 from processes import load, python
 
 from anycell import cli
-from anycell.bench import gate, memory, report, results, stats, timing
-from anycell.bench.problem import Problem, find_cell
-from anycell.bench.shapes import GPU_SIZED, QUICK, Shape, all_shapes, select
-from anycell.bench.tasks import Unsupported
 from anycell.machine import usable_cores
 from anycell.requirement import install
 from anycell.usage import UsageError, need
+
+torch = pytest.importorskip("torch")  # without which nothing is measured
+from torch_layers import lacks  # noqa: E402
+
+from anycell.bench import (  # noqa: E402
+    chart,
+    estimate,
+    gate,
+    machine,
+    memory,
+    probe,
+    report,
+    results,
+    runner,
+    stats,
+    timing,
+    torch_layers,
+)
+from anycell.bench.contenders import CONTENDERS, make  # noqa: E402
+from anycell.bench.problem import Problem, find_cell  # noqa: E402
+from anycell.bench.shapes import GPU_SIZED, QUICK, Shape, all_shapes, select  # noqa: E402
+from anycell.bench.tasks import Unsupported  # noqa: E402
 
 SMALL = Shape("small", "this test", T=6, B=3, I=5, H=7, L=2, D=2)
 CLASSICS = "LSTM", "GRU", "RNN", "PeepholeLSTM", "LayerNormLSTM"
@@ -233,20 +251,11 @@ def test_problem_is_the_same_for_everybody() -> None:
 
 
 # -- contenders ------------------------------------------------------------------------------------
-def contenders():
-    pytest.importorskip("torch")
-    return importlib.import_module("anycell.bench.contenders")
-
-
-@functools.cache
-def reference(problem: Problem, mode: str) -> dict[str, np.ndarray]:
-    pytest.importorskip("torch")
-    right = importlib.import_module("anycell.bench.torch_layers").reference(problem, mode)
-    return dict(right)
+reference = functools.cache(torch_layers.reference)
 
 
 def solved(name: str, problem: Problem, mode: str) -> dict[str, np.ndarray]:
-    contender = contenders().make(name, problem)
+    contender = make(name, problem)
     task = contender.task(mode)
     with contender.around():
         timing.once(task)
@@ -265,8 +274,7 @@ def passes(
 
 def torchs_lack(cell: str, dtype: str) -> str | None:
     """The reason why torch's own layer does not train in 16 bits on this machine, or None."""
-    torch, layers = pytest.importorskip("torch"), importlib.import_module("torch_layers")
-    lack: str | None = layers.lacks(getattr(torch.nn, cell)(1, 1), getattr(torch, dtype))
+    lack: str | None = lacks(getattr(torch.nn, cell)(1, 1), getattr(torch, dtype))
     return lack
 
 
@@ -304,7 +312,7 @@ def test_everybody_in_16_bits(cell: str, dtype: str) -> None:
             assert errors["output"] > 100 * gate.LIMITS["float32", "forward"], name
     for name in ("numpy-loop", "onnxruntime"):
         with pytest.raises(Unsupported, match=dtype):
-            contenders().make(name, problem)
+            make(name, problem)
     passes("anycell", problem, "recurrence")
 
 
@@ -320,9 +328,9 @@ def test_everybody_in_8_bits() -> None:
                     solved(name, problem, mode)
         for name in ("torch-loop", "numpy-loop", "openvino"):
             with pytest.raises(Unsupported, match="int8"):
-                contenders().make(name, problem)
+                make(name, problem)
     with pytest.raises(Unsupported, match=r"torch\.ao\.quantization has no RNN"):
-        contenders().make("torch.nn", Problem(find_cell("RNN"), SMALL, "int8"))
+        make("torch.nn", Problem(find_cell("RNN"), SMALL, "int8"))
 
 
 @pytest.mark.parametrize("cell", ["LSTM", "PeepholeLSTM"])
@@ -343,7 +351,7 @@ def test_onnx_graph_in_8_bits(cell: str, caplog: pytest.LogCaptureFixture) -> No
         for name in ("onnxruntime", "onnxruntime-calm"):
             passes(name, problem, "inference")
     with pytest.raises(Unsupported, match="ONNX Runtime has no int8 GRU"):
-        contenders().make("onnxruntime", Problem(find_cell("GRU"), SMALL, "int8"))
+        make("onnxruntime", Problem(find_cell("GRU"), SMALL, "int8"))
     assert not caplog.records  # ONNX Runtime does not ask for preprocessing
 
 
@@ -393,11 +401,10 @@ def test_openvino_on_the_same_graph(dtype: str) -> None:
         except Unsupported as reason:
             pytest.skip(str(reason))  # this processor has no bfloat16
     with pytest.raises(Unsupported, match="peepholes"):
-        contenders().make("openvino", Problem(find_cell("PeepholeLSTM"), SMALL, dtype))
+        make("openvino", Problem(find_cell("PeepholeLSTM"), SMALL, dtype))
 
 
 def test_without_openvino_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
     monkeypatch.setitem(sys.modules, "openvino", None)
     result = measure(modes=["inference"], peers=["openvino"])
     assert result.ok and result.rows[0].entries["anycell"].timed
@@ -406,14 +413,12 @@ def test_without_openvino_the_others_are_measured(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_torch_has_no_kernel_for_is_not_a_failure() -> None:
-    torch = pytest.importorskip("torch")
-    layers = importlib.import_module("anycell.bench.torch_layers")
 
     class Lacking(torch.nn.Module):
         def forward(self, x):
             raise RuntimeError(words)
 
-    contender = layers.from_module(Lacking, Problem(find_cell("RNN"), SMALL))
+    contender = torch_layers.from_module(Lacking, Problem(find_cell("RNN"), SMALL))
     for words, expected in (
         ("\"mm\" not implemented for 'Half'", Unsupported),
         ("!", RuntimeError),
@@ -452,8 +457,8 @@ def test_onnxruntime_runs_as_its_users_run_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runtime, "SessionOptions", Options)
     monkeypatch.setattr(runtime, "InferenceSession", session)
     problem, calm = Problem(find_cell("LSTM"), SMALL, threads=3), "session.intra_op.allow_spinning"
-    contenders().make("onnxruntime", problem)
-    contenders().make("onnxruntime-calm", problem)
+    make("onnxruntime", problem)
+    make("onnxruntime-calm", problem)
     theirs, ours = chosen
     assert not hasattr(theirs, "entries") and ours.entries == {calm: "0"}
     assert ours.get_session_config_entry(calm) == "0"
@@ -476,7 +481,6 @@ def test_onnxruntime_runs_as_its_users_run_it(monkeypatch: pytest.MonkeyPatch) -
 def test_everybody_on_tensorflow(
     cell: str, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch")
     pytest.importorskip("tensorflow")
     # TensorFlow accepts a number of threads once in a process, before it runs anything.
     monkeypatch.setattr("rivals.keras_layers.set_threads", lambda count: None)
@@ -488,7 +492,6 @@ def test_everybody_on_tensorflow(
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "PeepholeLSTM", "RNN", "EALSTM"])
 @pytest.mark.slow
 def test_everybody_on_jax(cell: str) -> None:
-    pytest.importorskip("torch")
     pytest.importorskip("jax")
     problem = Problem(find_cell(cell), SMALL, threads=usable_cores())
     peers = ["jax-scan"] if cell != "EALSTM" else []
@@ -498,7 +501,7 @@ def test_everybody_on_jax(cell: str) -> None:
         passes(name, problem, slack=gate.PEERS)
     with pytest.raises(Unsupported, match="XLA takes all cores"):
         other = replace(problem, cell=find_cell("LSTM"), threads=problem.threads + 1)
-        contenders().make("jax-scan", other)
+        make("jax-scan", other)
 
 
 def test_a_cell_of_the_users_own(own_cell: str) -> None:
@@ -506,7 +509,7 @@ def test_a_cell_of_the_users_own(own_cell: str) -> None:
     for name in ("anycell", "torch-loop"):
         assert "a_l1_reverse" in passes(name, problem, slack=1.0)
     with pytest.raises(Unsupported, match=r"torch\.nn has no Own"):
-        contenders().make("torch.nn", problem)
+        make("torch.nn", problem)
 
 
 @pytest.mark.parametrize("cell", ["LSTMP", "EALSTM", "MultiplicativeLSTM", "ZoneoutGRU"])
@@ -528,7 +531,6 @@ def test_a_cell_beside_what_its_file_imports(own_cell: str) -> None:
 
 
 def test_a_cell_whose_recurrence_does_not_stand_alone() -> None:
-    pytest.importorskip("torch")
     result = measure(cells=[find_cell("LSTMP")], modes=["recurrence"], peers=["anycell-LSTM"])
     ours, lstm = result.rows[0].entries.values()
     assert (ours.status, ours.reason) == ("unsupported", "no recurrence")
@@ -541,7 +543,6 @@ def test_the_recurrence_alone() -> None:
 
 # -- the whole -------------------------------------------------------------------------------------
 def measure(**changes):
-    runner = importlib.import_module("anycell.bench.runner")
     settings = results.Settings(
         cells=[find_cell("LSTM")],
         shapes=[SMALL],
@@ -555,7 +556,7 @@ def measure(**changes):
 
 def cheating(monkeypatch: pytest.MonkeyPatch, cheat: str) -> None:
     """Makes one contender return numbers that are slightly wrong."""
-    source = contenders().CONTENDERS[cheat]
+    source = CONTENDERS[cheat]
     module = importlib.import_module(source.module)
     honest = getattr(module, source.function)
 
@@ -576,7 +577,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torch")
     result = measure()
     assert result.ok
     written = json.loads(results.write_json(result, tmp_path / "new" / "folder").read_text())
@@ -603,7 +603,6 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_errors_beside_the_times_of_fewer_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
     result = measure(dtype="bfloat16", peers=["torch.nn", "anycell-float32"])
     lack = torchs_lack("LSTM", "bfloat16")
     assert result.ok
@@ -656,7 +655,7 @@ def test_a_contender_that_fails_does_not_end_the_benchmark(monkeypatch: pytest.M
     def broken(problem: Problem):
         raise RuntimeError("out of luck\nand more")
 
-    monkeypatch.setitem(contenders().CONTENDERS, "torch-loop", broken)
+    monkeypatch.setitem(CONTENDERS, "torch-loop", broken)
     result = measure(modes=["inference"])
     entry = result.rows[0].entries["torch-loop"]
     assert entry.status == "failed" and "RuntimeError: out of luck (test_bench" in entry.reason
@@ -664,8 +663,6 @@ def test_a_contender_that_fails_does_not_end_the_benchmark(monkeypatch: pytest.M
 
 
 def test_an_interrupt_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torch")
-    runner = importlib.import_module("anycell.bench.runner")
     settings = results.Settings(
         [find_cell("RNN")], [SMALL], seconds=0.01, alone=False, first_call=False
     )
@@ -682,8 +679,6 @@ def test_an_interrupt_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    pytest.importorskip("torch")
-    chart = importlib.import_module("anycell.bench.chart")
     path = chart.draw(measure(), tmp_path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert chart.draw(measure(peers=[]), tmp_path) is None  # nothing to compare
@@ -702,8 +697,6 @@ def test_memory_is_measured() -> None:
 
 @pytest.mark.slow
 def test_probes_run_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    probe = importlib.import_module("anycell.bench.probe")
     problem = Problem(find_cell("GRU"), SMALL)
     ask, kernels = probe._ask, []
 
@@ -735,10 +728,7 @@ def test_alone_is_a_process_with_nobody_else(
     """
     (tmp_path / "spying.py").write_text(dedent(code))
     monkeypatch.syspath_prepend(tmp_path)
-    spy, probe = (
-        importlib.import_module("spying").spy,
-        importlib.import_module("anycell.bench.probe"),
-    )
+    spy = importlib.import_module("spying").spy
     arguments = "anycell.numpy", Problem(find_cell("LSTM"), SMALL), "training", 0.01
     assert probe._ask({"OF_ITS_OWN": "1"}, spy, *arguments) == (True, "1", [])
     assert "OF_ITS_OWN" not in os.environ
@@ -748,7 +738,6 @@ def test_alone_is_a_process_with_nobody_else(
 
 @pytest.mark.slow
 def test_alone_has_the_same_threads() -> None:
-    pytest.importorskip("torch")
     code = """
         from anycell.bench import probe
         from anycell.bench.problem import Problem, find_cell
@@ -763,8 +752,6 @@ def test_alone_has_the_same_threads() -> None:
 
 @pytest.mark.slow
 def test_each_runs_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    probe = importlib.import_module("anycell.bench.probe")
     asked = []
 
     def alone(name: str, problem: Problem, mode: str, seconds: float) -> list[float]:
@@ -853,7 +840,6 @@ def test_there_is_no_mean_of_what_a_busy_machine_gave() -> None:
 
 def test_a_busy_machine_is_told_first(capsys: pytest.CaptureFixture[str]) -> None:
     result = reported(ours=([1.0], [1.0]), peer=([3.0], [3.0]))
-    machine = importlib.import_module("anycell.bench.machine")
     assert machine.busy(result.machine) == ""
     result.machine["load"] = 1.5
     assert "busy (load 1.5 on 2 cores)" in machine.busy(result.machine)
@@ -864,8 +850,6 @@ def test_a_busy_machine_is_told_first(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_estimate_grows_with_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    estimate = importlib.import_module("anycell.bench.estimate")
     steady = type("Matmul", (), {"SIZE": 2048, "gflops": 100.0, "__init__": lambda *_: None})
     monkeypatch.setattr(estimate, "Matmul", steady)
     monkeypatch.setattr(estimate, "load", lambda: 0.0)
@@ -912,7 +896,6 @@ def test_without_a_package_bench_says_what_to_install(package: str, arguments: l
 
 @pytest.mark.slow
 def test_bench_needs_only_torch(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     arguments = "bench --cells GRU --shapes T2B1I8H8 --mode inference --seconds 0.01 --threads 1"
     arguments += f" --no-alone --no-first-call --out {tmp_path}"
     code = WITHOUT.format(
@@ -930,7 +913,6 @@ def test_bench_needs_only_torch(tmp_path: Path) -> None:
 
 def test_an_installed_package_has_the_layers_of_frameworks() -> None:
     """Loops by hand and other runtimes are in a checkout only."""
-    pytest.importorskip("torch")
     code = """
         from pathlib import Path
         import anycell.machine
@@ -946,9 +928,9 @@ def test_an_installed_package_has_the_layers_of_frameworks() -> None:
     """
     said = python(code)
     assert said.startswith("(2, 1, 4) anycell ")
-    sources = contenders().CONTENDERS.items()
+    sources = CONTENDERS.items()
     layers = {name for name, source in sources if source.module.startswith("anycell.")}
-    assert {*said.split()[3:]} == layers < contenders().CONTENDERS.keys()
+    assert {*said.split()[3:]} == layers < CONTENDERS.keys()
 
 
 def test_the_legend_explains_what_is_shown() -> None:
@@ -975,7 +957,6 @@ def test_the_bound_is_shown_as_a_part_of_our_time() -> None:
 def test_bench_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch")
     arguments = ["bench", "--shapes", "stream", "--cells", "GRU", "--mode", "inference"]
     arguments += ["--seconds", "0.05", "--threads", "1", "--no-alone", "--no-first-call"]
     arguments += ["--out", str(tmp_path)]
@@ -996,7 +977,6 @@ def test_quick(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says how long it takes before it starts, and what is left after each row."""
-    pytest.importorskip("torch")
     monkeypatch.setattr("anycell.bench.shapes.QUICK", ("stream",))
     monkeypatch.setattr("anycell.bench.report.show", lambda result: None)
     arguments = ["bench", "--quick", "--threads", "1", "--peers", "torch.nn", "--cells", "GRU"]
