@@ -16,7 +16,6 @@ from anycell.plan.dtype import dtypes
 from anycell.requirement import install
 from anycell.usage import (
     UsageError,
-    built_in,
     check_installed,
     find_cell,
     find_cells,
@@ -200,7 +199,7 @@ def explain(options: argparse.Namespace) -> int:
     if options.svg and options.cell is None:
         raise UsageError("--svg draws one cell: anycell explain CELL --svg FILE")
     if options.cell is None or options.cell.endswith(".py"):
-        listed = find_cells(options.cell) if options.cell else built_in()
+        listed = find_cells(options.cell or "")
         if not listed:
             raise UsageError(f"{options.cell} has no cell; expected a function under @anycell.cell")
         for name, cell in sorted(listed.items()):

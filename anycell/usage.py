@@ -71,7 +71,7 @@ def find_cell(origin: str) -> Cell:
             choose = did_you_mean(name, sorted(known)) if known else "; it has no @cell function"
             raise UsageError(problem + choose)
         return value
-    known = built_in()
+    known = find_cells()
     if origin not in known:
         raise UsageError(
             f"unknown cell {origin!r}{did_you_mean(origin, sorted(known))}; "
@@ -97,18 +97,10 @@ def find_model(origin: str) -> object:
     return defined[name]
 
 
-def built_in() -> dict[str, Cell]:
-    """The cells of ``anycell.cells`` by their names."""
-    return _cells(cells)
-
-
-def find_cells(path: str) -> dict[str, Cell]:
-    """The cells that a file has, by their names."""
-    return _cells(_module(Path(path)))
-
-
-def _cells(module: ModuleType) -> dict[str, Cell]:
-    shown = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+def find_cells(path: str = "") -> dict[str, Cell]:
+    """The cells that a file has, by their names; without a file those of ``anycell.cells``."""
+    defined = vars(_module(Path(path)) if path else cells)
+    shown = {name: value for name, value in defined.items() if not name.startswith("_")}
     return {name: value for name, value in shown.items() if isinstance(value, Cell)}
 
 

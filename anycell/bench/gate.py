@@ -70,5 +70,6 @@ def check(errors: Mapping[str, float], dtype: str, slack: float = 1.0) -> None:
     }
     worst = max(errors, key=lambda name: errors[name] / limits[name])
     if errors[worst] > limits[worst]:
-        off = f"off by {errors[worst]:.1e}" if errors[worst] < np.inf else "missing or not finite"
-        raise Wrong(f"{worst} is {off}, limit {limits[worst]:.0e}")
+        if errors[worst] == np.inf:
+            raise Wrong(f"{worst} is missing, has another shape or is not finite")
+        raise Wrong(f"{worst} is off by {errors[worst]:.1e}, limit {limits[worst]:.0e}")

@@ -77,7 +77,7 @@ class Problem:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def shrunk(self, most: int) -> Problem:
-        """The same layer over at most so many steps and rows."""
+        """Returns this problem with at most so many steps and rows."""
         shape = replace(self.shape, T=min(self.shape.T, most), B=min(self.shape.B, most))
         return replace(self, shape=shape)
 

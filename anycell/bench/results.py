@@ -1,4 +1,4 @@
-"""What a run measured, and ``bench.json``, which has every sample."""
+"""The results of a run, and ``bench.json``, which has every sample."""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a contender comes from. Its module, and so a framework, is imported by the call that
-    makes one.
+    """A maker of contenders, which imports a framework only when it is called.
 
     Attributes:
         module, function: what makes it of a problem, and of ``options``.
