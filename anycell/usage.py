@@ -100,8 +100,7 @@ def find_model(origin: str) -> object:
 def find_cells(path: str = "") -> dict[str, Cell]:
     """The cells that a file has, by their names; without a file those of ``anycell.cells``."""
     defined = vars(_module(Path(path)) if path else cells)
-    shown = {name: value for name, value in defined.items() if not name.startswith("_")}
-    return {name: value for name, value in shown.items() if isinstance(value, Cell)}
+    return {n: v for n, v in defined.items() if not n.startswith("_") and isinstance(v, Cell)}
 
 
 @cache
