@@ -33,6 +33,7 @@ from torch_layers import lacks  # noqa: E402
 
 from anycell.bench import (  # noqa: E402
     chart,
+    command,
     estimate,
     gate,
     machine,
@@ -762,8 +763,10 @@ def test_each_runs_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(probe, "alone", alone)
     cheating(monkeypatch, "torch-loop")
-    result = measure(alone=True, peers=["torch.nn", "torch-loop", "numpy-loop"])
-    names = ("anycell", "torch.nn", "numpy-loop")  # not the cheater
+    once = functools.partial(make, "torch.nn")
+    monkeypatch.setitem(CONTENDERS, "flax", lambda problem: replace(once(problem), again=False))
+    result = measure(alone=True, peers=["torch.nn", "torch-loop", "numpy-loop", "flax"])
+    names = ("anycell", "torch.nn", "numpy-loop")  # not the cheater, nor who is made once
     assert asked == [(n, mode, 0.01) for mode in ("inference", "training") for n in names]
     for row in result.rows:
         assert row.entries["torch.nn"].alone_ms == 2.0
@@ -869,6 +872,34 @@ def test_the_estimate_grows_with_what_is_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 # -- the command line ------------------------------------------------------------------------------
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    progress, (row,) = command.Progress([1.0, 1.0]), reported(ours=([1.0], [])).rows
+    progress.say("LSTM small inference: checking ours")
+    progress.advance(row)
+    progress.advance(row)
+    lines = ["LSTM small inference: checking ours"] * terminal
+    lines += ["1/2 LSTM small inference, about 10 s left", "2/2 LSTM small inference"]
+    said = capsys.readouterr().err
+    assert [line.strip() for line in said.splitlines() if line] == lines
+    assert said.startswith("\r") is terminal
+
+
+def test_all_peers_are_those_beside_the_subject(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of TensorFlow and of PyTorch would wait for each other."""
+    monkeypatch.setattr(command, "check_installed", lambda *_: None)
+    chosen = {
+        subject: command._peers(SimpleNamespace(subject=subject, peers=["all"]))
+        for subject in ("anycell", "keras")
+    }
+    assert {"anycell.keras", "keras-loop"} <= {*chosen["keras"]} and "keras" not in chosen["keras"]
+    assert {"torch.nn", "flax"} <= {*chosen["anycell"]} and "anycell" not in chosen["anycell"]
+    assert not {*chosen["keras"]} & {*chosen["anycell"]}
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match=r"chart needs matplotlib.*pip install '\S+\[bench\]'"):
