@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from anycell.engines.cpu.pool import MOST
 from anycell.machine import usable_cores
-from anycell.plan.dtype import DTYPES, dtypes
+from anycell.plan.dtype import dtypes
 from anycell.requirement import install
-from anycell.usage import UsageError, built_in, did_you_mean, find_cell, find_cells, find_model
+from anycell.usage import (
+    UsageError,
+    check_installed,
+    find_cell,
+    find_cells,
+    find_model,
+)
 
 Handler = Callable[[argparse.Namespace], int]
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"  # in a checkout only
-# Written out, because only the command imports the benchmark. RIVALS are in a checkout only.
-PEERS = (
-    "torch.nn anycell.numpy anycell-LSTM anycell-float32 anycell.keras keras keras-xla anycell.jax "
-    "flax".split()
-)
-RIVALS = (
-    "torch-loop torch-compile numpy-loop onnxruntime onnxruntime-calm openvino keras-loop tf-block "
-    "jax-scan".split()
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,12 +84,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _require(who: str, packages: Iterable[str], remedy: str) -> None:
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(f"{who} needs {package}, which is not installed: {remedy}")
-
-
 # -- argument types: argparse puts their messages after the name of the option ---------------------
 
 
@@ -135,183 +123,52 @@ def size(text: str) -> tuple[str, int]:
 
 def _bench(parser: argparse.ArgumentParser) -> None:
     cores = usable_cores()
-    modes = ("inference", "training", "both", "recurrence")
+    modes = "inference", "training", "both", "recurrence"
     listed: dict[str, Any] = {"type": names, "metavar": "A,B"}
-    seconds: dict[str, Any] = {"type": positive(float), "metavar": "S"}
+    on: dict[str, Any] = {"action": "store_true"}
     add = parser.add_argument
-    add(
-        "--quick",
-        action="store_true",
-        help="a first look, in minutes: a few small shapes, short runs, no fresh processes",
-    )
+    add("--quick", **on, help="in minutes: a few small shapes, short runs, no fresh processes")
     add("--shapes", **listed, help="all (default), some by name, or sizes as T20B4I64H128[L2][D2]")
     add("--mode", choices=modes, default="both", help="what to time (default: both)")
     add("--cells", **listed, help="built-in cells (default: LSTM,GRU)")
-    add(
-        "--cell",
-        action="append",
-        default=[],
-        metavar="FILE.py:NAME",
-        help="a cell of your own; may be repeated",
+    own = "a cell of your own; may be repeated"
+    add("--cell", action="append", default=[], metavar="FILE.py:NAME", help=own)
+    of = (
+        "of inputs and weights (default: float32); training in 16 bits is of float32 layers under "
+        "autocast; int8 is weights of 8 bits, inference only"
     )
-    add(
-        "--dtype",
-        choices=dtypes("cpu", quantized=True),
-        default="float32",
-        help="of inputs and weights (default: float32); training in 16 bits is of float32 layers "
-        "under autocast; int8 is weights of 8 bits, inference only",
-    )
+    add("--dtype", choices=dtypes("cpu", quantized=True), default="float32", help=of)
     all_cores = f"for everybody (default: {cores}, as many as there are cores)"
     add("--threads", type=positive(int), default=cores, metavar="N", help=all_cores)
-    some = (
-        f"all of the subject's framework, or some of {', '.join(PEERS)}; in a checkout also "
-        f"{', '.join(RIVALS)} (default: torch.nn, and torch-loop in a checkout)"
+    peers = (
+        "compared with it: torch.nn, anycell.numpy, ... (a wrong name lists all), or all of the "
+        "subject's framework (default: torch.nn, and torch-loop in a checkout)"
     )
-    add("--peers", **listed, help=some)
-    add(
-        "--subject",
-        default="anycell",
-        metavar="NAME",
-        help="the contender that all others are compared with (default: anycell)",
-    )
+    add("--peers", **listed, help=peers)
+    subject = "the contender that all others are compared with (default: anycell)"
+    add("--subject", default="anycell", metavar="NAME", help=subject)
     rounds = "time for the runs of one line of a table, 5 rounds at least (default: 5)"
-    add("--seconds", **seconds, help=rounds)
-    limit = "give up a torch.compile after this many seconds (default: 120)"
-    add("--compile-limit", **seconds, default=120.0, help=limit)
-    add("--memory", action="store_true", help="also measure the memory of a training step (Linux)")
+    add("--seconds", type=positive(float), metavar="S", help=rounds)
+    add("--memory", **on, help="also measure the memory of a training step (Linux)")
     off: dict[str, Any] = {"action": "store_false"}
     add("--no-alone", dest="alone", **off, help="do not time each also alone, in a fresh process")
     first = "do not time first calls in fresh processes"
     add("--no-first-call", dest="first_call", **off, help=first)
-    add(
-        "--out",
-        type=Path,
-        default=Path("out/bench"),
-        metavar="DIR",
-        help="folder for bench.json and bench.png (default: out/bench)",
-    )
+    out = "folder for bench.json and bench.png (default: out/bench)"
+    add("--out", type=Path, default=Path("out/bench"), metavar="DIR", help=out)
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Runs the benchmark, prints the tables and writes the files."""
-    _require("bench", ("torch",), install("bench"))  # checks all results, and is the first peer
+    """Measures layers, prints tables and writes files."""
+    # It checks all results, and is the first peer.
+    check_installed("bench", ["torch"], install("bench"))
     if options.threads > MOST:
         raise UsageError(f"--threads {options.threads}: expected at most {MOST}")
     if sys.stderr.isatty():
         print("anycell: importing torch", file=sys.stderr, flush=True)
-    from anycell.bench import chart, estimate, machine, problem, report, runner, shapes
-    from anycell.bench.contenders import CONTENDERS, DEFAULT_PEERS, ON_TENSORFLOW, PACKAGES
+    from anycell.bench import command
 
-    peers = options.peers or list(DEFAULT_PEERS)
-    if peers == ["all"]:
-        # Only of the subject's framework: if both ran, each would wait for the other's threads.
-        tensorflow = options.subject in ON_TENSORFLOW
-        known = [name for name in CONTENDERS if (name in ON_TENSORFLOW) is tensorflow]
-        peers = [name for name in known if name != options.subject]
-    for option, name in [("--subject", options.subject), *(("--peers", peer) for peer in peers)]:
-        if name not in CONTENDERS:
-            raise UsageError(f"{option}: unknown {name!r}{did_you_mean(name, list(CONTENDERS))}")
-        extra = "tensorflow" if name in ON_TENSORFLOW else "bench"
-        _require(name, PACKAGES.get(name, ()), install(extra))
-    if DTYPES[options.dtype].quantized:
-        if options.mode not in ("inference", "both"):
-            raise UsageError(
-                f"--mode {options.mode}: weights of 8 bits are for inference only; leave it out"
-            )
-        options.mode = "inference"
-    classic = options.cells or ([] if options.cell else ["LSTM", "GRU"])
-    options.shapes = options.shapes or (shapes.QUICK if options.quick else ["all"])
-    options.seconds = options.seconds or (0.5 if options.quick else 5.0)
-    if options.quick:
-        options.alone = options.first_call = False
-    as_given = "dtype threads subject seconds compile_limit alone first_call memory".split()
-    settings = runner.Settings(
-        cells=[problem.find_cell(name) for name in [*classic, *options.cell]],
-        shapes=shapes.select(options.shapes),
-        modes=runner.MODES if options.mode == "both" else [options.mode],
-        peers=peers,
-        **{name: getattr(options, name) for name in as_given},
-    )
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)  # fails before it measures
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(f"--out {options.out} cannot be used: {reason}") from None
-    if warning := machine.busy(machine.describe()):
-        print(f"anycell: {warning}", file=sys.stderr)
-    with runner.all_threads(settings.threads):
-        costs = estimate.seconds(settings)
-    hurry = "" if options.quick or sum(costs) < 120 else "; --quick takes a few minutes"
-    plan = f"{len(costs)} row{'s' * (len(costs) != 1)}, about {estimate.duration(sum(costs))}"
-    print(f"anycell: {plan}{hurry}", file=sys.stderr, flush=True)
-    with progress(costs) as (say, advance):
-        result = runner.run(settings, say, advance)
-    report.show(result)
-    written = [report.write_json(result, options.out)]
-    try:
-        if (picture := chart.draw(result, options.out)) is not None:
-            written.append(picture)
-    except UsageError as error:  # the numbers are written; only the chart is missing
-        print(f"anycell: {error}", file=sys.stderr)
-    print("written:", ", ".join(map(str, written)))
-    return 0 if result.ok else 1
-
-
-@contextmanager
-def progress(costs: Sequence[float]) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """Yields ``say``, which shows the current work, and ``advance``, which counts finished rows: by
-    a bar in a terminal if rich is installed, else by a line per row, on stderr.
-
-    Args:
-        costs: the estimated seconds of each row, which give the remaining time.
-    """
-    from anycell.bench.estimate import duration
-
-    total, done, current, left = len(costs), 0, "", ""
-    began = time.perf_counter()
-    bar = _bar(total) if sys.stderr.isatty() and importlib.util.find_spec("rich") else None
-
-    def show() -> None:
-        if bar is not None:
-            bar.update(bar.task_ids[0], completed=done, description=current, left=left)
-            bar.refresh()
-
-    def say(text: str) -> None:
-        nonlocal current
-        current = text
-        show()
-
-    def advance() -> None:
-        nonlocal done, left
-        done += 1
-        spent = (time.perf_counter() - began) / sum(costs[:done])
-        left = f"about {duration(spent * sum(costs[done:]))} left" if done < total else ""
-        show()
-        if bar is None:
-            row = current.partition(":")[0]
-            print(f"{done}/{total} {row}{', ' * bool(left)}{left}", file=sys.stderr, flush=True)
-
-    with bar or nullcontext():
-        yield say, advance
-
-
-def _bar(total: int) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    bar = Progress(
-        BarColumn(24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-        TextColumn("{task.description}"),
-        console=Console(stderr=True),
-        transient=True,
-        # Redrawn only on news: a refreshing thread would run during a measurement.
-        auto_refresh=False,
-    )
-    bar.add_task("", total=total, left="")
-    return bar
+    return command.main(options)
 
 
 # -- explain ---------------------------------------------------------------------------------------
@@ -342,7 +199,7 @@ def explain(options: argparse.Namespace) -> int:
     if options.svg and options.cell is None:
         raise UsageError("--svg draws one cell: anycell explain CELL --svg FILE")
     if options.cell is None or options.cell.endswith(".py"):
-        listed = find_cells(options.cell) if options.cell else built_in()
+        listed = find_cells(options.cell or "")
         if not listed:
             raise UsageError(f"{options.cell} has no cell; expected a function under @anycell.cell")
         for name, cell in sorted(listed.items()):
@@ -450,6 +307,6 @@ def demo(options: argparse.Namespace) -> int:
             "the demo is a script of the source tree, not of the installed package:\n"
             "  clone the repository, then run: make demo"
         )
-    _require("demo", ("matplotlib", "rich", "statsmodels"), "make demo installs it")
+    check_installed("demo", ["matplotlib", "rich", "statsmodels"], "make demo installs it")
     # In another process, because the script reads its arguments and imports its neighbours.
     return subprocess.call([sys.executable, str(DEMO), *options.rest])

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +48,13 @@ def need(module: str, purpose: str, command: str = "") -> ModuleType:
         ) from None
 
 
+def check_installed(who: str, packages: Iterable[str], remedy: str) -> None:
+    """Says how to install what is missing, and imports nothing."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"{who} needs {package}, which is not installed: {remedy}")
+
+
 def find_cell(origin: str) -> Cell:
     """A built-in cell by its name, or a user's by ``path/to/file.py:Name``."""
     if ":" in origin or origin.endswith(".py"):
@@ -64,7 +71,7 @@ def find_cell(origin: str) -> Cell:
             choose = did_you_mean(name, sorted(known)) if known else "; it has no @cell function"
             raise UsageError(problem + choose)
         return value
-    known = built_in()
+    known = find_cells()
     if origin not in known:
         raise UsageError(
             f"unknown cell {origin!r}{did_you_mean(origin, sorted(known))}; "
@@ -90,19 +97,10 @@ def find_model(origin: str) -> object:
     return defined[name]
 
 
-def built_in() -> dict[str, Cell]:
-    """The cells of ``anycell.cells`` by their names."""
-    return _cells(cells)
-
-
-def find_cells(path: str) -> dict[str, Cell]:
-    """The cells that a file has, by their names."""
-    return _cells(_module(Path(path)))
-
-
-def _cells(module: ModuleType) -> dict[str, Cell]:
-    names = (name for name in vars(module) if not name.startswith("_"))
-    return {name: value for name in names if isinstance(value := getattr(module, name), Cell)}
+def find_cells(path: str = "") -> dict[str, Cell]:
+    """The cells that a file has, by their names; without a file those of ``anycell.cells``."""
+    defined = vars(_module(Path(path)) if path else cells)
+    return {n: v for n, v in defined.items() if not n.startswith("_") and isinstance(v, Cell)}
 
 
 @cache

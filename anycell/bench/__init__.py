@@ -4,7 +4,8 @@ Read it in this order: ``shapes`` (what is measured), ``problem`` (the same numb
 ``tasks`` and ``contenders`` (who runs; each is built in the module of its framework, and in a
 checkout also in ``benchmarks/rivals``), ``gate`` (a wrong contender is not timed), ``timing``
 (interleaved runs), ``machine`` (the matmul bound), ``probe`` (what only a fresh process can tell),
-``runner`` (which puts them together), ``report`` and ``chart`` (what you see).
+``results`` (what was measured), ``runner`` (which measures it), ``report`` and ``chart`` (what you
+see), ``command`` (from the options to the files).
 
 Only that command imports this package, which needs PyTorch. The extra ``bench`` adds the chart,
 colour, and what some contenders need.

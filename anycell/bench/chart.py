@@ -8,20 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from anycell.bench.report import WORDS, summary
-from anycell.bench.runner import Report, Row, mean, ratios
+from anycell.bench.results import Report, Row, mean, ratios
 from anycell.usage import need
 
-INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+MUTED, GRID, SLOWER = "#7b8794", "#e4e7eb", "#f7eeee"  # SLOWER: the half-plane where we are
 COLORS = ("#2f6fb3", "#e08e45", "#4c9a6b", "#a05195", "#c0504d", "#6b7b8c")
-SLOWER = "#f7eeee"  # the half-plane where we are slower
-STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": MUTED,
-    "xtick.color": MUTED,
-    "ytick.color": INK,
-}
 
 
 def draw(report: Report, folder: Path) -> Path | None:
@@ -29,7 +20,7 @@ def draw(report: Report, folder: Path) -> Path | None:
 
     Returns None, and writes nothing, if there is nothing to compare.
     """
-    peers = report.settings.contenders[1:]
+    peers = [peer for peer in report.settings.contenders[1:] if ratios(report.rows, peer)]
     panels = [
         (f"{cell} {mode}", rows)
         for cell, mode, rows in report.tables()
@@ -41,16 +32,15 @@ def draw(report: Report, folder: Path) -> Path | None:
     matplotlib.use("Agg")  # no window: this also runs where there is no display
     plt: Any = need("matplotlib.pyplot", "the chart")
 
-    peers = [peer for peer in peers if ratios(report.rows, peer)]
     columns = min(len(panels), len(report.settings.modes))
     lines = -(-len(panels) // columns)
     most = max(len(rows) for _, rows in panels)
     height = 0.9 + 0.16 * len(peers) + 0.15 * most * len(peers) + 0.1 * most
     # The same limits for all panels, so that they can be compared; with room for the numbers.
-    all_ratios = [ratio for peer in peers for ratio in ratios(report.rows, peer)]
-    limits = min(0.8, 0.72 * min(all_ratios)), max(1.25, 1.5 * max(all_ratios))
-    size = 1.2 + 5.4 * columns, 1.0 + height * lines
-    with plt.rc_context(STYLE):
+    found = [ratio for peer in peers for ratio in ratios(report.rows, peer)]
+    limits = min(0.8, 0.72 * min(found)), max(1.25, 1.5 * max(found))
+    with plt.rc_context({"font.size": 9, "xtick.color": MUTED}):
+        size = 1.2 + 5.4 * columns, 1.0 + height * lines
         form = {"figsize": size, "squeeze": False, "layout": "constrained"}
         figure, axes = plt.subplots(lines, columns, **form)
         for axis in axes.flat[len(panels) :]:
@@ -73,14 +63,13 @@ def _panel(
 ) -> None:
     present = [peer for peer in peers if ratios(rows, peer)]
     thickness = 0.8 / len(present)
-    axis.set_xscale("log")
     axis.axvspan(limits[0], 1, color=SLOWER, zorder=0, linewidth=0)
     for k, peer in enumerate(present):
         of_peer = [row.ratio(peer) for row in rows]
         bars = axis.barh(
             [number + (k - (len(present) - 1) / 2) * thickness for number in range(len(rows))],
             # A bar on a log axis has no zero to start from; it starts at "equally fast".
-            [0 if ratio is None else ratio - 1 for ratio in of_peer],
+            [0 if math.isnan(ratio) else ratio - 1 for ratio in of_peer],
             left=1,
             height=0.88 * thickness,
             color=COLORS[peers.index(peer) % len(COLORS)],
@@ -88,17 +77,17 @@ def _panel(
             zorder=2,
         )
         axis.bar_label(bars, [_word(row, peer) for row in rows], padding=3, fontsize=7)
-    axis.axvline(1, color=INK, linewidth=1, zorder=3)
-    axis.set_xlim(*limits)
+    axis.axvline(1, color="black", linewidth=1, zorder=3)
+    axis.set(xscale="log", xlim=limits, ylim=(len(rows) - 0.45, -0.55))
     narrow = math.log10(limits[1] / limits[0]) < 1
     axis.xaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 8) if narrow else (1, 2, 5))
     axis.xaxis.set_major_formatter("{x:g}x")
     axis.minorticks_off()
     axis.grid(axis="x", color=GRID, linewidth=0.8, zorder=1)
     axis.set_axisbelow(True)
-    broken = [" (refused)" * (row.ours.status not in ("ok", "unsupported")) for row in rows]
-    axis.set_yticks(range(len(rows)), [r.shape.name + b for r, b in zip(rows, broken, strict=True)])
-    axis.set_ylim(len(rows) - 0.45, -0.55)
+    refused = [" (refused)" * (row.ours.status in ("wrong", "failed")) for row in rows]
+    names = [row.shape.name + note for row, note in zip(rows, refused, strict=True)]
+    axis.set_yticks(range(len(rows)), names)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
     above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "alignment": "left", "frameon": False}
@@ -109,6 +98,6 @@ def _panel(
 def _word(row: Row, peer: str) -> str:
     """The ratio with three digits, or why there is none."""
     ratio = row.ratio(peer)
-    if ratio is None:
+    if math.isnan(ratio):
         return WORDS.get(row.entries[peer].status, "").lower().removeprefix("-")
-    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+    return f"{ratio:#.3g}".removesuffix(".")

@@ -7,7 +7,6 @@ compared before the clock starts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,16 +32,8 @@ LIMITS = {
 PEERS = 4.0
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Relative error of every array, and what is wrong with it, if anything."""
-
-    errors: dict[str, float]
-    problem: str | None
-
-    @property
-    def ok(self) -> bool:
-        return self.problem is None
+class Wrong(Exception):
+    """An array that is off by more than its limit."""
 
 
 def relative_error(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
@@ -60,19 +51,25 @@ def relative_error(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
     return difference / size
 
 
-def judge(got: Arrays, want: Arrays, dtype: str, slack: float = 1.0) -> Verdict:
-    """Compares a contender's arrays with the float64 reference's, with `slack` times the limits.
+def errors(got: Arrays, want: Arrays) -> dict[str, float]:
+    """The relative error of each array of the reference; infinite for one that is missing."""
+    return {name: relative_error(got.get(name, np.nan), array) for name, array in want.items()}
+
+
+def check(errors: Mapping[str, float], dtype: str, slack: float = 1.0) -> None:
+    """Compares errors with `slack` times the limits.
 
     The array named ``output`` is the forward pass, all others are gradients.
+
+    Raises:
+        Wrong: naming the array that is furthest beyond its limit.
     """
-    errors: dict[str, float] = {}
-    problems: list[tuple[float, str]] = []
-    for name, reference in want.items():
-        if name not in got:
-            problems.append((float("inf"), f"{name} is missing"))
-            continue
-        limit = slack * LIMITS[dtype, "forward" if name == "output" else "gradient"]
-        error = errors[name] = relative_error(got[name], reference)
-        if not error <= limit:
-            problems.append((error / limit, f"{name} is off by {error:.1e}, limit {limit:.0e}"))
-    return Verdict(errors, max(problems)[1] if problems else None)
+    limits = {
+        name: slack * LIMITS[dtype, "forward" if name == "output" else "gradient"]
+        for name in errors
+    }
+    worst = max(errors, key=lambda name: errors[name] / limits[name])
+    if errors[worst] > limits[worst]:
+        if errors[worst] == np.inf:
+            raise Wrong(f"{worst} is missing, has another shape or is not finite")
+        raise Wrong(f"{worst} is off by {errors[worst]:.1e}, limit {limits[worst]:.0e}")

@@ -49,19 +49,14 @@ def ours(problem: Problem) -> Contender:
     return Contender(tasks, functools.partial(blas_threads, problem.threads), layer.engine)
 
 
-def recurrence(problem: Problem) -> Task:
+def recurrence(problem: Problem, dtype: str | None = None, engine: str | None = None) -> Task:
     """The primitive alone: one direction of the first layer, with its input already projected."""
-    arguments = recurrence_arguments(problem)
-    return Task(lambda: anycell.recurrence(*arguments)[0])
-
-
-def recurrence_arguments(problem: Problem, dtype: str | None = None) -> tuple[Any, ...]:
-    """The arguments of the primitive: cell, projected inputs, weights, state and parameters."""
-    kind, cell = numpy_dtype(dtype or problem.dtype), problem.cell.definition
+    kind, wide = numpy_dtype(dtype or problem.dtype), dtype or problem.wide
     first = by_direction(problem.weights, problem.shape)[0][0]
-    w = {name: value.astype(dtype or problem.wide) for name, value in first.items()}
-    x = problem.x.astype(dtype or problem.wide)
-    gates = x @ w["weight_ih"].T + w.get("bias_ih", x.dtype.type(0))
-    weights = {name: w[name].astype(kind) for name in ("weight_hh", "bias_hh") if name in w}
-    params = {name: w[name].astype(kind) for name in cell.param_names}
-    return cell, gates.astype(kind), weights, None, params
+    w = {name: value.astype(wide) for name, value in first.items()}
+    x = problem.x.astype(wide)
+    gates = (x @ w["weight_ih"].T + w.get("bias_ih", x.dtype.type(0))).astype(kind)
+    cell, w = problem.cell.definition, {name: value.astype(kind) for name, value in w.items()}
+    weights = {name: value for name, value in w.items() if name in ("weight_hh", "bias_hh")}
+    params = {name: w[name] for name in cell.param_names}
+    return Task(lambda: anycell.recurrence(cell, gates, weights, None, params, engine=engine)[0])

@@ -1,29 +1,23 @@
-"""Measures in a fresh process: a first call, memory of a step, time of a call alone.
-
-``python -m anycell.bench.probe '{"what": "first_call", ...}'`` prints one line of JSON.
-"""
+"""Measures in a fresh process: a first call, memory of a step, time of a call alone."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import Any
 
 from anycell.bench import memory
 from anycell.bench.contenders import make
-from anycell.bench.problem import Problem, find_cell
-from anycell.bench.shapes import Shape
+from anycell.bench.problem import Problem
 from anycell.bench.stats import median
 from anycell.bench.tasks import Mode, Task
 from anycell.bench.timing import interleave, once
-from anycell.machine import ROOT
-
-TIMEOUT_S = 300
 
 
 class ProbeError(Exception):
@@ -39,70 +33,80 @@ def first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]
 
     Kernels depend on neither T nor B, so small ones keep the work itself out of the difference.
     """
-    shape = replace(problem.shape, T=min(problem.shape.T, 4), B=min(problem.shape.B, 4))
-    problem = replace(problem, shape=shape)
+    problem = problem.shrunk(4)
     with tempfile.TemporaryDirectory(prefix="anycell-bench-") as cache:
         os.chmod(cache, 0o700)
-        asked = "first_call", contender, problem, mode, {"ANYCELL_CACHE_DIR": cache}
-        return {name: 1e3 * _ask(*asked) for name in ("cold", "warm")}
+        variables = {"ANYCELL_CACHE_DIR": cache}
+        return {
+            name: 1e3 * _ask(variables, longer, contender, problem, mode)
+            for name in ("cold", "warm")
+        }
 
 
 def step_memory(contender: str, problem: Problem) -> int:
     """The largest growth of a process in a training step, in bytes, gradients included."""
-    return int(_ask("memory", contender, problem, "training", memory.ENVIRONMENT))
+    return int(_ask(memory.ENVIRONMENT, growth, contender, problem))
 
 
 def alone(contender: str, problem: Problem, mode: Mode, seconds: float) -> list[float]:
     """Samples in milliseconds per call, like interleaved ones, but without other contenders."""
-    return [1e3 * sample for sample in _ask("alone", contender, problem, mode, {}, seconds)]
+    return [1e3 * sample for sample in _ask({}, samples, contender, problem, mode, seconds)]
 
 
 def _ask(
-    what: str, name: str, problem: Problem, mode: Mode, extra: dict[str, str], seconds: float = 0.0
+    variables: Mapping[str, str], function: Callable[..., Any], name: str, *arguments: Any
 ) -> Any:
-    request = {"what": what, "contender": name, "mode": mode, "seconds": seconds}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    """The result of a function in a fresh process, with environment variables."""
+    before = dict(os.environ)
+    os.environ.update(variables)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "anycell.bench.probe", json.dumps(request | problem.asdict())],
-            env={**os.environ, "PYTHONPATH": path, **extra},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ProbeError(f"{what} of {name}: nothing after {TIMEOUT_S} s") from None
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ProbeError(f"{what} of {name}: {last}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+        with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+            return fresh.submit(function, name, *arguments).result()
+    except Exception as error:
+        raise ProbeError(f"{function.__name__} of {name}: {error}") from error
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 # -- in the fresh process --------------------------------------------------------------------------
 
 
-def main(request: dict[str, Any]) -> Any:
-    """The answer to a request: seconds, bytes, or samples in seconds."""
-    what, name, mode = (request[key] for key in ("what", "contender", "mode"))
-    settings = {key: request[key] for key in ("dtype", "threads", "seed")}
-    problem = Problem(find_cell(request["cell"]), Shape(**request["shape"]), **settings)
-    if what != "alone":
-        _start_torch(problem.threads)
-    if what == "memory":
-        tiny = make(name, replace(problem, shape=replace(problem.shape, T=2, B=2)))
-        with tiny.around():
-            once(tiny.task(mode))
-        del tiny
+@contextmanager
+def _ready(name: str, problem: Problem, mode: Mode) -> Iterator[Task]:
     contender = make(name, problem)
     task = contender.task(mode)
     if "torch" in sys.modules:  # else the contender runs without torch's threads
         sys.modules["torch"].set_num_threads(problem.threads)
     with contender.around():
-        if what == "alone":
-            return interleave({name: task}, request["seconds"])[name]
+        yield task
+
+
+def samples(name: str, problem: Problem, mode: Mode, seconds: float) -> list[float]:
+    """Seconds per call of each round."""
+    with _ready(name, problem, mode) as task:
+        return interleave({name: task}, seconds)[name]
+
+
+def longer(name: str, problem: Problem, mode: Mode) -> float:
+    """Seconds that the first call, already prepared, takes longer than later ones."""
+    _start_torch(problem.threads)
+    with _ready(name, problem, mode) as task:
         task.prepare()
-        return memory.growth(task.call) if what == "memory" else _longer(task)
+        start = time.perf_counter()
+        task.call()
+        first = time.perf_counter() - start
+        return first - median([once(task) for _ in range(3)])
+
+
+def growth(name: str, problem: Problem) -> int:
+    """Bytes that a training step takes, after a small one has loaded what it needs."""
+    _start_torch(problem.threads)
+    with _ready(name, problem.shrunk(2), "training") as task:
+        once(task)
+    with _ready(name, problem, "training") as task:
+        task.prepare()
+        return memory.growth(task.call)
 
 
 def _start_torch(threads: int) -> None:
@@ -114,15 +118,3 @@ def _start_torch(threads: int) -> None:
     torch.set_num_threads(threads)
     weight = torch.ones(256, 256, requires_grad=True)
     (weight @ weight).backward(weight.detach())
-
-
-def _longer(task: Task) -> float:
-    """Seconds that the first call, already prepared, takes longer than later ones."""
-    start = time.perf_counter()
-    task.call()
-    first = time.perf_counter() - start
-    return first - median([once(task) for _ in range(3)])
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.argv[1]))))

@@ -7,7 +7,7 @@ Weights are a dictionary with ``torch.nn``'s names and layouts: every contender 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -24,21 +24,17 @@ from anycell.plan.dtype import DTYPES, Dtype
 Array = npt.NDArray[np.floating]
 V = TypeVar("V")
 
-# Built-in cells that the peers have code of their own for.
-CLASSICS = ("LSTM", "GRU", "RNN", "PeepholeLSTM", "LayerNormLSTM")
-
 
 @dataclass(frozen=True)
 class CellSpec:
-    """A cell by name; ``origin`` is what a fresh process needs to find it again."""
+    """A cell by name; ``origin`` is what another process needs to find it again."""
 
     name: str
     origin: str
     definition: Cell = field(compare=False, repr=False)
 
-    @property
-    def classic(self) -> bool:
-        return self.origin in CLASSICS
+    def __reduce__(self) -> tuple[Any, ...]:
+        return find_cell, (self.origin,)
 
 
 def find_cell(origin: str) -> CellSpec:
@@ -76,10 +72,14 @@ class Problem:
     threads: int = 1
     seed: int = 0
 
-    def asdict(self) -> dict[str, Any]:
-        """Returns the entries from which another process makes the problem again."""
-        rest = {"dtype": self.dtype, "threads": self.threads, "seed": self.seed}
-        return {"cell": self.cell.origin, "shape": asdict(self.shape), **rest}
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without the arrays, which another process makes again."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def shrunk(self, most: int) -> Problem:
+        """Returns this problem with at most so many steps and rows."""
+        shape = replace(self.shape, T=min(self.shape.T, most), B=min(self.shape.B, most))
+        return replace(self, shape=shape)
 
     @property
     def types(self) -> Dtype:

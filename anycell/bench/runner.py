@@ -2,219 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
-import math
 import os
-import signal
-import threading
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from anycell.bench import gate, machine, memory, probe
-from anycell.bench.contenders import DEFAULT_PEERS, FLOAT32, SUBJECT, make, posed, reference
+from anycell.bench.contenders import make, posed
 from anycell.bench.numpy_layers import blas_threads
 from anycell.bench.problem import CellSpec, Problem
+from anycell.bench.results import Entry, Report, Row, Settings
 from anycell.bench.shapes import Shape
-from anycell.bench.stats import geometric_mean, iqr, median, paired_ratio
-from anycell.bench.tasks import Contender, Mode, Task, Unsupported
+from anycell.bench.stats import median
+from anycell.bench.tasks import Contender, Task, Unsupported
 from anycell.bench.timing import interleave, once
+from anycell.bench.torch_layers import reference
 from anycell.plan.dtype import DTYPES
 
-MODES: tuple[Mode, ...] = ("inference", "training")
 OUR_THREADS = "ANYCELL_NUM_THREADS"
-APART = 1.1  # times in turns and alone that differ by more than this factor do not agree
-FAR = 3.0  # ratios in turns and alone that differ by more than this factor mean a busy machine
 ALONE_S = 1.0  # for the runs of a contender alone, which needs no rounds with others
-Status = Literal["ok", "wrong", "unsupported", "failed", "skipped"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The cells, shapes and options of a run; see ``python -m anycell bench --help``."""
-
-    cells: Sequence[CellSpec]
-    shapes: Sequence[Shape]
-    modes: Sequence[Mode] = MODES
-    dtype: str = "float32"
-    threads: int = 1
-    subject: str = SUBJECT
-    peers: Sequence[str] = DEFAULT_PEERS
-    seconds: float = 5.0
-    compile_limit: float = 120.0
-    alone: bool = True
-    first_call: bool = True
-    memory: bool = False
-    seed: int = 0
-
-    @property
-    def contenders(self) -> list[str]:
-        return [self.subject, *(peer for peer in self.peers if peer != self.subject)]
-
-
-@dataclass
-class Entry:
-    """One contender in one row."""
-
-    status: Status = "ok"
-    reason: str | None = None
-    first_call_ms: float | None = None  # a fresh layer in this process, which is warm otherwise
-    fresh_process_extra_ms: dict[str, float] | None = None  # of the first call, cold and warm
-    training_peak_bytes: int | None = None
-    engine: dict[str, str] | None = None  # name and reason of what ran it
-    remarks: list[str] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
-    samples_ms: list[float] = field(default_factory=list)
-    alone_samples_ms: list[float] = field(default_factory=list)  # in a process of its own
-
-    @property
-    def timed(self) -> bool:
-        return bool(self.samples_ms)
-
-    @property
-    def median_ms(self) -> float:
-        return median(self.samples_ms)
-
-    @property
-    def iqr_ms(self) -> float:
-        return iqr(self.samples_ms)
-
-    @property
-    def alone_ms(self) -> float:
-        return median(self.alone_samples_ms)
-
-    @property
-    def disagrees(self) -> bool | None:
-        """Whether the times in turns and alone differ; None without both."""
-        factor = self.median_ms / self.alone_ms
-        return None if math.isnan(factor) else max(factor, 1 / factor) > APART
-
-    def refuse(self, status: Status, reason: str) -> None:
-        """Refuses the contender, and drops its timings."""
-        self.status, self.reason = status, reason
-        self.samples_ms.clear()
-
-
-@dataclass
-class Row:
-    """One cell on one shape in one mode."""
-
-    cell: str
-    mode: Mode
-    shape: Shape
-    subject: str
-    flops: int
-    matmul_gflops: float = math.nan
-    entries: dict[str, Entry] = field(default_factory=dict)
-
-    @property
-    def bound_ms(self) -> float:
-        """The time of the matmuls alone at the rate of a large one, measured around this row."""
-        return self.flops / self.matmul_gflops * 1e-6
-
-    @property
-    def title(self) -> str:
-        return f"{self.cell} {self.shape.name} {self.mode}"
-
-    @property
-    def ours(self) -> Entry:
-        return self.entries[self.subject]
-
-    @property
-    def over_bound(self) -> float:
-        """Our time over the bound; NaN if it was not measured."""
-        return self.ours.median_ms / self.bound_ms
-
-    def ratio(self, peer: str, alone: bool = False) -> float | None:
-        """The peer's time over ours: above 1 we are faster. None without two valid timings."""
-        ours, theirs = self.ours, self.entries[peer]
-        if not (ours.timed and theirs.timed):
-            return None
-        if not alone:
-            return paired_ratio(theirs.samples_ms, ours.samples_ms)
-        ratio = theirs.alone_ms / ours.alone_ms
-        return None if math.isnan(ratio) else ratio
-
-    def far(self, peer: str) -> bool:
-        """Whether the ratios in turns and alone are so far apart that neither means anything."""
-        turns, alone = self.ratio(peer), self.ratio(peer, alone=True)
-        return turns is not None and alone is not None and max(turns / alone, alone / turns) > FAR
-
-
-@dataclass
-class Report:
-    """The results of a run."""
-
-    settings: Settings
-    machine: dict[str, Any]
-    date: str
-    rows: list[Row] = field(default_factory=list)
-    matmul_gflops: float = math.nan
-    interrupted: bool = False
-
-    @property
-    def ok(self) -> bool:
-        """Whether the run was not interrupted, no result was wrong, and no contender failed."""
-        statuses = {entry.status for row in self.rows for entry in row.entries.values()}
-        return not self.interrupted and not statuses & {"wrong", "failed"}
-
-    def tables(self) -> Iterator[tuple[str, Mode, list[Row]]]:
-        """The rows of each cell and mode, in the order asked for."""
-        for cell, mode in itertools.product(self.settings.cells, self.settings.modes):
-            rows = [row for row in self.rows if (row.cell, row.mode) == (cell.name, mode)]
-            yield cell.name, mode, rows
-
-
-def ratios(rows: Sequence[Row], peer: str, alone: bool = False) -> list[float]:
-    """The ratios of a peer in all rows that have one."""
-    return [ratio for row in rows if (ratio := row.ratio(peer, alone)) is not None]
-
-
-def mean(rows: Sequence[Row], peer: str, alone: bool = False) -> float:
-    """The geometric mean of a peer's ratios; NaN without ratios, or if one cannot be trusted."""
-    if any(row.far(peer) for row in rows):
-        return math.nan
-    return geometric_mean(ratios(rows, peer, alone))
-
-
-class CompileLimit(BaseException):
-    """Raised into a compilation that takes too long; not an Exception: compilers swallow those."""
-
-
-@contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raises `CompileLimit` after this many seconds, if this thread can set an alarm."""
-    main = threading.current_thread() is threading.main_thread()
-    if seconds is None or not hasattr(signal, "setitimer") or not main:
-        yield
-        return
-
-    def ring(*_: object) -> None:
-        raise CompileLimit(f"not compiled after {seconds:.0f} s (--compile-limit)")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    # It rings again, because an exception may be ignored, for instance in a destructor.
-    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)
-    try:
-        with warnings.catch_warnings():  # an interrupted backward pass warns at length
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 Say = Callable[[str], object]
 
 
 def run(
-    settings: Settings, say: Say = lambda _: None, done: Callable[[], object] = lambda: None
+    settings: Settings, say: Say = lambda _: None, done: Callable[[Row], object] = lambda _: None
 ) -> Report:
     """Runs the whole benchmark. `say` is told the current work; `done` is called after each row."""
     now = datetime.now(timezone.utc).isoformat("T", "seconds")
@@ -225,7 +43,7 @@ def run(
             for cell, shape in itertools.product(settings.cells, settings.shapes):
                 for row in bench.rows(cell, shape):
                     report.rows.append(row)
-                    done()
+                    done(row)
         except KeyboardInterrupt:  # what took minutes to measure is still worth showing
             report.interrupted = True
         report.matmul_gflops = bench.matmul.gflops
@@ -256,11 +74,11 @@ def refusing(entry: Entry) -> Iterator[None]:
     try:
         yield
     except Unsupported as error:
-        entry.refuse("unsupported", str(error))
-    except CompileLimit as error:
-        entry.refuse("skipped", str(error))
+        entry.status, entry.reason = "unsupported", str(error)
+    except gate.Wrong as error:
+        entry.status, entry.reason = "wrong", str(error)
     except Exception as error:
-        entry.refuse("failed", _brief(error))
+        entry.status, entry.reason = "failed", _brief(error)
 
 
 class Bench:
@@ -277,56 +95,41 @@ class Bench:
         entries = {name: Entry() for name in settings.contenders}
         for name, entry in entries.items():
             with refusing(entry):
-                built[name] = make(name, problem)
+                built[name] = contender = make(name, problem)
+                entry.engine = contender.engine and contender.engine._asdict()
+                entry.remarks += [f"{name}: {contender.remark}"] * bool(contender.remark)
 
         @functools.cache
-        def wanted(cell: CellSpec, mode: Mode) -> gate.Arrays:
-            self.say(f"{cell.name} {shape.name} {mode}: float64 reference")
-            return reference(replace(problem, cell=cell), mode)
+        def wanted(cell: CellSpec) -> gate.Arrays:
+            self.say(f"{cell.name} {shape.name}: float64 reference")
+            # Training has the results of inference too.
+            return reference(replace(problem, cell=cell), settings.modes[-1])
 
         for mode in settings.modes:
             row = Row(cell.name, mode, shape, settings.subject, problem.flops(mode))
-            row.entries = {
-                name: Entry(entry.status, entry.reason) for name, entry in entries.items()
-            }
-            running: dict[str, Task] = {}
-            both = mode == "inference" and "training" in settings.modes
+            row.entries, running = copy.deepcopy(entries), dict[str, Task]()
             with ExitStack() as around:
                 for name, contender in built.items():
                     with refusing(row.entries[name]):
                         task = contender.task(mode)
                         around.enter_context(contender.around())
-                        want = wanted(posed(name, problem).cell, "training" if both else mode)
-                        want = want if mode == "training" else {"output": want["output"]}
-                        self.say(f"{row.title}: checking {name}")
-                        if self.check(row.entries[name], contender, name, task, want):
-                            running[name] = task
+                        own = posed(name, problem)
+                        self.check(row, name, task, wanted(own.cell), own.dtype)
+                        running[name] = task
                 if settings.subject in running:  # without it there is nothing to compare with
                     self.time(row, running)
             if settings.subject in running:
-                self.probe(row, problem)
+                self.probe(row, problem, [name for name in running if built[name].again])
             yield row
 
-    def check(
-        self, entry: Entry, contender: Contender, name: str, task: Task, want: gate.Arrays
-    ) -> bool:
-        """Times the first call; returns whether its results pass the correctness gate."""
-        if contender.engine is not None:
-            entry.engine = dict(zip(("name", "reason"), contender.engine, strict=True))
-        if contender.remark is not None:
-            entry.remarks.append(f"{name}: {contender.remark}")
-        limit = self.settings.compile_limit if name == "torch-compile" else None
-        with time_limit(limit):
-            entry.first_call_ms = once(task) * 1e3
-        if limit is not None:
-            entry.remarks.append(f"{name} took {entry.first_call_ms / 1e3:.1f} s to compile")
-        dtype = "float32" if name == FLOAT32 else self.settings.dtype
-        slack = 1.0 if name.startswith("anycell") else gate.PEERS
-        verdict = gate.judge(task.results(), want, dtype, slack)
-        entry.errors = verdict.errors
-        if verdict.problem is not None:
-            entry.refuse("wrong", verdict.problem)
-        return verdict.ok
+    def check(self, row: Row, name: str, task: Task, want: gate.Arrays, dtype: str) -> None:
+        """Times the first call; raises `gate.Wrong` if its results are."""
+        self.say(f"{row.title}: checking {name}")
+        entry = row.entries[name]
+        entry.first_call_ms = once(task) * 1e3
+        want = want if row.mode == "training" else {"output": want["output"]}
+        entry.errors = gate.errors(task.results(), want)
+        gate.check(entry.errors, dtype, 1.0 if name.startswith("anycell") else gate.PEERS)
 
     def time(self, row: Row, running: Mapping[str, Task]) -> None:
         """Times all contenders in turns, and the large matmul before and after."""
@@ -340,7 +143,7 @@ class Bench:
         for name, seconds in samples.items():
             row.entries[name].samples_ms = [1e3 * s for s in seconds]
 
-    def probe(self, row: Row, problem: Problem) -> None:
+    def probe(self, row: Row, problem: Problem, names: list[str]) -> None:
         """Takes the measurements that were asked for and need fresh processes."""
         settings, mode = self.settings, row.mode
         weighed = settings.memory and mode == "training" and memory.supported()
@@ -353,9 +156,8 @@ class Bench:
                 entry.remarks.append(str(error))
                 return None
 
-        for name, entry in row.entries.items():
-            if entry.status != "ok" or name == "torch-compile":  # which would compile for minutes
-                continue
+        for name in names:
+            entry = row.entries[name]
             if settings.first_call and name == settings.subject:
                 entry.fresh_process_extra_ms = ask("first call", probe.first_call, mode)
             if settings.alone:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from anycell.plan import Engine
 
 Array = npt.NDArray[np.floating]
 Mode = Literal["inference", "training", "recurrence"]
@@ -54,12 +56,14 @@ class Contender:
         around: holds the settings that its calls need, such as threads.
         engine: the name of what runs it, and why, if there is a choice.
         remark: what readers must know about its results on this machine.
+        again: whether it is made in fresh processes too; one that compiles for minutes is not.
     """
 
     tasks: dict[Mode, Task]
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    engine: tuple[str, str] | None = None
+    engine: Engine | None = None
     remark: str | None = None
+    again: bool = True
 
     def task(self, mode: Mode) -> Task:
         if mode not in self.tasks:
@@ -67,10 +71,21 @@ class Contender:
         return self.tasks[mode]
 
 
-def late(module: str, function: str, **options: Any) -> Callable[..., Any]:
-    """Returns a function that imports its module, and so a framework, only when it is called."""
+@dataclass(frozen=True)
+class Source:
+    """A maker of contenders, which imports a framework only when it is called.
 
-    def call(*args: Any) -> Any:
-        return getattr(importlib.import_module(module), function)(*args, **options)
+    Attributes:
+        module, function: what makes it of a problem, and of ``options``.
+        needs: packages beyond NumPy and PyTorch.
+    """
 
-    return call
+    module: str
+    function: str
+    needs: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, problem: Any) -> Contender:
+        make = getattr(importlib.import_module(self.module), self.function)
+        contender: Contender = make(problem, **self.options)
+        return contender

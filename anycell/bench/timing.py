@@ -10,8 +10,7 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 from anycell.bench.tasks import Task
 
@@ -20,19 +19,6 @@ MAX_ROUNDS = 300
 BLOCK_S = 20e-3  # a sample lasts at least this long: as long as the usual pause before it
 WINDOW_S = 10e-3  # systems count a running thread's time by ticks, of 4 or of 10 ms
 PATIENCE_S = 0.5  # five times the longest spin that was seen in any pool
-
-
-@contextmanager
-def no_gc() -> Iterator[None]:
-    """Disables garbage collection, which would be charged to whichever contender is running."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def settle() -> None:
@@ -82,16 +68,22 @@ def interleave(
     """
     names = list(contenders)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    with no_gc():
-        # Two warm-ups: the first may still allocate, the second tells how long a call takes.
-        pilot = {name: min(once(contenders[name]) for _ in range(2)) for name in names}
-        inner = {name: max(1, math.ceil(BLOCK_S / max(t, 1e-7))) for name, t in pilot.items()}
+    # Two warm-ups: the first may still allocate, the second tells how long a call takes.
+    pilot = {name: min(once(contenders[name]) for _ in range(2)) for name in names}
+    inner = {name: max(1, math.ceil(BLOCK_S / max(t, 1e-7))) for name, t in pilot.items()}
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # it would be charged to whichever contender is running
+    try:
         start = time.perf_counter()
         for number in range(MAX_ROUNDS):
             if number >= MIN_ROUNDS and time.perf_counter() - start > seconds:
                 break
-            turn = number % len(names) if names else 0
+            turn = number % max(1, len(names))
             for name in names[turn:] + names[:turn]:
                 samples[name].append(block(contenders[name], inner[name]))
             on_round(number + 1)
+    finally:
+        if collecting:
+            gc.enable()
     return samples

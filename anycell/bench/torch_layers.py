@@ -1,30 +1,25 @@
-"""Contenders on torch tensors: torch's own layers, ours, and loops over time."""
+"""Layers of PyTorch: its own and ours, and the reference in float64."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anycell.torch
 from anycell import compress
-from anycell.bench.numpy_layers import recurrence, recurrence_arguments
-from anycell.bench.problem import Problem, by_direction
+from anycell.bench.numpy_layers import recurrence
+from anycell.bench.problem import Problem
 from anycell.bench.tasks import Array, Contender, Mode, Task, Unsupported
-from anycell.engines.reference import Recurrence
-from anycell.layer import steps
 from anycell.layer.signature import of_layer
 from anycell.plan import Layer, Options
 from anycell.plan.dtype import DTYPES
-
-Weights = Mapping[str, Tensor]  # of one direction of one layer
-Scan = Callable[[Tensor, Weights, bool], Tensor]  # [T, B, in] -> [T, B, H], backwards if True
+from anycell.torch.composite import composite
 
 
 def from_module(
@@ -54,6 +49,9 @@ def from_module(
     return Contender(tasks, engine=getattr(module, "engine", None))
 
 
+NO_KERNEL = ("not implemented for", "could not create a primitive")
+
+
 def _task(
     module: Any, problem: Problem, kind: Any, around: Callable[[], Any], training: bool = False
 ) -> Task:
@@ -64,14 +62,17 @@ def _task(
     arriving = functools.cache(torch.from_numpy(problem.dy).to)  # in the dtype of the output
 
     def work() -> Any:
-        with around():
-            result = module(x, **static)
-        output = result[0] if isinstance(result, tuple) else result
-        if not training:
-            return output
-        # The gradient of (output * dy).sum(), without timing that sum.
-        output.backward(arriving(output.dtype))
-        return output.detach()
+        try:
+            with around():
+                result = module(x, **static)
+            output = result[0] if isinstance(result, tuple) else result
+            if training:  # the gradient of (output * dy).sum(), without timing that sum
+                output.backward(arriving(output.dtype))
+            return output.detach()
+        except RuntimeError as error:
+            if any(words in str(error) for words in NO_KERNEL):  # for this dtype on this machine
+                raise Unsupported(str(error).partition("\n")[0]) from None
+            raise
 
     def ready() -> None:
         module.train(training)
@@ -90,25 +91,6 @@ def _task(
     return Task(work, arrays, ready)
 
 
-NO_KERNEL = ("not implemented for", "could not create a primitive")
-
-
-def as_torch_has(contender: Contender) -> Contender:
-    """Makes tasks raise `Unsupported` when PyTorch has no kernel for a dtype on this machine."""
-
-    def checked(work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except RuntimeError as error:
-            if any(words in str(error) for words in NO_KERNEL):
-                raise Unsupported(str(error).partition("\n")[0]) from None
-            raise
-
-    for task in contender.tasks.values():
-        task.work = functools.partial(checked, task.work)
-    return contender
-
-
 def _load(module: Any, problem: Problem) -> Any:
     module = module.to(getattr(torch, problem.wide))
     module.load_state_dict({k: torch.from_numpy(v) for k, v in problem.weights.items()})
@@ -117,8 +99,7 @@ def _load(module: Any, problem: Problem) -> Any:
 
 def theirs(problem: Problem) -> Contender:
     """``torch.nn.LSTM``, ``GRU``, ``RNN``."""
-    build = functools.partial(_nn_module, problem)
-    return as_torch_has(from_module(build, problem, quantize=_quantized))
+    return from_module(functools.partial(_nn_module, problem), problem, quantize=_quantized)
 
 
 def _quantized(module: Any) -> Any:
@@ -133,22 +114,20 @@ def _quantized(module: Any) -> Any:
 
 
 def _nn_module(problem: Problem) -> Any:
-    name = problem.cell.name
-    if not problem.cell.classic or name not in ("LSTM", "GRU", "RNN"):
-        raise Unsupported(f"torch.nn has no {name}")
+    name = problem.cell.origin
+    if name not in ("LSTM", "GRU", "RNN"):
+        raise Unsupported(f"torch.nn has no {problem.cell.name}")
     return _load(getattr(nn, name)(problem.shape.I, problem.shape.H, **problem.flags), problem)
 
 
 def ours(problem: Problem) -> Contender:
     """The layers that replace ``torch.nn.LSTM`` and ``GRU``; ``RNN(cell, ...)`` for other cells."""
-    frontend: Any = anycell.torch
     cell, shape = problem.cell, problem.shape
+    layer = functools.partial(anycell.torch.RNN, cell.definition)
+    if cell.origin in ("LSTM", "GRU"):
+        layer = getattr(anycell.torch, cell.origin)
 
     def build() -> Any:
-        if cell.classic and cell.name in ("LSTM", "GRU"):
-            layer = getattr(frontend, cell.name)
-        else:
-            layer = functools.partial(frontend.RNN, cell.definition)
         return _load(layer(shape.I, shape.H, **problem.flags), problem)
 
     contender = from_module(build, problem, quantize=compress.quantize)
@@ -158,50 +137,43 @@ def ours(problem: Problem) -> Contender:
 
 
 class Loop(nn.Module):
-    """Layers and directions around a scan, with ``torch.nn``'s parameter names.
+    """Layers of a cell in operations of torch, step by step, with ``torch.nn``'s names."""
 
-    Args:
-        scan: runs one direction; None runs the cell's graph, operation by operation, in torch.
-    """
-
-    def __init__(self, problem: Problem, scan: Scan | None = None) -> None:
+    def __init__(self, problem: Problem) -> None:
         super().__init__()
         self.cell, self.sizes = problem.cell.definition, tuple(problem.sizes.items())
-        self.scan = scan
         for name, value in problem.weights.items():
             self.register_parameter(name, nn.Parameter(torch.from_numpy(value.copy())))
         shape, learned = problem.shape, dict(self.named_parameters())
-        self.stack = by_direction(learned, shape)
+        self.reverse = (False, True)[: shape.D]
         self.layers = [of_layer(self.cell, learned, k, shape.D) for k in range(shape.L)]
 
     def forward(self, x: Tensor, static: Tensor | None = None) -> Tensor:
         """``[T, B, I] -> [T, B, D * H]``."""
-        seed = None
-        if self.training and self.cell.keeps:  # drawn as the fused layer draws it: the same masks
+        seed, masked = 0, self.training and bool(self.cell.keeps)
+        if masked:  # drawn as the fused layer draws it: the same masks
             seed = int(torch.randint(2**63 - 1, ()))
-        for k, layer in enumerate(self.stack):
-            if self.scan is not None:
-                outputs = [self.scan(x, w, d == 1) for d, w in enumerate(layer)]
-            else:
-                reverse = (False, True)[: len(layer)]
-                options = Options(reverse, training=seed is not None, seed=seed or 0, stream=k)
-                arrays = {"x": x, "static": static, **self.layers[k]}
-                runs = steps.directions(Layer(self.cell, self.sizes, options), arrays, F.linear)
-                outputs = [run.forward()[0] for run in runs]
-            x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+        for k, weights in enumerate(self.layers):
+            options = Options(self.reverse, training=masked, seed=seed, stream=k)
+            layer = Layer(self.cell, self.sizes, options)
+            arrays = {"x": x, **weights} | ({} if static is None else {"static": static})
+            x, *_ = composite(layer, arrays)
         return x
 
 
 def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
     """Computes output, in training all gradients too, in float64, by ``torch.nn`` or a loop."""
+
+    def build() -> Any:
+        try:
+            return _nn_module(problem)
+        except Unsupported:
+            return Loop(problem)
+
     if mode == "recurrence":
-        cell, *arrays = recurrence_arguments(problem, "float64")
-        layer = Layer(cell, tuple(problem.sizes.items()))
-        return {"output": Recurrence(layer, *arrays).forward()[0]}
-    try:
-        task = from_module(lambda: _nn_module(problem), problem, "float64").task(mode)
-    except Unsupported:
-        task = from_module(lambda: Loop(problem), problem, "float64").task(mode)
+        task = recurrence(problem, "float64", "reference")
+    else:
+        task = from_module(build, problem, "float64").task(mode)
     task.prepare()
     task.call()
     return task.results()

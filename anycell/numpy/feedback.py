@@ -15,7 +15,6 @@ from anycell.layer.checks import refuse
 from anycell.layer.feedback import BY_GATE, Fed, check_layer, check_width
 from anycell.layer.layers import Arrays, Stack
 from anycell.layer.rounding import rounded
-from anycell.layer.signature import state_names
 from anycell.numpy import base, check, passes
 from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
@@ -209,5 +208,4 @@ class Feedback(Fed, Explained, base.Layer):
             readout._grads[name] += grads[f"{name}_readout"]
         d_x = grads["x"].swapaxes(0, 1) if layer.batch_first else grads["x"]
         d_x[..., : self._width] *= flags[..., None]
-        state = [grads[name] for name in state_names("state", layer.cell)]
-        return np.ascontiguousarray(d_x[..., :-1]), layer._returned([state])
+        return np.ascontiguousarray(d_x[..., :-1]), layer._joined("state", [grads])

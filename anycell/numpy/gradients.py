@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,9 @@ import numpy.typing as npt
 
 from anycell.layer.checks import describe, refuse
 from anycell.numpy import check
-from anycell.numpy.base import Array, Layer
+from anycell.numpy.base import Layer
 from anycell.numpy.feedback import Feedback
+from anycell.read.trees import leaves, mapped
 
 
 def check_gradients(
@@ -52,7 +52,7 @@ def check_gradients(
     run = copy.deepcopy(twin)
     results = run.forward(x, training=True, **options)
     # Infinite results, such as a maximum over no steps, get weight 0: their differences are NaN.
-    weights = _mapped(results, lambda r: np.where(np.isinf(r), 0.0, rng.normal(size=r.shape)))
+    weights = mapped(lambda r: np.where(np.isinf(r), 0.0, rng.normal(size=r.shape)), results)
     back = run.backward(*(weights if isinstance(weights, tuple) else (weights,)))
     arrays = {"x": (x, back[0] if isinstance(back, tuple) else back)}
     arrays |= {name: (array, run.grads[name]) for name, array in twin.parameters.items()}
@@ -60,7 +60,7 @@ def check_gradients(
     def loss() -> float:
         # A fresh copy each time, so that its generators draw the same numbers.
         results = copy.deepcopy(twin).forward(x, training=True, **options)
-        pairs = zip(_arrays(weights), _arrays(results), strict=True)
+        pairs = zip(leaves(weights), leaves(results), strict=True)
         return sum(float((w * np.where(w, result, 0.0)).sum()) for w, result in pairs)
 
     errors, far = {}, 1e-6
@@ -92,19 +92,3 @@ def _wide(layer: Any) -> Any:
         for arrays in (part._parameters, part._statistics):
             arrays.update({name: array.astype(np.float64) for name, array in arrays.items()})
     return twin
-
-
-def _mapped(results: Any, function: Callable[[Array], Any]) -> Any:
-    """Applies a function to every array in nested tuples and dictionaries."""
-    if isinstance(results, tuple):
-        return tuple([_mapped(result, function) for result in results])
-    if isinstance(results, dict):
-        return {name: _mapped(result, function) for name, result in results.items()}
-    return function(results)
-
-
-def _arrays(results: Any) -> list[Array]:
-    """The arrays of a result, one after the other."""
-    arrays: list[Array] = []
-    _mapped(results, arrays.append)
-    return arrays

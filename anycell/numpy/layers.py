@@ -310,28 +310,25 @@ class RNN(Explained, base.Layer):
         d_sequences = {} if grad_states is None else self._sequences(grad_states, saved)
         if (first := d_sequences.pop(self.cell.state_names[0], None)) is not None:
             d = d + first
-        grads: dict[str, Array] = {}
-        initial: list[passes.States] = []
-        restored: list[passes.States] = []
-        self.grad_static, self.grad_reset_state = None, None
-        names = self.cell.state_names
+        results: list[dict[str, Array]] = []  # of the last layer first
         for k in reversed(range(self.num_layers)):
             result = saved.pullbacks[k](d, [s[self._directions(k)] for s in d_states], d_sequences)
             d_sequences = {}
             d = result["x"] * saved.dropped[k - 1] if k and saved.dropped else result["x"]
-            initial = [[result[f"state {name}"] for name in names], *initial]
-            if f"reset_state {names[0]}" in result:
-                restored = [[result[f"reset_state {name}"] for name in names], *restored]
-            if "static" in result:
-                below = 0 if self.grad_static is None else self.grad_static
-                self.grad_static = result["static"] + below
-            named = places(self.cell.learned, k, 1 + self.bidirectional)
-            grads |= {place: result[name] for name, place in named.items() if name in result}
+            results.append(result)
+        grads = {
+            place: result[name]
+            for k, result in enumerate(reversed(results))
+            for name, place in places(self.cell.learned, k, 1 + self.bidirectional).items()
+            if name in result
+        }
         self._grads = {name: grads[name] for name in self._parameters}
-        if restored:
-            self.grad_reset_state = self._returned(restored)
+        statics = [result["static"] for result in results if "static" in result]
+        self.grad_static = sum(statics[1:], statics[0]) if statics else None
+        restored = f"reset_state {self.cell.state_names[0]}" in results[0]
+        self.grad_reset_state = self._joined("reset_state", results) if restored else None
         d = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
-        return d, self._returned(initial)
+        return d, self._joined("state", results)
 
     def prepare(self) -> Self:
         """Packs the weights for ``step``, once for all steps to come; returns the layer itself.
@@ -446,10 +443,11 @@ class RNN(Explained, base.Layer):
         count = 1 + self.bidirectional
         return slice(k * count, (k + 1) * count)
 
-    def _returned(self, per_layer: Sequence[passes.States]) -> State:
-        """Joins each state's values of all layers and directions."""
-        states = tuple(map(np.concatenate, zip(*per_layer, strict=True)))
-        return states if len(states) > 1 else states[0]
+    def _joined(self, kind: str, results: Sequence[Mapping[str, Array]]) -> State:
+        """Joins each state's values of all layers and directions; the last layer comes first."""
+        names = state_names(kind, self.cell)
+        states = [np.concatenate([result[n] for result in reversed(results)]) for n in names]
+        return tuple(states) if len(states) > 1 else states[0]
 
 
 @dataclass

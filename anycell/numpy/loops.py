@@ -6,7 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -125,15 +125,16 @@ class loop:
         if isinstance(ready, str):
             self.reason = ready
             return self._loop(x, state)
+        read, arrays = ready
         try:
-            results = ready.run(xs, list(map(np.asarray, first)))
+            results = read.run(arrays, xs, list(map(np.asarray, first)))
         except Refused as error:
             self.reason = str(error)
             return self._loop(x, state)
-        self.text = ready.read.body.reading.text
+        self.text = read.body.reading.text
         return results
 
-    def _ready(self, x: Tree, state: Tree, xs: list[Any], first: list[Any]) -> _Ready | str:
+    def _ready(self, x: Tree, state: Tree, xs: list[Any], first: list[Any]) -> _Found | str:
         """The reading for a call, and the arrays that the step has from elsewhere; or why the step
         itself runs.
         """
@@ -153,7 +154,7 @@ class loop:
             )
         return self._recorded(x, state, key)
 
-    def _recorded(self, x: Tree, state: Tree, key: Any) -> _Ready | str:
+    def _recorded(self, x: Tree, state: Tree, key: Any) -> _Found | str:
         """The result of ``_ready`` for a call like no other, for which a copy is recorded."""
         mirror: Mirror | None = None
         try:
@@ -161,9 +162,8 @@ class loop:
             mirror = Mirror(vars(self), "step", call.stand_in(slots))
             call.record(mirror)
             read = call.read(key)
-            known = _Known(mirror, read, call.arrays, slots)
-            self._keep(key, known)
-            return _Ready(read, call.arrays, known.tapes)
+            self._keep(key, _Known(mirror, read, call.arrays, slots))
+            return read, call.arrays
         except Refused as error:
             reason = str(error.at(definition(self.step)))
             if mirror is not None:  # the results of the loop are right, whatever the reason
@@ -256,13 +256,41 @@ class _Read:
     Args:
         output, after: the trees of its results.
         numbers: which of its states are whole numbers of Python.
+
+    Attributes:
+        tapes: by the number of steps: the tape; or whether the next call makes it.
     """
 
     def __init__(self, body: Recording, output: Tree, after: Tree, numbers: list[bool]) -> None:
         self.body, self.output, self.after, self.numbers = body, output, after, numbers
         self.wanted, self._layers = body.seen(), dict[Any, Layer]()
+        self.tapes: dict[int, Tape | bool] = {}
         self.dtype = next(v.dtype for v in body.states if v.floating)
         self.stable = not body.ahead and all(map(shaped, body.equations))
+
+    def run(
+        self,
+        arrays: Sequence[Any],
+        xs: Sequence[Any],
+        first: Sequence[Any],
+        engine: str | None = None,
+    ) -> tuple[Tree, Tree]:
+        """The outputs and the last state."""
+        steps = len(xs[0])
+        tape = self.tapes.get(steps)
+        if isinstance(tape, Tape):
+            given = [*arrays, *xs, *first]
+            named, memory = tape.enter(given)
+            output, last = tape.leave(given, self.recur(named), memory)
+        else:
+            run = _Run(self.body, arrays, xs, first)
+            states = self.recur(self.enter(run, first), engine)
+            if tape is None:  # many calls come once, with a number of steps of their own
+                add_recent(self.tapes, steps, True, _MOST)
+            elif tape:
+                self.tapes[steps] = self.stable and self.taped(arrays, xs, first, states)
+            output, last = self.leave(run, first, states)
+        return filled(self.output, output), filled(self.after, last)
 
     def enter(self, run: _Run, first: Sequence[Any]) -> dict[str, Any]:
         """The arrays of the layer."""
@@ -322,38 +350,8 @@ class _Read:
             return False
 
 
-class _Ready(NamedTuple):
-    """A reading for a call.
-
-    Attributes:
-        arrays: those that the step has from elsewhere, see ``Recording.arrays``.
-        tapes: by the number of steps: the tape; or whether the next call makes it.
-    """
-
-    read: _Read
-    arrays: Sequence[np.ndarray]
-    tapes: dict[int, Tape | bool]
-
-    def run(
-        self, xs: Sequence[Any], first: Sequence[Any], engine: str | None = None
-    ) -> tuple[Tree, Tree]:
-        """The outputs and the last state."""
-        read, arrays, tapes = self
-        steps = len(xs[0])
-        tape = tapes.get(steps)
-        if isinstance(tape, Tape):
-            given = [*arrays, *xs, *first]
-            named, memory = tape.enter(given)
-            output, last = tape.leave(given, read.recur(named), memory)
-        else:
-            run = _Run(read.body, arrays, xs, first)
-            states = read.recur(read.enter(run, first), engine)
-            if tape is None:  # many calls come once, with a number of steps of their own
-                add_recent(tapes, steps, True, _MOST)
-            elif tape:
-                tapes[steps] = read.stable and read.taped(arrays, xs, first, states)
-            output, last = read.leave(run, first, states)
-        return filled(read.output, output), filled(read.after, last)
+# A reading for a call, and the arrays that the step has from elsewhere, see ``Recording.arrays``.
+_Found = tuple[_Read, Sequence[np.ndarray]]
 
 
 class _Known:
@@ -370,9 +368,8 @@ class _Known:
     ) -> None:  # fmt: skip
         self.mirror, self.read, self.slots = mirror, read, slots
         self.arrays = [None if k in slots else array for k, array in enumerate(arrays)]
-        self.tapes: dict[int, Tape | bool] = {}
 
-    def now(self) -> _Ready | str | None:
+    def now(self) -> _Found | str | None:
         """The reading with the arrays of a call; None if something is not what it was."""
         if isinstance(self.read, str):
             return self.read if self.mirror.fresh else None
@@ -382,7 +379,7 @@ class _Known:
         arrays: list[Any] = self.arrays.copy()
         for slot, array in zip(self.slots, found, strict=True):
             arrays[slot] = array
-        return _Ready(self.read, arrays, self.tapes)
+        return self.read, arrays
 
 
 class _Call:
@@ -475,14 +472,11 @@ class _Call:
         known = owner._read[key]
         if isinstance(known, Refused):
             raise known.with_traceback(None)
-        return self._as(known)
-
-    def _as(self, body: Recording) -> _Read:
-        return _Read(body, self.output, self.after, self.numbers)
+        return _Read(known, self.output, self.after, self.numbers)
 
     def _prove(self) -> None:
         short = [array[:STEPS] for array in self.xs]
-        ready = _Ready(self._as(self.recording), self.arrays, {})
+        read = _Read(self.recording, self.output, self.after, self.numbers)
         x = filled(self.x, short)
 
         def both(states: list[np.ndarray]) -> Any:
@@ -492,7 +486,7 @@ class _Call:
             ]
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
-                mine = ready.run(short, first, "reference")
+                mine = read.run(self.arrays, short, first, "reference")
             return [
                 {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
                 for results in (step, mine)

@@ -75,16 +75,14 @@ class Mirror(Watched):
         stand_in: makes what the copy has in place of an array.
 
     Attributes:
-        places: the variables that are arrays.
         why: what the copy would have read that cannot be copied; None if there was nothing.
     """
 
     def __init__(self, holder: Any, name: str, stand_in: Callable[[np.ndarray], Any]) -> None:
         super().__init__()
         self._stand_in = stand_in
-        self.places: list[tuple[Any, Any]] = []
-        self._layouts: list[tuple[Any, ...]] = []
-        self._twins: list[tuple[Any, Any, int]] = []
+        # The variables that are arrays, what these are like, and their number among all arrays.
+        self._arrays: list[tuple[Any, Any, Any, int]] = []
         self._contents: list[tuple[Any, Any, Any, bytes]] = []
         self._keys: list[tuple[Any, list[Any]]] = []
         self.why: str | None = None
@@ -130,16 +128,16 @@ class Mirror(Watched):
         """The arrays of a call, if the step does what its copy did; None if it may do otherwise."""
         if not self.fresh:
             return None
-        found = [value_of(holder, name) for holder, name in self.places]
-        for array, layout in zip(found, self._layouts, strict=True):
-            if type(array) is not np.ndarray or (array.shape, array.dtype) != layout:
+        found: list[np.ndarray] = []
+        for holder, name, layout, number in self._arrays:
+            array = value_of(holder, name)
+            if number == len(found):
+                if type(array) is not np.ndarray or (array.shape, array.dtype) != layout:
+                    return None
+                found.append(array)
+            elif array is not found[number]:
                 return None
-        if len(set(map(id, found))) != len(found):
-            return None
-        for holder, name, number in self._twins:
-            if value_of(holder, name) is not found[number]:
-                return None
-        return found
+        return found if len(set(map(id, found))) == len(found) else None
 
     @property
     def fresh(self) -> bool:
@@ -166,7 +164,7 @@ class Mirror(Watched):
                 self.unknown("changes what is around it")
         if self.why is not None:
             raise Unknown(self.why)
-        self.watched = list({(id(h), name): (h, name, v) for h, name, v in self.watched}.values())
+        self.watched, self._arrays = _once(self.watched), _once(self._arrays)
         for table in (self._copies, self._objects, self._numbers, self._made, self._held):
             table.clear()
 
@@ -197,14 +195,10 @@ class Mirror(Watched):
             copy = array.copy()
             copy.flags.writeable = False
             return copy
-        number = self._numbers.get(id(array))
-        if number is None:
-            self._numbers[id(array)] = len(self.places)
-            self.places.append((holder, name))
-            self._layouts.append(layout)
+        number = self._numbers.setdefault(id(array), len(self._numbers))
+        self._arrays.append((holder, name, layout, number))
+        if id(array) not in self._copies:
             self._keep(array, self._stand_in(array))
-        elif self.places[number] != (holder, name):
-            self._twins.append((holder, name, number))
         return self._copies[id(array)]
 
     def _keep(self, value: Any, copy: Any) -> Any:
@@ -383,6 +377,13 @@ class _Poison:
 
     def __get__(self, *_: Any) -> Any:
         self._mirror.unknown(self._why)
+
+
+def _once(variables: list[Any]) -> list[Any]:
+    """Each variable once, however often it was read."""
+    return list(
+        {(id(holder), name): (holder, name, *of) for holder, name, *of in variables}.values()
+    )
 
 
 def _names(container: Any) -> list[Any]:

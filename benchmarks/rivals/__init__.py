@@ -1,29 +1,27 @@
-"""Whom ``anycell bench`` can measure against in a checkout, besides layers of the frameworks: loops
-over time as people write them, and runtimes of ONNX graphs.
+"""Whom ``anycell bench`` can measure in a checkout, besides layers of PyTorch and NumPy: layers of
+Keras and JAX, ours and others', loops over time as people write them, and runtimes of ONNX graphs.
 """
 
-from collections.abc import Callable
-
-from anycell.bench.problem import Problem
-from anycell.bench.tasks import Contender, late
+from anycell.bench.tasks import Source
 
 TORCH, NUMPY, ONNX = "rivals.torch_loops", "rivals.numpy_loops", "rivals.onnx_graph"
-KERAS, JAX = "rivals.keras_loops", "rivals.jax_scans"
+KERAS, KERAS_LOOPS = "rivals.keras_layers", "rivals.keras_loops"
+JAX, JAX_SCANS = "rivals.jax_layers", "rivals.jax_scans"
+RUNTIME, TENSORFLOW = ("onnx", "onnxruntime"), ("keras", "tensorflow")
 CALM = {"session.intra_op.allow_spinning": "0"}  # threads sleep when they have no work
-CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
-    "torch-loop": late(TORCH, "loop"),
-    "torch-compile": late(TORCH, "compiled"),
-    "numpy-loop": late(NUMPY, "loop"),
-    "onnxruntime": late(ONNX, "onnxruntime"),
-    "onnxruntime-calm": late(ONNX, "onnxruntime", settings=CALM),
-    "openvino": late(ONNX, "openvino"),
-    "keras-loop": late(KERAS, "loop"),
-    "tf-block": late(KERAS, "block"),
-    "jax-scan": late(JAX, "scan"),
+CONTENDERS: dict[str, Source] = {
+    "torch-loop": Source(TORCH, "loop"),
+    "torch-compile": Source(TORCH, "compiled"),
+    "numpy-loop": Source(NUMPY, "loop", ("threadpoolctl",)),
+    "onnxruntime": Source(ONNX, "onnxruntime", RUNTIME),
+    "onnxruntime-calm": Source(ONNX, "onnxruntime", RUNTIME, {"settings": CALM}),
+    "openvino": Source(ONNX, "openvino"),  # which is left out if it is not installed
+    "anycell.keras": Source(KERAS, "ours", TENSORFLOW),
+    "keras": Source(KERAS, "theirs", TENSORFLOW),
+    "keras-xla": Source(KERAS, "theirs", TENSORFLOW, {"compiled": True}),
+    "keras-loop": Source(KERAS_LOOPS, "loop", TENSORFLOW),
+    "tf-block": Source(KERAS_LOOPS, "block", TENSORFLOW),
+    "anycell.jax": Source(JAX, "ours", ("jax",)),
+    "flax": Source(JAX, "flax", ("jax", "flax")),
+    "jax-scan": Source(JAX_SCANS, "scan", ("jax",)),
 }
-ON_TENSORFLOW = ("keras-loop", "tf-block")
-PACKAGES: dict[str, tuple[str, ...]] = {
-    "numpy-loop": ("threadpoolctl",), "jax-scan": ("jax",),
-    **dict.fromkeys(("onnxruntime", "onnxruntime-calm"), ("onnx", "onnxruntime")),
-    **dict.fromkeys(ON_TENSORFLOW, ("keras", "tensorflow")),
-}  # fmt: skip

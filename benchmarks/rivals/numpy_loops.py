@@ -191,7 +191,7 @@ class Stack:
 
 def loop(problem: Problem) -> Contender:
     """The LSTM from scratch: a Python loop over time, backward by hand."""
-    if not problem.cell.classic or problem.cell.name not in SCANS:
+    if problem.cell.origin not in SCANS:
         raise Unsupported(f"no NumPy loop for {problem.cell.name}")
     if rounds(problem.dtype):
         raise Unsupported(f"no NumPy loop in {problem.dtype}")

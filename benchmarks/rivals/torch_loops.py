@@ -7,17 +7,19 @@ join it where the equations allow, a step is one ``addmm`` and a few element-wis
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anycell.bench.problem import Problem
+from anycell.bench.problem import Problem, by_direction
 from anycell.bench.tasks import Contender, Unsupported
-from anycell.bench.torch_layers import Loop, Scan, Weights, as_torch_has, from_module
+from anycell.bench.torch_layers import Loop, from_module
 
+Weights = Mapping[str, Tensor]  # of one direction of one layer
+Scan = Callable[[Tensor, Weights, bool], Tensor]  # [T, B, in] -> [T, B, H], backwards if True
 Step = Callable[[Tensor, Tensor, Tensor, Weights], tuple[Tensor, Tensor]]  # gates, h, c -> h, c
 
 
@@ -115,25 +117,39 @@ SCANS: dict[str, Scan] = {
 }
 
 
-def by_hand(problem: Problem) -> Loop:
-    """The loop by hand; for cells without one, their graphs, operation by operation."""
-    return Loop(problem, SCANS.get(problem.cell.origin))
+class ByHand(Loop):
+    """A scan for each layer and direction."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.scan = SCANS[problem.cell.origin]
+        self.stack = by_direction(dict(self.named_parameters()), problem.shape)
+
+    def forward(self, x: Tensor, static: Tensor | None = None) -> Tensor:
+        """``[T, B, I] -> [T, B, D * H]``."""
+        for layer in self.stack:
+            outputs = [self.scan(x, w, d == 1) for d, w in enumerate(layer)]
+            x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+        return x
 
 
 def loop(problem: Problem) -> Contender:
-    """A Python loop over time: by hand for the classics, operation by operation for other cells."""
-    return as_torch_has(from_module(functools.partial(by_hand, problem), problem))
+    """A Python loop over time: by hand, or for cells without one operation by operation."""
+    kind = ByHand if problem.cell.origin in SCANS else Loop
+    return from_module(functools.partial(kind, problem), problem)
 
 
 def compiled(problem: Problem) -> Contender:
     """The loop under ``torch.compile``, whose first call takes minutes if T is large."""
-    if not problem.cell.classic:
+    if problem.cell.origin not in SCANS:
         raise Unsupported(f"no loop for {problem.cell.name} that torch.compile could take whole")
 
     def build() -> Any:
-        module = by_hand(problem)
+        module = ByHand(problem)
         module.compile(fullgraph=False, dynamic=False)
         return module
 
     torch._dynamo.reset()
-    return as_torch_has(from_module(build, problem))
+    contender = from_module(build, problem)
+    contender.again = False
+    return contender

@@ -755,7 +755,7 @@ def test_long_work_after_a_kernel_is_not_recorded(
     for _ in range(4):
         check(run, draw(T, B, H))
     (known,) = next(iter(run._known.values()))
-    assert isinstance(known.tapes[T], bool) == (longest == 0)
+    assert isinstance(known.read.tapes[T], bool) == (longest == 0)
 
 
 @pytest.mark.parametrize("count", [mirror._MOST, mirror._MOST + 1])
