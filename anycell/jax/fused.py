@@ -142,14 +142,12 @@ def _read(layer: Layer, flat: Sequence[Array]) -> tuple[Layer, Arrays]:
 
 def _forward(layer: Layer, keep: bool, *flat: Array) -> tuple[Results, Any]:
     layer, arrays = _read(layer, flat)
-    if layer.plan.engine == "gpu":
-        plan = _kernels(layer, arrays)
-        host = device.JaxDevice.of(plan.dtype)
-        results = device.forward(host, plan, arrays, layer.options, keep)
-        return (results[0], tuple(results[1]), ()), results[2]
     plan, keeps = _kernels(layer, arrays), keep or bool(layer.sequences)
-    output, finals, kept = forward(Jax.of(plan.dtype), plan, arrays, layer.options, keep=keeps)
-    others = sequences(layer, arrays, kept) if kept else []
+    on_card = plan.engine == "gpu"
+    host = (device.JaxDevice if on_card else Jax).of(plan.dtype)
+    run: Any = card.forward if on_card else forward
+    output, finals, kept = run(host, plan, arrays, layer.options, keep=keeps)
+    others = sequences(layer, arrays, kept) if layer.sequences else []
     return (output, tuple(finals), tuple(others)), kept if keep else None
 
 
@@ -169,15 +167,13 @@ def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) ->
     d = dict(zip(arriving, flat[count:], strict=False))
     kept = jax.tree.unflatten(_kept_tree(layer, flat[:count]), flat[count + len(arriving) :])
     d_final = [d.get(f"final {name}") for name in plan.cell.state_names]
-    arguments = arrays, seeded.options, kept, d.get("output"), d_final
+    arguments = plan, arrays, seeded.options, kept, d.get("output"), d_final
     if plan.engine == "gpu":
-        gradients = device.backward(device.JaxDevice.of(plan.dtype), plan, *arguments, wanted)
+        gradients = card.backward(device.JaxDevice.of(plan.dtype), *arguments)
     else:
-        gradients = backward(
-            Jax.of(plan.dtype), plan, *arguments,
-            d_states={name: d[name] for name in layer.sequences if name in d}, wanted=wanted,
-        )  # fmt: skip
-    made = {name: Buffer.read(gradients[name]) for name in wanted}
+        inside = {name: d[name] for name in layer.sequences if name in d}
+        gradients = backward(Jax.of(plan.dtype), *arguments, d_states=inside, wanted=wanted)
+    made = {name: Buffer.read(gradients[name]).astype(arrays[name].dtype) for name in wanted}
     for name, part in layer.stored:
         if name in made:
             made[name] = part.padded(made[name], arrays[name].matrix.shape)
