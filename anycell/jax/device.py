@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import secrets
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from anycell.engines.gpu import xla
 from anycell.jax.composite import composite
 from anycell.jax.framework import Buffer, Jax
 from anycell.lang.cell import Cell
-from anycell.layer import Kept, card
+from anycell.layer import card
 from anycell.layer.card import TracedDevice, played, record
 from anycell.layer.foreign import Seed
 from anycell.layer.launches import SEED
@@ -66,9 +65,11 @@ class JaxDevice(TracedDevice, Jax):
     def trace(self, recipe: Any, given: Any, options: Options) -> list[Array]:
         """Puts a pass into the graph; see ``Framework``."""
         played(recipe)  # refuses what JAX would trace in vain
-        words = options.seed.words if isinstance(options.seed, Seed) else None
-        operands = [words if name == SEED else given[name] for name in recipe.names]
-        operands += recipe.constants
+        named = dict(given)
+        if isinstance(options.seed, Seed):
+            words = options.seed.words[:2]
+            named[SEED] = jnp.append(words, np.array(2 * options.stream, words.dtype))
+        operands = [*(named[name] for name in recipe.names), *recipe.constants]
         memory = jax.ShapeDtypeStruct((recipe.bytes,), np.uint8)
         call = jax.ffi.ffi_call(_target(not recipe.waits), [*recipe.templates, memory])
         return [*operands, *call(*operands, record=np.int64(record(recipe).address))]
@@ -103,10 +104,10 @@ def doubt(tier: int) -> str | None:
     layer = Layer(cells.LSTM, (("H", 16),), options, one.dtype, names, plan=one)
 
     def by_kernels(arrays: dict[str, Array]) -> Any:
-        output, final, kept = forward(host, one, arrays, options, True)
+        output, final, kept = card.forward(host, one, arrays, options, True)
         assert kept is not None
-        d = backward(host, one, arrays, options, kept, output, [None, None], names)
-        return output, tuple(final), d
+        d = card.backward(host, one, arrays, options, kept, output, [None, None])
+        return output, tuple(final), {name: Buffer.read(d[name]) for name in names}
 
     def by_scan(arrays: dict[str, Array]) -> Any:
         (output, final, _), pull_back = jax.vjp(lambda some: composite(layer, some), arrays)
@@ -119,34 +120,3 @@ def doubt(tier: int) -> str | None:
         return zip(found, right, strict=True)
 
     return card.doubt_of(tier, results)
-
-
-def forward(
-    host: JaxDevice, plan: Plan, arrays: Mapping[str, Array], options: Options, keep: bool
-) -> tuple[Array, list[Array], Kept | None]:
-    """Runs a layer: outputs, final states, and what the backward pass reads."""
-    return card.forward(host, plan, arrays, _drawn(options), keep)
-
-
-def backward(
-    host: JaxDevice,
-    plan: Plan,
-    arrays: Mapping[str, Array],
-    options: Options,
-    kept: Kept,
-    d_output: Array | None,
-    d_final: Sequence[Array | None],
-    wanted: Sequence[str],
-) -> dict[str, Array]:
-    """The gradients of a layer's arrays, from what ``forward`` kept."""
-    named = card.backward(host, plan, arrays, _drawn(options), kept, d_output, d_final)
-    return {name: Buffer.read(named[name]).astype(arrays[name].dtype) for name in wanted}
-
-
-def _drawn(options: Options) -> Options:
-    """The options of a pass, whose random masks are drawn by the layer's number too."""
-    seed = options.seed
-    if isinstance(seed, Seed):
-        stream = jnp.array([2 * options.stream], seed.words.dtype)
-        seed = Seed.of(jnp.concatenate([seed.words[:2], stream]))
-    return options._replace(seed=seed)

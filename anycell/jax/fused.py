@@ -1,13 +1,12 @@
-"""A layer by the kernels of the engines, as four primitives of JAX.
+"""A layer by the kernels of the engines, as three primitives of JAX.
 
-    layer       the results
-    keeping     the results, and what a backward pass reads
+    layer       the results, and with ``keep`` what a backward pass reads
     backward    the gradients of arrays, from those of the results: the derived backward pass
     linear      the derivative in a direction, whose transpose is ``backward``
 
-So ``grad`` of a layer is ``keeping`` and ``backward``, and under ``vmap`` the elements of a layer
+So ``grad`` of a layer is ``layer`` and ``backward``, and under ``vmap`` the elements of a layer
 become rows of its batch. All else is the layer step by step: ``linear`` itself, as forward mode
-needs it, derivatives of these four, and what other platforms than the CPU run.
+needs it, derivatives of these three, and what other platforms than the CPU run.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def run(layer: Layer, arrays: Arrays) -> Results:
     if not fixed or not _fits(layer, arrays):
         return _composite(layer, arrays)
     _check_shards(arrays)
-    output, *rest = _layer.bind(*arrays.values(), layer=layer)
+    output, *rest = _layer.bind(*arrays.values(), layer=layer, keep=False)
     count = len(layer.cell.states)
     return output, tuple(rest[:count]), tuple(rest[count:])
 
@@ -142,23 +141,17 @@ def _read(layer: Layer, flat: Sequence[Array]) -> tuple[Layer, Arrays]:
 
 def _forward(layer: Layer, keep: bool, *flat: Array) -> tuple[Results, Any]:
     layer, arrays = _read(layer, flat)
-    if layer.plan.engine == "gpu":
-        plan = _kernels(layer, arrays)
-        host = device.JaxDevice.of(plan.dtype)
-        results = device.forward(host, plan, arrays, layer.options, keep)
-        return (results[0], tuple(results[1]), ()), results[2]
     plan, keeps = _kernels(layer, arrays), keep or bool(layer.sequences)
-    output, finals, kept = forward(Jax.of(plan.dtype), plan, arrays, layer.options, keep=keeps)
-    others = sequences(layer, arrays, kept) if kept else []
+    on_card = plan.engine == "gpu"
+    host = (device.JaxDevice if on_card else Jax).of(plan.dtype)
+    run: Any = card.forward if on_card else forward
+    output, finals, kept = run(host, plan, arrays, layer.options, keep=keeps)
+    others = sequences(layer, arrays, kept) if layer.sequences else []
     return (output, tuple(finals), tuple(others)), kept if keep else None
 
 
-def _run_layer(*flat: Array, layer: Layer) -> Flat:
-    return jax.tree.leaves(_forward(layer, False, *flat))
-
-
-def _run_keeping(*flat: Array, layer: Layer) -> Flat:
-    return jax.tree.leaves(_forward(layer, True, *flat))
+def _run_layer(*flat: Array, layer: Layer, keep: bool) -> Flat:
+    return jax.tree.leaves(_forward(layer, keep, *flat))
 
 
 def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) -> Flat:
@@ -167,41 +160,50 @@ def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) ->
     seeded, arrays = _read(layer, flat[:count])
     plan = _kernels(layer, arrays)
     d = dict(zip(arriving, flat[count:], strict=False))
-    kept = jax.tree.unflatten(_kept_tree(layer, flat[:count]), flat[count + len(arriving) :])
+    tree = jax.tree.structure(_kept(layer, flat[:count]))
+    kept = jax.tree.unflatten(tree, flat[count + len(arriving) :])
     d_final = [d.get(f"final {name}") for name in plan.cell.state_names]
-    arguments = arrays, seeded.options, kept, d.get("output"), d_final
+    arguments = plan, arrays, seeded.options, kept, d.get("output"), d_final
     if plan.engine == "gpu":
-        gradients = device.backward(device.JaxDevice.of(plan.dtype), plan, *arguments, wanted)
+        gradients = card.backward(device.JaxDevice.of(plan.dtype), *arguments)
     else:
-        gradients = backward(
-            Jax.of(plan.dtype), plan, *arguments,
-            d_states={name: d[name] for name in layer.sequences if name in d}, wanted=wanted,
-        )  # fmt: skip
-    made = {name: Buffer.read(gradients[name]) for name in wanted}
+        inside = {name: d[name] for name in layer.sequences if name in d}
+        gradients = backward(Jax.of(plan.dtype), *arguments, d_states=inside, wanted=wanted)
+    made = {name: Buffer.read(gradients[name]).astype(arrays[name].dtype) for name in wanted}
     for name, part in layer.stored:
         if name in made:
             made[name] = part.padded(made[name], arrays[name].matrix.shape)
     return list(made.values())
 
 
-def _kept_tree(layer: Layer, flat: Sequence[Array]) -> Any:
-    """The structure of what ``keeping`` keeps."""
+def _kept(layer: Layer, flat: Sequence[Array]) -> Any:
+    """What a layer keeps, as a tree of shapes."""
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat]
     _, kept = jax.eval_shape(partial(_forward, layer, True), *shapes)
-    return jax.tree.structure(kept)
+    return kept
 
 
 # ---- the same step by step -----------------------------------------------------------------------
-def layer_by_scan(*flat: Array, layer: Layer) -> Flat:
-    """The results of a layer, step by step."""
-    return jax.tree.leaves(_composite(layer, layer.named(flat)))
+def layer_by_scan(*flat: Array, layer: Layer, keep: bool = False) -> Flat:
+    """The results of a layer, step by step. It keeps zeros: ``_backward_by_scan`` reads nothing."""
+    results = jax.tree.leaves(_composite(layer, layer.named(flat)))
+    kept = jax.tree.leaves(_kept(layer, flat)) if keep else []
+    return [*results, *(jnp.zeros(k.shape, k.dtype) for k in kept)]
 
 
-def _keeping_by_scan(*flat: Array, layer: Layer) -> Flat:
-    """Keeps nothing: ``_backward_by_scan`` reads nothing."""
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat]
-    kept = jax.eval_shape(partial(_run_keeping, layer=layer), *shapes)[len(layer.results) :]
-    return [*layer_by_scan(*flat, layer=layer), *(jnp.zeros(k.shape, k.dtype) for k in kept)]
+def _along(
+    function: Callable[..., Flat], flat: Sequence[Array], moved: Sequence[int], tangents: Flat
+) -> Flat:
+    """The derivative of a function in the direction of the tangents of some of its arguments."""
+
+    def of_moved(*some: Array) -> Flat:
+        given = list(flat)
+        for i, one in zip(moved, some, strict=True):
+            given[i] = one
+        return function(*given)
+
+    _, along = jax.jvp(of_moved, tuple(flat[i] for i in moved), tuple(tangents))
+    return along
 
 
 def _backward_by_scan(*flat: Array, layer: Layer, wanted: Names, arriving: Names) -> Flat:
@@ -219,21 +221,16 @@ def _backward_by_scan(*flat: Array, layer: Layer, wanted: Names, arriving: Names
 
 def _linear_by_scan(*flat: Array, layer: Layer, moved: Names) -> Flat:
     """Takes the arrays of the call, the tangents of those that move, and what was kept."""
-    count = len(layer.arrays)
-    arrays, tangents = layer.named(flat[:count]), flat[count : count + len(moved)]
-
-    def of_moved(*some: Array) -> Flat:
-        changed = arrays | dict(zip(moved, some, strict=True))
-        return jax.tree.leaves(_composite(layer, changed))
-
-    _, derivative = jax.jvp(of_moved, tuple(arrays[name] for name in moved), tangents)
-    return derivative
+    count, places = len(layer.arrays), [layer.arrays.index(name) for name in moved]
+    tangents = list(flat[count : count + len(moved)])
+    return _along(partial(layer_by_scan, layer=layer), flat[:count], places, tangents)
 
 
 # ---- the primitives ------------------------------------------------------------------------------
 def _cut(
-    flat: Sequence[Array], made: Flat, layer: Layer, wanted: Names = (), arriving: Names = ()
-) -> sharding.Cut:
+    flat: Sequence[Array], made: Flat, layer: Layer, wanted: Names = (), arriving: Names = (),
+    keep: bool = False,
+) -> sharding.Cut:  # fmt: skip
     """Describes how a layer, its step or its backward pass may be cut for several devices."""
     arrays = layer.named(flat[: len(layer.arrays)])
     axes = [batching.row_axis(name, array) for name, array in arrays.items()]
@@ -300,7 +297,6 @@ def primitive_of(
 
 
 _layer = primitive_of("layer", _run_layer, layer_by_scan)
-_keeping = primitive_of("keeping", _run_keeping, _keeping_by_scan)
 _backward = primitive_of("backward", _run_backward, _backward_by_scan)
 _linear = primitive_of("linear", _linear_by_scan, _linear_by_scan)
 
@@ -313,30 +309,16 @@ def moved_of(tangents: Sequence[Any]) -> list[int]:
     ]
 
 
-def _of_results(
-    flat: Sequence[Array], tangents: Sequence[Any], layer: Layer
-) -> tuple[Flat, Flat, Any]:
-    """Results of a layer, what it keeps, and the tangents of the results."""
-    moved = moved_of(tangents)
-    made, count = _keeping.bind(*flat, layer=layer), len(layer.results)
-    names = tuple(layer.arrays[i] for i in moved)
-    directions = [tangents[i] for i in moved]
-    kept = made[count:]
-    along = _linear.bind(*flat, *directions, *kept, layer=layer, moved=names)
-    return made[:count], kept, along
-
-
-def _layer_derivative(flat: Any, tangents: Any, *, layer: Layer) -> tuple[Flat, Any]:
-    results, _, along = _of_results(flat, tangents, layer)
-    return results, along
-
-
-def _keeping_derivative(flat: Any, tangents: Any, *, layer: Layer) -> tuple[Flat, Any]:
+def _layer_derivative(flat: Any, tangents: Any, *, layer: Layer, keep: bool) -> tuple[Flat, Any]:
     """Differentiates the results alone: ``backward`` says how gradients depend on the arrays, so
     what is kept has no derivative.
     """
-    results, kept, along = _of_results(flat, tangents, layer)
-    return [*results, *kept], [*along, *map(jnp.zeros_like, kept)]
+    moved = moved_of(tangents)
+    made, count = _layer.bind(*flat, layer=layer, keep=True), len(layer.results)
+    names = tuple(layer.arrays[i] for i in moved)
+    directions, kept = [tangents[i] for i in moved], made[count:]
+    along = _linear.bind(*flat, *directions, *kept, layer=layer, moved=names)
+    return (made, [*along, *map(jnp.zeros_like, kept)]) if keep else (made[:count], along)
 
 
 def derivative_by_scan(primitive: Primitive, scan: Callable[..., Flat]) -> Callable[..., Any]:
@@ -344,23 +326,13 @@ def derivative_by_scan(primitive: Primitive, scan: Callable[..., Flat]) -> Calla
 
     def derivative(flat: Any, tangents: Any, **static: Any) -> tuple[Flat, Flat]:
         moved = moved_of(tangents)
-
-        def of_moved(*some: Array) -> Flat:
-            given = list(flat)
-            for i, one in zip(moved, some, strict=True):
-                given[i] = one
-            return scan(*given, **static)
-
-        _, along = jax.jvp(
-            of_moved, tuple(flat[i] for i in moved), tuple(tangents[i] for i in moved)
-        )
+        along = _along(partial(scan, **static), flat, moved, [tangents[i] for i in moved])
         return primitive.bind(*flat, **static), along
 
     return derivative
 
 
 ad.primitive_jvps[_layer] = _layer_derivative
-ad.primitive_jvps[_keeping] = _keeping_derivative
 ad.primitive_jvps[_backward] = derivative_by_scan(_backward, _backward_by_scan)
 ad.primitive_jvps[_linear] = derivative_by_scan(_linear, _linear_by_scan)
 
@@ -423,7 +395,6 @@ def rule_of_vmap(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
 
 
 interpreter.primitive_batchers[_layer] = rule_of_vmap(_layer, False)
-interpreter.primitive_batchers[_keeping] = rule_of_vmap(_keeping, False)
 interpreter.primitive_batchers[_backward] = rule_of_vmap(_backward, True)
 
 

@@ -1,29 +1,26 @@
-"""A layer in the backend's own operations: Keras's loop around one step of the reference engine.
+"""A layer in the backend's own operations: one step of the reference engine in a loop.
 
 It is slow, and can do what the backend can: XLA, export, any device, any order of derivative. The
-loop is ``tf.while_loop`` on TensorFlow, ``lax.scan`` on JAX, and a Python loop on torch.
+loop is ``tf.while_loop`` in graphs of TensorFlow, and Python's elsewhere; but on JAX,
+``jax/composite.py`` runs whole sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
-from keras import ops
-from keras.src import backend  # the loop of keras.layers.RNN has no public name
+from keras import backend, ops
 
 from anycell.engines.reference import Recurrence
 from anycell.keras.call import INTEGERS, KERNELS, Arrays, Result, Tensor, dequantized
-from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr
+from anycell.layer import steps
 from anycell.layer.rounding import quantized
-from anycell.layer.steps import unmasked
-from anycell.plan import DTYPES, Layer, Options
-from anycell.plan.step import evaluate, frame
-
-FRAME_OPS = {"where": ops.where, "const": float}  # of ``plan.step``
+from anycell.layer.signature import OF_STATES
+from anycell.plan import DTYPES, Layer
 
 
 def composite(layer: Layer, arrays: Arrays) -> Result:
@@ -32,10 +29,6 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
     """
     if quantized(arrays):
         arrays = dequantized(arrays)
-    arrays = dict(arrays)
-    for keras_name, our_name in KERNELS.items():
-        if our_name in arrays:
-            arrays[keras_name] = ops.transpose(arrays.pop(our_name))
     narrow = backend.standardize_dtype(arrays["x"].dtype)
     if DTYPES.get(narrow, DTYPES["float32"]).mixed:
         wide = DTYPES[narrow].math.name
@@ -44,165 +37,88 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
         return keras.tree.map_structure(
             lambda result: None if result is None else ops.cast(result, narrow), results
         )
-    cell, get, (reverse,) = layer.cell, arrays.get, layer.options.reverse
-    mask, resets, kernel, bias = map(get, ("mask", "resets", "kernel", "bias_ih"))
-    initial = [arrays[f"state {name}"] for name in cell.state_names]
-    x, projects = unmasked(arrays), keras.backend.backend() == "jax"
-    entering = x if projects else project(x, kernel, bias)
-    flags = [ops.expand_dims(ops.cast(f, x.dtype), -1) for f in (mask, resets) if f is not None]
-    if resets is not None and reverse:
-        # A step is reset by the flag of the step that ran last, which is a state here.
-        initial.append(ops.zeros_like(flags[-1][0]))
-    per_step, per_sequence = _draw(layer, arrays, x)
-    step = _LoopStep(
-        _step_of(layer, arrays, entering[:1], initial[: len(cell.states)]),
-        layer,
-        entering.shape[-1],
-        (kernel, bias) if projects else (None, None),
-        mask is not None,
-        resets is not None,
-        per_sequence,
+    below = {n: a[None] if n.startswith(OF_STATES) else a for n, a in arrays.items()}
+    for keras_name, our_name in KERNELS.items():
+        if keras_name in below:
+            below[our_name] = ops.transpose(below.pop(keras_name))
+    options = layer.options._replace(seed=below.pop("seed", None))
+    runs = steps.directions(layer._replace(options=options), below, _linear, _Run)
+    in_graph = backend.backend() == "tensorflow" and not hasattr(arrays["x"], "numpy")
+    count = arrays["x"].shape[0]
+    loops = in_graph and (count is None or (count > 1 and not layer.unroll))
+    outputs, final, others = steps.run(layer, runs, _scan if loops else Recurrence.sequences)
+    return outputs if layer.outputs else None, (*(state[0] for state in final), *others)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias``."""
+    product = ops.matmul(x, ops.transpose(weight))
+    return product if bias is None else product + bias
+
+
+def _scan(run: Recurrence, names: Sequence[str]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The sequences of these states, and the final states, by a loop of TensorFlow's."""
+    import tensorflow as tf
+
+    step, first, sequences = steps.one_step(run, names)
+    (reverse,), every = run.layer.options.reverse, run.cell.state_names
+    count = tf.shape(run.gates_x)[0]
+    given = {name: tf.TensorArray(s.dtype, count).unstack(s) for name, s in sequences.items()}
+    like = [first[every.index(name)] for name in names]
+    made = [tf.TensorArray(s.dtype, count, element_shape=s.shape) for s in like]
+
+    def body(k: Tensor, entering: Any, made: Any) -> tuple[Any, ...]:
+        t = count - 1 - k if reverse else k
+        leaving, values = step(entering, {name: array.read(t) for name, array in given.items()}, t)
+        return k + 1, leaving, [a.write(t, value) for a, value in zip(made, values, strict=True)]
+
+    _, last, made = tf.while_loop(
+        lambda k, *_: k < count, body, (0, first, made), maximum_iterations=count
     )
-    parts = [entering, *flags, *per_step]
-    sequence = parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1)
-    if x.shape[0] == 1:  # no loop
-        output, final = step(sequence[0], initial)
-        return _ends(layer, ops.expand_dims(output, 0), final)
-    # Batch first: with time-major input, Keras 3 mistakes the batch for the number of steps.
-    _, outputs, final = backend.rnn(
-        step,
-        ops.swapaxes(sequence, 0, 1),
-        list(initial),
-        go_backwards=reverse,
-        unroll=layer.unroll,
-        return_all_outputs=layer.outputs or bool(layer.sequences),
-    )
-    outputs = ops.swapaxes(outputs, 0, 1)
-    return _ends(layer, ops.flip(outputs, axis=0) if reverse else outputs, final)
+    return [array.stack() for array in made], last[: len(every)]
 
 
-def _draw(layer: Layer, arrays: Arrays, x: Tensor) -> tuple[list[Tensor], dict[int, Tensor]]:
-    """Draws the numbers of the random masks of each step, and by index those of the sequence."""
-    per_step, per_sequence = list[Tensor](), dict[int, Tensor]()
-    if not layer.options.training:
-        return per_step, per_sequence
-    (steps, rows), cell = ops.shape(x)[:2], layer.cell
-    for k, node in enumerate(cell.keeps):
-        index, per = node.attrs
-        seed = _Seed(arrays["seed"], k, len(cell.keeps))
-        shape = (rows, layer.size(cell.sizes[node]))
-        if per == "step":
-            per_step.append(keras.random.uniform((steps, *shape), dtype=x.dtype, seed=seed))
-        else:
-            per_sequence[index] = keras.random.uniform(shape, dtype=x.dtype, seed=seed)
-    return per_step, per_sequence
+def _uniform(seed: Tensor, stream: int, index: int, step: Any, rows: Any, units: int) -> Tensor:
+    """The random numbers of a mask, see ``Recurrence``: others than the kernels draw."""
+    return keras.random.uniform((rows, units), dtype="float32", seed=_Seed(seed, index, step))
 
 
-def _step_of(layer: Layer, arrays: Arrays, gates: Tensor, states: Sequence[Tensor]) -> _Step:
-    """The step of the reference engine, which each step of the loop gives its gates and states."""
-    cell, get = layer.cell, arrays.get
-    weights = {n: get(n) for l in cell.linears for n in (l.weight, l.bias_name)}
-    turned = {l.name: w for l in cell.linears if (w := get(l.weight)) is not None and l.heads == 1}
-    kernels = {name: ops.swapaxes(w, -1, -2) for name, w in turned.items()}
-    if "recurrent_kernel" in arrays:
-        weights["weight_hh"] = ops.transpose(arrays["recurrent_kernel"])
-        if "recurrent_mask" not in arrays:  # with one, gates may have operands of their own
-            kernels[RECURRENT] = arrays["recurrent_kernel"]
-    return _Step(
-        layer._replace(options=Options(training=layer.options.training and bool(cell.keeps))),
-        gates,
-        weights,
-        list(states),
-        {name: arrays[name] for name in cell.param_names},
-        static=get("static"),
-        reset_state=[get(f"reset_state {name}") for name in cell.state_names],
-        recurrent_mask=get("recurrent_mask"),
-        kernels=kernels,
-    )
+class _Seed(keras.random.SeedGenerator):
+    """The seed of one mask at one step: Keras takes a generator, but no tensor.
 
-
-@dataclass(frozen=True, eq=False)
-class _LoopStep:
-    """A step as Keras's loop calls it, which takes one sequence. So all that a step reads besides
-    the states is concatenated there: x, the flags of the mask and of resets, random numbers.
-
-    Attributes:
-        width: of x in the sequence.
-        projection: a kernel and a bias, if the step projects x itself.
-        masked, resets: whether there are such flags.
-        drawn: the random numbers of the sequence, by index.
+    Args:
+        drawn: the seed of the call, two numbers of which the second counts calls.
     """
 
-    step: _Step
-    layer: Layer
-    width: int
-    projection: tuple[Tensor | None, Tensor | None]
-    masked: bool
-    resets: bool
-    drawn: Mapping[int, Tensor]
+    def __init__(self, drawn: Tensor, index: int, step: Any) -> None:
+        apart = index * 0x01000193, step * 0x10DCD
+        self.drawn = drawn + ops.stack([ops.cast(part, drawn.dtype) for part in apart])
 
-    def __call__(self, t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
-        layer, cell, (reverse,) = self.layer, self.layer.cell, self.layer.options.reverse
-        at, resets, uniform, count = self.width, None, dict(self.drawn), len(cell.states)
-        present, last = None, list(states[count:])
-        if self.masked:  # Keras's loop would begin the outputs with zeros, not with the state
-            present, at = t[:, at : at + 1] > 0.5, at + 1
-        if self.resets:
-            flag, at = t[:, at : at + 1], at + 1
-            resets = ops.transpose((last[0] if reverse else flag) > 0.5)
-            last = [flag] * reverse
-        for node in cell.keeps if layer.options.training else ():
-            if node.attrs[1] == "step":
-                size = layer.size(cell.sizes[node])
-                uniform[node.attrs[0]] = t[:, at : at + size]
-                at += size
-        gates = ops.expand_dims(project(t[:, : self.width], *self.projection), 0)
-        step = replace(
-            self.step, gates_x=gates, state=states[:count], resets=resets,
-            uniform=lambda seed, stream, index, *_: ops.cast(uniform[index], "float32"),
-        )  # fmt: skip
-        _, final = step.forward()
-        around = frame(self.masked, False, layer.options.apart(True))
-
-        def framed(name: str, **leaves: Tensor) -> Tensor:
-            return evaluate(around[name], {"valid": present, **leaves}, FRAME_OPS)
-
-        pairs = zip([*final, *last], states, strict=True)
-        new = [framed("after", new=value, entered=held) for value, held in pairs]
-        after = [cell.state_names.index(name) for name in (cell.state_names[0], *layer.sequences)]
-        outputs = [framed("output", after=new[k]) for k in after]
-        return outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=-1), new
-
-
-def _ends(layer: Layer, outputs: Tensor, final: Sequence[Tensor]) -> Result:
-    """The results of a run whose steps return their states, the wanted ones side by side."""
-    sizes, parts, at = {s.name: layer.size(s.size) for s in layer.cell.states}, [], 0
-    for name in (layer.cell.state_names[0], *layer.sequences):
-        parts.append(outputs[..., at : at + sizes[name]] if layer.sequences else outputs)
-        at += sizes[name]
-    first, *others = parts
-    return first if layer.outputs else None, (*final[: len(sizes)], *others)
-
-
-def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
-    """``x @ kernel + bias``; without a kernel ``x`` is projected already."""
-    gates = x if kernel is None else ops.matmul(x, kernel)
-    return gates if bias is None else gates + bias
+    def next(self, ordered: bool = True) -> Tensor:
+        return self.drawn
 
 
 @dataclass
-class _Step(Recurrence):
-    """One step, for any number of rows, even if only the running graph knows the number.
+class _Run(Recurrence):
+    """A run for any number of rows, even if only the running graph knows the number.
 
     Attributes:
         kernels: of the matmuls that can be done for all outputs at once.
     """
 
-    kernels: Mapping[str, Tensor] = field(default_factory=dict)
+    kernels: Mapping[str, Tensor] | None = None
+    uniform: Callable[..., Tensor] = _uniform
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.rows = ops.shape(self.gates_x)[1]
+        if self.kernels is None:  # with a mask, gates may have operands of their own
+            masked = self.recurrent_mask is not None
+            self.kernels = {
+                l.name: ops.swapaxes(self.weights[l.weight], -1, -2)
+                for l in self.cell.linears
+                if l.heads == 1 and not (masked and l.recurrent)
+            }
 
     def _rows(self, value: Tensor, size: str) -> Tensor:
         """Adds zeros where the oracle broadcasts to a shape: XLA has no gradient of a broadcast to
@@ -221,18 +137,6 @@ class _Step(Recurrence):
         linear, product = self._matmul(name), Expr("linear", node.args, (name,))
         if product not in values:
             operand, bias = values[linear.operand], self.weights.get(linear.bias_name)
-            operand = self._rows(operand, linear.in_size)
-            values[product] = project(operand, self.kernels[name], bias)
+            operand = ops.matmul(self._rows(operand, linear.in_size), self.kernels[name])
+            values[product] = operand if bias is None else operand + bias
         return values[product][:, self._span(linear, output)]
-
-
-class _Seed(keras.random.SeedGenerator):
-    """The seed of the k-th of ``count`` random masks: Keras takes a generator, but no tensor."""
-
-    def __init__(self, drawn: Tensor, k: int, count: int) -> None:
-        # A generator counts its draws in the second number. Here each mask gets a count of its own.
-        scale, shift = (ops.convert_to_tensor(pair, drawn.dtype) for pair in ([1, count], [0, k]))
-        self.drawn = drawn * scale + shift
-
-    def next(self, ordered: bool = True) -> Tensor:
-        return self.drawn

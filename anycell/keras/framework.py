@@ -25,6 +25,7 @@ NAMESPACE = KNOWN["tensorflow"] = Namespace(
     stop_gradient=tf.stop_gradient,
     round=tf.round,
     numbers=lambda array: array.numpy().astype(np.float64),
+    steps=tf.unstack,
 )
 LINE = 64  # bytes: TensorFlow copies memory unless it begins at a multiple of this
 

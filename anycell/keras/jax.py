@@ -1,4 +1,4 @@
-"""A layer on Keras's JAX backend: the kernels of ``anycell.jax``, or its steps by ``lax.scan``."""
+"""A layer on Keras's JAX backend: the primitives of ``anycell.jax``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from anycell.jax import fused
 from anycell.jax.primitive import on_card, planned
 from anycell.jax.scanning import Traced
 from anycell.keras.call import Arrays, Result, Tensor, dequantized, lowered
-from anycell.keras.composite import composite
 from anycell.keras.reading import MOST, CellStep, LoopCall, over_time
 from anycell.keras.rule import asked
 from anycell.layer.rounding import quantized
@@ -51,7 +50,9 @@ def unfit(layer: Layer) -> str | None:
 
 
 def run(layer: Layer, arrays: Arrays) -> Result:
-    """Runs a layer on the fused kernels; outside of ``jax.jit``, compiled once for each shape."""
+    """Runs a layer on the fused kernels, or step by step if this is the layer's engine; outside of
+    ``jax.jit``, compiled once for each shape.
+    """
     options = layer.options if layer.outputs else layer.options.unread()
     return _run(
         layer._replace(options=options._replace(threads=cpu.threads.current())), dict(arrays)
@@ -65,7 +66,7 @@ def _run(layer: Layer, arrays: Arrays) -> Result:
     layer, below = lowered(layer, plain)
     if drawn is not None:
         below["seed"] = _words(drawn)
-    outputs, final, _ = fused.run(planned(layer, below["x"].dtype), below)
+    outputs, final, _ = fused.run(planned(layer, below["x"].dtype, layer.engine), below)
     return outputs if layer.outputs else None, tuple(state[0] for state in final)
 
 
@@ -155,16 +156,3 @@ def _body(step: CellStep, others: Sequence[Tensor], zero: bool) -> Any:
 
     body.__name__ = step.__name__
     return body
-
-
-def scan(layer: Layer, arrays: Arrays) -> Result:
-    """Runs a layer as one ``lax.scan``, compiled once for a call and its shapes.
-
-    Without this, a scan outside of ``jax.jit`` would be compiled again each time.
-    """
-    return _scan(layer, dict(arrays))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _scan(layer: Layer, arrays: Arrays) -> Result:
-    return composite(layer, arrays)

@@ -226,8 +226,8 @@ class Fused(Steps, Keywords, Explained):
         check(layer, arrays)
         name, run = keras.backend.backend(), composite
         if engine in OURS or name == "jax":
-            module = import_module(f"anycell.keras.{name}")
-            run = module.run if engine in OURS else module.scan
+            run = import_module(f"anycell.keras.{name}").run
+            layer = layer if engine in OURS else layer._replace(engine="reference")
         outputs, final = run(layer, arrays)
         return self._as_keras(layer, outputs, final, mask)
 

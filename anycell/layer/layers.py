@@ -10,12 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from anycell.layer.checks import (
-    describe,
-    dtype_of,
-    refuse,
-    remedy,
-)
+from anycell.layer.checks import describe, dtype_of, refuse, remedy
 from anycell.layer.framework import Framework
 from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import OF_STATES, Shape, state_names

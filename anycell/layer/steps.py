@@ -88,7 +88,10 @@ def unmasked(arrays: Mapping[str, Array]) -> Array:
 
 
 def directions(
-    layer: Layer, arrays: Mapping[str, Array], linear: Callable[..., Array] = linear
+    layer: Layer,
+    arrays: Mapping[str, Array],
+    linear: Callable[..., Array] = linear,
+    kind: type[Recurrence] = Recurrence,
 ) -> list[Recurrence]:
     """A run of the reference engine for each direction of a layer.
 
@@ -96,6 +99,7 @@ def directions(
         arrays: by the names of ``signature``; None stands for an array that is not given. Without
             ``weight_ih``, x is projected already. mask and resets are booleans.
         linear: computes ``x @ weight.T + bias`` from ``(x, weight, bias)``; the bias may be None.
+        kind: the class of the runs.
     """
     cell, get, x, runs = layer.cell, arrays.get, unmasked(arrays), []
 
@@ -106,7 +110,7 @@ def directions(
     for d, end in enumerate(ENDS[: len(layer.options.reverse)]):
         weight, bias = get(f"weight_ih{end}"), get(f"bias_ih{end}")
         gates = x if weight is None else linear(x, weight, bias)
-        run = Recurrence(
+        run = kind(
             layer,
             gates + bias if weight is None and bias is not None else gates,
             {n: get(n + end) for l in cell.linears for n in (l.weight, l.bias_name)},

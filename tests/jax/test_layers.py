@@ -281,9 +281,9 @@ def test_other_platforms_run_the_scan(x: Any) -> None:
     text = both.lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.while" in text and "custom_call @anycell" not in text
     of, flat = layer_of(layer, params, x), [*params.values(), x]
-    right = fused._layer.bind(*flat, layer=of)
-    made = fused._keeping_by_scan(*flat, layer=of)
-    kept = fused._keeping.bind(*flat, layer=of)
+    right = fused._layer.bind(*flat, layer=of, keep=False)
+    made = fused.layer_by_scan(*flat, layer=of, keep=True)
+    kept = fused._layer.bind(*flat, layer=of, keep=True)
     assert [a.shape for a in made] == [a.shape for a in kept]
     for one, other in zip(made, right, strict=False):
         assert_close(np.asarray(one), np.asarray(other), "float32", "forward")
