@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -162,21 +159,6 @@ def engine_of(plan: Plan | str, otherwise: str = "reference") -> Engine:
     if isinstance(plan, str):
         return Engine(otherwise, plan)
     return Engine(plan.engine, "; ".join([plan.reason, *map(str, refusals.of_plan(plan))]))
-
-
-def plain(tensors: Iterable[Any], dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> bool:
-    """Whether all are contiguous, on the CPU, and of that dtype and shape, aligned or not."""
-    for t, shape in zip(tensors, shapes):  # noqa: B905  (runs at every step)
-        if (
-            type(t) not in ORDINARY
-            or t.shape != shape
-            or t.dtype is not dtype
-            or not t.is_contiguous()
-            or not t.is_cpu
-            or t.is_neg()
-        ):
-            return False
-    return True
 
 
 def autocast_dtype(weight: Tensor) -> torch.dtype:

@@ -56,36 +56,33 @@ def plan_of(cell: Cell, sizes: Sizes, dtype: torch.dtype, engine: str) -> Plan |
     return plan(cell, known["H"], name, engine, known)
 
 
-def run(layer: Layer, plan: Plan, arrays: Arrays) -> Result:
-    """Runs a layer on the fused engine; returns the same results as ``composite``."""
+Forward = Callable[[Layer, Plan, Arrays, bool], tuple[Tensor, States, Kept | None]]
+
+
+def run(layer: Layer, plan: Plan, arrays: Arrays, forward_pass: Forward | None = None) -> Result:
+    """Runs a layer on the fused engine; returns the same results as ``composite``.
+
+    Args:
+        forward_pass: does what ``run_forward`` does, its default.
+    """
+    forward_pass = forward_pass or run_forward
     if layer.sequences:  # the kernel keeps them, as it does for the backward pass
         plan = keeping(plan, layer.sequences)
         layer = layer._replace(options=layer.options._replace(checkpoint=None))
     if torch.is_grad_enabled():
         for tensor in arrays.values():
             if tensor.requires_grad:
-                output, *rest = Fused.apply(layer, plan, tuple(arrays), *arrays.values())
+                given = layer, plan, forward_pass, tuple(arrays)
+                output, *rest = Fused.apply(*given, *arrays.values())
                 states = len(plan.cell.states)
                 return output, tuple(rest[:states]), tuple(rest[states:])
-    output, final, kept = run_forward(layer, plan, arrays, keep=bool(layer.sequences))
-    return output, final, () if kept is None else series(layer, arrays, kept)
+    output, final, kept = forward_pass(layer, plan, arrays, bool(layer.sequences))
+    return output, final, () if kept is None else _series(layer, arrays, kept)
 
 
-def series(layer: Layer, arrays: Arrays, kept: Kept) -> States:
+def _series(layer: Layer, arrays: Arrays, kept: Kept) -> States:
     """``layer.sequences``, from what the forward pass has kept."""
     return tuple([whole.detach() for whole in sequences(layer, arrays, kept)])
-
-
-def save(
-    ctx: Any, layer: Layer, plan: Plan, names: tuple[str, ...], tensors: Sequence[Tensor],
-    kept: Kept,
-) -> None:  # fmt: skip
-    """Saves what the backward pass of ``Fused`` reads."""
-    # Saved by autograd, they are guarded against edits, and pass through the user's hooks.
-    ctx.save_for_backward(*tensors, *kept.flat())
-    ctx.set_materialize_grads(False)
-    ctx.layer, ctx.plan, ctx.names = layer, plan, names
-    ctx.states = [array is not None for array in kept.states[0]]
 
 
 class Fused(torch.autograd.Function):
@@ -93,19 +90,24 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, plan: Plan, names: tuple[str, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, layer: Layer, plan: Plan, forward_pass: Forward, names: tuple[str, ...],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         arrays = dict(zip(names, tensors, strict=True))
-        output, final, kept = run_forward(layer, plan, arrays, keep=True)
+        output, final, kept = forward_pass(layer, plan, arrays, True)
         assert kept is not None
-        save(ctx, layer, plan, names, tensors, kept)
-        return output, *final, *(series(layer, arrays, kept) if layer.sequences else ())
+        # Saved by autograd, they are guarded against edits, and pass through the user's hooks.
+        ctx.save_for_backward(*tensors, *kept.flat())
+        ctx.set_materialize_grads(False)
+        ctx.layer, ctx.plan, ctx.names = layer, plan, names
+        ctx.states = [array is not None for array in kept.states[0]]
+        return output, *final, *(_series(layer, arrays, kept) if layer.sequences else ())
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
-        layer, names, needs = ctx.layer, ctx.names, ctx.needs_input_grad[3:]
+        layer, names, needs = ctx.layer, ctx.names, ctx.needs_input_grad[4:]
         if all(gradient is None for gradient in arriving):
-            return None, None, None, *[None for _ in needs]
+            return None, None, None, None, *[None for _ in needs]
         # Read once: hooks on saved tensors, such as activation checkpoints', run at each read.
         tensors = ctx.saved_tensors
         arrays = dict(zip(names, tensors, strict=False))
@@ -123,7 +125,8 @@ class Fused(torch.autograd.Function):
             kept = Kept.of(tensors[len(names) :], ctx.states, len(layer.options.reverse))
             given = layer, ctx.plan, arrays, kept, arriving[:ends], wanted, inside
             gradients = enter(layer.cell, "backward", run_backward, *given)
-        return None, None, None, *[gradients.get(n) if n in wanted else None for n in names]
+        found = [gradients.get(n) if n in wanted else None for n in names]
+        return None, None, None, None, *found
 
 
 def run_forward(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from anycell.layer.restarts import restarts
-from anycell.layer.sequences import besides_output
+from anycell.layer.sequences import besides_output, by_name
 from anycell.layer.signature import state_names
 from anycell.plan import Engine, Layer, Options
 from anycell.plan.layer import register
@@ -27,7 +26,7 @@ from anycell.torch.stepwise import Steps, stepwise, unmasked, wide
 from anycell.torch.tape import Tape
 
 _MOST = 64  # tapes that a plan keeps
-States = tuple[dict[str, Tensor], dict[str, Tensor]]  # of all steps, and the last, by name
+States = tuple[dict[str, Tensor], dict[str, Tensor]]  # the last, and those of all steps, by name
 
 
 class ReadStep:
@@ -40,6 +39,9 @@ class ReadStep:
         merged: see ``Run``.
 
     Attributes:
+        seen: the places in ``moving`` of the states that outputs are computed from; ``names``, of
+            the cell's states that these consist of.
+        parts: the outputs that are a part of such a state, and ``later``, others that are none.
         rows: by size of a batch, why the step itself runs; None if it is as recorded.
     """
 
@@ -49,33 +51,30 @@ class ReadStep:
         self.recording, self.reading, self.merged = recording, reader.reading, merged
         self.output_tree, self.state_tree, self.others = trees
         self.moving = recording.moving
-        before, ends = ([s[k] for k in self.moving] for s in (recording.states, recording.after))
-        results = {var: place for place, var in enumerate(ends)}
-        known = {*results, *before}
+        before, after = ([s[k] for k in self.moving] for s in (recording.states, recording.after))
+        known = {*before, *after}
         # Outputs that are no part of a state are computed after the loop, from all states.
         others = [v for v in recording.outputs if v.kind == "S" and v not in known]
         # States that are only detached get no gradient, not one of zeros.
         tied = {v for e in recording.equations if e.op is not A.detach for v in e.operands}
         tied |= {*recording.outputs, *recording.after}
         self.loose = {k for k, v in zip(self.moving, before, strict=True) if v not in tied}
-        self.parts = {v: part for v in others if (part := _part(reader, v, ends))}
+        self.parts = {v: part for v in others if (part := _part(reader, v, after))}
         self.later = list(dict.fromkeys(v for v in others if v not in self.parts))
         used = recording.sources(self.later, known) | {*recording.outputs}
-        self.after = {var: place for var, place in results.items() if var in used}
-        self.before = {var: place for place, var in enumerate(before) if var in used}
-        wanted = {*self.after.values(), *self.before.values()}
-        wanted |= {place for place, _ in self.parts.values()}
-        names = [self.reading.names_of(place) for place in sorted(wanted)]
-        self.names = tuple(dict.fromkeys(chain.from_iterable(names)))
-        self.state_names = self.reading.cell.state_names
-        self.others_seen = besides_output(self.names, self.reading.cell)
+        pairs = enumerate(zip(before, after, strict=True))
+        self.seen = {place for place, ends in pairs if not used.isdisjoint(ends)}
+        self.seen |= {place for place, _ in self.parts.values()}
+        cell = self.reading.cell
+        self.names = tuple(n for place in sorted(self.seen) for n in self.reading.names_of(place))
+        self.others_seen = besides_output(self.names, cell)
         # Whether the kernel itself can write the zeros of outputs under a mask.
-        direct = not self.later and not self.before and self.reading.flags is None
-        self.direct = direct and {*recording.outputs} <= {*self.after, *self.parts}
+        direct = not self.later and used.isdisjoint(before) and self.reading.flags is None
+        self.direct = direct and {*recording.outputs} <= {*after, *self.parts}
         self.rows: dict[int, str | None] = dict.fromkeys((1, 2, *ROWS))  # as tried, as recorded
         self.layers: dict[Any, Layer] = {}
         self.tapes: dict[Any, Tape | bool] = {}
-        register(self.reading.cell)
+        register(cell)
 
     def unfit(self, call: Steps) -> str | None:
         """Why the kernel cannot run a call of this step, if it cannot."""
@@ -135,11 +134,7 @@ class ReadStep:
     @staticmethod
     def _key(call: Steps, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Returns the facts that a tape depends on, and the tensors of a call."""
-        arrays = [*tensors, *call.xs, *call.state]
-        for flags in (call.mask, call.resets):
-            if flags is not None:
-                arrays.append(flags)
-        arrays += call.restored or ()
+        arrays = [*tensors, *call.tensors]
         return (
             tuple([(t.shape, t.stride()) for t in arrays]),
             call.mask is None, call.resets is None, call.restored is None, call.reverse,
@@ -154,15 +149,7 @@ class ReadStep:
         self, call: Steps, count: int, arrays: Sequence[Tensor], states: States
     ) -> Tape | bool:
         def enter(arrays: Sequence[Tensor]) -> tuple[Any, Any]:
-            left = iter(arrays)
-            tensors = [next(left) for _ in range(count)]
-            this = call._replace(
-                xs=[next(left) for _ in call.xs],
-                state=[next(left) for _ in call.state],
-                mask=None if call.mask is None else next(left),
-                resets=None if call.resets is None else next(left),
-                restored=None if call.restored is None else [next(left) for _ in call.restored],
-            )
+            tensors, this = arrays[:count], call.filled(arrays[count:])
             run = self.values(this, tensors)
             return self._enter(this, run), (this, run)
 
@@ -263,63 +250,53 @@ class ReadStep:
         self, output: Tensor, last: Sequence[Tensor], series: Sequence[Tensor] = ()
     ) -> States:
         """The results of a layer by name."""
-        states = dict(zip(self.others_seen, series, strict=True))
-        if self.state_names[0] in self.names:
-            states[self.state_names[0]] = output
-        return states, dict(zip(self.state_names, last, strict=True))
+        cell = self.reading.cell
+        ends = dict(zip(cell.state_names, last, strict=True))
+        return ends, by_name(self.names, cell, output, series)
 
     def _leave(self, call: Steps, run: Run, states: States) -> tuple[Any, Any]:
         """The user's output and last state."""
-        series, last = states
-        final = list(call.state)
-        for place, k in enumerate(self.moving):
-            final[k] = self.reading.joined(place, last)
-        for place, k in enumerate(self.recording.ahead):
-            final[k] = run.last[place]
-        outputs = self._outputs(call, run, series)
+        step = self.recording
+        last, known = step.unpacked(self.reading, call.state, *states, self.seen, call.reverse)
+        for place, k in enumerate(step.ahead):
+            last[k] = run.last[place]
+        if call.resets is not None:
+            self._restart(call, known)
+        for var, (place, start) in self.parts.items():
+            whole = known[step.after[self.moving[place]]]
+            lead, shape = whole.shape[: 1 + call.batched], var.shape[call.batched :]
+            flat = whole.reshape(*lead, -1).narrow(-1, start, math.prod(shape))
+            known[var] = flat.reshape(*lead, *shape)
+        run.series |= known
+        if self.later:
+            run.compute(self.later)
+        outputs: list[Any] = [self._output(call, run, var) for var in step.outputs]
         for place, value in self.others:
             outputs.insert(place, value)
         return (
             pytree.tree_unflatten(outputs, self.output_tree),
-            call.state_of(final, self.state_tree),
+            call.state_of(last, self.state_tree),
         )
 
-    def _outputs(self, call: Steps, run: Run, series: Mapping[str, Tensor]) -> list[Any]:
-        known, mask = run.series, None if self.direct else call.mask
-        places = {*self.after.values(), *[place for place, _ in self.parts.values()]}
-        whole = {place: self.reading.joined(place, series) for place in places}
-        for var, (place, start) in self.parts.items():
-            lead = whole[place].shape[: 1 + call.batched]
-            shape = var.shape[call.batched :]
-            flat = whole[place].reshape(*lead, -1).narrow(-1, start, math.prod(shape))
-            known[var] = flat.reshape(*lead, *shape)
-        for var, place in self.before.items():
-            after = whole[place] if place in whole else self.reading.joined(place, series)
-            known[var] = self._entering(call, after, self.moving[place])
-        known |= {var: whole[place] for var, place in self.after.items()}
-        if self.later:
-            run.compute(self.later)
-        outputs: list[Any] = []
-        for var in self.recording.outputs:
-            if var.kind == "F":
-                tensor = run.fixed(var)
-                tensor = tensor.expand(run.steps, *tensor.shape)
-            else:
-                tensor = run.moving(var)
-            if mask is not None:
-                tensor = torch.where(wide(mask, tensor, call), tensor, torch.zeros_like(tensor))
-            outputs.append(tensor)
-        return outputs
+    def _output(self, call: Steps, run: Run, var: Variable) -> Tensor:
+        if var.kind == "F":
+            tensor = run.fixed(var)
+            tensor = tensor.expand(run.steps, *tensor.shape)
+        else:
+            tensor = run.moving(var)
+        if call.mask is None or self.direct:
+            return tensor
+        return torch.where(wide(call.mask, tensor, call), tensor, torch.zeros_like(tensor))
 
-    def _entering(self, call: Steps, after: Tensor, k: int) -> Tensor:
-        """The states before each step, from those after each step, which masked steps hold."""
-        first = call.state[k].unsqueeze(0)
-        before = torch.cat([after[1:], first] if call.reverse else [first, after[:-1]])
-        if call.resets is None:
-            return before
+    def _restart(self, call: Steps, known: dict[Variable, Tensor]) -> None:
+        """Restores the states before those steps at which episodes start."""
+        assert call.resets is not None
         starts = restarts(call.resets, call.mask, call.reverse)
-        restored = torch.zeros_like(first[0]) if call.restored is None else call.restored[k]
-        return torch.where(wide(starts, before, call), restored, before)
+        for k in (self.moving[place] for place in self.seen):
+            before = known[self.recording.states[k]]
+            restored = call.restored[k] if call.restored else torch.zeros_like(call.state[k])
+            chosen = torch.where(wide(starts, before, call), restored, before)
+            known[self.recording.states[k]] = chosen
 
 
 def layered(arrays: Mapping[str, Tensor]) -> Arrays:

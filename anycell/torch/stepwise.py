@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anycell.layer.checks import describe, refuse
 from anycell.layer.restarts import restarts
+from anycell.read import leaves, mapped
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (x, state) -> (output, state)
 
@@ -56,6 +57,21 @@ class Steps(NamedTuple):
 
     def _swapped(self, leaves: Sequence[Any]) -> list[Any]:
         return [t.transpose(0, 1) if k in self.turned else t for k, t in enumerate(leaves)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of its tensors."""
+        return [*leaves(self._trees)]
+
+    def filled(self, tensors: Iterable[Tensor]) -> Steps:
+        """The call with other tensors."""
+        left = iter(tensors)
+        xs, state, mask, resets, restored = mapped(lambda _: next(left), self._trees)
+        return self._replace(xs=xs, state=state, mask=mask, resets=resets, restored=restored)
+
+    @property
+    def _trees(self) -> Any:
+        return self.xs, self.state, self.mask, self.resets, self.restored
 
     def signature(self, tensors: Sequence[Tensor]) -> Any:
         """Returns what a reading depends on."""

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from anycell.engines import cpu
+from anycell.layer import Kept
 from anycell.layer.forward import draft_stack
 from anycell.layer.heuristics import sparse
 from anycell.layer.layers import Layout
 from anycell.layer.signature import ENDS, FLAGS, OF_STATES, places, shapes, state_names
 from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
-from anycell.torch.composite import Arrays, Result
+from anycell.torch import fused
+from anycell.torch.composite import Arrays, Result, States
 from anycell.torch.framework import Torch
-from anycell.torch.fused import Fused, plan_on, save, series
+from anycell.torch.fused import plan_on
 from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
 from anycell.torch.passes import as_given, as_kept, as_read, form_of, narrowed
@@ -66,21 +68,25 @@ class Front(NamedTuple):
 
     def run(self, arrays: Arrays) -> Result | None:
         """The results of one layer, which keeps what it makes; None if no pass was like it."""
-        layer, tensors = self.layer, [*arrays.values()]
-        plan: Any = layer.plan
-        if torch.is_grad_enabled() and wanted(tensors):
-            try:
-                output, *rest = _FusedAgain.apply(layer, self, self.names, *tensors)
-            except _Unknown:
-                return None
-            states = len(plan.cell.states)
-            return output, tuple(rest[:states]), tuple(rest[states:])
-        assert self.keeping is not None
-        results = play(tensors, self.keeping.number, 0)
-        if not results:
+        plan: Any = self.layer.plan
+        try:
+            return fused.run(self.layer, plan, arrays, self._forward)
+        except _Unknown:
             return None
-        output, final, kept = as_kept(plan, arrays["x"].shape[0], results, layer.options)
-        return output, final, series(layer, arrays, kept)
+
+    def _forward(
+        self, layer: Layer, plan: Plan, arrays: Arrays, keep: bool
+    ) -> tuple[Tensor, States, Kept]:
+        """Does what ``run_forward`` does, as an earlier pass did it."""
+        assert self.keeping is not None
+        tensors = [*arrays.values()]
+        read = tensors if self.plain else self.read(tensors)
+        results = play(read, self.keeping.number, 0)
+        if not results:
+            raise _Unknown
+        apart = layer.options.apart("mask" in arrays)
+        output, final, kept = as_kept(plan, arrays["x"].shape[0], results, layer.options, apart)
+        return output, narrowed(plan, final), kept
 
 
 FRONTS: dict[tuple[Any, ...], Front] = {}
@@ -88,29 +94,6 @@ FRONTS: dict[tuple[Any, ...], Front] = {}
 
 class _Unknown(Exception):
     """No call was like this one."""
-
-
-class _FusedAgain(Fused):
-    """A layer and its gradient, as in an earlier call."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, layer: Layer, front: Front, names: tuple[str, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        assert front.keeping is not None
-        read = tensors if front.plain else front.read(tensors)
-        results = play(read, front.keeping.number, 0)
-        if not results:
-            raise _Unknown
-        apart = not front.plain and layer.options.apart("mask" in names)
-        steps = tensors[names.index("x")].shape[0]
-        output, final, kept = as_kept(layer.plan, steps, results, layer.options, apart)
-        if not front.plain:
-            final = narrowed(layer.plan, final)
-        save(ctx, layer, layer.plan, names, tensors, kept)
-        if not layer.sequences:
-            return output, *final
-        return output, *final, *series(layer, dict(zip(names, tensors, strict=True)), kept)
 
 
 def settings() -> tuple[Any, ...]:
@@ -180,13 +163,13 @@ def _trained(module: Any, front: Front, tensors: list[Tensor]) -> list[Tensor]:
     """The results of a call with gradients; none if there was none like it."""
     if front.keeping is None or tensors[0].dim() != 3:
         return []
-    x, *others = tensors
+    arrays = dict(zip(front.names, tensors, strict=True))
     if module.batch_first:
-        x = x.swapaxes(0, 1)
-    try:
-        output, *final = _FusedAgain.apply(front.layer, front, front.names, x, *others)
-    except _Unknown:
+        arrays["x"] = tensors[0].swapaxes(0, 1)
+    known = front.run(arrays)
+    if known is None:
         return []
+    output, final, _ = known
     return [output.swapaxes(0, 1) if module.batch_first else output, *final]
 
 
