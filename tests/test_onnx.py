@@ -5,6 +5,7 @@ import functools
 import importlib
 import pickle
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from onnx.reference import ReferenceEvaluator  # noqa: E402
 
 import anycell  # noqa: E402
 from anycell import cells  # noqa: E402
+from anycell.lang import ops  # noqa: E402
 from anycell.lang.ops import TABLE  # noqa: E402
 from anycell.onnx import export, load  # noqa: E402
 from anycell.onnx.cells import FUNCTIONS, Form, form_of  # noqa: E402
@@ -262,6 +264,7 @@ def test_weights_become_those_of_a_cell_of_ours() -> None:
 # -- models ----------------------------------------------------------------------------------------
 def feeds_of(layer: Any, inputs: str, steps: int, rows: int, seed: int) -> tuple[Arrays, Arrays]:
     """Arguments of a call of a layer, and the inputs of its model."""
+    readout, layer = getattr(layer, "readout", None), getattr(layer, "layer", layer)
     rng, first = np.random.default_rng(seed), bool(layer.batch_first)
     shape = (rows, steps) if first else (steps, rows)
 
@@ -270,6 +273,9 @@ def feeds_of(layer: Any, inputs: str, steps: int, rows: int, seed: int) -> tuple
 
     feeds: Arrays = {"x": real(*shape, layer.input_size)}
     call: Arrays = {}
+    if readout is not None:
+        call["forced"] = feeds["forced"] = rng.random(shape) < 0.5
+        feeds["x"][~call["forced"], : readout.output_size] = np.nan
     for name in inputs.split():
         if name == "lengths":
             call[name] = feeds[name] = rng.integers(0, steps + 1, rows)
@@ -287,11 +293,16 @@ def feeds_of(layer: Any, inputs: str, steps: int, rows: int, seed: int) -> tuple
     return call, feeds
 
 
-def check_export(layer: Any, inputs: str = "", **options: Any) -> Any:
+Sizes = Sequence[tuple[int, int]]
+
+
+def check_export(
+    layer: Any, inputs: str = "", sizes: Sizes = ((7, 2), (1, 3)), **options: Any
+) -> Any:
     """The model of a layer computes what the layer does, for several numbers of steps and rows."""
     model = export(layer, inputs=inputs, **options)
     onnx.checker.check_model(model, full_check=True)
-    for seed, (steps, rows) in enumerate([(7, 2), (1, 3)]):
+    for seed, (steps, rows) in enumerate(sizes):
         call, feeds = feeds_of(layer, inputs, steps, rows, seed)
         output, final = layer(feeds["x"], **call, **options)
         for result, right in zip(run(model, feeds), [output, *tuples(final)], strict=True):
@@ -386,6 +397,62 @@ def test_there_and_back_with_numbers() -> None:
     assert load(export(biasless), "numpy")["layer_0"][0].bias is False
 
 
+# -- a readout that is the next input --------------------------------------------------------------
+@anycell.cell(gates="i o", state="h m", params="p")
+def twice(x: Any, r: Any, s: Any, p: Any) -> Any:
+    """Two layers in one cell, the second of which is the first state."""
+    m = 0.5 * s.m + ops.tanh(x.i + p.p * s.m + r.i)
+    return ops.tanh(anycell.linear(ops.relu(m), "second") + x.o + r.o), m
+
+
+def fed(cell: Any, width: int = 2, bias: bool = True, **options: Any) -> Any:
+    layer = numpy_layer(cell, **options)
+    size = layer.sizes[layer.cell.states[0].size]
+    readout = anycell.numpy.Dense(size, width, bias=bias, seed=2, dtype=layer.dtype)
+    return anycell.numpy.Feedback(layer, readout)
+
+
+def check_feedback(feedback: Any, inputs: str = "") -> None:
+    model = check_export(feedback, inputs, [(7, 2), (1, 3), (40, 1)])
+    assert kinds(model) == {"Scan"}
+    wanted = {"x", "forced", *(name for name in inputs.split() if name != "state")}
+    assert {i.name for i in model.graph.input if i.name[:6] not in ("state_", "static")} == wanted
+
+
+def test_feedback() -> None:
+    """A cell of ours and one of a user's, with all that a call takes."""
+    check_feedback(fed(cells.LSTM))
+    check_feedback(fed(cells.GRU, 3, batch_first=True), "state lengths mask resets")
+    check_feedback(fed(twice, 1, bias=False), "resets")
+    exact = fed(twice, dtype="float64")
+    call, feeds = feeds_of(exact, "", 5, 2, 0)
+    (result, *_), (right, _) = run(export(exact), feeds), exact(feeds["x"], **call)
+    assert_close(result, right, "float64", "forward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cells.__all__)
+def test_feedback_of_every_cell(name: str) -> None:
+    check_feedback(fed(getattr(cells, name)))
+    check_feedback(fed(getattr(cells, name), batch_first=True), "state lengths resets")
+
+
+def test_what_a_feedback_has_not() -> None:
+    feedback = fed(cells.GRU)
+    for arguments, error, message in (
+        ({"inputs": "reset_state"}, ValueError, "expected names among .*, resets, forced. Leave"),
+        ({"forced": 0.5}, TypeError, "forced: given float 0.5; expected no such argument"),
+        ({"masked_output": "repeat"}, TypeError, "masked_output: given str 'repeat'; expected no"),
+    ):
+        with pytest.raises(error, match=message):
+            export(feedback, **arguments)
+    with pytest.raises(ValueError, match="inputs: given 'forced'; expected names among state"):
+        export(feedback.layer, inputs="forced")
+    small = anycell.numpy.Feedback(anycell.compress.quantize(feedback.layer), feedback.readout)
+    with pytest.raises(ValueError, match=r"weights of 8 bits; expected real numbers\. Export"):
+        export(small)
+
+
 # -- frameworks ------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_layers_of_torch() -> None:
@@ -410,6 +477,13 @@ def test_layers_of_torch() -> None:
             assert torch.equal(result, right)
         again(x)[0].sum().backward()
         assert all(p.grad is not None for p in again.parameters())
+    forced = torch.rand(2, 4) < 0.5
+    inner = at.LSTM(3, 6, proj_size=4, batch_first=True)
+    feedback, x = at.Feedback(inner, torch.nn.Linear(4, 2)).requires_grad_(False), x.swapaxes(0, 1)
+    feeds = {"x": x.numpy(), "forced": forced.numpy()}
+    y, final = feedback(x, forced=forced)
+    for result, right in zip(run(export(feedback), feeds), [y, *final], strict=True):
+        assert_close(result, right, "float32", "runtime")
 
 
 def test_operators_of_torch() -> None:
@@ -500,6 +574,14 @@ def test_layers_of_keras() -> None:
         model = export(layer)
         assert kinds(model) == {kind}
         assert_close(run(model, {"x": x})[0], output, "float32", "runtime")
+    forced, readout = np.random.default_rng(1).random((2, 4)) < 0.5, keras.layers.Dense(2)
+    feedback = ak.Feedback(ak.GRU(6), readout, return_state=True)
+    with pytest.raises(ValueError, match=r"layer: given gru_.*, which has no weights yet. Call it"):
+        export(feedback)
+    rights = feedback(x, forced=forced)
+    found = run(export(feedback), {"x": x, "forced": forced})
+    for result, right in zip(found, (rights[0], np.asarray(rights[1])[None]), strict=True):
+        assert_close(result, np.asarray(right), "float32", "runtime")
     back = ak.GRU(6, go_backwards=True)
     turned = keras.layers.Bidirectional(ak.GRU(6, go_backwards=True), backward_layer=ak.GRU(6))
     for layer in (back, turned):

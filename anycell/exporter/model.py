@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.exporter.blob import POINTER, Blob
-from anycell.exporter.program import FIRST, Program, Simple, Start, opened, padded
+from anycell.exporter.program import FIRST, Program, Start, padded
 from anycell.lang.cell import ONE
-from anycell.layer.parts import Part, Recurrent
+from anycell.layer.parts import Part, Recurrent, Simple, opened
 from anycell.layer.signature import ENDS
 
 

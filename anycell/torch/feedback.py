@@ -18,7 +18,7 @@ from anycell.plan.layer import register
 from anycell.torch.dropin import DropIn
 from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
-from anycell.torch.recurrent import Lengths, stacked
+from anycell.torch.recurrent import Lengths, refuse_more, stacked
 from anycell.torch.rnn import RNN
 
 
@@ -116,7 +116,7 @@ class Feedback(Fed, Explained, nn.Module):
         self,
         x: Tensor,
         state: Any = None,
-        *,
+        *more: Any,
         forced: Tensor | float = True,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
@@ -124,6 +124,8 @@ class Feedback(Fed, Explained, nn.Module):
         static: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """Returns y and the final state; see the class."""
+        if more:
+            refuse_more(more, "Feedback")
         layer = self.layer
         if self._made[0] is not layer.cell:  # replaced, for instance by other hyperparameters
             self._made = self._fed()
