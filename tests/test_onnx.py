@@ -1,11 +1,9 @@
 """``anycell.onnx``: nodes as layers, layers as nodes and scans, and both together."""
 
 import copy
-import functools
 import importlib
 import pickle
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,24 @@ from random_cells import random_cell
 from tolerances import assert_close
 
 onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
+from onnx_models import (  # noqa: E402
+    Arrays,
+    check_export,
+    feeds_of,
+    fused,  # noqa: F401
+    kinds,
+    numpy_layer,
+    quick,  # noqa: F401
+    run,
+    tuples,
+)
 
 import anycell  # noqa: E402
 from anycell import cells  # noqa: E402
-from anycell.lang import ops  # noqa: E402
 from anycell.lang.ops import TABLE  # noqa: E402
 from anycell.onnx import export, load  # noqa: E402
 from anycell.onnx.cells import FUNCTIONS, Form, form_of  # noqa: E402
@@ -31,20 +39,6 @@ from anycell.onnx.scan import MADE, OPERATORS  # noqa: E402
 
 OPS = {"LSTM": 4, "GRU": 3, "RNN": 1}  # and their numbers of gates
 CALL = "X", "sequence_lens", "initial_h", "initial_c"
-Arrays = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of NumPy run step by step: kernels of so many cells would take long to compile."""
-    layers = importlib.import_module("anycell.numpy.layers")
-    if "fused" not in request.fixturenames:
-        monkeypatch.setattr(layers, "plan", functools.partial(layers.plan, engine="reference"))
-
-
-@pytest.fixture
-def fused() -> None:
-    """Layers of NumPy run by kernels."""
 
 
 def model_of(op: str, arrays: Arrays, opset: int = 22, name: str = "it", **attributes: Any) -> Any:
@@ -66,15 +60,6 @@ def model_of(op: str, arrays: Arrays, opset: int = 22, name: str = "it", **attri
     graph = helper.make_graph([node], "g", inputs, outputs, constants)
     opsets = [helper.make_opsetid("", opset)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10 if opset > 21 else 8)
-
-
-def run(model: Any, feeds: Arrays) -> list[Any]:
-    """What ONNX Runtime computes."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    providers = ["CPUExecutionProvider"]
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers)
-    return list(session.run(None, feeds))
 
 
 def called(arrays: Arrays) -> Arrays:
@@ -262,67 +247,6 @@ def test_weights_become_those_of_a_cell_of_ours() -> None:
 
 
 # -- models ----------------------------------------------------------------------------------------
-def feeds_of(layer: Any, inputs: str, steps: int, rows: int, seed: int) -> tuple[Arrays, Arrays]:
-    """Arguments of a call of a layer, and the inputs of its model."""
-    readout, layer = getattr(layer, "readout", None), getattr(layer, "layer", layer)
-    rng, first = np.random.default_rng(seed), bool(layer.batch_first)
-    shape = (rows, steps) if first else (steps, rows)
-
-    def real(*sizes: int) -> Any:
-        return rng.normal(size=sizes).astype(layer.dtype)
-
-    feeds: Arrays = {"x": real(*shape, layer.input_size)}
-    call: Arrays = {}
-    if readout is not None:
-        call["forced"] = feeds["forced"] = rng.random(shape) < 0.5
-        feeds["x"][~call["forced"], : readout.output_size] = np.nan
-    for name in inputs.split():
-        if name == "lengths":
-            call[name] = feeds[name] = rng.integers(0, steps + 1, rows)
-        elif name in ("mask", "resets"):
-            call[name] = feeds[name] = rng.random(shape) < 0.6
-        else:
-            count = layer.num_layers * (1 + layer.bidirectional)
-            sizes = [layer.sizes[state.size] for state in layer.cell.states]
-            states = tuple(np.abs(real(count, rows, size)) + 1 for size in sizes)
-            names = [f"{name}_{state}" for state in layer.cell.state_names]
-            feeds |= zip(names, states, strict=True)
-            call[name] = states if len(states) > 1 else states[0]
-    if layer.cell.static:
-        call["static"] = feeds["static"] = real(rows, layer.sizes[layer.cell.static_size])
-    return call, feeds
-
-
-Sizes = Sequence[tuple[int, int]]
-
-
-def check_export(
-    layer: Any, inputs: str = "", sizes: Sizes = ((7, 2), (1, 3)), **options: Any
-) -> Any:
-    """The model of a layer computes what the layer does, for several numbers of steps and rows."""
-    model = export(layer, inputs=inputs, **options)
-    onnx.checker.check_model(model, full_check=True)
-    for seed, (steps, rows) in enumerate(sizes):
-        call, feeds = feeds_of(layer, inputs, steps, rows, seed)
-        output, final = layer(feeds["x"], **call, **options)
-        for result, right in zip(run(model, feeds), [output, *tuples(final)], strict=True):
-            assert_close(result, right, "float32", "runtime")
-    return model
-
-
-def tuples(states: Any) -> tuple[Any, ...]:
-    return states if isinstance(states, tuple) else (states,)
-
-
-def kinds(model: Any) -> set[str]:
-    return {node.op_type for node in model.graph.node} & {"LSTM", "GRU", "RNN", "Scan"}
-
-
-def numpy_layer(cell: Any, *sizes: Any, **options: Any) -> Any:
-    options |= {"P": 5} if "P" in cell.declared_sizes else {}
-    return anycell.numpy.RNN(cell, 3, 6, *sizes, initializer="torch", seed=1, **options)
-
-
 STANDARD = {"LSTM": "LSTM", "PeepholeLSTM": "LSTM", "GRU": "GRU", "RNN": "RNN"}
 
 
@@ -395,62 +319,6 @@ def test_there_and_back_with_numbers() -> None:
     assert again.cell == layer.cell and kinds(check_export(layer)) == {"LSTM"}
     biasless = anycell.numpy.RNN(cells.GRU(reset_after=False), 3, 6, bias=False, seed=0)
     assert load(export(biasless), "numpy")["layer_0"][0].bias is False
-
-
-# -- a readout that is the next input --------------------------------------------------------------
-@anycell.cell(gates="i o", state="h m", params="p")
-def twice(x: Any, r: Any, s: Any, p: Any) -> Any:
-    """Two layers in one cell, the second of which is the first state."""
-    m = 0.5 * s.m + ops.tanh(x.i + p.p * s.m + r.i)
-    return ops.tanh(anycell.linear(ops.relu(m), "second") + x.o + r.o), m
-
-
-def fed(cell: Any, width: int = 2, bias: bool = True, **options: Any) -> Any:
-    layer = numpy_layer(cell, **options)
-    size = layer.sizes[layer.cell.states[0].size]
-    readout = anycell.numpy.Dense(size, width, bias=bias, seed=2, dtype=layer.dtype)
-    return anycell.numpy.Feedback(layer, readout)
-
-
-def check_feedback(feedback: Any, inputs: str = "") -> None:
-    model = check_export(feedback, inputs, [(7, 2), (1, 3), (40, 1)])
-    assert kinds(model) == {"Scan"}
-    wanted = {"x", "forced", *(name for name in inputs.split() if name != "state")}
-    assert {i.name for i in model.graph.input if i.name[:6] not in ("state_", "static")} == wanted
-
-
-def test_feedback() -> None:
-    """A cell of ours and one of a user's, with all that a call takes."""
-    check_feedback(fed(cells.LSTM))
-    check_feedback(fed(cells.GRU, 3, batch_first=True), "state lengths mask resets")
-    check_feedback(fed(twice, 1, bias=False), "resets")
-    exact = fed(twice, dtype="float64")
-    call, feeds = feeds_of(exact, "", 5, 2, 0)
-    (result, *_), (right, _) = run(export(exact), feeds), exact(feeds["x"], **call)
-    assert_close(result, right, "float64", "forward")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", cells.__all__)
-def test_feedback_of_every_cell(name: str) -> None:
-    check_feedback(fed(getattr(cells, name)))
-    check_feedback(fed(getattr(cells, name), batch_first=True), "state lengths resets")
-
-
-def test_what_a_feedback_has_not() -> None:
-    feedback = fed(cells.GRU)
-    for arguments, error, message in (
-        ({"inputs": "reset_state"}, ValueError, "expected names among .*, resets, forced. Leave"),
-        ({"forced": 0.5}, TypeError, "forced: given float 0.5; expected no such argument"),
-        ({"masked_output": "repeat"}, TypeError, "masked_output: given str 'repeat'; expected no"),
-    ):
-        with pytest.raises(error, match=message):
-            export(feedback, **arguments)
-    with pytest.raises(ValueError, match="inputs: given 'forced'; expected names among state"):
-        export(feedback.layer, inputs="forced")
-    small = anycell.numpy.Feedback(anycell.compress.quantize(feedback.layer), feedback.readout)
-    with pytest.raises(ValueError, match=r"weights of 8 bits; expected real numbers\. Export"):
-        export(small)
 
 
 # -- frameworks ------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ Simple = Recurrent | Affine | Pointwise
 Part = Simple | FedBack
 
 
-def opened(part: Part, dtype: str = "float32") -> list[Simple]:
+def opened(part: Part, dtype: str) -> list[Simple]:
     """The part, or of a layer with feedback the layer of its fed cell, and the readout.
 
     That layer has no weights for the gate that marks free steps: what it says needs no matmul.
