@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +43,7 @@ def export(
     inputs: str | Sequence[str] = (),
     **options: Unpack[CallOptions],
 ) -> onnx.ModelProto:
-    """Writes a trained layer as an ONNX model, for any number of steps and rows.
+    """Writes a trained layer as an ONNX model, for any number of steps and rows above 0.
 
     A layer of an LSTM, with peepholes or without, a GRU or an RNN becomes the node of that name;
     any other cell becomes a ``Scan``, whose body is the step of the cell. So do all cells of a call
@@ -80,10 +80,11 @@ def export(
     """
     layer, weights, readout, rows_first = _seen(layer, params)
     cell, directions, count = layer.cell, len(layer.options.reverse), len(weights)
-    wanted = {*(inputs.split() if isinstance(inputs, str) else inputs)}
+    wanted = inputs.split() if isinstance(inputs, str) else inputs
+    wanted = [*wanted] if isinstance(wanted, Iterable) else [wanted]
     always = ["static"] * bool(cell.static) + ["forced"] * bool(readout)
     known = [*(INPUTS[:-1] if readout else INPUTS), *always]
-    if unknown := sorted(wanted - {*known}):
+    if unknown := [name for name in wanted if name not in known]:
         refuse("inputs", repr(unknown[0]), f"names among {', '.join(known)}", "Leave it out.")
     settings = check_options(options, () if readout else OF_CALL, export, others=())
     layer = layer._replace(options=layer.options._replace(**settings))

@@ -68,8 +68,9 @@ class Feedback(Fed, Explained, nn.Module):
         ours = isinstance(layer, (RNN, DropIn))
         check_layer(layer, ours, "RNN, LSTM or GRU of anycell.torch", remedy)
         width = dict(layer._sizes)[layer.cell.states[0].size]
-        if not isinstance(readout, nn.Linear) or readout.in_features != width:
-            hint = "Its input is the output of the layer."
+        linear = isinstance(readout, nn.Linear) and type(readout).forward is nn.Linear.forward
+        if not linear or readout.in_features != width:
+            hint = "Its input is the output of the layer, and what it computes is fed back."
             refuse("readout", repr(readout), f"torch.nn.Linear({width}, ...)", hint)
         check_width(readout, readout.out_features, layer.input_size)
         self.layer, self.readout = layer, readout
