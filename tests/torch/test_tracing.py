@@ -31,6 +31,7 @@ LAYERS: dict[str, Any] = {
     "GRUCell": lambda: at.GRUCell(3, 5),
     "RNNCell(GRU)": lambda: at.RNNCell(cells.GRU, 3, 5),
     "RNNCell(PeepholeLSTM)": lambda: at.RNNCell(cells.PeepholeLSTM, 3, 5),
+    "LSTM, proj_size": lambda: at.LSTM(3, 5, 2, bidirectional=True, proj_size=4),
 }
 of_onnx = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -101,7 +102,10 @@ def test_onnx_by_torchscript(name: str) -> None:
 @of_onnx
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch's exporter
-@pytest.mark.parametrize("name", ["LSTM, all options", "GRU", "RNN(PeepholeLSTM)", "RNNCell(GRU)"])
+@pytest.mark.parametrize(
+    "name",
+    ["LSTM, all options", "GRU", "RNN(PeepholeLSTM)", "RNNCell(GRU)", "LSTM, proj_size"],
+)
 def test_onnx_by_export(name: str) -> None:
     pytest.importorskip("onnxscript")
     assert_onnx(LAYERS[name](), dynamo=True)
