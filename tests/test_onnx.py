@@ -1,7 +1,6 @@
 """``anycell.onnx``: nodes as layers, layers as nodes and scans, and both together."""
 
 import copy
-import functools
 import importlib
 import pickle
 import random
@@ -15,10 +14,21 @@ from random_cells import random_cell
 from tolerances import assert_close
 
 onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
+from onnx_models import (  # noqa: E402
+    Arrays,
+    check_export,
+    feeds_of,
+    fused,  # noqa: F401
+    kinds,
+    numpy_layer,
+    quick,  # noqa: F401
+    run,
+    tuples,
+)
 
 import anycell  # noqa: E402
 from anycell import cells  # noqa: E402
@@ -29,20 +39,6 @@ from anycell.onnx.scan import MADE, OPERATORS  # noqa: E402
 
 OPS = {"LSTM": 4, "GRU": 3, "RNN": 1}  # and their numbers of gates
 CALL = "X", "sequence_lens", "initial_h", "initial_c"
-Arrays = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of NumPy run step by step: kernels of so many cells would take long to compile."""
-    layers = importlib.import_module("anycell.numpy.layers")
-    if "fused" not in request.fixturenames:
-        monkeypatch.setattr(layers, "plan", functools.partial(layers.plan, engine="reference"))
-
-
-@pytest.fixture
-def fused() -> None:
-    """Layers of NumPy run by kernels."""
 
 
 def model_of(op: str, arrays: Arrays, opset: int = 22, name: str = "it", **attributes: Any) -> Any:
@@ -64,15 +60,6 @@ def model_of(op: str, arrays: Arrays, opset: int = 22, name: str = "it", **attri
     graph = helper.make_graph([node], "g", inputs, outputs, constants)
     opsets = [helper.make_opsetid("", opset)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10 if opset > 21 else 8)
-
-
-def run(model: Any, feeds: Arrays) -> list[Any]:
-    """What ONNX Runtime computes."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    providers = ["CPUExecutionProvider"]
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers)
-    return list(session.run(None, feeds))
 
 
 def called(arrays: Arrays) -> Arrays:
@@ -260,58 +247,6 @@ def test_weights_become_those_of_a_cell_of_ours() -> None:
 
 
 # -- models ----------------------------------------------------------------------------------------
-def feeds_of(layer: Any, inputs: str, steps: int, rows: int, seed: int) -> tuple[Arrays, Arrays]:
-    """Arguments of a call of a layer, and the inputs of its model."""
-    rng, first = np.random.default_rng(seed), bool(layer.batch_first)
-    shape = (rows, steps) if first else (steps, rows)
-
-    def real(*sizes: int) -> Any:
-        return rng.normal(size=sizes).astype(layer.dtype)
-
-    feeds: Arrays = {"x": real(*shape, layer.input_size)}
-    call: Arrays = {}
-    for name in inputs.split():
-        if name == "lengths":
-            call[name] = feeds[name] = rng.integers(0, steps + 1, rows)
-        elif name in ("mask", "resets"):
-            call[name] = feeds[name] = rng.random(shape) < 0.6
-        else:
-            count = layer.num_layers * (1 + layer.bidirectional)
-            sizes = [layer.sizes[state.size] for state in layer.cell.states]
-            states = tuple(np.abs(real(count, rows, size)) + 1 for size in sizes)
-            names = [f"{name}_{state}" for state in layer.cell.state_names]
-            feeds |= zip(names, states, strict=True)
-            call[name] = states if len(states) > 1 else states[0]
-    if layer.cell.static:
-        call["static"] = feeds["static"] = real(rows, layer.sizes[layer.cell.static_size])
-    return call, feeds
-
-
-def check_export(layer: Any, inputs: str = "", **options: Any) -> Any:
-    """The model of a layer computes what the layer does, for several numbers of steps and rows."""
-    model = export(layer, inputs=inputs, **options)
-    onnx.checker.check_model(model, full_check=True)
-    for seed, (steps, rows) in enumerate([(7, 2), (1, 3)]):
-        call, feeds = feeds_of(layer, inputs, steps, rows, seed)
-        output, final = layer(feeds["x"], **call, **options)
-        for result, right in zip(run(model, feeds), [output, *tuples(final)], strict=True):
-            assert_close(result, right, "float32", "runtime")
-    return model
-
-
-def tuples(states: Any) -> tuple[Any, ...]:
-    return states if isinstance(states, tuple) else (states,)
-
-
-def kinds(model: Any) -> set[str]:
-    return {node.op_type for node in model.graph.node} & {"LSTM", "GRU", "RNN", "Scan"}
-
-
-def numpy_layer(cell: Any, *sizes: Any, **options: Any) -> Any:
-    options |= {"P": 5} if "P" in cell.declared_sizes else {}
-    return anycell.numpy.RNN(cell, 3, 6, *sizes, initializer="torch", seed=1, **options)
-
-
 STANDARD = {"LSTM": "LSTM", "PeepholeLSTM": "LSTM", "GRU": "GRU", "RNN": "RNN"}
 
 
@@ -410,6 +345,13 @@ def test_layers_of_torch() -> None:
             assert torch.equal(result, right)
         again(x)[0].sum().backward()
         assert all(p.grad is not None for p in again.parameters())
+    forced = torch.rand(2, 4) < 0.5
+    inner = at.LSTM(3, 6, proj_size=4, batch_first=True)
+    feedback, x = at.Feedback(inner, torch.nn.Linear(4, 2)).requires_grad_(False), x.swapaxes(0, 1)
+    feeds = {"x": x.numpy(), "forced": forced.numpy()}
+    y, final = feedback(x, forced=forced)
+    for result, right in zip(run(export(feedback), feeds), [y, *final], strict=True):
+        assert_close(result, right, "float32", "runtime")
 
 
 def test_operators_of_torch() -> None:
@@ -500,6 +442,14 @@ def test_layers_of_keras() -> None:
         model = export(layer)
         assert kinds(model) == {kind}
         assert_close(run(model, {"x": x})[0], output, "float32", "runtime")
+    forced, readout = np.random.default_rng(1).random((2, 4)) < 0.5, keras.layers.Dense(2)
+    feedback = ak.Feedback(ak.GRU(6), readout, return_state=True)
+    with pytest.raises(ValueError, match=r"layer: given gru_.*, which has no weights yet. Call it"):
+        export(feedback)
+    rights = feedback(x, forced=forced)
+    found = run(export(feedback), {"x": x, "forced": forced})
+    for result, right in zip(found, (rights[0], np.asarray(rights[1])[None]), strict=True):
+        assert_close(result, np.asarray(right), "float32", "runtime")
     back = ak.GRU(6, go_backwards=True)
     turned = keras.layers.Bidirectional(ak.GRU(6, go_backwards=True), backward_layer=ak.GRU(6))
     for layer in (back, turned):

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.exporter.blob import POINTER, Blob
-from anycell.exporter.program import FIRST, Program, Simple, Start, opened, padded
+from anycell.exporter.program import FIRST, Program, Start, padded
 from anycell.lang.cell import ONE
-from anycell.layer.parts import Part, Recurrent
+from anycell.layer.parts import Part, Recurrent, Simple, opened
 from anycell.layer.signature import ENDS
 
 
@@ -56,7 +56,7 @@ class Model:
     def __init__(
         self, parts: Iterable[Part], lanes: int = 1, weights: str = "float32", blob: bool = False
     ) -> None:
-        simple = [part for whole in parts for part in opened(whole)]
+        simple = [part for whole in parts for part in opened(whole, "float32")]
         self.weights, self.lanes = weights, _filled(simple, lanes)
         self.passes, self.memory = list[Pass](), dict[str, int]()
         self.blob = Blob() if blob else None

@@ -16,18 +16,16 @@ from anycell.lang.cell import ONE, Cell, Linear
 from anycell.lang.expr import Expr, apply, const, is_const, rewrite, topological
 from anycell.lang.namespaces import namespace
 from anycell.lang.ops import TABLE, is_boolean, is_reduction
-from anycell.lang.transform import FREE, OUTPUT, with_feedback
+from anycell.lang.transform import FREE, OUTPUT
 from anycell.layer.checks import refuse
 from anycell.layer.compression import numbers
-from anycell.layer.feedback import fed
-from anycell.layer.parts import Affine, FedBack, Part, Pointwise, Recurrent
-from anycell.layer.rounding import SCALES, STEPS, with_integers
+from anycell.layer.parts import Affine, Pointwise, Recurrent, Simple
+from anycell.layer.rounding import STEPS
 from anycell.plan import scales_of
 
 VERSION = 1  # of the functions in the header
 WEIGHTS = "float32", "bfloat16"  # the numbers in memory of matrices that have no scales
 Array = npt.NDArray[np.float32]
-Simple = Recurrent | Affine | Pointwise
 
 
 class Place(NamedTuple):
@@ -332,20 +330,6 @@ def float32(weight: Any) -> Array:
 
 def _optional(array: Any) -> Array | None:
     return None if array is None else float32(array)
-
-
-def opened(part: Part) -> list[Simple]:
-    """The part, or of a layer with feedback the layer of its fed cell, and the readout."""
-    if not isinstance(part, FedBack):
-        return [part]
-    (name, layer, (weights,), _), xp = part.layers, namespace(np.zeros(1))
-    weight, bias = float32(part.readout.weight), _optional(part.readout.bias)
-    learned = {name: float32(array) for name, array in weights.items()}
-    both, sizes = fed(xp, learned, layer.size("H"), weight, bias), (OUTPUT, len(weight))
-    both["weight_ih"] = learned["weight_ih"]  # without what marks free steps, which is not rounded
-    both = with_integers(xp, both) if SCALES in both else both
-    layer = layer._replace(cell=with_feedback(layer.cell), sizes=(*layer.sizes, sizes))
-    return [Recurrent(name, layer, [both]), part.readout]
 
 
 def _width(part: Simple) -> int:

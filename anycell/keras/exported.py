@@ -72,6 +72,8 @@ def load(path: str) -> Any:
 
 
 def _affine(layer: Any) -> Affine:
+    if not layer.built:
+        raise ValueError(f"model: given {layer.name}, which has no weights yet. Call it first.")
     if mode := getattr(layer.dtype_policy, "quantization_mode", None):
         hint = "Export the model before quantize."
         refuse("model", f"{layer.name} with weights of {mode}", "real numbers", hint)

@@ -245,7 +245,8 @@ def _check(layer: Any, readout: Any) -> None:
     if faults:
         refuse("layer", ", ".join(faults), "a layer without these", "Make another layer.")
     with_feedback(step)
-    linear = keras.activations.linear
-    if not isinstance(readout, keras.layers.Dense) or readout.activation is not linear:
+    linear, dense = keras.activations.linear, keras.layers.Dense
+    usual = isinstance(readout, dense) and type(readout).call is dense.call
+    if not usual or readout.activation is not linear:
         hint = "The readout is fed back as it is."
         refuse("readout", str(readout), "keras.layers.Dense without activation", hint)

@@ -9,8 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from anycell.lang.expr import Expr
-from anycell.layer.compression import compression
+from anycell.lang.namespaces import namespace
+from anycell.lang.transform import OUTPUT, with_feedback
+from anycell.layer.compression import compression, numbers
+from anycell.layer.feedback import fed
+from anycell.layer.rounding import SCALES, with_integers
 from anycell.plan import Layer
 
 
@@ -58,4 +64,23 @@ class FedBack(NamedTuple):
     readout: Affine
 
 
-Part = Recurrent | Affine | Pointwise | FedBack
+Simple = Recurrent | Affine | Pointwise
+Part = Simple | FedBack
+
+
+def opened(part: Part, dtype: str) -> list[Simple]:
+    """The part, or of a layer with feedback the layer of its fed cell, and the readout.
+
+    That layer has no weights for the gate that marks free steps: what it says needs no matmul.
+    """
+    if not isinstance(part, FedBack):
+        return [part]
+    (name, layer, (weights,), _), xp = part.layers, namespace(np.zeros(1))
+    learned = {name: numbers(array).astype(dtype) for name, array in weights.items()}
+    weight, bias = (None if a is None else numbers(a).astype(dtype) for a in part.readout)
+    both = fed(xp, learned, layer.size("H"), weight, bias)
+    both |= {name: learned[name] for name in ("weight_ih", "bias_ih") if name in learned}
+    both = with_integers(xp, both) if SCALES in both else both
+    sizes = (*layer.sizes, (OUTPUT, len(weight)))
+    layer = layer._replace(cell=with_feedback(layer.cell), sizes=sizes)
+    return [Recurrent(name, layer, [both]), Affine(weight, bias)]

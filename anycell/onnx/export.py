@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,13 +12,15 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
+from anycell.lang.transform import OUTPUT
 from anycell.layer.checks import check_options
 from anycell.layer.compression import array_of, compression, numbers
+from anycell.layer.parts import opened
 from anycell.layer.signature import ENDS, of_layer
 from anycell.onnx.cells import FLAGS as FLAG
 from anycell.onnx.cells import FUNCTIONS, ORDERS, USUAL, Form, form_of, reordered, rows
 from anycell.onnx.scan import Graph, scan
-from anycell.plan import CallOptions, Layer, takes
+from anycell.plan import OF_CALL, CallOptions, Layer, takes
 from anycell.refusal import refuse
 
 if TYPE_CHECKING:
@@ -28,8 +30,8 @@ Array = npt.NDArray[Any]
 Weights = Mapping[str, Array]
 Names = Mapping[str, str]
 OPSET, IR = 22, 10  # what ONNX Runtime 1.20 and newer run
-FLAGS = {"mask": "valid", "resets": "starts"}  # as ``scan`` calls them
-INPUTS = "state", "lengths", "mask", "resets", "reset_state", "static"
+FLAGS = {"mask": "valid", "resets": "starts", "forced": "forced"}  # as ``scan`` calls them
+INPUTS = "state", "lengths", "mask", "resets", "reset_state"
 
 
 @takes(CallOptions)
@@ -41,7 +43,7 @@ def export(
     inputs: str | Sequence[str] = (),
     **options: Unpack[CallOptions],
 ) -> onnx.ModelProto:
-    """Writes a trained layer as an ONNX model, for any number of steps and rows.
+    """Writes a trained layer as an ONNX model, for any number of steps and rows above 0.
 
     A layer of an LSTM, with peepholes or without, a GRU or an RNN becomes the node of that name;
     any other cell becomes a ``Scan``, whose body is the step of the cell. So do all cells of a call
@@ -49,12 +51,14 @@ def export(
 
     Args:
         layer: a layer of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.numpy``,
-            ``anycell.keras`` (built; also in ``Bidirectional``), or ``anycell.jax.RNN``.
+            ``anycell.keras`` (built; also in ``Bidirectional``), their ``Feedback``, or
+            ``anycell.jax.RNN``.
         path: where to write the model, too.
         params: the parameters of a layer of JAX.
         inputs: what a call passes besides x, by the names of ``RNN``: "state", "lengths", "mask",
             "resets", "reset_state"; in one string, "state lengths", or a list. "static" is always
-            among them where the cell has one.
+            among them where the cell has one, and "forced" of ``Feedback``, which has no
+            "reset_state".
         {arguments}
 
     Returns:
@@ -62,8 +66,8 @@ def export(
         and those of ``inputs``, its outputs ``output`` and for each state ``final_h``. They are
         laid out as in a call of the layer: x ``[T, B, input_size]``, or ``[B, T, input_size]`` if
         ``batch_first`` and of Keras; the states one by one, ``state_h`` ``[layers * D, B, H]``;
-        ``lengths`` int64, ``mask`` and ``resets`` bool. Numbers are float32, or float64 if the
-        layer's are.
+        ``lengths`` int64, ``mask``, ``resets`` and ``forced`` bool. Numbers are float32, or float64
+        if the layer's are.
 
     Raises:
         ValueError, TypeError: with what was given, what is expected, and what to do.
@@ -74,14 +78,16 @@ def export(
         >>> [i.name for i in model.graph.input]
         ['x', 'state_h', 'lengths']
     """
-    layer, weights, rows_first = _seen(layer, params)
+    layer, weights, readout, rows_first = _seen(layer, params)
     cell, directions, count = layer.cell, len(layer.options.reverse), len(weights)
-    wanted = {*(inputs.split() if isinstance(inputs, str) else inputs)}
-    known = [name for name in INPUTS if name != "static" or cell.static]
-    if unknown := sorted(wanted - {*known}):
+    wanted = inputs.split() if isinstance(inputs, str) else inputs
+    wanted = [*wanted] if isinstance(wanted, Iterable) else [wanted]
+    always = ["static"] * bool(cell.static) + ["forced"] * bool(readout)
+    known = [*(INPUTS[:-1] if readout else INPUTS), *always]
+    if unknown := [name for name in wanted if name not in known]:
         refuse("inputs", repr(unknown[0]), f"names among {', '.join(known)}", "Leave it out.")
-    settings = layer.options._replace(**check_options(options, function=export, others=()))
-    layer = layer._replace(options=settings)
+    settings = check_options(options, () if readout else OF_CALL, export, others=())
+    layer = layer._replace(options=layer.options._replace(**settings))
     graph, taken = Graph(layer.dtype), list[Any]()
 
     def take(name: str, *shape: str | int, kind: int = graph.kind) -> str:
@@ -96,7 +102,7 @@ def export(
     x = turned(take("x", *steps, weights[0]["weight_ih"].shape[1]), 2)
     call, lengths = dict[str, str](), ""
     states: list[dict[str, str]] = [{} for _ in weights]  # [D, rows, size] of each layer
-    for name in (name for name in known if name in wanted or name == "static"):
+    for name in (name for name in known if name in (*wanted, *always)):
         if name == "lengths":
             lengths = take(name, "rows", kind=TensorProto.INT64)
         elif name == "static":
@@ -109,7 +115,12 @@ def export(
                 whole = take(f"{name}_{s.name}", directions * count, "rows", layer.size(s.size))
                 for k, part in enumerate(graph.split(whole, [directions] * count, 0)):
                     states[k][f"{name} {s.name}"] = part
-    nodes = layer.dtype == "float32" and not call and settings.apart(True) >= bool(lengths)
+    if readout:  # what the series holds at free steps has no influence, not even as NaN
+        call["free"], size = graph("Not", call.pop("forced")), weights[0]["weight_ih"].shape[1]
+        series = graph.constant(np.arange(size) < layer.size(OUTPUT), bool)
+        hidden = graph("And", call["free"], series)
+        x = graph("Where", hidden, graph.constant(0.0), x)
+    nodes = layer.dtype == "float32" and not call and layer.options.apart(True) >= bool(lengths)
     form = form_of(cell) if nodes else None
     if lengths and form is None:
         size = graph("Squeeze", graph("Shape", x, end=1))
@@ -124,6 +135,7 @@ def export(
         else:
             x, final = _node(graph, form, layer, learned, x, lengths, states[k], f"layer_{k}")
         finals.append(final)
+    x = graph.linear(x, *readout) if readout else x
     results = [turned(x, 2), *(graph("Concat", *f, axis=0) for f in zip(*finals, strict=True))]
     names = ["output", *(f"final_{name}" for name in cell.state_names)]
     shapes = [(*steps, None), *[(None, "rows", None)] * len(cell.states)]
@@ -139,18 +151,20 @@ def export(
     return model
 
 
-def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], bool]:
-    """A layer as a value, with its dtype; the weights of its layers; whether rows come first."""
+def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], Sequence[Any], bool]:
+    """A layer as a value, with its dtype; the weights of its layers, and weight and bias of its
+    readout, if it has one; whether rows come first.
+    """
     kinds = [k.__module__.split(".") for k in type(getattr(layer, "forward_layer", layer)).__mro__]
     framework = next((name[1] for name in kinds if name[0] == "anycell" and len(name) > 2), "")
     if framework in ("torch", "numpy", "keras"):
         importlib.import_module(f"anycell.{framework}.compress")
-    known = compression(layer)
+    known, inner, readout = compression(layer), layer, ()
     if framework == "jax" and hasattr(layer, "init"):
         record, arrays = layer._layer(), layer._params(params)
         count = len(record.options.reverse)
         learned = [of_layer(record.cell, arrays, k, count) for k in range(layer.num_layers)]
-    elif known is None or not isinstance(layer, known.layers):
+    elif known is None or not isinstance(layer, (known.layers, known.feedback)):
         expected = "a layer of anycell.torch, anycell.numpy, anycell.keras or anycell.jax"
         hint = "anycell.torch.accelerate and anycell.keras.accelerate make these of others."
         refuse("layer", type(layer).__name__, expected, hint, TypeError)
@@ -161,15 +175,19 @@ def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], bool]
         )
         refuse("layer", "go_backwards=True", "False", hint)
     else:
-        record, learned = known.describe(layer), known.learned(layer)
+        inner = layer.layer if isinstance(layer, known.feedback) else layer
+        record, learned = known.describe(inner), known.learned(inner)
     kind = str(array_of(learned[0]["weight_ih"]).dtype)
     if "int" in kind:
         hint = "Export the layer before, and quantize the model by ONNX Runtime's own tool."
         refuse("layer", "weights of 8 bits", "real numbers", hint)
     dtype = "float64" if "float64" in kind else "float32"
+    if inner is not layer:
+        exported = importlib.import_module(f"anycell.{framework}.exported")
+        (_, record, learned, _), readout = opened(next(exported.parts(layer)), dtype)
     weights = [{n: numbers(w).astype(dtype) for n, w in named.items()} for named in learned]
-    first = getattr(layer, "batch_first", framework == "keras")
-    return record._replace(dtype=dtype), weights, first
+    first = getattr(inner, "batch_first", framework == "keras")
+    return record._replace(dtype=dtype), weights, readout, first
 
 
 def _scans(

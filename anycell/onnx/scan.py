@@ -14,6 +14,7 @@ from anycell.lang import ops
 from anycell.lang.cell import ONE, Cell, Linear, rewritten
 from anycell.lang.expr import Expr, as_expr, topological
 from anycell.lang.ops import is_reduction
+from anycell.lang.transform import FREE
 from anycell.plan import Layer
 
 Array = npt.NDArray[Any]
@@ -70,6 +71,11 @@ class Graph:
         self.nodes.append(helper.make_node(op, inputs, outputs, **attributes))
         return outputs if count else outputs[0]
 
+    def linear(self, x: str, weight: Array, bias: Array | None) -> str:
+        """``x @ weight.T + bias``."""
+        product = str(self("MatMul", x, self.constant(weight.T)))
+        return product if bias is None else str(self("Add", product, self.constant(bias)))
+
     def split(self, value: str, sizes: Sequence[int], axis: int) -> list[str]:
         """The parts of a value along an axis."""
         parts = self("Split", value, self.integers(*sizes), count=len(sizes), axis=axis)
@@ -89,8 +95,8 @@ def scan(
     Args:
         weights: by the names of ``layer.signature``.
         x: ``[T, B, input]``.
-        call: the arrays of the call: "valid" and "starts", flags ``[T, B, 1]``, "static", and for
-            each state that enters or is restored "state h" or "reset_state h", ``[B, size]``.
+        call: the arrays of the call: "valid", "starts", "free", flags ``[T, B, 1]``, "static", and
+            for each state that enters or is restored "state h" or "reset_state h", ``[B, size]``.
 
     Returns:
         the outputs ``[T, B, size]`` and the final states ``[B, size]``.
@@ -110,9 +116,10 @@ def scan(
     def choose(rows: str, yes: Sequence[str], no: Sequence[str]) -> list[str]:
         return [body("Where", rows, a, b) for a, b in zip(yes, no, strict=True)]
 
-    gates = graph("MatMul", x, graph.constant(weights["weight_ih"].T))
-    if "bias_ih" in weights:
-        gates = graph("Add", gates, graph.constant(weights["bias_ih"]))
+    gates = graph.linear(x, weights["weight_ih"], weights.get("bias_ih"))
+    if FREE in cell.gates:
+        free = graph("Cast", call["free"], to=graph.kind)
+        gates = graph("Concat", gates, free, axis=2)
     sequences = [gates, *(call[name] for name in ("valid", "starts") if name in call)]
     inner, *flags = [body.name(name) for name in ("gates", *("flag" for _ in sequences[1:]))]
     before, carried, extra = first("state"), [body.name(n) for n in cell.state_names], list[str]()
@@ -171,7 +178,8 @@ def _step(
         return made[node.op](*args) if node.op in made else None
 
     plain: Cell = rewritten(cell, simpler, cell.declared)
-    parts = graph.split(gates, [sizes[size] for size in cell.gate_sizes.values()], -1)
+    widths = {**cell.gate_sizes, FREE: ONE} if FREE in cell.gates else cell.gate_sizes
+    parts = graph.split(gates, [sizes[size] for size in widths.values()], -1)
     values = {Expr("x", (), (gate,)): x for gate, x in zip(cell.gates, parts, strict=True)}
     values |= {Expr("state", (), (n,)): s for n, s in zip(cell.state_names, states, strict=True)}
     values |= {Expr("static", (), (cell.static,)): static}
@@ -226,14 +234,13 @@ def _products(
     """Adds a matmul; returns the outputs that a step uses, by the attributes of their nodes."""
     out, places = sizes[l.out_size], [l.declared.index(output) for output in l.outputs]
     blocks = weights[l.weight].reshape(l.heads, len(l.declared), out // l.heads, -1)[:, places]
+    bias = weights[l.bias_name].reshape(-1, out)[places].ravel() if l.bias_name in weights else None
     if l.heads == 1:
-        product = graph("MatMul", operand, graph.constant(blocks.reshape(len(places) * out, -1).T))
+        product = graph.linear(operand, blocks.reshape(len(places) * out, -1), bias)
     else:
         split = graph("Reshape", operand, graph.integers(-1, l.heads, blocks.shape[-1]))
         product = graph("Einsum", split, graph.constant(blocks), equation="bhi,huoi->buho")
         product = graph("Reshape", product, graph.integers(-1, len(places) * out))
-    if l.bias_name in weights:
-        bias = weights[l.bias_name].reshape(-1, out)[places]
-        product = graph("Add", product, graph.constant(bias.ravel()))
+        product = product if bias is None else graph("Add", product, graph.constant(bias))
     parts = graph.split(product, [out] * len(places), -1)
     return {(l.name, output): part for output, part in zip(l.outputs, parts, strict=True)}

@@ -143,7 +143,9 @@ class DropIn(Recurrent):
         plain, plan = not arguments and not (looked and transformed()), None
         if looked and compiled() and isinstance(x, PackedSequence):
             return torch.compiler.disable(self._ours)(x, states, arguments)
-        if looked and not arguments and traced():
+        theirs = looked and not arguments and traced()
+        # ONNX has no LSTM with a projection: torch's exporters fail, or write one without it.
+        if theirs and not (self.proj_size and torch.onnx.is_in_onnx_export()):
             return None
         if not self._fits(x, states, weight):
             return None

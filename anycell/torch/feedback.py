@@ -18,7 +18,7 @@ from anycell.plan.layer import register
 from anycell.torch.dropin import DropIn
 from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
-from anycell.torch.recurrent import Lengths, stacked
+from anycell.torch.recurrent import Lengths, refuse_more, stacked
 from anycell.torch.rnn import RNN
 
 
@@ -68,8 +68,9 @@ class Feedback(Fed, Explained, nn.Module):
         ours = isinstance(layer, (RNN, DropIn))
         check_layer(layer, ours, "RNN, LSTM or GRU of anycell.torch", remedy)
         width = dict(layer._sizes)[layer.cell.states[0].size]
-        if not isinstance(readout, nn.Linear) or readout.in_features != width:
-            hint = "Its input is the output of the layer."
+        linear = isinstance(readout, nn.Linear) and type(readout).forward is nn.Linear.forward
+        if not linear or readout.in_features != width:
+            hint = "Its input is the output of the layer, and what it computes is fed back."
             refuse("readout", repr(readout), f"torch.nn.Linear({width}, ...)", hint)
         check_width(readout, readout.out_features, layer.input_size)
         self.layer, self.readout = layer, readout
@@ -116,7 +117,7 @@ class Feedback(Fed, Explained, nn.Module):
         self,
         x: Tensor,
         state: Any = None,
-        *,
+        *more: Any,
         forced: Tensor | float = True,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
@@ -124,6 +125,8 @@ class Feedback(Fed, Explained, nn.Module):
         static: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """Returns y and the final state; see the class."""
+        if more:
+            refuse_more(more, "Feedback")
         layer = self.layer
         if self._made[0] is not layer.cell:  # replaced, for instance by other hyperparameters
             self._made = self._fed()

@@ -30,7 +30,7 @@ from anycell.torch.framework import Torch
 from anycell.torch.observers import autocast, compiled, observed
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of, unlike
-from anycell.torch.recurrent import Lengths
+from anycell.torch.recurrent import Lengths, refuse_more
 from anycell.torch.replayed import Replayed, batch_first, layouts, time_first
 from anycell.torch.stepwise import Step, Steps, stepwise
 from anycell.torch.warm import quiet
@@ -224,12 +224,7 @@ class loop(Explained, nn.Module):
     ) -> tuple[Any, Any]:  # fmt: skip
         """Returns the output and the final state; see the class."""
         if more:
-            hint = (
-                "torch.onnx.export passes all with dynamo=False. Export with dynamo=True, or a "
-                "module that calls the loop."
-            )
-            given = f"{len(more)} further arguments by position"
-            refuse("x, state", given, "others by name", hint, TypeError)
+            refuse_more(more, "loop")
         if compiled():  # the graph breaks here
             return torch.compiler.disable(self.forward)(
                 x, state, mask=mask, lengths=lengths, resets=resets, reset_state=reset_state,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -226,6 +226,16 @@ class Recurrent(Explained):
         options = Options(reverse, training=training, seed=seed, checkpoint=checkpoint, **named)
         sizes = self._sizes if plan is None else tuple(plan.sizes.items())  # saves a call
         return Layer(cell, sizes, options, plan=plan)
+
+
+def refuse_more(more: Sequence[Any], module: str) -> NoReturn:
+    """Refuses what follows the state by position in a call that takes it by name."""
+    hint = (
+        "torch.onnx.export passes all with dynamo=False. Export with dynamo=True, or a "
+        f"module that calls the {module}."
+    )
+    given = f"{len(more)} further arguments by position"
+    refuse("x, state", given, "others by name", hint, TypeError)
 
 
 def _plain_flags(flags: Tensor) -> Tensor:

@@ -409,6 +409,13 @@ def Reads(x, r, s):
     return x.a + r.a + linear(s.h, "readout")
 
 
+class Bounded(torch.nn.Linear):
+    """Computes something else than its weights say."""
+
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
 LAYER = an.LSTM(2, 4, seed=0)
 READOUT = an.Dense(4, 1, seed=0)
 OF_SIZES = r"cell: given Sized, .* 2 \* P \+ 2 \* H units .* hidden size H. Call the layer's step"
@@ -430,6 +437,7 @@ OF_SIZES = r"cell: given Sized, .* 2 \* P \+ 2 \* H units .* hidden size H. Call
         (lambda: at.Feedback(torch.nn.LSTM(2, 4), torch.nn.Linear(4, 1)), "layer: given LSTM"),
         (lambda: at.Feedback(at.LSTM(2, 4, 2), torch.nn.Linear(4, 1)), "layer: given"),
         (lambda: at.Feedback(at.LSTM(2, 4), torch.nn.Linear(5, 1)), "readout: given"),
+        (lambda: at.Feedback(at.LSTM(2, 4), Bounded(4, 1)), r"readout: given Bounded.* fed back\."),
         (lambda: at.Feedback(at.LSTM(2, 4), torch.nn.Linear(4, 3)), "at most 2 outputs"),
         (lambda: run_torch(forced=-0.5), "forced: given -0.5"),
         (

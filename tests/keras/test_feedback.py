@@ -179,6 +179,13 @@ def Delayed(x, r, s):
     return anycell.tanh(x.a + r.a + anycell.linear(s.c, "back")), anycell.tanh(x.b + s.c)
 
 
+class Bounded(keras.layers.Dense):
+    """Computes something else than its weights say."""
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.tanh(super().call(x))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -191,6 +198,7 @@ def Delayed(x, r, s):
             r"cell: given Delayed, .* H \+ P units .* hidden size H. Call the layer's step",
         ),
         (lambda: ak.Feedback(ak.LSTM(3), keras.layers.Dense(1, "relu")), "readout: given"),
+        (lambda: ak.Feedback(ak.LSTM(3), Bounded(1)), "readout: given <Bounded .* fed back as it"),
         (
             lambda: ak.Feedback(ak.LSTM(3), keras.layers.Dense(3)).build((None, None, 2)),
             "at most 2 outputs",

@@ -31,6 +31,7 @@ LAYERS: dict[str, Any] = {
     "GRUCell": lambda: at.GRUCell(3, 5),
     "RNNCell(GRU)": lambda: at.RNNCell(cells.GRU, 3, 5),
     "RNNCell(PeepholeLSTM)": lambda: at.RNNCell(cells.PeepholeLSTM, 3, 5),
+    "LSTM, proj_size": lambda: at.LSTM(3, 5, 2, bidirectional=True, proj_size=4),
 }
 of_onnx = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -101,7 +102,10 @@ def test_onnx_by_torchscript(name: str) -> None:
 @of_onnx
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch's exporter
-@pytest.mark.parametrize("name", ["LSTM, all options", "GRU", "RNN(PeepholeLSTM)", "RNNCell(GRU)"])
+@pytest.mark.parametrize(
+    "name",
+    ["LSTM, all options", "GRU", "RNN(PeepholeLSTM)", "RNNCell(GRU)", "LSTM, proj_size"],
+)
 def test_onnx_by_export(name: str) -> None:
     pytest.importorskip("onnxscript")
     assert_onnx(LAYERS[name](), dynamo=True)
@@ -165,14 +169,16 @@ class WithInputs(nn.Module):
     def __init__(self, layer: nn.Module, names: str) -> None:
         super().__init__()
         self.layer, self.names = layer, names.split()
+        self.more = {} if isinstance(layer, at.Feedback) else {"return_states": True}
 
     def forward(self, x: Tensor, *given: Tensor) -> Any:
-        return self.layer(x, **dict(zip(self.names, given, strict=True)), return_states=True)
+        return self.layer(x, **dict(zip(self.names, given, strict=True)), **self.more)
 
 
 def arguments(names: str, steps: int, rows: int) -> list[Tensor]:
     draw = {
         "mask": lambda: torch.rand(steps, rows) < 0.4,
+        "forced": lambda: torch.rand(steps, rows) < 0.4,
         "resets": lambda: torch.rand(steps, rows) < 0.4,
         "lengths": lambda: torch.randint(steps + 1, (rows,)),
         "static": lambda: torch.randn(rows, 5),
@@ -187,6 +193,12 @@ SCANS: dict[str, Any] = {
     "resets": (lambda: at.RNN(Sized, 3, 5, bidirectional=True, P=4, E=5), "resets static"),
     "a cell with a node": (lambda: at.RNN(cells.LSTM, 3, 5), ""),
     "a drop-in": (lambda: at.LSTM(3, 5), "mask"),
+    "a feedback": (
+        lambda: at.Feedback(at.RNN(Gated, 3, 5), nn.Linear(5, 2)), "forced static",
+    ),
+    "a feedback, masked": (
+        lambda: at.Feedback(at.GRU(3, 5), nn.Linear(5, 2)), "forced mask resets",
+    ),
 }  # fmt: skip
 
 
@@ -235,11 +247,14 @@ def test_one_step_needs_no_scan() -> None:
 
 @of_onnx
 def test_onnx_of_a_loop() -> None:
-    """The older exporter writes a module that calls one, not one alone."""
+    """The older exporter writes a module that calls one, not one alone. So it does a Feedback."""
     pytest.importorskip("onnx")
     loop, x, h = at.loop(nn.GRUCell(3, 5)), torch.randn(4, 2, 3), torch.zeros(2, 5)
-    with pytest.raises(TypeError, match=r"x, state: given .* by position.*dynamo=True, or"):
-        torch.onnx.export(loop, (x, h), io.BytesIO(), dynamo=False)
+    feedback = at.Feedback(at.GRU(3, 5), nn.Linear(5, 1))
+    for module, name in ((loop, "loop"), (feedback, "Feedback")):
+        message = f"x, state: given 5 .* by position.*dynamo=True, or .* calls the {name}"
+        with pytest.raises(TypeError, match=message):
+            torch.onnx.export(module, (x, h), io.BytesIO(), dynamo=False)
     model = nn.ModuleList([loop])
     model.forward = lambda x: loop(x, h)[0]
     (y,) = session(model, x, dynamo=False).run(None, {"x": 2 * x.numpy()})
