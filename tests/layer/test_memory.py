@@ -1,8 +1,10 @@
 """The memory contract: every array of every entry point, in every memory layout, on every road."""
 
+import ast
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from roads import ROADS
 from tolerances import assert_close
 from variants import variants
 
+import anycell
 from anycell import Cell, cells, layer
 from anycell.engines import cpu
 from anycell.engines.cpu.isa import available
@@ -211,6 +214,112 @@ def test_every_array_that_is_another_one(entry: Entry) -> None:
 
 # -- roads -----------------------------------------------------------------------------------------
 
+# Every number of the package by which a call takes another road, and the road; None where there is
+# but one to the same numbers, or none at all.
+THRESHOLDS = {
+    "layer/heuristics.py": {
+        "CHUNK_BYTES": "several chunks",
+        "WORTH_PACKING": "the kernel multiplies the input",
+        "WEIGHTS_SHARE": "the kernel multiplies the input",
+        "TILED_ROWS": None,  # both sides, as those of FEW_TILED_ROWS: test_tiles
+        "TILED_WEIGHTS": None,
+        "FILLED": "a mask with holes",
+        "FEW_ROWS": "a single step of few rows",
+        "FEW_ROWS_TURNED": None,  # both sides of these: test_engines
+        "ROWS_A_VECTOR": "a single step of few rows",
+        "FEW_ROWS_IN_PAIRS": None,
+        "PAIRED_ROWS_A_VECTOR": None,
+        "FEW_ROWS_UNFUSED": None,
+        "UNPACKED_STEPS": None,  # both sides: test_projection
+        "UNPACKED_BYTES": "steps of one row",
+        "UNPACKED_BYTES_OF_INTEGERS": None,
+        "WORTH_A_THREAD": "several threads",
+    },
+    "engines/cpu/door.py": {
+        "WORTH_SPREADING": "threads pack the weights",
+        "NEAR_CACHE": "threads split the units",
+        "FEW_ROWS": "threads split the units",
+        "FEW_TILED_ROWS": None,
+        "HARDLY_ANY_ROWS": "threads split the units",
+    },
+    # Both sides of these: test_cpu_matmul.
+    "engines/cpu/gemm.py": {
+        "INNER": None,
+        "ROWS": None,
+        "PIECES": None,
+        "CONFLICT": None,
+        "NEAR": None,
+        "FETCHING": None,
+        "ROWS_AHEAD": None,
+        "COLUMNS_AHEAD": None,
+        "UNROLL": None,
+    },
+    "engines/cpu/driver.py": {"BLOCK": None, "SUMMED": None},  # both sides: test_driver
+    "numpy/framework.py": {"SMALL": None},  # both sides: test_cpu_matmul
+    "layer/recipe.py": {"_RECIPES": None, "_WORD": None},  # both sides: test_recipe
+    "engines/cpu/memory.py": {
+        "SMALL": "warm memory",
+        "GRAIN": None,
+        "LIMIT": None,
+    },  # test_cpu_runtime
+    "engines/cpu/layout.py": {"PANEL": "several panels of rows"},
+    "engines/cpu/rows.py": {"AHEAD": None},
+    "engines/cpu/pool.py": {
+        "SPIN": None,
+        "SPINS": None,
+        "PATIENCE": None,
+        "LOSS": None,
+        "REST": None,
+    },  # both sides: test_busy_cores
+    "layer/stream.py": {"FORMS": None},  # both sides: test_stream
+    "keras/framework.py": {"LINE": None},
+    "layer/rounding.py": {"STEPS": None},
+    "layer/feedback.py": {"LEAST": None},  # of a switch that is never 0: test_quantize
+    "layer/contract.py": {"_MOST": None},  # of layouts that are known, see test_recipe
+    "layer/checks.py": {"MOST": None},  # a size beyond which it is a mistake
+    "keras/graph.py": {"ROWS": None},  # of a batch to read a step with
+    "keras/reading.py": {"MOST": None},  # of readings that are known
+    "keras/torch.py": {"_ROWS": None},  # of a batch to read a step with
+    "torch/loops.py": {"_MOST": None, "_RESTLESS": None},  # of readings: test_torch_loop
+    "numpy/loops.py": {
+        "_MOST": None,
+        "_READINGS": None,
+        "_RESTLESS": None,
+        "_LONG": None,
+    },  # of readings: both sides of the last two: numpy/test_warm
+    "numpy/mirror.py": {"_MOST": None},  # both sides: numpy/test_warm
+    "torch/planned.py": {"_MOST": None},  # of tapes
+    "torch/native.py": {"_ABI": None},  # a version
+    "torch/passes.py": {"_MOST": None},  # of forms
+    "torch/warm.py": {"_MOST": None},  # of calls that are known
+}
+
+
+def test_no_threshold_is_forgotten() -> None:
+    """Numbers with a name at the top of a module that has a part in a call."""
+    package = Path(anycell.__file__).parent
+    files = [*package.glob("*.py"), *package.glob("layer/*.py"), *package.glob("torch/*.py")]
+    files += [*package.glob("keras/*.py"), *package.glob("numpy/*.py")]
+    parts = "__init__ door driver gemm memory layout rows panel step sequence pool".split()
+    files += [package / f"engines/cpu/{name}.py" for name in parts]
+    elsewhere = "gpu card launches device doctor drawing explanation philox layouts cli".split()
+    numbers: dict[str, set[str]] = {}
+    for file in files:
+        if file.stem in elsewhere or file.name == "graphs.py":  # of a GPU, or of no call at all
+            continue
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if name.isupper() and _is_number(node.value):
+                    numbers.setdefault(str(file.relative_to(package)), set()).add(name)
+    assert numbers == {name: set(roads) for name, roads in THRESHOLDS.items()}
+
+
+def _is_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp):
+        return _is_number(node.left) and _is_number(node.right)
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
+
 
 def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
     """The cases above take every road, and every way round it."""
@@ -244,8 +353,8 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
     for entry in (Entry(NUMPY, cells.LSTM), *ENTRIES[:2]):
         for case in CASES:
             entry.call(entry.problem(case))
-    more = {"a mask with holes", "several panels of rows", "groups of several rows", "warm memory"}
-    roads = {*ROADS, *more}
+    roads = {*ROADS, "groups of several rows"}
+    roads |= {road for table in THRESHOLDS.values() for road in table.values() if road}
     assert taken == set(itertools.product(roads, (True, False)))
 
 

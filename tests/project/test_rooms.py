@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,67 @@ def test_arrays_have_one_name() -> None:
         place = path.relative_to(PACKAGE)
         if place.parts[0] in ("plan", "engines", "layer"):
             assert not PRIVATE.search(path.read_text(encoding="utf-8")), place
+
+
+def set_late(parsed: ast.Module) -> list[str]:
+    """The attributes that a module sets or deletes outside of constructors."""
+    functions = [node for node in ast.walk(parsed) if isinstance(node, ast.FunctionDef)]
+    making = [f for f in functions if f.name in ("__init__", "__post_init__")]
+    inside = {node for function in making for node in ast.walk(function)}
+    return [
+        ast.unparse(node)
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+        if node not in inside
+    ]
+
+
+def test_printers_keep_no_state() -> None:
+    """No class of the CPU engine sets an attribute of itself after it was made, and no printer one
+    of another object. (``value`` is a property of variables: a store.)
+    """
+    for path in sorted((PACKAGE / "engines" / "cpu").glob("*.py")):
+        others = path.name not in ("image.py", "jit.py")  # they set attributes of C's and LLVM's
+        late = [
+            name
+            for name in set_late(tree(path))
+            if name.startswith("self.") or (others and not name.endswith(".value"))
+        ]
+        assert late == [], path.name
+
+
+def test_what_a_layer_makes_is_complete() -> None:
+    """No object of ``layer`` gets an attribute after it was made: neither its own classes', nor,
+    but for these, others'.
+    """
+    late = {
+        path.name: names
+        for path in sorted((PACKAGE / "layer").glob("*.py"))
+        if (names := set_late(tree(path)))
+    }
+    assert late == {
+        "card.py": ["host.tier"],  # of a copy, in the function that makes it
+        "compression.py": ["small.error"],  # what users read of a quantized layer
+        "foreign.py": ["seed.words"],  # in the function that makes it
+        "gpu.py": ["drafted.recipe.again"],  # as recipes of the CPU, which know no draft either
+    }
+
+
+def test_what_sets_an_attribute_late() -> None:
+    text = """
+        class Pass:
+            def __init__(self):
+                self.a = 1
+
+            def run(self, other):
+                self.b, other.c = self.a, 2
+                self.d[0] = 3
+                self.e += 4
+                del self.a
+    """
+    late = set_late(ast.parse(textwrap.dedent(text)))
+    assert sorted(late) == ["other.c", "self.a", "self.b", "self.e"]
 
 
 LONG = 700  # lines
