@@ -141,7 +141,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     all_cores = f"for everybody (default: {cores}, as many as there are cores)"
     add("--threads", type=positive(int), default=cores, metavar="N", help=all_cores)
     peers = (
-        "compared with it: torch.nn, anycell.numpy, ... (a wrong name lists all), or all of the "
+        "whom to compare with: torch.nn, keras, flax, ... (a wrong name lists them), or all of the "
         "subject's framework (default: torch.nn, and torch-loop in a checkout)"
     )
     add("--peers", **listed, help=peers)

@@ -484,7 +484,7 @@ def test_everybody_on_tensorflow(
 ) -> None:
     pytest.importorskip("tensorflow")
     # TensorFlow accepts a number of threads once in a process, before it runs anything.
-    monkeypatch.setattr("rivals.keras_layers.set_threads", lambda count: None)
+    monkeypatch.setattr("anycell.bench.keras_layers.set_threads", lambda count: None)
     problem = Problem(find_cell(cell), SMALL)
     for name in names:
         passes(name, problem, slack=gate.PEERS)

@@ -14,6 +14,8 @@ from anycell.bench.tasks import Contender, Source
 from anycell.machine import ROOT
 
 TORCH, NUMPY = "anycell.bench.torch_layers", "anycell.bench.numpy_layers"
+KERAS, JAX = "anycell.bench.keras_layers", "anycell.bench.jax_layers"
+ON_KERAS = "keras", "tensorflow"
 SUBJECT = "anycell"
 OUR_LSTM = "anycell-LSTM"  # our LSTM on the same shape, to show what another cell costs
 FLOAT32 = "anycell-float32"  # our layer in float32, to show what fewer bits gain
@@ -23,8 +25,13 @@ CONTENDERS: dict[str, Source] = {
     FLOAT32: Source(TORCH, "ours"),
     "anycell.numpy": Source(NUMPY, "ours", ("threadpoolctl",)),
     "torch.nn": Source(TORCH, "theirs"),
+    "anycell.keras": Source(KERAS, "ours", ON_KERAS),
+    "keras": Source(KERAS, "theirs", ON_KERAS),
+    "keras-xla": Source(KERAS, "theirs", ON_KERAS, {"compiled": True}),
+    "anycell.jax": Source(JAX, "ours", ("jax",)),
+    "flax": Source(JAX, "flax", ("jax", "flax")),
 }
-RIVALS = ROOT / "benchmarks" / "rivals"  # other frameworks, loops, runtimes: in a checkout only
+RIVALS = ROOT / "benchmarks" / "rivals"  # loops by hand and runtimes, which only a checkout has
 if RIVALS.is_dir():
     sys.path.append(str(RIVALS.parent))
     CONTENDERS |= importlib.import_module("rivals").CONTENDERS

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from anycell.bench.jax_layers import Weights, stacked
 from anycell.bench.problem import Problem
 from anycell.bench.tasks import Contender, Unsupported
-from rivals.jax_layers import Weights, stacked
 
 
 def _lstm(w: Weights, x: Any, r: Any, h: Any, c: Any) -> Any:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rivals.keras_layers import (  # first: it says how TensorFlow is to log
+from anycell.bench.keras_layers import (  # first: it says how TensorFlow is to log
     Direction,
     Parts,
     Tensor,

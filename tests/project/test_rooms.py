@@ -36,10 +36,10 @@ from tools import rooms as tool
 # Who may import a framework, whatever of it and however late. Keras brings its own backends.
 FRAMEWORKS = {
     "torch": {"torch", "keras", "bench"},
-    "keras": {"keras", "tf1"},
-    "tensorflow": {"keras", "tf1"},
-    "jax": {"jax", "keras"},
-    "flax": {"jax"},
+    "keras": {"keras", "tf1", "bench"},
+    "tensorflow": {"keras", "tf1", "bench"},
+    "jax": {"bench", "jax", "keras"},
+    "flax": {"bench", "jax"},
     "equinox": {"jax"},
     "onnx": {"onnx"},
     "triton": {"engines.gpu"},
