@@ -113,6 +113,7 @@ def environment() -> dict[str, str]:
     """The environment of all processes, without Triton's interpreter."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    settings["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # or one process takes the card's memory
     found = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(paths)}
     found.pop("TRITON_INTERPRET", None)
     return found
