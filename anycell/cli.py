@@ -141,8 +141,8 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     all_cores = f"for everybody (default: {cores}, as many as there are cores)"
     add("--threads", type=positive(int), default=cores, metavar="N", help=all_cores)
     peers = (
-        "compared with it: torch.nn, anycell.numpy, ... (a wrong name lists all), or all of the "
-        "subject's framework (default: torch.nn, and torch-loop in a checkout)"
+        "torch.nn, anycell.numpy, anycell-LSTM, anycell-float32, in a checkout others too (a wrong "
+        "name lists them), or all (default: torch.nn, and torch-loop in a checkout)"
     )
     add("--peers", **listed, help=peers)
     subject = "the contender that all others are compared with (default: anycell)"

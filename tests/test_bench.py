@@ -735,6 +735,9 @@ def test_alone_is_a_process_with_nobody_else(
     assert "OF_ITS_OWN" not in os.environ
     with pytest.raises(probe.ProbeError, match="spy of torch-Loop: 'torch-Loop'"):
         probe._ask({}, spy, "torch-Loop", *arguments[1:])
+    monkeypatch.setattr(probe, "TIMEOUT_S", 0.01)
+    with pytest.raises(probe.ProbeError, match=r"spy of anycell\.numpy: nothing after 0\.01 s"):
+        probe._ask({}, spy, *arguments)
 
 
 @pytest.mark.slow

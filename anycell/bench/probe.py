@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
@@ -18,6 +17,8 @@ from anycell.bench.problem import Problem
 from anycell.bench.stats import median
 from anycell.bench.tasks import Mode, Task
 from anycell.bench.timing import interleave, once
+
+TIMEOUT_S = 300
 
 
 class ProbeError(Exception):
@@ -60,10 +61,11 @@ def _ask(
     before = dict(os.environ)
     os.environ.update(variables)
     try:
-        with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
-            return fresh.submit(function, name, *arguments).result()
+        with get_context("spawn").Pool(1) as fresh:
+            return fresh.apply_async(function, (name, *arguments)).get(TIMEOUT_S)
     except Exception as error:
-        raise ProbeError(f"{function.__name__} of {name}: {error}") from error
+        said = str(error) or f"nothing after {TIMEOUT_S} s"
+        raise ProbeError(f"{function.__name__} of {name}: {said}") from error
     finally:
         os.environ.clear()
         os.environ.update(before)
