@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import sys
@@ -726,15 +727,23 @@ def test_alone_is_a_process_with_nobody_else(
             count = len(probe.samples(*arguments))
             others = sys.modules.keys() & {"torch", "tensorflow", "onnxruntime"}
             return count >= 5, os.environ["OF_ITS_OWN"], sorted(others)
+
+        def dies(*arguments):
+            os._exit(3)
     """
     (tmp_path / "spying.py").write_text(dedent(code))
     monkeypatch.syspath_prepend(tmp_path)
-    spy = importlib.import_module("spying").spy
+    spy, dies = operator.attrgetter("spy", "dies")(importlib.import_module("spying"))
     arguments = "anycell.numpy", Problem(find_cell("LSTM"), SMALL), "training", 0.01
     assert probe._ask({"OF_ITS_OWN": "1"}, spy, *arguments) == (True, "1", [])
     assert "OF_ITS_OWN" not in os.environ
     with pytest.raises(probe.ProbeError, match="spy of torch-Loop: 'torch-Loop'"):
         probe._ask({}, spy, "torch-Loop", *arguments[1:])
+    with pytest.raises(probe.ProbeError, match=r"dies of anycell\.numpy: .* ended with status 3"):
+        probe._ask({}, dies, *arguments)
+    monkeypatch.setattr(probe, "TIMEOUT_S", 0.01)
+    with pytest.raises(probe.ProbeError, match=r"spy of anycell\.numpy: nothing after 0\.01 s"):
+        probe._ask({}, spy, *arguments)
 
 
 @pytest.mark.slow

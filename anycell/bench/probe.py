@@ -7,9 +7,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 from anycell.bench import memory
@@ -18,6 +18,8 @@ from anycell.bench.problem import Problem
 from anycell.bench.stats import median
 from anycell.bench.tasks import Mode, Task
 from anycell.bench.timing import interleave, once
+
+TIMEOUT_S = 300
 
 
 class ProbeError(Exception):
@@ -57,19 +59,37 @@ def _ask(
     variables: Mapping[str, str], function: Callable[..., Any], name: str, *arguments: Any
 ) -> Any:
     """The result of a function in a fresh process, with environment variables."""
-    before = dict(os.environ)
+    before, context = dict(os.environ), get_context("spawn")
+    answers, sender = context.Pipe(duplex=False)
+    fresh = context.Process(target=_answer, args=(sender, function, name, *arguments), daemon=True)
     os.environ.update(variables)
     try:
-        with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
-            return fresh.submit(function, name, *arguments).result()
-    except Exception as error:
-        raise ProbeError(f"{function.__name__} of {name}: {error}") from error
+        fresh.start()
     finally:
         os.environ.clear()
         os.environ.update(before)
+    sender.close()
+    try:
+        answered = answers.poll(TIMEOUT_S)
+        result, said = answers.recv() if answered else (None, f"nothing after {TIMEOUT_S} s")
+    except EOFError:
+        fresh.join()
+        said = f"the process ended with status {fresh.exitcode}"
+    fresh.kill()
+    if said is not None:
+        raise ProbeError(f"{function.__name__} of {name}: {said}")
+    return result
 
 
 # -- in the fresh process --------------------------------------------------------------------------
+
+
+def _answer(sender: Connection, function: Callable[..., Any], *arguments: Any) -> None:
+    """Sends the result of a function, or what its error says."""
+    try:
+        sender.send((function(*arguments), None))
+    except Exception as error:
+        sender.send((None, str(error)))
 
 
 @contextmanager

@@ -172,14 +172,8 @@ class Operator:
         kernel, directions = self.kernel, len(self.layer.options.reverse)
         table, at = array("q", bytes(8 * kernel.first(directions))), kernel.shared
         # A chunk of no steps, after the first: the door packs, and does nothing else.
-        values = self.numbers | {
-            "steps": 1,
-            "batch": 1,
-            "span": 1,
-            "begin": 1,
-            "pack": 1,
-            "packed": 1,
-        }
+        ones = dict.fromkeys(("steps", "batch", "span", "begin", "pack", "packed"), 1)
+        values = self.numbers | ones
         for name, value in values.items():
             table[at[name]] = value
         kernel.needs(table.buffer_info()[0])
