@@ -228,6 +228,21 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list of the number of rows of each step that ran on packed weights."""
+    from anycell.layer.stream import Stream
+
+    found, step = list[int](), Stream.step
+
+    def watched(stream: Stream, rows: int, *arguments: Any) -> Any:
+        found.append(rows)
+        return step(stream, rows, *arguments)
+
+    monkeypatch.setattr(Stream, "step", watched)
+    return found
+
+
+@pytest.fixture
 def two_threads() -> Iterator[None]:
     """Gives both torch and the CPU engine two threads."""
     import torch

@@ -35,8 +35,9 @@ def main() -> None:
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     os.environ["OMP_NUM_THREADS"] = "1"
-    device = args.device or asked()
     pool = ProcessPoolExecutor(args.jobs, initializer=os.nice, initargs=(5,))
+    # A process that has used CUDA could not be forked for others that may use it.
+    device = args.device or pool.submit(asked).result()
     runs = [pool.submit(compiled, *job, device) for job in jobs()]
     good = True
     try:

@@ -19,7 +19,6 @@ from tolerances import assert_close
 
 import anycell.numpy as an
 from anycell import cells, compress
-from anycell.layer.stream import Stream
 
 if HAS_TORCH:
     import torch
@@ -29,19 +28,6 @@ if HAS_TORCH:
 
 INPUTS, UNITS, ROWS, POOL = 4, 4, 2, 3
 Way = Callable[[Any, np.random.Generator], Any]
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list of the number of rows of each step that ran on packed weights."""
-    steps, step = [], Stream.step
-
-    def watched(self: Any, rows: int, *arguments: Any) -> Any:
-        steps.append(rows)
-        return step(self, rows, *arguments)
-
-    monkeypatch.setattr(Stream, "step", watched)
-    return steps
 
 
 def try_all(

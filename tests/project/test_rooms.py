@@ -131,20 +131,6 @@ def test_one_place_says_what_a_dtype_means() -> None:
     assert found == SPELLED
 
 
-# How kernels called arrays that have a name in ``anycell.plan.arrays``, in a string or an f-string.
-PRIVATE = re.compile(
-    r"""["'](d?bias_[xh]|d[xy]0?|dparam|dstatic|out_at)["']"""
-    r"""|["'](state|reset|dstate|dreset|param|dr|dy)(\d|\{)"""
-)
-
-
-def test_arrays_have_one_name() -> None:
-    for path in sources():
-        place = path.relative_to(PACKAGE)
-        if place.parts[0] in ("plan", "engines", "layer"):
-            assert not PRIVATE.search(path.read_text(encoding="utf-8")), place
-
-
 def set_late(parsed: ast.Module) -> list[str]:
     """The attributes that a module sets or deletes outside of constructors."""
     functions = [node for node in ast.walk(parsed) if isinstance(node, ast.FunctionDef)]
