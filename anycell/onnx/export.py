@@ -67,7 +67,8 @@ def export(
         laid out as in a call of the layer: x ``[T, B, input_size]``, or ``[B, T, input_size]`` if
         ``batch_first`` and of Keras; the states one by one, ``state_h`` ``[layers * D, B, H]``;
         ``lengths`` int64, ``mask``, ``resets`` and ``forced`` bool. Numbers are float32, or float64
-        if the layer's are.
+        if the layer's are. Outputs of Keras at masked steps are as the layer is set, unless
+        ``masked_output`` is passed.
 
     Raises:
         ValueError, TypeError: with what was given, what is expected, and what to do.
