@@ -582,6 +582,9 @@ def test_malformed_calls() -> None:
             "'hx'; expected names among state",
         ),
         (anycell.numpy.LSTM(3, 6), {"inputs": "static"}, ValueError, "inputs: given 'static'"),
+        (anycell.numpy.LSTM(3, 6), {"inputs": 3}, ValueError, "inputs: given 3; expected names"),
+        (anycell.numpy.LSTM(3, 6), {"inputs": ["state", 3]}, ValueError, "inputs: given 3; expect"),
+        (anycell.numpy.LSTM(3, 6), {"params": {}}, ValueError, "params: given dict; expected None"),
         (
             anycell.numpy.LSTM(3, 6),
             {"masked_output": "no"},

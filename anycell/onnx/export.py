@@ -117,9 +117,9 @@ def export(
                 for k, part in enumerate(graph.split(whole, [directions] * count, 0)):
                     states[k][f"{name} {s.name}"] = part
     if readout:  # what the series holds at free steps has no influence, not even as NaN
-        call["free"], size = graph("Not", call.pop("forced")), weights[0]["weight_ih"].shape[1]
-        series = graph.constant(np.arange(size) < layer.size(OUTPUT), bool)
-        hidden = graph("And", call["free"], series)
+        series = np.arange(weights[0]["weight_ih"].shape[1]) < layer.size(OUTPUT)
+        call["free"] = graph("Not", call.pop("forced"))
+        hidden = graph("And", call["free"], graph.constant(series, bool))
         x = graph("Where", hidden, graph.constant(0.0), x)
     nodes = layer.dtype == "float32" and not call and layer.options.apart(True) >= bool(lengths)
     form = form_of(cell) if nodes else None
@@ -161,6 +161,8 @@ def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], Seque
     if framework in ("torch", "numpy", "keras"):
         importlib.import_module(f"anycell.{framework}.compress")
     known, inner, readout = compression(layer), layer, ()
+    if framework != "jax" and params is not None:
+        refuse("params", type(params).__name__, "None but for a layer of JAX", "Leave it out.")
     if framework == "jax" and hasattr(layer, "init"):
         record, arrays = layer._layer(), layer._params(params)
         count = len(record.options.reverse)
