@@ -160,7 +160,7 @@ def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], Seque
     framework = next((name[1] for name in kinds if name[0] == "anycell" and len(name) > 2), "")
     if framework in ("torch", "numpy", "keras"):
         importlib.import_module(f"anycell.{framework}.compress")
-    known, inner, readout = compression(layer), layer, ()
+    known, inner, readout = compression(layer), layer, tuple[Any, ...]()
     if framework != "jax" and params is not None:
         refuse("params", type(params).__name__, "None but for a layer of JAX", "Leave it out.")
     if framework == "jax" and hasattr(layer, "init"):
@@ -187,7 +187,8 @@ def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], Seque
     dtype = "float64" if "float64" in kind else "float32"
     if inner is not layer:
         exported = importlib.import_module(f"anycell.{framework}.exported")
-        (_, record, learned, _), readout = opened(next(exported.parts(layer)), dtype)
+        both: Any = opened(next(exported.parts(layer)), dtype)
+        (_, record, learned, _), readout = both
     weights = [{n: numbers(w).astype(dtype) for n, w in named.items()} for named in learned]
     first = getattr(inner, "batch_first", framework == "keras")
     return record._replace(dtype=dtype), weights, readout, first
