@@ -442,12 +442,19 @@ def test_layers_of_keras() -> None:
         model = export(layer)
         assert kinds(model) == {kind}
         assert_close(run(model, {"x": x})[0], output, "float32", "runtime")
+    mask = np.array([[True, False, True, False], [False, False, True, True]])
+    for zero in (False, True):
+        layer = ak.LSTM(6, return_sequences=True, zero_output_for_mask=zero)
+        output = np.asarray(layer(x, mask=mask))
+        found = run(export(layer, inputs="mask"), {"x": x, "mask": mask})[0]
+        assert_close(found, output, "float32", "runtime")
     forced, readout = np.random.default_rng(1).random((2, 4)) < 0.5, keras.layers.Dense(2)
     feedback = ak.Feedback(ak.GRU(6), readout, return_state=True)
     with pytest.raises(ValueError, match=r"layer: given gru_.*, which has no weights yet. Call it"):
         export(feedback)
-    rights = feedback(x, forced=forced)
-    found = run(export(feedback), {"x": x, "forced": forced})
+    rights = feedback(x, forced=forced, mask=mask)
+    feeds = {"x": x, "forced": forced, "mask": mask}
+    found = run(export(feedback, inputs="mask"), feeds)
     for result, right in zip(found, (rights[0], np.asarray(rights[1])[None]), strict=True):
         assert_close(result, np.asarray(right), "float32", "runtime")
     back = ak.GRU(6, go_backwards=True)
@@ -575,6 +582,9 @@ def test_malformed_calls() -> None:
             "'hx'; expected names among state",
         ),
         (anycell.numpy.LSTM(3, 6), {"inputs": "static"}, ValueError, "inputs: given 'static'"),
+        (anycell.numpy.LSTM(3, 6), {"inputs": 3}, ValueError, "inputs: given 3; expected names"),
+        (anycell.numpy.LSTM(3, 6), {"inputs": ["state", 3]}, ValueError, "inputs: given 3; expect"),
+        (anycell.numpy.LSTM(3, 6), {"params": {}}, ValueError, "params: given dict; expected None"),
         (
             anycell.numpy.LSTM(3, 6),
             {"masked_output": "no"},

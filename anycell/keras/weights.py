@@ -98,13 +98,14 @@ def directions(layer: Any) -> Sequence[Any]:
 
 
 def described(layer: Any) -> Layer:
-    """The cell, the sizes and the directions of a layer."""
+    """The cell, the sizes, the directions and the masked output of a layer."""
     first, *others = parts = directions(layer)
     alike = first._step(), first._sizes()
     if any((part._step(), part._sizes()) != alike for part in others):
         given = f"{layer.name}, whose layers are of different cells or sizes"
         refuse("layer", given, "Bidirectional of two layers of one cell and size")
-    return Layer(*alike, Options(tuple(part.go_backwards for part in parts)))
+    masked = "zero" if first.zero_output_for_mask else "repeat"
+    return Layer(*alike, Options(tuple(part.go_backwards for part in parts), masked))
 
 
 def weights_of(layer: Any, parts: bool = False) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class Fed:
         """The states before a step; for None the initial states of a call."""
         layer, xp = self.layer._layer(), self._xp(x)
         if state is not None:
-            sizes, first = dict(layer.sizes), (1, len(x))
+            sizes, first = dict(layer.sizes), (1, x.shape[0])  # len() would fix it in exports
             check = self.framework.check_states
             return check("state", state, layer.cell, sizes, first, self._like)
         return [

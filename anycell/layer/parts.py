@@ -77,10 +77,10 @@ def opened(part: Part, dtype: str) -> list[Simple]:
         return [part]
     (name, layer, (weights,), _), xp = part.layers, namespace(np.zeros(1))
     learned = {name: numbers(array).astype(dtype) for name, array in weights.items()}
-    weight, bias = (None if a is None else numbers(a).astype(dtype) for a in part.readout)
-    both = fed(xp, learned, layer.size("H"), weight, bias)
+    readout: Any = [None if a is None else numbers(a).astype(dtype) for a in part.readout]
+    both = fed(xp, learned, layer.size("H"), *readout)
     both |= {name: learned[name] for name in ("weight_ih", "bias_ih") if name in learned}
     both = with_integers(xp, both) if SCALES in both else both
-    sizes = (*layer.sizes, (OUTPUT, len(weight)))
+    sizes = (*layer.sizes, (OUTPUT, len(readout[0])))
     layer = layer._replace(cell=with_feedback(layer.cell), sizes=sizes)
-    return [Recurrent(name, layer, [both]), Affine(weight, bias)]
+    return [Recurrent(name, layer, [both]), Affine(*readout)]

@@ -67,7 +67,8 @@ def export(
         laid out as in a call of the layer: x ``[T, B, input_size]``, or ``[B, T, input_size]`` if
         ``batch_first`` and of Keras; the states one by one, ``state_h`` ``[layers * D, B, H]``;
         ``lengths`` int64, ``mask``, ``resets`` and ``forced`` bool. Numbers are float32, or float64
-        if the layer's are.
+        if the layer's are. Outputs of Keras at masked steps are as the layer is set, unless
+        ``masked_output`` is passed.
 
     Raises:
         ValueError, TypeError: with what was given, what is expected, and what to do.
@@ -116,9 +117,9 @@ def export(
                 for k, part in enumerate(graph.split(whole, [directions] * count, 0)):
                     states[k][f"{name} {s.name}"] = part
     if readout:  # what the series holds at free steps has no influence, not even as NaN
-        call["free"], size = graph("Not", call.pop("forced")), weights[0]["weight_ih"].shape[1]
-        series = graph.constant(np.arange(size) < layer.size(OUTPUT), bool)
-        hidden = graph("And", call["free"], series)
+        series = np.arange(weights[0]["weight_ih"].shape[1]) < layer.size(OUTPUT)
+        call["free"] = graph("Not", call.pop("forced"))
+        hidden = graph("And", call["free"], graph.constant(series, bool))
         x = graph("Where", hidden, graph.constant(0.0), x)
     nodes = layer.dtype == "float32" and not call and layer.options.apart(True) >= bool(lengths)
     form = form_of(cell) if nodes else None
@@ -159,7 +160,9 @@ def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], Seque
     framework = next((name[1] for name in kinds if name[0] == "anycell" and len(name) > 2), "")
     if framework in ("torch", "numpy", "keras"):
         importlib.import_module(f"anycell.{framework}.compress")
-    known, inner, readout = compression(layer), layer, ()
+    known, inner, readout = compression(layer), layer, tuple[Any, ...]()
+    if framework != "jax" and params is not None:
+        refuse("params", type(params).__name__, "None but for a layer of JAX", "Leave it out.")
     if framework == "jax" and hasattr(layer, "init"):
         record, arrays = layer._layer(), layer._params(params)
         count = len(record.options.reverse)
@@ -184,7 +187,8 @@ def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], Seque
     dtype = "float64" if "float64" in kind else "float32"
     if inner is not layer:
         exported = importlib.import_module(f"anycell.{framework}.exported")
-        (_, record, learned, _), readout = opened(next(exported.parts(layer)), dtype)
+        both: Any = opened(next(exported.parts(layer)), dtype)
+        (_, record, learned, _), readout = both
     weights = [{n: numbers(w).astype(dtype) for n, w in named.items()} for named in learned]
     first = getattr(inner, "batch_first", framework == "keras")
     return record._replace(dtype=dtype), weights, readout, first

@@ -181,7 +181,7 @@ class RNNCell(OfCell):
         cell = self.cell
         operator: Any = _OPERATORS.get((cell.name, cell.key))
         if operator is not None:
-            states = states or (x.new_zeros(len(x), self.hidden_size),) * len(cell.states)
+            states = states or (x.new_zeros(x.shape[0], self.hidden_size),) * len(cell.states)
             weights, names = learned(self, cell), ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
             state = states if len(states) > 1 else states[0]
             new = operator(x, state, *[weights.get(name) for name in names])

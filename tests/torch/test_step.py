@@ -246,6 +246,35 @@ def test_compiled_and_exported() -> None:
         assert_close(a, b, "float32", "forward")
 
 
+class OneStep(torch.nn.Module):
+    """A step of a Feedback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feedback = at.Feedback(at.RNN(cells.PeepholeLSTM, 4, 5), torch.nn.Linear(5, 2))
+
+    def forward(self, x: Any, h: Any, c: Any) -> Any:
+        return self.feedback.step(x, (h, c), forced=False)
+
+
+@pytest.mark.parametrize("kind", ["cell", "cell without a state", "feedback"])
+def test_exported_for_any_number_of_rows(kind: str) -> None:
+    rows = torch.export.Dim("rows", min=2)
+    module: Any = OneStep() if kind == "feedback" else at.RNNCell(cells.GRU, 4, 5)
+    shapes = {"cell": [(5,)], "feedback": [(1, 5), (1, 5)]}.get(kind, [])
+
+    def given(rows: int) -> tuple[Any, ...]:
+        return torch.randn(rows, 4), *(torch.randn(*s[:-1], rows, s[-1]) for s in shapes)
+
+    dynamic = ({0: rows}, *({len(shape) - 1: rows} for shape in shapes))
+    with torch.no_grad():
+        program = torch.export.export(module.eval(), given(3), dynamic_shapes=dynamic).module()
+        for count in (3, 7):
+            results, wanted = (f(*x) for x in [given(count)] for f in (program, module))
+            for a, b in zip(*map(torch.utils._pytree.tree_leaves, (results, wanted)), strict=True):
+                assert_close(a, b, "float32", "forward")
+
+
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits on two, above and below the work that is worth a second one."""
     before = torch.get_num_threads()
