@@ -18,7 +18,7 @@ from anycell.layer import Kept
 from anycell.layer.forward import draft_stack
 from anycell.layer.heuristics import sparse
 from anycell.layer.layers import Layout
-from anycell.layer.signature import ENDS, FLAGS, OF_STATES, places, shapes, state_names
+from anycell.layer.signature import FLAGS, OF_STATES, places, state_names
 from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
 from anycell.torch import fused
@@ -195,7 +195,7 @@ def _call(
     tensors, given = [x], list[Any]()
     for value in (state, *arguments.values()):
         many = type(value) is tuple
-        given.append(len(value) if many else value is None)
+        given.append(len(value) if many else None if value is None else Tensor)
         if many:
             tensors += value
         elif value is not None:
@@ -239,11 +239,10 @@ def learn(
         if value is not None:
             names += state_names(name, cell) if name == "reset_state" else [name]
     held, weights, of_layer, absent = module._parameters or module._buffers, {}, [], []
-    learned = shapes(cell, dict(module._sizes), 1, module.bias)
     for k in range(layers):
         for public, place in places(cell.learned, k, 1 + both).items():
             name = place.removesuffix("_l0") if alone else place
-            if public.removesuffix(ENDS[1]) not in learned:
+            if name not in held:
                 absent.append(name)
                 continue
             weights[place] = name
