@@ -32,7 +32,7 @@ from anycell.torch.observers import (
     watched,
 )
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import SHORT, Recurrent, leaf, stacked
+from anycell.torch.recurrent import Recurrent, leaf, stacked
 from anycell.torch.typed import DropInArguments
 from anycell.torch.warm import KNOWN, again, learn, quiet
 
@@ -108,10 +108,8 @@ class DropIn(Recurrent):
             known = again(self, "call", input, hx, arguments)
             if known is not None:
                 return known
-        elif SHORT and compiled() and not (by_position or arguments):
-            traced = self._compiled(input, hx)
-            if traced is not None:
-                return traced
+        elif not (by_position or arguments) and (known := self._compiled(input, hx)) is not None:
+            return known
         if by_position:
             arguments = self._named(by_position, arguments)
         if isinstance(input, Proxy):

@@ -22,6 +22,7 @@ from anycell.torch import passes
 from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.framework import ENGINES, Returned, Torch, TorchDevice
 from anycell.torch.observers import autocast, stepwise, watched
+from anycell.torch.threads import threads
 
 
 def plan_on(device: str, cell: Cell, sizes: Sizes, dtype: torch.dtype) -> Plan | str:
@@ -237,10 +238,4 @@ def _ranged(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any
 
 def on_threads(options: Options) -> Options:
     """Returns the options of a call with torch's number of threads."""
-    # Saves small layers a call of ``threads``.
-    return _on(options, cpu.threads.within() or torch.get_num_threads())
-
-
-@functools.lru_cache(maxsize=256)
-def _on(options: Options, count: int) -> Options:
-    return options._replace(threads=count)
+    return options._replace(threads=threads())

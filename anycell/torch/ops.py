@@ -324,23 +324,22 @@ def _run_again(
     known = _known.get(_facts(text, hyper, keep, len(tensors)))
     if known is None or not ordinary(map(type, tensors)):
         return []
-    if known.form is not None:
-        return play(tensors, known.form.number, 0)
-    arrays = known.layer.named(tensors)
-    given = known.plan, arrays, known.options
+    layer, form = known
+    if form is not None:
+        return play(tensors, form.number, 0)
+    arrays = layer.named(tensors)
+    given = layer.plan, arrays, layer.options
     form = forward_form(*given, keep) if _flagged(arrays) else None
     results = None if form is None else forward_again(form, *given, keep)
-    return [] if results is None else _listed(known.layer, *results)
+    return [] if results is None else _listed(layer, *results)
 
 
 class _Pass(NamedTuple):
-    """A pass that was run: with its form, if the operator reads the tensors of the call themselves,
-    see ``anycell.torch.passes``.
+    """A pass that was run: the layer, with plan and options as ``anycell.torch.passes`` takes them,
+    and the form, if the operator reads the tensors of the call themselves.
     """
 
     layer: Layer
-    plan: Plan
-    options: Options
     form: Form | None
 
 
@@ -361,7 +360,7 @@ def _remember(key: tuple[Any, ...], layer: Layer, *facts: Any) -> None:
         form = form_of(plan, layer.arrays, options, *facts)
         if form is None:
             return
-    add_recent(_known, key, _Pass(layer, plan, options, form), 512)
+    add_recent(_known, key, _Pass(layer._replace(plan=plan, options=options), form), 512)
 
 
 def _flagged(arrays: Arrays) -> bool:
@@ -465,7 +464,7 @@ def _backward_again(*arguments: Any) -> list[Tensor]:
     known, inputs = _known.get(call.key), [*call.tensors, *call.kept, *call.arriving]
     if known is None or not call.kept or not ordinary(map(type, inputs)):
         return []
-    layer, plan, options, form = known
+    layer, form = known
     names = itertools.compress(layer.arrays, call.needs)
     if form is not None and not layer.cell.params:
         if not (made := play(inputs, form.number, 0)):
@@ -473,11 +472,12 @@ def _backward_again(*arguments: Any) -> list[Tensor]:
         by_name = dict(zip(form.names, made, strict=True))
         return [by_name[name].contiguous() for name in names]
     arrays, gradients = layer.named(call.tensors), call.gradients
-    form = backward_form(plan, arrays, options, gradients, _wanted(layer, call.needs))
+    given = layer.plan, arrays, layer.options
+    form = backward_form(*given, gradients, _wanted(layer, call.needs))
     if form is None or not _flagged(arrays):
         return []
-    again = backward_again(form, plan, arrays, options, call.before(layer), gradients)
-    return [] if again is None else [_alone(again[name], plan) for name in names]
+    again = backward_again(form, *given, call.before(layer), gradients)
+    return [] if again is None else [_alone(again[name], layer.plan) for name in names]
 
 
 def _alone(gradient: Tensor, plan: Plan) -> Tensor:

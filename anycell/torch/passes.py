@@ -170,12 +170,9 @@ def learn_backward(
         return
     made, parts = made_by(known.recipe), []
     for number, turned, copy in gradients.values():
-        shape, strides = made[number].shape, made[number].strides
-        parts.append(
-            Part(number, shape[::-1], strides[::-1], 0, copy)
-            if turned
-            else Part(number, shape, strides, 0, copy)
-        )
+        order = slice(None, None, -1 if turned else 1)
+        shape, strides = made[number].shape[order], made[number].strides[order]
+        parts.append(Part(number, shape, strides, copy=copy))
     form.names = tuple(gradients)
     form.learn(known.recipe, inputs, parts, options.stream)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Lengths = Tensor | Sequence[int]
 # Before, Dynamo takes some numbers of a module for unknown ones, see ``ops``.
-SHORT = torch.__version__ >= TorchVersion("2.8")
+_SHORT = torch.__version__ >= TorchVersion("2.8")
 
 
 class Recurrent(Explained):
@@ -132,12 +132,14 @@ class Recurrent(Explained):
 
     def _compiled(self, x: Any, state: Any) -> Any:
         """The results of a call with x and states alone, as torch.compile traces it; None for one
-        that the ordinary way has to look at.
+        that the ordinary way has to look at, and outside of traces.
 
         It touches few objects and calls few functions: a compiled call checks again whatever the
         trace has read, which for the ordinary way takes as long as a step of a small layer.
         """
-        if not isinstance(x, Tensor) or x.dim() != 3 or autocast() or not x.is_cpu:
+        if not (_SHORT and compiled()) or autocast():
+            return None
+        if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_cpu:
             return None
         layers, directions, cell = self.num_layers, 1 + self.bidirectional, self.cell
         training, mine = self.training, self._parameters

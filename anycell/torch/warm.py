@@ -24,7 +24,7 @@ from anycell.recent import add_recent
 from anycell.torch import fused
 from anycell.torch.composite import Arrays, Result, States
 from anycell.torch.framework import Torch
-from anycell.torch.fused import plan_on
+from anycell.torch.fused import Fused, plan_on
 from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
 from anycell.torch.passes import as_given, as_kept, as_read, form_of, narrowed
@@ -70,11 +70,11 @@ class Front(NamedTuple):
         """The results of one layer, which keeps what it makes; None if no pass was like it."""
         plan: Any = self.layer.plan
         try:
-            return fused.run(self.layer, plan, arrays, self._forward)
+            return fused.run(self.layer, plan, arrays, self.again)
         except _Unknown:
             return None
 
-    def _forward(
+    def again(
         self, layer: Layer, plan: Plan, arrays: Arrays, keep: bool
     ) -> tuple[Tensor, States, Kept]:
         """Does what ``run_forward`` does, as an earlier pass did it."""
@@ -84,9 +84,9 @@ class Front(NamedTuple):
         results = play(read, self.keeping.number, 0)
         if not results:
             raise _Unknown
-        apart = layer.options.apart("mask" in arrays)
+        apart = not self.plain and layer.options.apart("mask" in arrays)
         output, final, kept = as_kept(plan, arrays["x"].shape[0], results, layer.options, apart)
-        return output, narrowed(plan, final), kept
+        return output, final if self.plain else narrowed(plan, final), kept
 
 
 FRONTS: dict[tuple[Any, ...], Front] = {}
@@ -163,13 +163,14 @@ def _trained(module: Any, front: Front, tensors: list[Tensor]) -> list[Tensor]:
     """The results of a call with gradients; none if there was none like it."""
     if front.keeping is None or tensors[0].dim() != 3:
         return []
-    arrays = dict(zip(front.names, tensors, strict=True))
+    x, *others = tensors
     if module.batch_first:
-        arrays["x"] = tensors[0].swapaxes(0, 1)
-    known = front.run(arrays)
-    if known is None:
+        x = x.swapaxes(0, 1)
+    given = front.layer, front.layer.plan, front.again, front.names
+    try:
+        output, *final = Fused.apply(*given, x, *others)
+    except _Unknown:
         return []
-    output, final, _ = known
     return [output.swapaxes(0, 1) if module.batch_first else output, *final]
 
 
