@@ -55,7 +55,7 @@ def run_layer(layer: Layer, arrays: Arrays) -> Result:
         plan = _plan_for(layer, arrays)
         if isinstance(plan, Plan):
             if engine is None or engine == plan.engine:
-                return enter(layer.cell, "forward", fused.run, layer, plan, arrays)
+                return enter(layer.cell, "forward", fused.run, layer._replace(plan=plan), arrays)
             plan = f"these tensors are for the engine {plan.engine!r}"
     if engine not in (None, "reference"):
         raise ValueError(f"engine={engine!r} cannot run this call: {plan}. Leave engine out.")

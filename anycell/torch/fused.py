@@ -57,27 +57,28 @@ def plan_of(cell: Cell, sizes: Sizes, dtype: torch.dtype, engine: str) -> Plan |
     return plan(cell, known["H"], name, engine, known)
 
 
-Forward = Callable[[Layer, Plan, Arrays, bool], tuple[Tensor, States, Kept | None]]
+Forward = Callable[[Layer, Arrays, bool], tuple[Tensor, States, Kept | None]]
 
 
-def run(layer: Layer, plan: Plan, arrays: Arrays, forward_pass: Forward | None = None) -> Result:
-    """Runs a layer on the fused engine; returns the same results as ``composite``.
+def run(layer: Layer, arrays: Arrays, forward_pass: Forward | None = None) -> Result:
+    """Runs a layer, which has its plan, on the fused engine; returns the same results as
+    ``composite``.
 
     Args:
         forward_pass: does what ``run_forward`` does, its default.
     """
     forward_pass = forward_pass or run_forward
     if layer.sequences:  # the kernel keeps them, as it does for the backward pass
-        plan = keeping(plan, layer.sequences)
-        layer = layer._replace(options=layer.options._replace(checkpoint=None))
+        plan = keeping(layer.plan, layer.sequences)
+        layer = layer._replace(plan=plan, options=layer.options._replace(checkpoint=None))
     if torch.is_grad_enabled():
         for tensor in arrays.values():
             if tensor.requires_grad:
-                given = layer, plan, forward_pass, tuple(arrays)
-                output, *rest = Fused.apply(*given, *arrays.values())
-                states = len(plan.cell.states)
+                given = layer, forward_pass, tuple(arrays), *arrays.values()
+                output, *rest = Fused.apply(*given)
+                states = len(layer.cell.states)
                 return output, tuple(rest[:states]), tuple(rest[states:])
-    output, final, kept = forward_pass(layer, plan, arrays, bool(layer.sequences))
+    output, final, kept = forward_pass(layer, arrays, bool(layer.sequences))
     return output, final, () if kept is None else _series(layer, arrays, kept)
 
 
@@ -91,24 +92,23 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, plan: Plan, forward_pass: Forward, names: tuple[str, ...],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any, layer: Layer, forward_pass: Forward, names: tuple[str, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         arrays = dict(zip(names, tensors, strict=True))
-        output, final, kept = forward_pass(layer, plan, arrays, True)
+        output, final, kept = forward_pass(layer, arrays, True)
         assert kept is not None
         # Saved by autograd, they are guarded against edits, and pass through the user's hooks.
         ctx.save_for_backward(*tensors, *kept.flat())
         ctx.set_materialize_grads(False)
-        ctx.layer, ctx.plan, ctx.names = layer, plan, names
+        ctx.layer, ctx.names = layer, names
         ctx.states = [array is not None for array in kept.states[0]]
         return output, *final, *(_series(layer, arrays, kept) if layer.sequences else ())
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
-        layer, names, needs = ctx.layer, ctx.names, ctx.needs_input_grad[4:]
+        layer, names, needs = ctx.layer, ctx.names, ctx.needs_input_grad[3:]
         if all(gradient is None for gradient in arriving):
-            return None, None, None, None, *[None for _ in needs]
+            return None, None, None, *[None for _ in needs]
         # Read once: hooks on saved tensors, such as activation checkpoints', run at each read.
         tensors = ctx.saved_tensors
         arrays = dict(zip(names, tensors, strict=False))
@@ -117,24 +117,22 @@ class Fused(torch.autograd.Function):
         pairs = zip(layer.sequences, arriving[ends:], strict=True)
         inside = {name: gradient for name, gradient in pairs if gradient is not None}
         # The GPU's kernels take gradients of outputs and final states, but of no other sequence.
-        elsewhere = bool(inside) and ctx.plan.engine == "gpu"
+        elsewhere = bool(inside) and layer.plan.engine == "gpu"
         gradients: Mapping[str, Tensor | None]
         if stepwise(arriving, tensors) or watched() or elsewhere:
             run: Any = differentiable
             gradients = enter(layer.cell, "backward", run, layer, arrays, wanted, arriving)
         else:
             kept = Kept.of(tensors[len(names) :], ctx.states, len(layer.options.reverse))
-            given = layer, ctx.plan, arrays, kept, arriving[:ends], wanted, inside
+            given = layer, arrays, kept, arriving[:ends], wanted, inside
             gradients = enter(layer.cell, "backward", run_backward, *given)
         found = [gradients.get(n) if n in wanted else None for n in names]
-        return None, None, None, None, *found
+        return None, None, None, *found
 
 
-def run_forward(
-    layer: Layer, plan: Plan, arrays: Arrays, keep: bool
-) -> tuple[Tensor, States, Kept | None]:
+def run_forward(layer: Layer, arrays: Arrays, keep: bool) -> tuple[Tensor, States, Kept | None]:
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
-    options = on_threads(layer.options)
+    plan, options = layer.plan, on_threads(layer.options)
     finals: Sequence[Tensor]
     if plan.engine == "cpu":
         given = rounded(plan), arrays, options
@@ -155,7 +153,6 @@ def run_forward(
 
 def run_backward(
     layer: Layer,
-    plan: Plan,
     arrays: Arrays,
     kept: Kept,
     arriving: Sequence[Tensor | None],
@@ -166,7 +163,7 @@ def run_backward(
     # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
     arriving = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
-    arguments = arrays, on_threads(layer.options)
+    plan, arguments = layer.plan, (arrays, on_threads(layer.options))
     d_output, *d_final = arriving
     if plan.engine == "gpu":
         device = TorchDevice.on(plan.dtype, arrays["x"].device)

@@ -302,8 +302,7 @@ def _run(tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: boo
     if results := _run_again(tensors, text, hyper, keep):
         return results
     layer, arrays = unpack(tensors, text, hyper)
-    given = layer, layer.plan, arrays, keep
-    made = enter(layer.cell, "forward", fused.run_forward, *given)
+    made = enter(layer.cell, "forward", fused.run_forward, layer, arrays, keep)
     _remember(_facts(text, hyper, keep, len(tensors)), layer, "forward", keep)
     return _listed(layer, *made)
 
@@ -437,22 +436,22 @@ def _backward(*arguments: Any) -> list[Tensor]:
         return results
     call = _BackwardCall(*arguments)
     layer, arrays = unpack(call.tensors, call.text, call.hyper)
-    cell, plan = layer.cell, layer.plan
+    cell = layer.cell
     _expect("given", len(call.given), 1 + len(cell.states))
     _expect("arriving", len(call.arriving), sum(call.given))
     _expect("needs", len(call.needs), len(call.tensors))
     if call.kept:
         before: Kept | None = call.before(layer)
     else:
-        _, _, before = enter(cell, "forward", fused.run_forward, layer, plan, arrays, True)
+        _, _, before = enter(cell, "forward", fused.run_forward, layer, arrays, True)
     wanted, gradients, run = _wanted(layer, call.needs), call.gradients, fused.run_backward
     assert before is not None
-    by_name = enter(cell, "backward", run, layer, plan, arrays, before, gradients, wanted)
+    by_name = enter(cell, "backward", run, layer, arrays, before, gradients, wanted)
     if call.kept and wanted <= by_name.keys():
         there = tuple([gradient is None for gradient in gradients])
         _remember(call.key, layer, "backward", there, frozenset(wanted))
     return [
-        _alone(by_name[name], plan) if name in by_name else t.new_zeros(t.shape)
+        _alone(by_name[name], layer.plan) if name in by_name else t.new_zeros(t.shape)
         for name, t in zip(layer.arrays, call.tensors, strict=True)
         if name in wanted
     ]

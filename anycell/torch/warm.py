@@ -68,15 +68,12 @@ class Front(NamedTuple):
 
     def run(self, arrays: Arrays) -> Result | None:
         """The results of one layer, which keeps what it makes; None if no pass was like it."""
-        plan: Any = self.layer.plan
         try:
-            return fused.run(self.layer, plan, arrays, self.again)
+            return fused.run(self.layer, arrays, self.again)
         except _Unknown:
             return None
 
-    def again(
-        self, layer: Layer, plan: Plan, arrays: Arrays, keep: bool
-    ) -> tuple[Tensor, States, Kept]:
+    def again(self, layer: Layer, arrays: Arrays, keep: bool) -> tuple[Tensor, States, Kept]:
         """Does what ``run_forward`` does, as an earlier pass did it."""
         assert self.keeping is not None
         tensors = [*arrays.values()]
@@ -84,7 +81,7 @@ class Front(NamedTuple):
         results = play(read, self.keeping.number, 0)
         if not results:
             raise _Unknown
-        apart = not self.plain and layer.options.apart("mask" in arrays)
+        plan, apart = layer.plan, not self.plain and layer.options.apart("mask" in arrays)
         output, final, kept = as_kept(plan, arrays["x"].shape[0], results, layer.options, apart)
         return output, final if self.plain else narrowed(plan, final), kept
 
@@ -166,9 +163,8 @@ def _trained(module: Any, front: Front, tensors: list[Tensor]) -> list[Tensor]:
     x, *others = tensors
     if module.batch_first:
         x = x.swapaxes(0, 1)
-    given = front.layer, front.layer.plan, front.again, front.names
     try:
-        output, *final = Fused.apply(*given, x, *others)
+        output, *final = Fused.apply(front.layer, front.again, front.names, x, *others)
     except _Unknown:
         return []
     return [output.swapaxes(0, 1) if module.batch_first else output, *final]
