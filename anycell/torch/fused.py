@@ -132,21 +132,22 @@ class Fused(torch.autograd.Function):
 
 def run_forward(layer: Layer, arrays: Arrays, keep: bool) -> tuple[Tensor, States, Kept | None]:
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
-    plan, options = layer.plan, on_threads(layer.options)
     finals: Sequence[Tensor]
-    if plan.engine == "cpu":
-        given = rounded(plan), arrays, options
-        form = passes.forward_form(*given, keep)
+    if layer.plan.engine == "cpu":
+        layer = ready(layer)
+        form = passes.forward_form(layer, arrays, keep)
         if form is not None:
-            known = passes.forward_again(form, *given, keep)
+            known = passes.forward_again(form, layer, arrays, keep)
             if known is not None:
                 return known
-        output, finals, kept = forward(Torch.of(plan.dtype), *given, keep=keep)
+        host = Torch.of(layer.plan.dtype)
+        output, finals, kept = forward(host, layer.plan, arrays, layer.options, keep=keep)
         if form is not None:
-            passes.learn_forward(form, *given, keep)
+            passes.learn_forward(form, layer, arrays, keep)
     else:
-        device = TorchDevice.on(plan.dtype, arrays["x"].device)
-        output, finals, kept = device.run(gpu.forward, plan, arrays, options, keep=keep)
+        device = TorchDevice.on(layer.plan.dtype, arrays["x"].device)
+        options = on_threads(layer.options)
+        output, finals, kept = device.run(gpu.forward, layer.plan, arrays, options, keep=keep)
     # Detached, so that autograd does not take them for views of what is kept.
     return output.detach(), tuple(finals), kept
 
@@ -163,26 +164,33 @@ def run_backward(
     # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
     arriving = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
-    plan, arguments = layer.plan, (arrays, on_threads(layer.options))
     d_output, *d_final = arriving
-    if plan.engine == "gpu":
-        device = TorchDevice.on(plan.dtype, arrays["x"].device)
-        return device.run(gpu.backward, plan, *arguments, kept, d_output, d_final, wanted=wanted)
-    plan, host = rounded(plan), Torch.of(plan.dtype)
+    if layer.plan.engine == "gpu":
+        given = layer.plan, arrays, on_threads(layer.options), kept, d_output, d_final
+        device = TorchDevice.on(layer.plan.dtype, arrays["x"].device)
+        return device.run(gpu.backward, *given, wanted=wanted)
+    layer = ready(layer)
+    host = Torch.of(layer.plan.dtype)
     if d_output is not None and (fitted := host.fit(d_output, ROWS)) is not None:
         d_output = fitted  # often one expanded number, which is copied each time
     ends = [d_output, *d_final]
-    form = None if inside else passes.backward_form(plan, *arguments, ends, wanted)
+    form = None if inside else passes.backward_form(layer, arrays, ends, wanted)
     if form is not None:
-        known = passes.backward_again(form, plan, *arguments, kept, ends)
+        known = passes.backward_again(form, layer, arrays, kept, ends)
         if known is not None:
             return known
-    gradients = backward(
-        host, plan, *arguments, kept, d_output, d_final, d_states=inside, wanted=wanted
-    )
+    given = layer.plan, arrays, layer.options, kept, d_output, d_final
+    gradients = backward(host, *given, d_states=inside, wanted=wanted)
     if form is not None:
-        passes.learn_backward(form, plan, *arguments, kept, ends, wanted)
+        passes.learn_backward(form, layer, arrays, kept, ends, wanted)
     return gradients
+
+
+def ready(layer: Layer) -> Layer:
+    """The layer as its passes on the CPU run it now: with torch's number of threads, and with
+    matmuls that round as torch's setting allows.
+    """
+    return layer._replace(plan=rounded(layer.plan), options=on_threads(layer.options))
 
 
 def rounded(plan: Plan) -> Plan:

@@ -327,15 +327,14 @@ def _run_again(
     if form is not None:
         return play(tensors, form.number, 0)
     arrays = layer.named(tensors)
-    given = layer.plan, arrays, layer.options
-    form = forward_form(*given, keep) if _flagged(arrays) else None
-    results = None if form is None else forward_again(form, *given, keep)
+    form = forward_form(layer, arrays, keep) if _flagged(arrays) else None
+    results = None if form is None else forward_again(form, layer, arrays, keep)
     return [] if results is None else _listed(layer, *results)
 
 
 class _Pass(NamedTuple):
-    """A pass that was run: the layer, with plan and options as ``anycell.torch.passes`` takes them,
-    and the form, if the operator reads the tensors of the call themselves.
+    """A pass that was run: the layer as ``passes`` takes it, and its form, if the operator reads
+    the tensors of the call themselves.
     """
 
     layer: Layer
@@ -354,12 +353,12 @@ def _remember(key: tuple[Any, ...], layer: Layer, *facts: Any) -> None:
     """Lets later calls find a pass, unless a profiler wants to see its range."""
     if key[-1] or layer.plan.engine != "cpu" or layer.options.seed or "seed" in layer.arrays:
         return
-    plan, options, form = fused.rounded(layer.plan), fused.on_threads(layer.options), None
-    if as_given(plan, layer.arrays):
-        form = form_of(plan, layer.arrays, options, *facts)
+    layer, form = fused.ready(layer), None
+    if as_given(layer.plan, layer.arrays):
+        form = form_of(layer, layer.arrays, *facts)
         if form is None:
             return
-    add_recent(_known, key, _Pass(layer._replace(plan=plan, options=options), form), 512)
+    add_recent(_known, key, _Pass(layer, form), 512)
 
 
 def _flagged(arrays: Arrays) -> bool:
@@ -471,11 +470,10 @@ def _backward_again(*arguments: Any) -> list[Tensor]:
         by_name = dict(zip(form.names, made, strict=True))
         return [by_name[name].contiguous() for name in names]
     arrays, gradients = layer.named(call.tensors), call.gradients
-    given = layer.plan, arrays, layer.options
-    form = backward_form(*given, gradients, _wanted(layer, call.needs))
+    form = backward_form(layer, arrays, gradients, _wanted(layer, call.needs))
     if form is None or not _flagged(arrays):
         return []
-    again = backward_again(form, *given, call.before(layer), gradients)
+    again = backward_again(form, layer, arrays, call.before(layer), gradients)
     return [] if again is None else [_alone(again[name], layer.plan) for name in names]
 
 

@@ -64,7 +64,7 @@ class Front(NamedTuple):
         """The tensors of a call as kernels read them, see ``as_read``."""
         last = self.names.index("weight_ih") + 1  # the weights are read as they are
         arrays = dict(zip(self.names[:last], tensors, strict=False))
-        return [*as_read(self.layer.plan, arrays, self.layer.options).values(), *tensors[last:]]
+        return [*as_read(self.layer, arrays).values(), *tensors[last:]]
 
     def run(self, arrays: Arrays) -> Result | None:
         """The results of one layer, which keeps what it makes; None if no pass was like it."""
@@ -81,9 +81,9 @@ class Front(NamedTuple):
         results = play(read, self.keeping.number, 0)
         if not results:
             raise _Unknown
-        plan, apart = layer.plan, not self.plain and layer.options.apart("mask" in arrays)
-        output, final, kept = as_kept(plan, arrays["x"].shape[0], results, layer.options, apart)
-        return output, final if self.plain else narrowed(plan, final), kept
+        apart = not self.plain and layer.options.apart("mask" in arrays)
+        output, final, kept = as_kept(layer, arrays["x"].shape[0], results, apart)
+        return output, final if self.plain else narrowed(layer.plan, final), kept
 
 
 FRONTS: dict[tuple[Any, ...], Front] = {}
@@ -262,15 +262,14 @@ def learn(
         return
     if flags is not None and plan.types.mixed and what == "step":
         return
-    rounded = cpu.rounded(plan, _precision())
-    threads, *_ = settings()
-    options = Options((False, True)[: 1 + both], training=module.training, threads=threads)
-    front, holes = FRONTS.get(key), sparse(arguments.get("mask"))
+    options = Options((False, True)[: 1 + both], training=module.training)
+    layer = Layer(cell, module._sizes, options, plan=plan)
+    ready, front, holes = fused.ready(layer), FRONTS.get(key), sparse(arguments.get("mask"))
     if front is None:
-        layer, inputs = Layer(cell, module._sizes, options, plan=plan), (*names, *of_layer)
+        inputs = *names, *of_layer
         single = what == "call" and layers == 1 and module.checkpoint is None
         facts = "forward", True, *["holes"] * holes
-        keeping = form_of(rounded, inputs, options, *facts) if single else None
+        keeping = form_of(ready, inputs, *facts) if single else None
         read = tuple(weights.values()), tuple(absent)
         plain = as_given(plan, names if what == "call" else ())
         front = Front(*read, Form(), keeping, layer, inputs, plain)
@@ -282,7 +281,8 @@ def learn(
     arrays = {**user, **_entering(module, user, what)}
     if what == "call":
         arrays |= {name: given[name] for name in FLAGS if name in given}
-    known = draft_stack(Torch.of(rounded.dtype), rounded, layers, arrays, options, holes)
+    host = Torch.of(plan.dtype)
+    known = draft_stack(host, ready.plan, layers, arrays, ready.options, holes)
     if known is None:
         return
     output, last = (None, results) if alone else results
