@@ -156,28 +156,29 @@ class Recurrent(Explained):
         if plan is None:
             return None
         widths, absent, *calls = plan.split("\n")
-        sizes = widths.split()
-        if states and (len(sizes), len(sizes) == 1) != (len(states), isinstance(state, Tensor)):
-            return None
-        for tensor in (*states, *mine.values()):
-            if not isinstance(tensor, Tensor) or tensor.dtype != x.dtype or not tensor.is_cpu:
+        if states:
+            sizes = widths.split()
+            if (len(sizes), len(sizes) == 1) != (len(states), isinstance(state, Tensor)):
                 return None
-        for tensor, size in zip(states, sizes, strict=False):
-            if tensor.shape != (layers * directions, rows, int(size)):
-                return None
+            for tensor, size in zip(states, sizes, strict=True):
+                shape = layers * directions, rows, int(size)
+                if not isinstance(tensor, Tensor) or tensor.shape != shape:
+                    return None
         for name in absent.split():
             if getattr(self, name, None) is not None:
                 return None
         output = x.swapaxes(0, 1) if self.batch_first else x
         hyper, ends = list(cell.hyper.values()), []
-        for k, call in enumerate(calls):
-            there, text = call.split("\t")
+        for k in range(layers):  # each further function of Python would be checked too
+            there, text = calls[k].split("\t")
             tensors = [output]
             for tensor in states:
                 part = slice(k * directions, (k + 1) * directions)
                 tensors.append(tensor[part] if layers > 1 else tensor)
-            for name in there.split():
-                tensors.append(mine[name])
+            tensors += [mine[name] for name in there.split()]
+            for tensor in tensors:
+                if tensor is None or tensor.dtype != x.dtype or not tensor.is_cpu:
+                    return None
             output, *last = ops.FORWARD(tensors, text, hyper)
             ends.append(last)
         if layers == 1:
