@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -135,22 +135,19 @@ def recurrent_layers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Found]
         id(part) for m in model.modules() if isinstance(m, loop) for part in m.module.modules()
     }
     named = {name: m for name, m in model.named_modules() if id(m) not in inside}
-    modules = {name: module for name, module in named.items() if _recurrent(module)}
-    calls: dict[str, list[int]] = {}
-    steps: dict[str, list[int]] = {}
-    if args or kwargs:
-        others = {name: module for name, module in named.items() if name not in modules}
-        calls, steps = _watch(model, modules, others, args, kwargs)
+    known = {name for name, module in named.items() if _recurrent(module)}
+    calls = _watch(model, named, known, args, kwargs) if args or kwargs else {}
+    bodies = [name for name, steps in calls.items() if steps and name not in known]
     layers = []
     for name, module in named.items():
-        if name in modules:
+        steps = calls.get(name)
+        count = None if steps is None else len(steps)
+        if name in known:
             engine, reason = _engine(module)
-            if name in calls:
-                reason += often(calls[name], isinstance(module, _STEPS), "anycell.torch.RNN")
-            count = len(calls[name]) if name in calls else None
+            if steps is not None:
+                reason += often(steps, isinstance(module, _STEPS), "anycell.torch.RNN")
             layers.append(Found(name, _kind(module), engine, reason, count))
-        elif len(steps.get(name, ())) > 1 and not any(_below(name, other) for other in steps):
-            count = len(steps[name])
+        elif count and count > 1 and not any(_below(name, other) for other in bodies):
             layers.append(Found(name, type(module).__name__, "torch", _STEP.format(count), count))
     return layers
 
@@ -219,39 +216,27 @@ def _engine(module: Any) -> tuple[str, str]:
 
 
 def _watch(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    others: Mapping[str, nn.Module],
-    args: Any,
-    kwargs: Any,
-) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Calls the model once; returns the number of steps of each call of each module, and likewise
-    of those among ``others`` that are called as steps are.
+    model: nn.Module, named: Mapping[str, nn.Module], known: Collection[str], args: Any, kwargs: Any
+) -> dict[str, list[int]]:
+    """Calls the model once; returns the number of steps of each call of each module that hooks can
+    see: of the ``known`` recurrent ones, and of others that are called as steps are.
     """
     calls: dict[str, list[int]] = {}
-    steps: dict[str, list[int]] = {}
     hooks = []
-    for name, module in modules.items():
-        if not _compiled(module):
-            calls[name] = []
-            note = functools.partial(_note, calls[name])
-            hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
-    for name, module in others.items():
+    for name, module in named.items():
         if not isinstance(module, torch.jit.ScriptModule):
-            look = functools.partial(_look, steps, name)
-            hooks.append(module.register_forward_hook(look, with_kwargs=True))
+            note = functools.partial(_note if name in known else _look, calls.setdefault(name, []))
+            hooks.append(module.register_forward_hook(note, with_kwargs=True))
     try:
         with torch.no_grad():
             model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
-    return calls, steps
+    return calls
 
 
-def _look(
-    steps: dict[str, list[int]], name: str, _: Any, args: Any, kwargs: Any, made: Any
-) -> None:
+def _look(calls: list[int], _: Any, args: Any, kwargs: Any, made: Any) -> None:
     """Notes a call that takes an input and a state, and returns an output and such a state."""
     values = [*args, *kwargs.values()]
     if len(values) == 2 and isinstance(made, (tuple, list)) and len(made) == 2:
@@ -260,10 +245,10 @@ def _look(
             for tree in (values[1], made[1])
         )
         if before and before == after:
-            steps.setdefault(name, []).append(1)
+            calls.append(1)
 
 
-def _note(calls: list[int], module: Any, args: Any, kwargs: Any) -> None:
+def _note(calls: list[int], module: Any, args: Any, kwargs: Any, made: Any) -> None:
     x = args[0] if args else kwargs.get("input", kwargs.get("x"))
     if isinstance(module, _STEPS):
         calls.append(1)

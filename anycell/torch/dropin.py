@@ -32,7 +32,7 @@ from anycell.torch.observers import (
     watched,
 )
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import SHORT, Recurrent, leaf, stacked
+from anycell.torch.recurrent import Recurrent, leaf, stacked
 from anycell.torch.typed import DropInArguments
 from anycell.torch.warm import KNOWN, again, learn, quiet
 
@@ -108,10 +108,8 @@ class DropIn(Recurrent):
             known = again(self, "call", input, hx, arguments)
             if known is not None:
                 return known
-        elif SHORT and compiled() and not (by_position or arguments):
-            traced = self._compiled(input, hx)
-            if traced is not None:
-                return traced
+        elif not (by_position or arguments) and (known := self._compiled(input, hx)) is not None:
+            return known
         if by_position:
             arguments = self._named(by_position, arguments)
         if isinstance(input, Proxy):
@@ -136,11 +134,7 @@ class DropIn(Recurrent):
         Args:
             arguments: those that there are and that torch's layer does not take.
         """
-        looked, cell = observed(), self.cell
-        weight = self._parameters.get("weight_ih_l0")
-        if weight is None:  # parametrised: computed at each access
-            weight = self.weight_ih_l0
-        plain, plan = not arguments and not (looked and transformed()), None
+        looked, cell, weight = observed(), self.cell, self.weight_ih_l0
         if looked and compiled() and isinstance(x, PackedSequence):
             return torch.compiler.disable(self._ours)(x, states, arguments)
         theirs = looked and not arguments and traced()
@@ -149,16 +143,14 @@ class DropIn(Recurrent):
             return None
         if not self._fits(x, states, weight):
             return None
-        if plain:
+        if not arguments and not (looked and transformed()):
             plan = self._fused(x, cell, weight, looked)
             if plan is None or (weight.is_cuda and self._is_cudnns(plan, x, looked)):
                 return None
         arrays = {}
         if states is not None:
             arrays = dict(zip(state_names("state", cell), states, strict=True))
-        # Under autocast, the dtype of the input may differ from the one the layer computes in.
-        plan = None if looked or autocast() else plan
-        layer, weights = self._call(cell, arguments, plan), self._weights(cell)
+        layer, weights = self._call(cell, arguments), self._weights(cell)
         stack = stacked(layer, weights, x, self.batch_first, self.dropout)
         return stack.call(x, None, arguments, arrays)
 
@@ -185,20 +177,16 @@ class DropIn(Recurrent):
             if wanted != [tuple(s.shape) if isinstance(s, Tensor) else None for s in states]:
                 return False
             tensors += states
+        # Under autocast, the dtype of the input may differ from the one the layer computes in.
         device, dtype, any_dtype = weight.device, weight.dtype, autocast()
-        for t in tensors:  # noqa: SIM110  (``all`` would call a generator for each)
-            if t.device != device or not (any_dtype or t.dtype is dtype):
-                return False
-        return True
+        return all(t.device == device and (any_dtype or t.dtype is dtype) for t in tensors)
 
     def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> Any:
         """Returns the fused kernel's plan, True for its operator, or None if neither can run x."""
         data = parts(x)[0] if isinstance(x, PackedSequence) else x
-        sizes = self._sizes if self.proj_size else (("H", self.hidden_size),)  # saves a call
         if looked and (compiled() or watched()):
-            return ops.known(cell, sizes, data) or None
-        dtype = autocast_dtype(weight) if autocast() else weight.dtype
-        plan = plan_on(weight.device.type, cell, sizes, dtype)
+            return ops.known(cell, self._sizes, data) or None
+        plan = plan_on(weight.device.type, cell, self._sizes, autocast_dtype(weight))
         return plan if isinstance(plan, Plan) and memory(data) else None
 
     def _is_cudnns(self, plan: Any, x: Tensor | PackedSequence, looked: bool) -> bool:

@@ -36,7 +36,7 @@ def run_layer(layer: Layer, arrays: Arrays) -> Result:
         arrays = with_integers(Torch.xp, arrays)
     x, engine = arrays["x"], layer.engine
     plan: Plan | str = "asked for"
-    if layer.plan is None and (observed() or type(x) not in ORDINARY):
+    if observed() or type(x) not in ORDINARY:
         if torch.onnx.is_in_onnx_export():
             if (results := nodes.run(layer, arrays)) is not None:
                 return results
@@ -55,7 +55,7 @@ def run_layer(layer: Layer, arrays: Arrays) -> Result:
         plan = _plan_for(layer, arrays)
         if isinstance(plan, Plan):
             if engine is None or engine == plan.engine:
-                return enter(layer.cell, "forward", fused.run, layer, plan, arrays)
+                return enter(layer.cell, "forward", fused.run, layer._replace(plan=plan), arrays)
             plan = f"these tensors are for the engine {plan.engine!r}"
     if engine not in (None, "reference"):
         raise ValueError(f"engine={engine!r} cannot run this call: {plan}. Leave engine out.")
@@ -126,7 +126,7 @@ def _plan_for(layer: Layer, arrays: Arrays) -> Plan | str:
         if not plain or t.device != device or not same:
             return f"{name} is not a plain tensor with the dtype and the device of x"
     like = arrays["weight_ih"] if integers else x
-    return layer.plan or fused_plan(cell, layer.sizes, like)
+    return fused_plan(cell, layer.sizes, like)
 
 
 def _multiplies_integers(arrays: Arrays) -> bool:

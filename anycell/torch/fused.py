@@ -22,6 +22,7 @@ from anycell.torch import passes
 from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.framework import ENGINES, Returned, Torch, TorchDevice
 from anycell.torch.observers import autocast, stepwise, watched
+from anycell.torch.threads import threads
 
 
 def plan_on(device: str, cell: Cell, sizes: Sizes, dtype: torch.dtype) -> Plan | str:
@@ -56,27 +57,28 @@ def plan_of(cell: Cell, sizes: Sizes, dtype: torch.dtype, engine: str) -> Plan |
     return plan(cell, known["H"], name, engine, known)
 
 
-Forward = Callable[[Layer, Plan, Arrays, bool], tuple[Tensor, States, Kept | None]]
+Forward = Callable[[Layer, Arrays, bool], tuple[Tensor, States, Kept | None]]
 
 
-def run(layer: Layer, plan: Plan, arrays: Arrays, forward_pass: Forward | None = None) -> Result:
-    """Runs a layer on the fused engine; returns the same results as ``composite``.
+def run(layer: Layer, arrays: Arrays, forward_pass: Forward | None = None) -> Result:
+    """Runs a layer, which has its plan, on the fused engine; returns the same results as
+    ``composite``.
 
     Args:
         forward_pass: does what ``run_forward`` does, its default.
     """
     forward_pass = forward_pass or run_forward
     if layer.sequences:  # the kernel keeps them, as it does for the backward pass
-        plan = keeping(plan, layer.sequences)
-        layer = layer._replace(options=layer.options._replace(checkpoint=None))
+        plan = keeping(layer.plan, layer.sequences)
+        layer = layer._replace(plan=plan, options=layer.options._replace(checkpoint=None))
     if torch.is_grad_enabled():
         for tensor in arrays.values():
             if tensor.requires_grad:
-                given = layer, plan, forward_pass, tuple(arrays)
-                output, *rest = Fused.apply(*given, *arrays.values())
-                states = len(plan.cell.states)
+                given = layer, forward_pass, tuple(arrays), *arrays.values()
+                output, *rest = Fused.apply(*given)
+                states = len(layer.cell.states)
                 return output, tuple(rest[:states]), tuple(rest[states:])
-    output, final, kept = forward_pass(layer, plan, arrays, bool(layer.sequences))
+    output, final, kept = forward_pass(layer, arrays, bool(layer.sequences))
     return output, final, () if kept is None else _series(layer, arrays, kept)
 
 
@@ -90,24 +92,23 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, plan: Plan, forward_pass: Forward, names: tuple[str, ...],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any, layer: Layer, forward_pass: Forward, names: tuple[str, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         arrays = dict(zip(names, tensors, strict=True))
-        output, final, kept = forward_pass(layer, plan, arrays, True)
+        output, final, kept = forward_pass(layer, arrays, True)
         assert kept is not None
         # Saved by autograd, they are guarded against edits, and pass through the user's hooks.
         ctx.save_for_backward(*tensors, *kept.flat())
         ctx.set_materialize_grads(False)
-        ctx.layer, ctx.plan, ctx.names = layer, plan, names
+        ctx.layer, ctx.names = layer, names
         ctx.states = [array is not None for array in kept.states[0]]
         return output, *final, *(_series(layer, arrays, kept) if layer.sequences else ())
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
-        layer, names, needs = ctx.layer, ctx.names, ctx.needs_input_grad[4:]
+        layer, names, needs = ctx.layer, ctx.names, ctx.needs_input_grad[3:]
         if all(gradient is None for gradient in arriving):
-            return None, None, None, None, *[None for _ in needs]
+            return None, None, None, *[None for _ in needs]
         # Read once: hooks on saved tensors, such as activation checkpoints', run at each read.
         tensors = ctx.saved_tensors
         arrays = dict(zip(names, tensors, strict=False))
@@ -116,45 +117,43 @@ class Fused(torch.autograd.Function):
         pairs = zip(layer.sequences, arriving[ends:], strict=True)
         inside = {name: gradient for name, gradient in pairs if gradient is not None}
         # The GPU's kernels take gradients of outputs and final states, but of no other sequence.
-        elsewhere = bool(inside) and ctx.plan.engine == "gpu"
+        elsewhere = bool(inside) and layer.plan.engine == "gpu"
         gradients: Mapping[str, Tensor | None]
         if stepwise(arriving, tensors) or watched() or elsewhere:
             run: Any = differentiable
             gradients = enter(layer.cell, "backward", run, layer, arrays, wanted, arriving)
         else:
             kept = Kept.of(tensors[len(names) :], ctx.states, len(layer.options.reverse))
-            given = layer, ctx.plan, arrays, kept, arriving[:ends], wanted, inside
+            given = layer, arrays, kept, arriving[:ends], wanted, inside
             gradients = enter(layer.cell, "backward", run_backward, *given)
         found = [gradients.get(n) if n in wanted else None for n in names]
-        return None, None, None, None, *found
+        return None, None, None, *found
 
 
-def run_forward(
-    layer: Layer, plan: Plan, arrays: Arrays, keep: bool
-) -> tuple[Tensor, States, Kept | None]:
+def run_forward(layer: Layer, arrays: Arrays, keep: bool) -> tuple[Tensor, States, Kept | None]:
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
-    options = on_threads(layer.options)
     finals: Sequence[Tensor]
-    if plan.engine == "cpu":
-        given = rounded(plan), arrays, options
-        form = passes.forward_form(*given, keep)
+    if layer.plan.engine == "cpu":
+        layer = ready(layer)
+        form = passes.forward_form(layer, arrays, keep)
         if form is not None:
-            known = passes.forward_again(form, *given, keep)
+            known = passes.forward_again(form, layer, arrays, keep)
             if known is not None:
                 return known
-        output, finals, kept = forward(Torch.of(plan.dtype), *given, keep=keep)
+        host = Torch.of(layer.plan.dtype)
+        output, finals, kept = forward(host, layer.plan, arrays, layer.options, keep=keep)
         if form is not None:
-            passes.learn_forward(form, *given, keep)
+            passes.learn_forward(form, layer, arrays, keep)
     else:
-        device = TorchDevice.on(plan.dtype, arrays["x"].device)
-        output, finals, kept = device.run(gpu.forward, plan, arrays, options, keep=keep)
+        device = TorchDevice.on(layer.plan.dtype, arrays["x"].device)
+        options = on_threads(layer.options)
+        output, finals, kept = device.run(gpu.forward, layer.plan, arrays, options, keep=keep)
     # Detached, so that autograd does not take them for views of what is kept.
     return output.detach(), tuple(finals), kept
 
 
 def run_backward(
     layer: Layer,
-    plan: Plan,
     arrays: Arrays,
     kept: Kept,
     arriving: Sequence[Tensor | None],
@@ -165,26 +164,33 @@ def run_backward(
     # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
     arriving = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
-    arguments = arrays, on_threads(layer.options)
     d_output, *d_final = arriving
-    if plan.engine == "gpu":
-        device = TorchDevice.on(plan.dtype, arrays["x"].device)
-        return device.run(gpu.backward, plan, *arguments, kept, d_output, d_final, wanted=wanted)
-    plan, host = rounded(plan), Torch.of(plan.dtype)
+    if layer.plan.engine == "gpu":
+        given = layer.plan, arrays, on_threads(layer.options), kept, d_output, d_final
+        device = TorchDevice.on(layer.plan.dtype, arrays["x"].device)
+        return device.run(gpu.backward, *given, wanted=wanted)
+    layer = ready(layer)
+    host = Torch.of(layer.plan.dtype)
     if d_output is not None and (fitted := host.fit(d_output, ROWS)) is not None:
         d_output = fitted  # often one expanded number, which is copied each time
     ends = [d_output, *d_final]
-    form = None if inside else passes.backward_form(plan, *arguments, ends, wanted)
+    form = None if inside else passes.backward_form(layer, arrays, ends, wanted)
     if form is not None:
-        known = passes.backward_again(form, plan, *arguments, kept, ends)
+        known = passes.backward_again(form, layer, arrays, kept, ends)
         if known is not None:
             return known
-    gradients = backward(
-        host, plan, *arguments, kept, d_output, d_final, d_states=inside, wanted=wanted
-    )
+    given = layer.plan, arrays, layer.options, kept, d_output, d_final
+    gradients = backward(host, *given, d_states=inside, wanted=wanted)
     if form is not None:
-        passes.learn_backward(form, plan, *arguments, kept, ends, wanted)
+        passes.learn_backward(form, layer, arrays, kept, ends, wanted)
     return gradients
+
+
+def ready(layer: Layer) -> Layer:
+    """The layer as its passes on the CPU run it now: with torch's number of threads, and with
+    matmuls that round as torch's setting allows.
+    """
+    return layer._replace(plan=rounded(layer.plan), options=on_threads(layer.options))
 
 
 def rounded(plan: Plan) -> Plan:
@@ -237,10 +243,4 @@ def _ranged(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any
 
 def on_threads(options: Options) -> Options:
     """Returns the options of a call with torch's number of threads."""
-    # Saves small layers a call of ``threads``.
-    return _on(options, cpu.threads.within() or torch.get_num_threads())
-
-
-@functools.lru_cache(maxsize=256)
-def _on(options: Options, count: int) -> Options:
-    return options._replace(threads=count)
+    return options._replace(threads=threads())

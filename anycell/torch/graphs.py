@@ -25,6 +25,7 @@ from torch import Tensor
 from anycell.engines.gpu import Work
 from anycell.engines.gpu.step import Step
 from anycell.engines.gpu.steps import BLOCKS, Steps, arguments, run_plainly
+from anycell.recent import add_recent
 
 PLAIN = 2  # calls of a form that are launched step by step, before it gets graphs
 KEPT = 32  # forms with graphs, for a device and dtype; the least recently used one goes
@@ -69,7 +70,7 @@ class Replays:
         # Held from filling the table to the last launch: calls of a form and stream share a table.
         self.lock = threading.Lock()
         self.graphs: OrderedDict[Any, _Graphs] = OrderedDict()
-        self.calls: OrderedDict[Any, tuple[int, Step]] = OrderedDict()
+        self.calls: dict[Any, tuple[int, Step]] = {}
         # Memory by stream, name and shape, shared by the forms that use it.
         self.memory: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
 
@@ -93,11 +94,11 @@ class Replays:
         if key not in self.graphs:
             before, _ = self.calls.pop(key, (0, kernels))
             if before < self.plain:
-                _put(self.calls, key, (before + 1, kernels), COUNTED)
+                add_recent(self.calls, key, (before + 1, kernels), COUNTED)
                 return None
             memory = functools.partial(self._made, stream)
             steps = Steps(kernels, work, numbers, memory)
-            _put(self.graphs, key, _Graphs(self, kernels, steps), KEPT)
+            add_recent(self.graphs, key, _Graphs(self, kernels, steps), KEPT)
         self.graphs.move_to_end(key)
         return self.graphs[key]
 
@@ -141,11 +142,3 @@ class _Graphs:
     def _block(self, block: int) -> None:
         self.steps.run(block)
         self.steps.advance(block)
-
-
-def _put(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Adds a value, and drops the least recently used one if there are more than ``most``."""
-    kept[key] = value
-    kept.move_to_end(key)
-    if len(kept) > most:
-        kept.popitem(last=False)

@@ -115,14 +115,14 @@ def plain_call(
     sizes: Sizes,
     dtype: torch.dtype,
     training: bool,
-    number: int,
+    layers: int,
     directions: int,
     given: bool,
     parameters: tuple[str, ...],
 ) -> str | None:
-    """Returns four lines for ``Recurrent._compiled``, about layer ``number``: the sizes of its
-    states, the parameters that it reads, those that must not exist, and the text of the operator.
-    None if the layer is not to be called so.
+    """Returns lines for ``Recurrent._compiled``: the sizes of states, the parameters that must not
+    exist, and for each layer those that it reads, and the text of the operator. None if a module is
+    not to be called so.
 
     Args:
         given: whether there are states.
@@ -134,15 +134,17 @@ def plain_call(
     plan = fused.plan_on("cpu", cell, sizes, dtype)
     if isinstance(plan, str) or plan.engine != "cpu":
         return None
-    all_places = places(cell.learned, number, directions)
-    there = {public: place for public, place in all_places.items() if place in parameters}
-    options = Options((False, True)[:directions], training=training, stream=number)
-    arrays = "x", *state_names("state", cell) * given, *there
-    layer = Layer(cell, sizes, options, str(dtype).removeprefix("torch."), arrays)
-    widths = [str(layer.size(state.size)) for state in cell.states]
-    absent = [place for place in all_places.values() if place not in parameters]
-    lines = " ".join(widths), " ".join(there.values()), " ".join(absent), layer.text(hyper=False)
-    return "\n".join(lines)
+    absent, calls, kind = list[str](), list[str](), str(dtype).removeprefix("torch.")
+    for k in range(layers):
+        named = places(cell.learned, k, directions)
+        there = {public: place for public, place in named.items() if place in parameters}
+        absent += [place for place in named.values() if place not in parameters]
+        options = Options((False, True)[:directions], training=training, stream=k)
+        arrays = "x", *state_names("state", cell) * given, *there
+        text = Layer(cell, sizes, options, kind, arrays).text(hyper=False)
+        calls.append(f"{' '.join(there.values())}\t{text}")
+    widths = [str(plan.sizes[state.size]) for state in cell.states]
+    return "\n".join([" ".join(widths), " ".join(absent), *calls])
 
 
 @constant
@@ -300,8 +302,7 @@ def _run(tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: boo
     if results := _run_again(tensors, text, hyper, keep):
         return results
     layer, arrays = unpack(tensors, text, hyper)
-    given = layer, layer.plan, arrays, keep
-    made = enter(layer.cell, "forward", fused.run_forward, *given)
+    made = enter(layer.cell, "forward", fused.run_forward, layer, arrays, keep)
     _remember(_facts(text, hyper, keep, len(tensors)), layer, "forward", keep)
     return _listed(layer, *made)
 
@@ -322,23 +323,21 @@ def _run_again(
     known = _known.get(_facts(text, hyper, keep, len(tensors)))
     if known is None or not ordinary(map(type, tensors)):
         return []
-    if known.form is not None:
-        return play(tensors, known.form.number, 0)
-    arrays = known.layer.named(tensors)
-    given = known.plan, arrays, known.options
-    form = forward_form(*given, keep) if _flagged(arrays) else None
-    results = None if form is None else forward_again(form, *given, keep)
-    return [] if results is None else _listed(known.layer, *results)
+    layer, form = known
+    if form is not None:
+        return play(tensors, form.number, 0)
+    arrays = layer.named(tensors)
+    form = forward_form(layer, arrays, keep) if _flagged(arrays) else None
+    results = None if form is None else forward_again(form, layer, arrays, keep)
+    return [] if results is None else _listed(layer, *results)
 
 
 class _Pass(NamedTuple):
-    """A pass that was run: with its form, if the operator reads the tensors of the call themselves,
-    see ``anycell.torch.passes``.
+    """A pass that was run: the layer as ``passes`` takes it, and its form, if the operator reads
+    the tensors of the call themselves.
     """
 
     layer: Layer
-    plan: Plan
-    options: Options
     form: Form | None
 
 
@@ -354,12 +353,12 @@ def _remember(key: tuple[Any, ...], layer: Layer, *facts: Any) -> None:
     """Lets later calls find a pass, unless a profiler wants to see its range."""
     if key[-1] or layer.plan.engine != "cpu" or layer.options.seed or "seed" in layer.arrays:
         return
-    plan, options, form = fused.rounded(layer.plan), fused.on_threads(layer.options), None
-    if as_given(plan, layer.arrays):
-        form = form_of(plan, layer.arrays, options, *facts)
+    layer, form = fused.ready(layer), None
+    if as_given(layer.plan, layer.arrays):
+        form = form_of(layer, layer.arrays, *facts)
         if form is None:
             return
-    add_recent(_known, key, _Pass(layer, plan, options, form), 512)
+    add_recent(_known, key, _Pass(layer, form), 512)
 
 
 def _flagged(arrays: Arrays) -> bool:
@@ -396,76 +395,86 @@ def _expect_one_device(layer: Layer, tensors: Sequence[Tensor]) -> None:
             _expect("device of a tensor", str(tensor.device), str(arrays["x"].device))
 
 
-def _backward(
-    tensors: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    arriving: Sequence[Tensor],
-    text: str,
-    hyper: Sequence[float],
-    given: Sequence[bool],
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    """Returns the gradients of the tensors that need one; ``given`` says for the output and each
-    final state whether its gradient arrives. If nothing was kept, the forward pass runs again.
+class _BackwardCall(NamedTuple):
+    """The arguments of ``anycell::backward``.
+
+    Attributes:
+        tensors, text, hyper: of the forward pass, and what it has kept: nothing if it runs again.
+        arriving: gradients; ``given`` says which of the output and the final states have one.
+        needs: whether each tensor needs a gradient.
     """
-    if results := _backward_again(tensors, kept, arriving, text, hyper, given, needs):
+
+    tensors: Sequence[Tensor]
+    kept: Sequence[Tensor]
+    arriving: Sequence[Tensor]
+    text: str
+    hyper: Sequence[float]
+    given: Sequence[bool]
+    needs: Sequence[bool]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The key of the pass in ``_known``."""
+        counts = len(self.tensors), len(self.kept), len(self.arriving)
+        return _facts(self.text, self.hyper, tuple(self.given), tuple(self.needs), counts)
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """Those of the output and of each final state."""
+        present = iter(self.arriving)
+        return [next(present) if one else None for one in self.given]
+
+    def before(self, layer: Layer) -> Kept:
+        """What the forward pass has kept."""
+        return Kept.of(self.kept, _kept_states(layer), len(layer.options.reverse))
+
+
+def _backward(*arguments: Any) -> list[Tensor]:
+    """Returns the gradients of the tensors that need one."""
+    if results := _backward_again(*arguments):
         return results
-    layer, arrays = unpack(tensors, text, hyper)
-    cell, plan = layer.cell, layer.plan
-    _expect("given", len(given), 1 + len(cell.states))
-    _expect("arriving", len(arriving), sum(given))
-    _expect("needs", len(needs), len(tensors))
-    if not kept:
-        _, _, again = enter(cell, "forward", fused.run_forward, layer, plan, arrays, True)
-        assert again is not None
-        kept = again.flat()
-    before = Kept.of(kept, _kept_states(layer), len(layer.options.reverse))
-    present = iter(arriving)
-    gradients = [next(present) if one else None for one in given]
-    wanted, run = _wanted(layer, needs), fused.run_backward
-    by_name = enter(cell, "backward", run, layer, plan, arrays, before, gradients, wanted)
-    if kept and wanted <= by_name.keys():
+    call = _BackwardCall(*arguments)
+    layer, arrays = unpack(call.tensors, call.text, call.hyper)
+    cell = layer.cell
+    _expect("given", len(call.given), 1 + len(cell.states))
+    _expect("arriving", len(call.arriving), sum(call.given))
+    _expect("needs", len(call.needs), len(call.tensors))
+    if call.kept:
+        before: Kept | None = call.before(layer)
+    else:
+        _, _, before = enter(cell, "forward", fused.run_forward, layer, arrays, True)
+    wanted, gradients, run = _wanted(layer, call.needs), call.gradients, fused.run_backward
+    assert before is not None
+    by_name = enter(cell, "backward", run, layer, arrays, before, gradients, wanted)
+    if call.kept and wanted <= by_name.keys():
         there = tuple([gradient is None for gradient in gradients])
-        counts = len(tensors), len(kept), len(arriving)
-        key = _facts(text, hyper, tuple(given), tuple(needs), counts)
-        _remember(key, layer, "backward", there, frozenset(wanted))
+        _remember(call.key, layer, "backward", there, frozenset(wanted))
     return [
-        _alone(by_name[name], plan) if name in by_name else t.new_zeros(t.shape)
-        for name, t in zip(layer.arrays, tensors, strict=True)
+        _alone(by_name[name], layer.plan) if name in by_name else t.new_zeros(t.shape)
+        for name, t in zip(layer.arrays, call.tensors, strict=True)
         if name in wanted
     ]
 
 
-def _backward_again(
-    tensors: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    arriving: Sequence[Tensor],
-    text: str,
-    hyper: Sequence[float],
-    given: Sequence[bool],
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def _backward_again(*arguments: Any) -> list[Tensor]:
     """The results of ``_backward``, as of an earlier call; none if there was none like it."""
-    counts = len(tensors), len(kept), len(arriving)
-    known = _known.get(_facts(text, hyper, tuple(given), tuple(needs), counts))
-    inputs = [*tensors, *kept, *arriving]
-    if known is None or not kept or not ordinary(map(type, inputs)):
+    call = _BackwardCall(*arguments)
+    known, inputs = _known.get(call.key), [*call.tensors, *call.kept, *call.arriving]
+    if known is None or not call.kept or not ordinary(map(type, inputs)):
         return []
-    layer, plan, options, form = known
-    names = itertools.compress(layer.arrays, needs)
+    layer, form = known
+    names = itertools.compress(layer.arrays, call.needs)
     if form is not None and not layer.cell.params:
         if not (made := play(inputs, form.number, 0)):
             return []
         by_name = dict(zip(form.names, made, strict=True))
         return [by_name[name].contiguous() for name in names]
-    arrays, present = layer.named(tensors), iter(arriving)
-    gradients = [next(present) if one else None for one in given]
-    before = Kept.of(kept, _kept_states(layer), len(options.reverse))
-    form = backward_form(plan, arrays, options, gradients, _wanted(layer, needs))
+    arrays, gradients = layer.named(call.tensors), call.gradients
+    form = backward_form(layer, arrays, gradients, _wanted(layer, call.needs))
     if form is None or not _flagged(arrays):
         return []
-    again = backward_again(form, plan, arrays, options, before, gradients)
-    return [] if again is None else [_alone(again[name], plan) for name in names]
+    again = backward_again(form, layer, arrays, call.before(layer), gradients)
+    return [] if again is None else [_alone(again[name], layer.plan) for name in names]
 
 
 def _alone(gradient: Tensor, plan: Plan) -> Tensor:
@@ -479,10 +488,10 @@ def _alone(gradient: Tensor, plan: Plan) -> Tensor:
     return gradient.clone(memory_format=torch.contiguous_format)
 
 
-def _backward_fake(tensors: Sequence[Tensor], *others: Any) -> list[Tensor]:
-    _, _, text, *_, needs = others
-    _expect_one_device(read(text), tensors)
-    return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need]
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    call = _BackwardCall(*arguments)
+    _expect_one_device(read(call.text), call.tensors)
+    return [t.new_empty(t.shape) for t in itertools.compress(call.tensors, call.needs)]
 
 
 class _Operators(torch.autograd.Function):
@@ -557,21 +566,13 @@ def _flops(tensors: Sequence[Tensor], text: str, *_: Any, out_val: Any = None) -
     return steps * sum(_matmuls(tensors, text).values())
 
 
-def _backward_flops(
-    tensors: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    arriving: Sequence[Tensor],
-    text: str,
-    hyper: Sequence[float],
-    given: Sequence[bool],
-    needs: Sequence[bool],
-    out_val: Any = None,
-) -> int:
+def _backward_flops(*arguments: Any, out_val: Any = None) -> int:
     """Counts the products for the gradients of each weight, and of what it multiplies."""
-    layer = read(text)
-    wanted, steps = _wanted(layer, needs), layer.named(tensors)["x"].shape[0]
-    count = 0 if kept else _flops(tensors, text)
-    for name, flops in _matmuls(tensors, text).items():
+    call = _BackwardCall(*arguments)
+    layer = read(call.text)
+    wanted, steps = _wanted(layer, call.needs), layer.named(call.tensors)["x"].shape[0]
+    count = 0 if call.kept else _flops(call.tensors, call.text)
+    for name, flops in _matmuls(call.tensors, call.text).items():
         count += steps * flops * (name in wanted)
         if name.startswith("weight_ih"):
             count += steps * flops * ("x" in wanted)

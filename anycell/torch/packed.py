@@ -85,12 +85,9 @@ class Packing(NamedTuple):
         return packed, tuple([_rows(s, self.packed[3]) for s in final]), values
 
     def pad(self, data: Tensor) -> Tensor:
-        """Pads ``[N, ...]`` to ``[T, B, ...]``, with arbitrary values, which the mask hides."""
-        count = self.steps * self.first[0]
-        if self.places is not None and transformed():
-            data = data.new_zeros(count, *data.shape[1:]).index_copy(0, self.places, data)
-        elif self.places is not None:
-            data = _Spread.apply(data, self.places, count, False)
+        """Pads ``[N, ...]`` to ``[T, B, ...]``, with zeros, which the mask hides."""
+        if self.places is not None:
+            data = _spread(data, self.places, self.steps * self.first[0])
         return data.unflatten(0, (self.steps, *self.first))
 
     def pack(self, padded: Tensor) -> Tensor:
@@ -100,7 +97,7 @@ class Packing(NamedTuple):
             return rows
         if transformed():
             return rows.index_select(0, self.places)
-        return _Gather.apply(rows, self.places, len(rows))
+        return _Gather.apply(rows, self.places)
 
     def flags(self, name: str, value: Any) -> Tensor:
         """Unpacks flags per step, packed as the input is, to bool ``[T, B]``."""
@@ -120,33 +117,23 @@ def _rows(t: Tensor, order: Tensor | None) -> Tensor:
     return t if order is None else t.index_select(-2, order)
 
 
-# The two are transposes. Autograd's own for index_select adds up row by row, ten times as slowly.
-# They have no rules for torch.func and forward mode.
-
-
-class _Spread(torch.autograd.Function):
-    """Moves rows to their places among ``count``."""
-
-    @staticmethod
-    def forward(ctx: Any, data: Tensor, places: Tensor, count: int, zero: bool) -> Tensor:
-        ctx.save_for_backward(places)
-        new = data.new_zeros if zero else data.new_empty
-        return new(count, *data.shape[1:]).index_copy_(0, places, data)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Gather.apply(gradient, *ctx.saved_tensors, len(gradient)), None, None, None
+def _spread(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """Moves rows to their places among ``count``, of which the others are zeros."""
+    return rows.new_zeros(count, *rows.shape[1:]).index_copy(0, places, rows)
 
 
 class _Gather(torch.autograd.Function):
-    """Takes rows from their places among ``count``."""
+    """Takes rows from their places. Autograd's own gradient of ``index_select`` adds up row by row,
+    ten times as slowly; this one has no rules for torch.func and forward mode.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, count: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.count = count
+        ctx.count = len(rows)
         return rows.index_select(0, places)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Spread.apply(gradient, *ctx.saved_tensors, ctx.count, True), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return _spread(gradient, places, ctx.count), None

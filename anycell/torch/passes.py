@@ -1,4 +1,7 @@
-"""Both passes of a layer on the CPU, as earlier ones: by the native operator, see ``native``."""
+"""Both passes of a layer on the CPU, as earlier ones: by the native operator, see ``native``.
+
+The layers have their plan and the number of threads, see ``fused.ready``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from anycell.layer.backward import drafted_backward, held
 from anycell.layer.forward import drafted, widened
 from anycell.layer.heuristics import sparse
 from anycell.layer.signature import ENDS, FLAGS, OF_STATES
-from anycell.plan import Options, Plan
+from anycell.plan import Layer, Plan
 from anycell.recent import add_recent
 from anycell.torch.composite import Arrays, States
 from anycell.torch.framework import Torch
@@ -28,9 +31,9 @@ Result = tuple[Tensor, States, Kept | None]
 Ends = Sequence[Tensor | None]  # gradients of the output and of final states
 
 
-def forward_form(plan: Plan, arrays: Arrays, options: Options, keep: bool) -> Form | None:
+def forward_form(layer: Layer, arrays: Arrays, keep: bool) -> Form | None:
     """The form of a forward pass; None if it is not one of the operator's."""
-    if keep and options.checkpoint is not None:
+    if keep and layer.options.checkpoint is not None:
         return None
     for name in FLAGS:  # wrong ones are refused the ordinary way, and not read before
         flags = arrays.get(name)
@@ -39,34 +42,32 @@ def forward_form(plan: Plan, arrays: Arrays, options: Options, keep: bool) -> Fo
         if flags is not None and flags.dtype not in (torch.bool, torch.uint8):
             return None
     holes = ["holes"] * sparse(arrays.get("mask"))
-    return form_of(plan, arrays, options, "forward", keep, *holes)
+    return form_of(layer, arrays, "forward", keep, *holes)
 
 
-def forward_again(
-    form: Form, plan: Plan, arrays: Arrays, options: Options, keep: bool
-) -> Result | None:
+def forward_again(form: Form, layer: Layer, arrays: Arrays, keep: bool) -> Result | None:
     """Runs one layer like an earlier one; None if there was none."""
-    read = as_read(plan, arrays, options)
-    results = play([*read.values()], form.number, _signed(options.seed))
+    read = as_read(layer, arrays)
+    results = play([*read.values()], form.number, _signed(layer.options.seed))
     if not results:
         return None
     if not keep:
-        return results[0], narrowed(plan, results[1:]), None
-    apart = options.apart("mask" in arrays)
-    output, final, kept = as_kept(plan, arrays["x"].shape[0], results, options, apart)
-    return output, narrowed(plan, final), kept
+        return results[0], narrowed(layer.plan, results[1:]), None
+    apart = layer.options.apart("mask" in arrays)
+    output, final, kept = as_kept(layer, arrays["x"].shape[0], results, apart)
+    return output, narrowed(layer.plan, final), kept
 
 
 def as_kept(
-    plan: Plan, steps: int, results: list[Tensor], options: Options, apart: bool = False
+    layer: Layer, steps: int, results: list[Tensor], apart: bool
 ) -> tuple[Tensor, States, Kept]:
     """Output, final states, and what the backward pass reads, from the operator's results; if
     outputs are ``apart`` from the states, they come last. Final states may be wide.
     """
-    states = len(plan.cell.states)
-    there = [i > 0 and keeps_state(plan, i) for i in range(states)]
+    states = len(layer.cell.states)
+    there = [i > 0 and keeps_state(layer.plan, i) for i in range(states)]
     output = results.pop() if apart else None
-    kept = Kept.of(results[states:], there, len(options.reverse))
+    kept = Kept.of(results[states:], there, len(layer.options.reverse))
     if output is None:  # detached, so that autograd does not take it for a view of what is kept
         output = kept.hidden[1 : 1 + steps].detach()
     return output, tuple(results[:states]), kept
@@ -77,12 +78,11 @@ def narrowed(plan: Plan, states: Sequence[Tensor]) -> States:
     return tuple(map(Torch.of(plan.dtype).narrow, states) if plan.types.mixed else states)
 
 
-def learn_forward(
-    form: Form, plan: Plan, arrays: Arrays, options: Options, keep: bool, flat: bool = False
-) -> None:
+def learn_forward(form: Form, layer: Layer, arrays: Arrays, keep: bool, flat: bool = False) -> None:
     """Learns a pass that has run; ``flat`` if calls have states without an axis of directions."""
+    plan, options = layer.plan, layer.options
     known, given = drafted(Torch.of(plan.dtype), plan, arrays, options, keep)
-    arrays = as_read(plan, arrays, options)
+    arrays = as_read(layer, arrays)
     if not _laid_out(arrays, given):
         return
     whole = [Part(i, made.shape, made.strides) for i, made in enumerate(made_by(known.recipe))]
@@ -102,26 +102,25 @@ def learn_forward(
     form.learn(known.recipe, arrays, parts, options.stream)
 
 
-def backward_form(
-    plan: Plan, arrays: Arrays, options: Options, arriving: Ends, wanted: set[str]
-) -> Form | None:
+def backward_form(layer: Layer, arrays: Arrays, arriving: Ends, wanted: set[str]) -> Form | None:
     """The form of a backward pass; None if it is not one of the operator's."""
-    if options.checkpoint is not None:
+    if layer.options.checkpoint is not None:
         return None
     there = tuple([d is None for d in arriving])
-    return form_of(plan, arrays, options, "backward", there, frozenset(wanted))
+    return form_of(layer, arrays, "backward", there, frozenset(wanted))
 
 
 def backward_again(
-    form: Form, plan: Plan, arrays: Arrays, options: Options, kept: Kept, arriving: Ends
+    form: Form, layer: Layer, arrays: Arrays, kept: Kept, arriving: Ends
 ) -> dict[str, Tensor] | None:
     """Returns the gradients of a layer's tensors by name, as an earlier pass; None if there was
     none.
     """
+    plan = layer.plan
     if not as_given(plan, arrays):
-        arrays, arriving = as_read(plan, arrays, options), _widened(plan, arriving)
+        arrays, arriving = as_read(layer, arrays), _widened(plan, arriving)
     inputs = [*arrays.values(), *kept.flat(), *[d for d in arriving if d is not None]]
-    results = play(inputs, form.number, _signed(options.seed))
+    results = play(inputs, form.number, _signed(layer.options.seed))
     if not results:
         return None
     gradients = dict(zip(form.names, results, strict=True))
@@ -139,51 +138,43 @@ def backward_again(
 
 
 def learn_backward(
-    form: Form,
-    plan: Plan,
-    arrays: Arrays,
-    options: Options,
-    kept: Kept,
-    arriving: Ends,
-    wanted: set[str],
+    form: Form, layer: Layer, arrays: Arrays, kept: Kept, arriving: Ends, wanted: set[str]
 ) -> None:
     """Learns a pass that has run."""
-    d_output, *d_final = arriving
+    plan, (d_output, *d_final) = layer.plan, arriving
     known, given = drafted_backward(
-        Torch.of(plan.dtype), plan, arrays, options, kept, d_output, d_final, {}, wanted
+        Torch.of(plan.dtype), plan, arrays, layer.options, kept, d_output, d_final, {}, wanted
     )
     gradients = held(plan, known)
     if gradients is None:
         form.never = True
         return
-    names, d = plan.cell.state_names, len(options.reverse)
+    names, d = plan.cell.state_names, len(layer.options.reverse)
     further = {"hidden": kept.hidden}
     further |= {f"saved {i}": values for i, values in enumerate(kept.values)}
     for i in range(d):
         for name, sequence in zip(names, kept.states[i], strict=True):
             if sequence is not None:
                 further[f"sequence {i} {name}"] = sequence
-    arrays, arriving = as_read(plan, arrays, options), _widened(plan, arriving)
+    arrays, arriving = as_read(layer, arrays), _widened(plan, arriving)
     ends = dict(zip(["d_output", *(f"d_final {n}" for n in names)], arriving, strict=True))
     inputs = {**arrays, **further, **{n: t for n, t in ends.items() if t is not None}}
     if not _laid_out(inputs, given):
         return
     made, parts = made_by(known.recipe), []
     for number, turned, copy in gradients.values():
-        shape, strides = made[number].shape, made[number].strides
-        parts.append(
-            Part(number, shape[::-1], strides[::-1], 0, copy)
-            if turned
-            else Part(number, shape, strides, 0, copy)
-        )
+        order = slice(None, None, -1 if turned else 1)
+        shape, strides = made[number].shape[order], made[number].strides[order]
+        parts.append(Part(number, shape, strides, copy=copy))
     form.names = tuple(gradients)
-    form.learn(known.recipe, inputs, parts, options.stream)
+    form.learn(known.recipe, inputs, parts, layer.options.stream)
 
 
-def form_of(plan: Plan, arrays: Iterable[str], options: Options, *facts: Any) -> Form | None:
+def form_of(layer: Layer, arrays: Iterable[str], *facts: Any) -> Form | None:
     """The form of a pass; None if it is not one of the operator's."""
+    options = layer.options
     same = options._replace(seed=0) if options.seed else options
-    key = facts, plan, same, tuple(arrays), cpu.isa.current()
+    key = facts, layer.plan, same, tuple(arrays), cpu.isa.current()
     form = _FORMS.get(key) or add_recent(_FORMS, key, Form(), _MOST)
     return None if form.never else form
 
@@ -193,10 +184,11 @@ def as_given(plan: Plan, arrays: Iterable[str]) -> bool:
     return not plan.types.mixed and {*arrays}.isdisjoint(FLAGS)
 
 
-def as_read(plan: Plan, arrays: Arrays, options: Options) -> Arrays:
+def as_read(layer: Layer, arrays: Arrays) -> Arrays:
     """The arrays of a call as a kernel reads them, as ``contract.fit`` and ``widened`` return them:
     flags as bytes, resets of each direction, and wide states.
     """
+    plan, reverse = layer.plan, layer.options.reverse
     if as_given(plan, arrays):
         return arrays
     host = Torch.of(plan.dtype)
@@ -205,7 +197,7 @@ def as_read(plan: Plan, arrays: Arrays, options: Options) -> Arrays:
         if name in read:
             read[name] = host.as_flags(read[name])
     if "resets" in read:
-        read["resets"] = host.restarts(read["resets"], read.get("mask"), options.reverse)
+        read["resets"] = host.restarts(read["resets"], read.get("mask"), reverse)
     return read
 
 

@@ -18,7 +18,7 @@ from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint
 from anycell.layer.checks import check_one_direction, check_options, refuse
 from anycell.layer.layers import Stack, one_step
-from anycell.plan import ARRAYS, Layer, Options, Plan, Sizes
+from anycell.plan import ARRAYS, Layer, Options, Sizes
 from anycell.torch import ops
 from anycell.torch.composite import Arrays, States
 from anycell.torch.framework import Torch
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Lengths = Tensor | Sequence[int]
 # Before, Dynamo takes some numbers of a module for unknown ones, see ``ops``.
-SHORT = torch.__version__ >= TorchVersion("2.8")
+_SHORT = torch.__version__ >= TorchVersion("2.8")
 
 
 class Recurrent(Explained):
@@ -61,10 +61,8 @@ class Recurrent(Explained):
 
     def _weights(self, cell: Cell) -> list[Arrays]:
         """Returns the weights of each layer, by the names of ``anycell.layer.signature``."""
-        layers: list[Arrays] = []
-        for k in range(self.num_layers):  # a comprehension would be one more call
-            layers.append(learned(self, cell, f"_l{k}", 1 + self.bidirectional))
-        return layers
+        directions = 1 + self.bidirectional
+        return [learned(self, cell, f"_l{k}", directions) for k in range(self.num_layers)]
 
     def _layer(self) -> Layer:
         return layer_of(self.cell, self._sizes, self.weight_ih_l0, 1 + self.bidirectional)
@@ -134,12 +132,14 @@ class Recurrent(Explained):
 
     def _compiled(self, x: Any, state: Any) -> Any:
         """The results of a call with x and states alone, as torch.compile traces it; None for one
-        that the ordinary way has to look at.
+        that the ordinary way has to look at, and outside of traces.
 
         It touches few objects and calls few functions: a compiled call checks again whatever the
         trace has read, which for the ordinary way takes as long as a step of a small layer.
         """
-        if not isinstance(x, Tensor) or x.dim() != 3 or autocast() or not x.is_cpu:
+        if not (_SHORT and compiled()) or autocast():
+            return None
+        if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_cpu:
             return None
         layers, directions, cell = self.num_layers, 1 + self.bidirectional, self.cell
         training, mine = self.training, self._parameters
@@ -148,41 +148,37 @@ class Recurrent(Explained):
         states: Any = ()
         if state is not None:
             states = tuple(state) if isinstance(state, (tuple, list)) else (state,)
-        of_cell = cell.name, cell.key, self._sizes, x.dtype, training
-        parameters, hyper = tuple(mine), list(cell.hyper.values())
         steps, rows = x.shape[self.batch_first], x.shape[not self.batch_first]
         if x.shape[2] != self.input_size or steps == 0:
             return None
-        output = x.swapaxes(0, 1) if self.batch_first else x
-        ends: Any = []
-        for k in range(layers):
-            call = ops.plain_call(*of_cell, k, directions, bool(states), parameters)
-            if call is None:
+        of_cell = cell.name, cell.key, self._sizes, x.dtype, training
+        plan = ops.plain_call(*of_cell, layers, directions, bool(states), tuple(mine))
+        if plan is None:
+            return None
+        widths, absent, *calls = plan.split("\n")
+        if states:
+            sizes = widths.split()
+            if (len(sizes), len(sizes) == 1) != (len(states), isinstance(state, Tensor)):
                 return None
-            widths, there, absent, text = call.split("\n")
+            for tensor, size in zip(states, sizes, strict=True):
+                shape = layers * directions, rows, int(size)
+                if not isinstance(tensor, Tensor) or tensor.shape != shape:
+                    return None
+        for name in absent.split():
+            if getattr(self, name, None) is not None:
+                return None
+        output = x.swapaxes(0, 1) if self.batch_first else x
+        hyper, ends = list(cell.hyper.values()), []
+        for k in range(layers):  # each further function of Python would be checked too
+            there, text = calls[k].split("\t")
             tensors = [output]
-            if states:
-                widths = widths.split()
-                alone = isinstance(state, Tensor)
-                if len(widths) != len(states) or alone != (len(states) == 1):
-                    return None
-                for width, one in zip(widths, states, strict=True):
-                    shape = layers * directions, rows, int(width)
-                    if not isinstance(one, Tensor) or one.shape != shape:
-                        return None
-                    if one.dtype != x.dtype or not one.is_cpu:
-                        return None
-                    tensors.append(
-                        one[k * directions : (k + 1) * directions] if layers > 1 else one
-                    )
-            for name in absent.split():
-                if getattr(self, name, None) is not None:
-                    return None
-            for name in there.split():
-                tensor = mine[name]
+            for tensor in states:
+                part = slice(k * directions, (k + 1) * directions)
+                tensors.append(tensor[part] if layers > 1 else tensor)
+            tensors += [mine[name] for name in there.split()]
+            for tensor in tensors:
                 if tensor is None or tensor.dtype != x.dtype or not tensor.is_cpu:
                     return None
-                tensors.append(tensor)
             output, *last = ops.FORWARD(tensors, text, hyper)
             ends.append(last)
         if layers == 1:
@@ -207,13 +203,12 @@ class Recurrent(Explained):
             refuse("arguments", given, expected, "Pass all by name.", TypeError)
         return {**first, **arguments}
 
-    def _call(self, cell: Cell, arguments: dict[str, Any], plan: Plan | None = None) -> Layer:
+    def _call(self, cell: Cell, arguments: dict[str, Any]) -> Layer:
         """The layer of a call of this module, with the options that it takes out of the call's
         arguments.
         """
-        training, seed = self.training, 0
-        if training and (ops.draws(cell) if plan is None and compiled() else cell.keeps):
-            seed = draw_seed()
+        training = self.training
+        seed = draw_seed() if training and ops.draws(cell) else 0
         checkpoint, reverse = self.checkpoint, (False, True) if self.bidirectional else (False,)
         if checkpoint is not None:
             check_checkpoint(checkpoint)
@@ -224,8 +219,7 @@ class Recurrent(Explained):
             for name in named:
                 del arguments[name]
         options = Options(reverse, training=training, seed=seed, checkpoint=checkpoint, **named)
-        sizes = self._sizes if plan is None else tuple(plan.sizes.items())  # saves a call
-        return Layer(cell, sizes, options, plan=plan)
+        return Layer(cell, self._sizes, options)
 
 
 def refuse_more(more: Sequence[Any], module: str) -> NoReturn:

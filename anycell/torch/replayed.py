@@ -87,9 +87,8 @@ class Replayed:
             return plan.recur(self.call, arrays, again=front.run)
         if results := play(given, front.form.number, 0):
             return plan.states_of(results[0], results[1:])
-        states, layer = plan.recur(self.call, arrays), front.layer
-        rounded = fused.rounded(layer.plan)
-        learn_forward(front.form, rounded, layered(arrays), layer.options, False, flat=True)
+        states = plan.recur(self.call, arrays)
+        learn_forward(front.form, fused.ready(front.layer), layered(arrays), False, flat=True)
         return states
 
     def _front(self, arrays: dict[str, Tensor]) -> Front | None:
@@ -101,11 +100,9 @@ class Replayed:
         plan = plan_on(x.device.type, layer.cell, layer.sizes, x.dtype)
         if not isinstance(plan, Plan) or plan.engine != "cpu" or not as_given(plan, arrays):
             return None
-        plan, options = keeping(plan, layer.sequences), fused.on_threads(layer.options)
-        names, rounded = tuple(arrays), fused.rounded(plan)
-        flat = form_of(rounded, names, options, "flat")
-        keeping_form = form_of(rounded, names, options, "forward", True)
+        layer, names = layer._replace(plan=keeping(plan, layer.sequences)), tuple(arrays)
+        ready = fused.ready(layer)
+        flat, keeping_form = (form_of(ready, names, *f) for f in (["flat"], ["forward", True]))
         if flat is None or keeping_form is None:
             return None
-        layer = layer._replace(plan=plan, options=options)
         return Front((), (), flat, keeping_form, layer, names, plain=True)

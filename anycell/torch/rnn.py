@@ -34,7 +34,7 @@ from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.observers import compiled
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import SHORT, Recurrent, layer_of, leaf, stacked
+from anycell.torch.recurrent import Recurrent, layer_of, leaf, stacked
 from anycell.torch.typed import Arguments
 from anycell.torch.warm import KNOWN, again, learn, quiet
 
@@ -229,10 +229,8 @@ class RNN(Recurrent, OfCell):
             known = again(self, "call", x, state, arguments)
             if known is not None:
                 return known
-        elif SHORT and compiled() and not (by_position or arguments):
-            traced = self._compiled(x, state)
-            if traced is not None:
-                return traced
+        elif not (by_position or arguments) and (known := self._compiled(x, state)) is not None:
+            return known
         if by_position:
             arguments = self._named(by_position, arguments)
         if isinstance(x, Proxy):

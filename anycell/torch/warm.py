@@ -18,13 +18,13 @@ from anycell.layer import Kept
 from anycell.layer.forward import draft_stack
 from anycell.layer.heuristics import sparse
 from anycell.layer.layers import Layout
-from anycell.layer.signature import ENDS, FLAGS, OF_STATES, places, shapes, state_names
+from anycell.layer.signature import FLAGS, OF_STATES, places, state_names
 from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
 from anycell.torch import fused
 from anycell.torch.composite import Arrays, Result, States
 from anycell.torch.framework import Torch
-from anycell.torch.fused import plan_on
+from anycell.torch.fused import Fused, plan_on
 from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
 from anycell.torch.passes import as_given, as_kept, as_read, form_of, narrowed
@@ -64,19 +64,16 @@ class Front(NamedTuple):
         """The tensors of a call as kernels read them, see ``as_read``."""
         last = self.names.index("weight_ih") + 1  # the weights are read as they are
         arrays = dict(zip(self.names[:last], tensors, strict=False))
-        return [*as_read(self.layer.plan, arrays, self.layer.options).values(), *tensors[last:]]
+        return [*as_read(self.layer, arrays).values(), *tensors[last:]]
 
     def run(self, arrays: Arrays) -> Result | None:
         """The results of one layer, which keeps what it makes; None if no pass was like it."""
-        plan: Any = self.layer.plan
         try:
-            return fused.run(self.layer, plan, arrays, self._forward)
+            return fused.run(self.layer, arrays, self.again)
         except _Unknown:
             return None
 
-    def _forward(
-        self, layer: Layer, plan: Plan, arrays: Arrays, keep: bool
-    ) -> tuple[Tensor, States, Kept]:
+    def again(self, layer: Layer, arrays: Arrays, keep: bool) -> tuple[Tensor, States, Kept]:
         """Does what ``run_forward`` does, as an earlier pass did it."""
         assert self.keeping is not None
         tensors = [*arrays.values()]
@@ -84,9 +81,9 @@ class Front(NamedTuple):
         results = play(read, self.keeping.number, 0)
         if not results:
             raise _Unknown
-        apart = layer.options.apart("mask" in arrays)
-        output, final, kept = as_kept(plan, arrays["x"].shape[0], results, layer.options, apart)
-        return output, narrowed(plan, final), kept
+        apart = not self.plain and layer.options.apart("mask" in arrays)
+        output, final, kept = as_kept(layer, arrays["x"].shape[0], results, apart)
+        return output, final if self.plain else narrowed(layer.plan, final), kept
 
 
 FRONTS: dict[tuple[Any, ...], Front] = {}
@@ -163,13 +160,13 @@ def _trained(module: Any, front: Front, tensors: list[Tensor]) -> list[Tensor]:
     """The results of a call with gradients; none if there was none like it."""
     if front.keeping is None or tensors[0].dim() != 3:
         return []
-    arrays = dict(zip(front.names, tensors, strict=True))
+    x, *others = tensors
     if module.batch_first:
-        arrays["x"] = tensors[0].swapaxes(0, 1)
-    known = front.run(arrays)
-    if known is None:
+        x = x.swapaxes(0, 1)
+    try:
+        output, *final = Fused.apply(front.layer, front.again, front.names, x, *others)
+    except _Unknown:
         return []
-    output, final, _ = known
     return [output.swapaxes(0, 1) if module.batch_first else output, *final]
 
 
@@ -195,7 +192,7 @@ def _call(
     tensors, given = [x], list[Any]()
     for value in (state, *arguments.values()):
         many = type(value) is tuple
-        given.append(len(value) if many else value is None)
+        given.append(len(value) if many else None if value is None else Tensor)
         if many:
             tensors += value
         elif value is not None:
@@ -239,11 +236,10 @@ def learn(
         if value is not None:
             names += state_names(name, cell) if name == "reset_state" else [name]
     held, weights, of_layer, absent = module._parameters or module._buffers, {}, [], []
-    learned = shapes(cell, dict(module._sizes), 1, module.bias)
     for k in range(layers):
         for public, place in places(cell.learned, k, 1 + both).items():
             name = place.removesuffix("_l0") if alone else place
-            if public.removesuffix(ENDS[1]) not in learned:
+            if name not in held:
                 absent.append(name)
                 continue
             weights[place] = name
@@ -266,15 +262,14 @@ def learn(
         return
     if flags is not None and plan.types.mixed and what == "step":
         return
-    rounded = cpu.rounded(plan, _precision())
-    threads, *_ = settings()
-    options = Options((False, True)[: 1 + both], training=module.training, threads=threads)
-    front, holes = FRONTS.get(key), sparse(arguments.get("mask"))
+    options = Options((False, True)[: 1 + both], training=module.training)
+    layer = Layer(cell, module._sizes, options, plan=plan)
+    ready, front, holes = fused.ready(layer), FRONTS.get(key), sparse(arguments.get("mask"))
     if front is None:
-        layer, inputs = Layer(cell, module._sizes, options, plan=plan), (*names, *of_layer)
+        inputs = *names, *of_layer
         single = what == "call" and layers == 1 and module.checkpoint is None
         facts = "forward", True, *["holes"] * holes
-        keeping = form_of(rounded, inputs, options, *facts) if single else None
+        keeping = form_of(ready, inputs, *facts) if single else None
         read = tuple(weights.values()), tuple(absent)
         plain = as_given(plan, names if what == "call" else ())
         front = Front(*read, Form(), keeping, layer, inputs, plain)
@@ -286,7 +281,8 @@ def learn(
     arrays = {**user, **_entering(module, user, what)}
     if what == "call":
         arrays |= {name: given[name] for name in FLAGS if name in given}
-    known = draft_stack(Torch.of(rounded.dtype), rounded, layers, arrays, options, holes)
+    host = Torch.of(plan.dtype)
+    known = draft_stack(host, ready.plan, layers, arrays, ready.options, holes)
     if known is None:
         return
     output, last = (None, results) if alone else results

@@ -241,7 +241,7 @@ def test_a_layer_and_its_operator_take_the_same_road() -> None:
     """The check of an operator is that of the engine, and costs no second walk."""
     tensors, text, hyper = arguments(cells.LSTM)
     layer, arrays = ops.unpack(tensors, text, hyper)
-    output, *_ = fused.run_forward(layer, layer.plan, arrays, keep=False)
+    output, *_ = fused.run_forward(layer, arrays, keep=False)
     assert torch.equal(output, torch.ops.anycell.forward(tensors, text, hyper)[0])
 
 
