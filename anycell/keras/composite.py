@@ -15,7 +15,7 @@ import keras
 from keras import backend, ops
 
 from anycell.engines.reference import Recurrence
-from anycell.keras.call import INTEGERS, KERNELS, Arrays, Result, Tensor, dequantized
+from anycell.keras.call import INTEGERS, Arrays, Result, Tensor, dequantized, unturned
 from anycell.lang.expr import Expr
 from anycell.layer import steps
 from anycell.layer.rounding import quantized
@@ -38,9 +38,7 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
             lambda result: None if result is None else ops.cast(result, narrow), results
         )
     below = {n: a[None] if n.startswith(OF_STATES) else a for n, a in arrays.items()}
-    for keras_name, our_name in KERNELS.items():
-        if keras_name in below:
-            below[our_name] = ops.transpose(below.pop(keras_name))
+    below = unturned(below, lambda weight: ops.swapaxes(weight, -1, -2))
     options = layer.options._replace(seed=below.pop("seed", None))
     runs = steps.directions(layer._replace(options=options), below, _linear, _Run)
     in_graph = backend.backend() == "tensorflow" and not hasattr(arrays["x"], "numpy")

@@ -24,7 +24,7 @@ from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_graphs
 
 from anycell.keras import xla
-from anycell.keras.call import KERNELS, Tensor, check, lowered
+from anycell.keras.call import TURNED, Tensor, check, lowered
 from anycell.keras.framework import TensorFlow, as_tensor
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, backward, card, forward, keeps_state
@@ -131,7 +131,6 @@ class Kernels:
         wanted: the names among ``parts`` whose gradients are wanted.
         keep: whether the forward pass keeps what the backward pass reads.
         sure: whether no other gradients than ``wanted`` can be asked for later.
-        turned: the names of weights whose last two axes are swapped, see ``recur``.
         tier: that kernels on a card must have, see ``run``.
         life: in a graph, refers to the handle that lives as long as graphs that call the kernels.
     """
@@ -142,7 +141,6 @@ class Kernels:
     wanted: tuple[str, ...]
     keep: bool
     sure: bool = False
-    turned: frozenset[str] = frozenset()
     tier: int | None = None
     life: weakref.ref[Any] | None = None
 
@@ -288,7 +286,7 @@ class Kernels:
         kept = Kept.of(tensors[last:], [n in others for n in names], 1)
         d_output = arriving.pop(0) if self.layer.outputs else None
         inside = dict(zip(self.layer.sequences, arriving[len(names) :], strict=True))
-        wanted = {KERNELS.get(name, name) for name in self.wanted}
+        wanted = {name.removeprefix(TURNED) for name in self.wanted}
         given = arrays, options, kept, d_output, [d[None] for d in arriving[: len(names)]]
         if self.on_card:
             grads = card.backward(host, self.layer.plan, *given)
@@ -298,17 +296,15 @@ class Kernels:
         return [self._as_given(name, grads) for name in self.wanted]
 
     def _as_given(self, name: str, gradients: dict[str, Array]) -> Array:
-        """Returns a gradient laid out like its tensor, see ``Arrays`` and ``turned``."""
-        if name in self.turned:
-            return gradients[name].swapaxes(-1, -2)
-        if name in KERNELS:
-            return gradients[KERNELS[name]].T
-        return gradients[name][0] if name.startswith(OF_STATES) else gradients[name]
+        """Returns a gradient laid out like its tensor, see ``Arrays``."""
+        gradient = gradients[name.removeprefix(TURNED)]
+        if name.startswith(TURNED):
+            return gradient.swapaxes(-1, -2)
+        return gradient[0] if name.startswith(OF_STATES) else gradient
 
     def _arguments(self, tensors: Sequence[Array]) -> tuple[Framework, Options, dict[str, Array]]:
         """Returns the arguments of ``anycell.layer``."""
         named = dict(zip(self.names, tensors, strict=False))
-        named |= {name: named[name].swapaxes(-1, -2) for name in self.turned}
         seed, kind = None, TensorFlow
         if isinstance(tensors[0], xla.Buffer):
             seed, kind = named.pop("seed", None), xla.Xla

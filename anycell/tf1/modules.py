@@ -82,8 +82,8 @@ class KernelCell(Explained, RNNCell):
         kernel, width = self._read("kernel"), x.shape.as_list()[2]
         return {
             "x": x,
-            "kernel": kernel[:width],
-            "recurrent_kernel": kernel[width:],
+            "turned weight_ih": kernel[:width],
+            "turned weight_hh": kernel[width:],
             "bias_ih": self._read("bias"),
         }
 
@@ -291,7 +291,7 @@ class LSTMCell(KernelCell):
         arrays = self._read_kernel(x) | named_states(self.cell, (h, c))
         arrays |= {name: self._read(name) for name in self.cell.param_names}
         if self.num_proj:
-            arrays["weight_projection"] = tf.transpose(self._read("projection/kernel"))
+            arrays["turned weight_projection"] = self._read("projection/kernel")
         return arrays
 
     def _state(self, final: Sequence[Tensor]) -> Any:
@@ -394,9 +394,9 @@ class GRUCell(KernelCell):
         gates, candidate = self._read("gates/kernel"), self._read("candidate/kernel")
         return {
             "x": x,
-            "kernel": tf.concat([gates[:width], candidate[:width]], axis=1),
+            "turned weight_ih": tf.concat([gates[:width], candidate[:width]], axis=1),
             "bias_ih": tf.concat([self._read("gates/bias"), self._read("candidate/bias")], axis=0),
-            "weight_gates": tf.transpose(gates[width:]),
-            "weight_candidate": tf.transpose(candidate[width:]),
+            "turned weight_gates": gates[width:],
+            "turned weight_candidate": candidate[width:],
             **named_states(self.cell, state),
         }
