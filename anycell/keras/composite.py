@@ -42,8 +42,7 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
     options = layer.options._replace(seed=below.pop("seed", None))
     runs = steps.directions(layer._replace(options=options), below, _linear, _Run)
     in_graph = backend.backend() == "tensorflow" and not hasattr(arrays["x"], "numpy")
-    count = arrays["x"].shape[0]
-    loops = in_graph and (count is None or (count > 1 and not layer.unroll))
+    loops = in_graph and not layer.unroll and arrays["x"].shape[0] not in (0, 1)
     outputs, final, others = steps.run(layer, runs, _scan if loops else Recurrence.sequences)
     return outputs if layer.outputs else None, (*(state[0] for state in final), *others)
 
@@ -104,7 +103,7 @@ class _Run(Recurrence):
         kernels: of the matmuls that can be done for all outputs at once.
     """
 
-    kernels: Mapping[str, Tensor] | None = None
+    kernels: Mapping[str, Tensor] | Any = None
     uniform: Callable[..., Tensor] = _uniform
 
     def __post_init__(self) -> None:

@@ -16,8 +16,8 @@ from anycell.engines import cpu
 from anycell.keras.call import TURNED, Tensor
 from anycell.keras.graph import Traced, World
 from anycell.keras.reading import MOST, LoopCall, LoopOptions, masked, over_time
-from anycell.keras.rule import OURS, Facts, choose
-from anycell.keras.tensorflow import gpu_visible, recur, unfit, watched
+from anycell.keras.rule import OURS
+from anycell.keras.tensorflow import engine_of, recur, watched
 from anycell.plan import Engine, Layer, Options
 from anycell.read import Reading, Variable
 
@@ -126,8 +126,7 @@ class Step:
     def engine(self) -> Engine:
         """The engine that runs the cell that was read, and why."""
         dtype = self.traced.dtypes[self.traced.states[0]].name
-        layer, gpu = self.reading.layer._replace(dtype=dtype), gpu_visible()
-        name, reason = choose(Facts(layer, gpu=gpu, unfit=unfit(layer, gpu)))
+        name, reason = engine_of(self.reading.layer._replace(dtype=dtype))
         return Engine(name, f"read as it is written; {reason}" if name in OURS else reason)
 
     def run(

@@ -48,8 +48,6 @@ def compiled() -> bool:
 # The functions that the numbers in operations stand for.
 WORK: dict[int, Any] = {}
 _numbers = itertools.count()
-# Names of nodes appear in the errors of XLA, TensorFlow Lite and TensorFlow Serving.
-_NODE = "anycell.keras.step_by_step_traces_it_without"
 REFUSAL = (
     "anycell: this function calls fused kernels, which only this process has. To save it, trace it "
     "within anycell.keras.step_by_step()"
@@ -57,12 +55,11 @@ REFUSAL = (
 
 
 def _out_of_graph(
-    compute: Callable[..., list[Array]], tensors: Sequence[Tensor], kinds: Sequence[Any]
+    kernels: Kernels, compute: str, tensors: Sequence[Tensor], kinds: Sequence[Any]
 ) -> list[Tensor]:
-    """Adds ``compute``, a method of ``Kernels`` on arrays, as an operation to the graph that is
-    being traced; returns its results and its number.
+    """Adds a method of ``kernels`` on arrays as an operation to the graph that is being traced;
+    returns its results and its number.
     """
-    kernels: Kernels = compute.__self__  # type: ignore[attr-defined]
     number, graph = next(_numbers), graphs.get_default_graph()
     while isinstance(graph, CONTROL_FLOW):
         graph = graph.outer_graph  # a loop or branch lives as long as its function
@@ -75,12 +72,12 @@ def _out_of_graph(
                 # its name. Each call makes its own handle, because XLA takes no handle twice.
                 name = f"{REFUSAL} (call {number})"
                 handle = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=name)
-            graph.capture(handle, name=_NODE)
+            graph.capture(handle, name=xla.TARGET)
             kernels = replace(kernels, life=weakref.ref(handle))
         else:  # the gradient of a loop or a branch captures nothing from outside its graph
             weakref.finalize(graph, id, handle).atexit = False
         weakref.finalize(handle, WORK.pop, number).atexit = False
-    WORK[number] = getattr(kernels, compute.__name__)
+    WORK[number] = getattr(kernels, compute)
     first = tf.constant(number, tf.int64)
     results = list(
         tf.raw_ops.PyFuncStateless(  # TensorFlow Lite? Trace it in anycell.keras.step_by_step()
@@ -88,7 +85,7 @@ def _out_of_graph(
             input=[first, *tensors],
             token=_callback()[0],
             Tout=[tf.as_dtype(kind) for kind in kinds],
-            name=_NODE,
+            name=xla.TARGET,
         )
     )
     return [*results, first]
@@ -193,7 +190,7 @@ class Kernels:
         """Returns outputs, final states, and what the backward pass reads, in a graph with the
         number of the run.
         """
-        results, number = _run(self._forward, tensors, self._described, self._leading)
+        results, number = self._run(self._forward, tensors, self._described)
         ends = len(results) - self.kept
         kept, results = [*results[ends:], *number], results[:ends]
         outputs = results.pop(0) if self.separate else None
@@ -242,7 +239,7 @@ class Kernels:
         keeping = replace(self, keep=True)
         kept = kept if self.keep else keeping.forward(tensors)[2]
         read = [*tensors, *arriving, *kept[: keeping.kept]]
-        return _run(self._backward, read, self._described_back, self._leading)
+        return self._run(self._backward, read, self._described_back)
 
     def _described_back(self, *tensors: Tensor) -> list[tuple[str, Any]]:
         """Describes the wanted gradients, like ``_described``."""
@@ -266,6 +263,34 @@ class Kernels:
             (steps + 1 + any(layer.options.reverse), rows), step,
             *[(steps + 1, rows)] * len(self.others),
         ]  # fmt: skip
+
+    def _run(
+        self, compute: Callable[..., list[Array]], tensors: Sequence[Tensor], describe: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Runs ``compute``, one of the methods below, on the memory of tensors: now, or when the
+        graph runs.
+
+        Args:
+            describe: returns the dtype of each result for these tensors, and its shape as far as it
+                is known.
+
+        Returns:
+            the results, and in a graph one number, by which gradients find the passes.
+        """
+        if tf.executing_eagerly():
+            if self.on_card:
+                with record.stop_recording(), tf.device(xla.CARD.device):
+                    return xla.run(compute, tensors, self._leading), []
+            return [as_tensor(array) for array in compute(*map(np.asarray, tensors))], []
+        kinds, shapes = zip(*describe(*tensors), strict=True)
+        if self.on_card or compiled():
+            results = xla.run(compute, tensors, self._leading)
+            number = tf.constant(_lasting(self), tf.int64)
+        else:
+            *results, number = _out_of_graph(self, compute.__name__, tensors, kinds)
+        for result, shape in zip(results, shapes, strict=True):
+            result.set_shape(shape)
+        return results, [number]
 
     # -- on arrays ---------------------------------------------------------------------------------
 
@@ -320,37 +345,3 @@ def kernels_of(layer: Layer, cell: Cell, dtype: str, engine: str, *more: Any) ->
     sizes = dict(layer.sizes)
     chosen = keeping(plan(cell, sizes["H"], dtype, engine, sizes), layer.sequences)
     return Kernels(layer._replace(plan=chosen), *more)
-
-
-def _run(
-    compute: Callable[..., list[Array]],
-    tensors: Sequence[Tensor],
-    describe: Callable[..., Any],
-    leading: Callable[..., Any],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Runs ``compute``, a method of ``Kernels``, on the memory of tensors: now, or when the graph
-    runs.
-
-    Args:
-        describe: returns the dtype of each result for these tensors, and its shape as far as it is
-            known.
-        leading: returns the sizes of the tensors' first axes, from numbers of steps and rows.
-
-    Returns:
-        the results, and in a graph one number, by which gradients find the passes.
-    """
-    kernels: Kernels = compute.__self__  # type: ignore[attr-defined]
-    if tf.executing_eagerly():
-        if kernels.on_card:
-            with record.stop_recording(), tf.device(xla.CARD.device):
-                return xla.run(compute, tensors, leading), []
-        return [as_tensor(array) for array in compute(*map(np.asarray, tensors))], []
-    kinds, shapes = zip(*describe(*tensors), strict=True)
-    if kernels.on_card or compiled():
-        results = xla.run(compute, tensors, leading)
-        number = tf.constant(_lasting(kernels), tf.int64)
-    else:
-        *results, number = _out_of_graph(compute, tensors, kinds)
-    for result, shape in zip(results, shapes, strict=True):
-        result.set_shape(shape)
-    return results, [number]

@@ -32,7 +32,7 @@ from anycell.keras import xla
 from anycell.keras.call import TURNED, Arrays, Result, Tensor, check, dequantized
 from anycell.keras.composite import composite
 from anycell.keras.framework import TensorFlow
-from anycell.keras.rule import asked, planned
+from anycell.keras.rule import Facts, asked, choose, planned
 from anycell.keras.tensor_passes import (
     CONTROL_FLOW,
     FLAGS,
@@ -45,7 +45,7 @@ from anycell.keras.tensor_passes import (
 from anycell.layer import card, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import quantized, with_integers
-from anycell.plan import Layer
+from anycell.plan import Engine, Layer
 
 
 def gpu_visible() -> bool:
@@ -108,6 +108,12 @@ def unfit(layer: Layer, gpu: bool) -> str | None:
     if layer.sequences:
         return "on a GPU, the kernels return no states of all steps"
     return card.reason(xla.XlaCard.of(chosen.dtype), chosen, doubt)
+
+
+def engine_of(layer: Layer) -> Engine:
+    """The engine that runs a layer here and now, and why; see ``recur``."""
+    gpu = gpu_visible()
+    return choose(Facts(layer, gpu=gpu, unfit=unfit(layer, gpu), traced=refusal(gpu)))
 
 
 @functools.cache
@@ -183,8 +189,7 @@ def run(layer: Layer, arrays: Arrays, sure: bool = False, tier: int | None = Non
     parts = {"x": x} | {n: t for n, t in arrays.items() if n not in _OF_NO_GRADIENT}
     flags = {n: arrays[n] for n in FLAGS if n in arrays}
     wanted = names = tuple(parts)
-    flat = list(parts.values())
-    tensors = [*flat, *flags.values()]
+    tensors = [*parts.values(), *flags.values()]
     if taped:
         wanted = tuple([n for n in names if record.should_record_backprop([parts[n]])])
     threads = cpu.threads.within() or tf.config.threading.get_intra_op_parallelism_threads()
@@ -192,8 +197,8 @@ def run(layer: Layer, arrays: Arrays, sure: bool = False, tier: int | None = Non
     layer = layer._replace(options=layer.options._replace(threads=threads))
     cell = stepped(layer.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name
-    more = names, tuple(flags), wanted, keep, sure, tier
-    kernels = kernels_of(layer, cell, dtype, engine, *more)
+    of_run = names, tuple(flags), wanted, keep, sure, tier
+    kernels = kernels_of(layer, cell, dtype, engine, *of_run)
     if engine == "gpu":
         ends = _ends_on_card(kernels, tensors, functools.partial(composite, layer, arrays))
     else:

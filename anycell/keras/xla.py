@@ -62,7 +62,8 @@ COMPUTED = """
     %ahead = stablehlo.add %rows, %least : tensor<i32>
     %groups = stablehlo.divide %ahead, %size : tensor<i32>"""
 TYPES = {"bfloat16": "bf16", "uint8": "ui8", "uint32": "ui32", "int8": "i8"}  # others: f and bits
-TARGET = "anycell.keras.step_by_step_traces_it_without"  # XLA's errors elsewhere quote this name
+# Errors of XLA elsewhere, of TensorFlow Lite and TensorFlow Serving quote this name.
+TARGET = "anycell.keras.step_by_step_traces_it_without"
 
 
 class Place(NamedTuple):

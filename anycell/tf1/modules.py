@@ -11,8 +11,7 @@ import tensorflow as tf
 from anycell.explanation import Explained
 from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.cells import ACTIVATIONS
-from anycell.keras.rule import Facts, choose
-from anycell.keras.tensorflow import gpu_visible, recur, refusal, unfit
+from anycell.keras.tensorflow import engine_of, recur
 from anycell.lang.cell import Cell
 from anycell.layer.checks import integer, refuse
 from anycell.plan import Engine, Layer, Options
@@ -162,11 +161,8 @@ class KernelCell(Explained, RNNCell):
         return self.name
 
     def _engine(self) -> Engine:
-        layer, dtype = self._layer(), tf.as_dtype(self.dtype or tf.float32)
-        gpu = gpu_visible()
-        layer = layer._replace(dtype=self._computed.name)
-        why = unfit(layer, True) if gpu else None
-        name, reason = choose(Facts(layer, gpu=gpu, unfit=why, traced=refusal(gpu)))
+        dtype = tf.as_dtype(self.dtype or tf.float32)
+        name, reason = engine_of(self._layer()._replace(dtype=self._computed.name))
         return Engine(name, reason + f"; {dtype.name} computes in float32" * (dtype.size == 2))
 
     def call(self, inputs: Tensor, state: Any) -> Result:
